@@ -1,0 +1,174 @@
+"""A run folder: what a run writes, shard by shard, so that it can be killed at any moment and go on."""
+
+import json
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import RunFolderError
+from kleash.extras import need
+from kleash.records.atomic import TEMPORARY, cannot_write, write_atomically
+from kleash.records.codec import decode, to_json
+from kleash.records.measurement import SCHEMA, Measurement
+from kleash.records.tables import (
+    ALTERNATIVE_COLUMNS,
+    SEQUENCE_COLUMNS,
+    TOKEN_COLUMNS,
+    read_parts,
+    write_table,
+)
+
+BEFORE_A_RUN = frozenset({".lock", "tokens", "sequences", f"{TEMPORARY}run.json"})
+"""What a run may leave behind that was killed before it had begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHeader:
+    """What decides a run's result, written before its first shard; a run that goes on must agree in all of it."""
+
+    schema: int = SCHEMA
+    kleash: str
+    settings: Mapping[str, Any]
+    source_sha256: str
+    fingerprints: Mapping[str, str]
+    """Of the policy and of the reference."""
+
+    def differences(self, other: "RunHeader") -> list[str]:
+        """What differs in ``other``, each as "name: mine, not yours"."""
+        mine, yours = self._flat(), other._flat()
+        names = [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]
+        return [f"{name} was {mine.get(name)!r} and is now {yours.get(name)!r}" for name in names]
+
+    def _flat(self) -> dict[str, Any]:
+        return {
+            "kleash": self.kleash,
+            **{f"--{name.replace('_', '-')}": value for name, value in self.settings.items()},
+            "the source's content (sha256)": self.source_sha256[:16],
+            **{f"the {role}'s weights": mark for role, mark in self.fingerprints.items()},
+        }
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one run.
+
+    ``run.json`` says what is run; ``tokens/part-*.parquet`` and ``sequences/part-*.parquet`` hold a
+    shard each, the second written last, so that a shard counts once its sequences are there;
+    ``measurement.json`` and ``report.html`` come at the end.
+    """
+
+    root: Path
+
+    @contextmanager
+    def writing(self, header: RunHeader, *, resume: bool) -> Generator["RunFolder"]:
+        """Hold the folder for this process alone, begun afresh or gone on with.
+
+        Raises:
+            RunFolderError: if it holds something already and ``resume`` is false, if another run
+                wrote what it holds, or if another process is writing it.
+        """
+        self.check(resume=resume)
+        filelock = need("filelock", "models")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(self.root / ".lock")
+            lock.acquire(timeout=0)
+        except filelock.Timeout as error:
+            raise RunFolderError(
+                f"another process is writing {self.root}; wait for it, or give another --out"
+            ) from error
+        except OSError as error:
+            raise cannot_write(self.root, error) from error
+        try:
+            self._begin(header, resume=resume)
+            yield self
+        finally:
+            lock.release()
+
+    def check(self, *, resume: bool) -> None:
+        """See, without touching anything, whether a run may be written here.
+
+        Raises:
+            RunFolderError: if not.
+        """
+        if not self.root.exists():
+            return
+        if not self.root.is_dir():
+            raise RunFolderError(f"{self.root} is a file; --out names a folder")
+        if (self.root / "run.json").exists():
+            if not resume:
+                raise RunFolderError(
+                    f"{self.root} holds a run already; go on with it with --resume, or give another --out"
+                )
+            return
+        strangers = sorted(found.name for found in self.root.iterdir() if found.name not in BEFORE_A_RUN)
+        if strangers:
+            raise RunFolderError(
+                f"{self.root} exists and is not a run of kleash (it holds {strangers[0]}); give another --out"
+            )
+
+    def _begin(self, header: RunHeader, *, resume: bool) -> None:
+        self.check(resume=resume)
+        folders = (self.root, self.root / "tokens", self.root / "sequences")
+        path = self.root / "run.json"
+        if path.exists():
+            differences = self.header().differences(header)
+            if differences:
+                raise RunFolderError(
+                    f"{self.root} holds another run: {'; '.join(differences)}; give another --out"
+                )
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            for left in folder.glob(f"{TEMPORARY}*"):
+                left.unlink()
+        if not path.exists():
+            write_atomically(path, to_json(header))
+
+    def header(self) -> RunHeader:
+        """What the run in this folder is.
+
+        Raises:
+            RunFolderError: if it is none, or damaged.
+        """
+        path = self.root / "run.json"
+        try:
+            return decode(RunHeader, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RunFolderError(f"{path} cannot be read as the header of a run: {error}") from error
+
+    def finished_shards(self) -> int:
+        """How many shards are there, from the first on without a gap."""
+        done = 0
+        while self._part("sequences", done).exists() and self._part("tokens", done).exists():
+            done += 1
+        return done
+
+    def write_shard(self, index: int, tokens: Mapping[str, Any], sequences: Mapping[str, Any]) -> None:
+        """Write a shard: its tokens first, then its sequences, which make it count."""
+        write_table(self._part("tokens", index), tokens, TOKEN_COLUMNS)
+        write_table(self._part("sequences", index), sequences, SEQUENCE_COLUMNS)
+
+    def write_alternatives(self, columns: Mapping[str, Any]) -> None:
+        """Write the likeliest tokens of both models in the worst sequences."""
+        write_table(self.root / "alternatives.parquet", columns, ALTERNATIVE_COLUMNS)
+
+    def write_measurement(self, measurement: Measurement) -> None:
+        """Write ``measurement.json``: with it the run is finished."""
+        write_atomically(self.root / "measurement.json", measurement.to_json())
+
+    def token_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
+        """The named columns of ``tokens/``, a shard at a time."""
+        return read_parts([self._part("tokens", index) for index in range(self.finished_shards())], names)
+
+    def sequence_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
+        """The named columns of ``sequences/``, a shard at a time."""
+        return read_parts([self._part("sequences", index) for index in range(self.finished_shards())], names)
+
+    def alternatives(self) -> dict[str, Any]:
+        """The columns of ``alternatives.parquet``."""
+        return next(read_parts([self.root / "alternatives.parquet"], list(ALTERNATIVE_COLUMNS)))
+
+    def _part(self, kind: str, index: int) -> Path:
+        return self.root / kind / f"part-{index:05d}.parquet"

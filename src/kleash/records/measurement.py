@@ -1,0 +1,220 @@
+"""The result of a measurement: every number with its error, its unit and its doubts."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import RunFolderError
+from kleash.records.codec import decode, encode, to_json
+from kleash.records.number import Number
+
+SCHEMA = 1
+"""Raised when a field of a run folder is renamed or means something else; readers take theirs and older."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """Which model it was."""
+
+    path: str
+    revision: str | None
+    dtype: str
+    parameters: int
+    vocabulary: int
+    """Rows of the head: tokens that can have a probability."""
+    fingerprint: str
+    """Hash of the configuration, of the weights' names, shapes and sizes, and of the adapter's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How much was measured."""
+
+    prompts: int
+    """Prompts; on text, documents."""
+    sequences: int
+    """Responses; on text, windows."""
+    tokens: int
+    """Scored positions."""
+    clusters: int
+    """Groups that the errors take to be independent of each other."""
+    truncated_sequences: int
+    """Responses that ended because they were cut off."""
+    shards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTotal:
+    """KL between whole responses, ``U - a (U - C)``, and the two estimates it is made of."""
+
+    kl_policy_reference: Number
+    control_variate_weight: float
+    """The a that was fitted: 0 is the Monte Carlo sum alone, 1 the sum of the exact terms alone."""
+    monte_carlo: Number
+    """U: the mean of the summed log ratios."""
+    exact_terms: Number
+    """C: the mean of the summed exact per-token KLs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorRecord:
+    """What a trainer's one-sample estimator says on the same tokens."""
+
+    value: float
+    unit: str
+    standard_error: float
+    ci95: tuple[float, float]
+    doubts: tuple[str, ...] = ()
+    bias: Number
+    """Estimate minus exact KL(policy || reference), paired token by token."""
+    spread: float
+    """Standard deviation of estimate minus exact over tokens, in nats."""
+
+    @property
+    def number(self) -> Number:
+        """The estimate itself."""
+        return Number(
+            value=self.value,
+            unit=self.unit,
+            standard_error=self.standard_error,
+            ci95=self.ci95,
+            doubts=self.doubts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin:
+    """The tokens of one range of positions or of reference confidence."""
+
+    low: float
+    """Where the range begins (included)."""
+    high: float
+    """Where it ends (excluded, but for the last)."""
+    tokens: int
+    share_of_kl: float
+    """Of the whole KL(policy || reference), the part that lies here."""
+    kl_policy_reference: Number
+    """Mean per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningMean:
+    """The mean as it stood after so many tokens."""
+
+    tokens: int
+    mean: float
+    ci95: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drifted:
+    """A token, or a whole sequence, on which the models differ most."""
+
+    prompt_id: int
+    sample_id: int
+    kl: float
+    """KL(policy || reference) in nats: of the token, or summed over the sequence."""
+    tokens: int = 1
+    position: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptDrift:
+    """One prompt (on text: one document), over all of its samples."""
+
+    prompt_id: int
+    prompt: str
+    sequences: int
+    tokens: int
+    kl_per_token: float
+    kl_per_sequence: float
+    kl_max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How far a policy has drifted from its reference."""
+
+    schema: int = SCHEMA
+    kleash: str
+    """Version that measured."""
+    estimand: str
+    """In words: which divergence, in which direction, over whose prefixes, where, at which temperature."""
+    job: Mapping[str, Any]
+    source_sha256: str
+    """Hash of the file of prompts, texts or responses."""
+    models: Mapping[str, ModelRecord]
+    counts: Counts
+    per_token: Mapping[str, Number]
+    """A mean for each column of ``tokens/``."""
+    per_sequence: SequenceTotal | None
+    estimators: Mapping[str, EstimatorRecord]
+    estimators_note: str = ""
+    """How the estimators were averaged, or why there are none."""
+    quantiles: Mapping[str, Mapping[str, Number]]
+    """For each column: "50", "75", "90", "95", "99", "99.9" and "max"."""
+    by_position: tuple[Bin, ...]
+    by_confidence: tuple[Bin, ...]
+    """By the reference's probability of its likeliest token."""
+    top1_agreement: Number
+    """Share of positions at which both models find the same token likeliest."""
+    perplexity: Mapping[str, Number]
+    """"policy", "reference" and "ratio", on the tokens of the source."""
+    probability_change: Mapping[str, Number]
+    """"mean" and "rms" of p - q of the observed token."""
+    top_percent_share: float
+    """Share of the whole KL(policy || reference) that lies in the 1 % of tokens with the most."""
+    noise_floor: Number | None
+    """The reference against itself in another batch layout: KL that is only rounding."""
+    dtype_gap: Number | None
+    """The reference in the run's dtype against itself in float32; absent where the run is in float32."""
+    convergence: tuple[RunningMean, ...]
+    worst_tokens: tuple[Drifted, ...]
+    worst_sequences: tuple[Drifted, ...]
+    prompts: tuple[PromptDrift, ...]
+    """The prompts with the most drift, at most 500."""
+    doubts: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What was decided on the way and is worth knowing."""
+    seconds: float
+    finished: str
+    """Date and time, UTC."""
+    versions: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, the way it stands in ``measurement.json``."""
+        return encode(self)
+
+    def to_json(self) -> str:
+        """The text of ``measurement.json``."""
+        return to_json(self)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Measurement":
+        """The measurement in a run folder.
+
+        Raises:
+            RunFolderError: if there is none, it is damaged, or a newer kleash wrote it.
+        """
+        path = folder / "measurement.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            schema = data["schema"]
+            if schema > SCHEMA:
+                raise RunFolderError(
+                    f"{path} has schema {schema}, and this kleash reads up to {SCHEMA}; update kleash"
+                )
+            return decode(cls, data)
+        except FileNotFoundError as error:
+            unfinished = (folder / "run.json").exists()
+            hint = (
+                "the run has not finished: finish it with --resume" if unfinished else "is it a run folder?"
+            )
+            raise RunFolderError(f"{folder} has no measurement.json; {hint}") from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, RunFolderError):
+                raise
+            raise RunFolderError(f"{path} cannot be read as a measurement: {error}") from error

@@ -1,0 +1,47 @@
+"""A measured number as it stands in the files."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number with its unit, its error and what there is to doubt about it."""
+
+    value: float
+    """The number itself; may be infinite, and is NaN over nothing."""
+    unit: str
+    """"nats", "probability" or "none"."""
+    standard_error: float
+    """Cluster-robust standard error, in the same unit."""
+    ci95: tuple[float, float]
+    """The 95 % confidence interval: its lower and its upper end."""
+    doubts: tuple[str, ...] = ()
+    """What a careful reader would hold against it, in sentences."""
+
+    def __str__(self) -> str:
+        """The number to the digits that its error supports, with the error and the unit."""
+        unit = f" {self.unit}" if self.unit == "nats" else ""
+        if not math.isfinite(self.value):
+            return f"{self.value}{unit}"
+        return f"{self.rounded} ± {self.format(self.standard_error)}{unit}"
+
+    @property
+    def rounded(self) -> str:
+        """The value to the digits that its error supports."""
+        return self.format(self.value)
+
+    def format(self, value: float) -> str:
+        """``value`` to the second significant digit of this number's error, "0.1234" or "3.2e-07"."""
+        if not math.isfinite(value):
+            return str(value)
+        if value == 0:
+            return "0"
+        error = self.standard_error if self.standard_error > 0 else abs(self.value) / 1000
+        if not math.isfinite(error) or error == 0:
+            return f"{value:.4g}"
+        digits = 1 - math.floor(math.log10(error))
+        if digits > 7:
+            leading = max(1, math.floor(math.log10(abs(value))) + digits)
+            return f"{value:.{min(leading, 6)}e}"
+        return f"{value:.{max(0, digits)}f}"
