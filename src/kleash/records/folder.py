@@ -26,7 +26,7 @@ BEFORE_A_RUN = frozenset({".lock", "tokens", "sequences", f"{TEMPORARY}run.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader:
-    """What decides a run's result, written before its first shard; a run that goes on must agree in all of it."""
+    """What decides a run's result, written before its first shard; to go on, all of it must agree."""
 
     schema: int = SCHEMA
     kleash: str
