@@ -1,0 +1,46 @@
+"""What all tests share: a quiet, offline, repeatable machine, and the tools that some tests need."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The first example of a test pays for what torch loads lazily, which hypothesis' deadline calls flaky.
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100)
+settings.load_profile("ci")
+
+
+def skip_or_fail(variable: str, what: str) -> None:
+    """Skip, or fail where the environment promises that ``what`` is there."""
+    if os.environ.get(variable) == "1":
+        pytest.fail(f"{variable}=1 promises {what}, and there is none")
+    pytest.skip(f"needs {what}")
+
+
+@pytest.fixture(scope="session")
+def compiler() -> str:
+    """A C++ compiler for torch.compile."""
+    found = shutil.which("g++") or shutil.which("clang++")
+    return found or skip_or_fail("KLEASH_REQUIRE_COMPILER", "a C++ compiler")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> tuple[str, str]:
+    """Headless Chromium and its driver."""
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if browser and driver:
+        return browser, driver
+    return skip_or_fail("KLEASH_REQUIRE_BROWSER", "chromium and chromedriver")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The project's folder."""
+    return ROOT

@@ -1,0 +1,47 @@
+"""The documentation tells the truth: its code runs, and every public name is in it."""
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests_paths import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = ["kleash", *(f"kleash.{name}" for name in (
+    "divergences", "estimators", "linear", "uncertainty", "records", "masking", "models", "reports", "measuring",
+    "engines", "shipped",
+))]
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "docs"}
+    text = page.read_text(encoding="utf-8")
+    for block in FENCE.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        code = compile("\n" * line + block.group(1), str(page), "exec")
+        exec(code, namespace)
+    assert "__name__" in namespace
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_in_the_docs(package: str) -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    module = importlib.import_module(package)
+    names = getattr(module, "__all__", None) or [n for n, v in vars(module).items() if getattr(v, "__module__", "") == package]
+    absent = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
+    assert not absent, f"{package}: not in README.md or docs/: {absent}"
+    undocumented = [name for name in names if callable(getattr(module, name)) and not getattr(module, name).__doc__]
+    assert not undocumented

@@ -1,0 +1,58 @@
+"""What each part of kleash may load: a command that only reads files must not wait for torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+DENY = """
+import sys
+
+class Deny:
+    def __init__(self, names): self.names = names
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in self.names:
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+
+def deny(*names): sys.meta_path.insert(0, Deny(set(names)))
+"""
+OPTIONAL = (
+    "transformers tokenizers safetensors peft accelerate pyarrow jinja2 plotly tyro rich filelock scipy triton"
+).split()
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", DENY + code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["", ".divergences", ".estimators", ".linear", ".uncertainty", ".records", ".shipped", ".masking"],
+)
+def test_the_lower_floors_need_only_the_base_install(module: str) -> None:
+    optional = [name for name in OPTIONAL if name != "filelock"]  # torch itself needs filelock
+    done = run(f"deny(*{optional!r})\nimport kleash{module}\nfor name in kleash{module}.__all__:\n"
+               f"    if name not in {LAZY_JOBS!r}: getattr(kleash{module}, name)")
+    assert done.returncode == 0, done.stderr
+
+
+LAZY_JOBS = ("measure", "MeasureJob")
+
+
+@pytest.mark.parametrize("module", [".uncertainty", ".records", ".reports", ".shipped", ".cli", ".measuring"])
+def test_what_only_reads_files_never_imports_torch(module: str) -> None:
+    done = run(f"deny('torch')\nimport kleash{module}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "measure --help", "report --help", "compare --help", "--version"])
+def test_help_never_imports_torch(words: str) -> None:
+    done = run(f"deny('torch', 'transformers')\nfrom kleash.cli import main\nraise SystemExit(main({words.split()!r}))")
+    assert done.returncode == 0, done.stderr
+    assert "kleash" in done.stdout
+
+
+def test_a_missing_extra_is_named() -> None:
+    done = run("deny('transformers')\nfrom kleash.cli import main\nraise SystemExit(main(['measure', '--quiet']))")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "kleash: transformers is not installed; run: pip install 'kleash[models]'"
