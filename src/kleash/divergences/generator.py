@@ -1,0 +1,104 @@
+"""The generator of the KL divergence, and the same seen from the other side: one home for every floor."""
+
+from collections.abc import Callable
+from math import factorial
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SERIES_BELOW = 0.3
+"""Where the closed forms lose more to cancellation than the series does to truncation."""
+EXP_IS_DECIDED = 1000.0
+"""exp(this) is inf and exp(-this) is 0 in every floating-point type there is."""
+
+
+def phi(u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """What a token adds to KL(p || q) per unit of ``p``'s mass, in nats; never negative.
+
+        phi(u) = expm1(-u) + u,    u = log p - log q,    phi'(u) = -expm1(-u)
+
+    It is ``u`` (the textbook term) plus ``q/p - 1``, which averages to zero over ``p``. Below
+    |u| = 0.3, where the two terms cancel, its Taylor series is summed: the relative error is a few
+    roundings everywhere, value and gradient. 0 at 0, ``inf`` at both infinities, NaN at NaN.
+
+    Args:
+        u: log ratios, float32 or float64.
+
+    References:
+        Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
+    """
+    return _apply(_Phi, u)
+
+
+def psi(v: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """What a token adds to KL(p || q) per unit of ``q``'s mass; phi seen from the other side.
+
+        psi(v) = exp(-v) phi(-v) = 1 - (1 + v) exp(-v),    v = log q - log p,    psi'(v) = v exp(-v)
+
+    It tends to 1 where ``p`` vanishes, while ``p phi(u)`` would be 0 times inf there.
+
+    Args:
+        v: log ratios the other way round, float32 or float64.
+    """
+    return _apply(_Psi, v)
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor) -> Tensor:
+    apply = cast("Callable[[Tensor], Tensor]", function.apply)  # pyright: ignore[reportUnknownMemberType]
+    return apply(x)
+
+
+def _series(x: Tensor) -> Tensor:
+    """phi(-x) = x^2/2 + x^3/6 + ..., to one rounding for |x| < 0.3."""
+    terms = 14 if x.dtype == torch.float64 else 9
+    total = torch.full_like(x, 1 / factorial(terms))
+    for k in range(terms - 1, 1, -1):
+        total.mul_(x).add_(1 / factorial(k))
+    return total.mul_(x).mul_(x)
+
+
+class _Phi(torch.autograd.Function):
+    """phi with its gradient in closed form, so that only ``u`` is kept for the backward pass."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(u: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        small = u.abs() < SERIES_BELOW
+        closed = torch.expm1(-u) + u.clamp(min=-EXP_IS_DECIDED)
+        return torch.where(small, _series(torch.where(small, -u, 0.0)), closed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (u,) = ctx.saved_tensors
+        return weight * -torch.expm1(-u)
+
+
+class _Psi(torch.autograd.Function):
+    """psi with its gradient in closed form."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        small = v.abs() < SERIES_BELOW
+        v = v.clamp(max=EXP_IS_DECIDED)
+        decay = torch.exp(-v)
+        closed = torch.where(v > 0, -torch.expm1(-v) - v * decay, decay * (torch.expm1(v) - v))
+        return torch.where(small, decay * _series(torch.where(small, v, 0.0)), closed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (v,) = ctx.saved_tensors
+        v = v.clamp(max=EXP_IS_DECIDED)
+        return weight * v * torch.exp(-v)
