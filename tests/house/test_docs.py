@@ -2,12 +2,12 @@
 
 import importlib
 import re
-import warnings
+
 from pathlib import Path
 
 import pytest
 
-from tests_paths import ROOT
+ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = ["kleash", *(f"kleash.{name}" for name in (
