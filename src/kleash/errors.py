@@ -47,3 +47,7 @@ class NonFiniteError(KleashError, ArithmeticError):
 
 class RunFolderError(KleashError, OSError):
     """A run folder that cannot be written, read or continued."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with a sentence that says what was kept."""

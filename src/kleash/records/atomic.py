@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kleash.errors import RunFolderError
@@ -30,11 +31,11 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) 
             os.fsync(file.fileno())
         unfinished.replace(path)
         _sync_folder(path.parent)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise cannot_write(path, error) from error
         raise
 
 
