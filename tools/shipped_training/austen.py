@@ -1,0 +1,118 @@
+"""Jane Austen's six novels, from Debian's package r-cran-janeaustenr to clean paragraphs and documents."""
+
+import hashlib
+import re
+import struct
+import subprocess
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+PACKAGE = "r-cran-janeaustenr"
+DATABASE = "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"
+DATABASE_SHA256 = "8fb5198960d0da724b1562f96e4221e5c1b41ff455000280b02c55980c3d8f21"
+NOVELS = ("emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility")
+"""The order in which the package stores them."""
+
+CHAPTER = re.compile(r"chapter [ivxlc\d]+\.?", re.IGNORECASE)
+NOT_PROSE = re.compile(r"(volume [ivx]+|\(?end of .*|finis|the end)[.)]*", re.IGNORECASE)
+AFTERWORD = "A NOTE ON THE TEXT"
+"""An editor's note, not Austen's, that follows Northanger Abbey."""
+
+HELD_OUT_OF, HELD_OUT_AT = 12, 5
+"""Chapters number 5, 17, 29, ... of every novel, counted from 0, are never trained on."""
+
+STRING_VECTOR, STRING = 16, 9
+
+
+def download(folder: Path) -> Path:
+    """Fetch and unpack the Debian package into ``folder``; the file with the six novels."""
+    subprocess.run(["apt-get", "download", PACKAGE], cwd=folder, check=True)
+    (archive,) = folder.glob(f"{PACKAGE}_*.deb")
+    subprocess.run(["dpkg", "-x", archive, folder], check=True)
+    database = folder / DATABASE
+    found = hashlib.sha256(database.read_bytes()).hexdigest()
+    if found != DATABASE_SHA256:
+        raise SystemExit(f"{archive.name} holds other text than the pair was made from: {found}")
+    return database
+
+
+def novels(database: bytes) -> dict[str, list[str]]:
+    """The lines of each novel, out of R's lazy-load database.
+
+    The database is a row of blocks: four bytes of length, then a zlib stream of one serialised object.
+    """
+    lines: dict[str, list[str]] = {}
+    for name in NOVELS:
+        stream = zlib.decompressobj()
+        lines[name] = character_vector(stream.decompress(database[4:]))
+        database = stream.unused_data
+    return lines
+
+
+def character_vector(serialised: bytes) -> list[str]:
+    """An R character vector, from the binary (XDR) serialisation, version 3, that R wrote it in."""
+    (version,) = struct.unpack_from(">i", serialised, 2)
+    if serialised[:2] != b"X\n" or version != 3:
+        raise ValueError(f"not an R serialisation of version 3: it begins with {serialised[:6]!r}")
+    (encoding,) = struct.unpack_from(">i", serialised, 14)
+    at = 18 + encoding
+    flags, count = struct.unpack_from(">Ii", serialised, at)
+    if flags & 0xFF != STRING_VECTOR:
+        raise ValueError(f"R object of type {flags & 0xFF} where a character vector (16) was expected")
+    at += 8
+    strings: list[str] = []
+    for _ in range(count):
+        flags, length = struct.unpack_from(">Ii", serialised, at)
+        if flags & 0xFF != STRING:
+            raise ValueError(f"R object of type {flags & 0xFF} where a string (9) was expected")
+        strings.append(serialised[at + 8 : at + 8 + length].decode("utf-8"))
+        at += 8 + length
+    return strings
+
+
+def chapters(lines: list[str]) -> list[list[str]]:
+    """The chapters of a novel as lists of paragraphs, each a single line, without headings and end matter."""
+    found: list[list[str]] = []
+    for block in re.split(r"\n\s*\n", "\n".join(lines)):
+        paragraph = " ".join(block.replace("_", "").split())
+        if paragraph == AFTERWORD:
+            break
+        if CHAPTER.fullmatch(paragraph):
+            found.append([])
+        elif found and re.search(r"\w", paragraph) and not NOT_PROSE.fullmatch(paragraph):
+            found[-1].append(paragraph)
+    return found
+
+
+def split(chapters_of_a_novel: list[list[str]]) -> tuple[list[list[str]], list[list[str]]]:
+    """The chapters to train on, and those held out."""
+    kept, held_out = [], []
+    for number, chapter in enumerate(chapters_of_a_novel):
+        (held_out if number % HELD_OUT_OF == HELD_OUT_AT else kept).append(chapter)
+    return kept, held_out
+
+
+def speech(chapter: list[str]) -> list[list[str]]:
+    """The runs of neighbouring paragraphs in which somebody speaks from the first word on."""
+    runs: list[list[str]] = [[]]
+    for paragraph in chapter:
+        if paragraph.startswith('"'):
+            runs[-1].append(paragraph)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def documents(paragraphs: list[str], draw: Random, low: int, high: int) -> Iterator[str]:
+    """Neighbouring paragraphs joined until they hold as many characters as drawn from ``low`` to ``high``."""
+    held: list[str] = []
+    wanted = draw.randint(low, high)
+    for paragraph in paragraphs:
+        held.append(paragraph)
+        if sum(map(len, held)) >= wanted:
+            yield "\n".join(held)
+            held, wanted = [], draw.randint(low, high)
+    if held:
+        yield "\n".join(held)

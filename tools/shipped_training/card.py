@@ -1,0 +1,58 @@
+"""The card that lies beside the pair: ``card.json`` for programs, ``README.md`` for people."""
+
+import json
+import platform
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shipped_training import austen
+from shipped_training.language_model import Schedule
+
+TEMPLATE = Path(__file__).with_name("card.md")
+
+
+def recorded(seed: int, schedules: dict[str, Schedule], figures: dict[str, Any]) -> dict[str, Any]:
+    """Everything that ``card.json`` says."""
+    packages = ("torch", "transformers", "tokenizers", "safetensors")
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "seed": seed,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "schedules": {name: asdict(schedule) for name, schedule in schedules.items()},
+        "source": {"package": austen.PACKAGE, "database_sha256": austen.DATABASE_SHA256},
+        "figures": figures,
+    }
+
+
+def write(folder: Path, card: dict[str, Any], prompts: list[str], texts: list[str]) -> None:
+    """Write both files."""
+    figures = card["figures"]
+    losses = "\n".join(
+        f"| {name} | {of['nats_per_token']:.4f} | {of['perplexity']:.2f} | {of['bits_per_character']:.3f} |"
+        for name, of in figures["held_out"].items()
+    )
+    words = [len(prompt.split()) for prompt in prompts]
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        parameters=figures["parameters"],
+        vocabulary=figures["vocabulary"],
+        prompts=len(prompts),
+        words=f"{min(words)} to {max(words)}",
+        texts=len(texts),
+        held_out_at=austen.HELD_OUT_AT + 1,
+        held_out_next=austen.HELD_OUT_AT + 1 + austen.HELD_OUT_OF,
+        package=austen.PACKAGE,
+        database=Path(austen.DATABASE).name,
+        sha=austen.DATABASE_SHA256,
+        date=card["date"],
+        seed=card["seed"],
+        versions=", ".join(f"{name} {number}" for name, number in card["versions"].items()),
+        losses=losses,
+        new_tokens=figures["new_tokens"],
+        drift=figures["drift_on_the_policys_own_responses"],
+        **card["schedules"],
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,111 @@
+"""Make the pair of models that ships with kleash, from Debian's package of Jane Austen's novels.
+
+    OMP_NUM_THREADS=2 python tools/train_shipped_pair.py --out src/kleash/shipped/data
+
+The reference reads all six novels, without the held-out chapters; the policy is fine-tuned from it on
+what is said in Emma. Needs apt-get and dpkg, and kleash's extra "models". About half an hour on two cores.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from random import Random
+
+import torch
+from shipped_training import austen, card, figures, language_model
+from shipped_training import held_out as passages
+from shipped_training.language_model import Schedule
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SEED = 20_180
+NARROW = "emma"
+"""The novel whose speech the policy is fine-tuned on."""
+
+REFERENCE = Schedule(steps=1800, warmup=100, peak=3e-3)
+POLICY = Schedule(steps=120, warmup=10, peak=1e-3)
+SHORTEST, LONGEST = 200, 1400
+"""Characters after which a document may end: drawn anew for every document and epoch."""
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Weights in float16, to be computed with in float32, as the configuration says."""
+    model.half().save_pretrained(folder)
+    model.config.dtype = torch.float32
+    model.generation_config.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_reference(chapters: list[list[str]], folder: Path) -> None:
+    """Learn the tokenizer and the reference from the chapters of all novels."""
+    tokenizer = language_model.learn_tokenizer("\n".join(chapter) for chapter in chapters)
+
+    def epoch(number: int) -> list[list[int]]:
+        draw = Random(f"reference/{SEED}/{number}")
+        cut = [text for chapter in chapters for text in austen.documents(chapter, draw, SHORTEST, LONGEST)]
+        return language_model.encode(tokenizer, cut)
+
+    torch.manual_seed(SEED)
+    model = language_model.new_model(tokenizer)
+    language_model.train(model, epoch, REFERENCE, f"reference/{SEED}")
+    save(model, tokenizer, folder)
+
+
+def make_policy(chapters: list[list[str]], reference: Path, folder: Path) -> None:
+    """Fine-tune the stored reference on what is said in some chapters."""
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    runs = [run for chapter in chapters for run in austen.speech(chapter)]
+
+    def epoch(number: int) -> list[list[int]]:
+        draw = Random(f"policy/{SEED}/{number}")
+        cut = [text for run in runs for text in austen.documents(run, draw, SHORTEST, LONGEST)]
+        return language_model.encode(tokenizer, cut)
+
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+    language_model.train(model, epoch, POLICY, f"policy/{SEED}")
+    save(model, tokenizer, folder)
+
+
+def write_lines(path: Path, field: str, values: list[str]) -> None:
+    """JSONL with one field."""
+    lines = (json.dumps({field: value}, ensure_ascii=False) + "\n" for value in values)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def make_sources_and_card(held_out: dict[str, list[list[str]]], folder: Path) -> None:
+    """Write the prompts and the documents, measure the stored pair on them, and write the card."""
+    prompts = passages.prompts(held_out, str(SEED))
+    texts = passages.texts(held_out, str(SEED), SHORTEST, LONGEST)
+    write_lines(folder / "prompts.jsonl", "prompt", prompts)
+    write_lines(folder / "text.jsonl", "text", texts)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "reference")
+    models = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "reference")}
+    found = {
+        "parameters": models["reference"].num_parameters(),
+        "vocabulary": len(tokenizer),
+        "new_tokens": figures.NEW_TOKENS,
+        **figures.measured(models, tokenizer, prompts, texts, SEED),
+    }
+    schedules = {"reference": REFERENCE, "policy": POLICY}
+    card.write(folder, card.recorded(SEED, schedules, found), prompts, texts)
+
+
+def main() -> None:
+    """Download, train, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the pair into")
+    parser.add_argument("--keep-reference", action="store_true", help="make only what comes after it")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        lines = austen.novels(austen.download(Path(folder)).read_bytes())
+    split = {name: austen.split(austen.chapters(of)) for name, of in lines.items()}
+    if not given.keep_reference:
+        make_reference([chapter for kept, _ in split.values() for chapter in kept], given.out / "reference")
+    make_policy(split[NARROW][0], given.out / "reference", given.out / "policy")
+    make_sources_and_card({name: held_out for name, (_, held_out) in split.items()}, given.out)
+
+
+if __name__ == "__main__":
+    main()
