@@ -27,14 +27,32 @@ POLICY = Schedule(steps=120, warmup=10, peak=1e-3)
 SHORTEST, LONGEST = 200, 1400
 """Characters after which a document may end: drawn anew for every document and epoch."""
 
+KEPT = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "padding_side",
+    "model_max_length",
+    "clean_up_tokenization_spaces",
+)
+"""Settings of the tokenizer that are ours, and not those of the version that wrote them."""
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+
+def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     """Weights in float16, to be computed with in float32, as the configuration says."""
     model.half().save_pretrained(folder)
     model.config.dtype = torch.float32
-    model.generation_config.save_pretrained(folder)
     model.config.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """The tokenizer, under the class name that every transformers knows."""
     tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **{name: settings[name] for name in KEPT}}
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def make_reference(chapters: list[list[str]], folder: Path) -> None:
@@ -49,7 +67,8 @@ def make_reference(chapters: list[list[str]], folder: Path) -> None:
     torch.manual_seed(SEED)
     model = language_model.new_model(tokenizer)
     language_model.train(model, epoch, REFERENCE, f"reference/{SEED}")
-    save(model, tokenizer, folder)
+    save_model(model, folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def make_policy(chapters: list[list[str]], reference: Path, folder: Path) -> None:
@@ -65,7 +84,8 @@ def make_policy(chapters: list[list[str]], reference: Path, folder: Path) -> Non
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
     language_model.train(model, epoch, POLICY, f"policy/{SEED}")
-    save(model, tokenizer, folder)
+    save_model(model, folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def write_lines(path: Path, field: str, values: list[str]) -> None:

@@ -66,8 +66,7 @@ def test_an_unknown_model_is_an_error_that_lists_the_known(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_stored_in_sixteen_bits_and_computed_in_thirty_two(name, models):
     with safe_open(shipped_folder(name) / "model.safetensors", "pt") as stored:
-        names = stored.keys()
-        tensors = [stored.get_tensor(name) for name in names]
+        tensors = list(map(stored.get_tensor, stored.keys()))
     assert {tensor.dtype for tensor in tensors} == {torch.float16}
     assert all(tensor.isfinite().all() for tensor in tensors)
     model = models[name]

@@ -81,7 +81,7 @@ class Schedule:
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
     """Token ids of whole documents, ``<s>`` in front and ``</s>`` behind, cut to the context."""
-    return [[*ids, tokenizer.eos_token_id][:CONTEXT] for ids in tokenizer(texts)["input_ids"]]
+    return [[*ids, tokenizer.eos_token_id][:CONTEXT] for ids in tokenizer(texts, verbose=False)["input_ids"]]
 
 
 def batches(documents: list[list[int]], budget: int, draw: Random) -> Iterator[list[list[int]]]:
