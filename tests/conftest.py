@@ -2,8 +2,10 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 from hypothesis import settings
 
@@ -44,3 +46,12 @@ def chromium() -> tuple[str, str]:
 def root() -> Path:
     """The project's folder."""
     return ROOT
+
+
+@pytest.fixture
+def unhooked() -> Iterator[None]:
+    """The package's own errors, also in a run that checks the shapes of every call first."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

@@ -22,7 +22,8 @@ class ImportanceWeights(NamedTuple):
     """One weight per token, after the cap; 0 where masked."""
     effective_sample_size: Float[Tensor, ""]
     """How many equally weighted units (tokens, or at level "sequence" sequences) would tell as much:
-    (sum w)^2 / sum w^2 over ``values``. NaN over nothing, where all weights are 0, or where the behaviour rules out a token drawn."""
+    (sum w)^2 / sum w^2, after the cap. NaN over nothing, where all weights are 0, or where the behaviour
+    rules out a token that was drawn."""
     truncated_share: Float[Tensor, ""]
     """The share of those units whose weight the cap lowered. NaN over nothing."""
 
