@@ -1,0 +1,45 @@
+"""Two language models that can be compared: loading, reading sources, answering prompts, scoring."""
+
+from kleash.models.alternatives import alternatives
+from kleash.models.anatomy import Anatomy, disagreement, take_apart
+from kleash.models.batching import length_batches
+from kleash.models.cache import ReferenceCache
+from kleash.models.checkpoints import Checkpoint, find_checkpoint
+from kleash.models.generation import Sampling, generate
+from kleash.models.loading import Model, Pair, load_pair
+from kleash.models.noise import exponentials
+from kleash.models.prompts import read_prompts
+from kleash.models.responses import read_responses
+from kleash.models.scoring import score, score_against_alone
+from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
+from kleash.models.texts import read_text
+from kleash.models.tokenizers import compare_tokenizers, token_count, token_texts
+
+__all__ = [
+    "Anatomy",
+    "Checkpoint",
+    "Model",
+    "Pair",
+    "Prompt",
+    "ReferenceCache",
+    "Sampling",
+    "Sequence",
+    "alternatives",
+    "compare_tokenizers",
+    "disagreement",
+    "exponentials",
+    "find_checkpoint",
+    "generate",
+    "hash_tokens",
+    "length_batches",
+    "load_pair",
+    "read_prompts",
+    "read_responses",
+    "read_text",
+    "retokenisation_doubts",
+    "score",
+    "score_against_alone",
+    "take_apart",
+    "token_count",
+    "token_texts",
+]

@@ -1,0 +1,187 @@
+"""Where a model's name leads: a folder with a configuration, safetensors, and perhaps an adapter on top."""
+
+import json
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import ModelError
+from kleash.extras import need
+from kleash.models.quiet import first_line, quiet
+from kleash.shipped import shipped_folder
+
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
+UNWANTED = ["*/*", "consolidated*"]
+SAMPLE_BYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One side as it lies on disk."""
+
+    name: str
+    """As it was asked for."""
+    folder: Path
+    """Where config.json and the weights are: the base's folder for an adapter."""
+    revision: str | None = None
+    """The commit that a hub id led to; None for a folder."""
+    adapter: Path | None = None
+    """The folder of the PEFT adapter on top, if there is one."""
+    base: str = ""
+    """What the adapter calls its base."""
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the configuration or the weights, from a few hundred bytes a tensor.
+
+        Two checkpoints that differ only in bytes that were not sampled share one: it tells a reference that
+        was trained further from the one before, and is no proof that two files are the same.
+        """
+        digest = blake2b(digest_size=8)
+        for folder in filter(None, (self.folder, self.adapter)):
+            for path in sorted(folder.glob("*.safetensors")):
+                digest.update(path.name.encode())
+                _sample_tensors(path, digest)
+            for name in ("config.json", "adapter_config.json"):
+                if (folder / name).is_file():
+                    digest.update((folder / name).read_bytes())
+        return digest.hexdigest()
+
+
+def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
+    """The checkpoint called ``name``: a folder, a hub id, one that ships with kleash, or an adapter's folder.
+
+    Args:
+        name: path or hub id, or "shipped:policy".
+        revision: branch, tag or commit, for a hub id.
+
+    Raises:
+        ModelError: if it does not lead to a configuration and safetensors.
+    """
+    folder, commit = _find_folder(name, revision)
+    if not (folder / "adapter_config.json").is_file():
+        _check_model_folder(name, folder)
+        return Checkpoint(name=name, folder=folder, revision=commit)
+    settings = read_json(folder / "adapter_config.json")
+    _check_weights(name, folder)
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"the adapter {name} does not name its base in adapter_config.json; write it there")
+    try:
+        base_folder, _ = _find_base(base, settings.get("revision"), folder)
+        _check_model_folder(base, base_folder)
+    except ModelError as error:
+        raise ModelError(f"the adapter {name} lies over the base {base}, but {error}") from error
+    return Checkpoint(name=name, folder=base_folder, revision=commit, adapter=folder, base=base)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ModelError: if it is not one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} should hold a JSON object and holds a {type(content).__name__}")
+    return content
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """The table at the start of a safetensors file: name → dtype, shape and where its bytes are.
+
+    Raises:
+        ModelError: if the file is damaged.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= path.stat().st_size - 8:
+            raise ModelError(f"{path} is not a safetensors file, or only a part of one; fetch it again")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ModelError(
+                f"{path} is not a safetensors file, or only a part of one; fetch it again"
+            ) from error
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _sample_tensors(path: Path, digest: Any) -> None:
+    """Feed the name, shape and three short pieces of every tensor to ``digest``."""
+    header = safetensors_header(path)
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        for name, entry in sorted(header.items()):
+            begin, end = entry["data_offsets"]
+            digest.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
+            for place in (begin, (begin + end) // 2, max(begin, end - SAMPLE_BYTES)):
+                file.seek(start + place)
+                digest.update(file.read(min(SAMPLE_BYTES, end - place)))
+
+
+def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
+    if name.startswith("shipped:"):
+        return shipped_folder(name), None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ModelError(
+                f"{name} is a folder, which has no revision {revision!r}; leave the revision out"
+            )
+        return path, None
+    if path.exists():
+        raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
+    if HUB_ID.fullmatch(name) is None:
+        raise ModelError(f"there is no folder {name}, and it cannot be a hub id either; give one of the two")
+    return _fetch(name, revision)
+
+
+def _find_base(base: str, revision: str | None, adapter: Path) -> tuple[Path, str | None]:
+    """The base of an adapter: a folder seen from here or from the adapter, or a hub id."""
+    for path in (Path(base).expanduser(), adapter / base):
+        if path.is_dir():
+            return path, None
+    return _find_folder(base, revision)
+
+
+def _fetch(name: str, revision: str | None) -> tuple[Path, str | None]:
+    hub = need("huggingface_hub", "models")
+    try:
+        with quiet():
+            folder = Path(
+                hub.snapshot_download(
+                    name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED
+                )
+            )
+    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise ModelError(
+            f"{name} is not a folder here, and the hub did not give it out{at}: {first_line(error)}"
+        ) from error
+    return folder, folder.name
+
+
+def _check_model_folder(name: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{name} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
+        )
+    read_json(folder / "config.json")
+    _check_weights(name, folder)
+
+
+def _check_weights(name: str, folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ModelError(
+            f"{name} has its weights as pickled files, which can run code when opened; where you trust them, "
+            "load them with from_pretrained and save them again with save_pretrained, which writes "
+            "safetensors"
+        )
+    raise ModelError(f"{name} has no weights: there is no .safetensors file in {folder}")

@@ -1,0 +1,177 @@
+"""The policy's answers, drawn with noise that depends on seed, prompt, sample and position alone."""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.divergences import truncate
+from kleash.errors import NonFiniteError, OptionError
+from kleash.linear import log_probabilities
+from kleash.models.batching import length_batches
+from kleash.models.loading import Model
+from kleash.models.noise import exponentials
+from kleash.models.sequences import Prompt, Sequence
+from kleash.models.writing import Writer
+
+CACHED_PER_READ = 8
+"""Tokens kept in the key-value cache for each token of the budget: they take less room than tokens being
+read."""
+DROP_BELOW = 7 / 8
+"""Share of a batch still going below which the finished rows are dropped from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn."""
+
+    samples_per_prompt: int = 1
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token, whatever the other options."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """See that it means something.
+
+        Raises:
+            OptionError: naming what does not.
+        """
+        for name in ("samples_per_prompt", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}; it is at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise OptionError(f"a temperature of {self.temperature} means nothing; it is a number from 0 on")
+
+
+def generate(
+    model: Model, prompts: Many[Prompt], sampling: Sampling, *, batch_tokens: int = 4096
+) -> list[Sequence]:
+    """Draw ``samples_per_prompt`` responses to each prompt.
+
+    Sample ``s`` of the ``c``-th copy of a prompt draws as sample ``c · samples_per_prompt + s`` of it, with
+    Gumbel-max noise keyed by (seed, the prompt's tokens, that number, the position). So what is drawn
+    depends on no batch, shard or machine, but for rounding: logits that differ in the last bit can turn a
+    draw that was within that bit of another.
+
+    A response ends with the model's end token, which belongs to it ("stop"), or at ``max_new_tokens`` or the
+    model's context ("length").
+
+    Args:
+        model: the policy.
+        prompts: not longer than its context.
+        sampling: how to draw.
+        batch_tokens: the most prompt tokens, padding included, that are read at once; the key-value cache of
+            a batch holds at most eight times as many.
+
+    Returns:
+        The samples of the first prompt, then those of the second, and so on; ``logp_sampled`` under the
+        distribution that was drawn from, temperature and truncation included (0 where it is greedy).
+
+    Raises:
+        NonFiniteError: if the model gives NaN or infinities, naming the prompt.
+        OptionError: if a truncation option is out of its range.
+    """
+    rows = [_Row(prompt=prompt, sample=s) for prompt in prompts for s in range(sampling.samples_per_prompt)]
+    for row in rows:
+        room = sampling.max_new_tokens
+        if model.context is not None:
+            room = min(room, model.context - len(row.prompt.token_ids) + 1)
+        row.room = room
+    lengths = [len(row.prompt.token_ids) for row in rows]
+    longest = max(lengths, default=0) + sampling.max_new_tokens
+    at_once = max(1, CACHED_PER_READ * batch_tokens // longest)
+    for batch in length_batches(lengths, batch_tokens, rows=at_once):
+        _answer(model, [rows[index] for index in batch], sampling)
+    return [row.sequence(model.tokenizer) for row in rows]
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """A response being written."""
+
+    prompt: Prompt
+    sample: int
+    room: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, token: int, logp: float, ends: tuple[int, ...]) -> None:
+        self.token_ids.append(token)
+        self.logp.append(logp)
+        if token in ends:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.room:
+            self.finish_reason = "length"
+
+    def sequence(self, tokenizer: Any) -> Sequence:
+        return Sequence(
+            prompt_id=self.prompt.prompt_id,
+            sample_id=self.sample,
+            prompt_ids=self.prompt.token_ids,
+            response_ids=tuple(self.token_ids),
+            prompt_text=self.prompt.text,
+            response_text=tokenizer.decode(self.token_ids),
+            finish_reason=self.finish_reason,
+            logp_sampled=np.asarray(self.logp, dtype=np.float32),
+            prompt_hash=self.prompt.prompt_hash,
+            where=self.prompt.where,
+        )
+
+
+def _answer(model: Model, rows: list[_Row], sampling: Sampling) -> None:
+    """Write one batch of responses to their ends."""
+    with torch.inference_mode(), model.switched():
+        writer = Writer(model, [row.prompt.token_ids for row in rows])
+        hidden = writer.start()
+        while True:
+            tokens, logp = _draw(model, hidden, rows, sampling)
+            for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
+                if row.finish_reason is None:
+                    row.take(token, value, model.ends)
+            going = [place for place, row in enumerate(rows) if row.finish_reason is None]
+            if not going:
+                return
+            if len(going) <= DROP_BELOW * len(rows):
+                rows, tokens = [rows[place] for place in going], tokens[going]
+                writer.keep(going)
+            hidden = writer.step(tokens)
+
+
+def _draw(
+    model: Model, hidden: Float[Tensor, "rows dim"], rows: list[_Row], sampling: Sampling
+) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
+    """The next token of each row, and its log-probability under the distribution it was drawn from."""
+    logp = log_probabilities(hidden, model.head, temperature=sampling.temperature or 1.0)
+    if sampling.temperature > 0 and (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None):
+        logp = truncate(logp, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).logp
+    scores = logp.double().cpu().numpy()
+    _refuse_nan(scores, rows)
+    if sampling.temperature == 0:
+        return scores.argmax(-1), np.zeros(len(rows))
+    samples = sampling.samples_per_prompt
+    keys = [
+        (row.prompt.prompt_hash, row.prompt.copy * samples + row.sample, len(row.token_ids)) for row in rows
+    ]
+    noise = exponentials(sampling.seed, keys, scores.shape[-1])
+    tokens = (scores - np.log(noise, out=noise)).argmax(-1)
+    return tokens, np.take_along_axis(scores, tokens[:, None], -1)[:, 0]
+
+
+def _refuse_nan(scores: Float[np.ndarray, "rows vocabulary"], rows: list[_Row]) -> None:
+    bad = np.isnan(scores).any(-1)
+    if bad.any():
+        row = rows[int(bad.argmax())]
+        raise NonFiniteError(
+            f"the policy gives NaN or infinite logits for prompt {row.prompt.prompt_id}, sample {row.sample} "
+            f"({row.prompt.where}), response token {len(row.token_ids)}; try --dtype float32, or look at the "
+            "checkpoint"
+        )

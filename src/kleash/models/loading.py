@@ -1,0 +1,285 @@
+"""Two models that can be compared, loaded, taken apart and checked."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.errors import CannotRunError, ModelError, OptionError
+from kleash.linear import Head
+from kleash.models.anatomy import Anatomy, cut, take_apart
+from kleash.models.checkpoints import Checkpoint, find_checkpoint
+from kleash.models.networks import Loaded, load_network, load_tokenizer
+from kleash.models.quiet import quiet
+from kleash.models.tokenizers import PROBES, compare_tokenizers, token_count
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """One side of a comparison, ready to be asked."""
+
+    role: str
+    """"policy" or "reference": how errors call it."""
+    path: str
+    """As it was asked for."""
+    revision: str | None
+    """The commit a hub id led to; None for a folder."""
+    dtype: torch.dtype
+    device: torch.device
+    """Where token ids go and hidden states come from."""
+    parameters: int
+    """Of the base and the adapter together."""
+    vocabulary: int
+    """Tokens with a logit."""
+    context: int | None
+    """The most tokens it can read at once; None if nothing limits it."""
+    ends: tuple[int, ...]
+    """Tokens at which a response of it ends."""
+    head: Head
+    """Of the hidden states that ``hidden`` gives."""
+    fingerprint: str
+    """Changes with the weights: see ``Checkpoint.fingerprint``."""
+    tokenizer: Any
+    network: Any
+    """The transformers model."""
+    body: Any
+    """What of it gives hidden states."""
+    adapters: Any = None
+    """The PEFT model around the network, if one or both sides are adapters on it."""
+    adapter: str | None = None
+    """The name of this side's adapter in ``adapters``; None for the base."""
+
+    @contextmanager
+    def switched(self) -> Iterator[None]:
+        """Inside, the network acts as this side: its adapter on, or all of them off."""
+        if self.adapters is None:
+            yield
+        elif self.adapter is None:
+            with self.adapters.disable_adapter():
+                yield
+        else:
+            if self.adapters.active_adapter != self.adapter:
+                self.adapters.set_adapter(self.adapter)
+            yield
+
+    def hidden(
+        self, input_ids: Int[Tensor, "batch time"], attention_mask: Int[Tensor, "batch time"] | None = None
+    ) -> Float[Tensor, "batch time dim"]:
+        """Final hidden states, which ``head`` turns into logits (or the logits, where the head has no
+        weight).
+
+        Args:
+            input_ids: on any device.
+            attention_mask: 0 where there is padding; None if nothing is padded, or only on the right, which a
+                causal model does not see.
+        """
+        ids = input_ids.to(self.device)
+        mask = None if attention_mask is None else attention_mask.to(self.device)
+        with torch.inference_mode(), self.switched():
+            if self.head.weight is None:
+                out = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
+                return out.logits[..., : self.vocabulary]
+            return self.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+    def is_same_as(self, other: "Model") -> bool:
+        """Whether both are one network with one adapter, so that one pass tells both."""
+        return self.network is other.network and self.adapter == other.adapter
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pair:
+    """A policy and its reference, which put probability on the same tokens."""
+
+    policy: Model
+    reference: Model
+    tokenizer: Any
+    """The policy's; the reference's cuts text alike."""
+    notes: tuple[str, ...] = ()
+    """What was taken for what, to be said aloud: no fault in it."""
+    doubts: tuple[str, ...] = ()
+    """What could make the numbers mean less than they seem to."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens both give a probability to."""
+        return self.policy.vocabulary
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens both can read at once; None if nothing limits them."""
+        limits = [model.context for model in (self.policy, self.reference) if model.context is not None]
+        return min(limits, default=None)
+
+
+def load_pair(
+    policy: str,
+    reference: str,
+    *,
+    revision_policy: str | None = None,
+    revision_reference: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> Pair:
+    """Load two models, take them apart, and see that they can be compared.
+
+    An adapter's folder means the adapter over its base. Sides that share a base, or are the same, share its
+    weights in memory. Heads with more rows than there are tokens are left as they are where both have the
+    same number, and are otherwise cut to the tokens.
+
+    Args:
+        policy: folder, hub id, adapter's folder, or "shipped:policy".
+        reference: likewise.
+        revision_policy: branch, tag or commit, for a hub id.
+        revision_reference: likewise.
+        dtype: "auto" is float32 on a CPU and the checkpoint's own on an accelerator; or "float32",
+            "bfloat16", "float16", "float64".
+        device: "auto" is the first GPU, or else the CPU.
+        device_map: how transformers spreads a model over devices; then ``device`` stays "auto".
+        trust_remote_code: let the checkpoint bring Python code and run it.
+
+    Raises:
+        ModelError: if one cannot be loaded, or the two do not put probability on the same tokens.
+        OptionError: if dtype or device mean nothing.
+        CannotRunError: if the device is not there.
+    """
+    place = _place(device, device_map)
+    kind = _dtype(dtype, place)
+    sides = {
+        "policy": find_checkpoint(policy, revision_policy),
+        "reference": find_checkpoint(reference, revision_reference),
+    }
+    with quiet():
+        tokenizers = {role: load_tokenizer(side, role, trust_remote_code) for role, side in sides.items()}
+        notes = [*compare_tokenizers(tokenizers["policy"], tokenizers["reference"]), *_taken(sides)]
+        loaded = load_network(
+            sides, dtype=kind, device=place, device_map=device_map, trust_remote_code=trust_remote_code
+        )
+        models = {}
+        for role, side in sides.items():
+            models[role], said = _model(role, side, tokenizers[role], loaded[role])
+            notes += said
+    return _fit_together(models["policy"], models["reference"], tuple(dict.fromkeys(notes)))
+
+
+def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple[Model, list[str]]:
+    """One side, and what is to be said about it."""
+    network, adapters = loaded.network, loaded.adapters
+    model = Model(
+        role=role,
+        path=side.name,
+        revision=side.revision,
+        dtype=network.dtype,
+        device=network.get_input_embeddings().weight.device,
+        parameters=loaded.parameters,
+        vocabulary=0,
+        context=getattr(network.config, "max_position_embeddings", None),
+        ends=_ends(network, tokenizer),
+        head=Head(weight=None),
+        fingerprint=side.fingerprint(),
+        tokenizer=tokenizer,
+        network=network,
+        body=network.base_model,
+        adapters=adapters,
+        adapter=loaded.adapter,
+    )
+    anatomy = _anatomy(model)
+    said = [*loaded.notes, *([anatomy.note] if anatomy.note else [])]
+    return replace(model, head=anatomy.head, vocabulary=anatomy.rows), said
+
+
+def _anatomy(model: Model) -> Anatomy:
+    probe = model.tokenizer(" ".join(PROBES), add_special_tokens=False, verbose=False)["input_ids"][:24]
+    with model.switched():
+        ids = torch.tensor([probe, probe[::-1]], device=model.device)
+        return take_apart(model.network, model.body, ids, f"the {model.role}")
+
+
+def _fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
+    """See to it that both sides put probability on the same tokens."""
+    tokens = token_count(policy.tokenizer)
+    for model in (policy, reference):
+        if model.vocabulary < tokens:
+            raise ModelError(
+                f"the {model.role} {model.path} gives {model.vocabulary} logits for a tokenizer of {tokens} "
+                "tokens; use the tokenizer it was trained with"
+            )
+    if policy.vocabulary != reference.vocabulary:
+        rows = f"the heads have {policy.vocabulary} (policy) and {reference.vocabulary} (reference) rows"
+        notes += (f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them",)
+        policy, reference = _cut(policy, tokens), _cut(reference, tokens)
+    elif policy.vocabulary > tokens:
+        padding = policy.vocabulary - tokens
+        notes += (
+            f"both heads have {policy.vocabulary} rows for {tokens} tokens; the {padding} others are kept",
+        )
+    doubts = ()
+    if policy.dtype != reference.dtype:
+        doubts = (f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",)
+    return Pair(policy=policy, reference=reference, tokenizer=policy.tokenizer, notes=notes, doubts=doubts)
+
+
+def _cut(model: Model, tokens: int) -> Model:
+    return replace(model, head=cut(model.head, tokens), vocabulary=tokens)
+
+
+def _taken(sides: dict[str, Checkpoint]) -> list[str]:
+    """In words, what adapters and bases were taken for."""
+    policy, reference = sides["policy"], sides["reference"]
+    notes = [
+        f"the {role} is the adapter {side.name} over {side.base}"
+        for role, side in sides.items()
+        if side.adapter is not None
+    ]
+    if notes and policy.folder.resolve() == reference.folder.resolve():
+        adapted = policy.adapter is not None and reference.adapter is not None
+        what = "two adapters over one base" if adapted else "an adapter and its base"
+        notes.append(f"policy and reference are {what}, which is loaded once and switched")
+    elif notes:
+        notes.append("policy and reference have different bases, which are both loaded")
+    return notes
+
+
+def _ends(network: Any, tokenizer: Any) -> tuple[int, ...]:
+    generation = getattr(network, "generation_config", None)
+    ends = getattr(generation, "eos_token_id", None)
+    if ends is None:
+        ends = network.config.get_text_config(decoder=True).eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return ()
+    return tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
+
+
+def _place(device: str, device_map: str | None) -> torch.device:
+    if device_map is not None and device != "auto":
+        raise OptionError(f"--device {device} and --device-map {device_map} cannot both be given; choose one")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CannotRunError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+    return place
+
+
+def _dtype(name: str, place: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if place.type == "cpu" else "auto"
+    if name not in DTYPES:
+        raise OptionError(f"no dtype is called {name!r}; there are auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

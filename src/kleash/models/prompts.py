@@ -1,0 +1,158 @@
+"""Prompts as token ids: from text, from chat messages, or as they are."""
+
+import json
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+from kleash.errors import SourceError
+from kleash.models.lines import Line, field, is_jsonl, json_lines, plain_lines, shorten, source_path
+from kleash.models.loading import Pair
+from kleash.models.quiet import first_line
+from kleash.models.sequences import Prompt, hash_tokens
+
+
+def read_prompts(name: str, pair: Pair, *, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a source: JSONL with "prompt" or "messages", or plain text with a prompt a line.
+
+    Plain text is tokenised with the special tokens the tokenizer puts in front of it; messages are written
+    with the chat template, up to where the assistant speaks. Blank lines are no prompts.
+
+    Args:
+        name: the file, or "shipped:prompts".
+        pair: whose tokenizer and context count.
+        limit: the most prompts to read; None for all.
+
+    Raises:
+        SourceError: if a line cannot be read as a prompt, is empty, or is longer than a model can read; or if
+            there is no prompt at all.
+    """
+    path = source_path(name)
+    copies: Counter[str] = Counter()
+    prompts: list[Prompt] = []
+    for line in islice(json_lines(path) if is_jsonl(path) else plain_lines(path), limit):
+        token_ids, text = prompt_tokens(line, pair)
+        check_length(line, "prompt", len(token_ids), pair)
+        key = hash_tokens(token_ids)
+        prompts.append(
+            Prompt(
+                prompt_id=len(prompts),
+                token_ids=token_ids,
+                text=text,
+                prompt_hash=key,
+                copy=copies[key],
+                where=line.where,
+            )
+        )
+        copies[key] += 1
+    if not prompts:
+        raise SourceError(f"{name} holds no prompt, only blank lines")
+    return prompts
+
+
+def prompt_tokens(line: Line, pair: Pair) -> tuple[tuple[int, ...], str]:
+    """Token ids and text of the prompt that a line holds: ids win over text.
+
+    Raises:
+        SourceError: if it holds none, or an empty one.
+    """
+    if line.record is None:
+        return _from_text(line, line.text, pair.tokenizer), line.text
+    values = field(line, "prompt_token_ids", list, "a list of token ids")
+    if values is not None:
+        token_ids = as_token_ids(line, "prompt_token_ids", values, pair)
+        return token_ids, pair.tokenizer.decode(list(token_ids))
+    messages = field(line, "messages", list, "a list of messages")
+    text = field(line, "prompt", str, "text")
+    if messages is not None and text is not None:
+        raise SourceError(f"{line.where}: expected 'prompt' or 'messages' and found both; keep one")
+    if messages is not None:
+        return _from_messages(line, messages, pair.tokenizer)
+    if text is None:
+        raise SourceError(
+            f"{line.where}: expected a field 'prompt' or 'messages' and found {fields_of(line)}"
+        )
+    return _from_text(line, text, pair.tokenizer), text
+
+
+def as_token_ids(line: Line, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
+    """``values`` as token ids that both models have.
+
+    Raises:
+        SourceError: if one is not, or there are none.
+    """
+    if not values:
+        raise SourceError(f"{line.where}: {name!r} is empty, and there must be at least one token")
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < pair.vocabulary:
+            raise SourceError(
+                f"{line.where}: expected {name!r} to hold token ids from 0 to {pair.vocabulary - 1} and "
+                f"found {shorten(json.dumps(value))}"
+            )
+    return tuple(values)
+
+
+def check_length(line: Line, what: str, tokens: int, pair: Pair) -> None:
+    """See that the models can read ``tokens`` tokens.
+
+    Raises:
+        SourceError: if they cannot, naming both lengths.
+    """
+    if pair.context is not None and tokens > pair.context:
+        raise SourceError(
+            f"{line.where}: the {what} is {tokens} tokens long and the models read at most {pair.context}; "
+            "shorten it or leave it out"
+        )
+
+
+def fields_of(line: Line) -> str:
+    """The names of a line's fields, for errors."""
+    return ", ".join(repr(name) for name in line.record) if line.record else "an empty object"
+
+
+def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """Token ids of ``text``, with or without what the tokenizer puts around it."""
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def _from_text(line: Line, text: str, tokenizer: Any) -> tuple[int, ...]:
+    """What the tokenizer makes of plain text, without an end token: the prompt is to be continued."""
+    if not text:
+        raise SourceError(f"{line.where}: the prompt is empty")
+    token_ids, bare = encode(tokenizer, text, special=True), encode(tokenizer, text, special=False)
+    ended = len(token_ids) > len(bare) and token_ids[-1] == tokenizer.eos_token_id
+    if ended and (not bare or bare[-1] != tokenizer.eos_token_id):
+        token_ids.pop()
+    if not token_ids:
+        raise SourceError(f"{line.where}: the prompt {shorten(text)} has no tokens")
+    return tuple(token_ids)
+
+
+def _from_messages(line: Line, messages: list[Any], tokenizer: Any) -> tuple[tuple[int, ...], str]:
+    if not messages:
+        raise SourceError(f"{line.where}: 'messages' is empty; it needs at least one message")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
+            raise SourceError(
+                f"{line.where}: expected each message to have a 'role' and 'content' and found "
+                f"{shorten(json.dumps(message))}"
+            )
+    if not getattr(tokenizer, "chat_template", None):
+        raise SourceError(
+            f"{line.where}: it holds 'messages' and the policy's tokenizer has no chat template; give "
+            "'prompt', or a tokenizer that has one"
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
+        raise SourceError(
+            f"{line.where}: the chat template refuses the messages: {first_line(error)}"
+        ) from error
+    token_ids = encode(tokenizer, text, special=False)
+    if not token_ids:
+        raise SourceError(f"{line.where}: the chat template makes nothing of the messages")
+    return tuple(token_ids), text

@@ -1,0 +1,32 @@
+"""Keeping other libraries' progress bars, warnings and long tracebacks off our terminal."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kleash.extras import need
+
+LONGEST_REASON = 300
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers and its neighbours say nothing; afterwards they are as they were."""
+    log = need("transformers.utils.logging", "models")
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, short enough to stand inside a sentence."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line[:LONGEST_REASON].rstrip(". ")

@@ -1,0 +1,155 @@
+"""Responses that somebody else has generated, as token ids."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field as default
+from itertools import islice
+
+import numpy as np
+
+from kleash.errors import SourceError
+from kleash.models.lines import Line, field, is_jsonl, json_lines, shorten, source_path
+from kleash.models.loading import Pair
+from kleash.models.prompts import as_token_ids, check_length, encode, fields_of, prompt_tokens
+from kleash.models.sequences import Sequence, hash_tokens
+
+LARGEST_ID = 2**31 - 1
+ROUNDING_NATS = 1e-3
+
+
+def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterator[Sequence]:
+    """The responses of a JSONL source, each with its prompt; one line at a time is held in memory.
+
+    A line has ``prompt``, ``messages`` or ``prompt_token_ids``, and ``response`` or ``response_token_ids``;
+    ids win over text. It may have ``prompt_id`` and ``sample_id`` (otherwise equal prompts share a number,
+    in the order of appearance), ``finish_reason``, ``logprobs`` (one for each response token, in nats, under
+    the distribution it was drawn from) and ``temperature``. Text is tokenised apart from the prompt; the end
+    token is added to it only where ``finish_reason`` is "stop".
+
+    Args:
+        name: the file.
+        pair: whose tokenizer, vocabulary and context count.
+        limit: the most responses to read; None for all.
+
+    Raises:
+        SourceError: at the first line that is not such a response, saying what was expected.
+    """
+    path = source_path(name)
+    if not is_jsonl(path):
+        raise SourceError(
+            f"{name} is not JSONL; responses come as one JSON object a line, with their prompts"
+        )
+    numbering, empty = _Numbering(), True
+    for line in islice(json_lines(path), limit):
+        empty = False
+        yield _response(line, pair, numbering)
+    if empty:
+        raise SourceError(f"{name} holds no response, only blank lines")
+
+
+@dataclass
+class _Numbering:
+    """Which prompt and sample numbers have been given, and to what."""
+
+    prompts: dict[str, int] = default(default_factory=dict)
+    hashes: dict[int, tuple[str, str]] = default(default_factory=dict)
+    samples: dict[int, set[int]] = default(default_factory=dict)
+    given: bool | None = None
+
+    def number(self, line: Line, prompt_hash: str) -> tuple[int, int]:
+        """The ids of a line, its own or the next free ones."""
+        prompt, sample = (_identity(line, name) for name in ("prompt_id", "sample_id"))
+        if self.given is None:
+            self.given = prompt is not None
+        if self.given is not (prompt is not None):
+            raise SourceError(f"{line.where}: expected every line to have a 'prompt_id', or none of them")
+        if prompt is None:
+            prompt = self.prompts.setdefault(prompt_hash, len(self.prompts))
+        known, where = self.hashes.setdefault(prompt, (prompt_hash, line.where))
+        if known != prompt_hash:
+            raise SourceError(f"{line.where}: 'prompt_id' {prompt} stands for another prompt at {where}")
+        taken = self.samples.setdefault(prompt, set())
+        if sample is None:
+            sample = next(free for free in range(len(taken) + 1) if free not in taken)
+        if sample in taken:
+            raise SourceError(f"{line.where}: sample {sample} of prompt {prompt} has been there before")
+        taken.add(sample)
+        return prompt, sample
+
+
+def _response(line: Line, pair: Pair, numbering: _Numbering) -> Sequence:
+    prompt_ids, prompt_text = prompt_tokens(line, pair)
+    finish_reason = field(line, "finish_reason", str, "text")
+    response_ids, response_text, retokenised = _answer(line, pair, finish_reason)
+    check_length(line, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
+    prompt_hash = hash_tokens(prompt_ids)
+    prompt_id, sample_id = numbering.number(line, prompt_hash)
+    return Sequence(
+        prompt_id=prompt_id,
+        sample_id=sample_id,
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        prompt_text=prompt_text,
+        response_text=response_text,
+        finish_reason=finish_reason,
+        logp_sampled=_logprobs(line, len(response_ids)),
+        prompt_hash=prompt_hash,
+        temperature=_temperature(line),
+        retokenised=retokenised,
+        where=line.where,
+    )
+
+
+def _answer(line: Line, pair: Pair, finish_reason: str | None) -> tuple[tuple[int, ...], str, bool]:
+    """Token ids and text of the response, and whether the ids were made from the text."""
+    text = field(line, "response", str, "text")
+    values = field(line, "response_token_ids", list, "a list of token ids")
+    if values is not None:
+        token_ids = as_token_ids(line, "response_token_ids", values, pair)
+        return token_ids, pair.tokenizer.decode(list(token_ids)) if text is None else text, False
+    if text is None:
+        raise SourceError(
+            f"{line.where}: expected a field 'response' or 'response_token_ids' and found {fields_of(line)}"
+        )
+    made = encode(pair.tokenizer, text, special=False)
+    end = pair.tokenizer.eos_token_id
+    if finish_reason == "stop" and end is not None and made[-1:] != [end]:
+        made.append(end)
+    if not made:
+        raise SourceError(f"{line.where}: the response has no tokens, so there is nothing to score")
+    return tuple(made), text, True
+
+
+def _logprobs(line: Line, tokens: int) -> np.ndarray | None:
+    values = field(line, "logprobs", list, "a list of numbers")
+    if values is None:
+        return None
+    if len(values) != tokens:
+        raise SourceError(
+            f"{line.where}: expected a number in 'logprobs' for each of the {tokens} response tokens and "
+            f"found {len(values)}; give 'response_token_ids' with them"
+        )
+    for value in values:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value > ROUNDING_NATS:
+            raise SourceError(
+                f"{line.where}: expected 'logprobs' to hold natural logarithms of probabilities, at most "
+                f"0, and found {shorten(json.dumps(value))}"
+            )
+    return np.asarray(values, dtype=np.float32)
+
+
+def _temperature(line: Line) -> float | None:
+    value = field(line, "temperature", (int, float), "a number")
+    if value is not None and not 0 <= value < math.inf:
+        raise SourceError(f"{line.where}: expected 'temperature' to be a number from 0 on and found {value}")
+    return None if value is None else float(value)
+
+
+def _identity(line: Line, name: str) -> int | None:
+    value = field(line, name, int, "a whole number")
+    if value is not None and not 0 <= value <= LARGEST_ID:
+        raise SourceError(f"{line.where}: expected {name!r} to be from 0 to {LARGEST_ID} and found {value}")
+    return value

@@ -1,0 +1,219 @@
+"""What both models say about each token of given sequences."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import NonFiniteError, OptionError
+from kleash.linear import Head, LinearOptions, token_statistics
+from kleash.models.batching import length_batches
+from kleash.models.cache import ReferenceCache
+from kleash.models.loading import Model, Pair
+from kleash.models.sequences import Sequence
+
+STATISTICS = {
+    "logp_policy": "token_logp",
+    "logp_reference": "token_logq",
+    "kl_policy_reference": "kl_pq",
+    "kl_reference_policy": "kl_qp",
+    "jensen_shannon": "jensen_shannon",
+    "total_variation": "total_variation",
+    "entropy_policy": "entropy_p",
+    "entropy_reference": "entropy_q",
+    "top1_policy": "top1_p",
+    "top1_reference": "top1_q",
+    "top1_probability_policy": "top1_probability_p",
+    "top1_probability_reference": "top1_probability_q",
+    "rank_reference": "rank_q",
+}
+"""The columns of a run's token table, and what ``token_statistics`` calls them."""
+FINITE = {"policy": ("logp_policy", "entropy_policy"), "reference": ("logp_reference", "entropy_reference")}
+
+Reader = Callable[[Many[Sequence]], Float[Tensor, "tokens dim"]]
+"""Final hidden states at the scored positions of a batch, one sequence after the other."""
+
+
+def score(
+    pair: Pair,
+    sequences: Many[Sequence],
+    *,
+    temperature: float = 1.0,
+    batch_tokens: int = 4096,
+    options: LinearOptions | None = None,
+    cache: ReferenceCache | None = None,
+) -> dict[str, np.ndarray]:
+    """Per-token statistics of both models for each response token, in the order of ``sequences``.
+
+    The sequences are computed in batches of like length; no number depends on which (in float32: to float32
+    rounding). The reference only reads: what it would have generated is never asked.
+
+    Args:
+        pair: the two models.
+        sequences: contexts and responses.
+        temperature: divides the logits of both models; above 0.
+        batch_tokens: the most tokens in a batch, padding included.
+        options: how ``token_statistics`` is computed.
+        cache: where the reference's hidden states are read from and written to.
+
+    Returns:
+        A flat array for each column of the token table except ``text``: every response token of the first
+        sequence, then of the second, and so on. ``logp_sampled`` is NaN where it is unknown.
+
+    Raises:
+        NonFiniteError: if a model gives NaN or infinities, naming the model, the prompt and the position.
+        OptionError: if the temperature is not above 0.
+    """
+    read_policy, read_reference = _reader(pair.policy), _reader(pair.reference)
+    if cache is not None:
+        read_reference = cache.reader(read_reference)
+    same = pair.policy.is_same_as(pair.reference) and cache is None
+    sides = _Sides(pair=pair, policy=read_policy, reference=None if same else read_reference)
+    columns = _score(sides, sequences, temperature, batch_tokens, options)
+    if cache is not None:
+        cache.save()
+    return columns
+
+
+def score_against_alone(
+    model: Model,
+    sequences: Many[Sequence],
+    *,
+    temperature: float = 1.0,
+    batch_tokens: int = 4096,
+    options: LinearOptions | None = None,
+) -> dict[str, np.ndarray]:
+    """``score`` of a model in batches (as policy) against itself with each sequence alone (as reference).
+
+    Its KL would be 0 if arithmetic were exact: it is the floor below which a drift in this dtype is noise.
+    """
+    pair = Pair(policy=model, reference=replace(model, role=model.role), tokenizer=model.tokenizer)
+    together = _reader(model)
+    sides = _Sides(
+        pair=pair, policy=together, reference=lambda batch: torch.cat([together([one]) for one in batch])
+    )
+    return _score(sides, sequences, temperature, batch_tokens, options)
+
+
+def padded(batch: Many[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch as a model reads it: ids padded on the right, and row and column of each scored position.
+
+    The last token of a sequence is scored and not read; the position before a token is the one that predicts
+    it. Padding is token 0: a causal model does not see it from the positions that count.
+    """
+    ids = torch.zeros(len(batch), max(one.read for one in batch), dtype=torch.long)
+    rows, cols = [], []
+    for row, one in enumerate(batch):
+        ids[row, : one.read] = torch.tensor((*one.prompt_ids, *one.response_ids)[:-1])
+        rows.append(torch.full((len(one.response_ids),), row))
+        cols.append(torch.arange(len(one.prompt_ids) - 1, one.read))
+    return ids, torch.cat(rows), torch.cat(cols)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sides:
+    pair: Pair
+    policy: Reader
+    reference: Reader | None
+    """None where the policy's hidden states are the reference's too."""
+
+
+def _reader(model: Model) -> Reader:
+    def read(batch: Many[Sequence]) -> Tensor:
+        ids, rows, cols = padded(batch)
+        hidden = model.hidden(ids)
+        return hidden[rows.to(hidden.device), cols.to(hidden.device)]
+
+    return read
+
+
+def _score(
+    sides: _Sides,
+    sequences: Many[Sequence],
+    temperature: float,
+    batch_tokens: int,
+    options: LinearOptions | None,
+) -> dict[str, np.ndarray]:
+    if not temperature > 0:
+        raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
+    counts = [len(one.response_ids) for one in sequences]
+    ends = np.cumsum(counts, dtype=np.int64)
+    columns = _known(sequences, counts)
+    for batch in length_batches([one.read for one in sequences], batch_tokens):
+        chosen = [sequences[index] for index in batch]
+        found = _statistics(sides, chosen, temperature, options)
+        places = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
+        for name, values in found.items():
+            columns.setdefault(name, np.empty(sum(counts), dtype=values.dtype))[places] = values
+    return columns
+
+
+def _known(sequences: Many[Sequence], counts: list[int]) -> dict[str, np.ndarray]:
+    """The columns that are known without asking a model."""
+    nowhere = np.empty(0)
+    sampled = [
+        np.full(count, np.nan) if one.logp_sampled is None else one.logp_sampled
+        for one, count in zip(sequences, counts, strict=True)
+    ]
+    return {
+        "prompt_id": np.repeat([one.prompt_id for one in sequences], counts).astype(np.int32),
+        "sample_id": np.repeat([one.sample_id for one in sequences], counts).astype(np.int32),
+        "position": np.concatenate([nowhere, *(np.arange(count) for count in counts)]).astype(np.int32),
+        "token_id": np.concatenate([nowhere, *(one.response_ids for one in sequences)]).astype(np.int32),
+        "logp_sampled": np.concatenate([nowhere, *sampled]).astype(np.float32),
+    }
+
+
+def _statistics(
+    sides: _Sides, batch: list[Sequence], temperature: float, options: LinearOptions | None
+) -> dict[str, np.ndarray]:
+    """The columns that both models make of one batch, on the CPU."""
+    policy, reference = sides.pair.policy, sides.pair.reference
+    hidden_p = sides.policy(batch)
+    hidden_q = hidden_p if sides.reference is None else sides.reference(batch).to(hidden_p.device)
+    for model, hidden in ((policy, hidden_p), (reference, hidden_q)):
+        _refuse_non_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch)
+    tokens = torch.tensor([token for one in batch for token in one.response_ids], device=hidden_p.device)
+    with torch.inference_mode():
+        found = token_statistics(
+            hidden_p,
+            _beside(policy.head, hidden_p),
+            hidden_q,
+            _beside(reference.head, hidden_p),
+            tokens,
+            temperature=temperature,
+            options=options,
+        )
+    columns = {name: _plain(getattr(found, field)) for name, field in STATISTICS.items()}
+    for role, names in FINITE.items():
+        _refuse_non_finite(role, np.logical_and.reduce([np.isfinite(columns[name]) for name in names]), batch)
+    return columns
+
+
+def _beside(head: Head, hidden: Tensor) -> Head:
+    """``head`` on the device of ``hidden``; itself if it is there already."""
+    if head.weight is None or head.weight.device == hidden.device:
+        return head
+    bias = None if head.bias is None else head.bias.to(hidden.device)
+    return replace(head, weight=head.weight.to(hidden.device), bias=bias)
+
+
+def _plain(values: Tensor) -> np.ndarray:
+    return values.to(torch.float32 if values.is_floating_point() else torch.int32).cpu().numpy()
+
+
+def _refuse_non_finite(role: str, finite: np.ndarray, batch: list[Sequence]) -> None:
+    if finite.all():
+        return
+    position = int(np.flatnonzero(~finite)[0])
+    for one in batch:
+        if position < len(one.response_ids):
+            raise NonFiniteError(
+                f"the {role} gives NaN or infinite logits for {one.name}, response token {position}; "
+                "try --dtype float32, or look at the checkpoint"
+            )
+        position -= len(one.response_ids)

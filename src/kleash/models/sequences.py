@@ -1,0 +1,76 @@
+"""What is asked and what was answered, as token ids: the records between sources, generation and scoring."""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+from jaxtyping import Float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Something to be answered."""
+
+    prompt_id: int
+    """Its place in the source, from 0."""
+    token_ids: tuple[int, ...]
+    text: str
+    """What the tokens say, template included."""
+    prompt_hash: str
+    copy: int = 0
+    """How many prompts of the same tokens came before it: a further copy draws further samples."""
+    where: str = ""
+    """File and line, for errors."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sequence:
+    """A context, and the tokens after it whose probabilities are asked for."""
+
+    prompt_id: int
+    sample_id: int
+    prompt_ids: tuple[int, ...]
+    """Read, not scored: at least one token."""
+    response_ids: tuple[int, ...]
+    """Scored: at least one token."""
+    prompt_text: str
+    response_text: str
+    finish_reason: str | None = None
+    """"stop" if it ended by itself, "length" if it was cut off, None if nobody knows."""
+    logp_sampled: Float[np.ndarray, " response"] | None = None
+    """Under the distribution each token was drawn from, in nats; None if unknown."""
+    prompt_hash: str = ""
+    """Pairs the sequences of two runs: of the prompt's tokens, or on text of the whole window's."""
+    temperature: float | None = None
+    """At which somebody else drew it, if they say so."""
+    retokenised: bool = False
+    """Whether its tokens came from text, and so may not be those that were drawn."""
+    where: str = ""
+    """File and line, for errors."""
+
+    @property
+    def read(self) -> int:
+        """Tokens a model reads to score it: all but the last."""
+        return len(self.prompt_ids) + len(self.response_ids) - 1
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return f"prompt {self.prompt_id}, sample {self.sample_id}{f' ({self.where})' if self.where else ''}"
+
+
+def hash_tokens(token_ids: tuple[int, ...]) -> str:
+    """16 hex digits that stand for these token ids, the same on every machine."""
+    return blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).hexdigest()
+
+
+def retokenisation_doubts(sequences: int, retokenised: int) -> tuple[str, ...]:
+    """The doubt that responses which came as text must carry, if any did."""
+    if not retokenised:
+        return ()
+    doubt = (
+        f"{retokenised} of {sequences} responses came as text and were tokenised again: where they were "
+        "drawn as other tokens, the numbers are of tokens that nobody drew; give response_token_ids to be "
+        "sure"
+    )
+    return (doubt,)

@@ -1,0 +1,92 @@
+"""Given text, cut into windows that models can read."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from kleash.errors import OptionError, SourceError
+from kleash.models.lines import Line, field, is_jsonl, json_lines, plain_documents, source_path
+from kleash.models.loading import Pair
+from kleash.models.prompts import encode, fields_of
+from kleash.models.sequences import Sequence, hash_tokens
+
+WINDOW = 2048
+
+
+def read_text(
+    name: str, pair: Pair, *, window: int | None = None, stride: int | None = None, limit: int | None = None
+) -> Iterator[Sequence]:
+    """The windows of a source's documents: JSONL with "text", or plain text with a blank line between
+    documents.
+
+    Window ``k`` of a document reads its tokens ``k·stride`` to ``k·stride + window - 1`` and so predicts the
+    one after each. It scores those that no window before it has: every token but the first of a document is
+    scored exactly once, and after the first ``window`` of them with at least ``window - stride`` tokens of
+    context. ``prompt_id`` is the document, ``sample_id`` the window, ``prompt_hash`` stands for all the
+    window's tokens. Documents of fewer than two tokens have nothing to score and keep their number.
+
+    Args:
+        name: the file, or "shipped:text". One document at a time is held in memory.
+        pair: whose tokenizer and context count.
+        window: tokens a model reads at once; None is 2048, or the context where that is shorter.
+        stride: tokens from one window to the next, at most ``window``; None is ``window``.
+        limit: the most documents to read; None for all.
+
+    Raises:
+        OptionError: if window or stride cannot be.
+        SourceError: if a line cannot be read as a document, or there is nothing to score.
+    """
+    window = min(filter(None, (WINDOW, pair.context))) if window is None else window
+    stride = window if stride is None else stride
+    if pair.context is not None and window > pair.context:
+        raise OptionError(
+            f"a window of {window} tokens is more than the {pair.context} that the models read; give a "
+            "shorter one"
+        )
+    if not 1 <= stride <= window:
+        raise OptionError(
+            f"a stride of {stride} tokens does not suit a window of {window}; give 1 to {window}"
+        )
+    return _windows(name, pair, window, stride, limit)
+
+
+def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[Sequence]:
+    path = source_path(name)
+    empty = True
+    for document, line in enumerate(islice(_documents(path), limit)):
+        token_ids = tuple(encode(pair.tokenizer, line.text, special=True))
+        for sample, (start, first, stop) in enumerate(spans(len(token_ids), window, stride)):
+            empty = False
+            yield Sequence(
+                prompt_id=document,
+                sample_id=sample,
+                prompt_ids=token_ids[start:first],
+                response_ids=token_ids[first:stop],
+                prompt_text=pair.tokenizer.decode(list(token_ids[start:first])),
+                response_text=pair.tokenizer.decode(list(token_ids[first:stop])),
+                prompt_hash=hash_tokens(token_ids[start:stop]),
+                where=line.where,
+            )
+    if empty:
+        raise SourceError(f"{name} holds no document of two tokens or more, so there is nothing to score")
+
+
+def spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Where each window starts, where its scored tokens start, and where it stops, in a document of
+    ``tokens``."""
+    scored, start = 1, 0
+    while scored < tokens:
+        stop = min(start + window + 1, tokens)
+        yield start, scored, stop
+        scored, start = stop, start + stride
+
+
+def _documents(path: Path) -> Iterator[Line]:
+    if not is_jsonl(path):
+        yield from plain_documents(path)
+        return
+    for line in json_lines(path):
+        text = field(line, "text", str, "text")
+        if text is None:
+            raise SourceError(f"{line.where}: expected a field 'text' and found {fields_of(line)}")
+        yield Line(number=line.number, where=line.where, text=text)
