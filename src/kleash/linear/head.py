@@ -1,0 +1,72 @@
+"""The last layer of a language model: from a hidden state to the logits."""
+
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import CannotRunError, OptionError, ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """How a model turns a hidden state into logits ``z``, taken apart so that they need not be kept.
+
+        y = scale (hidden W^T + bias)
+        z = softcap tanh(y / softcap), or y without a softcap
+        log p = log_softmax(z / temperature); the temperature belongs to the call
+
+    ``weight=None`` means that the hidden states already are ``hidden W^T``: the slower way, for a
+    model whose head cannot be taken apart. A weight that is sharded over ranks (a ``DTensor``) is
+    gathered when it is used. Two heads are equal only if they are the same object.
+
+    Raises:
+        ShapeError: if weight is not a matrix, bias not a vector, or the two differ in length.
+        OptionError: if the scale is not finite or the softcap not positive.
+        CannotRunError: if a ``vocabulary_group`` is given.
+    """
+
+    weight: Float[Tensor, "vocab dim"] | None
+    """A row for each token of the vocabulary."""
+    bias: Float[Tensor, " vocab"] | None = None
+    """Added to the product; ``-inf`` forbids a token."""
+    scale: float = 1.0
+    """What product and bias are multiplied by (Cohere's logit scale, Granite's inverse logits scaling)."""
+    softcap: float | None = None
+    """The size that no logit exceeds (Gemma 2)."""
+    vocabulary_group: Any = None
+    """The ranks that each hold some rows of the weight for the same tokens; not possible yet."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no head."""
+        if self.weight is not None and self.weight.dim() != 2:
+            raise ShapeError(f"a head's weight is [vocab, dim]; this one is {tuple(self.weight.shape)}")
+        if self.bias is not None and self.bias.dim() != 1:
+            raise ShapeError(f"a head's bias is [vocab]; this one is {tuple(self.bias.shape)}")
+        if self.weight is not None and self.bias is not None and len(self.weight) != len(self.bias):
+            raise ShapeError(f"the head's weight has {len(self.weight)} rows and its bias {len(self.bias)}")
+        if not isfinite(self.scale):
+            raise OptionError(f"a head's scale is a finite number, not {self.scale}")
+        if self.softcap is not None and not (isfinite(self.softcap) and self.softcap > 0):
+            raise OptionError(f"a softcap is a positive number, not {self.softcap}; leave it out for none")
+        if self.vocabulary_group is not None:
+            raise CannotRunError(
+                "heads split over a vocabulary_group cannot be used yet; leave it out and the weight is gathered"
+            )
+
+    def vocabulary(self, hidden: Float[Tensor, "*tokens dim"]) -> int:
+        """How many tokens these hidden states give a logit to."""
+        return hidden.shape[-1] if self.weight is None else self.weight.shape[0]
+
+
+def gathered(head: Head) -> Head:
+    """``head`` with its whole weight and bias on every rank."""
+    weight, bias = _whole(head.weight), _whole(head.bias)
+    return head if weight is head.weight and bias is head.bias else replace(head, weight=weight, bias=bias)
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    full_tensor: Any = getattr(tensor, "full_tensor", None)
+    return tensor if full_tensor is None else full_tensor()

@@ -1,0 +1,1 @@
+"""The ways to compute what kleash.linear promises."""

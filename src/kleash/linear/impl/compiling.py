@@ -1,0 +1,58 @@
+"""When the elementwise core is worth compiling, and whether it can be."""
+
+import os
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from shutil import which
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kleash.errors import CannotRunError
+from kleash.linear.impl.pair import Pair
+from kleash.linear.options import LinearOptions
+
+PAYS_FROM = 5 * 10**9
+"""Logits of one model from which on compiling (15 s) is cheaper than not (3 ns a logit)."""
+
+
+def wanted(pair: Pair, options: LinearOptions) -> bool:
+    """Whether this call compiles its core.
+
+    It depends on the call alone, so that a number never depends on what was computed before it.
+
+    Raises:
+        CannotRunError: if it has to and something is missing.
+    """
+    if options.compile == "never":
+        return False
+    missing = missing_for(pair.p.hidden.device.type)
+    if options.compile == "always":
+        if missing is not None:
+            raise CannotRunError(
+                f"compile='always' needs {missing}; install it, or ask for 'auto' or 'never'"
+            )
+        return pair.tokens > 0
+    return missing is None and pair.tokens * pair.p.vocabulary >= PAYS_FROM
+
+
+@cache
+def missing_for(device: str) -> str | None:
+    """What is not installed and needed to compile for this kind of device; None if nothing."""
+    if device != "cpu":
+        return None
+    compiler = os.environ.get("CXX", "g++")
+    if which(compiler) is None:
+        return f"a C++ compiler, and {compiler} is not there"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.exists() else f"Python's headers, and {header} is not there"
+
+
+@cache
+def compiled(core: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``core`` compiled, anew for each size of the vocabulary."""
+    compile_function: Any = torch.compile
+    return cast("Callable[..., tuple[Tensor, ...]]", compile_function(core, dynamic=False, fullgraph=True))

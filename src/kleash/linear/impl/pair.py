@@ -1,0 +1,49 @@
+"""What a linear function is asked about, made uniform at the public door."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.linear.head import Head
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OneModel:
+    """The hidden states of some tokens under one model, and its head."""
+
+    hidden: Float[Tensor, "tokens dim"]
+    head: Head
+    temperature: float
+    dtype: torch.dtype
+    """What logits are computed in: float32, or float64 if anything given is float64."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits a token has."""
+        return self.head.vocabulary(self.hidden)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pair:
+    """The same tokens under p and under q."""
+
+    p: OneModel
+    q: OneModel
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are asked about."""
+        return len(self.p.hidden)
+
+    @property
+    def same(self) -> bool:
+        """Whether q is p: the same tensors, not merely equal ones."""
+        p, q = self.p, self.q
+        heads = (p.head.weight is q.head.weight, p.head.bias is q.head.bias)
+        return (
+            p.hidden is q.hidden
+            and all(heads)
+            and (p.head.scale, p.head.softcap) == (q.head.scale, q.head.softcap)
+        )
