@@ -1,16 +1,19 @@
 """Two language models that can be compared: loading, reading sources, answering prompts, scoring."""
 
+from kleash.models.against_itself import score_against_alone, score_in_float32
 from kleash.models.alternatives import alternatives
 from kleash.models.anatomy import Anatomy, disagreement, take_apart
 from kleash.models.batching import length_batches
 from kleash.models.cache import ReferenceCache
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
-from kleash.models.loading import Model, Pair, load_pair
+from kleash.models.lines import source_path
+from kleash.models.loading import load_pair
 from kleash.models.noise import exponentials
+from kleash.models.pairs import Model, Pair
 from kleash.models.prompts import read_prompts
 from kleash.models.responses import read_responses
-from kleash.models.scoring import score, score_against_alone
+from kleash.models.scoring import score
 from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
 from kleash.models.texts import read_text
 from kleash.models.tokenizers import compare_tokenizers, token_count, token_texts
@@ -39,6 +42,8 @@ __all__ = [
     "retokenisation_doubts",
     "score",
     "score_against_alone",
+    "score_in_float32",
+    "source_path",
     "take_apart",
     "token_count",
     "token_texts",

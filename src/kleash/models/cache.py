@@ -14,7 +14,7 @@ from torch import Tensor
 from kleash.errors import ModelError, OptionError
 from kleash.extras import need
 from kleash.models.checkpoints import read_json
-from kleash.models.loading import Model
+from kleash.models.pairs import Model
 from kleash.models.sequences import Sequence
 from kleash.records import write_atomically
 

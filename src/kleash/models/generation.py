@@ -1,5 +1,6 @@
 """The policy's answers, drawn with noise that depends on seed, prompt, sample and position alone."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,8 @@ from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.linear import log_probabilities
 from kleash.models.batching import length_batches
-from kleash.models.loading import Model
 from kleash.models.noise import exponentials
+from kleash.models.pairs import Model
 from kleash.models.sequences import Prompt, Sequence
 from kleash.models.writing import Writer
 
@@ -52,7 +53,12 @@ class Sampling:
 
 
 def generate(
-    model: Model, prompts: Many[Prompt], sampling: Sampling, *, batch_tokens: int = 4096
+    model: Model,
+    prompts: Many[Prompt],
+    sampling: Sampling,
+    *,
+    batch_tokens: int = 4096,
+    drawn: Callable[[int], object] | None = None,
 ) -> list[Sequence]:
     """Draw ``samples_per_prompt`` responses to each prompt.
 
@@ -70,6 +76,7 @@ def generate(
         sampling: how to draw.
         batch_tokens: the most prompt tokens, padding included, that are read at once; the key-value cache of
             a batch holds at most eight times as many.
+        drawn: called after each step with the number of tokens drawn in it.
 
     Returns:
         The samples of the first prompt, then those of the second, and so on; ``logp_sampled`` under the
@@ -89,7 +96,7 @@ def generate(
     longest = max(lengths, default=0) + sampling.max_new_tokens
     at_once = max(1, CACHED_PER_READ * batch_tokens // longest)
     for batch in length_batches(lengths, batch_tokens, rows=at_once):
-        _answer(model, [rows[index] for index in batch], sampling)
+        _answer(model, [rows[index] for index in batch], sampling, drawn)
     return [row.sequence(model.tokenizer) for row in rows]
 
 
@@ -127,16 +134,21 @@ class _Row:
         )
 
 
-def _answer(model: Model, rows: list[_Row], sampling: Sampling) -> None:
+def _answer(
+    model: Model, rows: list[_Row], sampling: Sampling, drawn: Callable[[int], object] | None
+) -> None:
     """Write one batch of responses to their ends."""
     with torch.inference_mode(), model.switched():
         writer = Writer(model, [row.prompt.token_ids for row in rows])
         hidden = writer.start()
         while True:
             tokens, logp = _draw(model, hidden, rows, sampling)
-            for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
-                if row.finish_reason is None:
+            writing = [row.finish_reason is None for row in rows]
+            for row, token, value, still in zip(rows, tokens.tolist(), logp.tolist(), writing, strict=True):
+                if still:
                     row.take(token, value, model.ends)
+            if drawn is not None:
+                drawn(sum(writing))
             going = [place for place, row in enumerate(rows) if row.finish_reason is None]
             if not going:
                 return

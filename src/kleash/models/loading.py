@@ -1,19 +1,16 @@
 """Two models that can be compared, loaded, taken apart and checked."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from kleash.errors import CannotRunError, ModelError, OptionError
 from kleash.linear import Head
 from kleash.models.anatomy import Anatomy, cut, take_apart
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.networks import Loaded, load_network, load_tokenizer
+from kleash.models.pairs import Model, Pair
 from kleash.models.quiet import quiet
 from kleash.models.tokenizers import PROBES, compare_tokenizers, token_count
 
@@ -23,103 +20,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Model:
-    """One side of a comparison, ready to be asked."""
-
-    role: str
-    """"policy" or "reference": how errors call it."""
-    path: str
-    """As it was asked for."""
-    revision: str | None
-    """The commit a hub id led to; None for a folder."""
-    dtype: torch.dtype
-    device: torch.device
-    """Where token ids go and hidden states come from."""
-    parameters: int
-    """Of the base and the adapter together."""
-    vocabulary: int
-    """Tokens with a logit."""
-    context: int | None
-    """The most tokens it can read at once; None if nothing limits it."""
-    ends: tuple[int, ...]
-    """Tokens at which a response of it ends."""
-    head: Head
-    """Of the hidden states that ``hidden`` gives."""
-    fingerprint: str
-    """Changes with the weights: see ``Checkpoint.fingerprint``."""
-    tokenizer: Any
-    network: Any
-    """The transformers model."""
-    body: Any
-    """What of it gives hidden states."""
-    adapters: Any = None
-    """The PEFT model around the network, if one or both sides are adapters on it."""
-    adapter: str | None = None
-    """The name of this side's adapter in ``adapters``; None for the base."""
-
-    @contextmanager
-    def switched(self) -> Iterator[None]:
-        """Inside, the network acts as this side: its adapter on, or all of them off."""
-        if self.adapters is None:
-            yield
-        elif self.adapter is None:
-            with self.adapters.disable_adapter():
-                yield
-        else:
-            if self.adapters.active_adapter != self.adapter:
-                self.adapters.set_adapter(self.adapter)
-            yield
-
-    def hidden(
-        self, input_ids: Int[Tensor, "batch time"], attention_mask: Int[Tensor, "batch time"] | None = None
-    ) -> Float[Tensor, "batch time dim"]:
-        """Final hidden states, which ``head`` turns into logits (or the logits, where the head has no
-        weight).
-
-        Args:
-            input_ids: on any device.
-            attention_mask: 0 where there is padding; None if nothing is padded, or only on the right, which a
-                causal model does not see.
-        """
-        ids = input_ids.to(self.device)
-        mask = None if attention_mask is None else attention_mask.to(self.device)
-        with torch.inference_mode(), self.switched():
-            if self.head.weight is None:
-                out = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
-                return out.logits[..., : self.vocabulary]
-            return self.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-
-    def is_same_as(self, other: "Model") -> bool:
-        """Whether both are one network with one adapter, so that one pass tells both."""
-        return self.network is other.network and self.adapter == other.adapter
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Pair:
-    """A policy and its reference, which put probability on the same tokens."""
-
-    policy: Model
-    reference: Model
-    tokenizer: Any
-    """The policy's; the reference's cuts text alike."""
-    notes: tuple[str, ...] = ()
-    """What was taken for what, to be said aloud: no fault in it."""
-    doubts: tuple[str, ...] = ()
-    """What could make the numbers mean less than they seem to."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens both give a probability to."""
-        return self.policy.vocabulary
-
-    @property
-    def context(self) -> int | None:
-        """The most tokens both can read at once; None if nothing limits them."""
-        limits = [model.context for model in (self.policy, self.reference) if model.context is not None]
-        return min(limits, default=None)
 
 
 def load_pair(
@@ -169,7 +69,8 @@ def load_pair(
         )
         models = {}
         for role, side in sides.items():
-            models[role], said = _model(role, side, tokenizers[role], loaded[role])
+            model, said = _model(role, side, tokenizers[role], loaded[role])
+            models[role] = replace(model, device_map=device_map, trusted=trust_remote_code)
             notes += said
     return _fit_together(models["policy"], models["reference"], tuple(dict.fromkeys(notes)))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kleash.errors import SourceError
 from kleash.models.lines import Line, field, is_jsonl, json_lines, plain_lines, shorten, source_path
-from kleash.models.loading import Pair
+from kleash.models.pairs import Pair
 from kleash.models.quiet import first_line
 from kleash.models.sequences import Prompt, hash_tokens
 

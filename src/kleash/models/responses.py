@@ -11,7 +11,7 @@ import numpy as np
 
 from kleash.errors import SourceError
 from kleash.models.lines import Line, field, is_jsonl, json_lines, shorten, source_path
-from kleash.models.loading import Pair
+from kleash.models.pairs import Pair
 from kleash.models.prompts import as_token_ids, check_length, encode, fields_of, prompt_tokens
 from kleash.models.sequences import Sequence, hash_tokens
 

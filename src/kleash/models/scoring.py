@@ -13,7 +13,7 @@ from kleash.errors import NonFiniteError, OptionError
 from kleash.linear import Head, LinearOptions, token_statistics
 from kleash.models.batching import length_batches
 from kleash.models.cache import ReferenceCache
-from kleash.models.loading import Model, Pair
+from kleash.models.pairs import Model, Pair
 from kleash.models.sequences import Sequence
 
 STATISTICS = {
@@ -32,7 +32,6 @@ STATISTICS = {
     "rank_reference": "rank_q",
 }
 """The columns of a run's token table, and what ``token_statistics`` calls them."""
-FINITE = {"policy": ("logp_policy", "entropy_policy"), "reference": ("logp_reference", "entropy_reference")}
 
 Reader = Callable[[Many[Sequence]], Float[Tensor, "tokens dim"]]
 """Final hidden states at the scored positions of a batch, one sequence after the other."""
@@ -68,35 +67,15 @@ def score(
         NonFiniteError: if a model gives NaN or infinities, naming the model, the prompt and the position.
         OptionError: if the temperature is not above 0.
     """
-    read_policy, read_reference = _reader(pair.policy), _reader(pair.reference)
+    read_policy, read_reference = reader(pair.policy), reader(pair.reference)
     if cache is not None:
         read_reference = cache.reader(read_reference)
     same = pair.policy.is_same_as(pair.reference) and cache is None
-    sides = _Sides(pair=pair, policy=read_policy, reference=None if same else read_reference)
-    columns = _score(sides, sequences, temperature, batch_tokens, options)
+    sides = Sides(pair=pair, policy=read_policy, reference=None if same else read_reference)
+    columns = score_sides(sides, sequences, temperature, batch_tokens, options)
     if cache is not None:
         cache.save()
     return columns
-
-
-def score_against_alone(
-    model: Model,
-    sequences: Many[Sequence],
-    *,
-    temperature: float = 1.0,
-    batch_tokens: int = 4096,
-    options: LinearOptions | None = None,
-) -> dict[str, np.ndarray]:
-    """``score`` of a model in batches (as policy) against itself with each sequence alone (as reference).
-
-    Its KL would be 0 if arithmetic were exact: it is the floor below which a drift in this dtype is noise.
-    """
-    pair = Pair(policy=model, reference=replace(model, role=model.role), tokenizer=model.tokenizer)
-    together = _reader(model)
-    sides = _Sides(
-        pair=pair, policy=together, reference=lambda batch: torch.cat([together([one]) for one in batch])
-    )
-    return _score(sides, sequences, temperature, batch_tokens, options)
 
 
 def padded(batch: Many[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,14 +94,18 @@ def padded(batch: Many[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sides:
+class Sides:
+    """Two models, and how their hidden states are come by."""
+
     pair: Pair
     policy: Reader
     reference: Reader | None
     """None where the policy's hidden states are the reference's too."""
 
 
-def _reader(model: Model) -> Reader:
+def reader(model: Model) -> Reader:
+    """How ``model`` itself reads a batch."""
+
     def read(batch: Many[Sequence]) -> Tensor:
         ids, rows, cols = padded(batch)
         hidden = model.hidden(ids)
@@ -131,13 +114,14 @@ def _reader(model: Model) -> Reader:
     return read
 
 
-def _score(
-    sides: _Sides,
+def score_sides(
+    sides: Sides,
     sequences: Many[Sequence],
     temperature: float,
     batch_tokens: int,
     options: LinearOptions | None,
 ) -> dict[str, np.ndarray]:
+    """``score``, of hidden states that come from wherever ``sides`` says."""
     if not temperature > 0:
         raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
     counts = [len(one.response_ids) for one in sequences]
@@ -169,7 +153,7 @@ def _known(sequences: Many[Sequence], counts: list[int]) -> dict[str, np.ndarray
 
 
 def _statistics(
-    sides: _Sides, batch: list[Sequence], temperature: float, options: LinearOptions | None
+    sides: Sides, batch: list[Sequence], temperature: float, options: LinearOptions | None
 ) -> dict[str, np.ndarray]:
     """The columns that both models make of one batch, on the CPU."""
     policy, reference = sides.pair.policy, sides.pair.reference
@@ -189,8 +173,9 @@ def _statistics(
             options=options,
         )
     columns = {name: _plain(getattr(found, field)) for name, field in STATISTICS.items()}
-    for role, names in FINITE.items():
-        _refuse_non_finite(role, np.logical_and.reduce([np.isfinite(columns[name]) for name in names]), batch)
+    for model, side in ((policy, "policy"), (reference, "reference")):
+        finite = np.isfinite(columns[f"logp_{side}"]) & np.isfinite(columns[f"entropy_{side}"])
+        _refuse_non_finite(model.role, finite, batch)
     return columns
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kleash.errors import OptionError, SourceError
 from kleash.models.lines import Line, field, is_jsonl, json_lines, plain_documents, source_path
-from kleash.models.loading import Pair
+from kleash.models.pairs import Pair
 from kleash.models.prompts import encode, fields_of
 from kleash.models.sequences import Sequence, hash_tokens
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.models.loading import Model
+from kleash.models.pairs import Model
 
 
 class Writer:
