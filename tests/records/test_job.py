@@ -24,7 +24,11 @@ def test_without_arguments_it_is_the_shipped_pair() -> None:
         ({"limit": 0}, "--limit must be at least 1; it is 0"),
         ({"samples_per_prompt": 0}, "--samples-per-prompt must be at least 1; it is 0"),
         ({"max_new_tokens": -3}, "--max-new-tokens must be at least 1; it is -3"),
-        ({"window": 1}, "--window must be at least 2 tokens, one to read and one to score; it is 1"),
+        (
+            {"temperature": 0.0, "samples_per_prompt": 3},
+            "at --temperature 0 all 3 samples of a prompt would be the same; draw one",
+        ),
+        ({"window": 0}, "--window must be at least 1; it is 0"),
         ({"window": 8, "stride": 9}, "--stride 9 would leave tokens out between windows of 8"),
         ({"dtype": "fp32"}, "--dtype must be one of auto, float32, bfloat16, float16, float64; it is 'fp32'"),
         ({"until_relative_error": 1.0}, "--until-relative-error must lie between 0 and 1; it is 1.0"),

@@ -59,8 +59,8 @@ class MeasureJob:
     """Run the Python code that comes with a model. It can do anything that you can do."""
     batch_tokens: int = 4096
     """Tokens in a batch, padding counted."""
-    window: int = 512
-    """Tokens that a model reads at once, for --text."""
+    window: int | None = None
+    """Tokens that a model reads at once, for --text; 2048, or what the models can read, if not given."""
     stride: int | None = None
     """Tokens from one window to the next, for --text; less than the window gives each token more context."""
     limit: int | None = None
@@ -86,20 +86,18 @@ class MeasureJob:
             OptionError: naming the option, what it was and what it may be.
         """
         self._check_sources()
-        for name in ("samples_per_prompt", "max_new_tokens", "batch_tokens", "limit", "stride", "top_k"):
+        for name in ("samples_per_prompt", "max_new_tokens", "batch_tokens", "limit", "window", "stride", "top_k"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{_option(name)} must be at least 1; it is {value}")
-        if self.window < 2:
-            raise OptionError(
-                f"--window must be at least 2 tokens, one to read and one to score; it is {self.window}"
-            )
-        if self.stride is not None and self.stride > self.window:
-            raise OptionError(
-                f"--stride {self.stride} would leave tokens out between windows of {self.window}"
-            )
+        if self.stride is not None and self.stride > (self.window or self.stride):
+            raise OptionError(f"--stride {self.stride} would leave tokens out between windows of {self.window}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise OptionError(f"--temperature must be 0 or more; it is {self.temperature}")
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise OptionError(
+                f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one"
+            )
         if self.dtype not in DTYPES:
             raise OptionError(f"--dtype must be one of {', '.join(DTYPES)}; it is {self.dtype!r}")
         self._check_fractions()

@@ -1,0 +1,5 @@
+"""The command line, nothing else."""
+
+from kleash.cli.entry import main
+
+__all__ = ["main"]

@@ -1,0 +1,127 @@
+"""The engine of one machine: both models in this process."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kleash.models import (
+    Pair,
+    Prompt,
+    ReferenceCache,
+    Sampling,
+    Sequence,
+    alternatives,
+    generate,
+    score,
+    score_against_alone,
+    score_in_float32,
+    token_texts,
+)
+from kleash.records import MeasureJob
+from kleash.records.tables import ALTERNATIVE_COLUMNS
+
+
+def _ignore(*_: int) -> None:
+    """What an engine calls where nobody wants to know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A part of a run that is done, and kept, as a whole."""
+
+    index: int
+    prompts: tuple[Prompt, ...] = ()
+    """To be answered by the policy first."""
+    sequences: tuple[Sequence, ...] = ()
+    """To be scored as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardResult:
+    """The columns of ``tokens/`` and of ``sequences/`` of one shard, in the order of its sequences."""
+
+    tokens: dict[str, Any]
+    sequences: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalEngine:
+    """Runs shards one after the other, on the devices on which the pair lies."""
+
+    pair: Pair
+    job: MeasureJob
+    cache: ReferenceCache | None = None
+    generated: Callable[[int], None] = _ignore
+    """Called with the number of tokens drawn since the last call."""
+
+    @property
+    def temperature(self) -> float:
+        """At which both models are scored: greedy responses at 1."""
+        return self.job.temperature if self.job.temperature > 0 else 1.0
+
+    def run(self, shard: Shard) -> ShardResult:
+        """Answer the prompts of ``shard``, if it has some, and score all of its sequences.
+
+        Raises:
+            NonFiniteError: if a model's numbers are NaN or infinite, naming it and the prompt.
+        """
+        sequences = shard.sequences or tuple(self._answer(shard.prompts))
+        tokens: dict[str, Any] = score(
+            self.pair,
+            sequences,
+            temperature=self.temperature,
+            batch_tokens=self.job.batch_tokens,
+            cache=self.cache,
+        )
+        tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
+        return ShardResult(tokens=tokens, sequences=_sequence_columns(sequences))
+
+    def noise(self, sequences: Many[Sequence]) -> dict[str, np.ndarray]:
+        """The token columns of the reference in batches against the reference with each sequence alone."""
+        return score_against_alone(
+            self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
+        )
+
+    def float32_gap(self, sequences: Many[Sequence]) -> dict[str, np.ndarray] | None:
+        """The token columns of the reference as it runs against itself in float32; None if that is how it runs."""
+        return score_in_float32(
+            self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
+        )
+
+    def alternatives(self, sequences: Many[Sequence]) -> dict[str, Any]:
+        """The columns of ``alternatives.parquet`` for these sequences."""
+        columns: dict[str, Any] = {name: [] for name in ALTERNATIVE_COLUMNS}
+        for sequence in sequences:
+            for name, values in alternatives(self.pair, sequence, temperature=self.temperature).items():
+                columns[name].extend(values)
+        return columns
+
+    def _answer(self, prompts: Many[Prompt]) -> list[Sequence]:
+        job = self.job
+        sampling = Sampling(
+            samples_per_prompt=job.samples_per_prompt,
+            max_new_tokens=job.max_new_tokens,
+            temperature=job.temperature,
+            top_p=job.top_p,
+            top_k=job.top_k,
+            min_p=job.min_p,
+            seed=job.seed,
+        )
+        # What the policy writes the reference has to read: the shorter context of the two binds both.
+        policy = replace(self.pair.policy, context=self.pair.context)
+        return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens)
+
+
+def _sequence_columns(sequences: Many[Sequence]) -> dict[str, Any]:
+    return {
+        "prompt_id": [one.prompt_id for one in sequences],
+        "sample_id": [one.sample_id for one in sequences],
+        "prompt_hash": [one.prompt_hash for one in sequences],
+        "prompt": [one.prompt_text for one in sequences],
+        "response": [one.response_text for one in sequences],
+        "finish_reason": [one.finish_reason for one in sequences],
+        "tokens": [len(one.response_ids) for one in sequences],
+    }

@@ -1,0 +1,29 @@
+"""The measuring job: from options to files, and from files to comparisons."""
+
+from typing import TYPE_CHECKING, Any
+
+from kleash.records import MeasureJob, Measurement
+
+if TYPE_CHECKING:
+    from kleash.measuring.comparing import compare
+    from kleash.measuring.running import default_out, measure
+    from kleash.measuring.watching import Nobody, Watcher
+
+__all__ = ["MeasureJob", "Measurement", "Nobody", "Watcher", "compare", "default_out", "measure"]
+
+HOMES = {
+    "compare": "comparing",
+    "default_out": "running",
+    "measure": "running",
+    "Nobody": "watching",
+    "Watcher": "watching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is asked for: comparing runs must not wait for torch."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -1,0 +1,182 @@
+"""Paired differences between runs, from their files alone: no model, no torch."""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kleash.errors import OptionError, RunFolderError
+from kleash.measuring.rows import sequence_starts
+from kleash.measuring.scales import number, scale_of
+from kleash.records import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
+from kleash.records.comparison import COMPARED
+from kleash.uncertainty import paired_difference
+from kleash.version import __version__
+
+FEW_SHARED = 0.5
+"""Share of a run's prompts below which a difference speaks for too small a part of it."""
+
+
+def compare(folders: Many[Path | str]) -> Comparison:
+    """The differences of finished runs from the first one, prompt by prompt.
+
+    Two runs share a prompt where its token ids are the same. The difference of a mean per token is that of
+    the two ratios over the shared prompts, and its error takes into account that both runs saw the same ones.
+
+    Args:
+        folders: of two or more finished runs.
+
+    Raises:
+        OptionError: if there are fewer than two.
+        RunFolderError: if one is not finished or damaged, or shares no prompt with the first.
+    """
+    if len(folders) < 2:
+        raise OptionError(f"two or more run folders can be compared, not {len(folders)}")
+    runs = [_read(Path(folder)) for folder in folders]
+    names = _names([Path(folder) for folder in folders])
+    first = runs[0]
+    differences = tuple(
+        _difference(run, first, name, names[0]) for run, name in zip(runs[1:], names[1:], strict=True)
+    )
+    return Comparison(
+        kleash=__version__,
+        runs=tuple(_compared(run, name) for run, name in zip(runs, names, strict=True)),
+        differences=differences,
+        doubts=_doubts(runs, names),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    folder: Path
+    measurement: Measurement
+    rows: dict[str, int]
+    """Prompt hash to row."""
+    sums: NDArray[np.float64]
+    """Of each prompt hash: tokens, then the columns ``COMPARED``."""
+    prompts: NDArray[np.int64]
+    """Of each prompt hash: the prompt, or on text the document, that it belongs to."""
+
+
+def _read(path: Path) -> _Run:
+    measurement = Measurement.read(path)
+    folder = RunFolder(path)
+    wanted = [name for name in COMPARED if name != "top1_agreement"]
+    rows: dict[str, int] = {}
+    prompts: list[int] = []
+    sums: list[NDArray[np.float64]] = []
+    parts = folder.token_parts(["prompt_id", "sample_id", "top1_policy", "top1_reference", *wanted])
+    for tokens, sequences in zip(parts, folder.sequence_parts(["prompt_id", "prompt_hash"]), strict=True):
+        tokens["top1_agreement"] = tokens["top1_policy"] == tokens["top1_reference"]
+        starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
+        ones = np.ones(len(tokens["prompt_id"]))
+        columns = np.stack([ones, *(tokens[name].astype(np.float64) for name in COMPARED)], axis=1)
+        found = zip(
+            sequences["prompt_hash"], sequences["prompt_id"], np.add.reduceat(columns, starts), strict=True
+        )
+        for key, prompt, row in found:
+            place = rows.setdefault(key, len(rows))
+            if place == len(sums):
+                sums.append(row)
+                prompts.append(int(prompt))
+            else:
+                sums[place] = sums[place] + row
+    return _Run(
+        folder=path, measurement=measurement, rows=rows, sums=np.array(sums), prompts=np.array(prompts)
+    )
+
+
+def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDifference:
+    shared = [key for key in first.rows if key in run.rows]
+    if not shared:
+        raise RunFolderError(
+            f"{run.folder} ({len(run.rows)} prompts) and {first.folder} ({len(first.rows)} prompts) share no prompt; "
+            "compare runs over the same ones"
+        )
+    here = run.sums[[run.rows[key] for key in shared]]
+    there_rows = [first.rows[key] for key in shared]
+    there = first.sums[there_rows]
+    labels = np.unique(first.prompts[there_rows], return_inverse=True)[1]
+    here, there = (_by_cluster(labels, sums) for sums in (here, there))
+    differences: dict[str, Number] = {}
+    for place, column in enumerate(COMPARED, start=1):
+        differences[column] = number(
+            paired_difference(
+                here[:, place], here[:, 0], there[:, place], there[:, 0], unit=scale_of(column).unit
+            )
+        )
+    only_here, only_there = len(run.rows) - len(shared), len(first.rows) - len(shared)
+    doubts = ()
+    if len(shared) < FEW_SHARED * max(len(run.rows), len(first.rows)):
+        doubts = (
+            f"{name} and {first_name} share only {len(shared)} prompts; {only_here} and {only_there} are in one alone",
+        )
+    return RunDifference(
+        name=name,
+        minus=first_name,
+        shared_prompts=len(shared),
+        only_here=only_here,
+        only_there=only_there,
+        differences=differences,
+        doubts=doubts,
+    )
+
+
+def _by_cluster(labels: NDArray[np.int64], sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.stack([np.bincount(labels, weights=column) for column in sums.T], axis=1)
+
+
+def _compared(run: _Run, name: str) -> ComparedRun:
+    measurement = run.measurement
+    return ComparedRun(
+        name=name,
+        folder=str(run.folder),
+        estimand=measurement.estimand,
+        policy=measurement.models["policy"].path,
+        reference=measurement.models["reference"].path,
+        counts=measurement.counts,
+        numbers={
+            column: measurement.top1_agreement
+            if column == "top1_agreement"
+            else measurement.per_token[column]
+            for column in COMPARED
+        },
+        noise_floor=measurement.noise_floor,
+        doubts=measurement.doubts,
+    )
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(part[-1:])} ({place})" for place, part in enumerate(parts, start=1)]
+
+
+def _doubts(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
+    """What makes the runs different measurements and not only different policies."""
+    first = runs[0].measurement
+    doubts: list[str] = []
+    for run, name in zip(runs[1:], names[1:], strict=True):
+        other = run.measurement
+        if other.models["reference"].fingerprint != first.models["reference"].fingerprint:
+            doubts.append(f"{name} has another reference than {names[0]}")
+        for option in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "max_new_tokens",
+            "window",
+            "stride",
+            "dtype",
+        ):
+            mine, yours = other.job.get(option), first.job.get(option)
+            if mine != yours:
+                doubts.append(f"{name} was measured with {option} {mine}, {names[0]} with {yours}")
+    return tuple(doubts)

@@ -1,0 +1,47 @@
+"""Checks that a run can make of itself."""
+
+import numpy as np
+
+from kleash.measuring.estimands import Estimand
+from kleash.measuring.numbers import mean_per_token
+from kleash.measuring.tally import ClusterSums
+
+SURPRISING = 4.0
+"""Standard errors beyond which a mean that ought to be 0 is not taken for chance."""
+FEW = 0.5
+"""Share of the responses below which their importance weights leave too little to average."""
+
+
+def on_policy_doubts(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
+    """Whether the tokens can have been drawn from the policy.
+
+    If they were, the log ratio of a drawn token has the exact KL as its mean, prefix by prefix. A difference
+    of many standard errors means another sampler: other weights, temperature, truncation, or tokenisation.
+    """
+    if estimand.weighting is None:
+        return ()
+    gap = mean_per_token(sums, "k1 - exact")
+    if not np.isfinite(gap.standard_error) or abs(gap.value) <= SURPRISING * gap.standard_error:
+        return ()
+    drawn = "the tokens" if estimand.weighting == "none" else "even with their weights the tokens"
+    sentence = (
+        f"{drawn} do not look drawn from the policy: their mean log ratio misses the exact KL by {gap.value:+.3g} "
+        f"nats, {abs(gap.value) / gap.standard_error:.0f} standard errors; check the temperature, the truncation and "
+        "the weights with which they were generated"
+    )
+    return (sentence,)
+
+
+def weight_doubts(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
+    """Whether importance weights leave enough responses to average over."""
+    if estimand.weighting != "importance":
+        return ()
+    total, squares, count = (sums[name].sum() for name in ("weight", "weight squared", "sequences"))
+    effective = float(total**2 / squares) if squares > 0 else 0.0
+    if effective >= FEW * count:
+        return ()
+    sentence = (
+        f"the importance weights of whole responses leave an effective sample of {effective:.1f} out of {count:.0f}: "
+        "the KL between responses rests on a few of them"
+    )
+    return (sentence,)

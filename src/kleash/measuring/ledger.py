@@ -1,0 +1,66 @@
+"""The sequences of a run: to which cluster each belongs, and the KL as it stands."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kleash.measuring.rows import Floats, Ids, sequence_starts
+from kleash.uncertainty import Estimate, cluster_labels, ratio_of_sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clusters:
+    """Which sequences are taken to be independent of which."""
+
+    labels: Ids
+    """Of each sequence of the run, in order."""
+    doubts: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.labels.max()) + 1 if len(self.labels) else 0
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """One row for each sequence scored so far."""
+
+    READ: ClassVar = ("prompt_id", "sample_id", "kl_policy_reference")
+    """The columns of ``tokens/`` that it needs."""
+
+    on_text: bool
+    """Whether ``prompt_id`` is a document and ``sample_id`` a window of it."""
+    _parts: list[tuple[Ids, Ids, Floats, Floats]] = field(default_factory=list)
+
+    def add(self, tokens: Mapping[str, Any]) -> None:
+        """Enter the sequences of a shard, given its token columns."""
+        prompt, sample, kl = (np.asarray(tokens[name]) for name in self.READ)
+        starts = sequence_starts(prompt, sample)
+        lengths = np.diff([*starts, len(kl)]).astype(np.float64)
+        sums = np.add.reduceat(kl.astype(np.float64), starts) if len(starts) else np.zeros(0)
+        self._parts.append((prompt[starts].astype(np.int64), sample[starts].astype(np.int64), sums, lengths))
+
+    def clusters(self) -> Clusters:
+        """The clusters of all sequences entered."""
+        return clusters_of(self._column(0), self._column(1), on_text=self.on_text)
+
+    def kl(self) -> Estimate:
+        """KL(policy || reference) per token over all sequences entered."""
+        clusters = self.clusters()
+        kl, tokens = (np.bincount(clusters.labels, weights=self._column(place)) for place in (2, 3))
+        return ratio_of_sums(kl, tokens, unit="nats", lower=0.0)
+
+    def _column(self, place: int) -> NDArray[Any]:
+        return np.concatenate([part[place] for part in self._parts]) if self._parts else np.zeros(0, np.int64)
+
+
+def clusters_of(prompt: Ids, sample: Ids, *, on_text: bool) -> Clusters:
+    """Clusters of sequences: their prompts; on text their documents, or pieces of few long ones."""
+    if on_text:
+        labels, doubts = cluster_labels(prompt, sample)
+        return Clusters(labels=np.asarray(labels), doubts=doubts)
+    return Clusters(labels=np.unique(prompt, return_inverse=True)[1].astype(np.int64), doubts=())

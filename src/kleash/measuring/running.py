@@ -1,0 +1,118 @@
+"""The measuring job from its options to its files."""
+
+from datetime import datetime
+from pathlib import Path
+from time import monotonic
+
+from kleash.engines import LocalEngine
+from kleash.errors import Interrupted
+from kleash.measuring.ledger import Ledger
+from kleash.measuring.scales import number
+from kleash.measuring.shards import plan, source_sha256
+from kleash.measuring.summary import Run, summarise
+from kleash.measuring.watching import Nobody, Watcher
+from kleash.models import Pair, ReferenceCache, load_pair
+from kleash.records import MeasureJob, Measurement, RunFolder, RunHeader
+from kleash.reports import write_report
+from kleash.version import __version__
+
+FEWEST_CLUSTERS = 64
+"""``until_relative_error`` does not stop before so many: an error estimated from fewer can be small by luck."""
+
+
+def default_out() -> str:
+    """Where a run goes that was not told: a folder named by the date and the time."""
+    return str(Path("kleash-runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+
+
+def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
+    """Measure how far a policy has drifted from its reference.
+
+    Writes ``measurement.json``, ``tokens/``, ``sequences/``, ``alternatives.parquet`` and
+    ``report.html`` into ``job.out``. Killed at any moment, it goes on with ``resume=True`` where the last
+    finished shard ended, and comes to the same result.
+
+    Args:
+        job: what to measure, and how.
+        watcher: told how it goes.
+
+    Returns:
+        The measurement, as it stands in ``measurement.json``.
+
+    Raises:
+        SourceError: if the prompts, text or responses cannot be read.
+        ModelError: if a model cannot be loaded, or the two cannot be compared.
+        NonFiniteError: if a model gives NaN or infinite logits.
+        RunFolderError: if ``job.out`` cannot be written or gone on with.
+        OptionError, CannotRunError, MissingExtraError: if the job asks for what cannot be.
+        Interrupted: at Ctrl-C, saying what was kept.
+    """
+    watching = watcher if watcher is not None else Nobody()
+    folder = RunFolder(Path(job.out if job.out is not None else default_out()))
+    folder.check(resume=job.resume)
+    digest = source_sha256(job)
+    pair = load_pair(
+        job.policy,
+        job.reference,
+        revision_policy=job.revision_policy,
+        revision_reference=job.revision_reference,
+        dtype=job.dtype,
+        device=job.device,
+        device_map=job.device_map,
+        trust_remote_code=job.trust_remote_code,
+    )
+    for note in pair.notes:
+        watching.said(note)
+    header = RunHeader(
+        kleash=__version__,
+        settings=job.settings(),
+        source_sha256=digest,
+        fingerprints={"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint},
+    )
+    with folder.writing(header, resume=job.resume):
+        try:
+            return _measure(job, pair, folder, digest, watching)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(
+                f"interrupted; what was finished is kept: go on with --resume --out {folder.root}"
+            ) from stop
+
+
+def _measure(job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, watching: Watcher) -> Measurement:
+    began = monotonic()
+    cache = None
+    if job.reference_cache is not None:
+        cache = ReferenceCache(Path(job.reference_cache), pair.reference)
+    engine = LocalEngine(pair=pair, job=job, cache=cache, generated=watching.generated)
+    run_shards(job, pair, folder, engine, watching)
+    run = Run(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest)
+    measurement = summarise(run, seconds=lambda: monotonic() - began)
+    folder.write_measurement(measurement)
+    write_report(folder.root)
+    return measurement
+
+
+def run_shards(
+    job: MeasureJob, pair: Pair, folder: RunFolder, engine: LocalEngine, watching: Watcher
+) -> None:
+    """Do the shards that are not there yet, until all are or the error is small enough."""
+    finished = folder.finished_shards()
+    ledger = Ledger(on_text=job.source[0] == "text")
+    parts = folder.token_parts(list(Ledger.READ))
+    if finished:
+        watching.said(f"going on after {finished} finished shards in {folder.root}")
+    planned = plan(job, pair)
+    watching.planned(planned.sequences)
+    for shard in planned.shards:
+        if shard.index < finished:
+            ledger.add(next(parts))
+        else:
+            result = engine.run(shard)
+            folder.write_shard(shard.index, result.tokens, result.sequences)
+            ledger.add(result.tokens)
+            watching.scored(len(result.sequences["prompt_id"]), len(result.tokens["token_id"]))
+        sofar = ledger.kl()
+        watching.shard_written(number(sofar))
+        wanted = job.until_relative_error
+        if wanted is not None and sofar.clusters >= FEWEST_CLUSTERS and sofar.relative_error <= wanted:
+            break

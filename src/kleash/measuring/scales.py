@@ -1,0 +1,48 @@
+"""The numbers that are written: their units, and the bounds between which they lie."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kleash.records import Number
+from kleash.uncertainty import Estimate
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The unit of a quantity, and the values it cannot pass."""
+
+    unit: str = "nats"
+    lower: float | None = None
+    upper: float | None = None
+
+
+NATS = Scale()
+NON_NEGATIVE = Scale(lower=0.0)
+PROBABILITY = Scale("probability", 0.0, 1.0)
+
+SCALES: Mapping[str, Scale] = MappingProxyType(
+    {
+        **dict.fromkeys(("kl_policy_reference", "kl_reference_policy", "jensen_shannon"), NON_NEGATIVE),
+        **dict.fromkeys(("entropy_policy", "entropy_reference", "abs", "k2", "k3"), NON_NEGATIVE),
+        **dict.fromkeys(("total_variation", "top1_agreement", "probability_change_squared"), PROBABILITY),
+        "probability_change": Scale("probability", -1.0, 1.0),
+    }
+)
+"""Of what is not here: nats, without bounds."""
+
+
+def scale_of(name: str) -> Scale:
+    """The scale of a quantity."""
+    return SCALES.get(name, NATS)
+
+
+def number(estimate: Estimate) -> Number:
+    """What of an estimate is written."""
+    return Number(
+        value=estimate.value,
+        unit=estimate.unit,
+        standard_error=estimate.standard_error,
+        ci95=estimate.ci95,
+        doubts=estimate.doubts,
+    )

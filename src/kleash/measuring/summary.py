@@ -1,0 +1,181 @@
+"""From the files of a run to its measurement."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+
+import numpy as np
+
+from kleash.engines import LocalEngine
+from kleash.estimators import ESTIMATORS
+from kleash.measuring.aftermath import Aftermath, look_again
+from kleash.measuring.columns import PER_TOKEN, READ, quantities
+from kleash.measuring.doubts import on_policy_doubts, weight_doubts
+from kleash.measuring.estimands import Estimand, estimand_of
+from kleash.measuring.ladder import climb
+from kleash.measuring.ledger import Clusters, clusters_of
+from kleash.measuring.numbers import (
+    bins,
+    estimator_records,
+    mean_per_token,
+    perplexities,
+    probability_changes,
+    sequence_total,
+)
+from kleash.measuring.rows import sequence_starts
+from kleash.measuring.scales import number
+from kleash.measuring.tally import ClusterSums, sequence_terms, token_sums
+from kleash.measuring.worst import Worst
+from kleash.models import Model, Pair
+from kleash.records import Counts, MeasureJob, Measurement, ModelRecord, RunFolder, RunningMean
+from kleash.uncertainty import running_mean
+from kleash.version import __version__
+
+PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run whose shards are all there."""
+
+    job: MeasureJob
+    pair: Pair
+    folder: RunFolder
+    engine: LocalEngine
+    source_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """What ``sequences/`` tells of a run as a whole."""
+
+    clusters: Clusters
+    tokens: int
+    prompts: int
+    truncated: int
+    all_have_logprobs: bool
+
+
+def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
+    """Everything that is reported of a run, from its files and a second look at some of its sequences."""
+    sequences = read_sequences(run.folder, on_text=run.job.source[0] == "text")
+    estimand = estimand_of(run.job, all_have_logprobs=sequences.all_have_logprobs)
+    sums, worst = tally(run.folder, estimand, sequences.clusters)
+    worst_sequences = worst.worst_sequences()
+    after = look_again(run.job, run.engine, run.folder, worst_sequences)
+    quantiles, top_share = climb(run.folder, sequences.clusters)
+    return Measurement(
+        kleash=__version__,
+        estimand=estimand.words,
+        job=run.job.settings(),
+        source_sha256=run.source_sha256,
+        models={model.role: model_record(model) for model in (run.pair.policy, run.pair.reference)},
+        counts=Counts(
+            prompts=sequences.prompts,
+            sequences=len(sequences.clusters.labels),
+            tokens=sequences.tokens,
+            clusters=len(sums["tokens"]),
+            truncated_sequences=sequences.truncated,
+            shards=run.folder.finished_shards(),
+        ),
+        per_token={name: number(mean_per_token(sums, name)) for name in PER_TOKEN},
+        per_sequence=sequence_total(sums) if estimand.between_sequences else None,
+        estimators=estimator_records(sums, tuple(ESTIMATORS)),
+        estimators_note=estimand.estimators_note,
+        quantiles=quantiles,
+        by_position=bins(sums, "position"),
+        by_confidence=bins(sums, "confidence"),
+        top1_agreement=number(mean_per_token(sums, "top1_agreement")),
+        perplexity=perplexities(sums),
+        probability_change=probability_changes(sums),
+        top_percent_share=top_share,
+        noise_floor=after.noise_floor,
+        dtype_gap=after.dtype_gap,
+        convergence=convergence(sums),
+        worst_tokens=worst.worst_tokens(),
+        worst_sequences=worst_sequences,
+        prompts=worst.worst_prompts(run.folder),
+        doubts=gather_doubts(run, estimand, sequences, sums, after),
+        notes=run.pair.notes,
+        seconds=seconds(),
+        finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    )
+
+
+def read_sequences(folder: RunFolder, *, on_text: bool) -> Sequences:
+    """Clusters and counts of a run's sequences."""
+    prompt, sample = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    tokens = truncated = 0
+    for part in folder.sequence_parts(["prompt_id", "sample_id", "tokens", "finish_reason"]):
+        prompt.append(part["prompt_id"].astype(np.int64))
+        sample.append(part["sample_id"].astype(np.int64))
+        tokens += int(part["tokens"].sum(dtype=np.int64))
+        truncated += part["finish_reason"].count("length")
+    unknown = any(np.isnan(part["logp_sampled"]).any() for part in folder.token_parts(["logp_sampled"]))
+    prompts = np.concatenate(prompt)
+    return Sequences(
+        clusters=clusters_of(prompts, np.concatenate(sample), on_text=on_text),
+        tokens=tokens,
+        prompts=len(np.unique(prompts)),
+        truncated=truncated,
+        all_have_logprobs=not unknown,
+    )
+
+
+def tally(folder: RunFolder, estimand: Estimand, clusters: Clusters) -> tuple[ClusterSums, Worst]:
+    """One pass over all tokens: the sums of every quantity for each cluster, and what drifted most."""
+    sums, worst = ClusterSums(), Worst()
+    done = 0
+    for part in folder.token_parts([*READ, "text"]):
+        starts = sequence_starts(part["prompt_id"], part["sample_id"])
+        labels = clusters.labels[done : done + len(starts)]
+        done += len(starts)
+        found = quantities(part, estimand.weighting)
+        lengths = np.diff([*starts, len(part["prompt_id"])])
+        sums.add(np.repeat(labels, lengths), token_sums(found))
+        if estimand.between_sequences and estimand.weighting is not None:
+            sums.add(labels, sequence_terms(part, found, estimand.weighting))
+        worst.add(part)
+    return sums, worst
+
+
+def convergence(sums: ClusterSums) -> tuple[RunningMean, ...]:
+    """The mean KL as it stood at up to a hundred moments of the run."""
+    tokens, means, halves = running_mean(sums["kl_policy_reference"], sums["tokens"])
+    return tuple(
+        RunningMean(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))
+        for count, mean, half in zip(tokens, means, halves, strict=True)
+    )
+
+
+def gather_doubts(
+    run: Run, estimand: Estimand, sequences: Sequences, sums: ClusterSums, after: Aftermath
+) -> tuple[str, ...]:
+    """What there is to doubt about the whole run."""
+    return tuple(
+        dict.fromkeys(
+            [
+                *run.pair.doubts,
+                *sequences.clusters.doubts,
+                *estimand.doubts,
+                *after.doubts,
+                *on_policy_doubts(sums, estimand),
+                *weight_doubts(sums, estimand),
+            ]
+        )
+    )
+
+
+def model_record(model: Model) -> ModelRecord:
+    """Which model it was, for the record."""
+    return ModelRecord(
+        path=model.path,
+        revision=model.revision,
+        dtype=str(model.dtype).removeprefix("torch."),
+        parameters=model.parameters,
+        vocabulary=model.vocabulary,
+        fingerprint=model.fingerprint,
+    )

@@ -1,0 +1,113 @@
+"""What drifted most: tokens, sequences and prompts, found in one pass with little memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from heapq import heappush, heappushpop
+from typing import Any
+
+import numpy as np
+
+from kleash.measuring.rows import sequence_starts
+from kleash.records import Drifted, PromptDrift, RunFolder
+
+WORST_TOKENS = 50
+WORST_SEQUENCES = 50
+WORST_PROMPTS = 500
+LONGEST_TEXT = 400
+
+Entry = tuple[float, int, int, int, int, str]
+
+
+@dataclass(kw_only=True)
+class Largest:
+    """The entries with the largest keys seen so far; of equal ones the first."""
+
+    most: int
+    heap: list[Entry] = field(default_factory=list)
+
+    def offer(self, entry: Entry) -> None:
+        """Keep ``entry`` if it is among the largest."""
+        if len(self.heap) < self.most:
+            heappush(self.heap, entry)
+        elif entry > self.heap[0]:
+            heappushpop(self.heap, entry)
+
+    def best(self) -> list[Entry]:
+        """What was kept, largest first."""
+        return sorted(self.heap, reverse=True)
+
+
+@dataclass(kw_only=True)
+class Worst:
+    """Collects, shard by shard, what drifted most."""
+
+    tokens: Largest = field(default_factory=lambda: Largest(most=WORST_TOKENS))
+    sequences: Largest = field(default_factory=lambda: Largest(most=WORST_SEQUENCES))
+    prompts: dict[int, list[float]] = field(default_factory=dict)
+    """Of each prompt: sequences, tokens, summed KL, largest KL."""
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Look through a shard's tokens."""
+        prompt, sample, kl = (
+            part["prompt_id"],
+            part["sample_id"],
+            part["kl_policy_reference"].astype(np.float64),
+        )
+        ranked = np.where(np.isnan(kl), -np.inf, kl)
+        for row in np.argsort(-ranked, kind="stable")[: self.tokens.most]:
+            place = int(part["position"][row])
+            self.tokens.offer(
+                (float(ranked[row]), -int(prompt[row]), -int(sample[row]), -place, 1, part["text"][row])
+            )
+        starts = sequence_starts(prompt, sample)
+        for begin, end in zip(starts, [*starts[1:], len(kl)], strict=True):
+            total, who = float(kl[begin:end].sum()), int(prompt[begin])
+            self.sequences.offer((total, -who, -int(sample[begin]), 0, int(end - begin), ""))
+            held = self.prompts.setdefault(who, [0.0, 0.0, 0.0, 0.0])
+            held[0] += 1
+            held[1] += float(end - begin)
+            held[2] += total
+            held[3] = max(held[3], float(kl[begin:end].max()))
+
+    def worst_tokens(self) -> tuple[Drifted, ...]:
+        """The tokens with the largest KL, largest first."""
+        return tuple(
+            Drifted(prompt_id=-who, sample_id=-sample, kl=kl, position=-place, text=text)
+            for kl, who, sample, place, _, text in self.tokens.best()
+        )
+
+    def worst_sequences(self) -> tuple[Drifted, ...]:
+        """The sequences with the largest summed KL, largest first."""
+        return tuple(
+            Drifted(prompt_id=-who, sample_id=-sample, kl=kl, tokens=count)
+            for kl, who, sample, _, count, _ in self.sequences.best()
+        )
+
+    def worst_prompts(self, folder: RunFolder) -> tuple[PromptDrift, ...]:
+        """The prompts with the largest KL per token, largest first, with their texts."""
+        ranked = sorted(self.prompts.items(), key=lambda item: (-item[1][2] / item[1][1], item[0]))
+        found = {
+            who: PromptDrift(
+                prompt_id=who,
+                prompt="",
+                sequences=int(sequences),
+                tokens=int(tokens),
+                kl_per_token=total / tokens,
+                kl_per_sequence=total / sequences,
+                kl_max=largest,
+            )
+            for who, (sequences, tokens, total, largest) in ranked[:WORST_PROMPTS]
+        }
+        for part in folder.sequence_parts(["prompt_id", "prompt", "response"]):
+            for who, prompt, response in zip(
+                part["prompt_id"], part["prompt"], part["response"], strict=True
+            ):
+                if int(who) in found and not found[int(who)].prompt:
+                    text = shortened(prompt or response)
+                    found[int(who)] = replace(found[int(who)], prompt=text)
+        return tuple(found.values())
+
+
+def shortened(text: str) -> str:
+    """``text``, or its beginning where it is long."""
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
