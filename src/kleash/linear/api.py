@@ -60,7 +60,8 @@ def linear_kl(
             a second derivative is asked for.
     """
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    found = implementation(options).linear_kl(pair, options or LinearOptions())
+    with torch.autocast(hidden_p.device.type, enabled=False):
+        found = implementation(options).linear_kl(pair, options or LinearOptions())
     return found.reshape(hidden_p.shape[:-1])
 
 
@@ -96,7 +97,7 @@ def token_statistics(
         ShapeError, OptionError, CannotRunError: as ``linear_kl``.
         VocabularyMismatchError: also if an id is outside the vocabulary.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
         check_tokens(tokens, hidden_p, pair.p.vocabulary)
         flat = tokens.reshape(-1).to(torch.int64)
@@ -126,7 +127,8 @@ def log_probabilities(
     check_temperature(temperature)
     check_side("the model", hidden, head)
     dtype = common_dtype((hidden, head.weight, head.bias))
-    return normalised(logits(OneModel(hidden=hidden, head=head, temperature=temperature, dtype=dtype)))
+    with torch.autocast(hidden.device.type, enabled=False):
+        return normalised(logits(OneModel(hidden=hidden, head=head, temperature=temperature, dtype=dtype)))
 
 
 def implementation(options: LinearOptions | None) -> Any:
@@ -175,7 +177,7 @@ def check_side(name: str, hidden: Tensor, head: Head) -> None:
             raise ShapeError(f"{what} of {name} are {tensor.dtype}; give floating-point numbers")
         if tensor.device != hidden.device:
             raise CannotRunError(
-                f"hidden states of {name} are on {hidden.device} and its {what} on {tensor.device}; move one of them"
+                f"hidden states of {name} are on {hidden.device} and its {what} on {tensor.device}; move one"
             )
     width = hidden.shape[-1]
     if head.weight is not None and head.weight.shape[1] != width:

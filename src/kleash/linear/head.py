@@ -53,7 +53,7 @@ class Head:
             raise OptionError(f"a softcap is a positive number, not {self.softcap}; leave it out for none")
         if self.vocabulary_group is not None:
             raise CannotRunError(
-                "heads split over a vocabulary_group cannot be used yet; leave it out and the weight is gathered"
+                "a head split over a vocabulary_group cannot be used yet; leave it out to have it gathered"
             )
 
     def vocabulary(self, hidden: Float[Tensor, "*tokens dim"]) -> int:

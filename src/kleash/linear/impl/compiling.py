@@ -54,5 +54,4 @@ def missing_for(device: str) -> str | None:
 @cache
 def compiled(core: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """``core`` compiled, anew for each size of the vocabulary."""
-    compile_function: Any = torch.compile
-    return cast("Callable[..., tuple[Tensor, ...]]", compile_function(core, dynamic=False, fullgraph=True))
+    return cast("Any", torch).compile(core, dynamic=False, fullgraph=True)

@@ -20,6 +20,11 @@ class OneModel:
     """What logits are computed in: float32, or float64 if anything given is float64."""
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Hidden states, weight, bias: what may require a gradient."""
+        return self.hidden, self.head.weight, self.head.bias
+
+    @property
     def vocabulary(self) -> int:
         """How many logits a token has."""
         return self.head.vocabulary(self.hidden)

@@ -47,3 +47,31 @@ def finish_(z: Float[Tensor, "rows vocab"], model: OneModel) -> None:
     factor /= model.temperature
     if factor != 1.0:
         z.mul_(factor)
+
+
+def pull_back_(
+    gradient: Float[Tensor, "rows vocab"], z: Float[Tensor, "rows vocab"], model: OneModel
+) -> None:
+    """From the gradient in the finished logits ``z`` to that in ``hidden W^T + bias``, in place."""
+    head = model.head
+    if head.softcap is not None:
+        steepness = z.mul(model.temperature / head.softcap).square_().neg_().add_(1.0)
+        gradient.mul_(steepness)
+    factor = head.scale / model.temperature
+    if factor != 1.0:
+        gradient.mul_(factor)
+
+
+def into_hidden(
+    gradient: Float[Tensor, "tokens vocab"], model: OneModel, tile: int
+) -> Float[Tensor, "tokens dim"]:
+    """``gradient W``, upcasting ``tile`` rows of the weight at a time."""
+    weight = model.head.weight
+    if weight is None:
+        return gradient
+    if weight.dtype == model.dtype:
+        return gradient @ weight
+    total = gradient.new_zeros(len(gradient), weight.shape[1])
+    for start in range(0, len(weight), tile):
+        total.addmm_(gradient[:, start : start + tile], weight[start : start + tile].to(model.dtype))
+    return total

@@ -109,7 +109,7 @@ def tanh_half(d: Float[Tensor, "rows vocab"]) -> Tanh:
 
 
 def kl_rows(zp: Float[Tensor, "rows vocab"], zq: Float[Tensor, "rows vocab"]) -> tuple[Tensor]:
-    """KL(p || q) of each row, alone in its tuple; not finite where a logit is not, or where it truly is infinite."""
+    """KL(p || q) of each row, alone in its tuple; not finite where a logit or the KL is not."""
     p, q = side(zp), side(zq)
     d = log_ratio(p, q, zp, zq)
     near = tanh_half(d)
@@ -129,7 +129,7 @@ def largest(z: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
     whole = z.shape[-1] // BLOCK * BLOCK
     if whole < 2 * BLOCK:
         return z.argmax(-1)
-    blocks = z[:, :whole].unflatten(-1, (-1, BLOCK))
+    blocks = z[:, :whole].reshape(len(z), -1, BLOCK)
     block = blocks.amax(-1).argmax(-1)
     within = blocks[torch.arange(len(z), device=z.device), block].argmax(-1)
     best = block * BLOCK + within
@@ -168,3 +168,20 @@ def statistics_rows(
     kl_pq = (even + near.rest).mul_(w).sum(-1)
     kl_qp = even.sub_(near.rest).mul_(w).sum(-1)
     return (token_logp, token_logq, kl_pq, kl_qp, jensen_shannon, total_variation, *entropies, *tops, rank)
+
+
+def gradient_rows(
+    zp: Float[Tensor, "rows vocab"], zq: Float[Tensor, "rows vocab"], weight: Float[Tensor, " rows"]
+) -> tuple[Tensor, ...]:
+    """KL(p || q) of each row, and the gradients of ``weight KL`` in both logits.
+
+    weight p (d - KL) and weight (q - p), the latter as -2 w t: no difference of two softmaxes.
+    """
+    p, q = side(zp), side(zq)
+    d = log_ratio(p, q, zp, zq)
+    w = half_masses(p, q)
+    near = tanh_half(d)
+    kl = (near.t * d).add_(near.rest).mul_(w).sum(-1)
+    in_p = d.sub_(kl[:, None]).mul_(p.mass).mul_((weight / p.total[:, 0])[:, None])
+    in_q = near.t.mul_(w).mul_(-2 * weight[:, None])
+    return kl, in_p, in_q
