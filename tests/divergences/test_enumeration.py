@@ -1,0 +1,99 @@
+import pytest
+import torch
+from distributions import log
+
+from kleash.divergences import kl
+from kleash.divergences.enumeration import MarkovModel, drift_moments, every_sequence, random_markov
+from kleash.errors import OptionError, ShapeError
+
+COUNTEREXAMPLE = (
+    MarkovModel(first=log(0.5, 0.5), then=torch.stack([log(0.5, 0.5), log(0.01, 0.99)])),
+    MarkovModel(first=log(0.25, 0.75), then=torch.stack([log(0.5, 0.5), log(0.99, 0.01)])),
+)
+
+
+def by_enumeration(p, q, steps):
+    """Probabilities, sums of k1 and sums of exact KLs of every sequence there is."""
+    tokens = every_sequence(len(p.first), steps)
+    probs = p.token_logp(tokens).sum(-1).exp()
+    sampled = (p.token_logp(tokens) - q.token_logp(tokens)).sum(-1)
+    summed = (p.next_logp(tokens).exp() * (p.next_logp(tokens) - q.next_logp(tokens))).sum((-2, -1))
+    return probs, sampled, summed
+
+
+@pytest.mark.parametrize(("vocab", "steps"), [(2, 1), (3, 4), (5, 3)])
+def test_moments_agree_with_enumeration(vocab, steps):
+    p = random_markov(vocab, seed=vocab, spread=1.5)
+    q = p.moved(seed=steps, apart=0.8)
+    probs, sampled, summed = by_enumeration(p, q, steps)
+    moments = drift_moments(p, q, steps)
+    mean = (probs * sampled).sum().item()
+    assert probs.sum().item() == pytest.approx(1)
+    assert moments.kl == pytest.approx(mean) == pytest.approx((probs * summed).sum().item())
+    assert moments.variance_sampled == pytest.approx((probs * (sampled - mean).square()).sum().item())
+    assert moments.variance_summed == pytest.approx(
+        (probs * (summed - mean).square()).sum().item(), abs=1e-12
+    )
+    covariance = (probs * (sampled - mean) * (summed - mean)).sum().item()
+    assert moments.covariance == pytest.approx(covariance, abs=1e-12)
+
+
+def test_the_chain_rule():
+    """KL of whole sequences, from their probabilities, is the expected sum of next-token KLs."""
+    p, q = random_markov(3, seed=0), random_markov(3, seed=1)
+    tokens = every_sequence(3, 4)
+    whole = kl(p.token_logp(tokens).sum(-1), q.token_logp(tokens).sum(-1)).item()
+    assert whole == pytest.approx(drift_moments(p, q, 4).kl)
+
+
+def test_the_exact_sum_can_be_the_noisier_one():
+    moments = drift_moments(*COUNTEREXAMPLE, 2)
+    assert moments.kl == pytest.approx(2.395450, abs=5e-7)
+    assert moments.variance_sampled == pytest.approx(3.31591, abs=5e-6)
+    assert moments.variance_summed == pytest.approx(5.06974, abs=5e-6)
+    assert moments.control_weight == pytest.approx(-0.718, abs=5e-4)
+    assert moments.variance(moments.control_weight) == pytest.approx(2.94458, abs=5e-6)
+
+
+def test_the_control_weight_is_the_best_and_zero_and_one_are_the_two_estimates():
+    p = random_markov(4, seed=5)
+    moments = drift_moments(p, p.moved(6, apart=0.7), 5)
+    best = moments.variance(moments.control_weight)
+    assert all(best <= moments.variance(a) for a in torch.linspace(-2, 3, 51).tolist())
+    assert moments.variance(0.0) == moments.variance_sampled
+    assert moments.variance(1.0) == moments.variance_summed
+
+
+def test_with_itself_nothing_varies_and_no_weight_is_best():
+    p = random_markov(4, seed=5)
+    moments = drift_moments(p, p, 5)
+    assert tuple(moments) == (0, 0, 0, 0)
+    assert moments.control_weight != moments.control_weight
+
+
+@pytest.mark.parametrize(("apart", "at_least"), [(0.05, 5000), (0.2, 400), (0.5, 60), (1.0, 15)])
+def test_the_exact_sum_is_usually_far_less_noisy(apart, at_least):
+    """50 words, 30 steps: the closer the two, the more it pays to sum over the vocabulary."""
+    p = random_markov(50, seed=0)
+    moments = drift_moments(p, p.moved(1, apart), 30)
+    assert moments.variance_sampled / moments.variance_summed > at_least
+
+
+def test_every_sequence_is_there_once():
+    tokens = every_sequence(3, 2)
+    assert tokens.tolist() == [[a, b] for a in range(3) for b in range(3)]
+
+
+def test_models_are_repeatable_and_normalised():
+    p, same = (random_markov(4, seed=9).moved(2, apart=0.5) for _ in "ab")
+    assert torch.equal(p.then, same.then) and torch.equal(p.first, same.first)
+    torch.testing.assert_close(p.then.exp().sum(-1), torch.ones(4, dtype=torch.float64))
+    assert not torch.equal(random_markov(4, seed=9).first, random_markov(4, seed=8).first)
+
+
+def test_what_cannot_be_compared():
+    p = random_markov(3, seed=0)
+    with pytest.raises(OptionError, match="steps is 0; a sequence has at least 1"):
+        drift_moments(p, p, 0)
+    with pytest.raises(ShapeError, match="p has 3 tokens and q 4; compare models over one vocabulary"):
+        drift_moments(p, random_markov(4, seed=0), 2)

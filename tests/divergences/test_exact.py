@@ -1,0 +1,276 @@
+import math
+
+import pytest
+import torch
+from distributions import gradients, log, pairs
+from hypothesis import given, settings
+from scipy.special import rel_entr
+from textbook import textbook
+
+from kleash.divergences import (
+    DIVERGENCES,
+    cross_entropy,
+    divergence,
+    entropy,
+    kl,
+)
+from kleash.errors import ShapeError, UnknownNameError, VocabularyMismatchError
+
+NAMES = sorted(DIVERGENCES)
+
+
+@given(pairs())
+def test_kl_agrees_with_scipy_also_on_zeros(pair):
+    logp, logq = pair
+    expected = rel_entr(logp.exp().numpy(), logq.exp().numpy()).sum()
+    torch.testing.assert_close(kl(logp, logq).item(), float(expected), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
+@given(pair=pairs(spread=2000.0))
+def test_every_entry_agrees_with_the_textbook_far_beyond_underflow(name, pair):
+    logp, logq = pair
+    got, expected = divergence(name, logp, logq).item(), textbook(name, logp, logq)
+    assert got == pytest.approx(expected, rel=1e-9, abs=1e-15 if name != "hellinger" else 1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
+@given(pair=pairs(spread=3.0))
+def test_every_entry_agrees_with_the_textbook_close_by(name, pair):
+    logp, logq = pair
+    got, expected = divergence(name, logp, logq).item(), textbook(name, logp, logq)
+    assert got == pytest.approx(expected, rel=1e-11, abs=1e-15 if name != "hellinger" else 1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
+@given(pair=pairs(spread=150.0))
+def test_float32_overflows_only_where_the_value_does(name, pair):
+    logp, logq = (x.float() for x in pair)
+    got, expected = divergence(name, logp, logq), textbook(name, logp, logq)
+    assert got.dtype == torch.float32
+    if expected < 1e38:
+        assert got.item() == pytest.approx(expected, rel=1e-4, abs=1e-6 if name != "hellinger" else 1e-3)
+    else:
+        assert got > 1e37
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
+@given(pair=pairs(spread=300.0))
+def test_never_negative_and_exactly_zero_for_the_same(name, pair):
+    logp, logq = pair
+    assert divergence(name, logp, logq) >= 0
+    assert divergence(name, logp, logp) == 0
+    assert divergence(name, logq.float(), logq.float()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
+@given(pair=pairs(spread=120.0))
+def test_gradients_are_finite_wherever_the_value_is(name, dtype, pair):
+    logits = [x.to(dtype) for x in pair]
+    value = divergence(name, *(x.log_softmax(-1) for x in logits))
+    if value.isfinite() and (name != "hellinger" or value > 1e-4):
+        for gradient in gradients(lambda p, q: divergence(name, p, q), *logits):
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_zero_for_the_same(name):
+    logits = torch.tensor([[0.3, -1.0, -torch.inf, 2.0]], dtype=torch.float64)
+    for gradient in gradients(lambda p, q: divergence(name, p, q), logits, logits):
+        torch.testing.assert_close(gradient, torch.zeros_like(logits), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_agree_with_finite_differences(name):
+    torch.manual_seed(0)
+    logits = [torch.randn(2, 5, dtype=torch.float64, requires_grad=True) for _ in "pq"]
+
+    def value(a, b):
+        return divergence(name, a.log_softmax(-1), b.log_softmax(-1))
+
+    assert torch.autograd.gradcheck(value, logits)
+
+
+def test_gradients_where_one_side_has_a_zero():
+    """p = (1, 0), q = (.6, .4): KL = -log q1, and the zero stays out of it."""
+    logits_p, logits_q = torch.tensor([0.0, -torch.inf]), torch.tensor([0.6, 0.4]).log()
+    in_p, in_q = gradients(kl, logits_p, logits_q)
+    torch.testing.assert_close(in_p, torch.zeros(2))
+    torch.testing.assert_close(in_q, torch.tensor([-0.4, 0.4]))
+
+
+def test_gradient_in_logits_is_the_probability_times_the_centred_log_ratio():
+    torch.manual_seed(1)
+    logits = torch.randn(2, 9, dtype=torch.float64)
+    logp, logq = logits.log_softmax(-1)
+    in_p, in_q = gradients(kl, logits[0], logits[1])
+    u = logp - logq
+    torch.testing.assert_close(in_p, logp.exp() * (u - (logp.exp() * u).sum()))
+    torch.testing.assert_close(in_q, logq.exp() - logp.exp())
+
+
+def test_direction_is_first_argument_averaged_over():
+    certain, torn = torch.tensor([0.0, -torch.inf]), torch.tensor([0.5, 0.5]).log()
+    torch.testing.assert_close(kl(certain, torn), torch.tensor(2.0).log())
+    assert kl(torn, certain) == torch.inf
+    assert divergence("reverse_kl", certain, torn) == torch.inf
+
+
+def test_a_tiny_probability_is_not_a_zero():
+    """float32 cannot hold exp(-200), but its logarithm is known."""
+    logp, logq = torch.tensor([0.0, -200.0]), torch.tensor([-200.0, 0.0])
+    torch.testing.assert_close(kl(logp, logq), torch.tensor(200.0))
+    nothing = torch.tensor([0.0, -torch.inf])
+    assert kl(torch.tensor([0.0, -200.0]), nothing) == torch.inf
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "forward", "backward"),
+    [
+        ((0.7, 0.3), (0.5, 0.5), 0.0823, 0.0872),
+        ((0.4, 0.4, 0.2), (0.3, 0.4, 0.3), 0.033980, 0.035335),
+    ],
+)
+def test_worked_numbers(p, q, forward, backward):
+    assert kl(log(*p), log(*q)).item() == pytest.approx(forward, abs=5e-5 if forward > 0.05 else 5e-7)
+    assert kl(log(*q), log(*p)).item() == pytest.approx(backward, abs=5e-5 if forward > 0.05 else 5e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kl", torch.inf),
+        ("jensen_shannon", math.log(2)),
+        ("total_variation", 1.0),
+        ("hellinger", 1.0),
+        ("chi_squared", torch.inf),
+        ("jeffreys", torch.inf),
+        ("reverse_kl", torch.inf),
+    ],
+)
+def test_supports_that_do_not_meet(name, value):
+    logp, logq = log(0.5, 0.5, 0, 0), log(0, 0, 0.25, 0.75)
+    assert divergence(name, logp, logq).item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("scale", "allowed"), [(1.5e-4, 1e-3), (1.5e-3, 1e-4), (1.5e-2, 1e-5)])
+def test_close_pairs_in_float32(scale, allowed):
+    """From float32 logits whose differences are real, down to a KL of 1e-8 nats."""
+    torch.manual_seed(2)
+    logits = 2 * torch.randn(16, 4000)
+    moved = logits + scale * torch.randn(16, 4000)
+    expected = kl(logits.double().log_softmax(-1), moved.double().log_softmax(-1))
+    got = kl(logits.log_softmax(-1), moved.log_softmax(-1))
+    assert 0.3 * scale**2 < expected.mean() < scale**2
+    assert ((got - expected).abs() / expected).max() < allowed
+
+
+def test_an_error_in_a_normaliser_enters_at_second_order():
+    torch.manual_seed(3)
+    logp, logq = (0.1 * torch.randn(2, 50, dtype=torch.float64)).log_softmax(-1)
+    off = kl(logp, logq + 1e-6) - kl(logp, logq)
+    assert abs(off) < 1e-6 * 1e-5 + (1e-6 * (logq.exp().sum() - logp.exp().sum())).abs()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_and_returned_in_float32(dtype):
+    torch.manual_seed(4)
+    logp, logq = torch.randn(2, 3, 40).log_softmax(-1).to(dtype)
+    got = kl(logp, logq)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, kl(logp.float(), logq.float()), rtol=0, atol=0)
+    assert kl(logp, logq.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (3, 1)])
+def test_empty_batches_and_a_single_word(shape):
+    logp = torch.zeros(shape).log_softmax(-1).requires_grad_()
+    value = kl(logp, logp.detach())
+    assert value.shape == shape[:-1]
+    value.sum().backward()
+    assert logp.grad is not None and (logp.grad == 0).all()
+
+
+def test_leading_axes_are_kept():
+    torch.manual_seed(5)
+    logp, logq = torch.randn(2, 2, 3, 7).log_softmax(-1)
+    value = kl(logp, logq)
+    assert value.shape == (2, 3)
+    torch.testing.assert_close(value[1, 2], kl(logp[1, 2], logq[1, 2]))
+
+
+def test_nan_stays_nan():
+    assert kl(torch.tensor([torch.nan, 0.0]), torch.tensor([-1.0, -0.5])).isnan()
+
+
+def test_vocabularies_that_differ(unhooked):
+    with pytest.raises(
+        VocabularyMismatchError, match="logp covers 5 tokens and logq 4; pad or project one onto the other's"
+    ):
+        kl(torch.zeros(2, 5), torch.zeros(2, 4))
+
+
+def test_shapes_that_differ(unhooked):
+    with pytest.raises(ShapeError, match=r"logp is \(2, 5\) and logq \(5,\); expand"):
+        kl(torch.zeros(2, 5), torch.zeros(5))
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.zeros(3, dtype=torch.int64)])
+def test_what_is_no_distribution(wrong, unhooked):
+    with pytest.raises(
+        ShapeError, match="give floating-point log-probabilities with the vocabulary on the last"
+    ):
+        kl(wrong, wrong)
+
+
+def test_names_that_do_not_exist():
+    logp = log(0.5, 0.5)
+    with pytest.raises(
+        UnknownNameError, match=r"no divergence is called 'hellinge'; .* did you mean 'hellinger'"
+    ):
+        divergence("hellinge", logp, logp)
+
+
+@given(pairs())
+def test_cross_entropy_is_entropy_and_kl(pair):
+    logp, logq = pair
+    expected = entropy(logp) + kl(logp, logq)
+    torch.testing.assert_close(cross_entropy(logp, logq), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_entropy_by_hand_with_its_gradient():
+    logp = log(0.5, 0.25, 0.25, 0)
+    assert entropy(logp).item() == pytest.approx(1.5 * math.log(2))
+    (gradient,) = gradients(entropy, logp)
+    p, h = logp.exp(), entropy(logp)
+    expected = torch.where(p > 0, -p * (torch.where(p > 0, logp, 0.0) + h), 0.0)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_cross_entropy_with_zeros():
+    assert cross_entropy(log(1, 0), log(0.5, 0.5)).item() == pytest.approx(math.log(2))
+    assert cross_entropy(log(0.5, 0.5), log(1, 0)) == torch.inf
+    assert cross_entropy(log(1, 0), log(1, 0)) == 0
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_in_one_piece(name, compiler):
+    torch.manual_seed(6)
+    logits = torch.randn(2, 6, 33)
+    logits[:, :3, 4] = -torch.inf
+
+    def value(logp, logq):
+        return divergence(name, logp, logq)
+
+    compiled = torch.compile(value, fullgraph=True)
+    logp, logq = logits.log_softmax(-1)
+    torch.testing.assert_close(compiled(logp, logq), value(logp, logq), rtol=1e-5, atol=1e-6)
+    for got, expected in zip(gradients(compiled, *logits), gradients(value, *logits), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,150 @@
+import math
+
+import pytest
+import torch
+from distributions import gradients, log, pairs
+from hypothesis import given, settings
+from textbook import textbook
+
+from kleash.divergences import alpha_divergence, hellinger, jensen_shannon, kl, renyi, skew_kl
+from kleash.divergences.families import log_mix
+from kleash.errors import OptionError
+
+SHARES = [0.001, 0.3, 0.5, 0.999]
+ALPHAS = [-1.5, -0.001, 0.001, 0.2, 0.499, 0.5, 0.9, 0.999, 1.001, 2.0, 5.0]
+ORDERS = [0.01, 0.5, 0.999, 1.001, 2.0, 10.0]
+
+
+@pytest.mark.parametrize("mix", SHARES)
+@settings(max_examples=12)
+@given(pair=pairs(spread=1500.0))
+def test_skew_kl_agrees_with_the_textbook(mix, pair):
+    expected = textbook("skew_kl", *pair, mix)
+    assert skew_kl(*pair, mix).item() == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert expected <= -math.log(mix) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("weight", SHARES)
+@settings(max_examples=12)
+@given(pair=pairs(spread=1500.0))
+def test_jensen_shannon_agrees_with_the_textbook(weight, pair):
+    expected = textbook("jensen_shannon_of", *pair, weight)
+    assert jensen_shannon(*pair, weight).item() == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    normalised = jensen_shannon(*pair, weight, normalised=True).item()
+    assert normalised == pytest.approx(expected / (weight * (1 - weight)), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@settings(max_examples=12)
+@given(pair=pairs(spread=400.0))
+def test_alpha_divergence_agrees_with_the_textbook(alpha, pair):
+    expected = textbook("alpha_divergence", *pair, alpha)
+    got = alpha_divergence(*pair, alpha).item()
+    assert got == pytest.approx(expected, rel=1e-9, abs=1e-14) or min(got, expected) > 1e300
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@settings(max_examples=12)
+@given(pair=pairs(spread=0.3, zeros=False))
+def test_alpha_divergence_agrees_with_the_textbook_close_by(alpha, pair):
+    expected = textbook("alpha_divergence", *pair, alpha)
+    assert alpha_divergence(*pair, alpha).item() == pytest.approx(expected, rel=1e-10, abs=1e-15)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("spread", [0.3, 2000.0])
+@settings(max_examples=12)
+@given(data=pairs(spread=1.0))
+def test_renyi_agrees_with_the_textbook(order, spread, data):
+    pair = [(spread * logits).log_softmax(-1) for logits in data]
+    expected = textbook("renyi", *pair, order)
+    assert renyi(*pair, order).item() == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@settings(max_examples=12)
+@given(pair=pairs(spread=100.0))
+def test_renyi_has_finite_gradients_in_float32_where_its_sum_would_overflow(order, pair):
+    logits = [torch.stack([x, x.roll(1), x / 1000]).float() for x in pair]
+    logits = [torch.where(x.isnan(), 0.0, x) for x in logits]
+    value = renyi(*(x.log_softmax(-1) for x in logits), order)
+    if value.isfinite().all():
+        for gradient in gradients(lambda p, q: renyi(p, q, order), *logits):
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("spread", [0.05, 3.0])
+def test_renyi_gradients_agree_with_finite_differences(order, spread):
+    torch.manual_seed(0)
+    logits = [(spread * torch.randn(3, 5, dtype=torch.float64)).requires_grad_() for _ in "pq"]
+    assert torch.autograd.gradcheck(lambda a, b: renyi(a.log_softmax(-1), b.log_softmax(-1), order), logits)
+
+
+def test_the_limits_of_every_family_are_kl():
+    torch.manual_seed(0)
+    logp, logq = torch.randn(2, 8, dtype=torch.float64).log_softmax(-1)
+    forward, backward = kl(logp, logq), kl(logq, logp)
+    for at_limit, beside, expected in (
+        (alpha_divergence(logp, logq, 1.0), alpha_divergence(logp, logq, 1 - 1e-9), forward),
+        (alpha_divergence(logp, logq, 0.0), alpha_divergence(logp, logq, 1e-9), backward),
+        (renyi(logp, logq, 1.0), renyi(logp, logq, 1 + 1e-9), forward),
+        (skew_kl(logp, logq, 0.0), skew_kl(logp, logq, 1e-9), forward),
+        (skew_kl(logp, logq, 1.0), skew_kl(logp, logq, 1 - 1e-9), torch.zeros_like(forward)),
+        (
+            jensen_shannon(logp, logq, 0.0, normalised=True),
+            jensen_shannon(logp, logq, 1e-9, normalised=True),
+            forward,
+        ),
+        (
+            jensen_shannon(logp, logq, 1.0, normalised=True),
+            jensen_shannon(logp, logq, 1 - 1e-9, normalised=True),
+            backward,
+        ),
+        (jensen_shannon(logp, logq, 0.0), jensen_shannon(logp, logq, 1e-9), torch.zeros_like(forward)),
+        (jensen_shannon(logp, logq, 1.0), jensen_shannon(logp, logq, 1 - 1e-9), torch.zeros_like(forward)),
+    ):
+        torch.testing.assert_close(at_limit, expected, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(beside, expected, rtol=1e-6, atol=1e-8)
+
+
+@given(pairs(spread=5.0))
+def test_known_members(pair):
+    logp, logq = pair
+    half = alpha_divergence(logp, logq, 0.5)
+    torch.testing.assert_close(half, 4 * hellinger(logp, logq).square(), rtol=1e-9, atol=1e-14)
+    assert renyi(logp, logq, 0.5) <= renyi(logp, logq, 1.0) * (1 + 1e-9) + 1e-15
+    assert renyi(logp, logq, 1.0) <= renyi(logp, logq, 2.0) * (1 + 1e-9) + 1e-15
+
+
+def test_supports_that_do_not_meet():
+    logp, logq = log(1, 0), log(0, 1)
+    assert skew_kl(logp, logq, 0.2).item() == pytest.approx(-math.log(0.2))
+    assert jensen_shannon(logp, logq, 0.2).item() == pytest.approx(-0.2 * math.log(0.2) - 0.8 * math.log(0.8))
+    assert alpha_divergence(logp, logq, 0.5).item() == pytest.approx(4)
+    assert alpha_divergence(logp, logq, 1.5) == torch.inf
+    assert renyi(logp, logq, 0.5) == renyi(logp, logq, 2.0) == torch.inf
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-6, 0.4, 1 - 1e-6, 1.0])
+def test_log_of_a_mixture(share):
+    v = torch.tensor([-1e4, -30.0, -1e-9, 0.0, 1e-9, 0.99, 1.01, 40.0, 1e4], dtype=torch.float64)
+    ends = torch.tensor([1 - share, share], dtype=torch.float64).log().unsqueeze(-1)
+    expected = torch.logaddexp(ends[0], ends[1] + v)
+    torch.testing.assert_close(log_mix(share, v), expected, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "message"),
+    [
+        (skew_kl, 1.5, "mix is 1.5; it is a share, from 0 to 1"),
+        (skew_kl, math.nan, "mix is nan"),
+        (jensen_shannon, -0.1, "weight is -0.1; it is a share"),
+        (alpha_divergence, math.inf, "alpha is inf; give a finite number"),
+        (renyi, 0.0, "order is 0.0; give a finite number above 0"),
+        (renyi, math.inf, "order is inf"),
+    ],
+)
+def test_parameters_that_mean_nothing(function, wrong, message):
+    with pytest.raises(OptionError, match=message):
+        function(log(0.5, 0.5), log(0.5, 0.5), wrong)

@@ -1,0 +1,91 @@
+from decimal import Context, Decimal, localcontext
+
+import pytest
+import torch
+
+from kleash.divergences import phi, psi
+
+MAGNITUDES = torch.logspace(-7, 1.9, 600, dtype=torch.float64)
+BOTH_SIGNS = torch.cat([MAGNITUDES, -MAGNITUDES, torch.tensor([0.3, -0.3, 0.29999, -0.30001])])
+
+
+def in_decimals(formula, at):
+    with localcontext(Context(prec=60)):
+        return [formula(Decimal(x)) for x in at.tolist()]
+
+
+def worst_relative_error(got, expected, dtype):
+    errors = [abs(float((Decimal(g) - e) / e)) for g, e in zip(got.tolist(), expected, strict=True)]
+    return max(errors) / torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_are_right_to_a_few_roundings_at_every_size(dtype):
+    at = BOTH_SIGNS.to(dtype)
+    assert worst_relative_error(phi(at), in_decimals(lambda u: (-u).exp() - 1 + u, at), dtype) < 4
+    assert worst_relative_error(psi(at), in_decimals(lambda v: 1 - (1 + v) * (-v).exp(), at), dtype) < 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("function", "derivative"),
+    [(phi, lambda u: 1 - (-u).exp()), (psi, lambda v: v * (-v).exp())],
+    ids=["phi", "psi"],
+)
+def test_gradients_are_right_to_a_few_roundings_at_every_size(function, derivative, dtype):
+    at = BOTH_SIGNS.to(dtype).requires_grad_()
+    (got,) = torch.autograd.grad(function(at).sum(), at)
+    assert worst_relative_error(got, in_decimals(derivative, at.detach()), dtype) < 4
+
+
+@pytest.mark.parametrize("function", [phi, psi])
+def test_gradient_checks_twice(function):
+    at = torch.tensor([-2.0, -0.31, -0.2, 1e-3, 0.29, 3.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(function, at)
+    assert torch.autograd.gradgradcheck(function, at)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ends_of_the_line(dtype):
+    at = torch.tensor([0.0, torch.inf, -torch.inf, 1e4, -1e4, torch.nan], dtype=dtype)
+    infinite = torch.inf
+    expected = torch.tensor([0.0, infinite, infinite, 9999.0, infinite, torch.nan], dtype=dtype)
+    torch.testing.assert_close(phi(at), expected, rtol=0, atol=0, equal_nan=True)
+    expected = torch.tensor([0.0, 1.0, infinite, 1.0, infinite, torch.nan], dtype=dtype)
+    torch.testing.assert_close(psi(at), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_stay_finite_where_the_values_do():
+    at = torch.tensor([-80.0, 0.0, 1e4, 1e30], requires_grad=True)
+    for function in (phi, psi):
+        (got,) = torch.autograd.grad(function(at).sum(), at)
+        assert got.isfinite().all()
+
+
+def test_psi_is_phi_seen_from_the_other_side():
+    v = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    torch.testing.assert_close(psi(v), torch.exp(-v) * phi(-v), rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("function", [phi, psi])
+def test_arguments_are_left_as_they_were(function):
+    at = torch.tensor([-1.0, 0.1, 2.0])
+    function(at)
+    assert at.tolist() == pytest.approx([-1.0, 0.1, 2.0], abs=1e-7)
+
+
+def test_works_under_vmap_of_grad():
+    at = torch.tensor([-1.0, 0.1, 2.0], dtype=torch.float64)
+    got = torch.func.vmap(torch.func.grad(phi))(at)
+    torch.testing.assert_close(got, -torch.expm1(-at))
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("function", [phi, psi])
+def test_compiles_in_one_piece(function, compiler):
+    at = torch.linspace(-3, 3, 61, requires_grad=True)
+    compiled = torch.compile(function, fullgraph=True)
+    torch.testing.assert_close(compiled(at), function(at))
+    (got,) = torch.autograd.grad(compiled(at).sum(), at)
+    (expected,) = torch.autograd.grad(function(at).sum(), at)
+    torch.testing.assert_close(got, expected)

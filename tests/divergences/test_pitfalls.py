@@ -1,0 +1,49 @@
+"""What PyTorch's own functions do, so that the documentation's warnings stay true."""
+
+import torch
+from distributions import gradients, log
+from torch.nn import functional
+
+from kleash.divergences import kl
+
+P, Q = (0.7, 0.3), (0.5, 0.5)
+
+
+def test_kl_div_takes_its_arguments_the_other_way_round():
+    summed = functional.kl_div(log(*Q), log(*P), log_target=True, reduction="sum")
+    torch.testing.assert_close(summed, kl(log(*P), log(*Q)))
+    swapped = functional.kl_div(log(*P), log(*Q), log_target=True, reduction="sum")
+    torch.testing.assert_close(swapped, kl(log(*Q), log(*P)))
+
+
+def test_kl_div_is_nan_for_a_zero_target_given_as_a_logarithm():
+    logp, logq = log(1, 0), log(0.5, 0.5)
+    assert functional.kl_div(logq, logp, log_target=True, reduction="sum").isnan()
+    torch.testing.assert_close(kl(logp, logq).exp().item(), 2.0)
+
+
+def test_the_plain_sum_is_nan_for_a_zero_and_ours_is_not():
+    logp, logq = log(1, 0), log(0.5, 0.5)
+    assert (logp.exp() * (logp - logq)).sum().isnan()
+    assert kl(logp, logq).isfinite()
+
+
+def test_selecting_outputs_saves_the_value_and_not_the_gradient():
+    logits, logq = torch.tensor([0.0, -torch.inf]), torch.tensor([0.5, 0.5]).log()
+
+    def selected_late(logp):
+        return torch.where(logp > -torch.inf, logp.exp() * (logp - logq), 0.0).sum()
+
+    (late,) = gradients(selected_late, logits)
+    (ours,) = gradients(lambda logp: kl(logp, logq), logits)
+    assert late.isnan().any() and ours.isfinite().all()
+
+
+def test_the_plain_sum_loses_close_pairs_in_float32_and_ours_does_not():
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(64, 4000)
+    logp, logq = logits.log_softmax(-1), (logits + 1e-3 * torch.randn(64, 4000)).log_softmax(-1)
+    expected = kl(logp.double().log_softmax(-1), logq.double().log_softmax(-1))
+    plain = (logp.exp() * (logp - logq)).sum(-1)
+    assert ((plain - expected).abs() / expected).mean() > 0.01
+    assert ((kl(logp, logq) - expected).abs() / expected).mean() < 1e-4

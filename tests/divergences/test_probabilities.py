@@ -1,0 +1,115 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import rel_entr
+
+from kleash.divergences import kl_from_probs, kl_gaussian
+from kleash.errors import NotProbabilitiesError, ShapeError, VocabularyMismatchError
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.array, torch.tensor, lambda x: np.array(x, dtype=np.float32)]
+)
+def test_takes_what_people_hold(kind):
+    value = kl_from_probs(kind([0.7, 0.3]), kind([0.5, 0.5]))
+    assert value.dtype == torch.float64
+    assert value.item() == pytest.approx(0.0822831, abs=1e-6)
+
+
+def test_a_batch_of_rows_agrees_with_scipy():
+    p, q = np.random.default_rng(0).dirichlet(np.ones(6), size=(2, 3, 4))
+    p[0, 0] = [0, 0, 0.5, 0.25, 0.25, 0]
+    np.testing.assert_allclose(kl_from_probs(p, q).numpy(), rel_entr(p, q).sum(-1), rtol=1e-12)
+
+
+def test_read_only_arrays_and_integers_are_fine():
+    p = np.array([1, 0])
+    p.flags.writeable = False
+    assert kl_from_probs(p, [0.5, 0.5]).item() == pytest.approx(np.log(2))
+    assert kl_from_probs([0.5, 0.5], p) == torch.inf
+    assert kl_from_probs(p, p) == 0
+
+
+def test_the_rounding_of_a_sum_is_divided_out():
+    p = torch.rand(50_000).softmax(-1)
+    assert kl_from_probs(p * (1 + 4e-6), p).item() == pytest.approx(0, abs=1e-11)
+
+
+def test_gradients_reach_a_tensor():
+    p = torch.tensor([0.25, 0.75], dtype=torch.float64, requires_grad=True)
+    kl_from_probs(p, [0.5, 0.5]).backward()
+    assert p.grad is not None and p.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("p", "message"),
+    [
+        ([0.5, -0.1, 0.6], r"p\[1\] is -0.1, which is not a probability; for log-probabilities use kl"),
+        ([[0.5, 0.5, 0], [0.5, float("nan"), 0.5]], r"p\[1, 1\] is nan"),
+        ([0.5, float("inf"), 0], r"p\[1\] is inf"),
+        ([0.5, 0.4, 0], r"p sums to 0.9, not to 1; divide it by its sum first"),
+        ([0.5, 0.50003, 0], r"p sums to 1.00003"),
+        ([], r"p is empty \(shape \(0,\)\)"),
+        (1.0, r"p is empty \(shape \(\)\)"),
+        ([[0.5, 0.5], [1.0]], r"p is no array of numbers .*; give rows of equal length"),
+        (["a", "b"], r"p is no array of numbers"),
+    ],
+)
+def test_what_is_not_probabilities_is_refused_as_a_value_error(p, message):
+    with pytest.raises(NotProbabilitiesError, match=message) as caught:
+        kl_from_probs(p, [0.2, 0.3, 0.5])
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_second_argument_is_checked_as_well():
+    with pytest.raises(NotProbabilitiesError, match=r"q sums to 1\.1"):
+        kl_from_probs([0.5, 0.5], [0.5, 0.6])
+
+
+def test_sizes_that_differ(unhooked):
+    with pytest.raises(VocabularyMismatchError, match="logp covers 2 tokens and logq 3"):
+        kl_from_probs([0.5, 0.5], [0.2, 0.3, 0.5])
+    with pytest.raises(ShapeError, match=r"logp is \(1, 2\) and logq \(2,\)"):
+        kl_from_probs([[0.5, 0.5]], [0.5, 0.5])
+
+
+def quadrature(mean_p, variance_p, mean_q, variance_q):
+    """KL of two normals on a grid that reaches 14 standard deviations of p."""
+    x = mean_p + variance_p**0.5 * torch.linspace(-14, 14, 20_001, dtype=torch.float64)
+    logp = -((x - mean_p) ** 2) / (2 * variance_p) - math.log(2 * math.pi * variance_p) / 2
+    logq = -((x - mean_q) ** 2) / (2 * variance_q) - math.log(2 * math.pi * variance_q) / 2
+    return torch.trapezoid(logp.exp() * (logp - logq), x).item()
+
+
+@pytest.mark.parametrize(
+    ("mean_p", "variance_p", "mean_q", "variance_q"),
+    [(0.3, 0.5, 0.0, 1.0), (-1.0, 2.0, 0.5, 0.7), (0.0, 1.0, 0.0, 1.0001), (1.0, 1.0, 0.0, 1.0)],
+)
+def test_gaussians_agree_with_quadrature(mean_p, variance_p, mean_q, variance_q):
+    given = [torch.tensor([x], dtype=torch.float64) for x in (mean_p, variance_p, mean_q, variance_q)]
+    got = kl_gaussian(given[0], given[1].log(), given[2], given[3].log()).item()
+    assert got == pytest.approx(quadrature(mean_p, variance_p, mean_q, variance_q), rel=1e-8, abs=1e-12)
+
+
+def test_the_regulariser_of_a_vae():
+    """1/2 sum(variance + mean^2 - 1 - log variance), against the standard normal."""
+    torch.manual_seed(0)
+    mean, log_variance = torch.randn(2, 4, 3, dtype=torch.float64)
+    expected = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance).sum(-1)
+    torch.testing.assert_close(kl_gaussian(mean, log_variance), expected)
+    assert kl_gaussian(torch.zeros(2), torch.zeros(2)) == 0
+
+
+def test_close_gaussians_in_float32():
+    got = kl_gaussian(torch.zeros(1), torch.tensor([1e-4])).item()
+    assert got == pytest.approx(1e-8 / 4, rel=1e-4)
+
+
+def test_gaussians_broadcast_or_say_why_not(unhooked):
+    assert kl_gaussian(torch.zeros(5, 3), torch.zeros(3), torch.ones(3)).tolist() == pytest.approx([1.5] * 5)
+    with pytest.raises(ShapeError, match=r"of shapes \(2,\), \(3,\), \(\), \(\) do not broadcast"):
+        kl_gaussian(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(ShapeError, match="no axis to sum over"):
+        kl_gaussian(torch.tensor(0.0), torch.tensor(0.0))

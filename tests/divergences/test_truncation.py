@@ -1,0 +1,177 @@
+import pytest
+import torch
+from distributions import log
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kleash.divergences import at_temperature, kl, truncate
+from kleash.errors import OptionError, ShapeError
+
+
+def as_transformers_does(logits, temperature, top_k, top_p, min_p):
+    """The distribution that ``generate`` draws from."""
+    steps = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    steps += [TopKLogitsWarper(top_k)] if top_k is not None else []
+    steps += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1 else []
+    steps += [MinPLogitsWarper(min_p)] if min_p is not None else []
+    ids = torch.zeros(len(logits), 1, dtype=torch.long)
+    return steps(ids, logits).log_softmax(-1)
+
+
+@st.composite
+def requests(draw):
+    rows, vocab = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    # Whole and half numbers, so that ties are common.
+    number = st.integers(-8, 8).map(lambda n: n / 2) | st.just(-torch.inf)
+    row = st.lists(number, min_size=vocab, max_size=vocab).filter(lambda xs: max(xs) > -torch.inf)
+    logits = torch.tensor([draw(row) for _ in range(rows)], dtype=torch.float64)
+    return (
+        logits,
+        draw(st.sampled_from([0.25, 1.0, 1.7])),
+        draw(st.none() | st.integers(1, 14)),
+        draw(st.none() | st.floats(0.01, 1.0)),
+        draw(st.none() | st.floats(0.0, 1.0)),
+    )
+
+
+@settings(max_examples=300)
+@given(requests())
+def test_draws_from_the_distribution_that_transformers_draws_from(request):
+    logits, temperature, top_k, top_p, min_p = request
+    got = truncate(at_temperature(logits, temperature), top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = as_transformers_does(*request)
+    torch.testing.assert_close(got.logp, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(got.kept, expected > -torch.inf)
+    assert got.kept.any(-1).all()
+
+
+@given(requests())
+def test_the_kept_mass_is_what_was_divided_out(request):
+    logits, temperature, top_k, top_p, min_p = request
+    logp = at_temperature(logits, temperature)
+    got = truncate(logp, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = torch.where(got.kept, logp.exp(), 0.0).sum(-1).log()
+    torch.testing.assert_close(got.log_kept_mass, expected, rtol=1e-12, atol=1e-14)
+    assert (got.log_kept_mass <= 0).all()
+
+
+def test_a_hundred_thousand_random_words_in_float32():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2, 100_000)
+    got = truncate(logits.log_softmax(-1), top_k=5000, top_p=0.9, min_p=1e-4)
+    expected = as_transformers_does(logits, 1.0, 5000, 0.9, 1e-4)
+    assert (got.kept != (expected > -torch.inf)).sum() <= 2, "rounding of a long sum may move the edge"
+    assert 0 < got.kept.sum() < 10_000
+
+
+def test_the_order_is_top_k_then_top_p_then_min_p():
+    logp = log(0.4, 0.3, 0.2, 0.1)
+    assert truncate(logp, top_p=0.65).kept.tolist() == [True, True, False, False]
+    assert truncate(logp, top_k=2, top_p=0.5).kept.tolist() == [True, False, False, False]
+    assert truncate(logp, min_p=0.5).kept.tolist() == [True, True, True, False]
+
+
+def test_ties():
+    logp = log(0.25, 0.25, 0.25, 0.25)
+    assert truncate(logp, top_k=1).kept.all(), "all that tie with the last of the k"
+    assert truncate(logp, top_p=0.3).kept.tolist() == [False, False, True, True]
+    assert truncate(logp, min_p=1.0).kept.all()
+
+
+def test_the_likeliest_word_always_stays():
+    logp = torch.tensor([[0.0, -50.0, -torch.inf], [-50.0, -50.0, 0.0]]).log_softmax(-1)
+    got = truncate(logp, top_k=1, top_p=1e-9, min_p=1.0)
+    assert got.kept.sum(-1).tolist() == [1, 1]
+    assert got.logp.max(-1).values.tolist() == pytest.approx([0, 0], abs=1e-7)
+
+
+def test_nothing_is_cut_unless_asked_and_then_the_mass_is_exactly_one():
+    torch.manual_seed(1)
+    logp = torch.randn(4, 1000).log_softmax(-1)
+    for got in (truncate(logp), truncate(logp, top_k=5000, top_p=1.0, min_p=0.0)):
+        assert torch.equal(got.logp, logp)
+        assert (got.log_kept_mass == 0).all() and got.kept.all()
+
+
+def test_little_that_is_cut_is_counted_in_float32():
+    logp = torch.tensor([1 - 3e-9, 3e-9], dtype=torch.float64).log().float()
+    assert truncate(logp, top_k=1).log_kept_mass.item() == pytest.approx(-3e-9, rel=1e-5)
+
+
+def test_impossible_words_are_not_kept():
+    assert truncate(log(0.5, 0.5, 0.0), top_k=3).kept.tolist() == [True, True, False]
+    assert truncate(log(0.5, 0.5, 0.0), top_p=1.0).kept.tolist() == [True, True, False]
+    assert truncate(log(0.5, 0.5, 0.0), min_p=0.0).kept.tolist() == [True, True, False]
+
+
+def test_cutting_the_policy_keeps_its_kl_finite_and_the_other_way_infinite():
+    logp, logq = log(0.5, 0.3, 0.2), log(0.4, 0.3, 0.3)
+    cut = truncate(logp, top_k=2).logp
+    expected = 0.625 * torch.tensor(0.625 / 0.4).log() + 0.375 * torch.tensor(0.375 / 0.3).log()
+    assert kl(cut, logq).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert kl(logq, cut) == torch.inf
+
+
+def test_gradients_are_those_of_the_renormalised_rest():
+    logits = torch.tensor([1.0, 0.5, -1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x: truncate(x.log_softmax(-1), top_p=0.8, top_k=3).logp[:2].exp(), logits
+    )
+    (gradient,) = torch.autograd.grad(truncate(logits.log_softmax(-1), top_k=2).logp[0], logits)
+    inside = logits[:2].softmax(-1)
+    expected = torch.tensor([inside[1].item(), -inside[1].item(), 0, 0], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_half_precision_is_upcast():
+    logits = torch.randn(3, 20).bfloat16()
+    assert at_temperature(logits, 0.7).dtype == torch.float32
+    assert truncate(logits.log_softmax(-1), top_k=3).logp.dtype == torch.float32
+    torch.testing.assert_close(at_temperature(logits, 0.7), (logits.float() / 0.7).log_softmax(-1))
+
+
+def test_temperature():
+    logits = torch.tensor([2.0, 0.0, -torch.inf])
+    torch.testing.assert_close(
+        at_temperature(logits, 2.0).exp(), torch.tensor([1.0, 0.0, -torch.inf]).softmax(-1)
+    )
+    assert at_temperature(torch.zeros(0, 3), 1.0).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"top_k": 0}, "top_k is 0; give at least 1, or leave it out to keep every token"),
+        ({"top_p": 0.0}, "top_p is 0.0; give a probability above 0, at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"min_p": -0.1}, "min_p is -0.1; give a share from 0 to 1"),
+        ({"min_p": 1.1}, "min_p is 1.1"),
+    ],
+)
+def test_limits_that_mean_nothing(given, message):
+    with pytest.raises(OptionError, match=message):
+        truncate(log(0.5, 0.5), **given)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_temperatures_that_mean_nothing(temperature):
+    with pytest.raises(OptionError, match=f"temperature is {temperature}; give a finite number above 0"):
+        at_temperature(torch.zeros(2), temperature)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.zeros(2, 0), torch.zeros(3, dtype=torch.int64)])
+def test_what_is_no_distribution(wrong, unhooked):
+    with pytest.raises(
+        ShapeError, match="give floating-point numbers with at least one token on the last axis"
+    ):
+        truncate(wrong)
+    with pytest.raises(ShapeError, match="the distribution is"):
+        at_temperature(wrong, 1.0)
