@@ -88,22 +88,22 @@ def test_speech_is_runs_of_paragraphs_that_begin_with_a_quotation_mark():
 
 def test_documents_lose_nothing_and_are_long_enough():
     paragraphs = [f"{number} " + "x" * (7 * number % 50) for number in range(60)]
-    cut = list(austen.documents(paragraphs, Random(3), 40, 90))
-    assert "\n".join(cut).split("\n") == paragraphs
-    assert all(len(text.replace("\n", "")) >= 40 for text in cut[:-1])
-    assert cut != list(austen.documents(paragraphs, Random(4), 40, 90))
+    cuts = [list(austen.documents(paragraphs, Random(seed), 40, 90)) for seed in range(10)]
+    for cut in cuts:
+        assert "\n".join(cut).split("\n") == paragraphs
+        assert all(len(text.replace("\n", "")) >= 40 for text in cut[:-1])
+    assert cuts[0] != cuts[1]
 
 
 def test_an_opening_ends_at_a_stop_and_not_after_mr():
     paragraph = "One two three four five six seven eight Mr. Ten eleven twelve, thirteen" + " more" * 40
-    assert held_out.opening(paragraph, Random(0)).endswith("twelve,")
+    assert all(held_out.opening(paragraph, Random(seed)).endswith("twelve,") for seed in range(20))
     assert len(held_out.opening("word " * 60, Random(0)).split()) == 16
 
 
 def test_prompts_are_openings_of_paragraphs_of_every_novel():
-    held = {
-        novel: [[f"{novel} {number} " + "word, " * 60 for number in range(20)]] for novel in ("one", "two")
-    }
+    long = {novel: [f"{novel} {number} " + "word, " * 60 for number in range(20)] for novel in ("one", "two")}
+    held = {novel: [long[novel], ["Nine words of it, said he, and he left."] * 20] for novel in long}
     prompts = held_out.prompts(held, "seed")
     assert len(prompts) == len(set(prompts)) == 32
     assert sum(bool(re.match(r"one \d+ word,", prompt)) for prompt in prompts) == 16
@@ -147,12 +147,13 @@ def test_losses_are_those_of_transformers_one_document_at_a_time(tiny):
 def test_training_learns_a_small_text_by_heart(tiny):
     documents = [[0, 5, 7, 9, 11, 13, 1], [0, 6, 8, 10, 12, 14, 1]]
     before, _ = language_model.mean_loss(tiny, documents)
-    schedule = language_model.Schedule(steps=60, warmup=5, peak=2e-2, batch_tokens=64)
+    schedule = language_model.Schedule(steps=60, warmup=5, peak=2e-2, batch_tokens=7)
     reports: list[str] = []
     language_model.train(tiny, lambda _: documents, schedule, "seed", reports.append)
     after, _ = language_model.mean_loss(tiny, documents)
     assert before > 3 and after < 0.5
-    assert len(reports) == 1 and reports[0].startswith("step    50")
+    assert len(reports) == 1 and reports[0].startswith("step    50  epoch 24")
+    assert all(weight.grad is None for weight in tiny.parameters())
 
 
 def test_the_tokenizer_learns_from_its_texts_and_ends_documents():
