@@ -1,0 +1,166 @@
+"""Heads: how they are found, and how it is noticed when they are not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_model_scoring import expected, given
+from tiny_models import CONFIGS, save_tiny
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
+
+from kleash.errors import ModelError
+from kleash.linear import Head
+from kleash.models import disagreement, load_pair, score, take_apart
+
+HEADS = {
+    "llama": (1.0, None),
+    "gemma2": (1.0, 3.0),
+    "cohere": (0.25, None),
+    "granite": (0.25, None),
+}
+
+
+def network(architecture="llama", **config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[architecture](**config)).eval()
+
+
+def probe(rows=2, length=9):
+    return torch.arange(3, 3 + rows * length).reshape(rows, length)
+
+
+@pytest.mark.parametrize(("architecture", "shape"), HEADS.items())
+def test_scale_and_softcap_are_read_from_the_configuration(architecture, shape):
+    whole = network(architecture)
+    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    assert anatomy.note is None
+    assert anatomy.rows == 320
+    assert (anatomy.head.scale, anatomy.head.softcap) == shape
+    assert anatomy.head.weight.data_ptr() == whole.get_output_embeddings().weight.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("architecture", HEADS)
+def test_heads_are_found_in_every_dtype(architecture, dtype):
+    whole = network(architecture).to(dtype)
+    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    assert (anatomy.head.scale, anatomy.head.softcap) == HEADS[architecture]
+
+
+def test_a_bias_is_part_of_the_head():
+    whole = network()
+    whole.lm_head.bias = torch.nn.Parameter(torch.randn(320))
+    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    torch.testing.assert_close(anatomy.head.bias, whole.lm_head.bias.detach())
+
+
+def test_a_scaling_that_multiplies_is_told_from_one_that_divides():
+    whole = network("granite")
+    forward = whole.forward
+    whole.forward = lambda **inputs: scaled(forward(**inputs), 16.0)  # divided by 4 inside
+    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    assert anatomy.head.scale == 4.0
+
+
+def scaled(out, factor):
+    out.logits = out.logits * factor
+    return out
+
+
+def test_what_does_not_come_apart_is_measured_through_its_logits(folders):
+    policy, reference = folders("llama")
+    pair = load_pair(str(policy), str(reference))
+    forward = pair.policy.network.forward
+    pair.policy.network.forward = lambda **inputs: scaled(forward(**inputs), 1.001)
+    anatomy = take_apart(pair.policy.network, pair.policy.body, probe(), "the policy")
+    assert anatomy.head.weight is None
+    assert "the policy (LlamaForCausalLM) does not come apart" in anatomy.note
+    assert "slower" in anatomy.note
+    through = replace(pair, policy=replace(pair.policy, head=anatomy.head))
+    sequences = given()
+    found, apart = score(through, sequences), score(pair, sequences)
+    hot = expected(policy, reference, sequences, temperature=1 / 1.001)
+    np.testing.assert_allclose(found["logp_policy"], hot["logp_policy"], rtol=3e-5)
+    np.testing.assert_allclose(found["logp_reference"], apart["logp_reference"], rtol=1e-6)
+
+
+def test_a_layer_between_body_and_head_is_noticed():
+    whole = network()
+    whole.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 320))
+    anatomy = take_apart(whole, whole.base_model, probe(), "the reference")
+    assert anatomy.head.weight is None
+    assert anatomy.note is not None
+
+
+def test_rows_that_the_network_does_not_give_out_are_cut():
+    whole = network()
+    forward = whole.forward
+
+    def shortened(**inputs):
+        out = forward(**inputs)
+        out.logits = out.logits[..., :301]
+        return out
+
+    whole.forward = shortened
+    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    assert anatomy.rows == 301
+    assert anatomy.head.weight.shape == (301, 32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "right", "wrong"),
+    [(torch.float32, 3, 12), (torch.bfloat16, 3, 6), (torch.float64, 3, 12)],
+)
+def test_the_tolerance_is_four_units_in_the_last_place_of_the_largest_logit(dtype, right, wrong):
+    head = Head(torch.eye(5, dtype=dtype))
+    hidden = torch.tensor([[1.0, -8.0, 0.5, 2.0, 0.0]], dtype=dtype)
+    ulp = 8 * torch.finfo(dtype).eps
+    for units, agree in ((0, True), (right, True), (wrong, False)):
+        own = hidden.clone()
+        own[0, 1] += units * ulp
+        assert (disagreement(own, hidden, head) <= 1) is agree, units
+
+
+def test_logits_that_are_not_finite_agree_with_the_like_alone():
+    head = Head(torch.eye(3))
+    hidden = torch.tensor([[1.0, 2.0, 3.0]])
+    forbidden = Head(torch.eye(3), torch.tensor([0.0, 0.0, -torch.inf]))
+    own = torch.tensor([[1.0, 2.0, -torch.inf]])
+    assert disagreement(own, hidden, forbidden) <= 1
+    assert disagreement(own, hidden, head) == torch.inf
+    assert disagreement(torch.tensor([[1.0, torch.nan, 3.0]]), hidden, head) == torch.inf
+    spoilt = torch.tensor([[1.0, torch.nan, 3.0]])
+    assert disagreement(spoilt, spoilt, Head(torch.eye(3))) == torch.inf
+    everywhere = torch.full((1, 3), torch.nan)
+    assert disagreement(everywhere, spoilt, head) == 0
+
+
+def test_sizes_that_do_not_fit_disagree():
+    assert disagreement(torch.ones(1, 3), torch.ones(1, 4), Head(torch.eye(3))) == torch.inf
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    config = BertConfig(
+        vocab_size=100,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        initializer_range=0.3,
+    )
+    whole = BertLMHeadModel(config).eval()
+    with pytest.raises(
+        ModelError, match=r"the policy \(BertLMHeadModel\) lets later tokens change the logits"
+    ):
+        take_apart(whole, whole.base_model, probe(), "the policy")
+
+
+def test_a_head_without_weights_on_this_machine_is_measured_through_logits(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    layer = whole.get_output_embeddings()
+    whole.get_output_embeddings = lambda: torch.nn.Linear(32, 320, device="meta")
+    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    assert anatomy.head.weight is None
+    assert layer.weight.shape == (320, 32)
