@@ -1,5 +1,77 @@
-"""KL divergence in LLM post-training: measured exactly and with error bars."""
+"""KL divergence in LLM post-training: measured exactly and with error bars.
 
+Names are imported when they are first asked for, so that ``import kleash`` costs nothing and a command that
+only reads files never waits for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kleash.errors import KleashError
 from kleash.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from kleash.divergences import DIVERGENCES as DIVERGENCES
+    from kleash.divergences import alpha_divergence as alpha_divergence
+    from kleash.divergences import chi_squared as chi_squared
+    from kleash.divergences import cross_entropy as cross_entropy
+    from kleash.divergences import entropy as entropy
+    from kleash.divergences import hellinger as hellinger
+    from kleash.divergences import jeffreys as jeffreys
+    from kleash.divergences import jensen_shannon as jensen_shannon
+    from kleash.divergences import kl as kl
+    from kleash.divergences import kl_from_probs as kl_from_probs
+    from kleash.divergences import kl_gaussian as kl_gaussian
+    from kleash.divergences import renyi as renyi
+    from kleash.divergences import skew_kl as skew_kl
+    from kleash.divergences import total_variation as total_variation
+    from kleash.estimators import ESTIMATORS as ESTIMATORS
+    from kleash.estimators import importance_weights as importance_weights
+    from kleash.estimators import sampled_kl as sampled_kl
+    from kleash.linear import Head as Head
+    from kleash.linear import LinearOptions as LinearOptions
+    from kleash.linear import linear_kl as linear_kl
+    from kleash.linear import token_statistics as token_statistics
+    from kleash.masking import Mean as Mean
+    from kleash.measuring import compare as compare
+    from kleash.measuring import measure as measure
+    from kleash.records import MeasureJob as MeasureJob
+    from kleash.records import Measurement as Measurement
+    from kleash.uncertainty import Estimate as Estimate
+    from kleash.uncertainty import clustered_mean as clustered_mean
+
+HOMES = {
+    "divergences": (
+        *(
+            "DIVERGENCES",
+            "alpha_divergence",
+            "chi_squared",
+            "cross_entropy",
+            "entropy",
+            "hellinger",
+            "jeffreys",
+        ),
+        *("jensen_shannon", "kl", "kl_from_probs", "kl_gaussian", "renyi", "skew_kl", "total_variation"),
+    ),
+    "estimators": ("ESTIMATORS", "importance_weights", "sampled_kl"),
+    "linear": ("Head", "LinearOptions", "linear_kl", "token_statistics"),
+    "masking": ("Mean",),
+    "measuring": ("compare", "measure"),
+    "records": ("MeasureJob", "Measurement"),
+    "uncertainty": ("Estimate", "clustered_mean"),
+}
+HOME_OF = {name: home for home, names in HOMES.items() for name in names}
+
+__all__ = ["KleashError", "__version__", *HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """The public name ``name``, from the package that is its home."""
+    if name not in HOME_OF:
+        raise AttributeError(f"module 'kleash' has no attribute {name!r}")
+    return getattr(import_module(f"kleash.{HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted(__all__)
