@@ -1,0 +1,30 @@
+"use strict";
+// Draws the charts, one at a time so that the page answers meanwhile, and anew when the theme changes.
+(() => {
+  const themed = (part, style) => {
+    if (typeof part === "string") return part.replace(/^var\((--[\w-]+)\)$/, (_, name) => style.getPropertyValue(name).trim());
+    if (Array.isArray(part)) return part.map((inner) => themed(inner, style));
+    if (part === null || typeof part !== "object") return part;
+    return Object.fromEntries(Object.entries(part).map(([key, inner]) => [key, themed(inner, style)]));
+  };
+
+  const places = Array.from(document.querySelectorAll("[data-figure]"));
+  const config = { responsive: true, displayModeBar: false, showTips: false, doubleClick: false };
+
+  const draw = (place) => {
+    const figure = JSON.parse(document.getElementById(place.dataset.figure).textContent);
+    const { data, layout } = themed(figure, getComputedStyle(document.documentElement));
+    return Plotly.react(place, data, layout, config).then(() => { place.dataset.drawn = "yes"; });
+  };
+
+  const drawAll = async () => {
+    for (const place of places) {
+      await draw(place);
+      await new Promise((resolve) => setTimeout(resolve));
+    }
+    document.documentElement.dataset.charts = "drawn";
+  };
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  requestAnimationFrame(() => setTimeout(drawAll));
+})();

@@ -1,0 +1,188 @@
+"use strict";
+// The token view: one sequence at a time; hover, tap or arrow keys show what both models thought of a token.
+(() => {
+  const heat = document.getElementById("heat");
+  if (!heat) return;
+  const thresholds = heat.dataset.thresholds.split(" ").map(Number);
+  const sources = Array.from(heat.querySelectorAll("script.heat-data"));
+  const [choice, back, on, hottest, box, panel, prompt, say] =
+    ["choice", "back", "on", "hottest", "tokens", "panel", "prompt", "say"].map((name) => document.getElementById("heat-" + name));
+  const NON_FINITE = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
+  let sequence = null;
+  let current = 0;
+
+  const number = (value) => (typeof value === "string" ? NON_FINITE[value] : value);
+  const plain = (value) => {
+    const x = number(value);
+    if (Number.isNaN(x)) return "NaN";
+    if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
+    return digits(x);
+  };
+  // Three significant digits; far from 1, as 1.2 × 10⁻⁷.
+  const digits = (x) => {
+    if (x === 0) return "0";
+    const power = Math.floor(Math.log10(Math.abs(Number(x.toPrecision(3)))));
+    if (power >= -4 && power < 6) return x.toFixed(Math.max(0, 2 - power)).replace("-", "−");
+    const raised = String(power).replace(/[-0-9]/g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
+    return `${(x / 10 ** power).toFixed(1).replace("-", "−")} × 10${raised}`;
+  };
+  const percent = (value) => {
+    const x = 100 * number(value);
+    if (!Number.isFinite(x)) return plain(x);
+    return digits(x) + "\u202f%";
+  };
+  const add = (parent, tag, text, className) => {
+    const made = document.createElement(tag);
+    if (text !== undefined) made.textContent = text;
+    if (className) made.className = className;
+    parent.append(made);
+    return made;
+  };
+
+  const step = (kl) => thresholds.filter((threshold) => number(kl) >= threshold).length;
+
+  // Inside a line a token's own spaces are spaces; a line break is shown and made.
+  const inLine = (text) => {
+    if (/^[␣]+$/.test(text)) return text;
+    return text.replace(/^␣+|␣+$/g, (spaces) => " ".repeat(spaces.length)).replace(/⏎/g, "⏎\n");
+  };
+
+  const show = (index, position) => {
+    current = index;
+    sequence = JSON.parse(sources[index].textContent);
+    choice.value = String(index);
+    back.disabled = index === 0;
+    on.disabled = index === sources.length - 1;
+    prompt.textContent = sequence.prompt;
+    const made = document.createDocumentFragment();
+    sequence.text.forEach((text, at) => {
+      const unseen = /^[␣⏎␍⇥∅]+$/.test(text) ? " unseen" : "";
+      const unknown = Number.isNaN(number(sequence.kl[at])) ? " unknown" : "";
+      const token = add(made, "span", inLine(text), `token h${step(sequence.kl[at])}${unseen}${unknown}`);
+      token.setAttribute("role", "option");
+      token.setAttribute("aria-selected", "false");
+      token.setAttribute("aria-label", `${text}, ${plain(sequence.kl[at])} nats`);
+      token.tabIndex = -1;
+      token.dir = "auto";
+    });
+    if (sequence.text.length < sequence.tokens) add(made, "span", ` … ${sequence.tokens - sequence.text.length} more`, "unit");
+    box.replaceChildren(made);
+    const found = position === undefined ? peak() : sequence.position.indexOf(position);
+    select(found < 0 ? 0 : found);
+  };
+
+  const tokens = () => box.querySelectorAll(".token");
+  const peak = () => sequence.kl.reduce((best, kl, at) => (number(kl) > number(sequence.kl[best]) ? at : best), 0);
+  const selected = () => Array.prototype.indexOf.call(tokens(), box.querySelector('[aria-selected="true"]'));
+
+  const select = (at, focus = false) => {
+    const before = box.querySelector('[aria-selected="true"]');
+    const token = tokens()[at];
+    if (!token) return;
+    if (before) { before.setAttribute("aria-selected", "false"); before.tabIndex = -1; }
+    token.setAttribute("aria-selected", "true");
+    token.tabIndex = 0;
+    if (focus) token.focus({ preventScroll: false });
+    describe(at);
+  };
+
+  const describe = (at) => {
+    const of = (name) => sequence[name][at];
+    const made = document.createDocumentFragment();
+    add(add(made, "h4"), "bdi", of("text"));
+    add(made, "p", `position ${of("position")}, token id ${of("token_id")}`, "where");
+    const table = add(made, "table");
+    const head = add(add(table, "thead"), "tr");
+    add(head, "td");
+    for (const name of ["policy", "reference"]) add(head, "th", name, "n").scope = "col";
+    const body = add(table, "tbody");
+    const row = (name, values, className) => {
+      const line = add(body, "tr", undefined, className);
+      add(line, "th", name).scope = "row";
+      values.forEach((value) => { const cell = add(line, "td", value, "n"); if (values.length === 1) cell.colSpan = 2; });
+    };
+    row("Probability", [percent(of("p")), percent(of("q"))], "strong");
+    row("Entropy, nats", [plain(of("entropy_p")), plain(of("entropy_q"))]);
+    row("Rank in the reference", [String(of("rank"))]);
+    row("KL(policy ‖ reference)", [plain(of("kl"))], "strong");
+    row("KL(reference ‖ policy)", [plain(of("reverse"))]);
+    row("Jensen–Shannon", [plain(of("jensen_shannon"))]);
+    row("Total variation", [percent(of("total_variation"))]);
+    const others = add(made, "div", undefined, "others");
+    of("alternatives").forEach((flat, side) => {
+      const part = add(others, "div");
+      add(part, "h5", side === 0 ? "Policy's likeliest" : "Reference's likeliest");
+      const list = add(part, "ol");
+      for (let i = 0; i < flat.length; i += 2) {
+        const text = sequence.words[flat[i]];
+        const line = add(list, "li", undefined, text === of("text") ? "observed" : "");
+        line.style.setProperty("--share", `${100 * number(flat[i + 1])}%`);
+        add(line, "bdi", text);
+        add(line, "span", percent(flat[i + 1]));
+      }
+    });
+    panel.replaceChildren(made);
+    say.textContent = `${of("text")}: policy ${percent(of("p"))}, reference ${percent(of("q"))}, ` +
+      `rank ${of("rank")}, KL ${plain(of("kl"))} nats`;
+  };
+
+  // The token of the next line (sign 1) or the one before (-1) that lies nearest below or above.
+  const otherLine = (at, sign) => {
+    const all = tokens();
+    const from = all[at].getClientRects()[0];
+    let best = at, bestLine = null, bestDistance = Infinity;
+    for (let i = at + sign; i >= 0 && i < all.length; i += sign) {
+      const to = all[i].getClientRects()[0];
+      if (!to || sign * (to.top - from.top) < from.height / 2) continue;
+      if (bestLine === null) bestLine = to.top;
+      if (Math.abs(to.top - bestLine) > from.height / 2) break;
+      const distance = Math.abs(to.left - from.left);
+      if (distance < bestDistance) { best = i; bestDistance = distance; }
+    }
+    return best;
+  };
+
+  const turn = (by) => {
+    const to = current + by;
+    if (to < 0 || to >= sources.length) return false;
+    show(to);
+    return true;
+  };
+
+  box.addEventListener("keydown", (event) => {
+    const at = selected();
+    const last = sequence.text.length - 1;
+    const goal = {
+      ArrowRight: () => Math.min(at + 1, last), ArrowLeft: () => Math.max(at - 1, 0), Home: () => 0, End: () => last,
+      ArrowDown: () => otherLine(at, 1), ArrowUp: () => otherLine(at, -1),
+      PageDown: () => (turn(1) ? selected() : at), PageUp: () => (turn(-1) ? selected() : at),
+    }[event.key];
+    if (!goal || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    select(goal(), true);
+  });
+  const indexOf = (event) => Array.prototype.indexOf.call(tokens(), event.target.closest(".token"));
+  for (const name of ["pointerover", "focusin", "click"]) {
+    box.addEventListener(name, (event) => {
+      const at = indexOf(event);
+      if (at >= 0 && at !== selected()) select(at);
+    });
+  }
+  choice.addEventListener("change", () => show(Number(choice.value)));
+  back.addEventListener("click", () => turn(-1));
+  on.addEventListener("click", () => turn(1));
+  hottest.addEventListener("click", () => select(peak(), true));
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button.show");
+    if (!button) return;
+    const { prompt: promptId, sample, position } = button.dataset;
+    const option = sources.findIndex((source) => {
+      const of = JSON.parse(source.textContent);
+      return of.prompt_id === Number(promptId) && of.sample_id === Number(sample);
+    });
+    show(option, Number(position));
+    tokens()[selected()].focus({ preventScroll: true });
+    box.scrollIntoView({ block: "center" });
+  });
+  show(0);
+})();

@@ -1,0 +1,139 @@
+"""The charts of where the drift is: how large on single tokens, at which positions, how sure the reference was."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from kleash.records import Bin, Measurement, Number
+from kleash.reports.figures import ACCENT, MUTED, Chart, axis, bars, dots, figure, rows_of
+from kleash.reports.words import count, label, percent, plain, sizes, with_interval
+
+DIRECTIONS = (("kl_policy_reference", ACCENT), ("kl_reference_policy", MUTED))
+APART = 0.24
+"""Rows by which two dots of one row stand apart."""
+
+
+def quantile_ladder(measurement: Measurement) -> Chart | None:
+    """How large the KL of single tokens is: medians to maximum, both directions."""
+    ladders = {name: measurement.quantiles[name] for name, _ in DIRECTIONS if name in measurement.quantiles}
+    if not ladders:
+        return None
+    first = next(iter(ladders.values()))
+    levels = list(first)
+    rungs = [level if level == "max" else f"{level} %" for level in levels]
+    described = [
+        f"{'the largest is' if level == 'max' else f'{level} % of tokens lie at or below'} "
+        f"{plain(first[level].value)} nats"
+        for level in levels
+        if level in ("50", "99", "max")
+    ]
+    return Chart(
+        name="quantiles",
+        title="How large it is on single tokens",
+        figure=_ladder_figure(ladders, levels, rungs),
+        described="; ".join(described) + ".",
+        header=("Quantile", *(label(name) for name in ladders)),
+        rows=tuple(
+            (rung, *(with_interval(ladder[level]) for ladder in ladders.values()))
+            for rung, level in zip(rungs, levels, strict=True)
+        ),
+    )
+
+
+def _ladder_figure(
+    ladders: Mapping[str, Mapping[str, Number]], levels: list[str], rungs: list[str]
+) -> dict[str, object]:
+    drawn = [ladder[level].value for ladder in ladders.values() for level in levels]
+    logarithmic = all(value > 0 for value in drawn if math.isfinite(value))
+    data = [
+        dots(
+            [ladders[name][level] for level in levels],
+            [rung + APART * (place - (len(ladders) - 1) / 2) for rung in range(len(rungs))],
+            name=label(name),
+            color=color,
+            across=True,
+            text=rungs,
+        )
+        for place, (name, color) in enumerate(DIRECTIONS)
+        if name in ladders
+    ]
+    return figure(
+        data,
+        height=340,
+        x="nats, on a logarithmic scale" if logarithmic else "nats",
+        xaxis=decades(drawn) if logarithmic else {},
+        yaxis=rows_of(rungs),
+        showlegend=len(ladders) > 1,
+    )
+
+
+def decades(values: Sequence[float]) -> dict[str, object]:
+    """A logarithmic axis with a tick at each power of ten."""
+    known = [value for value in values if math.isfinite(value)]
+    powers = (
+        range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
+        if known
+        else range(1)
+    )
+    texts = [f"{10.0**power:g}" if -4 < power < 5 else f"10<sup>{power}</sup>" for power in powers]
+    return {"type": "log", "tickvals": [10.0**power for power in powers], "ticktext": texts}
+
+
+def by_bin(name: str, title: str, found: Sequence[Bin], what: str, *, whole: bool = False) -> Chart | None:
+    """The mean in each range above the share of the tokens and of the whole KL that lies there.
+
+    Args:
+        name: of the chart.
+        title: of the chart.
+        found: the ranges.
+        what: the quantity whose ranges they are.
+        whole: whether that quantity is a whole number.
+    """
+    if not found:
+        return None
+    labels = [range_label(part, last=part is found[-1], whole=whole) for part in found]
+    top = max(range(len(found)), key=lambda at: sizes(found[at].kl_policy_reference.value))
+    most = max(range(len(found)), key=lambda at: sizes(found[at].share_of_kl))
+    return Chart(
+        name=name,
+        title=title,
+        figure=_bin_figure(found, labels, what),
+        described=f"The mean is highest at {labels[top]}: "
+        f"{plain(found[top].kl_policy_reference.value)} nats per token. The largest share of the KL, "
+        f"{percent(found[most].share_of_kl)}, lies at {labels[most]}.",
+        header=(what.capitalize(), "Mean KL, nats per token", "Tokens", "Share of the KL"),
+        rows=tuple(
+            (text, with_interval(part.kl_policy_reference), count(part.tokens), percent(part.share_of_kl))
+            for text, part in zip(labels, found, strict=True)
+        ),
+    )
+
+
+def _bin_figure(found: Sequence[Bin], labels: list[str], what: str) -> dict[str, object]:
+    tokens = sum(part.tokens for part in found)
+    of_tokens = [part.tokens / tokens for part in found]
+    of_kl = [part.share_of_kl for part in found]
+    data = [
+        dots([part.kl_policy_reference for part in found], labels, name="mean KL", showlegend=False),
+        bars(labels, of_tokens, name="share of the tokens", color=MUTED, yaxis="y2"),
+        bars(labels, of_kl, name="share of the KL", color=ACCENT, yaxis="y2"),
+    ]
+    return figure(
+        data,
+        height=420,
+        x=what,
+        y="nats per token",
+        xaxis={"type": "category", "showgrid": False, "anchor": "y2"},
+        yaxis={"domain": [0.5, 1], "rangemode": "tozero"},
+        yaxis2=axis("share", domain=[0, 0.38], tickformat=".0%", rangemode="tozero", nticks=4),
+        barmode="group",
+        bargap=0.35,
+        showlegend=True,
+    )
+
+
+def range_label(part: Bin, *, last: bool, whole: bool) -> str:
+    """The range of a bin: whole numbers as "4–7", others as "0.25–0.5"."""
+    if not whole or not math.isfinite(part.high):
+        return f"{part.low:g}–{part.high:g}".replace("inf", "∞")
+    high = part.high if last else part.high - 1
+    return f"{part.low:g}" if high <= part.low else f"{part.low:g}–{high:g}"

@@ -1,0 +1,196 @@
+"""The tokens of the worst sequences, as the page's heat map needs them."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kleash.records import Drifted, Measurement, RunFolder
+from kleash.reports.words import excerpt, visible
+
+MAX_SEQUENCES = 50
+MAX_TOKENS_OF_SEQUENCE = 1000
+MAX_TOKENS = 25_600
+"""What is drawn at most. Nothing is left out of what is counted."""
+MAX_PROMPT = 4000
+STEPS = 8
+"""Colours besides none, each from about three times the KL of the one before it."""
+
+COLUMNS = (
+    "position",
+    "token_id",
+    "kl_policy_reference",
+    "kl_reference_policy",
+    "jensen_shannon",
+    "total_variation",
+    "logp_policy",
+    "logp_reference",
+    "entropy_policy",
+    "entropy_reference",
+    "rank_reference",
+)
+Key = tuple[int, int]
+"""prompt_id and sample_id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """One sequence's tokens, in order: columns of ``tokens/``, and their texts."""
+
+    texts: list[str]
+    columns: Mapping[str, np.ndarray]
+
+
+def read_sequences(folder: RunFolder, wanted: Iterable[Key]) -> dict[Key, Sequence]:
+    """The tokens of the ``wanted`` sequences."""
+    keys = np.unique(np.array([_code(*key) for key in wanted], dtype=np.int64))
+    found: dict[Key, Sequence] = {}
+    if not keys.size:
+        return found
+    for part in folder.token_parts(["prompt_id", "sample_id", "text", *COLUMNS]):
+        codes = _code(part["prompt_id"].astype(np.int64), part["sample_id"].astype(np.int64))
+        rows = np.flatnonzero(np.isin(codes, keys))
+        for code in np.unique(codes[rows]):
+            mine = rows[codes[rows] == code]
+            mine = mine[np.argsort(part["position"][mine], kind="stable")]
+            found[_key(int(code))] = Sequence(
+                texts=[part["text"][row] for row in mine],
+                columns={name: part[name][mine] for name in COLUMNS},
+            )
+    return found
+
+
+def _code(prompt_id: Any, sample_id: Any) -> Any:
+    return (prompt_id << 32) + sample_id
+
+
+def _key(code: int) -> Key:
+    return code >> 32, code & 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatMap:
+    """What is drawn, and what had to be left out."""
+
+    sequences: tuple[dict[str, Any], ...]
+    """For each: what the page's script reads."""
+    thresholds: tuple[float, ...]
+    """KL in nats from which the first, second, … colour is taken."""
+    shortened: int
+    """Sequences of which only the beginning is drawn."""
+
+
+def heat_map(folder: RunFolder, measurement: Measurement, tokens: Mapping[Key, Sequence]) -> HeatMap:
+    """The worst sequences of a measurement, with the alternatives of both models at each position."""
+    lengths: dict[Key, int] = {}
+    left = MAX_TOKENS
+    for drift in measurement.worst_sequences:
+        size = len(tokens[key_of(drift)].texts) if key_of(drift) in tokens else 0
+        length = min(size, MAX_TOKENS_OF_SEQUENCE, left)
+        if length and len(lengths) < MAX_SEQUENCES:
+            lengths[key_of(drift)] = length
+            left -= length
+    prompts = read_prompts(folder, lengths.keys())
+    others = read_alternatives(folder, lengths)
+    drawn = tuple(
+        _payload(drift, tokens[key_of(drift)], lengths[key_of(drift)], prompts, others)
+        for drift in measurement.worst_sequences
+        if key_of(drift) in lengths
+    )
+    kls = [value for sequence in drawn for value in sequence["kl"] if 0 < value < math.inf]
+    return HeatMap(
+        sequences=drawn,
+        thresholds=thresholds(max(kls, default=1.0)),
+        shortened=sum(len(sequence["text"]) < sequence["tokens"] for sequence in drawn),
+    )
+
+
+def key_of(drift: Drifted) -> Key:
+    """Which sequence it is, or lies in."""
+    return drift.prompt_id, drift.sample_id
+
+
+def thresholds(largest: float) -> tuple[float, ...]:
+    """Steps of 1, 3, 10, 30 … up to the last one that ``largest`` reaches, ``STEPS`` of them."""
+    half_decades = 2 * math.floor(math.log10(largest)) + (
+        largest >= 3 * 10.0 ** math.floor(math.log10(largest))
+    )
+    steps = range(half_decades - STEPS + 1, half_decades + 1)
+    return tuple(float(f"{1 if step % 2 == 0 else 3}e{step // 2}") for step in steps)
+
+
+def read_prompts(folder: RunFolder, wanted: Collection[Key]) -> dict[Key, str]:
+    """The prompts of the ``wanted`` sequences."""
+    found: dict[Key, str] = {}
+    for part in folder.sequence_parts(["prompt_id", "sample_id", "prompt"]):
+        for prompt, sample, text in zip(part["prompt_id"], part["sample_id"], part["prompt"], strict=True):
+            key = int(prompt), int(sample)
+            if key in wanted:
+                found[key] = text or ""
+    return found
+
+
+def read_alternatives(folder: RunFolder, lengths: Mapping[Key, int]) -> dict[Key, dict[int, Any]]:
+    """For each sequence and position: (text, probability) of the policy's likeliest tokens, and of the other's."""
+    found: dict[Key, dict[int, Any]] = {key: {} for key in lengths}
+    if not lengths:
+        return found
+    table = folder.alternatives()
+    order = np.lexsort([table[name] for name in ("place", "position", "sample_id", "prompt_id")])
+    sides = [(table[f"text_{who}"], table[f"probability_{who}"]) for who in ("policy", "reference")]
+    places = zip(
+        table["prompt_id"][order], table["sample_id"][order], table["position"][order], order, strict=True
+    )
+    for prompt, sample, position, row in places:
+        of_sequence = found.get((int(prompt), int(sample)))
+        if of_sequence is None or position >= lengths[int(prompt), int(sample)]:
+            continue
+        both = of_sequence.setdefault(int(position), ([], []))
+        for side, (texts, probabilities) in zip(both, sides, strict=True):
+            if texts[row] is not None:
+                side.append((visible(texts[row]), rounded(probabilities[row])))
+    return found
+
+
+def _payload(
+    drift: Drifted, sequence: Sequence, length: int, prompts: Mapping[Key, str], others: Mapping[Key, Any]
+) -> dict[str, Any]:
+    key = key_of(drift)
+    columns = {name: values[:length] for name, values in sequence.columns.items()}
+    words: dict[str, int] = {}
+
+    def side(pairs: list[tuple[str, float]]) -> list[float]:
+        return [part for text, p in pairs for part in (words.setdefault(text, len(words)), p)]
+
+    alternatives = [
+        [side(pairs) for pairs in others[key].get(int(position), ([], []))]
+        for position in columns["position"]
+    ]
+    return {
+        "prompt_id": drift.prompt_id,
+        "sample_id": drift.sample_id,
+        "total": rounded(drift.kl),
+        "tokens": len(sequence.texts),
+        "prompt": excerpt(prompts.get(key, ""), MAX_PROMPT),
+        "text": [visible(text) for text in sequence.texts[:length]],
+        "kl": [rounded(value) for value in columns["kl_policy_reference"]],
+        "p": [rounded(math.exp(value)) for value in columns["logp_policy"]],
+        "q": [rounded(math.exp(value)) for value in columns["logp_reference"]],
+        "reverse": [rounded(value) for value in columns["kl_reference_policy"]],
+        "jensen_shannon": [rounded(value) for value in columns["jensen_shannon"]],
+        "total_variation": [rounded(value) for value in columns["total_variation"]],
+        "entropy_p": [rounded(value) for value in columns["entropy_policy"]],
+        "entropy_q": [rounded(value) for value in columns["entropy_reference"]],
+        "rank": [int(value) for value in columns["rank_reference"]],
+        "position": [int(value) for value in columns["position"]],
+        "token_id": [int(value) for value in columns["token_id"]],
+        "alternatives": alternatives,
+        "words": list(words),
+    }
+
+
+def rounded(value: Any) -> float:
+    """To four significant digits, which is what a page shows."""
+    return float(f"{value:.4g}")

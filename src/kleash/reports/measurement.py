@@ -1,0 +1,194 @@
+"""The report of a measurement."""
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import RunFolderError
+from kleash.records import Drifted, Measurement, Number, RunFolder
+from kleash.reports.drift_charts import by_bin, quantile_ladder
+from kleash.reports.figures import Chart
+from kleash.reports.heatmap import Key, Sequence, heat_map, key_of, read_sequences, rounded
+from kleash.reports.page import write_page
+from kleash.reports.trust_charts import convergence, estimators
+from kleash.reports.words import COLUMNS, command_line, plain, visible
+
+MAX_PROMPTS = 500
+MAX_WORST_TOKENS = 50
+WORDS_BEFORE, WORDS_AFTER = 10, 4
+
+
+def write_report(folder: Path) -> Path:
+    """Make ``report.html`` of a run folder from its files, in place of the one that is there.
+
+    One file that needs nothing else: it can be mailed, and opens without a network. What is drawn
+    is capped, and the page says where; what is counted is not.
+
+    Args:
+        folder: of a finished run.
+
+    Returns:
+        The report's path.
+
+    Raises:
+        RunFolderError: if the run has not finished, a file of it is missing or damaged, or the report
+            cannot be written.
+        MissingExtraError: if Jinja2, Plotly or pyarrow is not installed.
+    """
+    measurement = Measurement.read(folder)
+    files = RunFolder(folder)
+    worst_tokens = measurement.worst_tokens[:MAX_WORST_TOKENS]
+    tokens = read_sequences(files, map(key_of, (*worst_tokens, *measurement.worst_sequences)))
+    heat = heat_map(files, measurement, tokens)
+    drawn = {(seq["prompt_id"], seq["sample_id"]): seq["position"][-1] for seq in heat.sequences}
+    context = {
+        "measurement": measurement,
+        "headline": headline(measurement),
+        "means": means(measurement),
+        "charts": charts(measurement),
+        "heat": heat,
+        "worst_tokens": [in_context(drift, tokens, drawn) for drift in worst_tokens],
+        "prompts": measurement.prompts[:MAX_PROMPTS],
+        "command": command_line(measurement.job),
+        "doubts": doubts(measurement),
+        "floor_in_words": above_the_floor(measurement),
+        "words": vocabulary(measurement),
+        "share_of": share_of(measurement),
+        "sorted_by": "kl_per_token" if sorted_by_kl_per_token(measurement) else "",
+    }
+    scripts = ("tables.js", "heatmap.js", "plotly", "charts.js")
+    return write_page(folder / "report.html", "measurement.html", context, scripts)
+
+
+def headline(measurement: Measurement) -> Number:
+    """KL(policy || reference) per token.
+
+    Raises:
+        RunFolderError: if the measurement has none.
+    """
+    try:
+        return measurement.per_token["kl_policy_reference"]
+    except KeyError as error:
+        raise RunFolderError(
+            "measurement.json has no kl_policy_reference under per_token; measure again"
+        ) from error
+
+
+def doubts(measurement: Measurement) -> list[str]:
+    """What is held against the run as a whole and against its headlines, each said once."""
+    numbers = [headline(measurement)]
+    if measurement.per_sequence is not None:
+        numbers.append(measurement.per_sequence.kl_policy_reference)
+    said = [*measurement.doubts, *(doubt for number in numbers for doubt in number.doubts)]
+    return list(dict.fromkeys(said))
+
+
+def above_the_floor(measurement: Measurement) -> str:
+    """How the headline stands to what rounding alone makes."""
+    if measurement.noise_floor is None:
+        return ""
+    floor, value = measurement.noise_floor.value, headline(measurement).value
+    if floor == 0:
+        return "the reference against itself, batched otherwise: rounding changes nothing"
+    if not value > floor:
+        return "the reference against itself, batched otherwise; the KL is not above it"
+    return f"the reference against itself, batched otherwise; the KL is {plain(value / floor, 2)} times that"
+
+
+def vocabulary(measurement: Measurement) -> Mapping[str, str]:
+    """What this run's prompts and sequences are called."""
+    if measurement.job.get("text") is not None:
+        return {"prompt": "document", "prompts": "documents", "sequence": "window", "sequences": "windows"}
+    return {"prompt": "prompt", "prompts": "prompts", "sequence": "response", "sequences": "responses"}
+
+
+def sorted_by_kl_per_token(measurement: Measurement) -> bool:
+    """Whether the prompts come in that order, which their table then says."""
+    values = [prompt.kl_per_token for prompt in measurement.prompts]
+    return all(one >= other for one, other in pairwise(values))
+
+
+def share_of(measurement: Measurement) -> Callable[[float], str]:
+    """The length of a bar, in percent of the longest."""
+    finite = [p.kl_per_token for p in measurement.prompts if math.isfinite(p.kl_per_token)]
+    longest = max(finite, default=0.0)
+
+    def share(value: float) -> str:
+        if math.isnan(value) or longest <= 0:
+            return "0"
+        return f"{100 * min(1.0, max(0.0, value / longest)):.1f}"
+
+    return share
+
+
+def charts(measurement: Measurement) -> dict[str, Chart]:
+    """Every chart that there are numbers for, by its name."""
+    found = (
+        quantile_ladder(measurement),
+        by_bin(
+            "position", "By position", measurement.by_position, "position of the token, from 0", whole=True
+        ),
+        by_bin(
+            "confidence",
+            "By the reference's confidence",
+            measurement.by_confidence,
+            "the reference's probability of its likeliest token",
+        ),
+        convergence(measurement.convergence),
+        estimators(headline(measurement), measurement.estimators),
+    )
+    return {chart.name: chart for chart in found if chart is not None}
+
+
+def means(measurement: Measurement) -> list[tuple[str, str, Number]]:
+    """Every mean with its name and what it says, the divergences first."""
+    perplexities = {
+        "policy": ("Perplexity of the policy", "on the observed tokens"),
+        "reference": ("Perplexity of the reference", "on the observed tokens"),
+        "ratio": ("Perplexity ratio", "policy over reference"),
+    }
+    changes = {
+        "mean": ("Δp of the observed token, mean", "policy's probability minus the reference's"),
+        "rms": ("Δp of the observed token, RMS", "root of its mean square"),
+    }
+    known = [name for name in COLUMNS if name in measurement.per_token]
+    others = [name for name in measurement.per_token if name not in COLUMNS]
+    rows = [
+        (*COLUMNS.get(name, (name, "")), measurement.per_token[name])
+        for name in (*known, *others)
+        if name != "top1_agreement"
+    ]
+    rows.append((*COLUMNS["top1_agreement"], measurement.top1_agreement))
+    for names, numbers in ((perplexities, measurement.perplexity), (changes, measurement.probability_change)):
+        rows += [(*names.get(name, (name, "")), number) for name, number in numbers.items()]
+    return rows
+
+
+def in_context(drift: Drifted, tokens: dict[Key, Sequence], drawn: dict[Key, int]) -> dict[str, Any]:
+    """A drifted token with the words around it and both models' probabilities of it."""
+    key = drift.prompt_id, drift.sample_id
+    row: dict[str, Any] = {"drift": drift, "before": "", "after": "", "p": None, "q": None, "rank": None}
+    row["drawn"] = drift.position is not None and drift.position <= drawn.get(key, -1)
+    if key not in tokens or drift.position is None:
+        return row
+    sequence = tokens[key]
+    found = (sequence.columns["position"] == drift.position).nonzero()[0]
+    if not found.size:
+        return row
+    at = int(found[0])
+    texts = sequence.texts
+    return {
+        **row,
+        "before": running_text(texts[max(0, at - WORDS_BEFORE) : at]),
+        "after": running_text(texts[at + 1 : at + 1 + WORDS_AFTER]),
+        "p": rounded(math.exp(sequence.columns["logp_policy"][at])),
+        "q": rounded(math.exp(sequence.columns["logp_reference"][at])),
+        "rank": int(sequence.columns["rank_reference"][at]),
+    }
+
+
+def running_text(texts: list[str]) -> str:
+    """Tokens joined as they are read, with everything else that cannot be seen made visible."""
+    return visible("".join(texts)).replace("␣", " ")

@@ -1,0 +1,177 @@
+"""How numbers and other people's text are shown."""
+
+import math
+import shlex
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from kleash.records import MeasureJob, Number
+
+NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
+UNKNOWN = "–"
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+JOINERS = "\u200c\u200d"
+"""Invisible, and part of emoji and of Persian words: kept inside other text."""
+
+COLUMNS: Mapping[str, tuple[str, str]] = {
+    "kl_policy_reference": ("KL(policy ‖ reference)", "averages over the policy's next-token probabilities"),
+    "kl_reference_policy": (
+        "KL(reference ‖ policy)",
+        "averages over the reference's next-token probabilities",
+    ),
+    "jensen_shannon": ("Jensen–Shannon", "symmetric; at most log 2 = 0.693 nats"),
+    "total_variation": ("Total variation", "probability that would have to move to make the two equal"),
+    "entropy_policy": ("Entropy of the policy", "how undecided the policy is"),
+    "entropy_reference": ("Entropy of the reference", "how undecided the reference is"),
+    "logp_policy": ("log p of the observed token", "under the policy"),
+    "logp_reference": ("log q of the observed token", "under the reference"),
+    "logp_sampled": ("log-probability it was drawn with", "truncation included"),
+    "top1_probability_policy": ("Likeliest token, policy", "the policy's probability of its likeliest token"),
+    "top1_probability_reference": (
+        "Likeliest token, reference",
+        "the reference's probability of its likeliest token",
+    ),
+    "rank_reference": ("Rank of the observed token", "among the reference's tokens; 1 is the likeliest"),
+    "top1_agreement": ("Top-1 agreement", "both models find the same token likeliest"),
+}
+"""For each column: what it is called on a page, and what it says."""
+
+
+def label(column: str) -> str:
+    """What a column is called on a page."""
+    return COLUMNS[column][0] if column in COLUMNS else column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A number as text: value, error and interval to the same digits."""
+
+    value: str
+    error: str
+    interval: str
+    unit: str
+    doubts: tuple[str, ...]
+
+
+def shown(number: Number) -> Shown:
+    """``number`` as a page shows it; probabilities as percentages."""
+    unit = "" if number.unit == "none" else number.unit
+    if number.unit == "probability":
+        low, high = number.ci95
+        number = replace(
+            number,
+            value=100 * number.value,
+            standard_error=100 * number.standard_error,
+            ci95=(100 * low, 100 * high),
+        )
+        unit = "%"
+    low, high = (typeset(number.format(end)) for end in number.ci95)
+    known = not (math.isnan(number.ci95[0]) or math.isnan(number.ci95[1]))
+    return Shown(
+        value=typeset(number.rounded),
+        error=UNKNOWN if math.isnan(number.standard_error) else typeset(number.format(number.standard_error)),
+        interval=f"{low} to {high}" if known else UNKNOWN,
+        unit=unit,
+        doubts=number.doubts,
+    )
+
+
+def with_interval(number: Number) -> str:
+    """A number with its 95 % interval."""
+    text = shown(number)
+    return text.value if text.interval == UNKNOWN else f"{text.value} ({text.interval})"
+
+
+def sizes(value: float) -> float:
+    """What to order by when the largest is sought: NaN is below everything."""
+    return -math.inf if math.isnan(value) else value
+
+
+def typeset(text: str) -> str:
+    """A formatted number with a real minus sign, and infinity as its sign."""
+    if text.lstrip("-") in ("inf", "nan"):
+        return {"inf": "∞", "-inf": "−∞"}.get(text, "NaN")
+    mantissa, _, exponent = text.partition("e")
+    power = f" × 10{str(int(exponent)).translate(SUPERSCRIPTS)}" if exponent else ""
+    return mantissa.replace("-", "−") + power
+
+
+def plain(value: float, digits: int = 3) -> str:
+    """A number that has no error of its own, to so many significant digits."""
+    if not math.isfinite(value) or value == 0:
+        return typeset(f"{value:g}")
+    scientific = f"{value:.{digits - 1}e}"
+    power = int(scientific.partition("e")[2])
+    if -5 < power < 6:
+        return typeset(f"{value:.{max(0, digits - 1 - power)}f}")
+    return typeset(scientific)
+
+
+def threshold(value: float) -> str:
+    """A round number as short as it can be."""
+    return typeset(f"{value:g}")
+
+
+def count(value: int) -> str:
+    """A whole number, its thousands apart by narrow spaces."""
+    return f"{value:,}".replace(",", "\u202f")
+
+
+def percent(value: float) -> str:
+    """A share as a percentage."""
+    return f"{plain(100 * value)}\u202f%"
+
+
+def sentence(text: str) -> str:
+    """``text`` with a capital at its beginning and a full stop at its end."""
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", ":")) else ".")
+
+
+@lru_cache(maxsize=65536)
+def visible(text: str) -> str:
+    """``text`` with nothing in it that cannot be seen: spaces at its ends, line breaks, controls.
+
+    A token of nothing is ∅; a combining mark that comes first stands on a dotted circle; what has
+    neither a shape nor a sign of its own is its number, ⟨U+202E⟩.
+    """
+    if not text:
+        return "∅"
+    alone = all(character in JOINERS for character in text)
+    inner = "".join(_visible_character(character, alone) for character in text.strip(" "))
+    if inner and unicodedata.category(inner[0]).startswith("M"):
+        inner = "◌" + inner
+    if not inner:
+        return "␣" * len(text)
+    left, right = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
+    return "␣" * left + inner + "␣" * right
+
+
+def _visible_character(character: str, alone: bool) -> str:
+    if character in NAMED_CHARACTERS:
+        return NAMED_CHARACTERS[character]
+    if character == " " or (character in JOINERS and not alone):
+        return character
+    unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zs", "Zl", "Zp")
+    return f"⟨U+{ord(character):04X}⟩" if unseen else character
+
+
+def excerpt(text: str, length: int = 240) -> str:
+    """The beginning of ``text``, made visible, with … where something is left out."""
+    kept = visible(text[:length])
+    return kept if len(text) <= length else kept.rstrip("␣ ") + " …"
+
+
+def command_line(job: Mapping[str, Any]) -> str:
+    """The command that makes a run again: the options that are not the default's."""
+    words = ["kleash", "measure"]
+    for option in fields(MeasureJob):
+        value = job.get(option.name, option.default)
+        if value == option.default or option.name == "resume":
+            continue
+        words.append("--" + option.name.replace("_", "-"))
+        if not isinstance(value, bool):
+            words.append(shlex.quote(str(value)))
+    return " ".join(words)

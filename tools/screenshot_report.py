@@ -1,0 +1,85 @@
+"""Take pictures of a report: the README's, and the same page on a phone and in the dark.
+
+    python tools/screenshot_report.py kleash-runs/…/report.html --out docs/images
+
+writes report.png (desktop, the top of the page), report-dark.png and report-phone.png. Needs
+Chromium, chromedriver and selenium.
+"""
+
+import argparse
+import base64
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+VIEWS = {
+    "report": {"width": 1280, "height": 1500, "dark": False, "mobile": False},
+    "report-dark": {"width": 1280, "height": 1500, "dark": True, "mobile": False},
+    "report-phone": {"width": 390, "height": 1700, "dark": False, "mobile": True},
+}
+
+
+def browser(profile: str) -> Any:
+    """Headless Chromium that stays off the network."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    flags = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+    for flag in (*flags.split(), "disable-component-update", "disable-sync", "hide-scrollbars"):
+        options.add_argument(f"--{flag}")
+    options.add_argument(f"--user-data-dir={profile}")
+    service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
+    return webdriver.Chrome(options=options, service=service)
+
+
+def take(driver: Any, report: Path, view: dict[str, Any], *, whole: bool, at: str) -> bytes:
+    """A picture of ``report`` as ``view`` says: the whole page, or a window that begins at the anchor ``at``."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    size = {
+        "width": view["width"],
+        "height": view["height"],
+        "deviceScaleFactor": 1,
+        "mobile": view["mobile"],
+    }
+    scheme = "dark" if view["dark"] else "light"
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    driver.get(report.resolve().as_uri())
+    drawn = "return document.documentElement.dataset.charts === 'drawn'"
+    WebDriverWait(driver, 60).until(lambda browser: browser.execute_script(drawn))
+    if at:
+        driver.execute_script("document.getElementById(arguments[0]).scrollIntoView()", at)
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": whole})
+    return base64.b64decode(shot["data"])
+
+
+def main() -> None:
+    """Take the pictures that were asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("report", type=Path, help="report.html")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the pictures")
+    parser.add_argument("--whole", action="store_true", help="the whole page instead of its top")
+    parser.add_argument("--at", default="", help="begin at this anchor: where, trust, tokens, prompts, run")
+    parser.add_argument("--only", choices=list(VIEWS), action="append", help="only this view")
+    wanted = parser.parse_args()
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as profile:
+        driver = browser(profile)
+        try:
+            for name in wanted.only or VIEWS:
+                picture = take(driver, wanted.report, VIEWS[name], whole=wanted.whole, at=wanted.at)
+                (wanted.out / f"{name}.png").write_bytes(picture)
+                print(f"{wanted.out / name}.png: {len(picture) / 1000:.0f} kB")
+        finally:
+            driver.quit()
+
+
+if __name__ == "__main__":
+    main()
