@@ -1,0 +1,25 @@
+"""How far a number can be trusted: errors, intervals, quantiles and doubts."""
+
+from kleash.uncertainty.clusters import ClusterLabels, cluster_labels, effective_sample_size
+from kleash.uncertainty.estimate import Estimate
+from kleash.uncertainty.ratios import clustered_mean, paired_difference, ratio_of_many, ratio_of_sums
+from kleash.uncertainty.student import student_t_quantile
+from kleash.uncertainty.totals import ControlledTotal, controlled_total
+from kleash.uncertainty.transforming import RunningMean, running_mean, transformed
+
+__all__ = [
+    "ClusterLabels",
+    "ControlledTotal",
+    "Estimate",
+    "RunningMean",
+    "cluster_labels",
+    "clustered_mean",
+    "controlled_total",
+    "effective_sample_size",
+    "paired_difference",
+    "ratio_of_many",
+    "ratio_of_sums",
+    "running_mean",
+    "student_t_quantile",
+    "transformed",
+]

@@ -1,0 +1,70 @@
+"""Which sequences are to be taken as belonging together, and how much weighted ones tell."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Integer, Real
+
+from kleash.errors import ShapeError
+
+FEW_DOCUMENTS = 30
+BLOCK_WINDOWS = 8
+
+
+class ClusterLabels(NamedTuple):
+    """A label per sequence, from 0 without gaps, and what there is to doubt about them."""
+
+    labels: Int64[np.ndarray, "sequences"]
+    doubts: tuple[str, ...]
+
+
+def cluster_labels(
+    document_ids: Integer[np.ndarray, "sequences_d"],
+    window_ids: Integer[np.ndarray, "sequences_w"],
+    *,
+    few: int = FEW_DOCUMENTS,
+    block: int = BLOCK_WINDOWS,
+) -> ClusterLabels:
+    """Documents as clusters; where there are few, blocks of neighbouring windows, with a doubt.
+
+    Args:
+        document_ids: which document (or prompt) each sequence is from.
+        window_ids: which window of it, from 0 in reading order.
+        few: below so many documents they are cut into blocks.
+        block: windows in a block.
+
+    Raises:
+        ShapeError: if there are not as many windows as documents.
+    """
+    if document_ids.ndim != 1 or document_ids.shape != window_ids.shape:
+        raise ShapeError(
+            f"document_ids are {document_ids.shape} and window_ids {window_ids.shape}; give one per sequence"
+        )
+    documents, labels = np.unique(document_ids, return_inverse=True)
+    if len(documents) >= few:
+        return ClusterLabels(labels.astype(np.int64), ())
+    blocks = np.stack([labels, window_ids // block], axis=1)
+    _, labels = np.unique(blocks, axis=0, return_inverse=True)
+    noun = "document" if len(documents) == 1 else "documents"
+    doubt = (
+        f"only {len(documents)} {noun}, below {few}: the clusters are blocks of {block} neighbouring windows, "
+        "and what blocks of one document share is missing from the error"
+    )
+    return ClusterLabels(labels.reshape(-1).astype(np.int64), (doubt,))
+
+
+def effective_sample_size(weights: Real[np.ndarray, "samples"]) -> float:
+    """How many equally weighted samples would tell as much: (sum w)^2 / sum w^2.
+
+    Weights are divided by the largest first, so that large ones do not overflow. NaN over nothing, where
+    all are 0, and where one is infinite or NaN.
+
+    References:
+        Kish (1965), "Survey Sampling".
+    """
+    weights = np.asarray(weights, np.float64)
+    largest = np.abs(weights).max(initial=0.0)
+    if not 0 < largest < np.inf:
+        return float("nan")
+    weights = weights / largest
+    return float(weights.sum() ** 2 / (weights**2).sum())
