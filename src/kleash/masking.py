@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from kleash.errors import ShapeError
 
 
-def as_mask(mask: Bool[Tensor, "*tokens"] | Int[Tensor, "*tokens"]) -> Bool[Tensor, "*tokens"]:
+def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[Tensor, "*tokens"]:
     """The mask as bools, whether it came as bools or as the 0 and 1 of a tokenizer.
 
     Raises:
@@ -45,7 +45,9 @@ class Mean:
         return self.total / self.count
 
 
-def mean_of(values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Int[Tensor, "*tokens"]) -> Mean:
+def mean_of(
+    values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]
+) -> Mean:
     """Sum and count of ``values`` where ``mask`` is true.
 
     Selects, so that what stands outside the mask (padding, NaN, inf) cannot reach the value.
@@ -61,7 +63,7 @@ def mean_of(values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | In
 
 
 def masked_mean(
-    values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Int[Tensor, "*tokens"]
+    values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]
 ) -> Float[Tensor, ""]:
     """The mean of ``values`` where ``mask`` is true; NaN if nowhere is."""
     return mean_of(values, mask).value

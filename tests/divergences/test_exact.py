@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from compiling import compiles
 from distributions import gradients, log, pairs
 from hypothesis import given, settings
 from scipy.special import rel_entr
@@ -259,18 +260,27 @@ def test_cross_entropy_with_zeros():
     assert cross_entropy(log(1, 0), log(1, 0)) == 0
 
 
-@pytest.mark.compiler
-@pytest.mark.parametrize("name", NAMES)
-def test_compiles_in_one_piece(name, compiler):
+@compiles
+@pytest.mark.parametrize(("name", "backend"), [("kl", "inductor"), *((name, "aot_eager") for name in NAMES)])
+def test_compiles_in_one_piece(name, backend, compiler):
     torch.manual_seed(6)
     logits = torch.randn(2, 6, 33)
     logits[:, :3, 4] = -torch.inf
 
-    def value(logp, logq):
-        return divergence(name, logp, logq)
+    def value(a, b):
+        return divergence(name, a.log_softmax(-1), b.log_softmax(-1))
 
-    compiled = torch.compile(value, fullgraph=True)
-    logp, logq = logits.log_softmax(-1)
-    torch.testing.assert_close(compiled(logp, logq), value(logp, logq), rtol=1e-5, atol=1e-6)
-    for got, expected in zip(gradients(compiled, *logits), gradients(value, *logits), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    compiled = torch.compile(value, fullgraph=True, backend=backend)
+    plain, fused = ([x.clone().requires_grad_() for x in logits] for _ in "ab")
+    expected, got = value(*plain), compiled(*fused)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    for got_in, expected_in in zip(
+        torch.autograd.grad(got.sum(), fused), torch.autograd.grad(expected.sum(), plain), strict=True
+    ):
+        torch.testing.assert_close(got_in, expected_in, rtol=1e-4, atol=1e-6)
+
+
+@compiles
+def test_the_public_name_compiles_in_one_piece(compiler):
+    logp, logq = torch.linspace(-1, 1, 24).view(2, 3, 4).log_softmax(-1)
+    torch.testing.assert_close(torch.compile(kl, fullgraph=True)(logp, logq), kl(logp, logq))

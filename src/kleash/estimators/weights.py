@@ -4,7 +4,7 @@ from math import inf, log
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.errors import OptionError, ShapeError
@@ -31,7 +31,7 @@ class ImportanceWeights(NamedTuple):
 def importance_weights(
     token_logp: Float[Tensor, "batch_p time_p"],
     behaviour_logp: Float[Tensor, "batch_b time_b"],
-    mask: Bool[Tensor, "batch_m time_m"] | Int[Tensor, "batch_m time_m"],
+    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
     *,
     level: Level = "token",
     cap: float | None = None,

@@ -1,0 +1,154 @@
+import math
+
+import pytest
+import torch
+
+from kleash.divergences import kl
+from kleash.divergences.enumeration import drift_moments, every_sequence, random_markov
+from kleash.errors import OptionError, ShapeError
+from kleash.estimators import importance_weights, sampled_kl
+
+STEPS = 3
+P = random_markov(3, seed=0)
+Q, BEHAVIOUR = P.moved(1, apart=0.9), P.moved(2, apart=0.7)
+TOKENS = every_sequence(3, STEPS)
+ALL = torch.ones(TOKENS.shape, dtype=torch.bool)
+DRAWN = BEHAVIOUR.token_logp(TOKENS).sum(-1).exp()
+
+
+def estimated(level, name):
+    """E_behaviour sum_t w_t estimator_t, over every sequence there is."""
+    token_logp = P.token_logp(TOKENS)
+    weights = importance_weights(token_logp, BEHAVIOUR.token_logp(TOKENS), ALL, level=level).values
+    return (DRAWN * (weights * sampled_kl(token_logp, Q.token_logp(TOKENS), name)).sum(-1)).sum().item()
+
+
+def along_the_behaviours_prefixes():
+    exact = kl(P.next_logp(TOKENS), Q.next_logp(TOKENS)).sum(-1)
+    return (DRAWN * exact).sum().item()
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_what_each_level_adds_up_to(name):
+    between_responses = drift_moments(P, Q, STEPS).kl
+    assert estimated("token", name) == pytest.approx(along_the_behaviours_prefixes())
+    assert estimated("prefix", name) == pytest.approx(between_responses)
+    assert estimated("sequence", name) == pytest.approx(between_responses)
+    assert along_the_behaviours_prefixes() != pytest.approx(between_responses, rel=0.01)
+
+
+def test_the_values_by_hand():
+    token_logp = torch.tensor([[0.5, 0.2, 0.9]]).log()
+    behaviour_logp = torch.tensor([[0.25, 0.4, 0.3]]).log()
+    given = (token_logp, behaviour_logp, torch.ones(1, 3, dtype=torch.bool))
+    for level, expected in (("token", [2, 0.5, 3]), ("prefix", [2, 1, 3]), ("sequence", [3, 3, 3])):
+        got = importance_weights(*given, level=level)
+        assert got.values[0].tolist() == pytest.approx(expected)
+    assert importance_weights(*given).values[0].tolist() == pytest.approx([2, 0.5, 3])
+
+
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
+def test_what_is_masked_is_not_read(level):
+    """Padding may hold anything; a token masked in the middle leaves the product alone."""
+    token_logp = torch.tensor([[-1.0, torch.nan, -2.0], [-1.0, -torch.inf, torch.inf]])
+    behaviour_logp = torch.tensor([[-1.5, torch.inf, -1.0], [-1.2, torch.nan, -torch.inf]])
+    mask = torch.tensor([[True, False, True], [True, False, False]])
+    got = importance_weights(token_logp, behaviour_logp, mask, level=level)
+    first, last = math.exp(0.5), math.exp(-1.0)
+    expected = {
+        "token": [[first, 0, last], [math.exp(0.2), 0, 0]],
+        "prefix": [[first, 0, first * last], [math.exp(0.2), 0, 0]],
+        "sequence": [[first * last, 0, first * last], [math.exp(0.2), 0, 0]],
+    }[level]
+    torch.testing.assert_close(got.values, torch.tensor(expected))
+    assert got.effective_sample_size.isfinite()
+
+
+def effective(weights):
+    return sum(weights) ** 2 / sum(w * w for w in weights)
+
+
+def test_the_effective_sample_size_counts_tokens_or_sequences():
+    token_logp = torch.tensor([[0.5, 0.2], [0.9, 0.1], [0.3, 0.3]]).log()
+    behaviour_logp = torch.tensor([[0.25, 0.4], [0.3, 0.4], [0.1, 0.1]]).log()
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
+    tokens = importance_weights(token_logp, behaviour_logp, mask)
+    assert tokens.effective_sample_size.item() == pytest.approx(effective([2, 0.5, 3]))
+    sequences = importance_weights(token_logp, behaviour_logp, mask, level="sequence")
+    assert sequences.effective_sample_size.item() == pytest.approx(effective([1, 3]))
+    prefixes = importance_weights(token_logp, behaviour_logp, mask, level="prefix")
+    assert prefixes.effective_sample_size.item() == pytest.approx(effective([2, 1, 3]))
+
+
+def test_on_policy_every_token_counts_fully():
+    token_logp = torch.randn(4, 5)
+    got = importance_weights(token_logp, token_logp, torch.ones(4, 5, dtype=torch.bool), cap=1.0)
+    assert (got.values == 1).all()
+    assert (got.effective_sample_size.item(), got.truncated_share.item()) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("level", "values", "size", "share"),
+    [
+        ("token", [[2, 0.5, 2.5]], effective([2, 0.5, 2.5]), 1 / 3),
+        ("prefix", [[2, 1, 2.5]], effective([2, 1, 2.5]), 1 / 3),
+        ("sequence", [[2.5, 2.5, 2.5]], 1, 1),
+    ],
+)
+def test_a_cap_is_applied_to_the_product_and_counted(level, values, size, share):
+    token_logp = torch.tensor([[0.5, 0.2, 0.9]]).log()
+    behaviour_logp = torch.tensor([[0.25, 0.4, 0.3]]).log()
+    got = importance_weights(
+        token_logp, behaviour_logp, torch.ones(1, 3, dtype=torch.bool), level=level, cap=2.5
+    )
+    torch.testing.assert_close(got.values, torch.tensor(values))
+    assert got.effective_sample_size.item() == pytest.approx(size)
+    assert got.truncated_share.item() == pytest.approx(share)
+
+
+def test_products_that_no_float_holds():
+    token_logp, behaviour_logp = torch.zeros(3, 200), torch.tensor([[-1.0], [-1.0], [-1.1]]).expand(3, 200)
+    mask = torch.ones(3, 200, dtype=torch.bool)
+    free = importance_weights(token_logp, behaviour_logp, mask, level="sequence")
+    assert (free.values == torch.inf).all()
+    assert free.effective_sample_size.item() == pytest.approx(1, abs=1e-6)
+    capped = importance_weights(token_logp, behaviour_logp, mask, level="prefix", cap=10.0)
+    assert capped.values.max().item() == pytest.approx(10)
+    assert capped.values.isfinite().all()
+
+
+def test_a_weight_of_zero_and_over_nothing():
+    one = torch.ones(1, 2, dtype=torch.bool)
+    got = importance_weights(torch.tensor([[-torch.inf, -1.0]]), torch.tensor([[-1.0, -1.0]]), one)
+    assert got.values.tolist() == [[0, 1]] and got.effective_sample_size == 1
+    for shape in ((2, 3), (0, 3)):
+        empty = importance_weights(
+            torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+        )
+        assert empty.effective_sample_size.isnan() and empty.truncated_share.isnan()
+        assert (empty.values == 0).all()
+
+
+def test_no_gradient_flows_and_half_precision_is_upcast():
+    token_logp = torch.tensor([[-9.0, -3.0]], requires_grad=True)
+    got = importance_weights(token_logp.bfloat16(), torch.tensor([[-9.0625, -3.0]]).bfloat16(), ALL[:1, :2])
+    assert not any(x.requires_grad for x in got)
+    assert got.values.dtype == torch.float32
+    assert got.values[0, 0].item() == pytest.approx(math.exp(0.0625))
+
+
+def test_requests_that_mean_nothing(unhooked):
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(
+        ShapeError, match=r"token_logp is \(2, 3\), behaviour_logp \(2, 2\) and mask \(2, 3\)"
+    ):
+        importance_weights(x, x[:, :2], mask)
+    with pytest.raises(ShapeError, match=r"give all three as \[batch, time\]"):
+        importance_weights(x[0], x[0], mask[0])
+    with pytest.raises(ShapeError, match="a mask is bool"):
+        importance_weights(x, x, mask.float())
+    with pytest.raises(OptionError, match="level is 'word'; there are token, prefix, sequence"):
+        importance_weights(x, x, mask, level="word")  # pyright: ignore
+    for cap in (0.0, -1.0, math.nan):
+        with pytest.raises(OptionError, match=f"cap is {cap}; give a weight above 0, or leave it out"):
+            importance_weights(x, x, mask, cap=cap)

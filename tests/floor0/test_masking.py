@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from kleash.errors import ShapeError
+from kleash.masking import Mean, as_mask, masked_mean, mean_of
+
+
+def test_masks_of_a_tokenizer_become_bools():
+    assert as_mask(torch.tensor([[1, 0], [0, 2]])).tolist() == [[True, False], [False, True]]
+    given = torch.tensor([True, False])
+    assert as_mask(given) is given
+    assert as_mask(torch.tensor([0, 1], dtype=torch.uint8)).dtype == torch.bool
+
+
+def test_a_mask_of_floats_is_refused(unhooked):
+    with pytest.raises(
+        ShapeError, match=r"a mask is bool, or 0 and 1 as integers; this one is torch\.float32"
+    ):
+        as_mask(torch.ones(2))
+
+
+def test_what_is_masked_reaches_neither_the_sum_nor_the_count():
+    values = torch.tensor([[1.0, torch.nan, 2.0], [torch.inf, -torch.inf, 6.0]])
+    mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    mean = mean_of(values, mask)
+    assert (mean.total.item(), mean.count.item(), mean.value.item()) == (9, 3, 3)
+    assert masked_mean(values, mask.bool()).item() == 3
+
+
+def test_what_counts_and_is_not_finite_shows():
+    assert masked_mean(torch.tensor([1.0, torch.nan]), torch.tensor([True, True])).isnan()
+
+
+def test_means_of_parts_add_to_the_mean_of_the_whole():
+    values, mask = torch.arange(6.0), torch.tensor([1, 1, 1, 0, 1, 1])
+    whole = mean_of(values, mask)
+    parts = mean_of(values[:1], mask[:1]) + mean_of(values[1:], mask[1:])
+    assert parts.value.item() == whole.value.item() == pytest.approx(2.4)
+    assert isinstance(parts, Mean) and parts.count == 5
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 3)])
+def test_the_mean_of_nothing_is_nan(shape):
+    assert masked_mean(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).isnan()
+
+
+def test_gradients_flow_where_it_counts():
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    masked_mean(values, torch.tensor([True, False, True])).backward()
+    assert values.grad is not None and values.grad.tolist() == [0.5, 0, 0.5]
+
+
+def test_shapes_that_differ(unhooked):
+    with pytest.raises(ShapeError, match=r"values are \(3,\) and their mask is \(2,\)"):
+        mean_of(torch.zeros(3), torch.ones(2, dtype=torch.bool))
+    with pytest.raises(ShapeError, match=r"values are \(2, 3\) and their mask is \(3,\)"):
+        masked_mean(torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
