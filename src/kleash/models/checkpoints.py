@@ -98,17 +98,19 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: if the file is damaged.
     """
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= path.stat().st_size - 8:
-            raise ModelError(f"{path} is not a safetensors file, or only a part of one; fetch it again")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ModelError(
-                f"{path} is not a safetensors file, or only a part of one; fetch it again"
-            ) from error
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+        raw = file.read(length) if length <= size - 8 else b""
+    try:
+        header = json.loads(raw)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is not a safetensors file; fetch it again") from error
+    if end != size:
+        raise ModelError(f"{path} should be {end} bytes long and is {size}; fetch it again")
+    return entries
 
 
 def _sample_tensors(path: Path, digest: Any) -> None:
@@ -176,7 +178,10 @@ def _check_model_folder(name: str, folder: Path) -> None:
 
 
 def _check_weights(name: str, folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
+    weights = sorted(folder.glob("*.safetensors"))
+    for path in weights:
+        safetensors_header(path)
+    if weights:
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ModelError(

@@ -96,6 +96,7 @@ def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple
         adapters=adapters,
         adapter=loaded.adapter,
     )
+    _check_rows(model, len(network.get_input_embeddings().weight), "embeddings")
     anatomy = _anatomy(model)
     said = [*loaded.notes, *([anatomy.note] if anatomy.note else [])]
     return replace(model, head=anatomy.head, vocabulary=anatomy.rows), said
@@ -112,11 +113,7 @@ def _fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pa
     """See to it that both sides put probability on the same tokens."""
     tokens = token_count(policy.tokenizer)
     for model in (policy, reference):
-        if model.vocabulary < tokens:
-            raise ModelError(
-                f"the {model.role} {model.path} gives {model.vocabulary} logits for a tokenizer of {tokens} "
-                "tokens; use the tokenizer it was trained with"
-            )
+        _check_rows(model, model.vocabulary, "logits")
     if policy.vocabulary != reference.vocabulary:
         rows = f"the heads have {policy.vocabulary} (policy) and {reference.vocabulary} (reference) rows"
         notes += (f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them",)
@@ -130,6 +127,15 @@ def _fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pa
     if policy.dtype != reference.dtype:
         doubts = (f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",)
     return Pair(policy=policy, reference=reference, tokenizer=policy.tokenizer, notes=notes, doubts=doubts)
+
+
+def _check_rows(model: Model, rows: int, what: str) -> None:
+    tokens = token_count(model.tokenizer)
+    if rows < tokens:
+        raise ModelError(
+            f"the {model.role} {model.path} has {rows} {what} for a tokenizer of {tokens} tokens; use the "
+            "tokenizer it was trained with"
+        )
 
 
 def _cut(model: Model, tokens: int) -> Model:

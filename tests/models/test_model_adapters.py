@@ -1,0 +1,176 @@
+"""LoRA adapters as policy, reference or both."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.special import log_softmax
+from test_model_scoring import given
+from tiny_models import save_tiny, tiny_adapter
+from transformers import AutoModelForCausalLM
+
+from kleash.errors import ModelError
+from kleash.models import Prompt, Sampling, generate, load_pair, score
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("adapters") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    return tiny_adapter(base.parent / "adapter", base)
+
+
+@pytest.fixture(scope="module")
+def another(base):
+    return tiny_adapter(base.parent / "another", base, seed=5, target_modules=["k_proj", "lm_head"])
+
+
+def logps(base, adapter, sequences):
+    """Log-probabilities of the response tokens, by PEFT's own forward pass in float64."""
+    from peft import PeftModel
+
+    network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).eval()
+    if adapter is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            network = PeftModel.from_pretrained(network, adapter).double().eval()
+    found = []
+    for one in sequences:
+        with torch.no_grad():
+            z = network(input_ids=torch.tensor([[*one.prompt_ids, *one.response_ids]])).logits[0].numpy()
+        rows = log_softmax(z[len(one.prompt_ids) - 1 : -1], axis=-1)
+        found.append(rows[np.arange(len(one.response_ids)), one.response_ids])
+    return np.concatenate(found)
+
+
+def agree(pair, base, adapters, **options):
+    sequences = given()
+    found = score(pair, sequences)
+    for role, adapter in zip(("policy", "reference"), adapters, strict=True):
+        wanted = logps(base, adapter, sequences)
+        np.testing.assert_allclose(found[f"logp_{role}"], wanted, rtol=3e-5, atol=3e-6, **options)
+    return found
+
+
+def test_an_adapter_against_its_base_is_loaded_once_and_switched(base, adapter):
+    pair = load_pair(str(adapter), str(base))
+    assert pair.policy.network is pair.reference.network
+    assert pair.notes[0] == f"the policy is the adapter {adapter} over {base}"
+    assert "an adapter and its base, which is loaded once and switched" in pair.notes[1]
+    found = agree(pair, base, (adapter, None))
+    assert found["kl_policy_reference"].mean() > 1e-3
+    rank, hidden, values = 4, 32, 16
+    assert pair.policy.parameters - pair.reference.parameters == 2 * rank * (hidden * 3 + values)
+    assert pair.policy.fingerprint != pair.reference.fingerprint
+
+
+def test_the_reference_may_be_the_adapter(base, adapter):
+    agree(load_pair(str(base), str(adapter)), base, (None, adapter))
+
+
+def test_two_adapters_over_one_base_one_of_them_on_the_head(base, adapter, another):
+    pair = load_pair(str(adapter), str(another))
+    assert pair.policy.network is pair.reference.network
+    assert "two adapters over one base" in pair.notes[2]
+    assert pair.policy.head.weight is not None
+    assert pair.reference.head.weight is not None
+    assert not torch.equal(pair.policy.head.weight, pair.reference.head.weight)
+    agree(pair, base, (adapter, another))
+
+
+def test_an_adapter_on_the_head_is_merged_in_float32_whatever_the_model_runs_in(base, another):
+    pair = load_pair(str(another), str(base), dtype="bfloat16")
+    assert pair.policy.head.weight is not None
+    assert pair.policy.head.weight.dtype == torch.float32
+    assert pair.reference.head.weight is not None
+    assert pair.reference.head.weight.dtype == torch.bfloat16
+    found = score(pair, given())
+    assert np.abs(found["logp_policy"] - logps(base, another, given())).max() < 0.3
+
+
+def test_the_same_adapter_on_both_sides_is_exactly_zero(base, adapter):
+    pair = load_pair(str(adapter), str(adapter))
+    assert pair.policy.is_same_as(pair.reference)
+    assert (score(pair, given())["kl_policy_reference"] == 0).all()
+
+
+def test_another_model_as_reference_is_said(base, adapter, folders):
+    reference, _ = folders("llama")
+    pair = load_pair(str(adapter), str(reference))
+    assert pair.policy.network is not pair.reference.network
+    assert "different bases" in pair.notes[1]
+    found = score(pair, given())
+    np.testing.assert_allclose(found["logp_policy"], logps(base, adapter, given()), rtol=3e-5)
+    np.testing.assert_allclose(found["logp_reference"], logps(reference, None, given()), rtol=3e-5)
+
+
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["lm_head"]}, {"use_dora": True}])
+def test_other_kinds_of_adapters(base, tmp_path, settings):
+    adapter = tiny_adapter(tmp_path / "adapter", base, **settings)
+    agree(load_pair(str(adapter), str(base)), base, (adapter, None))
+
+
+def test_generation_is_the_adapters(base, adapter):
+    prompts = [Prompt(prompt_id=0, token_ids=(0, 50, 60), text="", prompt_hash="1f")]
+    pair = load_pair(str(base), str(adapter))
+    sampling = Sampling(max_new_tokens=12, samples_per_prompt=4)
+    for model, folder in ((pair.policy, None), (pair.reference, adapter), (pair.policy, None)):
+        drawn = generate(model, prompts, sampling)
+        told = np.concatenate([one.logp_sampled for one in drawn])
+        np.testing.assert_allclose(told, logps(base, folder, drawn), rtol=3e-5, atol=3e-6)
+
+
+def test_a_base_may_be_named_from_the_adapters_folder_or_from_here(base, tmp_path, monkeypatch):
+    beside = tiny_adapter(base.parent / "beside", base, base_name="../base")
+    assert load_pair(str(beside), str(base)).policy.network is not None
+    here = tiny_adapter(tmp_path / "here", base, base_name="base")
+    monkeypatch.chdir(base.parent)
+    pair = load_pair(str(here), "base")
+    assert pair.policy.network is pair.reference.network
+
+
+def test_a_base_that_is_not_there(base, tmp_path, unhooked):
+    adapter = tiny_adapter(tmp_path / "adapter", base, base_name="/nowhere/base")
+    with pytest.raises(ModelError, match="lies over the base /nowhere/base, but there is no folder"):
+        load_pair(str(adapter), str(base))
+
+
+def test_an_adapter_whose_tensors_find_no_place(base, adapter, tmp_path, unhooked):
+    stray = tmp_path / "stray"
+    stray.mkdir()
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace("layers.1", "layers.9"): values for name, values in tensors.items()}
+    save_file(renamed, stray / "adapter_model.safetensors")
+    (stray / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
+    with pytest.raises(ModelError, match="4 of its 8 tensors have no place there and 4 places no tensor"):
+        load_pair(str(stray), str(base))
+
+
+def test_adapters_that_add_tokens_are_refused(base, tmp_path, unhooked):
+    folder = tmp_path / "prefix"
+    folder.mkdir()
+    config = {
+        "peft_type": "PREFIX_TUNING",
+        "task_type": "CAUSAL_LM",
+        "num_virtual_tokens": 3,
+        "base_model_name_or_path": str(base),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"prompt_embeddings": torch.zeros(3, 64)}, folder / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="adds tokens of its own to the prompt"):
+        load_pair(str(folder), str(base))
+
+
+def test_an_adapter_that_does_not_name_its_base(base, tmp_path, unhooked):
+    adapter = tiny_adapter(tmp_path / "adapter", base)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = None
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="does not name its base"):
+        load_pair(str(adapter), str(base))

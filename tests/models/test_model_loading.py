@@ -1,0 +1,280 @@
+"""What can be loaded, what is said about it, and what is refused in a sentence."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.special import log_softmax
+from test_model_scoring import expected, given
+from tiny_models import double_logits, save_tiny, tiny_tokenizer
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
+from kleash.models import Model, Pair, find_checkpoint, load_pair, score
+
+
+@pytest.fixture
+def copied(folders, tmp_path):
+    """A policy's folder that a test may spoil."""
+    policy, _ = folders("llama")
+    return shutil.copytree(policy, tmp_path / "policy")
+
+
+def refuse(folder, match, error=ModelError, **options):
+    with pytest.raises(error, match=match) as raised:
+        load_pair(str(folder), str(folder), **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert not message.endswith(".")
+
+
+def test_what_a_model_says_of_itself(folders):
+    policy, reference = folders("llama")
+    model = load_pair(str(policy), str(reference)).policy
+    assert isinstance(model, Model)
+    assert (model.role, model.path, model.revision) == ("policy", str(policy), None)
+    assert (model.dtype, model.device.type) == (torch.float32, "cpu")
+    assert (model.vocabulary, model.context, model.ends) == (320, 128, (1,))
+    stored = load_file(policy / "model.safetensors")
+    assert model.parameters == sum(values.numel() for values in stored.values())
+    assert not model.network.training
+
+
+def test_nothing_is_printed_or_left_switched(folders, capfd):
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    policy, reference = folders("gpt2")
+    capfd.readouterr()
+    load_pair(str(policy), str(reference))
+    assert capfd.readouterr() == ("", "")
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_dtypes(folders, dtype):
+    policy, _ = folders("llama")
+    model = load_pair(str(policy), str(policy), dtype=dtype).policy
+    assert model.dtype == getattr(torch, dtype)
+    assert model.hidden(torch.tensor([[3, 4]])).dtype == model.dtype
+
+
+def test_auto_is_float32_on_a_cpu_whatever_the_checkpoint_holds(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    assert load_file(folder / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    assert load_pair(str(folder), str(folder), device="cpu").policy.dtype == torch.float32
+
+
+def test_padded_heads_of_one_size_are_left_as_they_are(pair: Pair):
+    assert pair.notes == ("both heads have 320 rows for 300 tokens; the 20 others are kept",)
+    assert pair.vocabulary == 320
+
+
+def test_padded_heads_of_two_sizes_are_cut_to_the_tokens(folders, tmp_path):
+    policy, _ = folders("llama")
+    reference = save_tiny(tmp_path / "reference", vocab_size=305)
+    pair = load_pair(str(policy), str(reference))
+    (note,) = pair.notes
+    assert note.startswith(
+        "the heads have 320 (policy) and 305 (reference) rows for 300 tokens; both are cut"
+    )
+    assert (pair.vocabulary, pair.reference.vocabulary) == (300, 300)
+    one = given()[1]
+    found = score(pair, [one])
+    both = [
+        double_logits(folder, [*one.prompt_ids, *one.response_ids]).numpy() for folder in (policy, reference)
+    ]
+    logp, logq = (log_softmax(z[:-1, :300], axis=-1) for z in both)
+    np.testing.assert_allclose(
+        found["kl_policy_reference"], (np.exp(logp) * (logp - logq)).sum(-1), rtol=3e-5, atol=3e-6
+    )
+
+
+def test_fewer_rows_than_tokens(tmp_path, unhooked):
+    folder = save_tiny(tmp_path / "model", vocab_size=290)
+    refuse(folder, "the policy .* has 290 embeddings for a tokenizer of 300 tokens")
+
+
+def test_different_tokenizers(folders, copied, unhooked):
+    _, reference = folders("llama")
+    tiny_tokenizer(280).save_pretrained(copied)
+    with pytest.raises(ModelError, match="differ in 20 tokens"):
+        load_pair(str(copied), str(reference))
+
+
+def test_no_folder_and_no_hub(tmp_path, unhooked):
+    refuse(tmp_path / "missing", "there is no folder .*missing, and it cannot be a hub id either")
+    refuse("nobody/has-this", "nobody/has-this is not a folder here, and the hub did not give it out: ")
+    (tmp_path / "file").write_text("x")
+    refuse(tmp_path / "file", "is a file; give the folder")
+    refuse(tmp_path, "has no config.json")
+    refuse("shipped:nothing", "shipped model", error=UnknownNameError)
+
+
+def test_a_revision_of_the_hub_is_named_in_the_error(unhooked):
+    refuse("nobody/has-this", "did not give it out at revision v2", revision_policy="v2")
+
+
+def test_a_folder_has_no_revision(folders, unhooked):
+    refuse(folders("llama")[0], "which has no revision 'main'", revision_policy="main")
+
+
+def test_a_hub_id_leads_to_the_commit_it_was_fetched_at(folders, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+
+    def snapshot_download(name, revision, **patterns):
+        asked.update(name=name, revision=revision, **patterns)
+        return str(folders("llama")[0])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    checkpoint = find_checkpoint("some/model", "v2")
+    assert (asked["name"], asked["revision"]) == ("some/model", "v2")
+    assert checkpoint.revision == folders("llama")[0].name
+    assert "*.bin" not in asked["allow_patterns"]
+
+
+def test_pickled_weights_are_not_opened(copied, unhooked):
+    (copied / "model.safetensors").unlink()
+    refuse(copied, "no weights: there is no .safetensors file")
+    (copied / "pytorch_model.bin").write_bytes(b"never read")
+    refuse(copied, "pickled files, which can run code .* save_pretrained, which writes safetensors")
+
+
+def test_damaged_files(copied, unhooked):
+    config = (copied / "config.json").read_text()
+    (copied / "config.json").write_text("{")
+    refuse(copied, r"config.json cannot be read as JSON: Expecting property name")
+    (copied / "config.json").write_text("[]")
+    refuse(copied, r"should hold a JSON object and holds a list")
+    (copied / "config.json").write_text(config)
+    weights = (copied / "model.safetensors").read_bytes()
+    (copied / "model.safetensors").write_bytes(weights[:100])
+    refuse(copied, "model.safetensors is not a safetensors file; fetch it again")
+    (copied / "model.safetensors").write_bytes(weights[:-100])
+    refuse(copied, f"should be {len(weights)} bytes long and is {len(weights) - 100}; fetch it again")
+
+
+def test_weights_that_are_missing_are_not_made_up(copied, unhooked):
+    stored = load_file(copied / "model.safetensors")
+    del stored["model.layers.1.mlp.up_proj.weight"], stored["model.norm.weight"]
+    save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
+    refuse(
+        copied, "lacks 2 of its weights, which would be random: model.layers.1.mlp.up_proj.weight, model.norm"
+    )
+
+
+def test_weights_that_nobody_uses_are_a_note(copied):
+    stored = load_file(copied / "model.safetensors")
+    stored["mtp.layers.0.weight"] = torch.zeros(2)
+    save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
+    notes = load_pair(str(copied), str(copied)).notes
+    assert any("1 tensors of the policy" in note and "mtp.layers.0.weight" in note for note in notes)
+
+
+def test_a_tokenizer_that_is_not_there(copied, unhooked):
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    refuse(copied, "the tokenizer of the policy .* cannot be loaded")
+
+
+def test_encoder_decoders_and_models_of_pictures_are_refused(tmp_path, unhooked):
+    config = T5Config(vocab_size=320, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    tiny_tokenizer().save_pretrained(tmp_path / "t5")
+    refuse(tmp_path / "t5", r"is an encoder-decoder \(t5\); kleash measures decoder-only models")
+    picture = tmp_path / "picture"
+    tiny_tokenizer().save_pretrained(picture)
+    (picture / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
+    save_file({"x": torch.zeros(1)}, picture / "model.safetensors")
+    refuse(picture, r"is a multi-modal model \(gemma3, with vision_config\)")
+
+
+def test_an_architecture_that_nobody_knows(copied, unhooked):
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "model_type": "never-heard-of"}))
+    refuse(copied, "cannot be loaded: .*never-heard-of")
+
+
+def test_code_in_a_checkpoint_does_not_run_unless_asked(copied, unhooked):
+    config = json.loads((copied / "config.json").read_text())
+    config |= {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
+    }
+    (copied / "config.json").write_text(json.dumps(config))
+    (copied / "mine.py").write_text(f"open({str(copied / 'ran')!r}, 'w')")
+    refuse(copied, "cannot be loaded.*--trust-remote-code|the tokenizer of the policy")
+    assert not (copied / "ran").exists()
+
+
+def test_dtypes_and_devices_that_are_not(folders, unhooked):
+    policy, _ = folders("llama")
+    refuse(policy, "no dtype is called 'int3'", error=OptionError, dtype="int3")
+    refuse(policy, "device nowhere cannot be used here", error=CannotRunError, device="nowhere")
+    refuse(policy, "cannot both be given", error=OptionError, device="cpu", device_map="auto")
+    if not torch.cuda.is_available():
+        refuse(policy, "device cuda cannot be used here", error=CannotRunError, device="cuda")
+
+
+def test_a_device_map_gives_the_same_numbers(folders):
+    policy, reference = folders("llama")
+    pair = load_pair(str(policy), str(reference), device_map="cpu")
+    found = score(pair, given())
+    wanted = expected(policy, reference, given())
+    np.testing.assert_allclose(
+        found["kl_policy_reference"], wanted["kl_policy_reference"], rtol=3e-5, atol=3e-6
+    )
+
+
+def test_different_dtypes_are_a_doubt(folders):
+    from kleash.models.loading import _fit_together
+
+    policy, reference = folders("llama")
+    ours, theirs = (
+        load_pair(str(policy), str(reference)),
+        load_pair(str(policy), str(reference), dtype="float64"),
+    )
+    mixed = _fit_together(ours.policy, theirs.reference, ())
+    assert mixed.doubts == (
+        "the policy ran in torch.float32 and the reference in torch.float64; give --dtype",
+    )
+    assert ours.doubts == ()
+
+
+def test_ends_come_from_the_generation_settings(copied):
+    settings = json.loads((copied / "generation_config.json").read_text())
+    (copied / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, 7]}))
+    assert load_pair(str(copied), str(copied)).policy.ends == (1, 7)
+
+
+def test_the_fingerprint_changes_with_any_tensor_and_with_nothing_else(folders, copied, tmp_path):
+    policy, reference = folders("llama")
+    print_of = find_checkpoint(str(policy)).fingerprint()
+    assert len(print_of) == 16
+    assert find_checkpoint(str(copied)).fingerprint() == print_of
+    assert find_checkpoint(str(reference)).fingerprint() != print_of
+    stored = load_file(copied / "model.safetensors")
+    for name in ("model.norm.weight", "lm_head.weight"):
+        changed = {**stored, name: stored[name] + 1e-3}
+        save_file(changed, copied / "model.safetensors", metadata={"format": "pt"})
+        assert find_checkpoint(str(copied)).fingerprint() != print_of, name
+    save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
+    assert find_checkpoint(str(copied)).fingerprint() == print_of
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    assert find_checkpoint(str(copied)).fingerprint() != print_of
+
+
+def test_contexts_of_both_count(pair: Pair):
+    shorter = replace(pair, reference=replace(pair.reference, context=40))
+    assert shorter.context == 40
+    unlimited = replace(shorter, policy=replace(pair.policy, context=None))
+    assert unlimited.context == 40
+    assert replace(unlimited, reference=unlimited.policy).context is None

@@ -1,0 +1,110 @@
+"""When two tokenizers are the same, and what is said when they are not."""
+
+from copy import deepcopy
+
+import pytest
+from tiny_models import tiny_tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from kleash.errors import ModelError
+from kleash.models import compare_tokenizers, token_count, token_texts
+
+
+def changed(**parts):
+    """The tiny tokenizer with some entries of its JSON's model replaced."""
+    import json
+
+    ours = tiny_tokenizer()
+    content = json.loads(ours.backend_tokenizer.to_str())
+    for name, change in parts.items():
+        content[name] = change(content[name])
+    return wrapped(Tokenizer.from_str(json.dumps(content)))
+
+
+def wrapped(backend, **names):
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", **names}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+    tokenizer.chat_template = tiny_tokenizer().chat_template
+    return tokenizer
+
+
+def test_a_tokenizer_is_the_same_as_its_copy():
+    assert compare_tokenizers(tiny_tokenizer(), deepcopy(tiny_tokenizer())) == ()
+
+
+def test_other_vocabularies_name_the_first_differences_and_the_counts(unhooked):
+    smaller = tiny_tokenizer(290)
+    gone = sorted(
+        set(tiny_tokenizer().get_vocab().items()) - set(smaller.get_vocab().items()), key=lambda x: x[1]
+    )
+    with pytest.raises(ModelError) as raised:
+        compare_tokenizers(tiny_tokenizer(), smaller)
+    message = str(raised.value)
+    assert "differ in 10 tokens (the policy's has 300, the reference's 290)" in message
+    for token, number in gone[:3]:
+        assert f"{token!r} is {number} in the policy's and absent in the reference's" in message
+    assert repr(gone[3][0]) not in message
+
+
+def test_swapped_ids_are_a_difference(unhooked):
+    def swap(model):
+        vocabulary = dict(model["vocab"])
+        vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+        return {**model, "vocab": vocabulary}
+
+    number = tiny_tokenizer().get_vocab()["A"]
+    with pytest.raises(ModelError, match=f"differ in 2 tokens .* 'A' is {number} in the policy's"):
+        compare_tokenizers(tiny_tokenizer(), changed(model=swap))
+
+
+def test_a_token_that_only_one_calls_special(unhooked):
+    marked = deepcopy(tiny_tokenizer())
+    plain = deepcopy(tiny_tokenizer())
+    marked.add_tokens([AddedToken("<tool>", special=True)])
+    plain.add_tokens([AddedToken("<tool>", special=False)])
+    with pytest.raises(
+        ModelError, match=r"differ in 1 special tokens .*'<tool>' is 300 in the policy's and absent"
+    ):
+        compare_tokenizers(marked, plain)
+
+
+def test_merges_in_another_order(unhooked):
+    def turned(model):
+        return {**model, "merges": [*model["merges"][:-2], model["merges"][-1], model["merges"][-2]]}
+
+    with pytest.raises(ModelError, match="differ in 2 merges"):
+        compare_tokenizers(tiny_tokenizer(), changed(model=turned))
+
+
+def test_text_that_is_cut_otherwise(unhooked):
+    lower = deepcopy(tiny_tokenizer().backend_tokenizer)
+    lower.normalizer = normalizers.Lowercase()
+    with pytest.raises(ModelError, match=r"cut text differently: .The quick brown fox"):
+        compare_tokenizers(tiny_tokenizer(), wrapped(lower))
+
+
+def test_a_normaliser_that_changes_nothing_is_a_note():
+    idle = deepcopy(tiny_tokenizer().backend_tokenizer)
+    idle.normalizer = normalizers.Replace("never seen in any text", "x")
+    notes = compare_tokenizers(tiny_tokenizer(), wrapped(idle))
+    assert notes == ("the tokenizers' normalizer are written differently, but cut 6 awkward texts alike",)
+
+
+def test_another_chat_template_and_another_end_are_notes():
+    other = wrapped(deepcopy(tiny_tokenizer().backend_tokenizer), eos_token="<pad>")
+    other.chat_template = "{{ messages }}"
+    notes = compare_tokenizers(tiny_tokenizer(), other)
+    assert notes == (
+        "the policy's eos_token is '</s>' and the reference's '<pad>'; the policy's is used",
+        "the chat templates differ; messages are written with the policy's for both",
+    )
+
+
+def test_texts_of_tokens():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("The sea", add_special_tokens=False)["input_ids"]
+    assert "".join(token_texts(tokenizer, ids)) == "The sea"
+    assert token_texts(tokenizer, [1, 299, 300, 319])[0::2] == ["</s>", "<token 300>"]
+    assert token_texts(tokenizer, [319]) == ["<token 319>"]
+    assert token_count(tokenizer) == 300
