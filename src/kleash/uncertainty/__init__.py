@@ -2,6 +2,7 @@
 
 from kleash.uncertainty.clusters import ClusterLabels, cluster_labels, effective_sample_size
 from kleash.uncertainty.estimate import Estimate
+from kleash.uncertainty.quantiles import CoarseCounts, FineCounts
 from kleash.uncertainty.ratios import clustered_mean, paired_difference, ratio_of_many, ratio_of_sums
 from kleash.uncertainty.student import student_t_quantile
 from kleash.uncertainty.totals import ControlledTotal, controlled_total
@@ -9,8 +10,10 @@ from kleash.uncertainty.transforming import RunningMean, running_mean, transform
 
 __all__ = [
     "ClusterLabels",
+    "CoarseCounts",
     "ControlledTotal",
     "Estimate",
+    "FineCounts",
     "RunningMean",
     "cluster_labels",
     "clustered_mean",

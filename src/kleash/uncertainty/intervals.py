@@ -76,12 +76,17 @@ def doubts_about(one: Linearised, error: float) -> tuple[str, ...]:
         return (one.trouble,)
     if error == 0:
         return ()
-    found: list[str] = []
-    if one.clusters < FEW_CLUSTERS:
-        noun = "cluster" if one.clusters == 1 else "clusters"
-        found.append(f"only {one.clusters} {noun}; below {FEW_CLUSTERS} the error itself is uncertain")
+    found = list(few_clusters(one.clusters))
     if error > 0:
         share = float((one.influence**2).max() / (one.influence @ one.influence))
         if share > LARGE_SHARE:
             found.append(f"one cluster carries {share:.0%} of the variance")
     return tuple(found)
+
+
+def few_clusters(clusters: int) -> tuple[str, ...]:
+    """The doubt that there are too few clusters to know the error well, if there are."""
+    if clusters >= FEW_CLUSTERS:
+        return ()
+    noun = "cluster" if clusters == 1 else "clusters"
+    return (f"only {clusters} {noun}; below {FEW_CLUSTERS} the error itself is uncertain",)
