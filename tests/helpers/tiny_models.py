@@ -1,7 +1,7 @@
 """Random models of a few thousand parameters, saved as folders, for tests that need a real architecture."""
 
 import warnings
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,10 @@ def tiny_adapter(
 
 def double_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     """The model's own logits for one sequence alone, in float64: [tokens, rows]."""
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.no_grad():
-        return network(torch.tensor([token_ids])).logits[0]
+        return _in_float64(folder)(torch.tensor([token_ids])).logits[0]
+
+
+@lru_cache(maxsize=4)
+def _in_float64(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()

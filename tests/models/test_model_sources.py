@@ -1,0 +1,328 @@
+"""Prompts, texts and responses: what is read, and where a source is wrong."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given as examples
+from hypothesis import strategies as st
+from tiny_models import SENTENCES, tiny_tokenizer
+
+from kleash.errors import OptionError, SourceError
+from kleash.models import (
+    Pair,
+    hash_tokens,
+    read_prompts,
+    read_responses,
+    read_text,
+    retokenisation_doubts,
+)
+from kleash.models.texts import spans
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a source and gives its name."""
+
+    def at(name, content):
+        path = tmp_path / name
+        if isinstance(content, list):
+            content = "".join(json.dumps(record) + "\n" for record in content)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return at
+
+
+def ids(text, special=False):
+    return tuple(tiny_tokenizer()(text, add_special_tokens=special)["input_ids"])
+
+
+def test_prompts_of_jsonl_plain_text_and_messages(pair: Pair, write):
+    lines = [{"prompt": "The sea"}, {"messages": [{"role": "user", "content": "Hi"}]}]
+    first, second = read_prompts(write("a.jsonl", lines), pair)
+    assert (first.prompt_id, first.text, first.token_ids) == (0, "The sea", ids("The sea", special=True))
+    assert first.token_ids[0] == 0
+    assert second.text == "<s>user: Hi\nassistant: "
+    assert second.token_ids == (0, *ids("user: Hi\nassistant: "))
+    assert second.where.endswith("a.jsonl, line 2")
+    plain = read_prompts(write("a.txt", "The sea\r\n\r\n  was \n"), pair)
+    assert [one.text for one in plain] == ["The sea", "  was "]
+    assert plain[0].token_ids == first.token_ids
+    assert [one.where.rsplit(" ", 1)[1] for one in plain] == ["1", "3"]
+
+
+def test_the_kind_of_a_file_is_its_suffix_or_its_first_line(pair: Pair, write):
+    line = json.dumps({"prompt": "The sea"})
+    assert read_prompts(write("a.prompts", f"\n{line}\n"), pair)[0].text == "The sea"
+    assert read_prompts(write("b.prompts", "[1, 2]\n"), pair)[0].text == "[1, 2]"
+    assert read_prompts(write("c.prompts", "{not json}\n"), pair)[0].text == "{not json}"
+    assert read_prompts(write("a.txt", line), pair)[0].text == line
+
+
+def test_a_byte_order_mark_is_not_part_of_the_text(pair: Pair, write):
+    assert read_prompts(write("a.txt", b"\xef\xbb\xbfThe sea\n"), pair)[0].text == "The sea"
+    assert read_prompts(write("a.jsonl", b'\xef\xbb\xbf{"prompt": "The sea"}\n'), pair)[0].text == "The sea"
+
+
+def test_copies_of_a_prompt_are_counted(pair: Pair, write):
+    prompts = read_prompts(write("a.txt", "a\nb\na\na\n"), pair)
+    assert [one.copy for one in prompts] == [0, 0, 1, 2]
+    assert len({one.prompt_hash for one in prompts}) == 2
+    assert prompts[0].prompt_hash == prompts[3].prompt_hash == hash_tokens(prompts[0].token_ids)
+
+
+def test_the_hash_of_tokens_is_the_same_on_every_machine():
+    from hashlib import blake2b
+
+    assert (
+        hash_tokens((1, 2, 300))
+        == blake2b(bytes([1, *[0] * 7, 2, *[0] * 7, 44, 1, *[0] * 6]), digest_size=8).hexdigest()
+    )
+
+
+def test_a_limit_is_a_number_of_prompts(pair: Pair, write):
+    assert len(read_prompts(write("a.txt", "a\nb\nc\n"), pair, limit=2)) == 2
+
+
+def test_an_end_token_that_the_tokenizer_appends_is_no_part_of_a_prompt(pair: Pair, write):
+    class Ending:
+        eos_token_id = 1
+
+        def __call__(self, text, add_special_tokens, verbose):
+            return {"input_ids": [*ids(text), *([1] if add_special_tokens else [])]}
+
+    ending = replace(pair, tokenizer=Ending())
+    assert read_prompts(write("a.txt", "The sea"), ending)[0].token_ids == ids("The sea")
+
+
+LONG = {"prompt": " ".join(SENTENCES)}
+MESSAGE = {"role": "user", "content": "x"}
+BAD_PROMPTS = {
+    "not json": ("{", r"line 1: expected a JSON object and found '\{' \(Expecting property name"),
+    "a list": ("[1]", r"line 1: expected a JSON object and found '\[1\]'"),
+    "no field": (
+        '{"text": "x", "id": 3}',
+        "line 1: expected a field 'prompt' or 'messages' and found 'text', 'id'",
+    ),
+    "no fields": ("{}", "and found an empty object"),
+    "a number": ('{"prompt": 3}', "expected 'prompt' to be text and found '3'"),
+    "empty": ('{"prompt": ""}', "line 1: the prompt is empty"),
+    "both": (json.dumps({"prompt": "x", "messages": [MESSAGE]}), "'prompt' or 'messages' and found both"),
+    "no messages": ('{"messages": []}', "'messages' is empty"),
+    "no role": ('{"messages": [{"content": "x"}]}', "each message to have a 'role' and 'content' and found"),
+    "not messages": ('{"messages": "x"}', "expected 'messages' to be a list of messages"),
+    "too long": (json.dumps(LONG), "the prompt is [0-9]+ tokens long and the models read at most 128"),
+    "second line": ('{"prompt": "x"}\n\n{"prompt": 1', "line 3: expected a JSON object"),
+    "unknown id": ('{"prompt_token_ids": [3, 320]}', "token ids from 0 to 319 and found '320'"),
+    "bool id": ('{"prompt_token_ids": [true]}', "token ids from 0 to 319 and found 'true'"),
+    "no ids": ('{"prompt_token_ids": []}', "'prompt_token_ids' is empty"),
+    "blank": ("\n \n", "holds no prompt, only blank lines"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_prompts_that_cannot_be_read(pair: Pair, write, content, message, unhooked):
+    with pytest.raises(SourceError, match=message):
+        read_prompts(write("a.jsonl", content), pair)
+
+
+def test_files_that_cannot_be_read(pair: Pair, write, tmp_path, unhooked):
+    for name, message in (
+        (str(tmp_path / "missing.txt"), "there is no file .*missing.txt"),
+        (str(tmp_path), "is a folder; give a file"),
+        (write("empty.jsonl", ""), "empty.jsonl is empty"),
+        (
+            write("latin.txt", "a\nna\xefve\n".encode("latin-1")),
+            "latin.txt, line 2: expected UTF-8 and found byte 0xef",
+        ),
+    ):
+        for read in (read_prompts, read_text):
+            with pytest.raises(SourceError, match=message):
+                list(read(name, pair))
+
+
+def test_messages_need_a_template_and_one_that_takes_them(pair: Pair, write, unhooked):
+    name = write("a.jsonl", [{"messages": [MESSAGE]}])
+    bare = tiny_tokenizer.__wrapped__()
+    bare.chat_template = None
+    with pytest.raises(
+        SourceError, match="line 1: it holds 'messages' and the policy's tokenizer has no chat"
+    ):
+        read_prompts(name, replace(pair, tokenizer=bare))
+    bare.chat_template = "{{ raise_exception('only systems speak') }}"
+    with pytest.raises(
+        SourceError, match="line 1: the chat template refuses the messages: only systems speak"
+    ):
+        read_prompts(name, replace(pair, tokenizer=bare))
+    bare.chat_template = "{# nothing #}"
+    with pytest.raises(SourceError, match="makes nothing of the messages"):
+        read_prompts(name, replace(pair, tokenizer=bare))
+
+
+def test_documents_of_plain_text_end_at_a_blank_line(pair: Pair, write):
+    windows = list(read_text(write("a.txt", "\n\nThe sea\nwas\n\n \ncalm and\n"), pair))
+    assert [one.prompt_id for one in windows] == [0, 1]
+    assert windows[0].prompt_ids + windows[0].response_ids == ids("The sea\nwas", special=True)
+    assert windows[0].prompt_ids == (0,)
+    assert windows[1].where.endswith("line 7")
+    assert windows[1].response_text == "calm and"
+
+
+def test_documents_of_jsonl(pair: Pair, write):
+    records = [{"text": "The sea\n\nwas"}, {"text": ""}, {"text": "calm"}]
+    windows = list(read_text(write("a.jsonl", records), pair))
+    assert [one.prompt_id for one in windows] == [0, 2]
+    assert windows[0].response_text == "The sea\n\nwas"
+    assert [one.prompt_id for one in read_text(write("a.jsonl", records), pair, limit=2)] == [0]
+    with pytest.raises(SourceError, match="line 1: expected a field 'text' and found 'prompt'"):
+        list(read_text(write("b.jsonl", [{"prompt": "x"}]), pair))
+    with pytest.raises(SourceError, match="holds no document of two tokens or more"):
+        list(read_text(write("c.jsonl", [{"text": ""}]), pair))
+
+
+@examples(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12))
+def test_every_token_but_the_first_is_scored_once(tokens, window, stride):
+    stride = min(stride, window)
+    found = list(spans(tokens, window, stride))
+    scored = [token for _, first, stop in found for token in range(first, stop)]
+    assert scored == list(range(1, tokens))
+    for number, (start, first, stop) in enumerate(found):
+        assert start == number * stride
+        assert start < first < stop <= tokens
+        assert stop - start - 1 <= window  # tokens that are read
+        assert number == 0 or first - start >= window - stride + 1
+
+
+def test_windows_of_one_document(pair: Pair, write):
+    text = " ".join(SENTENCES[:2])
+    tokens = ids(text, special=True)
+    windows = list(read_text(write("a.txt", text), pair, window=16, stride=12))
+    assert [one.sample_id for one in windows] == list(range(len(windows)))
+    assert sum((one.response_ids for one in windows), ()) == tokens[1:]
+    for number, one in enumerate(windows):
+        whole = one.prompt_ids + one.response_ids
+        assert whole == tokens[12 * number : 12 * number + 17]
+        assert one.read <= 16
+        assert one.prompt_hash == hash_tokens(whole)
+        assert len(one.prompt_ids) == (5 if number else 1)
+
+
+def test_windows_and_strides_that_cannot_be(pair: Pair, write, unhooked):
+    name = write("a.txt", "The sea")
+    for options, message in (
+        ({"window": 129}, "a window of 129 tokens is more than the 128 that the models read"),
+        ({"window": 8, "stride": 9}, "a stride of 9 tokens does not suit a window of 8; give 1 to 8"),
+        ({"window": 8, "stride": 0}, "a stride of 0"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            read_text(name, pair, **options)
+
+
+def test_text_is_read_as_it_is_wanted(pair: Pair, write):
+    """A later line that cannot be read is not noticed before it is asked for."""
+    windows = read_text(write("a.jsonl", '{"text": "The sea"}\nbroken'), pair)
+    assert next(windows).response_text == "The sea"
+    with pytest.raises(SourceError, match="line 2"):
+        next(windows)
+
+
+def test_responses_as_ids_and_as_text(pair: Pair, write):
+    records = [
+        {"prompt": "The sea", "response": " was calm", "finish_reason": "stop", "temperature": 0.7},
+        {"prompt": "The sea", "response": " was calm", "finish_reason": "length"},
+        {"prompt_token_ids": [0, 9], "prompt": "ignored", "response_token_ids": [5, 6], "response": "shown"},
+        {"prompt": "The sea", "response_token_ids": [5], "logprobs": [-0.5]},
+    ]
+    one, two, three, four = read_responses(write("a.jsonl", records), pair)
+    assert one.prompt_ids == ids("The sea", special=True)
+    assert one.response_ids == (*ids(" was calm"), 1)
+    assert (one.retokenised, one.finish_reason, one.temperature) == (True, "stop", 0.7)
+    assert two.response_ids == ids(" was calm")
+    assert (three.prompt_ids, three.response_ids, three.response_text) == ((0, 9), (5, 6), "shown")
+    assert (three.retokenised, three.logp_sampled, three.finish_reason) == (False, None, None)
+    np.testing.assert_array_equal(four.logp_sampled, np.float32([-0.5]))
+    numbers = [(found.prompt_id, found.sample_id) for found in (one, two, three, four)]
+    assert numbers == [(0, 0), (0, 1), (1, 0), (0, 2)]
+    assert one.prompt_hash == hash_tokens(one.prompt_ids)
+
+
+def test_an_end_that_is_there_already_is_not_added_again(pair: Pair, write):
+    records = [{"prompt": "x", "response": "yes</s>", "finish_reason": "stop"}]
+    (one,) = read_responses(write("a.jsonl", records), pair)
+    assert one.response_ids == (*ids("yes"), 1)
+
+
+def test_numbers_of_the_source_are_kept(pair: Pair, write):
+    base = {"prompt": "x", "response": "y"}
+    records = [{**base, "prompt_id": 7, "sample_id": 4}, {**base, "prompt_id": 7}, {**base, "prompt_id": 3}]
+    found = list(read_responses(write("a.jsonl", records), pair, limit=2))
+    assert [(one.prompt_id, one.sample_id) for one in found] == [(7, 4), (7, 0)]
+
+
+BASE = {"prompt": "The sea", "response_token_ids": [5, 6]}
+BAD_RESPONSES = {
+    "no response": (
+        [{"prompt": "x"}],
+        "expected a field 'response' or 'response_token_ids' and found 'prompt'",
+    ),
+    "no prompt": ([{"response": "x"}], "expected a field 'prompt' or 'messages' and found 'response'"),
+    "zero tokens": ([{"prompt": "x", "response": ""}], "line 1: the response has no tokens"),
+    "zero ids": ([{"prompt": "x", "response_token_ids": []}], "'response_token_ids' is empty"),
+    "unknown id": ([{**BASE, "response_token_ids": [5, -1]}], "from 0 to 319 and found '-1'"),
+    "too long": (
+        [{**BASE, "response_token_ids": [5] * 128}],
+        "the prompt with its response is 13[0-9] tokens long and the models read at most 128",
+    ),
+    "logprobs": ([{**BASE, "logprobs": [-1.0]}], "for each of the 2 response tokens and found 1"),
+    "probabilities": ([{**BASE, "logprobs": [-1.0, 0.3]}], "at most 0, and found '0.3'"),
+    "nan": ([{**BASE, "logprobs": [-1.0, float("nan")]}], "and found 'NaN'"),
+    "text": ([{**BASE, "logprobs": "x"}], "expected 'logprobs' to be a list of numbers"),
+    "some ids": (
+        [{**BASE, "prompt_id": 1}, BASE],
+        "line 2: expected every line to have a 'prompt_id', or none",
+    ),
+    "one id for two": (
+        [{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain", "prompt_id": 1}],
+        r"line 2: 'prompt_id' 1 stands for another prompt at .*line 1",
+    ),
+    "twice": ([{**BASE, "sample_id": 2}] * 2, "line 2: sample 2 of prompt 0 has been there before"),
+    "large id": ([{**BASE, "prompt_id": 2**31}], "'prompt_id' to be from 0 to 2147483647"),
+    "bool id": ([{**BASE, "sample_id": True}], "expected 'sample_id' to be a whole number and found 'true'"),
+    "temperature": ([{**BASE, "temperature": -1}], "expected 'temperature' to be a number from 0 on"),
+    "finish": ([{**BASE, "finish_reason": 1}], "expected 'finish_reason' to be text"),
+}
+
+
+@pytest.mark.parametrize(("records", "message"), BAD_RESPONSES.values(), ids=BAD_RESPONSES)
+def test_responses_that_cannot_be_read(pair: Pair, write, records, message, unhooked):
+    with pytest.raises(SourceError, match=message):
+        list(read_responses(write("a.jsonl", records), pair))
+
+
+def test_responses_are_jsonl(pair: Pair, write, unhooked):
+    with pytest.raises(SourceError, match="is not JSONL"):
+        list(read_responses(write("a.txt", "hello"), pair))
+    with pytest.raises(SourceError, match="holds no response, only blank lines"):
+        list(read_responses(write("a.jsonl", "\n"), pair))
+
+
+def test_the_longest_response_that_can_be_read(pair: Pair, write):
+    prompt = len(ids("The sea", special=True))
+    record = {**BASE, "response_token_ids": [5] * (129 - prompt)}
+    (one,) = read_responses(write("a.jsonl", [record]), pair)
+    assert one.read == 128
+
+
+def test_the_doubt_about_text():
+    assert retokenisation_doubts(5, 0) == ()
+    (doubt,) = retokenisation_doubts(5, 2)
+    assert doubt.startswith("2 of 5 responses came as text and were tokenised again")
+
+
+def test_without_a_limit_of_context_everything_is_read(pair: Pair, write):
+    policy, reference = (replace(model, context=None) for model in (pair.policy, pair.reference))
+    endless = replace(pair, policy=policy, reference=reference)
+    (one,) = read_text(write("a.txt", " ".join(SENTENCES)), endless)
+    assert len(one.response_ids) > 128
