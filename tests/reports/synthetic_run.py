@@ -99,7 +99,7 @@ def columns(prompts: int, samples: int, tokens: int, seed: int, scale: float, ho
             pieces = [PIECES[(start + at) % len(PIECES)] for at in range(length)]
             if hostile:
                 for at, bad in enumerate(HOSTILE):
-                    pieces[(at * 3 + 2) % length] = bad
+                    pieces[2 * at + 2] = bad
             add_sequence(run, draw, (prompt, sample), text, pieces, level)
     return run
 
@@ -133,7 +133,7 @@ def add_sequence(
         "top1_reference": draw.integers(0, 9, size),
         "top1_probability_policy": top_policy,
         "top1_probability_reference": top_reference,
-        "rank_reference": np.maximum(1, draw.geometric(0.5, size)),
+        "rank_reference": draw.geometric(0.5, size) - 1,
     }
     for name, values in drawn.items():
         run.tokens.setdefault(name, []).extend(values if isinstance(values, list) else values.tolist())
@@ -155,7 +155,7 @@ def write_synthetic_run(
     *,
     prompts: int = 40,
     samples: int = 2,
-    tokens: int = 48,
+    tokens: int = 96,
     seed: int = 0,
     scale: float = 0.25,
     hostile: bool = True,

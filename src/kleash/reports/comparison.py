@@ -8,9 +8,7 @@ from kleash.records import COMPARED, Comparison, Number, RunDifference
 from kleash.reports.drift_charts import APART, DIRECTIONS
 from kleash.reports.figures import INK, Chart, dots, escape, figure, rows_of
 from kleash.reports.page import write_page
-from kleash.reports.words import COLUMNS, UNKNOWN, count, excerpt, label, with_interval
-
-NAME_LENGTH = 40
+from kleash.reports.words import COLUMNS, UNKNOWN, count, ending, label, with_interval
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:
@@ -42,15 +40,14 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
 
 def runs_chart(comparison: Comparison) -> Chart:
     """Each run's own KL in both directions."""
-    names = [excerpt(run.name, NAME_LENGTH) for run in comparison.runs]
-    rows = [(name, run.numbers) for name, run in zip(names, comparison.runs, strict=True)]
+    rows = [(ending(run.name), run.numbers) for run in comparison.runs]
     return _rows_chart("runs", "Each run by itself", rows, zero=False)
 
 
 def differences_chart(comparison: Comparison) -> Chart:
     """The paired differences from the first run."""
-    rows = [(excerpt(found.name, NAME_LENGTH), found.differences) for found in comparison.differences]
-    first = excerpt(comparison.runs[0].name, NAME_LENGTH)
+    rows = [(ending(found.name), found.differences) for found in comparison.differences]
+    first = ending(comparison.runs[0].name)
     return _rows_chart(
         "differences", f"Difference from {first}, on the prompts that both have", rows, zero=True
     )
@@ -96,7 +93,7 @@ def _rows_figure(rows: Sequence[tuple[str, Mapping[str, Number]]], *, zero: bool
     return figure(
         data,
         height=150 + 56 * len(rows),
-        x="difference in nats per token" if zero else "nats per token",
+        x="difference, nats" if zero else "nats",
         xaxis={"rangemode": "tozero"},
         yaxis=rows_of([text for text, _ in rows]),
         showlegend=True,

@@ -133,7 +133,9 @@ def _bin_figure(found: Sequence[Bin], labels: list[str], what: str) -> dict[str,
 
 def range_label(part: Bin, *, last: bool, whole: bool) -> str:
     """The range of a bin: whole numbers as "4–7", others as "0.25–0.5"."""
-    if not whole or not math.isfinite(part.high):
-        return f"{part.low:g}–{part.high:g}".replace("inf", "∞")
+    if math.isinf(part.high):
+        return f"{part.low:g}+"
+    if not whole:
+        return f"{part.low:g}–{part.high:g}"
     high = part.high if last else part.high - 1
     return f"{part.low:g}" if high <= part.low else f"{part.low:g}–{high:g}"

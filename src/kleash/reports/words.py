@@ -34,7 +34,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
         "Likeliest token, reference",
         "the reference's probability of its likeliest token",
     ),
-    "rank_reference": ("Rank of the observed token", "among the reference's tokens; 1 is the likeliest"),
+    "rank_reference": ("Rank of the observed token", "among the reference's tokens; 0 is the likeliest"),
     "top1_agreement": ("Top-1 agreement", "both models find the same token likeliest"),
 }
 """For each column: what it is called on a page, and what it says."""
@@ -156,6 +156,12 @@ def _visible_character(character: str, alone: bool) -> str:
         return character
     unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zs", "Zl", "Zp")
     return f"⟨U+{ord(character):04X}⟩" if unseen else character
+
+
+def ending(text: str, length: int = 24) -> str:
+    """The end of a name, made visible: what tells two paths apart comes last."""
+    kept = visible(text)
+    return kept if len(kept) <= length else "…" + kept[1 - length :]
 
 
 def excerpt(text: str, length: int = 240) -> str:

@@ -103,7 +103,7 @@
     };
     row("Probability", [percent(of("p")), percent(of("q"))], "strong");
     row("Entropy, nats", [plain(of("entropy_p")), plain(of("entropy_q"))]);
-    row("Rank in the reference", [String(of("rank"))]);
+    row("Reference's rank, from 0", [String(of("rank"))]);
     row("KL(policy ‖ reference)", [plain(of("kl"))], "strong");
     row("KL(reference ‖ policy)", [plain(of("reverse"))]);
     row("Jensen–Shannon", [plain(of("jensen_shannon"))]);

@@ -1,0 +1,253 @@
+"""The pages in a real browser: drawn, quiet, inert, and usable by mouse, finger and keyboard."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kleash.records import Measurement
+
+selenium = pytest.importorskip("selenium")
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.actions.action_builder import ActionBuilder  # noqa: E402
+from selenium.webdriver.common.actions.pointer_input import PointerInput  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+pytestmark = pytest.mark.browser
+
+WIDE = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+PHONE = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
+BY_PROMPT = "#by-prompt"
+
+
+def visit(driver: Any, page: Path, view: dict[str, Any] = WIDE) -> None:
+    """Open ``page`` and wait until its charts are drawn."""
+    features = [{"name": "prefers-color-scheme", "value": "light"}]
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", view)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    driver.get_log("browser")
+    driver.get(page.as_uri())
+    drawn = "return document.documentElement.dataset.charts === 'drawn'"
+    WebDriverWait(driver, 20).until(lambda browser: browser.execute_script(drawn))
+
+
+def panel(driver: Any) -> str:
+    """What the panel says of the token."""
+    return driver.find_element(By.ID, "heat-panel").text
+
+
+def selected(driver: Any) -> int:
+    """Which token is selected; there is exactly one, and it alone can be reached by Tab."""
+    chosen, reachable = (
+        driver.execute_script(
+            "return Array.from(document.querySelectorAll('#heat-tokens .token'))"
+            f".flatMap((token, at) => {condition} ? [at] : [])"
+        )
+        for condition in ("token.getAttribute('aria-selected') === 'true'", "token.tabIndex === 0")
+    )
+    assert chosen == reachable
+    assert len(chosen) == 1
+    return chosen[0]
+
+
+def column(driver: Any, place: int) -> list[float]:
+    """The values of a column of the table of prompts, from the top down."""
+    values = driver.execute_script(
+        "return Array.from(document.querySelectorAll(arguments[0]), cell => cell.dataset.value)",
+        f"{BY_PROMPT} tbody tr > :nth-child({place})",
+    )
+    return [float(value) for value in values]
+
+
+def test_the_report_opens_without_a_word_in_the_console(driver: Any, report: Path) -> None:
+    visit(driver, report)
+    assert driver.get_log("browser") == []
+    assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_every_chart_is_drawn(driver: Any, report: Path) -> None:
+    visit(driver, report)
+    charts = {
+        place.get_attribute("data-figure"): len(place.find_elements(By.CSS_SELECTOR, "svg .trace"))
+        for place in driver.find_elements(By.CSS_SELECTOR, "[data-figure]")
+    }
+    drawn = {"quantiles": 2, "position": 3, "confidence": 3, "convergence": 3, "estimators": 2}
+    assert charts == {f"figure-{name}": traces for name, traces in drawn.items()}
+    points = driver.find_elements(By.CSS_SELECTOR, "[data-figure=figure-quantiles] .trace .points path")
+    assert len(points) == 14
+    whiskers = driver.find_elements(By.CSS_SELECTOR, "[data-figure=figure-quantiles] .errorbar path")
+    assert len([line for line in whiskers if line.rect["width"] > 3]) == 12, "the maximum has no interval"
+
+
+def test_hostile_text_is_text(driver: Any, report: Path) -> None:
+    visit(driver, report)
+    for step in range(3):
+        text = driver.find_element(By.ID, "heat-tokens").get_attribute("textContent")
+        assert "<script>window.__pwned=1;alert(1)</script>" in text
+        assert "{{ 7*7 }}" in text
+        assert "⟨U+202E⟩evil⟨U+202C⟩" in text
+        assert "👩‍👩‍👧‍👦" in text
+        assert "שלום" in text
+        assert "⏎\n" in text
+        assert driver.execute_script("return window.__pwned === undefined"), step
+        driver.find_element(By.ID, "heat-on").click()
+    assert (
+        driver.execute_script("return document.querySelectorAll('main img, main script:not([type])').length")
+        == 0
+    )
+    assert "runs/<script>alert('path')</script>/policy" in driver.find_element(By.TAG_NAME, "h1").text
+    assert driver.get_log("browser") == []
+
+
+def test_a_script_that_got_in_would_not_run(driver: Any, report: Path) -> None:
+    visit(driver, report)
+    driver.execute_script(
+        "const script = document.createElement('script'); script.textContent = 'window.__pwned = 1';"
+        "document.body.append(script);"
+        "const image = new Image(); image.src = 'https://example.invalid/a.png'; document.body.append(image);"
+    )
+    assert driver.execute_script("return window.__pwned === undefined")
+    refused = [entry["message"] for entry in driver.get_log("browser")]
+    assert any("Content Security Policy" in message and "inline" in message for message in refused)
+    assert any("Content Security Policy" in message and "example.invalid" in message for message in refused)
+
+
+def test_hovering_over_a_token_shows_both_models(
+    driver: Any, report: Path, run: tuple[Path, Measurement]
+) -> None:
+    visit(driver, report)
+    worst = run[1].worst_sequences[0]
+    assert f"{worst.tokens} tokens" in driver.find_element(By.CSS_SELECTOR, "#heat-choice option").text
+    tokens = driver.find_elements(By.CSS_SELECTOR, "#heat-tokens .token")
+    assert len(tokens) == worst.tokens
+    ActionChains(driver).move_to_element(tokens[0]).perform()
+    assert selected(driver) == 0
+    said = panel(driver)
+    assert "position 0" in said
+    for row in (
+        "Probability",
+        "Entropy, nats",
+        "Reference's rank",
+        "KL(policy ‖ reference)",
+        "Jensen–Shannon",
+    ):
+        assert row in said
+    assert len(driver.find_elements(By.CSS_SELECTOR, "#heat-panel .others li")) == 10
+
+
+def test_a_tap_shows_a_token_on_a_phone(driver: Any, report: Path) -> None:
+    visit(driver, report, PHONE)
+    token = driver.find_elements(By.CSS_SELECTOR, "#heat-tokens .token")[3]
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", token)
+    finger = ActionBuilder(driver, mouse=PointerInput("touch", "finger"))
+    finger.pointer_action.move_to(token).pointer_down().pointer_up()
+    finger.perform()
+    assert selected(driver) == 3
+    assert "position 3" in panel(driver)
+    box = driver.find_element(By.ID, "heat-panel").rect
+    top = driver.execute_script(
+        "return arguments[0].getBoundingClientRect().top", driver.find_element(By.ID, "heat-panel")
+    )
+    assert top + 40 < PHONE["height"], "the panel is in sight while the finger is on a token"
+    assert box["width"] <= PHONE["width"]
+
+
+def test_arrow_keys_move_through_the_tokens(driver: Any, report: Path) -> None:
+    visit(driver, report)
+    box = driver.find_element(By.ID, "heat-tokens")
+    count = len(box.find_elements(By.CSS_SELECTOR, ".token"))
+    driver.find_element(By.ID, "heat-hottest").click()
+    steps = [(Keys.HOME, 0), (Keys.ARROW_LEFT, 0), (Keys.ARROW_RIGHT, 1), (Keys.END, count - 1)]
+    for key, expected in steps:
+        driver.switch_to.active_element.send_keys(key)
+        assert selected(driver) == expected
+        assert f"position {expected}," in panel(driver)
+    driver.switch_to.active_element.send_keys(Keys.HOME, Keys.ARROW_DOWN)
+    below = selected(driver)
+    tops = driver.execute_script(
+        "return Array.from(document.querySelectorAll('#heat-tokens .token'), t => t.getClientRects()[0].top)"
+    )
+    assert tops[below] > tops[0] + 10
+    driver.switch_to.active_element.send_keys(Keys.ARROW_UP)
+    assert tops[selected(driver)] == pytest.approx(tops[0], abs=8)
+    driver.switch_to.active_element.send_keys(Keys.PAGE_DOWN)
+    assert driver.find_element(By.ID, "heat-choice").get_property("value") == "1"
+    driver.switch_to.active_element.send_keys(Keys.TAB)
+    inside = driver.execute_script("return document.activeElement.closest('#heat-tokens') !== null")
+    assert not inside, "one Tab leaves the tokens"
+
+
+def test_a_drifted_token_is_shown_in_its_sequence(
+    driver: Any, report: Path, run: tuple[Path, Measurement]
+) -> None:
+    visit(driver, report)
+    row = run[1].worst_tokens[4]
+    button = driver.find_elements(By.CSS_SELECTOR, "button.show")[4]
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    assert f"position {row.position}," in panel(driver)
+    assert f"{row.kl:#.3g}" in panel(driver)
+    worst = [(drift.prompt_id, drift.sample_id) for drift in run[1].worst_sequences]
+    chosen = driver.find_element(By.ID, "heat-choice").get_property("value")
+    assert worst[int(chosen)] == (row.prompt_id, row.sample_id)
+
+
+def test_the_table_of_prompts_sorts_by_click_and_by_key(driver: Any, report: Path) -> None:
+    visit(driver, report)
+    headings = driver.find_elements(By.CSS_SELECTOR, f"{BY_PROMPT} thead th")
+    assert headings[2].get_attribute("aria-sort") == "descending"
+    before = column(driver, 3)
+    assert before == sorted(before, reverse=True)
+    button = headings[2].find_element(By.TAG_NAME, "button")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    assert headings[2].get_attribute("aria-sort") == "ascending"
+    assert column(driver, 3) == sorted(before)
+    headings[6].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    assert [heading.get_attribute("aria-sort") for heading in headings] == [None] * 6 + ["descending"]
+    tokens = column(driver, 7)
+    assert tokens == sorted(tokens, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["report", "comparison_page"])
+def test_a_phone_never_scrolls_sideways(driver: Any, request: pytest.FixtureRequest, name: str) -> None:
+    visit(driver, request.getfixturevalue(name), PHONE)
+    driver.execute_script("document.querySelectorAll('details').forEach(part => { part.open = true; })")
+    widths = driver.execute_script(
+        "return [document.documentElement.scrollWidth, document.body.scrollWidth, window.innerWidth]"
+    )
+    assert widths == [360, 360, 360]
+    too_wide = driver.execute_script(
+        "return Array.from(document.querySelectorAll('.plot svg.main-svg'), s => s.getBoundingClientRect().right)"
+        ".filter(right => right > 361)"
+    )
+    assert too_wide == []
+
+
+def test_the_dark_page_has_other_colours_and_changes_at_once(driver: Any, report: Path) -> None:
+    look = (
+        "const css = getComputedStyle(document.body); return [css.backgroundColor, css.color,"
+        "document.querySelector('[data-figure=figure-quantiles] .point').style.fill,"
+        "getComputedStyle(document.querySelector('.token.h8')).backgroundColor]"
+    )
+    visit(driver, report)
+    light = driver.execute_script(look)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    WebDriverWait(driver, 10).until(lambda browser: browser.execute_script(look)[2] != light[2])
+    dark = driver.execute_script(look)
+    assert all(one != other for one, other in zip(light, dark, strict=True))
+    assert dark[0] == "rgb(19, 21, 25)"
+    assert driver.get_log("browser") == []
+
+
+def test_the_comparison_is_drawn_and_inert(driver: Any, comparison_page: Path) -> None:
+    visit(driver, comparison_page)
+    assert driver.get_log("browser") == []
+    for name, runs in (("figure-runs", 3), ("figure-differences", 2)):
+        points = driver.find_elements(By.CSS_SELECTOR, f"[data-figure={name}] .trace .points path")
+        assert len(points) == 2 * runs
+    assert "t>alert('run')</script>" in driver.find_element(By.CSS_SELECTOR, "[data-figure=figure-runs]").text
+    assert "further from its reference" in driver.find_element(By.CSS_SELECTOR, ".verdicts").text

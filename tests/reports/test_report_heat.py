@@ -1,0 +1,185 @@
+"""What the heat map is given, and its colours."""
+
+import itertools
+import math
+import re
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_run import write_synthetic_run
+
+from kleash.records import Drifted, Measurement, RunFolder
+from kleash.reports import heatmap
+from kleash.reports.heatmap import heat_map, read_sequences, thresholds
+
+KEYS = {"kl": "kl_policy_reference", "reverse": "kl_reference_policy", "entropy_p": "entropy_policy"}
+
+
+def made(run: tuple[Path, Measurement]) -> heatmap.HeatMap:
+    folder, measurement = RunFolder(run[0]), run[1]
+    wanted = [(drift.prompt_id, drift.sample_id) for drift in measurement.worst_sequences]
+    return heat_map(folder, measurement, read_sequences(folder, wanted))
+
+
+def test_it_holds_the_tokens_of_the_files(run: tuple[Path, Measurement]) -> None:
+    folder, measurement = RunFolder(run[0]), run[1]
+    heat = made(run)
+    assert len(heat.sequences) == 50
+    assert heat.shortened == 0
+    names = [
+        "prompt_id",
+        "sample_id",
+        "text",
+        "logp_policy",
+        "logp_reference",
+        "rank_reference",
+        *KEYS.values(),
+    ]
+    parts = list(folder.token_parts(names))
+    table = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    for drawn, drift in zip(heat.sequences, measurement.worst_sequences, strict=True):
+        rows = (table["prompt_id"] == drift.prompt_id) & (table["sample_id"] == drift.sample_id)
+        assert (drawn["prompt_id"], drawn["sample_id"]) == (drift.prompt_id, drift.sample_id)
+        assert drawn["tokens"] == rows.sum() == drift.tokens
+        for ours, theirs in KEYS.items():
+            np.testing.assert_allclose(drawn[ours], table[theirs][rows], rtol=6e-4)
+        np.testing.assert_allclose(drawn["p"], np.exp(table["logp_policy"][rows]), rtol=6e-4)
+        np.testing.assert_allclose(drawn["q"], np.exp(table["logp_reference"][rows]), rtol=6e-4)
+        assert drawn["rank"] == table["rank_reference"][rows].tolist()
+        assert sum(drawn["kl"]) == pytest.approx(drift.kl, rel=1e-3)
+
+
+def test_it_holds_the_alternatives_of_the_files(run: tuple[Path, Measurement]) -> None:
+    table = RunFolder(run[0]).alternatives()
+    drawn = made(run).sequences[3]
+    rows = (table["prompt_id"] == drawn["prompt_id"]) & (table["sample_id"] == drawn["sample_id"])
+    rows &= table["position"] == 7
+    rows = np.flatnonzero(rows)[np.argsort(table["place"][rows])]
+    assert len(rows) == 5
+    for side, who in enumerate(("policy", "reference")):
+        flat = drawn["alternatives"][7][side]
+        texts = [drawn["words"][word] for word in flat[0::2]]
+        assert texts == [heatmap.visible(table[f"text_{who}"][row]) for row in rows]
+        np.testing.assert_allclose(flat[1::2], table[f"probability_{who}"][rows], rtol=6e-4)
+        assert flat[1] == max(flat[1::2])
+
+
+def test_what_is_drawn_is_capped_and_said(
+    run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heatmap, "MAX_TOKENS_OF_SEQUENCE", 20)
+    monkeypatch.setattr(heatmap, "MAX_TOKENS", 50)
+    heat = made(run)
+    assert [len(drawn["text"]) for drawn in heat.sequences] == [20, 20, 10]
+    assert heat.shortened == 3
+    assert [drawn["tokens"] for drawn in heat.sequences] == [d.tokens for d in run[1].worst_sequences[:3]]
+    assert all(len(drawn["alternatives"]) == len(drawn["text"]) for drawn in heat.sequences)
+
+
+def test_never_more_sequences_than_the_cap(tmp_path: Path) -> None:
+    more = tuple(Drifted(prompt_id=at, sample_id=0, kl=1.0, tokens=2) for at in range(60))
+    folder = tmp_path / "run"
+    measurement = write_synthetic_run(
+        folder, prompts=60, samples=1, tokens=4, hostile=False, changes={"worst_sequences": more}
+    )
+    heat = made((folder, measurement))
+    assert [drawn["prompt_id"] for drawn in heat.sequences] == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("largest", "last"), [(0.9, 0.3), (1.0, 1.0), (2.9, 1.0), (3.0, 3.0), (53.0, 30.0), (4.1e-7, 3e-7)]
+)
+def test_thresholds_are_round_and_reach_the_largest(largest: float, last: float) -> None:
+    steps = thresholds(largest)
+    assert len(steps) == 8
+    assert steps[-1] == pytest.approx(last)
+    assert all(2.9 < after / before < 3.4 for before, after in itertools.pairwise(steps))
+
+
+def test_not_even_infinite_or_missing_kl_stops_it(tmp_path: Path) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    folder = tmp_path / "run"
+    measurement = write_synthetic_run(folder, prompts=2, samples=1, tokens=8, hostile=False, shards=1)
+    path = folder / "tokens" / "part-00000.parquet"
+    table = parquet.read_table(path)
+    place = table.schema.get_field_index("kl_policy_reference")
+    values = table.column(place).to_numpy().copy()
+    values[:2] = [math.inf, math.nan]
+    changed = table.set_column(place, table.schema.field(place), arrow.array(values, type=arrow.float32()))
+    parquet.write_table(changed, path)
+    kls = [kl for drawn in made((folder, measurement)).sequences for kl in drawn["kl"]]
+    assert sum(math.isinf(kl) for kl in kls) == 1
+    assert sum(math.isnan(kl) for kl in kls) == 1
+
+
+def luminance(colour: str) -> float:
+    parts = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+# Machado, Oliveira & Fernandes (2009), severity 1, on linear RGB.
+DICHROMATS = {
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def themes() -> dict[str, dict[str, str]]:
+    css = (resources.files("kleash.reports") / "assets" / "style.css").read_text(encoding="utf-8")
+    light, dark = css.split("@media (prefers-color-scheme: dark)")[:2]
+    dark = dark[: dark.index("* {")]
+    return {
+        name: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", text))
+        for name, text in (("light", light), ("dark", dark))
+    }
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_can_be_read_on_every_colour(theme: str) -> None:
+    colours = themes()[theme]
+    for step in range(1, 9):
+        assert contrast(colours[f"heat-{step}"], colours[f"ink-{step}"]) >= 4.5
+    for ground in ("paper", "raised", "sunk"):
+        for ink in ("ink", "soft", "accent"):
+            assert contrast(colours[ground], colours[ink]) >= 4.5
+
+
+@pytest.mark.parametrize("sight", ["all", *DICHROMATS])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colours_are_in_order_for_everyone(theme: str, sight: str) -> None:
+    """Lightness (CIE L*) falls in light mode and rises in dark mode, in steps that can be told apart."""
+    colours = themes()[theme]
+    lightness = [116 * seen(colours[f"heat-{step}"], sight) ** (1 / 3) - 16 for step in range(1, 9)]
+    steps = np.diff(lightness) * (-1 if theme == "light" else 1)
+    assert steps.min() > 3.5
+
+
+def seen(colour: str, sight: str) -> float:
+    parts = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    if sight != "all":
+        linear = np.clip(np.array(DICHROMATS[sight]) @ linear, 0, 1)
+    return float(linear @ [0.2126, 0.7152, 0.0722])

@@ -1,0 +1,122 @@
+"""Numbers and other people's text, made readable."""
+
+import math
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kleash.records import MeasureJob, Number
+from kleash.reports.words import command_line, count, ending, excerpt, percent, plain, shown, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("word", "word"),
+        (" word", "␣word"),
+        ("two words ", "two words␣"),
+        ("   ", "␣␣␣"),
+        ("", "∅"),
+        ("\n", "⏎"),
+        ("a\n\n\tb", "a⏎⏎⇥b"),
+        ("\r", "⟨U+000D⟩"),
+        ("\x00\x1b[31m", "⟨U+0000⟩⟨U+001B⟩[31m"),
+        ("\u202eabc", "⟨U+202E⟩abc"),
+        ("\u00a0", "⟨U+00A0⟩"),
+        ("\u200d", "⟨U+200D⟩"),
+        ("👩\u200d👧", "👩\u200d👧"),
+        ("\u0301", "◌\u0301"),
+        ("\ufffd", "\ufffd"),
+        ("\ud800", "⟨U+D800⟩"),
+        ("שלום", "שלום"),
+        ("<b>", "<b>"),
+    ],
+)
+def test_what_cannot_be_seen_is_made_visible(text: str, expected: str) -> None:
+    assert visible(text) == expected
+
+
+@given(st.text(alphabet=st.characters(max_codepoint=0x3000), max_size=8))
+def test_different_texts_never_look_empty(text: str) -> None:
+    assert visible(text).strip()
+
+
+def test_an_excerpt_says_that_it_is_one() -> None:
+    assert excerpt("abc", 3) == "abc"
+    assert excerpt("abcd efgh", 5) == "abcd …"
+    assert ending("runs/a-long-name/step-100", 10) == "…-step-100"[:1] + "/step-100"
+    assert ending("step", 10) == "step"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, "0"),
+        (1.0, "1.00"),
+        (-22.04, "−22.0"),
+        (1234.0, "1234"),
+        (0.00012345, "0.000123"),
+        (3.21e-8, "3.21 × 10⁻⁸"),
+        (6.6e9, "6.60 × 10⁹"),
+        (math.inf, "∞"),
+        (-math.inf, "−∞"),
+        (math.nan, "NaN"),
+    ],
+)
+def test_plain_numbers_have_three_digits(value: float, expected: str) -> None:
+    assert plain(value) == expected
+
+
+def test_counts_and_shares() -> None:
+    assert count(1234567) == "1\u202f234\u202f567"
+    assert percent(0.123456) == "12.3\u202f%"
+    assert percent(1.0) == "100\u202f%"
+
+
+def measured(value: float, error: float, unit: str = "nats") -> Number:
+    return Number(value=value, unit=unit, standard_error=error, ci95=(value - 2 * error, value + 2 * error))
+
+
+def test_a_number_is_shown_to_the_digits_of_its_error() -> None:
+    text = shown(measured(0.218312, 0.0095))
+    assert (text.value, text.error, text.interval, text.unit) == (
+        "0.2183",
+        "0.0095",
+        "0.1993 to 0.2373",
+        "nats",
+    )
+
+
+def test_a_probability_is_shown_in_percent() -> None:
+    text = shown(measured(0.9123, 0.0031, "probability"))
+    assert (text.value, text.error, text.interval, text.unit) == ("91.23", "0.31", "90.61 to 91.85", "%")
+
+
+def test_what_is_not_finite_is_shown_as_such() -> None:
+    infinite = shown(Number(value=math.inf, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan)))
+    assert (infinite.value, infinite.error, infinite.interval) == ("∞", "–", "–")
+    unknown = shown(Number(value=math.nan, unit="none", standard_error=math.inf, ci95=(0.1, math.inf)))
+    assert (unknown.value, unknown.error, unknown.interval) == ("NaN", "∞", "0.1 to ∞")
+
+
+def test_the_command_line_holds_what_is_not_the_default() -> None:
+    job = MeasureJob(policy="my models/p", reference="r", text="it's.txt", top_p=0.9, resume=True, quiet=True)
+    words = shlex.split(command_line({**job.settings(), "resume": True, "quiet": True, "unknown": 3}))
+    assert words == (
+        [
+            "kleash",
+            "measure",
+            "--policy",
+            "my models/p",
+            "--reference",
+            "r",
+            "--text",
+            "it's.txt",
+            "--top-p",
+            "0.9",
+            "--quiet",
+        ]
+    )
+    assert command_line({}) == "kleash measure"
