@@ -160,16 +160,16 @@ def test_supports_that_do_not_meet(name, value):
     assert divergence(name, logp, logq).item() == pytest.approx(value)
 
 
-@pytest.mark.parametrize(("scale", "allowed"), [(1.5e-4, 1e-3), (1.5e-3, 1e-4), (1.5e-2, 1e-5)])
-def test_close_pairs_in_float32(scale, allowed):
+@pytest.mark.parametrize(("scale", "typical"), [(1.5e-4, 1e-4), (1.5e-3, 1e-5), (1.5e-2, 1e-6)])
+def test_close_pairs_in_float32(scale, typical):
     """From float32 logits whose differences are real, down to a KL of 1e-8 nats."""
     torch.manual_seed(2)
-    logits = 2 * torch.randn(16, 4000)
-    moved = logits + scale * torch.randn(16, 4000)
+    logits = 2 * torch.randn(100, 4000)
+    moved = logits + scale * torch.randn(100, 4000)
     expected = kl(logits.double().log_softmax(-1), moved.double().log_softmax(-1))
-    got = kl(logits.log_softmax(-1), moved.log_softmax(-1))
+    off = (kl(logits.log_softmax(-1), moved.log_softmax(-1)) - expected).abs() / expected
     assert 0.3 * scale**2 < expected.mean() < scale**2
-    assert ((got - expected).abs() / expected).max() < allowed
+    assert off.median() < 1.3 * typical and off.max() < 10 * typical
 
 
 def test_an_error_in_a_normaliser_enters_at_second_order():
@@ -283,4 +283,6 @@ def test_compiles_in_one_piece(name, backend, compiler):
 @compiles
 def test_the_public_name_compiles_in_one_piece(compiler):
     logp, logq = torch.linspace(-1, 1, 24).view(2, 3, 4).log_softmax(-1)
-    torch.testing.assert_close(torch.compile(kl, fullgraph=True)(logp, logq), kl(logp, logq))
+    torch.testing.assert_close(
+        torch.compile(kl, fullgraph=True, backend="aot_eager")(logp, logq), kl(logp, logq)
+    )

@@ -106,6 +106,15 @@ def test_a_cap_is_applied_to_the_product_and_counted(level, values, size, share)
     assert got.truncated_share.item() == pytest.approx(share)
 
 
+def test_what_is_masked_is_not_counted_as_truncated():
+    """The product stays above the cap behind the masked position, which is none of its doing."""
+    token_logp, behaviour_logp = torch.tensor([[0.9, 0.5, 0.1]]).log(), torch.tensor([[0.3, 0.5, 0.9]]).log()
+    mask = torch.tensor([[True, False, True]])
+    got = importance_weights(token_logp, behaviour_logp, mask, level="prefix", cap=2.0)
+    assert got.truncated_share.item() == 0.5
+    torch.testing.assert_close(got.values, torch.tensor([[2.0, 0.0, 1 / 3]]))
+
+
 def test_products_that_no_float_holds():
     token_logp, behaviour_logp = torch.zeros(3, 200), torch.tensor([[-1.0], [-1.0], [-1.1]]).expand(3, 200)
     mask = torch.ones(3, 200, dtype=torch.bool)
