@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import CannotRunError
-from kleash.linear.impl.loop import blocks, chunks, plan
+from kleash.linear.impl.loop import RowCore, blocks, chunks, in_room, plan
 from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.impl.project import into_hidden, pull_back_
 from kleash.linear.impl.reference import kl_of_logits
@@ -84,11 +84,12 @@ def gradients(
     """Of ``sum weight KL``, in p's hidden states, weight and bias, and in q's; summed in float32."""
     cut = plan(pair, options)
     weight = weight.to(pair.p.dtype)
+    core = in_room(gradient_rows, pair, cut)
     sums_p, sums_q = Sums(pair.p, needed[:3]), Sums(pair.q, needed[3:])
     for chunk in chunks(pair, cut):
         for here in blocks(pair, chunk, cut.rows, whole=False):
             zp, zq = chunk.zp[here], chunk.zq[here]
-            in_p, in_q = in_logits(zp, zq, weight[chunk.start :][here])
+            in_p, in_q = in_logits(core, zp, zq, weight[chunk.start :][here])
             pull_back_(in_p, zp, pair.p)
             pull_back_(in_q, zq, pair.q)
             zp.copy_(in_p)
@@ -98,9 +99,9 @@ def gradients(
     return *sums_p.done, *sums_q.done
 
 
-def in_logits(zp: Tensor, zq: Tensor, weight: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+def in_logits(core: RowCore, zp: Tensor, zq: Tensor, weight: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
     """The gradients of ``weight KL`` in the logits; 0 where the weight is, whatever the logits hold."""
-    kl, in_p, in_q = gradient_rows(zp, zq, weight)
+    kl, in_p, in_q = core(zp, zq, weight)
     rare = ~kl.isfinite()
     if rare.any():
         with torch.enable_grad():

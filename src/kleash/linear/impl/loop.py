@@ -1,7 +1,7 @@
 """A chunk of tokens at a time, the elementwise work a few rows at a time: no ``[tokens, vocab]`` ever."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -10,10 +10,13 @@ from torch import Tensor
 from kleash.linear.impl.compiling import compiled, wanted
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import finish_, multiply_
+from kleash.linear.impl.rows import ROOMS
 from kleash.linear.options import LinearOptions
 
-ROW_BLOCK = 2**17
-"""Logits of one model whose elementwise work is done at once: 512 KiB, so that it stays in the cache."""
+RowCore: TypeAlias = Callable[..., tuple[Tensor, ...]]
+"""From the logits of a few rows to a tuple of numbers for each row."""
+ROW_BLOCK = 2**18
+"""Logits of one model whose elementwise work is done at once: 1 MiB, half of it a core's on two cores."""
 
 
 class Plan(NamedTuple):
@@ -28,19 +31,21 @@ class Plan(NamedTuple):
 
 
 def plan(pair: Pair, options: LinearOptions) -> Plan:
-    """As many tokens a chunk as the budget allows, all chunks nearly equal."""
-    size, budget = pair.p.dtype.itemsize, options.buffer_bytes
+    """As many tokens a chunk as the budget allows after the other buffers, all chunks nearly equal."""
+    size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
+    rows = max(1, min(pair.tokens, ROW_BLOCK // words, budget // 4 // (ROOMS * words * size)))
+    budget -= rows * ROOMS * words * size
     tile = 1
     for model in (pair.p, pair.q):
         weight = model.head.weight
         if weight is not None and weight.dtype != model.dtype:
-            tile = max(1, min(len(weight), options.buffer_bytes // 8 // (weight.shape[1] * size)))
-            budget -= tile * weight.shape[1] * size // 2
-    widths = 2 * pair.p.vocabulary + pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
+            row_bytes = max(1, weight.shape[1]) * size
+            tile = max(tile, min(len(weight), options.buffer_bytes // 8 // row_bytes))
+            budget -= tile * row_bytes // 2
+    widths = 2 * words + pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
     most = max(1, budget // (widths * size))
-    chunks = max(1, -(-pair.tokens // most))
-    chunk = -(-pair.tokens // chunks)
-    return Plan(chunk, max(1, min(chunk, ROW_BLOCK // pair.p.vocabulary)), tile)
+    chunk = -(-pair.tokens // max(1, -(-pair.tokens // most)))
+    return Plan(max(1, chunk), max(1, min(chunk, rows)), tile)
 
 
 class Chunk(NamedTuple):
@@ -81,9 +86,9 @@ def blocks(pair: Pair, chunk: Chunk, rows: int, *, whole: bool) -> Iterator[slic
 class Core(NamedTuple):
     """What is asked of a few rows of logits: a tuple with a number for each row, one tuple per question."""
 
-    fast: Callable[..., tuple[Tensor, ...]]
+    fast: RowCore
     """The usual way; where its ``decisive`` numbers are not finite, nothing it said counts."""
-    careful: Callable[..., tuple[Tensor, ...]]
+    careful: RowCore
     """The specification, for logits of any kind."""
     decisive: slice
     """Which of the numbers tell whether the usual way worked: the KL divergences."""
@@ -92,13 +97,11 @@ class Core(NamedTuple):
 def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) -> tuple[Tensor, ...]:
     """What ``core`` says about each token; ``given`` is known about them beforehand."""
     cut = plan(pair, options)
-    fast, whole = core.fast, False
-    if wanted(pair, options):
-        fast, whole = compiled(core.fast), True
+    whole = wanted(pair, options)
+    fast = compiled(core.fast) if whole else in_room(core.fast, pair, cut)
     none = torch.empty((0, pair.p.vocabulary), dtype=pair.p.dtype, device=pair.p.hidden.device)
-    out = tuple(
-        numbers.new_empty(pair.tokens) for numbers in core.careful(none, none, *(x[:0] for x in given))
-    )
+    kinds = core.careful(none, none, *(x[:0] for x in given))
+    out = tuple(numbers.new_empty(pair.tokens) for numbers in kinds)
     for chunk in chunks(pair, cut):
         for here in blocks(pair, chunk, cut.rows, whole=whole):
             known = [x[chunk.start :][here] for x in given]
@@ -108,9 +111,18 @@ def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) ->
     return out
 
 
-def checked(
-    core: Core, fast: Callable[..., tuple[Tensor, ...]], rows: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def in_room(core: RowCore, pair: Pair, cut: Plan) -> RowCore:
+    """``core`` with memory to work in, which the next call uses again."""
+    shape = (ROOMS, cut.rows, pair.p.vocabulary)
+    room = torch.empty(shape, dtype=pair.p.dtype, device=pair.p.hidden.device).unbind()
+
+    def run(*rows: Tensor) -> tuple[Tensor, ...]:
+        return core(*rows, room=[buffer[: len(rows[0])] for buffer in room])
+
+    return run
+
+
+def checked(core: Core, fast: RowCore, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What the fast way says, or the careful one about the rows that it cannot do."""
     found = fast(*rows)
     rare = ~torch.stack(found[core.decisive]).isfinite().all(0)

@@ -11,19 +11,25 @@ Everything follows from ``d = log p - log q`` and ``t = tanh(d/2) = (p - q)/(p +
 log-sum-exps enters KL at second order only. The terms are kleash.divergences.phi and its like in other
 clothes: ``w (t d + d - 2t) = p phi(d)``.
 
-Every operation works on rows that stay in the cache, in place wherever the tensor is its own.
+Every operation works on rows that stay in the cache and writes where it is told to: memory that is
+allocated anew for each block costs more than the arithmetic. Compiled, the same functions are told
+nothing and fuse.
 """
 
 from collections.abc import Sequence
 from fractions import Fraction
 from math import log
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
+Room: TypeAlias = Sequence[Tensor | None]
+"""ROOMS tensors shaped like the logits, to write into; or None that often, to leave it to the compiler."""
+ROOMS = 11
+NO_ROOM: Room = (None,) * ROOMS
 LOG2_E = 1 / log(2)
 SERIES_BELOW = 0.3
 """|d| from which on closed forms are used: below, they would cancel."""
@@ -32,10 +38,11 @@ SATURATED = 80.0
 TANH = (1, Fraction(-1, 3), Fraction(2, 15), Fraction(-17, 315), Fraction(62, 2835),
         Fraction(-1382, 155925), Fraction(21844, 6081075), Fraction(-929569, 638512875))  # fmt: skip
 """tanh x = x (1 - x^2/3 + 2 x^4/15 - ...)."""
-ODD = tuple(float(c) for c in TANH[1:])
-"""(tanh x - x)/x^3 in powers of x^2."""
-EVEN = tuple(float(c * Fraction(2 * n + 1, 2 * n + 2)) for n, c in enumerate(TANH))
-"""(x tanh x - log cosh x)/x^2 in powers of x^2."""
+ODD = tuple(float(c / 2 ** (2 * n + 1)) for n, c in enumerate(TANH))[1:]
+"""(tanh(d/2) - d/2)/d^3 in powers of d^2."""
+EVEN = tuple(float(c * Fraction(2 * n + 1, 2 * n + 2) / 4 ** (n + 1)) for n, c in enumerate(TANH))
+"""(d/2 tanh(d/2) - log cosh(d/2))/d^2 in powers of d^2."""
+_hardshrink: Any = torch.ops.aten.hardshrink.out
 BLOCK = 256
 """Columns among which the largest is sought first."""
 
@@ -51,30 +58,35 @@ class Side(NamedTuple):
     """The sum of ``mass``."""
 
 
-def side(z: Float[Tensor, "rows vocab"]) -> Side:
+def side(z: Float[Tensor, "rows vocab"], out: Tensor | None) -> Side:
     """The masses of the tokens, which divided by their total are probabilities."""
     top = z.amax(-1, keepdim=True)
-    mass = (z - top).mul_(LOG2_E).exp2_()
+    mass = torch.sub(z, top, out=out).mul_(LOG2_E).exp2_()
     return Side(top, mass, mass.sum(-1, keepdim=True))
 
 
-def log_ratio(p: Side, q: Side, zp: Tensor, zq: Tensor) -> Float[Tensor, "rows vocab"]:
+def log_ratio(p: Side, q: Side, zp: Tensor, zq: Tensor, out: Tensor | None) -> Float[Tensor, "rows vocab"]:
     """d = log p - log q."""
     shift = (p.top - q.top) + (p.total.log() - q.total.log())
-    return (zp - zq).sub_(shift)
+    return torch.sub(zp, zq, out=out).sub_(shift)
 
 
-def half_masses(p: Side, q: Side) -> Float[Tensor, "rows vocab"]:
-    """w = (p + q)/2."""
-    return (p.mass * (0.5 / p.total)).addcmul_(q.mass, 0.5 / q.total)
+def half_masses(p: Side, q: Side, out: Tensor | None) -> Float[Tensor, "rows vocab"]:
+    """w = (p + q)/2; ``out`` may be where the masses of p are."""
+    return torch.mul(p.mass, 0.5 / p.total, out=out).addcmul_(q.mass, 0.5 / q.total)
 
 
-def polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """``coefficients[0] + coefficients[1] x + ...``."""
-    total = x * coefficients[-1]
-    for c in coefficients[-2:0:-1]:
+def polynomial(x: Tensor, coefficients: Sequence[float], out: Tensor | None) -> Tensor:
+    """``coefficients[0] x + coefficients[1] x^2 + ...``."""
+    total = torch.mul(x, coefficients[-1], out=out)
+    for c in coefficients[-2::-1]:
         total.add_(c).mul_(x)
-    return total.add_(coefficients[0])
+    return total
+
+
+def unless_small(d: Tensor, out: Tensor | None) -> Tensor:
+    """d where |d| > SERIES_BELOW, else 0; NaN stays NaN."""
+    return hardshrink(d, SERIES_BELOW) if out is None else _hardshrink(d, SERIES_BELOW, out=out)
 
 
 class Tanh(NamedTuple):
@@ -83,45 +95,51 @@ class Tanh(NamedTuple):
     t: Float[Tensor, "rows vocab"]
     rest: Float[Tensor, "rows vocab"]
     """d - 2t, to a relative error of roundings."""
+    square: Float[Tensor, "rows vocab"]
+    """d^2 where the series are used, else 0."""
     far: Float[Tensor, "rows vocab"]
-    """d where it is too large for the series, else 0; made finite by saturation."""
+    """d where it is too large for them, else 0; made finite by saturation."""
     decay: Float[Tensor, "rows vocab"]
     """exp(-far)."""
-    square: Float[Tensor, "rows vocab"]
-    """(d/2)^2 where the series are used, else 0."""
+    above: Float[Tensor, "rows vocab"]
+    """1 + decay."""
 
 
-def tanh_half(d: Float[Tensor, "rows vocab"]) -> Tanh:
+def tanh_half(d: Float[Tensor, "rows vocab"], room: Room) -> Tanh:
     """t and its companions, each the sum of a part for small and a part for large |d|.
 
     A sum of two parts of which one is 0, and not ``torch.where``, which costs as much as all else.
     """
     terms = 7 if d.dtype == torch.float64 else 3
-    far = hardshrink(d, SERIES_BELOW)
-    half = (d - far).mul_(0.5)
-    square = half * half
-    beyond = polynomial(square, ODD[:terms]).mul_(square).mul_(half)
-    bounded = far.clamp(-SATURATED, SATURATED)
-    decay = (bounded * -LOG2_E).exp2_()
-    t = (1 - decay).div_(decay + 1)
-    rest = far.sub_(t, alpha=2).sub_(beyond, alpha=2)
-    return Tanh(t.add_(half).add_(beyond), rest, bounded, decay, square)
+    rest = unless_small(d, room[0])
+    near = torch.sub(d, rest, out=room[1])
+    square = torch.mul(near, near, out=room[2])
+    beyond = polynomial(square, ODD[:terms], room[3]).mul_(near)
+    far = torch.clamp(rest, -SATURATED, SATURATED, out=room[4])
+    decay = torch.mul(far, -LOG2_E, out=room[5]).exp2_()
+    above = torch.add(decay, 1, out=room[6])
+    t = torch.neg(decay, out=room[7]).add_(1).div_(above)
+    rest.sub_(t, alpha=2).sub_(beyond, alpha=2)
+    t.add_(near, alpha=0.5).add_(beyond)
+    return Tanh(t, rest, square, far, decay, above)
 
 
-def kl_rows(zp: Float[Tensor, "rows vocab"], zq: Float[Tensor, "rows vocab"]) -> tuple[Tensor]:
+def kl_rows(
+    zp: Float[Tensor, "rows vocab"], zq: Float[Tensor, "rows vocab"], room: Room = NO_ROOM
+) -> tuple[Tensor]:
     """KL(p || q) of each row, alone in its tuple; not finite where a logit or the KL is not."""
-    p, q = side(zp), side(zq)
-    d = log_ratio(p, q, zp, zq)
-    near = tanh_half(d)
-    return (near.t.mul_(d).add_(near.rest).mul_(half_masses(p, q)).sum(-1),)
+    p, q = side(zp, room[0]), side(zq, room[1])
+    d = log_ratio(p, q, zp, zq, room[2])
+    w = half_masses(p, q, room[0])
+    x = tanh_half(d, (room[1], *room[3:10]))
+    return (x.t.mul_(d).add_(x.rest).mul_(w).sum(-1),)
 
 
-def jensen_shannon_terms(x: Tanh) -> Float[Tensor, "rows vocab"]:
-    """(t d + log(1 - t^2))/2."""
+def jensen_shannon_terms_(x: Tanh) -> Float[Tensor, "rows vocab"]:
+    """(t d + log(1 - t^2))/2, where ``above`` was; far and decay are taken to pieces."""
     terms = 8 if x.t.dtype == torch.float64 else 4
-    series = polynomial(x.square, EVEN[:terms]).mul_(x.square)
-    closed = (x.far * x.decay).div_(x.decay + 1).add_((x.decay - 1).mul_(0.5).log1p_())
-    return series.sub_(closed)
+    closed = x.far.mul_(x.decay).div_(x.above).add_(x.decay.sub_(1).mul_(0.5).log1p_())
+    return polynomial(x.square, EVEN[:terms], x.above).sub_(closed)
 
 
 def largest(z: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
@@ -140,48 +158,60 @@ def largest(z: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
     return torch.where(better[:, 0], tail, best)
 
 
-def entropy_rows(z: Float[Tensor, "rows vocab"], one: Side) -> Float[Tensor, " rows"]:
+def entropy_rows(z: Float[Tensor, "rows vocab"], one: Side, out: Tensor | None) -> Float[Tensor, " rows"]:
     """-sum p log p."""
-    below = (one.top - z).mul_(one.mass).sum(-1, keepdim=True)
+    below = torch.sub(one.top, z, out=out).mul_(one.mass).sum(-1, keepdim=True)
     return (one.total.log() + below / one.total)[:, 0]
 
 
 def statistics_rows(
-    zp: Float[Tensor, "rows vocab"], zq: Float[Tensor, "rows vocab"], tokens: Int[Tensor, " rows"]
+    zp: Float[Tensor, "rows vocab"],
+    zq: Float[Tensor, "rows vocab"],
+    tokens: Int[Tensor, " rows"],
+    room: Room = NO_ROOM,
 ) -> tuple[Tensor, ...]:
     """The fields of TokenStatistics for each row, in one pass; the divergences as in ``kl_rows``."""
-    p, q = side(zp), side(zq)
+    p, q = side(zp, room[0]), side(zq, room[1])
     column = tokens[:, None]
     token_zq = zq.gather(-1, column)
     token_logp = (zp.gather(-1, column) - p.top - p.total.log())[:, 0]
     token_logq = (token_zq - q.top - q.total.log())[:, 0]
-    entropies = entropy_rows(zp, p), entropy_rows(zq, q)
-    rank = torch.gt(zq, token_zq).sum(-1)
-    w = half_masses(p, q)
+    entropies = entropy_rows(zp, p, room[2]), entropy_rows(zq, q, room[2])
     tops = largest(zp), largest(zq), 1 / p.total[:, 0], 1 / q.total[:, 0]
-    d = log_ratio(p, q, zp, zq)
-    del p, q
-    near = tanh_half(d)
-    jensen_shannon = jensen_shannon_terms(near).mul_(w).sum(-1)
-    total_variation = (near.t.abs()).mul_(w).sum(-1)
-    even = near.t.mul_(d)
-    kl_pq = (even + near.rest).mul_(w).sum(-1)
-    kl_qp = even.sub_(near.rest).mul_(w).sum(-1)
+    rank = greater(zq, token_zq, room[2])
+    d = log_ratio(p, q, zp, zq, room[2])
+    w = half_masses(p, q, room[0])
+    x = tanh_half(d, (room[1], *room[3:10]))
+    jensen_shannon = jensen_shannon_terms_(x).mul_(w).sum(-1)
+    total_variation = torch.abs(x.t, out=x.far).mul_(w).sum(-1)
+    even = x.t.mul_(d)
+    kl_qp = torch.sub(even, x.rest, out=x.far).mul_(w).sum(-1)
+    kl_pq = even.add_(x.rest).mul_(w).sum(-1)
     return (token_logp, token_logq, kl_pq, kl_qp, jensen_shannon, total_variation, *entropies, *tops, rank)
 
 
+def greater(
+    z: Float[Tensor, "rows vocab"], than: Float[Tensor, "rows 1"], out: Tensor | None
+) -> Int[Tensor, " rows"]:
+    """How many logits of each row are greater; a count in float32 is exact below 2^24."""
+    return torch.gt(z, than, out=out).sum(-1).to(torch.int64)
+
+
 def gradient_rows(
-    zp: Float[Tensor, "rows vocab"], zq: Float[Tensor, "rows vocab"], weight: Float[Tensor, " rows"]
+    zp: Float[Tensor, "rows vocab"],
+    zq: Float[Tensor, "rows vocab"],
+    weight: Float[Tensor, " rows"],
+    room: Room = NO_ROOM,
 ) -> tuple[Tensor, ...]:
     """KL(p || q) of each row, and the gradients of ``weight KL`` in both logits.
 
     weight p (d - KL) and weight (q - p), the latter as -2 w t: no difference of two softmaxes.
     """
-    p, q = side(zp), side(zq)
-    d = log_ratio(p, q, zp, zq)
-    w = half_masses(p, q)
-    near = tanh_half(d)
-    kl = (near.t * d).add_(near.rest).mul_(w).sum(-1)
+    p, q = side(zp, room[0]), side(zq, room[1])
+    d = log_ratio(p, q, zp, zq, room[2])
+    w = half_masses(p, q, room[10])
+    x = tanh_half(d, (room[1], *room[3:10]))
+    kl = torch.mul(x.t, d, out=x.far).add_(x.rest).mul_(w).sum(-1)
+    in_q = x.t.mul_(w).mul_(-2 * weight[:, None])
     in_p = d.sub_(kl[:, None]).mul_(p.mass).mul_((weight / p.total[:, 0])[:, None])
-    in_q = near.t.mul_(w).mul_(-2 * weight[:, None])
     return kl, in_p, in_q
