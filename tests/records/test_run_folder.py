@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,22 +77,17 @@ def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
 def test_going_on_with_other_settings_is_refused(
     tmp_path: Path, other: dict[str, object], message: str
 ) -> None:
-    with RunFolder(tmp_path).writing(HEADER, resume=False):
-        pass
-    changed = RunHeader(
-        **{
-            **{n: getattr(HEADER, n) for n in ("kleash", "settings", "source_sha256", "fingerprints")},
-            **other,
-        }
-    )
+    with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
+        folder.write_shard(0, tokens(), sequences())
+    changed = replace(HEADER, **other)
     with pytest.raises(RunFolderError) as caught, RunFolder(tmp_path).writing(changed, resume=True):
         pass
     assert str(caught.value) == f"{tmp_path} holds another run: {message}; give another --out"
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run").writing(HEADER, resume=False):
-        pass
+    with RunFolder(tmp_path / "run").writing(HEADER, resume=False) as folder:
+        folder.write_shard(0, tokens(), sequences())
     with pytest.raises(RunFolderError, match="holds a run already; go on with it with --resume"):
         RunFolder(tmp_path / "run").check(resume=False)
     stranger = tmp_path / "stranger"
@@ -102,6 +98,14 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     assert [found.name for found in stranger.iterdir()] == ["thesis.tex"]
     with pytest.raises(RunFolderError, match="is a file; --out names a folder"):
         RunFolder(stranger / "thesis.tex").check(resume=False)
+
+
+def test_a_run_without_a_finished_shard_is_in_nobodys_way(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).writing(HEADER, resume=False):
+        pass
+    other = replace(HEADER, settings={"seed": 1})
+    with RunFolder(tmp_path).writing(other, resume=False) as folder:
+        assert folder.header() == other
 
 
 def test_resuming_where_nothing_is_begins(tmp_path: Path) -> None:

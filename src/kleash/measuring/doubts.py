@@ -4,7 +4,9 @@ import numpy as np
 
 from kleash.measuring.estimands import Estimand
 from kleash.measuring.numbers import mean_per_token
+from kleash.measuring.rows import Floats
 from kleash.measuring.tally import ClusterSums
+from kleash.uncertainty import effective_sample_size
 
 SURPRISING = 4.0
 """Standard errors beyond which a mean that ought to be 0 is not taken for chance."""
@@ -32,16 +34,15 @@ def on_policy_doubts(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
     return (sentence,)
 
 
-def weight_doubts(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
-    """Whether importance weights leave enough responses to average over."""
+def weight_doubts(weights: Floats, estimand: Estimand) -> tuple[str, ...]:
+    """Whether the importance weights of whole responses leave enough of them to average over."""
     if estimand.weighting != "importance":
         return ()
-    total, squares, count = (sums[name].sum() for name in ("weight", "weight squared", "sequences"))
-    effective = float(total**2 / squares) if squares > 0 else 0.0
-    if effective >= FEW * count:
+    effective = effective_sample_size(weights)
+    if effective >= FEW * len(weights):
         return ()
     sentence = (
-        f"the importance weights of whole responses leave an effective sample of {effective:.1f} out of {count:.0f}: "
-        "the KL between responses rests on a few of them"
+        f"the importance weights of whole responses leave an effective sample of {effective:.1f} out of "
+        f"{len(weights)}: the KL between responses rests on a few of them"
     )
     return (sentence,)

@@ -1,12 +1,14 @@
 """From sums over clusters to the numbers that are written."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
 
 from kleash.measuring.columns import CONFIDENCES, POSITIONS
+from kleash.measuring.ledger import Clusters
 from kleash.measuring.scales import number, scale_of
-from kleash.measuring.tally import ClusterSums
+from kleash.measuring.tally import ClusterSums, SequenceTerms
 from kleash.records import Bin, EstimatorRecord, Number, SequenceTotal
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, transformed
 
@@ -31,7 +33,7 @@ def perplexities(sums: ClusterSums) -> dict[str, Number]:
 
 
 def _exponential(estimate: Estimate) -> Estimate:
-    return transformed(estimate, np.exp, np.exp, unit="none")
+    return transformed(estimate, math.exp, math.exp, unit="none")
 
 
 def probability_changes(sums: ClusterSums) -> dict[str, Number]:
@@ -39,7 +41,9 @@ def probability_changes(sums: ClusterSums) -> dict[str, Number]:
     square = mean_per_token(sums, "probability_change_squared")
     return {
         "mean": number(mean_per_token(sums, "probability_change")),
-        "rms": number(transformed(square, np.sqrt, lambda value: 0.5 / np.sqrt(value), unit="probability")),
+        "rms": number(
+            transformed(square, math.sqrt, lambda value: 0.5 / math.sqrt(value), unit="probability")
+        ),
     }
 
 
@@ -93,11 +97,9 @@ def share(part: float, whole: float) -> float:
     return float(part / whole) if np.isfinite(whole) else float("nan")
 
 
-def sequence_total(sums: ClusterSums) -> SequenceTotal:
+def sequence_total(terms: SequenceTerms, clusters: Clusters) -> SequenceTotal:
     """The KL between whole responses, by the combination of its two estimates that varies least."""
-    total = controlled_total(
-        sums["sequence log ratio"], sums["sequence exact"], sums["sequences"], unit="nats"
-    )
+    total = controlled_total(terms.log_ratio, terms.exact, clusters.labels, unit="nats")
     return SequenceTotal(
         kl_policy_reference=number(total.estimate),
         control_variate_weight=total.weight,

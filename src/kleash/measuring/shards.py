@@ -6,7 +6,16 @@ from hashlib import sha256
 from typing import TypeVar
 
 from kleash.engines import Shard
-from kleash.models import Pair, Prompt, Sequence, read_prompts, read_responses, read_text, source_path
+from kleash.models import (
+    Pair,
+    Prompt,
+    Sequence,
+    count_documents,
+    read_prompts,
+    read_responses,
+    read_text,
+    source_path,
+)
 from kleash.records import MeasureJob
 
 BATCHES = 4
@@ -22,20 +31,25 @@ class Plan:
     shards: Iterator[Shard]
     """Always the same ones in the same order."""
     sequences: int | None
-    """How many there will be; None where the source has not been read to its end."""
+    """How many there will be; None of text, whose windows are counted as they come."""
 
 
 def plan(job: MeasureJob, pair: Pair) -> Plan:
-    """The shards of a job; those of text and responses are read as they come.
+    """The shards of a job. The whole source is looked through first: a broken line near its end must not cost a day.
 
     Raises:
-        SourceError: when it comes to a line of the source that cannot be read.
+        SourceError: if a line of the source cannot be read.
     """
     kind, path = job.source
     if kind != "prompts":
+        given = None
+        if kind == "text":
+            count_documents(path, limit=job.limit)
+        else:
+            given = sum(1 for _ in given_sequences(job, pair))
         parts = _parts(given_sequences(job, pair), lambda one: one.read, job)
         shards = (Shard(index=index, sequences=tuple(part)) for index, part in enumerate(parts))
-        return Plan(shards=shards, sequences=None)
+        return Plan(shards=shards, sequences=given)
     prompts = read_prompts(path, pair, limit=job.limit)
     answers = job.samples_per_prompt * job.max_new_tokens
     parts = _parts(prompts, lambda prompt: len(prompt.token_ids) + answers, job)

@@ -26,7 +26,7 @@ from kleash.measuring.numbers import (
 )
 from kleash.measuring.rows import sequence_starts
 from kleash.measuring.scales import number
-from kleash.measuring.tally import ClusterSums, sequence_terms, token_sums
+from kleash.measuring.tally import ClusterSums, SequenceTerms, sequence_terms, token_sums
 from kleash.measuring.worst import Worst
 from kleash.models import Model, Pair
 from kleash.records import Counts, MeasureJob, Measurement, ModelRecord, RunFolder, RunningMean
@@ -62,7 +62,8 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
     """Everything that is reported of a run, from its files and a second look at some of its sequences."""
     sequences = read_sequences(run.folder, on_text=run.job.source[0] == "text")
     estimand = estimand_of(run.job, all_have_logprobs=sequences.all_have_logprobs)
-    sums, worst = tally(run.folder, estimand, sequences.clusters)
+    counted = tally(run.folder, estimand, sequences.clusters)
+    sums, worst = counted.sums, counted.worst
     worst_sequences = worst.worst_sequences()
     after = look_again(run.job, run.engine, run.folder, worst_sequences)
     quantiles, top_share = climb(run.folder, sequences.clusters)
@@ -81,7 +82,9 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
             shards=run.folder.finished_shards(),
         ),
         per_token={name: number(mean_per_token(sums, name)) for name in PER_TOKEN},
-        per_sequence=sequence_total(sums) if estimand.between_sequences else None,
+        per_sequence=(
+            sequence_total(counted.terms, sequences.clusters) if estimand.between_sequences else None
+        ),
         estimators=estimator_records(sums, tuple(ESTIMATORS)),
         estimators_note=estimand.estimators_note,
         quantiles=quantiles,
@@ -97,7 +100,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         worst_tokens=worst.worst_tokens(),
         worst_sequences=worst_sequences,
         prompts=worst.worst_prompts(run.folder),
-        doubts=gather_doubts(run, estimand, sequences, sums, after),
+        doubts=gather_doubts(run, estimand, sequences, counted, after),
         notes=run.pair.notes,
         seconds=seconds(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -125,9 +128,18 @@ def read_sequences(folder: RunFolder, *, on_text: bool) -> Sequences:
     )
 
 
-def tally(folder: RunFolder, estimand: Estimand, clusters: Clusters) -> tuple[ClusterSums, Worst]:
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What one pass over all tokens gives."""
+
+    sums: ClusterSums
+    terms: SequenceTerms
+    worst: Worst
+
+
+def tally(folder: RunFolder, estimand: Estimand, clusters: Clusters) -> Tally:
     """One pass over all tokens: the sums of every quantity for each cluster, and what drifted most."""
-    sums, worst = ClusterSums(), Worst()
+    sums, worst, terms = ClusterSums(), Worst(), [SequenceTerms(*np.zeros((3, 0)))]
     done = 0
     for part in folder.token_parts([*READ, "text"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
@@ -137,9 +149,13 @@ def tally(folder: RunFolder, estimand: Estimand, clusters: Clusters) -> tuple[Cl
         lengths = np.diff([*starts, len(part["prompt_id"])])
         sums.add(np.repeat(labels, lengths), token_sums(found))
         if estimand.between_sequences and estimand.weighting is not None:
-            sums.add(labels, sequence_terms(part, found, estimand.weighting))
+            terms.append(sequence_terms(part, found, estimand.weighting))
         worst.add(part)
-    return sums, worst
+    return Tally(
+        sums=sums,
+        worst=worst,
+        terms=SequenceTerms(*(np.concatenate(column) for column in zip(*terms, strict=True))),
+    )
 
 
 def convergence(sums: ClusterSums) -> tuple[RunningMean, ...]:
@@ -152,7 +168,7 @@ def convergence(sums: ClusterSums) -> tuple[RunningMean, ...]:
 
 
 def gather_doubts(
-    run: Run, estimand: Estimand, sequences: Sequences, sums: ClusterSums, after: Aftermath
+    run: Run, estimand: Estimand, sequences: Sequences, counted: Tally, after: Aftermath
 ) -> tuple[str, ...]:
     """What there is to doubt about the whole run."""
     return tuple(
@@ -162,8 +178,8 @@ def gather_doubts(
                 *sequences.clusters.doubts,
                 *estimand.doubts,
                 *after.doubts,
-                *on_policy_doubts(sums, estimand),
-                *weight_doubts(sums, estimand),
+                *on_policy_doubts(counted.sums, estimand),
+                *weight_doubts(counted.terms.weight, estimand),
             ]
         )
     )

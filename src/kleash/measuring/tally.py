@@ -1,6 +1,7 @@
 """Sums over the tokens of a run, shard by shard, in memory that does not grow with the run."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,14 @@ from kleash.measuring.rows import Floats, sequence_starts
 MOST_CLUSTERS = 16_384
 """Beyond so many clusters neighbours are put together: errors of a mean over 8 192 groups of
 independent prompts are as good as over all of them, and the memory stays flat."""
+
+
+def neighbours_together(clusters: int) -> int:
+    """How many neighbouring clusters are counted as one, a power of 2, where there are so many."""
+    together = 1
+    while clusters > MOST_CLUSTERS * together:
+        together *= 2
+    return together
 
 
 class ClusterSums:
@@ -27,7 +36,7 @@ class ClusterSums:
         """Add one number per row of each column to the cluster of that row."""
         if not len(clusters):
             return
-        while int(clusters.max()) // self.together >= MOST_CLUSTERS:
+        while neighbours_together(int(clusters.max()) + 1) > self.together:
             self._halve()
         index = clusters // self.together
         self._size = max(self._size, int(index.max()) + 1)
@@ -74,9 +83,17 @@ def token_sums(found: Quantities) -> dict[str, Floats]:
     return columns
 
 
+class SequenceTerms(NamedTuple):
+    """For each sequence: the two sums that both have the KL between responses as their mean, and its weight."""
+
+    log_ratio: Floats
+    exact: Floats
+    weight: Floats
+
+
 def sequence_terms(
     part: Mapping[str, NDArray[np.generic]], found: Quantities, weighting: str
-) -> dict[str, Floats]:
+) -> SequenceTerms:
     """For each sequence of a shard: the sum of its log ratios, that of its exact KLs, and its weight.
 
     Both sums have the KL between responses as their mean. Where another distribution drew the tokens, the
@@ -93,10 +110,8 @@ def sequence_terms(
             before[begin + 1 : end] = with_token[begin : end - 1]
             weights[place] = with_token[end - 1]
         log_ratios, exact = with_token * log_ratios, before * exact
-    return {
-        "sequences": np.ones(len(starts)),
-        "sequence log ratio": np.add.reduceat(log_ratios, starts),
-        "sequence exact": np.add.reduceat(exact, starts),
-        "weight": weights,
-        "weight squared": weights**2,
-    }
+    return SequenceTerms(
+        log_ratio=np.add.reduceat(log_ratios, starts),
+        exact=np.add.reduceat(exact, starts),
+        weight=weights,
+    )

@@ -15,7 +15,7 @@ from kleash.models.prompts import read_prompts
 from kleash.models.responses import read_responses
 from kleash.models.scoring import score
 from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
-from kleash.models.texts import read_text
+from kleash.models.texts import count_documents, read_text
 from kleash.models.tokenizers import compare_tokenizers, token_count, token_texts
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Sequence",
     "alternatives",
     "compare_tokenizers",
+    "count_documents",
     "disagreement",
     "exponentials",
     "find_checkpoint",

@@ -50,6 +50,15 @@ def read_text(
     return _windows(name, pair, window, stride, limit)
 
 
+def count_documents(name: str, *, limit: int | None = None) -> int:
+    """How many documents ``read_text`` will find: each line is read and none is tokenised.
+
+    Raises:
+        SourceError: if a line cannot be read as a document.
+    """
+    return sum(1 for _ in islice(_documents(source_path(name)), limit))
+
+
 def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[Sequence]:
     path = source_path(name)
     empty = True

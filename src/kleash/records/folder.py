@@ -98,7 +98,7 @@ class RunFolder:
         if not self.root.is_dir():
             raise RunFolderError(f"{self.root} is a file; --out names a folder")
         if (self.root / "run.json").exists():
-            if not resume:
+            if not resume and self.finished_shards():
                 raise RunFolderError(
                     f"{self.root} holds a run already; go on with it with --resume, or give another --out"
                 )
@@ -113,7 +113,8 @@ class RunFolder:
         self.check(resume=resume)
         folders = (self.root, self.root / "tokens", self.root / "sequences")
         path = self.root / "run.json"
-        if path.exists():
+        kept = self.finished_shards()
+        if kept:
             differences = self.header().differences(header)
             if differences:
                 raise RunFolderError(
@@ -123,7 +124,7 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
             for left in folder.glob(f"{TEMPORARY}*"):
                 left.unlink()
-        if not path.exists():
+        if not kept:
             write_atomically(path, to_json(header))
 
     def header(self) -> RunHeader:

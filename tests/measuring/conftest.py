@@ -1,0 +1,57 @@
+"""Runs that several tests look at."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Kleash = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def kleash() -> Kleash:
+    """Runs the command as a process of its own and checks its exit code."""
+
+    def run(*words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "kleash", *map(str, words)], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == expect, f"{done.returncode}: {done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a tiny policy and its reference."""
+    from tiny_models import tiny_pair
+
+    return tiny_pair(tmp_path_factory.mktemp("pair"), "llama")
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of forty prompts."""
+    words = [
+        "the",
+        "sea",
+        "was",
+        "calm",
+        "and",
+        "a",
+        "boat",
+        "went",
+        "out",
+        "before",
+        "dawn",
+        "came",
+        "up",
+        "so",
+        "far",
+    ]
+    path = tmp_path_factory.mktemp("source") / "prompts.txt"
+    path.write_text("\n".join(f"{words[n % 15]} {words[(3 * n + 1) % 15]} {n}" for n in range(40)))
+    return path

@@ -1,0 +1,160 @@
+"""What goes wrong is one clear sentence and exit code 2; what was finished is kept."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny, tiny_tokenizer
+
+import kleash.records.atomic
+from kleash.cli import main
+
+Run = Any
+
+
+@pytest.fixture
+def failing(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a measurement that cannot be; returns the one line that it prints, without its "kleash: "."""
+
+    def run(*words: object, policy: Path | None = None, reference: Path | None = None) -> str:
+        models = ["--policy", policy or pair[0], "--reference", reference or pair[1]]
+        out = ["--out", tmp_path / "run", "--max-new-tokens", 4, "--quiet"]
+        capsys.readouterr()
+        assert main(["measure", *map(str, [*models, *out, *words])]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith("kleash: ") and said.err.count("\n") == 1, said.err
+        return said.err.removeprefix("kleash: ").strip()
+
+    return run
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--text", "--responses"])
+def test_a_missing_an_empty_and_a_blank_file(option: str, failing: Run, tmp_path: Path) -> None:
+    assert failing(option, tmp_path / "none.jsonl") == f"there is no file {tmp_path / 'none.jsonl'}"
+    empty = written(tmp_path / "empty.jsonl", "")
+    assert failing(option, empty) == f"{empty} is empty; give a file of JSONL or plain text"
+    assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
+    (tmp_path / "folder").mkdir()
+    said = failing(option, tmp_path / "folder")
+    assert said == f"{tmp_path / 'folder'} is a folder; give a file of JSONL or plain text"
+
+
+@pytest.mark.parametrize(
+    ("option", "line", "message"),
+    [
+        ("--prompts", '{"prompt": "a"', "line 2: expected a JSON object and found"),
+        (
+            "--prompts",
+            '{"question": "a"}',
+            "line 2: expected a field 'prompt' or 'messages' and found 'question'",
+        ),
+        ("--prompts", '{"prompt": ""}', "line 2: the prompt is empty"),
+        ("--prompts", '{"prompt": 3}', "line 2: expected 'prompt' to be text and found '3'"),
+        ("--text", '{"body": "a"}', "line 2: expected a field 'text' and found 'body'"),
+        (
+            "--responses",
+            '{"prompt": "a"}',
+            "line 2: expected a field 'response' or 'response_token_ids' and found",
+        ),
+        ("--responses", '{"prompt": "a", "response": ""}', "line 2: the response has no tokens"),
+        (
+            "--responses",
+            '{"prompt": "a", "response_token_ids": [9, 10], "logprobs": [-1]}',
+            "line 2: expected a number in 'logprobs' for each of the 2 response tokens and found 1",
+        ),
+        (
+            "--responses",
+            '{"prompt": "a", "response_token_ids": [99999]}',
+            "line 2: expected 'response_token_ids'",
+        ),
+    ],
+)
+def test_a_line_that_is_not_what_it_should_be(
+    option: str, line: str, message: str, failing: Run, tmp_path: Path
+) -> None:
+    good = '{"prompt": "The sea", "response": " was calm", "text": "The sea was calm"}'
+    source = written(tmp_path / "source.jsonl", f"{good}\n{line}\n")
+    assert f"{source}, {message}" in failing(option, source)
+
+
+def test_bytes_that_are_not_text(failing: Run, tmp_path: Path) -> None:
+    source = written(tmp_path / "latin.txt", "The sea\ncaf\xe9".encode("latin-1"))
+    assert f"{source}, line 2: expected UTF-8 and found byte 0xe9" in failing("--prompts", source)
+
+
+def test_a_prompt_longer_than_the_models_read(failing: Run, tmp_path: Path) -> None:
+    source = written(tmp_path / "long.txt", "short\n" + "sea " * 400)
+    said = failing("--prompts", source)
+    assert f"{source}, line 2: the prompt is" in said and "the models read at most 128" in said
+
+
+@pytest.mark.parametrize("role", ["policy", "reference"])
+def test_nan_logits_name_the_model_and_the_prompt(
+    role: str, failing: Run, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(pair[1], broken)
+    weights = load_file(broken / "model.safetensors")
+    row = tiny_tokenizer()(" sea")["input_ids"][1]
+    weights["model.embed_tokens.weight"][row] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    source = written(tmp_path / "p.jsonl", '{"text": "A long road"}\n{"text": "The sea was calm"}\n')
+    said = failing("--text", source, **{role: broken})
+    assert said.startswith(
+        f"the {role} gives NaN or infinite logits for prompt 1, sample 0 ({source}, line 2)"
+    )
+
+
+def test_models_that_are_not_there_or_do_not_fit(
+    failing: Run, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source = written(tmp_path / "p.txt", "The sea")
+    assert "there is no folder" in failing("--prompts", source, policy=tmp_path / "no where")
+    other = save_tiny(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["Ġthe"], vocabulary["Ġand"] = vocabulary["Ġand"], vocabulary["Ġthe"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = failing("--prompts", source, policy=other)
+    assert "the tokenizers differ in 2 tokens (the policy's has 300, the reference's 300)" in said
+    assert "'Ġand'" in said and "'Ġthe'" in said
+
+
+def test_no_space_left_keeps_what_was_finished(
+    failing: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
+) -> None:
+    source = written(tmp_path / "p.txt", "\n".join(f"The sea {n}" for n in range(8)))
+    sync = kleash.records.atomic.os.fsync
+
+    def full(descriptor: int) -> None:
+        if (tmp_path / "run" / "sequences" / "part-00001.parquet").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(kleash.records.atomic.os, "fsync", full)
+    said = failing("--prompts", source, "--batch-tokens", 8)
+    assert said.startswith("no space is left to write") and "what was finished is kept" in said
+    kept = sorted(path.name for path in (tmp_path / "run" / "sequences").iterdir())
+    assert kept == ["part-00000.parquet", "part-00001.parquet"]
+    monkeypatch.undo()
+    words = ["--policy", pair[0], "--reference", pair[1], "--prompts", source, "--out", tmp_path / "run"]
+    more = ["--max-new-tokens", 4, "--quiet", "--batch-tokens", 8, "--resume"]
+    assert main(["measure", *map(str, [*words, *more])]) == 0
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_report_or_a_comparison_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has no measurement.json; is it a run folder?" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.strip() == "kleash: compare takes two or more run folders; 1 was given"

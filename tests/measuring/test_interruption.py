@@ -1,0 +1,111 @@
+"""A run that is killed and goes on comes to the result of one that was left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Kleash = Callable[..., subprocess.CompletedProcess[str]]
+OPTIONS = ["--max-new-tokens", "6", "--batch-tokens", "8", "--quiet"]
+
+
+def words(pair: tuple[Path, Path], prompts: Path, out: Path) -> list[str]:
+    policy, reference = pair
+    return [
+        *("measure", "--policy", str(policy), "--reference", str(reference), "--prompts", str(prompts)),
+        *("--out", str(out), *OPTIONS),
+    ]
+
+
+def result(out: Path) -> dict[str, Any]:
+    measured = json.loads((out / "measurement.json").read_text())
+    return {name: value for name, value in measured.items() if name not in ("seconds", "finished")}
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(6000):
+        if path.exists():
+            return
+        assert process.poll() is None, "the run ended before it could be interrupted"
+        time.sleep(0.005)
+    raise AssertionError(f"{path} did not appear")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    kleash(*words(pair, prompts, out))
+    return out
+
+
+def test_killed_twice_and_resumed_it_is_the_same(
+    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shards = len(list((undisturbed / "sequences").iterdir()))
+    assert shards >= 8
+    for at, kind in ((1, "tokens"), (shards // 2, "sequences")):
+        process = subprocess.Popen([sys.executable, "-m", "kleash", *words(pair, prompts, out), "--resume"])
+        wait_for(out / kind / f"part-{at:05d}.parquet", process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (out / "measurement.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in (out / "sequences").iterdir()}
+    assert kept
+    kleash(*words(pair, prompts, out), "--resume")
+    assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items()), (
+        "a kept shard was done again"
+    )
+    assert result(out) == result(undisturbed)
+    for kind in ("tokens", "sequences"):
+        for part in sorted((undisturbed / kind).iterdir()):
+            assert (out / kind / part.name).read_bytes() == part.read_bytes()
+
+
+def test_ctrl_c_says_how_to_go_on(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kleash", *words(pair, prompts, out)], stderr=subprocess.PIPE, text=True
+    )
+    wait_for(out / "sequences" / "part-00000.parquet", process)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.strip() == f"kleash: interrupted; what was finished is kept: go on with --resume --out {out}"
+
+
+def test_other_settings_are_refused_by_name(
+    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, undisturbed: Path
+) -> None:
+    done = kleash(*words(pair, prompts, undisturbed), "--resume", "--seed", "7", expect=2)
+    assert done.stderr.strip() == (
+        f"kleash: {undisturbed} holds another run: --seed was 0 and is now 7; give another --out"
+    )
+    done = kleash(*words(pair, prompts, undisturbed), expect=2)
+    assert "holds a run already; go on with it with --resume, or give another --out" in done.stderr
+
+
+def test_another_process_is_named_as_the_reason(
+    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-m", "kleash", *words(pair, prompts, out)])
+    wait_for(out / "run.json", process)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        done = kleash(*words(pair, prompts, out), "--resume", expect=2)
+    finally:
+        process.kill()
+        process.wait()
+    assert (
+        done.stderr.strip() == f"kleash: another process is writing {out}; wait for it, or give another --out"
+    )

@@ -1,0 +1,185 @@
+"""``kleash measure`` as a process, against a brute-force computation in float64 over the whole vocabulary."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiny_models import double_logits, tiny_pair, tiny_tokenizer
+
+Kleash = Callable[..., subprocess.CompletedProcess[str]]
+
+PROMPTS = [
+    "The sea was calm",
+    "She counted the birds on the wire, and then",
+    "A long road",
+    "When the rain stopped they opened the windows, and",
+    "It is said",
+]
+DOCUMENTS = [
+    "The sea was calm and the boat went out before the sun had come up.",
+    "She counted the birds on the wire, and then she counted them again, to be sure. Nobody knew why she did.",
+    "A long road leads out of the town; nobody remembers where it was meant to end. " * 2,
+]
+
+
+def read(folder: Path, kind: str) -> dict[str, np.ndarray]:
+    table = pq.read_table(folder / kind)
+    return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+
+
+def brute_force(logits_p: torch.Tensor, logits_q: torch.Tensor, token: int) -> dict[str, float]:
+    """Every column of one position from both models' logits, by the textbook sums, in float64."""
+    p, q = torch.softmax(logits_p, -1), torch.softmax(logits_q, -1)
+    logp, logq = torch.log_softmax(logits_p, -1), torch.log_softmax(logits_q, -1)
+    logm = ((p + q) / 2).log()
+    return {
+        "logp_policy": logp[token].item(),
+        "logp_reference": logq[token].item(),
+        "kl_policy_reference": (p * (logp - logq)).sum().item(),
+        "kl_reference_policy": (q * (logq - logp)).sum().item(),
+        "jensen_shannon": ((p * (logp - logm)).sum() / 2 + (q * (logq - logm)).sum() / 2).item(),
+        "total_variation": ((p - q).abs().sum() / 2).item(),
+        "entropy_policy": -(p * logp).sum().item(),
+        "entropy_reference": -(q * logq).sum().item(),
+        "top1_policy": p.argmax().item(),
+        "top1_reference": q.argmax().item(),
+        "top1_probability_policy": p.max().item(),
+        "top1_probability_reference": q.max().item(),
+        "rank_reference": (q > q[token]).sum().item(),
+    }
+
+
+def check_every_column(
+    out: Path, policy: Path, reference: Path, contexts: dict[tuple[int, int], list[int]], temperature: float
+) -> None:
+    """Compare the run's tokens with brute force; ``contexts`` gives what stood before each sequence."""
+    tokens = read(out, "tokens")
+    assert len(tokens["position"]) > 30
+    for (prompt, sample), context in contexts.items():
+        rows = np.flatnonzero((tokens["prompt_id"] == prompt) & (tokens["sample_id"] == sample))
+        assert len(rows)
+        ids = tokens["token_id"][rows].tolist()
+        assert tokens["position"][rows].tolist() == list(range(len(ids)))
+        both = [double_logits(folder, [*context, *ids]) / temperature for folder in (policy, reference)]
+        for place, row in enumerate(rows):
+            expected = brute_force(*(side[len(context) + place - 1] for side in both), ids[place])
+            for name, value in expected.items():
+                assert tokens[name][row] == pytest.approx(value, rel=2e-4, abs=2e-5), (
+                    name,
+                    prompt,
+                    sample,
+                    place,
+                )
+
+
+@pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gpt2", 0.7), ("gemma2", 1.3)])
+def test_every_column_is_what_float64_says(
+    architecture: str, temperature: float, tmp_path: Path, kleash: Kleash
+) -> None:
+    policy, reference = tiny_pair(tmp_path, architecture)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    out = tmp_path / "run"
+    kleash(
+        *("measure", "--policy", policy, "--reference", reference, "--prompts", prompts, "--out", out),
+        *("--samples-per-prompt", "2", "--max-new-tokens", "9", "--temperature", temperature, "--quiet"),
+    )
+    prompt_ids = [tiny_tokenizer()(text)["input_ids"] for text in PROMPTS]
+    contexts = {(prompt, sample): prompt_ids[prompt] for prompt in range(len(PROMPTS)) for sample in (0, 1)}
+    check_every_column(out, policy, reference, contexts, temperature)
+    tokens, measured = read(out, "tokens"), json.loads((out / "measurement.json").read_text())
+    np.testing.assert_allclose(tokens["logp_sampled"], tokens["logp_policy"], atol=1e-4)
+    for name in ("kl_policy_reference", "jensen_shannon", "entropy_reference", "logp_policy"):
+        assert measured["per_token"][name]["value"] == pytest.approx(
+            tokens[name].astype(float).mean(), rel=1e-9
+        )
+    u = tokens["logp_policy"].astype(float) - tokens["logp_reference"]
+    exact = tokens["kl_policy_reference"].astype(float)
+    for name, values in {"k1": u, "abs": abs(u), "k2": u**2 / 2, "k3": np.exp(-u) - 1 + u}.items():
+        said = measured["estimators"][name]
+        assert said["value"] == pytest.approx(values.mean(), rel=1e-6)
+        assert said["bias"]["value"] == pytest.approx((values - exact).mean(), abs=1e-6)
+        assert said["spread"] == pytest.approx((values - exact).std(), rel=1e-6)
+    p, q = np.exp(tokens["logp_policy"].astype(float)), np.exp(tokens["logp_reference"].astype(float))
+    assert measured["probability_change"]["mean"]["value"] == pytest.approx((p - q).mean(), rel=1e-6)
+    assert measured["probability_change"]["rms"]["value"] == pytest.approx(
+        ((p - q) ** 2).mean() ** 0.5, rel=1e-6
+    )
+    assert measured["perplexity"]["policy"]["value"] == pytest.approx(np.exp(-np.log(p).mean()), rel=1e-6)
+    assert measured["perplexity"]["ratio"]["value"] == pytest.approx(np.exp(-u.mean()), rel=1e-6)
+    agreement = (tokens["top1_policy"] == tokens["top1_reference"]).mean()
+    assert measured["top1_agreement"]["value"] == pytest.approx(agreement)
+
+
+def test_text_is_scored_once_at_every_token_with_its_window_as_context(
+    tmp_path: Path, kleash: Kleash
+) -> None:
+    policy, reference = tiny_pair(tmp_path, "llama")
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    out = tmp_path / "run"
+    kleash(
+        *("measure", "--policy", policy, "--reference", reference, "--text", source, "--out", out),
+        *("--window", 24, "--stride", 16, "--batch-tokens", 64, "--quiet"),
+    )
+    ids = [tiny_tokenizer()(text)["input_ids"] for text in DOCUMENTS]
+    tokens = read(out, "tokens")
+    contexts: dict[tuple[int, int], list[int]] = {}
+    for document, whole in enumerate(ids):
+        scored = tokens["token_id"][tokens["prompt_id"] == document].tolist()
+        assert scored == whole[1:]
+        done = 1
+        for window in range(int(tokens["sample_id"][tokens["prompt_id"] == document].max()) + 1):
+            here = int(((tokens["prompt_id"] == document) & (tokens["sample_id"] == window)).sum())
+            contexts[document, window] = whole[16 * window : done]
+            done += here
+    check_every_column(out, policy, reference, contexts, 1.0)
+    measured = json.loads((out / "measurement.json").read_text())
+    assert measured["estimators"] == {} and measured["per_sequence"] is None
+    assert "averages over tokens that the policy drew" in measured["estimators_note"]
+
+
+def test_a_model_against_itself_is_exactly_zero(tmp_path: Path, kleash: Kleash) -> None:
+    _, reference = tiny_pair(tmp_path, "gemma2")
+    source = tmp_path / "text.txt"
+    source.write_text("\n\n".join(DOCUMENTS))
+    out = tmp_path / "run"
+    kleash(
+        "measure", "--policy", reference, "--reference", reference, "--text", source, "--out", out, "--quiet"
+    )
+    tokens = read(out, "tokens")
+    for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
+        assert (tokens[name] == 0).all()
+    measured = json.loads((out / "measurement.json").read_text())
+    assert measured["per_token"]["kl_policy_reference"]["value"] == 0
+    assert measured["per_token"]["kl_policy_reference"]["ci95"] == [0, 0]
+    assert measured["top1_agreement"]["value"] == 1
+
+
+def test_json_mode_prints_the_file_and_nothing_else(tmp_path: Path, kleash: Kleash) -> None:
+    policy, reference = tiny_pair(tmp_path, "llama")
+    source = tmp_path / "text.txt"
+    source.write_text("\n\n".join(DOCUMENTS))
+    out = tmp_path / "run"
+    done = kleash(
+        *(
+            "measure",
+            "--policy",
+            policy,
+            "--reference",
+            reference,
+            "--text",
+            source,
+            "--out",
+            out,
+            "--json",
+            "--quiet",
+        )
+    )
+    assert done.stdout == (out / "measurement.json").read_text()
+    assert done.stderr == ""

@@ -1,0 +1,213 @@
+"""What a run says about itself, on runs whose truth is known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import tiny_tokenizer
+
+from kleash.cli import main
+from kleash.measuring import compare, measure
+from kleash.records import MeasureJob, RunFolder
+
+
+@pytest.fixture(scope="module")
+def job(pair: tuple[Path, Path], prompts: Path) -> dict[str, Any]:
+    return {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts), "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def own(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over the policy's own responses."""
+    out = tmp_path_factory.mktemp("own") / "run"
+    measure(MeasureJob(**job, samples_per_prompt=4, out=str(out)))
+    return out
+
+
+def as_responses(run: Path, path: Path, **changes: Any) -> Path:
+    """The responses of a run as a file of responses with their log-probabilities."""
+    tokens = next(RunFolder(run).token_parts(["prompt_id", "sample_id", "token_id", "logp_sampled"]))
+    prompts = {}
+    for part in RunFolder(run).sequence_parts(["prompt_id", "prompt"]):
+        prompts |= dict(zip(part["prompt_id"].tolist(), part["prompt"], strict=True))
+    lines = []
+    for who, sample in dict.fromkeys(
+        zip(tokens["prompt_id"].tolist(), tokens["sample_id"].tolist(), strict=True)
+    ):
+        rows = (tokens["prompt_id"] == who) & (tokens["sample_id"] == sample)
+        line = {
+            "prompt": prompts[who],
+            "response_token_ids": tokens["token_id"][rows].tolist(),
+            "logprobs": [min(0.0, float(value)) for value in tokens["logp_sampled"][rows]],
+        }
+        lines.append(json.dumps({**line, **changes}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_own_samples_give_one_answer_three_ways(own: Path) -> None:
+    measured = json.loads((own / "measurement.json").read_text())
+    exact, total = measured["per_token"]["kl_policy_reference"], measured["per_sequence"]
+    for name in ("k1", "k3"):
+        bias = measured["estimators"][name]["bias"]
+        assert abs(bias["value"]) < 4 * bias["standard_error"]
+    assert measured["estimators"]["k2"]["bias"]["value"] > 0
+    assert (
+        measured["estimators"]["abs"]["bias"]["value"]
+        > 10 * measured["estimators"]["abs"]["bias"]["standard_error"]
+    )
+    assert total["exact_terms"]["value"] == pytest.approx(12 * exact["value"], rel=0.05)
+    assert total["kl_policy_reference"]["standard_error"] <= 1.05 * min(
+        total["monte_carlo"]["standard_error"], total["exact_terms"]["standard_error"]
+    )
+    assert measured["doubts"] == []
+    assert measured["counts"]["clusters"] == 40 and measured["counts"]["sequences"] == 160
+
+
+def test_shares_and_bins_add_up(own: Path) -> None:
+    measured = json.loads((own / "measurement.json").read_text())
+    for kind in ("by_position", "by_confidence"):
+        assert sum(one["share_of_kl"] for one in measured[kind]) == pytest.approx(1.0)
+        assert sum(one["tokens"] for one in measured[kind]) == measured["counts"]["tokens"]
+    kl = np.concatenate(
+        [part["kl_policy_reference"] for part in RunFolder(own).token_parts(["kl_policy_reference"])]
+    )
+    top = np.sort(kl)[::-1][: int(np.ceil(len(kl) / 100))].astype(float)
+    assert measured["top_percent_share"] == pytest.approx(top.sum() / kl.astype(float).sum(), rel=1e-6)
+    ladder = measured["quantiles"]["kl_policy_reference"]
+    assert ladder["max"]["value"] == kl.max()
+    for rung in ("50", "90", "99.9"):
+        expected = np.quantile(kl, float(rung) / 100, method="inverted_cdf")
+        assert ladder[rung]["value"] == pytest.approx(float(expected))
+    assert measured["convergence"][-1]["mean"] == pytest.approx(
+        measured["per_token"]["kl_policy_reference"]["value"]
+    )
+
+
+def test_the_same_responses_given_from_outside_say_the_same(
+    job: dict[str, Any], own: Path, tmp_path: Path
+) -> None:
+    source = as_responses(own, tmp_path / "responses.jsonl")
+    given = {**job, "prompts": None, "responses": str(source)}
+    measured = measure(MeasureJob(**given, out=str(tmp_path / "run")))
+    expected = json.loads((own / "measurement.json").read_text())
+    value = measured.per_token["kl_policy_reference"].value
+    assert value == pytest.approx(expected["per_token"]["kl_policy_reference"]["value"], rel=1e-5)
+    assert measured.per_sequence is not None
+    assert measured.per_sequence.kl_policy_reference.value == pytest.approx(
+        expected["per_sequence"]["kl_policy_reference"]["value"], rel=1e-4
+    )
+    assert measured.estimators["k3"].value == pytest.approx(expected["estimators"]["k3"]["value"], rel=1e-4)
+    assert measured.doubts == ()
+
+
+def test_weights_mend_what_another_temperature_bent(job: dict[str, Any], tmp_path: Path) -> None:
+    """Responses drawn at 1.5 and scored at 1: weighted k1 is unbiased there, unweighted is found out."""
+    hot = {**job, "temperature": 1.5, "samples_per_prompt": 8, "max_new_tokens": 6}
+    measure(MeasureJob(**hot, out=str(tmp_path / "hot")))
+    source = as_responses(tmp_path / "hot", tmp_path / "hot.jsonl", temperature=1.5)
+    given = {**job, "prompts": None, "responses": str(source)}
+    weighted = measure(MeasureJob(**given, out=str(tmp_path / "weighted")))
+    bias = weighted.estimators["k1"].bias
+    assert abs(bias.value) < 4 * bias.standard_error
+    assert any(
+        "drawn at temperature 1.5, and both models were scored at 1" in doubt for doubt in weighted.doubts
+    )
+    bare = [json.loads(line) for line in source.read_text().splitlines()]
+    trusted = tmp_path / "trusted.jsonl"
+    trusted.write_text(
+        "\n".join(json.dumps({**line, "logprobs": None, "temperature": None}) for line in bare)
+    )
+    blind = measure(MeasureJob(**{**given, "responses": str(trusted)}, out=str(tmp_path / "blind")))
+    assert blind.per_sequence is None
+    assert any("is taken on trust" in doubt for doubt in blind.doubts)
+    assert any("do not look drawn from the policy" in doubt for doubt in blind.doubts)
+
+
+def test_truncated_and_greedy_draws_leave_out_what_they_cannot_say(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    for name, options in {"cut": {"top_k": 3}, "greedy": {"temperature": 0.0}}.items():
+        measured = measure(MeasureJob(**job, **options, limit=6, out=str(tmp_path / name)))  # type: ignore[arg-type]
+        assert measured.per_sequence is None and measured.estimators == {}
+        assert "left out, as is the KL between responses" in measured.estimators_note
+        tokens = next(
+            RunFolder(tmp_path / name).token_parts(["logp_sampled", "logp_policy", "top1_policy", "token_id"])
+        )
+        if name == "greedy":
+            assert (tokens["token_id"] == tokens["top1_policy"]).all() and (tokens["logp_sampled"] == 0).all()
+        else:
+            assert (tokens["logp_sampled"] > tokens["logp_policy"]).all()
+
+
+def test_enough_is_enough_at_a_shards_end(job: dict[str, Any], tmp_path: Path) -> None:
+    lines = tmp_path / "many.txt"
+    lines.write_text("\n".join(f"The sea {n}" for n in range(200)))
+    options = {**job, "prompts": str(lines), "until_relative_error": 0.05, "batch_tokens": 64}
+    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    number = measured.per_token["kl_policy_reference"]
+    assert number.standard_error <= 0.05 * number.value
+    assert 64 <= measured.counts.clusters < 200
+    strict = measure(MeasureJob(**{**options, "until_relative_error": 1e-6}, out=str(tmp_path / "all")))
+    assert strict.counts.clusters == 200
+
+
+def test_few_documents_become_blocks_with_a_doubt(job: dict[str, Any], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(["The sea was calm and the boat went out. " * 40] * 2))
+    options = {**job, "prompts": None, "text": str(text), "window": 16}
+    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    assert measured.counts.prompts == 2 < measured.counts.clusters
+    assert any("blocks of 8 neighbouring windows" in doubt for doubt in measured.doubts)
+
+
+def test_a_cached_reference_gives_the_same_numbers(job: dict[str, Any], own: Path, tmp_path: Path) -> None:
+    source = as_responses(own, tmp_path / "responses.jsonl")
+    given = {**job, "prompts": None, "responses": str(source), "reference_cache": str(tmp_path / "cache")}
+    first = measure(MeasureJob(**given, out=str(tmp_path / "first")))
+    again = measure(MeasureJob(**given, out=str(tmp_path / "again")))
+    assert first.per_token == again.per_token
+    assert list((tmp_path / "cache").glob("*.safetensors"))
+
+
+def test_reports_and_comparisons_from_the_files_alone(
+    job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (own / "report.html").read_text()
+    (own / "report.html").unlink()
+    assert main(["report", str(own)]) == 0
+    assert capsys.readouterr().out.strip() == str(own / "report.html")
+    assert (own / "report.html").read_text() == before
+    other = tmp_path / "itself"
+    measure(MeasureJob(**{**job, "policy": job["reference"], "limit": 30}, out=str(other)))
+    found = compare([own, other])
+    difference = found.differences[0]
+    assert (difference.shared_prompts, difference.only_here, difference.only_there) == (30, 0, 10)
+    kept = np.zeros(2)
+    for part in RunFolder(own).token_parts(["prompt_id", "kl_policy_reference"]):
+        mine = part["prompt_id"] < 30
+        kept += [part["kl_policy_reference"][mine].astype(float).sum(), mine.sum()]
+    assert difference.differences["kl_policy_reference"].value == pytest.approx(-kept[0] / kept[1], rel=1e-9)
+    assert main(["compare", str(own), str(other), "--out", str(tmp_path / "c.html")]) == 0
+    assert "30 shared" in capsys.readouterr().out
+    assert (tmp_path / "c.html").exists()
+
+
+def test_the_chat_template_and_ids_of_a_source_are_what_is_read(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "chat.jsonl"
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": "The sea?"}]}) + "\n")
+    out = tmp_path / "run"
+    measure(
+        MeasureJob(
+            policy=str(pair[0]), reference=str(pair[1]), prompts=str(source), max_new_tokens=3, out=str(out)
+        )
+    )
+    sequences = next(RunFolder(out).sequence_parts(["prompt", "prompt_hash"]))
+    text = tiny_tokenizer().apply_chat_template(
+        [{"role": "user", "content": "The sea?"}], add_generation_prompt=True, tokenize=False
+    )
+    assert sequences["prompt"] == [text]

@@ -1,0 +1,83 @@
+"""The largest of everything, against sorting all of it."""
+
+from pathlib import Path
+
+import numpy as np
+
+from kleash.measuring.worst import LONGEST_TEXT, WORST_TOKENS, Largest, Worst, shortened
+from kleash.records import RunFolder, RunHeader
+from kleash.records.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+
+SEQUENCES, LENGTH, PER_SHARD = 300, 7, 60
+
+
+def rows(kl: np.ndarray, shard: int) -> dict[str, object]:
+    sequence = np.arange(shard * PER_SHARD, (shard + 1) * PER_SHARD).repeat(LENGTH)
+    part = kl[shard * PER_SHARD : (shard + 1) * PER_SHARD].ravel().astype(np.float32)
+    return {
+        "prompt_id": sequence // 2,
+        "sample_id": sequence % 2,
+        "position": np.tile(np.arange(LENGTH), PER_SHARD),
+        "kl_policy_reference": part,
+        "text": [f"t{value:.3f}" for value in part],
+    }
+
+
+def test_the_largest_are_kept_whatever_the_order() -> None:
+    values = np.random.default_rng(0).permutation(1000).astype(float)
+    largest = Largest(most=10)
+    for value in values:
+        largest.offer((value, 0, 0, 0, 1, ""))
+    assert [entry[0] for entry in largest.best()] == list(range(999, 989, -1))
+
+
+def test_worst_tokens_sequences_and_prompts(tmp_path: Path) -> None:
+    kl = np.random.default_rng(0).lognormal(-2, 2, (SEQUENCES, LENGTH)).astype(np.float32)
+    worst = Worst()
+    folder = RunFolder(tmp_path)
+    header = RunHeader(kleash="1", settings={}, source_sha256="", fingerprints={})
+    with folder.writing(header, resume=False):
+        for shard in range(SEQUENCES // PER_SHARD):
+            part = rows(kl, shard)
+            worst.add(part)
+            tokens = {name: part.get(name, np.zeros(PER_SHARD * LENGTH)) for name in TOKEN_COLUMNS}
+            sequences: dict[str, object] = dict.fromkeys(SEQUENCE_COLUMNS, [""] * PER_SHARD)
+            ids = np.arange(shard * PER_SHARD, (shard + 1) * PER_SHARD)
+            sequences |= {"prompt_id": ids // 2, "sample_id": ids % 2, "tokens": [LENGTH] * PER_SHARD}
+            sequences |= {"prompt": [f"prompt {n // 2}" for n in ids]}
+            folder.write_shard(shard, tokens, sequences)
+    flat = np.sort(kl.ravel())[::-1]
+    np.testing.assert_array_equal([one.kl for one in worst.worst_tokens()], flat[:WORST_TOKENS].astype(float))
+    first = worst.worst_tokens()[0]
+    row, column = np.unravel_index(kl.argmax(), kl.shape)
+    assert (first.prompt_id, first.sample_id, first.position) == (row // 2, row % 2, column)
+    assert first.text == f"t{kl.max():.3f}"
+    totals = kl.astype(float).sum(1)
+    order = np.argsort(-totals)
+    assert [(one.prompt_id, one.sample_id) for one in worst.worst_sequences()] == [
+        (n // 2, n % 2) for n in order[:50]
+    ]
+    prompts = worst.worst_prompts(folder)
+    means = kl.astype(float).reshape(SEQUENCES // 2, -1).mean(1)
+    assert [one.prompt_id for one in prompts] == np.argsort(-means).tolist()
+    top = prompts[0]
+    mine = kl[2 * top.prompt_id : 2 * top.prompt_id + 2]
+    assert (top.sequences, top.tokens, top.prompt) == (2, 2 * LENGTH, f"prompt {top.prompt_id}")
+    np.testing.assert_allclose(
+        [top.kl_per_token, top.kl_per_sequence, top.kl_max],
+        [mine.mean(), mine.sum() / 2, mine.max()],
+        rtol=1e-6,
+    )
+
+
+def test_infinite_tokens_come_first_and_unknown_ones_last() -> None:
+    kl = np.array([[0.5, np.inf, np.nan, 0.1, 0.2, 0.3, 0.4]])
+    worst = Worst()
+    worst.add({name: values[:LENGTH] for name, values in rows(np.repeat(kl, PER_SHARD, 0), 0).items()})
+    found = [one.kl for one in worst.worst_tokens()]
+    assert found[:2] == [np.inf, 0.5] and found[-1] == -np.inf
+
+
+def test_long_prompts_are_shortened_and_say_so() -> None:
+    assert shortened("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
+    assert shortened("a" * (LONGEST_TEXT + 1)) == "a" * (LONGEST_TEXT - 1) + "…"
