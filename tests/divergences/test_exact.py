@@ -28,7 +28,7 @@ def test_kl_agrees_with_scipy_also_on_zeros(pair):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(pair=pairs(spread=2000.0))
 def test_every_entry_agrees_with_the_textbook_far_beyond_underflow(name, pair):
     logp, logq = pair
@@ -37,7 +37,7 @@ def test_every_entry_agrees_with_the_textbook_far_beyond_underflow(name, pair):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(pair=pairs(spread=3.0))
 def test_every_entry_agrees_with_the_textbook_close_by(name, pair):
     logp, logq = pair
@@ -46,7 +46,7 @@ def test_every_entry_agrees_with_the_textbook_close_by(name, pair):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(pair=pairs(spread=150.0))
 def test_float32_overflows_only_where_the_value_does(name, pair):
     logp, logq = (x.float() for x in pair)
@@ -59,7 +59,7 @@ def test_float32_overflows_only_where_the_value_does(name, pair):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(pair=pairs(spread=300.0))
 def test_never_negative_and_exactly_zero_for_the_same(name, pair):
     logp, logq = pair
@@ -70,7 +70,7 @@ def test_never_negative_and_exactly_zero_for_the_same(name, pair):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(pair=pairs(spread=120.0))
 def test_gradients_are_finite_wherever_the_value_is(name, dtype, pair):
     logits = [x.to(dtype) for x in pair]
@@ -169,7 +169,7 @@ def test_close_pairs_in_float32(scale, typical):
     expected = kl(logits.double().log_softmax(-1), moved.double().log_softmax(-1))
     off = (kl(logits.log_softmax(-1), moved.log_softmax(-1)) - expected).abs() / expected
     assert 0.3 * scale**2 < expected.mean() < scale**2
-    assert off.median() < 1.3 * typical and off.max() < 10 * typical
+    assert off.median() < 2 * typical and off.max() < 20 * typical
 
 
 def test_an_error_in_a_normaliser_enters_at_second_order():

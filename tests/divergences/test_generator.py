@@ -63,6 +63,13 @@ def test_gradients_stay_finite_where_the_values_do():
         assert got.isfinite().all()
 
 
+def test_gradients_at_the_ends_of_the_line():
+    ends = torch.tensor([torch.inf, -torch.inf], requires_grad=True)
+    for function, expected in ((phi, [1.0, -torch.inf]), (psi, [0.0, -torch.inf])):
+        (got,) = torch.autograd.grad(function(ends).sum(), ends)
+        assert got.tolist() == expected
+
+
 def test_psi_is_phi_seen_from_the_other_side():
     v = torch.linspace(-4, 4, 81, dtype=torch.float64)
     torch.testing.assert_close(psi(v), torch.exp(-v) * phi(-v), rtol=1e-13, atol=1e-15)
