@@ -132,7 +132,7 @@ def test_truncated_draws_have_the_probability_that_transformers_gives_them(folde
 
 def test_temperature_zero_takes_the_likeliest(folders, pair: Pair):
     policy, _ = folders("llama")
-    for one in generate(pair.policy, prompts(), Sampling(max_new_tokens=10, temperature=0)):
+    for one in generate(pair.policy, prompts(), Sampling(max_new_tokens=10, temperature=0.0)):
         rows = double_logits(policy, [*one.prompt_ids, *one.response_ids])[len(one.prompt_ids) - 1 : -1]
         assert one.response_ids == tuple(rows.argmax(-1).tolist())
         assert one.logp_sampled is not None

@@ -156,9 +156,9 @@ def test_damaged_files(copied, unhooked):
     (copied / "config.json").write_text(config)
     weights = (copied / "model.safetensors").read_bytes()
     (copied / "model.safetensors").write_bytes(weights[:100])
-    refuse(copied, "model.safetensors is not a safetensors file; fetch it again")
+    refuse(copied, "model.safetensors is not a safetensors file; fetch or make it again")
     (copied / "model.safetensors").write_bytes(weights[:-100])
-    refuse(copied, f"should be {len(weights)} bytes long and is {len(weights) - 100}; fetch it again")
+    refuse(copied, f"should be {len(weights)} bytes long and is {len(weights) - 100}; fetch or make it again")
 
 
 def test_weights_that_are_missing_are_not_made_up(copied, unhooked):

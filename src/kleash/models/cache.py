@@ -13,10 +13,11 @@ from torch import Tensor
 
 from kleash.errors import ModelError, OptionError
 from kleash.extras import need
-from kleash.models.checkpoints import read_json
+from kleash.models.checkpoints import read_json, safetensors_header
 from kleash.models.pairs import Model
 from kleash.models.sequences import Sequence
 from kleash.records import write_atomically
+from kleash.records.atomic import cannot_write
 
 LABEL = "reference.json"
 
@@ -39,6 +40,7 @@ class ReferenceCache:
         Raises:
             ModelError: if the folder holds another model's hidden states, naming both.
             OptionError: if the model can only be measured through its logits, which are too many to keep.
+            RunFolderError: if the folder cannot be written.
         """
         if model.head.weight is None:
             raise OptionError(
@@ -46,7 +48,10 @@ class ReferenceCache:
                 "leave out --reference-cache"
             )
         label = {"path": model.path, "fingerprint": model.fingerprint, "dtype": str(model.dtype)}
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
         if (folder / LABEL).is_file():
             _check_label(folder, read_json(folder / LABEL), label)
         else:
@@ -54,7 +59,9 @@ class ReferenceCache:
         self._folder = folder
         self._open = need("safetensors", "models").safe_open
         self._device = model.device
-        self._index = {key: path for path in sorted(folder.glob("*.safetensors")) for key in self._keys(path)}
+        self._index = {
+            key: path for path in sorted(folder.glob("*.safetensors")) for key in safetensors_header(path)
+        }
         self._new: dict[str, Tensor] = {}
         self.found = 0
         """Sequences that came out of the folder."""
@@ -95,10 +102,6 @@ class ReferenceCache:
             return self._new[key].to(self._device)
         with self._open(self._index[key], framework="pt") as file:
             return file.get_tensor(key).to(self._device)
-
-    def _keys(self, path: Path) -> list[str]:
-        with self._open(path, framework="pt") as file:
-            return list(file.keys())
 
 
 def _key(sequence: Sequence) -> str:

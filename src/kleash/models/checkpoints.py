@@ -107,9 +107,9 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is not a safetensors file; fetch it again") from error
+        raise ModelError(f"{path} is not a safetensors file; fetch or make it again") from error
     if end != size:
-        raise ModelError(f"{path} should be {end} bytes long and is {size}; fetch it again")
+        raise ModelError(f"{path} should be {end} bytes long and is {size}; fetch or make it again")
     return entries
 
 

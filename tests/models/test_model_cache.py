@@ -1,0 +1,131 @@
+"""The reference's hidden states on disk, and the alternatives to what was said."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_model_scoring import given
+from tiny_models import double_logits
+
+from kleash.errors import ModelError, OptionError, RunFolderError
+from kleash.linear import Head
+from kleash.models import Pair, ReferenceCache, alternatives, load_pair, score
+from kleash.records.tables import ALTERNATIVE_COLUMNS
+
+
+def unasked(**_):
+    raise AssertionError("the reference was asked")
+
+
+def same(found, wanted):
+    for name, values in wanted.items():
+        np.testing.assert_allclose(found[name], values, rtol=3e-5, atol=3e-6, err_msg=name)
+
+
+def test_what_is_in_the_folder_is_not_computed_again(pair: Pair, tmp_path):
+    plain = score(pair, given())
+    cache = ReferenceCache(tmp_path / "cache", pair.reference)
+    same(score(pair, given(), cache=cache), plain)
+    assert cache.found == 0
+    deaf = replace(pair, reference=replace(pair.reference, body=unasked))
+    again = ReferenceCache(tmp_path / "cache", deaf.reference)
+    same(score(deaf, given(), batch_tokens=11, cache=again), plain)
+    assert again.found == len(given())
+    hotter = score(deaf, given()[::-1], temperature=2.0, cache=again)
+    np.testing.assert_allclose(
+        np.sort(hotter["logp_reference"]),
+        np.sort(score(pair, given(), temperature=2.0)["logp_reference"]),
+        rtol=1e-4,
+    )
+
+
+def test_only_what_is_new_is_computed(pair: Pair, tmp_path):
+    first, rest = given()[:2], given()[2:]
+    cache = ReferenceCache(tmp_path, pair.reference)
+    score(pair, first, cache=cache)
+    read = []
+
+    def counting(**inputs):
+        read.append(len(inputs["input_ids"]))
+        return pair.reference.body(**inputs)
+
+    counted = replace(pair, reference=replace(pair.reference, body=counting))
+    same(score(counted, given(), cache=cache), score(pair, given()))
+    assert sum(read) == len(rest)
+    assert cache.found == 2
+    score(counted, given(), cache=cache)
+    assert sum(read) == len(rest)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+def test_the_same_tokens_cut_elsewhere_are_something_else(pair: Pair, tmp_path):
+    (one,) = given(((5, 7),))
+    whole = one.prompt_ids + one.response_ids
+    moved = replace(one, prompt_ids=whole[:6], response_ids=whole[6:])
+    cache = ReferenceCache(tmp_path, pair.reference)
+    score(pair, [one], cache=cache)
+    same(score(pair, [moved], cache=cache), score(pair, [moved]))
+
+
+def test_hidden_states_are_kept_in_the_dtype_that_ran(folders, tmp_path):
+    policy, reference = folders("llama")
+    pair = load_pair(str(policy), str(reference), dtype="bfloat16")
+    fresh = score(pair, given(), cache=ReferenceCache(tmp_path, pair.reference))
+    (stored,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(stored)
+    assert {values.dtype for values in tensors.values()} == {torch.bfloat16}
+    assert sorted(len(values) for values in tensors.values()) == [1, 3, 7, 12]
+    found = score(pair, given(), cache=ReferenceCache(tmp_path, pair.reference))
+    for name, values in fresh.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_another_models_folder_is_refused(folders, pair: Pair, tmp_path, unhooked):
+    ReferenceCache(tmp_path, pair.reference)
+    with pytest.raises(ModelError) as raised:
+        ReferenceCache(tmp_path, pair.policy)
+    assert pair.policy.fingerprint in str(raised.value)
+    assert pair.reference.fingerprint in str(raised.value)
+    rounded = load_pair(*map(str, folders("llama")), dtype="bfloat16").reference
+    with pytest.raises(ModelError, match=r"torch.float32\) and the reference is .*torch.bfloat16"):
+        ReferenceCache(tmp_path, rounded)
+
+
+def test_logits_are_too_many_to_keep(pair: Pair, tmp_path, unhooked):
+    with pytest.raises(OptionError, match="measured through its logits, which are too many to keep"):
+        ReferenceCache(tmp_path, replace(pair.reference, head=Head(weight=None)))
+
+
+def test_a_folder_that_cannot_be_made(pair: Pair, tmp_path, unhooked):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunFolderError, match="file cannot be written"):
+        ReferenceCache(tmp_path / "file", pair.reference)
+
+
+def test_a_damaged_file_is_named(pair: Pair, tmp_path, unhooked):
+    score(pair, given(), cache=ReferenceCache(tmp_path, pair.reference))
+    (stored,) = tmp_path.glob("*.safetensors")
+    stored.write_bytes(stored.read_bytes()[:-9])
+    with pytest.raises(ModelError, match=r"bytes long and is .* fetch or make it again"):
+        ReferenceCache(tmp_path, pair.reference)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_alternatives_are_the_likeliest_tokens_of_both(folders, pair: Pair, temperature):
+    one = replace(given()[0], prompt_id=8, sample_id=2)
+    found = alternatives(pair, one, temperature=temperature)
+    assert set(found) == set(ALTERNATIVE_COLUMNS)
+    assert all(len(values) == 7 * 5 for values in found.values())
+    assert set(found["prompt_id"]) == {8}
+    assert set(found["sample_id"]) == {2}
+    np.testing.assert_array_equal(found["position"], np.repeat(np.arange(7), 5))
+    np.testing.assert_array_equal(found["place"], np.tile(np.arange(5), 7))
+    for role, folder in zip(("policy", "reference"), folders("llama"), strict=True):
+        z = double_logits(folder, [*one.prompt_ids, *one.response_ids])[4:-1] / temperature
+        best = z.softmax(-1).topk(5)
+        np.testing.assert_array_equal(found[f"token_id_{role}"], best.indices.flatten())
+        np.testing.assert_allclose(found[f"probability_{role}"], best.values.flatten(), rtol=3e-5)
+        text = found[f"text_{role}"]
+        assert text[0] == pair.tokenizer.decode([int(best.indices[0, 0])]) or text[0].startswith("<token")
