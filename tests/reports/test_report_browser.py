@@ -1,11 +1,13 @@
 """The pages in a real browser: drawn, quiet, inert, and usable by mouse, finger and keyboard."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kleash.records import Measurement
+from kleash.records import Measurement, RunFolder
 
 selenium = pytest.importorskip("selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -135,6 +137,18 @@ def test_hovering_over_a_token_shows_both_models(
     ):
         assert row in said
     assert len(driver.find_elements(By.CSS_SELECTOR, "#heat-panel .others li")) == 10
+    row = {
+        name: next(part[name][0] for part in of_worst(run, name))
+        for name in ("logp_policy", "logp_reference", "kl_policy_reference", "kl_reference_policy")
+    }
+    probabilities = driver.find_elements(By.CSS_SELECTOR, "#heat-panel tbody tr:first-child td")
+    shown = [float(cell.text.rstrip("%\u202f")) / 100 for cell in probabilities]
+    assert shown == pytest.approx([math.exp(row["logp_policy"]), math.exp(row["logp_reference"])], rel=6e-3)
+    cells = driver.find_elements(By.CSS_SELECTOR, "#heat-panel tbody td[colspan='2']")
+    kls = [float(cell.text) for cell in cells[1:3]]
+    assert kls == pytest.approx([row["kl_policy_reference"], row["kl_reference_policy"]], rel=6e-3)
+    titles = driver.find_elements(By.CSS_SELECTOR, "#heat-panel h5")
+    assert [title.text for title in titles] == ["Policy's likeliest", "Reference's likeliest"]
 
 
 def test_a_tap_shows_a_token_on_a_phone(driver: Any, report: Path) -> None:
@@ -209,6 +223,16 @@ def test_the_table_of_prompts_sorts_by_click_and_by_key(driver: Any, report: Pat
     assert [heading.get_attribute("aria-sort") for heading in headings] == [None] * 6 + ["descending"]
     tokens = column(driver, 7)
     assert tokens == sorted(tokens, reverse=True)
+
+
+def of_worst(run: tuple[Path, Measurement], name: str) -> Iterator[dict[str, Any]]:
+    """The rows of the first position of the worst sequence."""
+    worst = run[1].worst_sequences[0]
+    for part in RunFolder(run[0]).token_parts(["prompt_id", "sample_id", "position", name]):
+        rows = (part["prompt_id"] == worst.prompt_id) & (part["sample_id"] == worst.sample_id)
+        rows &= part["position"] == 0
+        if rows.any():
+            yield {name: part[name][rows]}
 
 
 @pytest.mark.parametrize("name", ["report", "comparison_page"])

@@ -1,0 +1,180 @@
+"""What the charts draw is what was measured."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from synthetic_run import synthetic_comparison
+
+from kleash.records import Bin, EstimatorRecord, Measurement, Number, RunningMean
+from kleash.reports.comparison import direction, verdict
+from kleash.reports.drift_charts import by_bin, quantile_ladder
+from kleash.reports.measurement import above_the_floor, share_of
+from kleash.reports.trust_charts import convergence, estimators
+
+
+def number(value: float, low: float, high: float) -> Number:
+    return Number(value=value, unit="nats", standard_error=(high - low) / 4, ci95=(low, high))
+
+
+def measurement(run: Any, **changes: Any) -> Measurement:
+    return Measurement(**{**vars(run[1]), **changes})
+
+
+def test_a_ladder_holds_each_quantile_with_its_interval(run: Any) -> None:
+    ladder = {
+        "50": number(0.1, 0.08, 0.15),
+        "99.9": number(4.0, 3.0, 6.0),
+        "max": number(9.0, math.nan, math.nan),
+    }
+    chart = quantile_ladder(measurement(run, quantiles={"kl_policy_reference": ladder}))
+    assert chart is not None
+    (trace,) = chart.figure["data"]
+    assert trace["x"] == [0.1, 4.0, 9.0]
+    assert trace["error_x"]["array"] == pytest.approx([0.05, 2.0, None])
+    assert trace["error_x"]["arrayminus"] == pytest.approx([0.02, 1.0, None])
+    axis = chart.figure["layout"]["xaxis"]
+    assert (axis["type"], axis["tickvals"]) == ("log", [0.1, 1.0, 10.0])
+    assert chart.figure["layout"]["yaxis"]["ticktext"] == ["50 %", "99.9 %", "max"]
+    assert chart.rows[1] == ("99.9 %", "4.00 (3.00 to 6.00)")
+    assert chart.described == "50 % of tokens lie at or below 0.100 nats; the largest is 9.00 nats."
+
+
+def test_a_ladder_with_a_zero_is_not_logarithmic(run: Any) -> None:
+    ladder = {"50": number(0.0, 0.0, 0.0), "max": number(math.inf, math.nan, math.nan)}
+    chart = quantile_ladder(measurement(run, quantiles={"kl_policy_reference": ladder}))
+    assert chart is not None
+    assert "type" not in chart.figure["layout"]["xaxis"]
+    assert chart.figure["data"][0]["x"] == [0.0, None]
+    assert chart.rows[1] == ("max", "∞")
+    json.dumps(chart.figure, allow_nan=False)
+
+
+def test_both_directions_stand_in_one_ladder(run: Any) -> None:
+    chart = quantile_ladder(run[1])
+    assert chart is not None
+    names = [trace["name"] for trace in chart.figure["data"]]
+    assert names == ["KL(policy ‖ reference)", "KL(reference ‖ policy)"]
+    first, second = (trace["y"] for trace in chart.figure["data"])
+    assert all(one < other for one, other in zip(first, second, strict=True))
+    assert chart.figure["layout"]["yaxis"]["range"][0] > chart.figure["layout"]["yaxis"]["range"][1]
+    expected = [found.value for found in run[1].quantiles["kl_reference_policy"].values()]
+    assert chart.figure["data"][1]["x"] == expected
+
+
+def test_bins_show_means_and_both_shares() -> None:
+    bins = (
+        Bin(low=0, high=1, tokens=10, share_of_kl=0.5, kl_policy_reference=number(2.0, 1.5, 3.0)),
+        Bin(low=1, high=4, tokens=30, share_of_kl=0.2, kl_policy_reference=number(0.4, 0.3, 0.5)),
+        Bin(low=4, high=math.inf, tokens=60, share_of_kl=0.3, kl_policy_reference=number(0.3, 0.2, 0.4)),
+    )
+    chart = by_bin("position", "By position", bins, "position", whole=True)
+    assert chart is not None
+    means, tokens, kl = chart.figure["data"]
+    assert means["x"] == ["0", "1–3", "4+"]
+    assert means["y"] == [2.0, 0.4, 0.3]
+    assert means["error_y"]["array"] == pytest.approx([1.0, 0.1, 0.1])
+    assert means["error_y"]["arrayminus"] == pytest.approx([0.5, 0.1, 0.1])
+    assert (tokens["name"], tokens["y"]) == ("share of the tokens", [0.1, 0.3, 0.6])
+    assert (kl["name"], kl["y"]) == ("share of the KL", [0.5, 0.2, 0.3])
+    assert chart.described.startswith("The mean is highest at 0: 2.00 nats per token.")
+    assert "50.0\u202f%, lies at 0." in chart.described
+
+
+def test_confidence_has_fractions_for_ranges_and_the_last_whole_range_its_end() -> None:
+    half = number(0.4, 0.3, 0.5)
+    parts = tuple(
+        Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl_policy_reference=half)
+        for low, high in ((0.0, 0.25), (0.25, 1.0))
+    )
+    chart = by_bin("confidence", "title", parts, "what")
+    assert chart is not None
+    assert chart.figure["data"][0]["x"] == ["0–0.25", "0.25–1"]
+    whole = tuple(
+        Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl_policy_reference=half)
+        for low, high in ((0, 2), (2, 4))
+    )
+    chart = by_bin("position", "title", whole, "what", whole=True)
+    assert chart is not None
+    assert chart.figure["data"][0]["x"] == ["0–1", "2–4"]
+    assert by_bin("position", "title", (), "what") is None
+
+
+def test_the_band_is_the_interval_and_early_ones_do_not_squash_the_rest() -> None:
+    steps = [RunningMean(tokens=10, mean=1.0, ci95=(-90.0, 92.0))]
+    steps += [RunningMean(tokens=10 * at, mean=1.1, ci95=(1.0, 1.3)) for at in range(2, 9)]
+    chart = convergence(steps)
+    assert chart is not None
+    low, high, mean = chart.figure["data"]
+    assert low["y"] == [-90.0] + [1.0] * 7
+    assert high["y"] == [92.0] + [1.3] * 7
+    assert high["fill"] == "tonexty"
+    assert mean["y"] == [1.0] + [1.1] * 7
+    assert chart.figure["layout"]["yaxis"]["range"] == pytest.approx([0.985, 1.315])
+    assert "After 80 tokens the mean is 1.10 nats, with a 95 % interval from 1.00 to 1.30." in chart.described
+    assert len(chart.rows) == 8
+    assert convergence([]) is None
+
+
+def test_a_mean_that_never_settles_is_still_drawn() -> None:
+    chart = convergence([RunningMean(tokens=2, mean=math.inf, ci95=(math.nan, math.nan))])
+    assert chart is not None
+    json.dumps(chart.figure, allow_nan=False)
+    assert chart.rows == (("2", "∞", "NaN to NaN"),)
+
+
+def test_estimators_stand_under_the_exact_value() -> None:
+    exact = number(0.2, 0.15, 0.25)
+    found = {
+        name: EstimatorRecord(**vars(number(value, value - 0.1, value + 0.2)), bias=number(value - 0.2, -1, 1),
+                              spread=0.7)
+        for name, value in (("k1", 0.22), ("abs", 0.9))
+    }  # fmt: skip
+    chart = estimators(exact, found)
+    assert chart is not None
+    first, others = chart.figure["data"]
+    assert (first["x"], others["x"]) == ([0.2], [0.22, 0.9])
+    assert (first["y"], list(others["y"])) == ([0], [1, 2])
+    assert others["error_x"]["array"] == pytest.approx([0.2, 0.2])
+    assert chart.figure["layout"]["yaxis"]["ticktext"] == ["exact", "k1", "abs"]
+    box, line = chart.figure["layout"]["shapes"]
+    assert (box["x0"], box["x1"], line["x0"]) == (0.15, 0.25, 0.2)
+    assert "abs is furthest from it, by 0.700" in chart.described
+    assert estimators(exact, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("floor", "said"),
+    [(0.0, "rounding changes nothing"), (0.05, "is 4.0 times that"), (0.3, "the KL is not above it")],
+)
+def test_the_floor_is_put_in_words(run: Any, floor: float, said: str) -> None:
+    per_token = {"kl_policy_reference": number(0.2, 0.1, 0.3)}
+    found = measurement(run, per_token=per_token, noise_floor=number(floor, floor, floor))
+    assert said in above_the_floor(found)
+
+
+def test_bars_are_shares_of_the_longest(run: Any) -> None:
+    share = share_of(run[1])
+    assert share(run[1].prompts[0].kl_per_token) == "100.0"
+    assert float(share(run[1].prompts[0].kl_per_token / 4)) == pytest.approx(25.0, abs=0.06)
+    assert (share(math.inf), share(math.nan)) == ("100.0", "0")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.1, 0.2, "further from its reference"),
+        (-0.2, -0.1, "closer to its reference"),
+        (-0.1, 0.2, "no difference that stands out"),
+        (0.0, 0.0, "no difference that stands out"),
+        (math.nan, math.nan, "not known which way"),
+    ],
+)
+def test_a_difference_has_a_direction_only_if_its_interval_has(low: float, high: float, said: str) -> None:
+    assert direction(number((low + high) / 2, low, high)) == said
+
+
+def test_a_verdict_needs_the_column() -> None:
+    found = synthetic_comparison().differences[0]
+    assert verdict(type(found)(**{**vars(found), "differences": {}})) == "not compared, on 200 shared prompts"
