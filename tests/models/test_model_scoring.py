@@ -1,6 +1,7 @@
 """Scores against the models' own logits in float64, each sequence alone."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,15 @@ from scipy.special import log_softmax
 from tiny_models import ARCHITECTURES, double_logits
 
 from kleash.errors import NonFiniteError, OptionError
-from kleash.models import Pair, Sequence, load_pair, score, score_against_alone, score_in_float32
+from kleash.models import (
+    Pair,
+    ReferenceCache,
+    Sequence,
+    load_pair,
+    score,
+    score_against_alone,
+    score_in_float32,
+)
 from kleash.records.tables import TOKEN_COLUMNS
 
 
@@ -113,6 +122,18 @@ def test_a_model_against_itself_is_exactly_zero(folders):
     for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
         assert (found[name] == 0).all(), name
     assert (found["logp_policy"] == found["logp_reference"]).all()
+
+
+def test_a_copy_of_a_model_and_a_cache_make_no_difference_to_that(folders, tmp_path):
+    policy, _ = folders("llama")
+    copy = shutil.copytree(policy, tmp_path / "copy")
+    pair = load_pair(str(policy), str(copy))
+    assert pair.policy.network is not pair.reference.network
+    assert (score(pair, given())["kl_policy_reference"] == 0).all()
+    itself = load_pair(str(policy), str(policy))
+    cache = ReferenceCache(tmp_path / "cache", itself.reference)
+    score(itself, given(), batch_tokens=1, cache=cache)
+    assert (score(itself, given(), cache=cache)["kl_policy_reference"] == 0).all()
 
 
 def test_logp_sampled_is_carried_along_in_the_order_of_the_input(pair: Pair):

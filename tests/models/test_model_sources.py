@@ -12,6 +12,7 @@ from tiny_models import SENTENCES, tiny_tokenizer
 from kleash.errors import OptionError, SourceError
 from kleash.models import (
     Pair,
+    count_documents,
     hash_tokens,
     read_prompts,
     read_responses,
@@ -176,6 +177,9 @@ def test_documents_of_jsonl(pair: Pair, write):
     assert [one.prompt_id for one in windows] == [0, 2]
     assert windows[0].response_text == "The sea\n\nwas"
     assert [one.prompt_id for one in read_text(write("a.jsonl", records), pair, limit=2)] == [0]
+    assert count_documents(write("a.jsonl", records)) == 3
+    assert count_documents(write("a.jsonl", records), limit=2) == 2
+    assert count_documents(write("a.txt", "a\nb\n\nc")) == 2
     with pytest.raises(SourceError, match="line 1: expected a field 'text' and found 'prompt'"):
         list(read_text(write("b.jsonl", [{"prompt": "x"}]), pair))
     with pytest.raises(SourceError, match="holds no document of two tokens or more"):

@@ -67,11 +67,11 @@ def score(
         NonFiniteError: if a model gives NaN or infinities, naming the model, the prompt and the position.
         OptionError: if the temperature is not above 0.
     """
-    read_policy, read_reference = reader(pair.policy), reader(pair.reference)
-    if cache is not None:
-        read_reference = cache.reader(read_reference)
-    same = pair.policy.is_same_as(pair.reference) and cache is None
-    sides = Sides(pair=pair, policy=read_policy, reference=None if same else read_reference)
+    read: Reader | None = None
+    if not pair.policy.is_same_as(pair.reference):
+        read = reader(pair.reference)
+        read = read if cache is None else cache.reader(read)
+    sides = Sides(pair=pair, policy=reader(pair.policy), reference=read)
     columns = score_sides(sides, sequences, temperature, batch_tokens, options)
     if cache is not None:
         cache.save()

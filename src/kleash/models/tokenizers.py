@@ -55,10 +55,13 @@ def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
     Rows of a padded head, which no token belongs to, are written as ``<token 151700>``.
     """
     count = token_count(tokenizer)
-    return [
-        tokenizer.decode([token], clean_up_tokenization_spaces=False) if token < count else f"<token {token}>"
-        for token in token_ids
-    ]
+    texts = {
+        token: tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        if token < count
+        else f"<token {token}>"
+        for token in set(token_ids)
+    }
+    return [texts[token] for token in token_ids]
 
 
 def token_count(tokenizer: Any) -> int:
