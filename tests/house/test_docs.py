@@ -2,7 +2,8 @@
 
 import importlib
 import re
-
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,25 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PACKAGES = ["kleash", *(f"kleash.{name}" for name in (
-    "divergences", "estimators", "linear", "uncertainty", "records", "masking", "models", "reports", "measuring",
-    "engines", "shipped",
-))]
+PACKAGES = [
+    "kleash",
+    *(
+        f"kleash.{name}"
+        for name in (
+            "divergences",
+            "estimators",
+            "linear",
+            "uncertainty",
+            "records",
+            "masking",
+            "models",
+            "reports",
+            "measuring",
+            "engines",
+            "shipped",
+        )
+    ),
+]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 
@@ -32,7 +48,9 @@ def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    missing = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
+    missing = [
+        link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()
+    ]
     assert not missing
 
 
@@ -40,8 +58,21 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_public_name_is_in_the_docs(package: str) -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     module = importlib.import_module(package)
-    names = getattr(module, "__all__", None) or [n for n, v in vars(module).items() if getattr(v, "__module__", "") == package]
+    names = getattr(module, "__all__", None) or [
+        n for n, v in vars(module).items() if getattr(v, "__module__", "") == package
+    ]
     absent = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
     assert not absent, f"{package}: not in README.md or docs/: {absent}"
-    undocumented = [name for name in names if callable(getattr(module, name)) and not getattr(module, name).__doc__]
+    undocumented = [
+        name for name in names if callable(getattr(module, name)) and not getattr(module, name).__doc__
+    ]
     assert not undocumented
+
+
+def test_the_page_of_public_names_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "make_api_page.py"), "--check"],
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, "run: python tools/make_api_page.py"

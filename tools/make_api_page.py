@@ -1,0 +1,75 @@
+"""Writes docs/api.md: every public name of every package, with the first sentence of its docstring.
+
+python tools/make_api_page.py            write it
+python tools/make_api_page.py --check    exit 1 if it is not what would be written
+"""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+PACKAGES = (
+    *("divergences", "estimators", "linear", "uncertainty", "masking", "precision", "records", "models"),
+    *("engines", "measuring", "reports", "shipped", "errors"),
+)
+HEAD = """# Public names
+
+Every public name, by the package it lives in, with the first sentence of its documentation; `help(name)` has the rest:
+formulas, shapes, units, edge cases, errors, sources. This page is written by `python tools/make_api_page.py`.
+
+The names of the first table can be had from `kleash` itself.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    kleash = importlib.import_module("kleash")
+    parts = [HEAD, "## kleash\n", table(kleash, list(kleash.__all__))]
+    for package in PACKAGES:
+        module = importlib.import_module(f"kleash.{package}")
+        first = (module.__doc__ or "").strip().splitlines()[0]
+        parts += [f"## kleash.{package}\n", f"{first}\n", table(module, public(module))]
+    return "\n".join(parts)
+
+
+def public(module: ModuleType) -> list[str]:
+    """What a module hands out: its ``__all__``, or what it defines itself."""
+    names = getattr(module, "__all__", None)
+    if names is not None:
+        return list(names)
+    own = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    ]
+    return [name for name in own if not name.startswith("_")]
+
+
+def table(module: ModuleType, names: list[str]) -> str:
+    """A row for each name."""
+    rows = [f"| `{name}` | {first_sentence(getattr(module, name))} |" for name in sorted(names)]
+    return "\n".join(["| name | what |", "|---|---|", *rows, ""])
+
+
+def first_sentence(value: Any) -> str:
+    """Of a docstring, up to its first full stop or empty line."""
+    if isinstance(value, str | int | tuple | dict) or not callable(value):
+        return constant(value)
+    paragraph = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ").strip()
+    end = paragraph.find(". ")
+    return (paragraph if end < 0 else paragraph[: end + 1]).replace("|", "\\|")
+
+
+def constant(value: Any) -> str:
+    """What a name stands for that is no function."""
+    if hasattr(value, "keys"):
+        return "read-only table: " + ", ".join(f"`{name}`" for name in value)
+    return f"`{value!r}`"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv[1:]:
+        sys.exit(0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page() else 1)
+    PAGE.write_text(page(), encoding="utf-8")
