@@ -50,7 +50,7 @@ def cluster_labels(
         f"only {len(documents)} {noun}, below {few}: the clusters are blocks of {block} neighbouring windows, "
         "and what blocks of one document share is missing from the error"
     )
-    return ClusterLabels(labels.reshape(-1).astype(np.int64), (doubt,))
+    return ClusterLabels(np.ravel(labels).astype(np.int64), (doubt,))
 
 
 def effective_sample_size(weights: Real[np.ndarray, "samples"]) -> float:

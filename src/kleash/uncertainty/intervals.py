@@ -4,13 +4,16 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from kleash.uncertainty.bootstrap import MOST_CLUSTERS, studentised_quantiles
+from kleash.uncertainty.bootstrap import studentised_quantiles
 from kleash.uncertainty.estimate import Estimate
-from kleash.uncertainty.linearised import Linearised
+from kleash.uncertainty.linearised import MOST_DRAWN, Linearised
 from kleash.uncertainty.student import student_t_quantile
 
 FEW_CLUSTERS = 30
 LARGE_SHARE = 0.2
+FARTHEST = 4.0
+"""No end lies farther away than so many times Student's: few clusters, or many alike, leave the bootstrap without
+a bound."""
 
 Interval = tuple[float, float]
 
@@ -22,7 +25,7 @@ def estimates_of(
     errors = [standard_error(one, fitted) for one in linearised]
     groups: dict[int, list[int]] = defaultdict(list)
     for index, (one, error) in enumerate(zip(linearised, errors, strict=True)):
-        if error > 0 and one.clusters <= MOST_CLUSTERS:
+        if error > 0 and one.clusters <= MOST_DRAWN:
             groups[one.clusters].append(index)
     strays: dict[int, Interval] = {}
     for members in groups.values():
@@ -34,7 +37,7 @@ def estimates_of(
             unit=unit,
             standard_error=error,
             clusters=one.clusters,
-            ci95=cut(_interval(one, error, strays.get(index), fitted), one.value, ends),
+            ci95=cut(_interval(one, error, strays.get(index, (0.0, 0.0)), fitted), one.value, ends),
             doubts=doubts_about(one, error),
         )
         for index, (one, error, unit, ends) in enumerate(zip(linearised, errors, units, bounds, strict=True))
@@ -49,19 +52,17 @@ def standard_error(one: Linearised, fitted: int = 0) -> float:
     return math.sqrt(one.clusters / freedom * float(one.influence @ one.influence))
 
 
-def _interval(one: Linearised, error: float, stray: Interval | None, fitted: int) -> Interval:
-    """Student's t or the bootstrap-t, whichever is wider."""
+def _interval(one: Linearised, error: float, stray: Interval, fitted: int) -> Interval:
+    """At each end Student's t or the bootstrap-t, whichever reaches further."""
     if one.trouble or one.clusters == 0:
         return math.nan, math.nan
     if math.isnan(error):
         return -math.inf, math.inf
     if error == 0:
         return one.value, one.value
-    half = student_t_quantile(0.975, one.clusters - 1 - fitted) * error
-    symmetric = (one.value - half, one.value + half)
-    if stray is None or not math.isfinite(stray[1] - stray[0]) or (stray[1] - stray[0]) * error <= 2 * half:
-        return symmetric
-    return one.value - stray[1] * error, one.value - stray[0] * error
+    student = student_t_quantile(0.975, one.clusters - 1 - fitted)
+    down, up = (min(max(student, -end), FARTHEST * student) for end in (-stray[1], stray[0]))
+    return one.value - down * error, one.value + up * error
 
 
 def cut(interval: Interval, value: float, bounds: Interval) -> Interval:

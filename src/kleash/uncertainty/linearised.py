@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDING = 8 * float(np.finfo(np.float64).eps)
+MOST_DRAWN = 4096
+"""Clusters beyond which there is no bootstrap: Student's t covers as well by then, and is much sooner done."""
 
 Array = NDArray[np.float64]
 
@@ -28,8 +30,7 @@ class Linearised(NamedTuple):
     """Per cluster: what it adds to the error, to first order. Sums to 0."""
     signs: tuple[float, ...]
     basis: Array
-    """[cluster, 2 parts]: residual and count of each part, clusters in an order that does not depend on
-    the order in which they came."""
+    """[cluster, 2 parts]: residual and count of each part."""
     trouble: str
     """Why there can be no error: empty where there can."""
 
@@ -42,8 +43,8 @@ class Linearised(NamedTuple):
 def linearise(parts: Sequence[Part]) -> Linearised:
     """Values and residuals of the clusters that hold a token.
 
-    Clusters are sorted by what they hold, so that nothing, not even the draws of a bootstrap, depends on
-    the order or the names of the clusters.
+    Clusters that a bootstrap may draw are sorted by what they hold, so that its draws depend neither on
+    their order nor on their names.
     """
     active = np.any([part.counts > 0 for part in parts], axis=0)
     columns = [np.asarray(column, np.float64)[active] for part in parts for column in part[1:]]
@@ -52,9 +53,11 @@ def linearise(parts: Sequence[Part]) -> Linearised:
         with np.errstate(invalid="ignore", divide="ignore"):
             value = float(sum(part.sign * (part.sums[active].sum() / part.counts.sum()) for part in parts))
         return Linearised(value, np.full(int(active.sum()), math.nan), (), np.empty((0, 0)), trouble)
-    order = np.lexsort(columns[::-1])
-    columns = [column[order] for column in columns]
-    value, influence, rounding, basis = 0.0, np.zeros(len(order)), np.zeros(len(order)), []
+    if len(columns[0]) <= MOST_DRAWN:
+        order = np.lexsort(columns[::-1])
+        columns = [column[order] for column in columns]
+    value, influence, rounding = 0.0, np.zeros(len(columns[0])), np.zeros(len(columns[0]))
+    basis: list[Array] = []
     for part, sums, counts in zip(parts, columns[::2], columns[1::2], strict=True):
         total = counts.sum()
         mean = sums.sum() / total
@@ -72,4 +75,4 @@ def _trouble(sums: Sequence[Array]) -> str:
     bad = ~np.all([np.isfinite(column) for column in sums], axis=0)
     if not bad.any():
         return ""
-    return f"{int(bad.sum())} of {len(bad)} clusters are infinite or not a number"
+    return f"the sums of {int(bad.sum())} of {len(bad)} clusters are infinite or not a number"
