@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -76,7 +77,9 @@ def log_ratio(logp: Floats, logq: Floats) -> Floats:
         return np.where(logp == logq, 0.0, logp - logq)
 
 
-def weights_of(part: Mapping[str, NDArray[np.generic]], weighting: str, *, level: str) -> Floats:
+def weights_of(
+    part: Mapping[str, NDArray[np.generic]], weighting: str, *, level: Literal["token", "prefix"]
+) -> Floats:
     """p over the distribution really drawn from: of each token, or of the response up to and with it.
 
     Args:

@@ -125,7 +125,7 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
 
 
 def _by_cluster(labels: NDArray[np.int64], sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.stack([np.bincount(labels, weights=column) for column in sums.T], axis=1)
+    return np.stack([np.bincount(labels, weights=column) for column in sums.T], axis=1).astype(np.float64)
 
 
 def _compared(run: _Run, name: str) -> ComparedRun:

@@ -1,0 +1,51 @@
+"""What is installed is the package: types, models, pages and all, and it works from another folder."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    words = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(root)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return next(out.glob("*.whl"))
+
+
+def test_everything_is_in_the_wheel_and_nothing_else(wheel: Path, root: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    source = root / "src"
+    wanted = {
+        str(path.relative_to(source))
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
+    }
+    assert wanted <= names, sorted(wanted - names)[:5]
+    strangers = {name for name in names - wanted if ".dist-info/" not in name}
+    assert not strangers, sorted(strangers)[:5]
+    assert "kleash/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "import torch, kleash\n"
+        f"assert kleash.__file__.startswith({str(site)!r}), kleash.__file__\n"
+        "p, q = torch.tensor([0.7, 0.3]).log(), torch.tensor([0.5, 0.5]).log()\n"
+        "print(round(float(kleash.kl(p, q)), 4))\n"
+        "from kleash.shipped import shipped_folder, shipped_prompts\n"
+        "assert (shipped_folder('policy') / 'model.safetensors').exists() and shipped_prompts().exists()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "0.0823"
