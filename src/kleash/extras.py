@@ -22,6 +22,4 @@ def need(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
         package = module.partition(".")[0]
-        raise MissingExtraError(
-            f"{package} is not installed; run: pip install 'kleash[{extra}]'"
-        ) from error
+        raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'") from error

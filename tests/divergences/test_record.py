@@ -51,6 +51,15 @@ def test_the_generator_is_zero_at_zero_and_nowhere_negative(record):
 
 
 @every_record
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_generator_does_not_cancel_close_to_zero(record, sign):
+    """A parabola there, for all but the total variation, which has a kink."""
+    at = sign * torch.tensor([1e-7, 2e-7], dtype=torch.float64)
+    first, second = record.of(at).tolist()
+    assert second / first == pytest.approx(2 if record is DIVERGENCES["total_variation"] else 4, rel=1e-5)
+
+
+@every_record
 def test_the_other_side_sees_the_same_divergence(record):
     expected = torch.exp(-LINE) * record.of(-LINE)
     torch.testing.assert_close(record.swapped.of(LINE), expected, rtol=1e-10, atol=1e-13)

@@ -34,9 +34,19 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
         style="dim",
     )
     console.print(Padding(_numbers(measurement), (1, 0)))
+    console.print(_tail(measurement), soft_wrap=True)
     for doubt in _all_doubts(measurement):
         console.print(f"[yellow]doubt:[/yellow] {escape(doubt)}", soft_wrap=True)
     console.print(f"report: {escape(str(folder / 'report.html'))}", soft_wrap=True)
+
+
+def _tail(measurement: Measurement) -> str:
+    """How unevenly the KL is spread over tokens: a mean alone hides that."""
+    ladder = measurement.quantiles["kl_policy_reference"]
+    rungs = [("median", "50"), ("99 %", "99"), ("99.9 %", "99.9"), ("largest", "max")]
+    steps = ", ".join(f"{name} {ladder[rung].value:.3g}" for name, rung in rungs)
+    share = f"{measurement.top_percent_share:.0%}"
+    return f"tokens: {steps} nats; the 1 % with the most hold {share} of the KL"
 
 
 def _numbers(measurement: Measurement) -> Table:

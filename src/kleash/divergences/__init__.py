@@ -3,7 +3,7 @@
 from kleash.divergences.exact import divergence
 from kleash.divergences.families import alpha_record, jensen_shannon_record, skew_kl_record
 from kleash.divergences.gaussian import kl_gaussian
-from kleash.divergences.generator import phi, psi
+from kleash.divergences.generator import phi
 from kleash.divergences.information import cross_entropy, entropy
 from kleash.divergences.named import (
     alpha_divergence,
@@ -41,7 +41,6 @@ __all__ = [
     "kl_from_probs",
     "kl_gaussian",
     "phi",
-    "psi",
     "renyi",
     "skew_kl",
     "skew_kl_record",

@@ -68,10 +68,10 @@ def contributions(
     both = in_p & in_q
     shared_p, shared_q = torch.where(both, logp, 0.0), torch.where(both, logq, 0.0)
     lead = shared_p - shared_q
-    ahead = lead >= 0
-    seen_from_p = weigh(record.from_p, shared_p, torch.where(ahead, lead, 0.0))
-    seen_from_q = weigh(record.from_q, shared_q, torch.where(ahead, 0.0, -lead))
-    shared = torch.where(ahead, seen_from_p, seen_from_q)
+    # One of the two gaps is 0, and f(0) is exactly 0: adding both sides selects the right one.
+    shared = weigh(record.from_p, shared_p, lead.clamp(min=0)) + weigh(
+        record.from_q, shared_q, (-lead).clamp(min=0)
+    )
     apart = torch.where(
         in_p, _alone(record.from_p, logp), torch.where(in_q, _alone(record.from_q, logq), 0.0)
     )

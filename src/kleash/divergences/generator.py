@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-SERIES_BELOW = 0.3
-"""Where the closed forms lose more to cancellation than the series does to truncation."""
+SPLIT = 0.25
+"""Up to here the series is summed; a power of two, so that subtracting it is exact."""
 EXP_IS_DECIDED = 1000.0
 """exp(this) is inf and exp(-this) is 0 in every floating-point type there is."""
 
@@ -19,8 +19,8 @@ def phi(u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
 
         phi(u) = expm1(-u) + u,    u = log p - log q,    phi'(u) = -expm1(-u)
 
-    It is ``u`` (the textbook term) plus ``q/p - 1``, which averages to zero over ``p``. Below
-    |u| = 0.3, where the two terms cancel, its Taylor series is summed: the relative error is a few
+    It is ``u`` (the textbook term) plus ``q/p - 1``, which averages to zero over ``p``. Up to
+    |u| = 1/4, where the two terms cancel, its Taylor series is summed: the relative error is a few
     roundings everywhere, value and gradient. 0 at 0, ``inf`` at both infinities, NaN at NaN.
 
     Args:
@@ -33,14 +33,14 @@ def phi(u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
 
 
 def psi(v: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """What a token adds to KL(p || q) per unit of ``q``'s mass; phi seen from the other side.
+    """What a token adds to KL(p || q) per unit of ``q``'s mass, for tokens on which ``q`` is ahead.
 
-        psi(v) = exp(-v) phi(-v) = 1 - (1 + v) exp(-v),    v = log q - log p,    psi'(v) = v exp(-v)
+        psi(v) = exp(-v) phi(-v) = 1 - (1 + v) exp(-v),    v = log q - log p >= 0,    psi'(v) = v exp(-v)
 
     It tends to 1 where ``p`` vanishes, while ``p phi(u)`` would be 0 times inf there.
 
     Args:
-        v: log ratios the other way round, float32 or float64.
+        v: log ratios the other way round, none of them negative; float32 or float64.
     """
     return _apply(_Psi, v)
 
@@ -51,12 +51,17 @@ def _apply(function: type[torch.autograd.Function], x: Tensor) -> Tensor:
 
 
 def _series(x: Tensor) -> Tensor:
-    """phi(-x) = x^2/2 + x^3/6 + ..., to one rounding for |x| < 0.3."""
-    terms = 14 if x.dtype == torch.float64 else 9
+    """phi(-x) = x^2/2 + x^3/6 + ..., to one rounding for |x| <= 1/4."""
+    terms = 13 if x.dtype == torch.float64 else 8
     total = torch.full_like(x, 1 / factorial(terms))
     for k in range(terms - 1, 1, -1):
         total.mul_(x).add_(1 / factorial(k))
     return total.mul_(x).mul_(x)
+
+
+# Both forwards split their argument into the part that the series takes and the rest, and add what the
+# rest adds, which is exactly 0 where there is none. Selecting by `where` instead takes ten times as long
+# on a CPU, which cannot guess the next token's sign or size.
 
 
 class _Phi(torch.autograd.Function):
@@ -66,9 +71,10 @@ class _Phi(torch.autograd.Function):
 
     @staticmethod
     def forward(u: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        small = u.abs() < SERIES_BELOW
-        closed = torch.expm1(-u) + u.clamp(min=-EXP_IS_DECIDED)
-        return torch.where(small, _series(torch.where(small, -u, 0.0)), closed)
+        near = u.clamp(-SPLIT, SPLIT)
+        rest = u - near
+        beyond = torch.exp(-near).mul_(torch.expm1(-rest)).add_(rest.clamp(min=-EXP_IS_DECIDED))
+        return _series(-near).add_(beyond)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -87,11 +93,10 @@ class _Psi(torch.autograd.Function):
 
     @staticmethod
     def forward(v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        small = v.abs() < SERIES_BELOW
-        v = v.clamp(max=EXP_IS_DECIDED)
-        decay = torch.exp(-v)
-        closed = torch.where(v > 0, -torch.expm1(-v) - v * decay, decay * (torch.expm1(v) - v))
-        return torch.where(small, decay * _series(torch.where(small, v, 0.0)), closed)
+        near = v.clamp(max=SPLIT)
+        rest = (v - near).clamp(max=EXP_IS_DECIDED)
+        beyond = (near + 1).mul_(torch.expm1(-rest)).add_(torch.exp(-rest).mul_(rest))
+        return _series(near).sub_(beyond).mul_(torch.exp(-near))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

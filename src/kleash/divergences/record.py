@@ -53,10 +53,8 @@ class Divergence:
 
     def of(self, u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """The generator f(u), for every log ratio."""
-        ahead = u >= 0
-        gap = torch.where(ahead, u, 0.0)
-        behind = torch.where(ahead, 0.0, -u)
-        return torch.where(ahead, weigh(self.from_p, 0.0, gap), weigh(self.from_q, behind, behind))
+        behind = (-u).clamp(min=0)
+        return weigh(self.from_p, 0.0, u.clamp(min=0)) + weigh(self.from_q, behind, behind)
 
     def score(self, u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """``f + f'``: the weight of ``p grad log p``, in sampled surrogates and in logits."""

@@ -150,7 +150,7 @@ def _effective(layer: Any) -> tuple[Any, Any]:
 def _readings(config: Any, bare: Head) -> Iterator[Head]:
     """The heads that a configuration may mean, the most usual reading first."""
     text = config.get_text_config(decoder=True)
-    caps = [cap for cap in (getattr(text, "final_logit_softcapping", None),) if cap]
+    caps = [getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
     scales: list[float] = []
     for name, power in (
         ("logit_scale", 1),
@@ -164,7 +164,7 @@ def _readings(config: Any, bare: Head) -> Iterator[Head]:
             scales.append(float(value) ** power)
     if getattr(text, "dim_model_base", None):
         scales.append(text.dim_model_base / text.hidden_size)
-    for cap in [*caps, None]:
+    for cap in [*filter(None, caps), None]:
         for scale in [*scales, 1.0]:
             yield replace(bare, scale=scale, softcap=cap)
 

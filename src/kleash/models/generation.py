@@ -16,6 +16,7 @@ from kleash.linear import log_probabilities
 from kleash.models.batching import length_batches
 from kleash.models.noise import exponentials
 from kleash.models.pairs import Model
+from kleash.models.quiet import quiet
 from kleash.models.sequences import Prompt, Sequence
 from kleash.models.writing import Writer
 
@@ -96,7 +97,8 @@ def generate(
     longest = max(lengths, default=0) + sampling.max_new_tokens
     at_once = max(1, CACHED_PER_READ * batch_tokens // longest)
     for batch in length_batches(lengths, batch_tokens, rows=at_once):
-        _answer(model, [rows[index] for index in batch], sampling, drawn)
+        with quiet():
+            _answer(model, [rows[index] for index in batch], sampling, drawn)
     return [row.sequence(model.tokenizer) for row in rows]
 
 

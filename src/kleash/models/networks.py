@@ -12,6 +12,9 @@ from kleash.extras import need
 from kleash.models.checkpoints import Checkpoint, safetensors_header
 from kleash.models.quiet import first_line
 
+OTHER_SENSES = ("vision", "audio", "image", "video", "vq")
+"""What the parts of a configuration are called where a model is not of text alone."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Loaded:
@@ -126,7 +129,8 @@ def _check_kind(config: Any, what: str) -> None:
         raise ModelError(
             f"{what} is an encoder-decoder ({config.model_type}); kleash measures decoder-only models"
         )
-    other = sorted(name for name in getattr(config, "sub_configs", {}) if name != "text_config")
+    parts = sorted(getattr(config, "sub_configs", {}))
+    other = [name for name in parts if any(sense in name for sense in OTHER_SENSES)]
     if other:
         raise ModelError(
             f"{what} is a multi-modal model ({config.model_type}, with {', '.join(other)}); kleash measures "

@@ -14,6 +14,7 @@ from kleash.linear import Head, LinearOptions, token_statistics
 from kleash.models.batching import length_batches
 from kleash.models.cache import ReferenceCache
 from kleash.models.pairs import Model, Pair
+from kleash.models.quiet import quiet
 from kleash.models.sequences import Sequence
 
 STATISTICS = {
@@ -129,7 +130,8 @@ def score_sides(
     columns = _known(sequences, counts)
     for batch in length_batches([one.read for one in sequences], batch_tokens):
         chosen = [sequences[index] for index in batch]
-        found = _statistics(sides, chosen, temperature, options)
+        with quiet():
+            found = _statistics(sides, chosen, temperature, options)
         places = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
         for name, values in found.items():
             columns.setdefault(name, np.empty(sum(counts), dtype=values.dtype))[places] = values

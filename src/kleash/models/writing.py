@@ -68,7 +68,8 @@ class Writer:
             use_cache=True,
             **(where if self.positions else {}),
         )
-        self.past = out.past_key_values
+        self.past = getattr(out, "past_key_values", None)
+        self.cached = self.past is not None
         return self._last(out)[:, -1]
 
     def _last(self, out: Any) -> Float[Tensor, "rows time dim"]:

@@ -87,7 +87,7 @@ def gradients(
     core = in_room(gradient_rows, pair, cut)
     sums_p, sums_q = Sums(pair.p, needed[:3]), Sums(pair.q, needed[3:])
     for chunk in chunks(pair, cut):
-        for here in blocks(pair, chunk, cut.rows, whole=False):
+        for here in blocks(pair, chunk, cut.rows):
             zp, zq = chunk.zp[here], chunk.zq[here]
             in_p, in_q = in_logits(core, zp, zq, weight[chunk.start :][here])
             pull_back_(in_p, zp, pair.p)

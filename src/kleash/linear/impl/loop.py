@@ -31,9 +31,12 @@ class Plan(NamedTuple):
 
 
 def plan(pair: Pair, options: LinearOptions) -> Plan:
-    """As many tokens a chunk as the budget allows after the other buffers, all chunks nearly equal."""
+    """As many tokens a chunk as the budget allows after the other buffers, all chunks nearly equal.
+
+    ``rows`` depends on the vocabulary and the budget alone, so that few shapes are ever compiled.
+    """
     size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
-    rows = max(1, min(pair.tokens, ROW_BLOCK // words, budget // 4 // (ROOMS * words * size)))
+    rows = max(1, min(ROW_BLOCK // words, budget // 4 // (ROOMS * words * size)))
     budget -= rows * ROOMS * words * size
     tile = 1
     for model in (pair.p, pair.q):
@@ -44,8 +47,10 @@ def plan(pair: Pair, options: LinearOptions) -> Plan:
             budget -= tile * row_bytes // 2
     widths = 2 * words + pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
     most = max(1, budget // (widths * size))
-    chunk = -(-pair.tokens // max(1, -(-pair.tokens // most)))
-    return Plan(max(1, chunk), max(1, min(chunk, rows)), tile)
+    rows = min(rows, most)
+    most -= most % rows
+    even = -(-pair.tokens // max(1, -(-pair.tokens // most)))
+    return Plan(min(-(-even // rows) * rows, max(1, pair.tokens)), rows, tile)
 
 
 class Chunk(NamedTuple):
@@ -70,17 +75,13 @@ def chunks(pair: Pair, cut: Plan) -> Iterator[Chunk]:
         yield Chunk(start, zp, zq)
 
 
-def blocks(pair: Pair, chunk: Chunk, rows: int, *, whole: bool) -> Iterator[slice]:
-    """Where in the chunk the next few rows stand, made logits just before they are used.
-
-    ``whole``: each block has that many rows; the last reaches back over rows that were done already.
-    """
-    count = len(chunk.zp)
-    for start in range(0, count, rows):
-        end = min(start + rows, count)
-        finish_(chunk.zp[start:end], pair.p)
-        finish_(chunk.zq[start:end], pair.q)
-        yield slice(max(0, end - rows) if whole else start, end)
+def blocks(pair: Pair, chunk: Chunk, rows: int) -> Iterator[slice]:
+    """Where in the chunk the next few rows stand, made logits just before they are used."""
+    for start in range(0, len(chunk.zp), rows):
+        here = slice(start, start + rows)
+        finish_(chunk.zp[here], pair.p)
+        finish_(chunk.zq[here], pair.q)
+        yield here
 
 
 class Core(NamedTuple):
@@ -97,13 +98,14 @@ class Core(NamedTuple):
 def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) -> tuple[Tensor, ...]:
     """What ``core`` says about each token; ``given`` is known about them beforehand."""
     cut = plan(pair, options)
-    whole = wanted(pair, options)
-    fast = compiled(core.fast) if whole else in_room(core.fast, pair, cut)
+    fast = in_room(core.fast, pair, cut)
+    if wanted(pair, options):
+        fast = whole_blocks(compiled(core.fast), cut.rows, fast)
     none = torch.empty((0, pair.p.vocabulary), dtype=pair.p.dtype, device=pair.p.hidden.device)
     kinds = core.careful(none, none, *(x[:0] for x in given))
     out = tuple(numbers.new_empty(pair.tokens) for numbers in kinds)
     for chunk in chunks(pair, cut):
-        for here in blocks(pair, chunk, cut.rows, whole=whole):
+        for here in blocks(pair, chunk, cut.rows):
             known = [x[chunk.start :][here] for x in given]
             found = checked(core, fast, (chunk.zp[here], chunk.zq[here], *known))
             for numbers, new in zip(out, found, strict=True):
@@ -113,13 +115,18 @@ def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) ->
 
 def in_room(core: RowCore, pair: Pair, cut: Plan) -> RowCore:
     """``core`` with memory to work in, which the next call uses again."""
-    shape = (ROOMS, cut.rows, pair.p.vocabulary)
+    shape = (ROOMS, min(cut.rows, pair.tokens), pair.p.vocabulary)
     room = torch.empty(shape, dtype=pair.p.dtype, device=pair.p.hidden.device).unbind()
 
     def run(*rows: Tensor) -> tuple[Tensor, ...]:
         return core(*rows, room=[buffer[: len(rows[0])] for buffer in room])
 
     return run
+
+
+def whole_blocks(core: RowCore, rows: int, others: RowCore) -> RowCore:
+    """``core`` for blocks of that many rows, for which it is compiled, and ``others`` for what is left."""
+    return lambda *x: core(*x) if len(x[0]) == rows else others(*x)
 
 
 def checked(core: Core, fast: RowCore, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
