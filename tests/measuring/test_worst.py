@@ -44,7 +44,7 @@ def test_worst_tokens_sequences_and_prompts(tmp_path: Path) -> None:
             sequences: dict[str, object] = dict.fromkeys(SEQUENCE_COLUMNS, [""] * PER_SHARD)
             ids = np.arange(shard * PER_SHARD, (shard + 1) * PER_SHARD)
             sequences |= {"prompt_id": ids // 2, "sample_id": ids % 2, "tokens": [LENGTH] * PER_SHARD}
-            sequences |= {"prompt": [f"prompt {n // 2}" for n in ids]}
+            sequences |= {"prompt": [f"prompt {n // 2}" for n in ids], "response": [" read on"] * PER_SHARD}
             folder.write_shard(shard, tokens, sequences)
     flat = np.sort(kl.ravel())[::-1]
     np.testing.assert_array_equal([one.kl for one in worst.worst_tokens()], flat[:WORST_TOKENS].astype(float))
@@ -57,7 +57,7 @@ def test_worst_tokens_sequences_and_prompts(tmp_path: Path) -> None:
     assert [(one.prompt_id, one.sample_id) for one in worst.worst_sequences()] == [
         (n // 2, n % 2) for n in order[:50]
     ]
-    prompts = worst.worst_prompts(folder)
+    prompts = worst.worst_prompts(folder, on_text=False)
     means = kl.astype(float).reshape(SEQUENCES // 2, -1).mean(1)
     assert [one.prompt_id for one in prompts] == np.argsort(-means).tolist()
     top = prompts[0]
@@ -68,6 +68,8 @@ def test_worst_tokens_sequences_and_prompts(tmp_path: Path) -> None:
         [mine.mean(), mine.sum() / 2, mine.max()],
         rtol=1e-6,
     )
+    documents = worst.worst_prompts(folder, on_text=True)
+    assert documents[0].prompt == f"prompt {top.prompt_id} read on"
 
 
 def test_infinite_tokens_come_first_and_unknown_ones_last() -> None:

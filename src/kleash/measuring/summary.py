@@ -99,7 +99,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         convergence=convergence(sums),
         worst_tokens=worst.worst_tokens(),
         worst_sequences=worst_sequences,
-        prompts=worst.worst_prompts(run.folder),
+        prompts=worst.worst_prompts(run.folder, on_text=run.job.source[0] == "text"),
         doubts=gather_doubts(run, estimand, sequences, counted, after),
         notes=run.pair.notes,
         seconds=seconds(),

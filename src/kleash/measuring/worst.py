@@ -83,8 +83,11 @@ class Worst:
             for kl, who, sample, _, count, _ in self.sequences.best()
         )
 
-    def worst_prompts(self, folder: RunFolder) -> tuple[PromptDrift, ...]:
-        """The prompts with the largest KL per token, largest first, with their texts."""
+    def worst_prompts(self, folder: RunFolder, *, on_text: bool) -> tuple[PromptDrift, ...]:
+        """The prompts with the largest KL per token, largest first, with their texts.
+
+        On text these are documents, whose first window is split into what was read and what was scored.
+        """
         ranked = sorted(self.prompts.items(), key=lambda item: (-item[1][2] / item[1][1], item[0]))
         found = {
             who: PromptDrift(
@@ -103,7 +106,7 @@ class Worst:
                 part["prompt_id"], part["prompt"], part["response"], strict=True
             ):
                 if int(who) in found and not found[int(who)].prompt:
-                    text = shortened(prompt or response)
+                    text = shortened(prompt + response if on_text else prompt)
                     found[int(who)] = replace(found[int(who)], prompt=text)
         return tuple(found.values())
 
