@@ -32,7 +32,7 @@ class LinearOptions:
     buffer_bytes: int = 128 * 2**20
     """Memory for the logits of a chunk of tokens, of both models together; a chunk is one token at least."""
     compile: Literal["auto", "always", "never"] | bool = "auto"
-    """Whether the elementwise core is compiled, which takes about 15 seconds once per vocabulary size:
+    """Whether the elementwise core of the values is compiled, which takes about 10 seconds in a process:
     auto does so if a C++ compiler is there and this call alone has enough work to win that back."""
     skip_below: float = 0.0
     """Leave out vocabulary tiles whose mass is below this; only 0, nothing left out, is possible yet."""
