@@ -199,7 +199,7 @@ def alternatives(run: Synthetic, measurement: Measurement, seed: int, hostile: b
         if (prompt, sample) not in worst:
             continue
         tops = [run.tokens[f"top1_probability_{who}"][row] for who in ("policy", "reference")]
-        for place in range(5):
+        for place in reversed(range(5)):
             chosen = draw.integers(0, len(words), 2)
             shares = [top if place == 0 else (1 - top) * 0.5**place for top in tops]
             values = (prompt, sample, position, place, int(chosen[0]), words[chosen[0]], shares[0],

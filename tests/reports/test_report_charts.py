@@ -8,9 +8,10 @@ import pytest
 from synthetic_run import synthetic_comparison
 
 from kleash.records import Bin, EstimatorRecord, Measurement, Number, RunningMean
-from kleash.reports.comparison import direction, verdict
+from kleash.reports.comparison import differences_chart, direction, runs_chart, verdict
 from kleash.reports.drift_charts import by_bin, quantile_ladder
-from kleash.reports.measurement import above_the_floor, share_of
+from kleash.reports.figures import escape
+from kleash.reports.measurement import above_the_floor, means, share_of
 from kleash.reports.trust_charts import convergence, estimators
 
 
@@ -42,12 +43,13 @@ def test_a_ladder_holds_each_quantile_with_its_interval(run: Any) -> None:
 
 
 def test_a_ladder_with_a_zero_is_not_logarithmic(run: Any) -> None:
-    ladder = {"50": number(0.0, 0.0, 0.0), "max": number(math.inf, math.nan, math.nan)}
+    steps = {"50": number(0.0, 0.0, 0.0), "99": number(2.0, 1.0, 3.0)}
+    ladder = {**steps, "max": number(math.inf, math.nan, math.nan)}
     chart = quantile_ladder(measurement(run, quantiles={"kl_policy_reference": ladder}))
     assert chart is not None
     assert "type" not in chart.figure["layout"]["xaxis"]
-    assert chart.figure["data"][0]["x"] == [0.0, None]
-    assert chart.rows[1] == ("max", "∞")
+    assert chart.figure["data"][0]["x"] == [0.0, 2.0, None]
+    assert chart.rows[2] == ("max", "∞")
     json.dumps(chart.figure, allow_nan=False)
 
 
@@ -178,3 +180,29 @@ def test_a_difference_has_a_direction_only_if_its_interval_has(low: float, high:
 def test_a_verdict_needs_the_column() -> None:
     found = synthetic_comparison().differences[0]
     assert verdict(type(found)(**{**vars(found), "differences": {}})) == "not compared, on 200 shared prompts"
+
+
+def test_differences_are_drawn_against_zero_and_runs_are_not() -> None:
+    comparison = synthetic_comparison()
+    line = differences_chart(comparison).figure["layout"]["shapes"]
+    assert [(shape["x0"], shape["x1"]) for shape in line] == [(0, 0)]
+    runs = runs_chart(comparison).figure
+    assert runs["layout"]["shapes"] == []
+    assert runs["data"][1]["x"] == [run.numbers["kl_reference_policy"].value for run in comparison.runs]
+    assert runs["layout"]["yaxis"]["ticktext"][2] == "…t&gt;alert('run')&lt;/script&gt;"
+
+
+def test_nothing_in_a_name_means_anything_to_plotly() -> None:
+    assert escape("<b>a</b> &lt; %{y}") == "&lt;b&gt;a&lt;/b&gt; &amp;lt; %&#123;y}"
+
+
+def test_every_mean_stands_under_its_own_name(run: Any) -> None:
+    found = {name: value for name, _, value in means(run[1])}
+    perplexity, change = run[1].perplexity, run[1].probability_change
+    assert found["Perplexity of the policy"] is perplexity["policy"]
+    assert found["Perplexity of the reference"] is perplexity["reference"]
+    assert found["Perplexity ratio"] is perplexity["ratio"]
+    assert found["Δp of the observed token, RMS"] is change["rms"]
+    assert found["KL(reference ‖ policy)"] is run[1].per_token["kl_reference_policy"]
+    assert found["Top-1 agreement"] is run[1].top1_agreement
+    assert len(found) == len(run[1].per_token) + 1 + 3 + 2

@@ -18,8 +18,10 @@ import pytest
 from synthetic_run import HOSTILE, synthetic_comparison, write_synthetic_run
 
 from kleash.errors import RunFolderError
-from kleash.records import Measurement, Number, PromptDrift
+from kleash.records import Measurement, Number, PromptDrift, RunFolder
 from kleash.reports import write_comparison, write_report
+from kleash.reports.heatmap import read_sequences
+from kleash.reports.measurement import in_context, running_text
 from kleash.reports.page import script_json
 
 
@@ -235,6 +237,51 @@ def test_doubts_are_said_once_and_first(tmp_path: Path) -> None:
     assert "other" in before
 
 
+def test_a_number_s_own_doubts_stand_under_it(tmp_path: Path) -> None:
+    number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12))
+    doubted = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), doubts=("3 clusters",))
+    page = changed(tmp_path, per_token={"kl_policy_reference": number, "jensen_shannon": doubted})
+    assert page.text.count("Doubt: 3 clusters") == 1
+
+
+def test_a_table_says_how_it_is_sorted_only_if_it_is(tmp_path: Path) -> None:
+    prompts = tuple(
+        PromptDrift(
+            prompt_id=at, prompt="p", sequences=1, tokens=1, kl_per_token=kl, kl_per_sequence=kl, kl_max=kl
+        )
+        for at, kl in enumerate((1.0, 2.0, 0.5))
+    )
+    page = changed(tmp_path, prompts=prompts)
+    sorted_by = [attributes for attributes in page.all("th") if "aria-sort" in attributes]
+    assert len(sorted_by) == 1, "the most drifted tokens"
+
+
+def test_what_is_shortened_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kleash.reports.heatmap.MAX_TOKENS_OF_SEQUENCE", 3)
+    assert "6 of them only in part" in changed(tmp_path).text
+
+
+def test_a_drifted_token_stands_in_its_context(run: tuple[Path, Measurement]) -> None:
+    found = {}
+    names = ["prompt_id", "sample_id", "position", "text", "logp_policy", "logp_reference", "rank_reference"]
+    for part in RunFolder(run[0]).token_parts(names):
+        for row in zip(*(part[name] for name in names), strict=True):
+            found[tuple(int(value) for value in row[:3])] = row[3:]
+    for drift in run[1].worst_tokens:
+        assert drift.position is not None
+        key = drift.prompt_id, drift.sample_id
+        shown = in_context(drift, read_sequences(RunFolder(run[0]), [key]), {key: drift.position - 1})
+        before = [found[(*key, at)][0] for at in range(max(0, drift.position - 10), drift.position)]
+        assert shown["before"] == running_text(before)
+        assert bool(shown["before"]) is any(before)
+        text, p, q, rank = found[(*key, drift.position)]
+        assert text == drift.text
+        assert shown["p"] == pytest.approx(math.exp(p), rel=6e-4)
+        assert shown["q"] == pytest.approx(math.exp(q), rel=6e-4)
+        assert shown["rank"] == rank
+        assert shown["drawn"] is False
+
+
 def test_an_unfinished_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder\?"):
         write_report(tmp_path)
@@ -252,10 +299,13 @@ def test_half_a_character_in_a_path_is_no_reason_to_fail(tmp_path: Path) -> None
     page = Outline(
         write_comparison(
             tmp_path / "page.html",
-            type(comparison)(**{**vars(comparison), "runs": (run, *comparison.runs[1:])}),
+            type(comparison)(
+                **{**vars(comparison), "runs": (run, *comparison.runs[1:]), "doubts": ("half \udce9",)}
+            ),
         )
     )
     assert "caf⟨U+DCE9⟩" in page.text
+    assert "half \\udce9" in page.text
 
 
 def test_a_comparison_says_which_way_and_on_what(comparison_page: Path) -> None:

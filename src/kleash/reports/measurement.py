@@ -191,4 +191,5 @@ def in_context(drift: Drifted, tokens: dict[Key, Sequence], drawn: dict[Key, int
 
 def running_text(texts: list[str]) -> str:
     """Tokens joined as they are read, with everything else that cannot be seen made visible."""
-    return visible("".join(texts)).replace("␣", " ")
+    text = "".join(texts)
+    return visible(text).replace("␣", " ") if text else ""
