@@ -7,8 +7,15 @@ import pytest
 import torch
 from scipy.special import log_softmax
 from scipy.stats import chisquare, kstest
-from tiny_models import ARCHITECTURES, double_logits, save_tiny
-from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from tiny_models import ARCHITECTURES, double_logits, save_tiny, tiny_tokenizer
+from transformers import (
+    LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kleash.errors import NonFiniteError, OptionError
 from kleash.models import (
@@ -188,6 +195,37 @@ def test_a_network_without_a_cache_draws_the_same(folders, architecture):
 
     plain = replace(model, body=Plain())
     assert responses(generate(plain, prompts(), sampling)) == responses(generate(model, prompts(), sampling))
+
+
+def test_a_network_that_reads_its_padding_is_read_without(folders):
+    policy, _ = folders("llama")
+    model = load_pair(str(policy), str(policy)).policy
+    sampling = Sampling(max_new_tokens=9)
+    wanted = generate(model, prompts(), sampling)
+
+    class Blind(torch.nn.Module):
+        def forward(self, input_ids, use_cache, attention_mask=None, past_key_values=None):
+            return model.body(input_ids=input_ids, use_cache=use_cache, past_key_values=past_key_values)
+
+    assert responses(generate(replace(model, body=Blind()), prompts(), sampling)) == responses(wanted)
+
+
+def test_a_recurrent_network_draws_from_its_own_distribution(tmp_path):
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=320,
+        hidden_size=16,
+        num_hidden_layers=1,
+        state_size=4,
+        initializer_range=0.3,
+        eos_token_id=1,
+    )
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = load_pair(str(tmp_path), str(tmp_path)).policy
+    sampling = Sampling(max_new_tokens=6)
+    for one, prompt in zip(generate(model, prompts(), sampling), prompts(), strict=True):
+        assert one.response_ids == drawn_by_hand(tmp_path, prompt, 0, sampling)
 
 
 def test_a_model_through_its_logits_draws_the_same(folders):

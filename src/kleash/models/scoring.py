@@ -161,8 +161,6 @@ def _statistics(
     policy, reference = sides.pair.policy, sides.pair.reference
     hidden_p = sides.policy(batch)
     hidden_q = hidden_p if sides.reference is None else sides.reference(batch).to(hidden_p.device)
-    for model, hidden in ((policy, hidden_p), (reference, hidden_q)):
-        _refuse_non_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch)
     tokens = torch.tensor([token for one in batch for token in one.response_ids], device=hidden_p.device)
     with torch.inference_mode():
         found = token_statistics(
