@@ -78,10 +78,11 @@ class FineCounts:
         """The quantile at each level: the smallest value that so large a share of the values does not exceed.
 
         The interval is Woodruff's: the interval of the share of values up to the quantile, by Student's t on
-        the plain and on the logit scale, whichever reaches further, its error robust within clusters, turned
-        back into values. Its ends are rounded outwards to 8 significant bits (0.8 %), and infinite (or
-        ``lower``, ``upper``) where there are too few values to bound them. The standard error is half of the
-        interval over Student's quantile. A maximum has no error, and its interval no end above.
+        the plain and on the logit scale, whichever reaches further, its error robust within clusters and not
+        below that of independent values, turned back into values. Its ends are rounded outwards to 8 significant bits
+        (0.8 %), and infinite (or ``lower``, ``upper``) where there are too few values to bound them. The standard error is half of the
+        interval over Student's quantile. Where all values are the same, there is no error; a maximum has
+        none either, and its interval no end above.
 
         Args:
             unit: of the values.
@@ -146,13 +147,15 @@ class FineCounts:
         total = int(self.coarse.sum())
         rank = rank_at(level, total)
         quantile = student_t_quantile(0.975, clusters - 1)
-        reach = quantile * self._share_error(rank)
+        if self._order_statistic(1) == self._order_statistic(total) == self._order_statistic(rank):
+            value, _ = self._order_statistic(rank)
+            return 0.0, (value, value)
+        independent = math.sqrt(level * (1 - level) / total)
+        reach = quantile * max(self._share_error(rank), independent)
         odds = math.exp(min(reach / (level * (1 - level)), 700.0))
         least = min(level - reach, level / (level + (1 - level) * odds))
         most = max(level + reach, level * odds / (level * odds + 1 - level))
         first, last = math.ceil(least * total), math.floor(most * total) + 1
-        if reach == 0:
-            first = last = rank
         low = self._order_statistic(first)[0] if first >= 1 else -math.inf
         high = self._order_statistic(last)[1] if last <= total else math.inf
         return 0.0 if low == high else (high - low) / 2 / quantile, (low, high)

@@ -76,7 +76,7 @@ def running_mean(
         raise ShapeError(f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster")
     kept = counts > 0
     sums, counts = np.asarray(sums, np.float64)[kept], np.asarray(counts, np.float64)[kept]
-    ends = np.unique(np.rint(np.linspace(1, len(sums), min(points, len(sums)))).astype(np.int64))
+    ends = np.unique(np.rint(np.linspace(len(sums), 1, min(points, len(sums)))).astype(np.int64))
     finite = np.isfinite(sums)
     centre = sums[finite].sum() / max(counts[finite].sum(), 1.0)
     residual = sums - centre * counts

@@ -1,0 +1,159 @@
+"""How often 95 % intervals hold the truth, by simulation: python benchmarks/coverage.py
+
+Prompts differ lognormally, samples of one prompt differ lognormally around it, and samples are of different
+lengths. The truth is 1 nat per token. Each cell of the table is the share of simulated measurements whose
+interval holds it, for three intervals: plain (1.96 standard errors, every sample taken to be independent),
+clustered (1.96 cluster-robust standard errors), and kleash's.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from harness import write_result
+from numpy.typing import NDArray
+
+from kleash.uncertainty import CoarseCounts, Estimate, ratio_of_many
+
+CLUSTERS = (8, 16, 32, 64, 128, 512)
+SAMPLES = (1, 4, 16)
+SPREADS = (0.5, 1.5)
+SAMPLE_SPREAD = 0.5
+TOKENS = (16, 128)
+LEVELS = (0.5, 0.9, 0.99)
+TOKENS_PER_CLUSTER = 64
+COLUMNS = 50
+
+Array = NDArray[np.float64]
+
+
+def simulate(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> tuple[Array, Array]:
+    """Sums and counts of each sample, [cluster, sample, measurement]; the mean per token is 1."""
+    prompts = lognormal(random, (shape[0], 1, shape[2]), spread)
+    samples = lognormal(random, shape, SAMPLE_SPREAD)
+    counts = random.integers(*TOKENS, endpoint=True, size=shape).astype(np.float64)
+    return prompts * samples * counts, counts
+
+
+def lognormal(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> Array:
+    """Mean 1; ``spread`` is the standard deviation of the logarithm."""
+    return np.exp(spread * random.standard_normal(shape) - spread**2 / 2)
+
+
+def cell(clusters: int, samples: int, spread: float, measurements: int, seed: int) -> dict[str, Any]:
+    """Coverage of the three intervals, and how wide they are (median, in nats)."""
+    random = np.random.default_rng([seed, clusters, samples, round(100 * spread)])
+    hits = {"plain": 0, "clustered": 0, "kleash": 0}
+    widths: dict[str, list[float]] = {name: [] for name in hits}
+    for _ in range(measurements // COLUMNS):
+        sums, counts = simulate(random, (clusters, samples, COLUMNS), spread)
+        ours = ratio_of_many(sums.sum(1), counts.sum(1), lower=0.0)
+        plain = plain_errors(sums.reshape(-1, COLUMNS), counts.reshape(-1, COLUMNS))
+        for estimate, error in zip(ours, plain, strict=True):
+            intervals = {
+                "plain": normal(estimate, error),
+                "clustered": normal(estimate, estimate.standard_error),
+                "kleash": estimate.ci95,
+            }
+            for name, (low, high) in intervals.items():
+                hits[name] += low <= 1.0 <= high
+                widths[name].append(high - max(low, 0.0))
+    total = measurements // COLUMNS * COLUMNS
+    return {
+        "clusters": clusters,
+        "samples": samples,
+        "spread": spread,
+        "coverage": {name: count / total for name, count in hits.items()},
+        "median_width": {name: statistics.median(found) for name, found in widths.items()},
+    }
+
+
+def plain_errors(sums: Array, counts: Array) -> list[float]:
+    """Standard errors of the means of all columns, by the textbook, every sample for itself."""
+    residuals = sums - sums.sum(0) / counts.sum(0) * counts
+    return (np.sqrt(len(sums) / (len(sums) - 1) * (residuals**2).sum(0)) / counts.sum(0)).tolist()
+
+
+def normal(estimate: Estimate, error: float) -> tuple[float, float]:
+    return estimate.value - 1.96 * error, estimate.value + 1.96 * error
+
+
+def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
+    """Coverage of the intervals of quantiles, prompts and tokens both lognormal."""
+    random = np.random.default_rng([seed, clusters])
+    spread = math.hypot(1.0, SAMPLE_SPREAD)
+    truths = [math.exp(spread * statistics.NormalDist().inv_cdf(level)) for level in LEVELS]
+    index = np.repeat(np.arange(clusters), TOKENS_PER_CLUSTER)
+    hits = [0] * len(LEVELS)
+    for _ in range(measurements):
+        effects = random.standard_normal((clusters, 1))
+        noise = SAMPLE_SPREAD * random.standard_normal((clusters, TOKENS_PER_CLUSTER))
+        values = np.exp(effects + noise).ravel().astype(np.float32)
+        fine = CoarseCounts.empty().after(values).refine(LEVELS, clusters).after(values, index)
+        for place, (truth, estimate) in enumerate(zip(truths, fine.estimates(lower=0.0), strict=True)):
+            hits[place] += estimate.ci95[0] <= truth <= estimate.ci95[1]
+    return {
+        "clusters": clusters,
+        "coverage": {str(level): count / measurements for level, count in zip(LEVELS, hits, strict=True)},
+    }
+
+
+def show(rows: list[dict[str, Any]], samples: tuple[int, ...]) -> None:
+    """The table as it stands in the documentation: coverage in percent."""
+    names = ("plain", "clustered", "kleash")
+    print("| clusters |", " | ".join(f"{name}, {m}" for name in names for m in samples), "|")
+    print("|---" * (1 + len(names) * len(samples)) + "|")
+    for clusters in dict.fromkeys(row["clusters"] for row in rows):
+        mine = {row["samples"]: row["coverage"] for row in rows if row["clusters"] == clusters}
+        print(
+            f"| {clusters} |",
+            " | ".join(f"{100 * mine[m][name]:.1f}" for name in names for m in samples),
+            "|",
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Simulated coverage of 95 % intervals.")
+    parser.add_argument(
+        "--measurements", type=int, default=10_000, help="simulated for each cell of the table"
+    )
+    parser.add_argument("--seed", type=int, default=20)
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    size, seed = options.measurements, options.seed
+    main_rows = [cell(clusters, samples, 1.0, size, seed) for clusters in CLUSTERS for samples in SAMPLES]
+    print(
+        f"Coverage in percent, by samples per prompt; log standard deviation of the prompts 1, {size} measurements"
+    )
+    show(main_rows, SAMPLES)
+    other_rows: list[dict[str, Any]] = []
+    for spread in SPREADS:
+        rows = [cell(clusters, 4, spread, size, seed) for clusters in CLUSTERS]
+        print(f"\nThe same with {spread} and 4 samples")
+        show(rows, (4,))
+        other_rows += rows
+    quantiles = [quantile_row(clusters, size // 10, seed) for clusters in (32, 128, 512)]
+    print(f"\nQuantiles, {TOKENS_PER_CLUSTER} tokens per prompt, {size // 10} measurements")
+    for row in quantiles:
+        print(
+            f"{row['clusters']:5d}", {level: f"{100 * share:.1f}" for level, share in row["coverage"].items()}
+        )
+    figures = {
+        "what": "share of simulated measurements whose 95 % interval holds the truth",
+        "numpy": np.__version__,
+        "seed": seed,
+        "measurements": size,
+        "sample_spread": SAMPLE_SPREAD,
+        "tokens_per_sample": TOKENS,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "means": main_rows + other_rows,
+        "quantiles": quantiles,
+    }
+    print(f"\n{write_result('coverage', figures)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Which sequences belong together, and how much weighted ones tell."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kleash.errors import ShapeError
+from kleash.uncertainty import cluster_labels, effective_sample_size
+
+
+def test_many_documents_are_their_own_clusters() -> None:
+    documents = np.repeat(np.arange(100, 130), 3)
+    labels, doubts = cluster_labels(documents, np.tile(np.arange(3), 30))
+    assert labels.tolist() == np.repeat(np.arange(30), 3).tolist()
+    assert doubts == ()
+
+
+def test_few_documents_are_cut_into_blocks_of_neighbours() -> None:
+    documents = np.repeat([7, 9], [20, 3])
+    windows = np.concatenate([np.arange(20), np.arange(3)])
+    labels, doubts = cluster_labels(documents, windows)
+    assert labels.tolist() == [0] * 8 + [1] * 8 + [2] * 4 + [3] * 3
+    assert list(doubts) == [
+        (
+            "only 2 documents, below 30: the clusters are blocks of 8 neighbouring windows, "
+            "and what blocks of one document share is missing from the error"
+        )
+    ]
+
+
+def test_one_document() -> None:
+    labels, doubts = cluster_labels(np.zeros(9, int), np.arange(9))
+    assert labels.tolist() == [0] * 8 + [1]
+    assert doubts[0].startswith("only 1 document, below 30")
+
+
+def test_the_boundary_is_thirty() -> None:
+    assert cluster_labels(np.arange(29), np.zeros(29, int)).doubts != ()
+    assert cluster_labels(np.arange(30), np.zeros(30, int)).doubts == ()
+    assert cluster_labels(np.arange(30), np.zeros(30, int), few=31).doubts != ()
+
+
+def test_order_is_kept() -> None:
+    labels, _ = cluster_labels(np.array([3, 1, 3, 1]), np.array([9, 0, 0, 1]), block=2)
+    assert labels.tolist() == [2, 0, 1, 0]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), min_size=1, max_size=60), st.integers(1, 9))
+def test_no_block_spans_two_documents_and_labels_have_no_gaps(pairs, block: int) -> None:
+    documents, windows = (np.array(column) for column in zip(*pairs, strict=True))
+    labels, _ = cluster_labels(documents, windows, block=block)
+    assert set(labels.tolist()) == set(range(labels.max() + 1))
+    for label in set(labels.tolist()):
+        assert len(set(documents[labels == label].tolist())) == 1
+        assert np.ptp(windows[labels == label]) < block
+
+
+def test_labels_that_do_not_fit(unhooked: None) -> None:
+    with pytest.raises(
+        ShapeError, match=r"document_ids are \(3,\) and window_ids \(2,\); give one per sequence"
+    ):
+        cluster_labels(np.zeros(3, int), np.zeros(2, int))
+
+
+def test_effective_sample_size() -> None:
+    assert effective_sample_size(np.ones(7)) == pytest.approx(7)
+    assert effective_sample_size(np.array([1.0, 0.0, 0.0])) == pytest.approx(1)
+    assert effective_sample_size(np.array([1.0, 2.0, 3.0])) == pytest.approx(36 / 14)
+    assert effective_sample_size(np.array([1e300, 1e300])) == pytest.approx(2)
+    assert effective_sample_size(np.array([1e-300, 1e-300, 1e-300])) == pytest.approx(3)
+
+
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, math.inf], [1.0, math.nan]])
+def test_no_effective_sample_size(weights: list[float]) -> None:
+    assert math.isnan(effective_sample_size(np.array(weights)))

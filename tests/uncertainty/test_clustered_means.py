@@ -1,0 +1,272 @@
+"""Means per token: values and errors against the textbook, scipy and a jackknife; every edge."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompt_sums import lognormal_prompts, prompts
+from scipy import stats
+
+from kleash.errors import ShapeError
+from kleash.uncertainty import clustered_mean, paired_difference, ratio_of_many, ratio_of_sums
+
+
+def jackknife_error(sums: np.ndarray, counts: np.ndarray) -> float:
+    """Standard error from leaving out one cluster at a time."""
+    size = len(sums)
+    without = np.array([np.delete(sums, c).sum() / np.delete(counts, c).sum() for c in range(size)])
+    return math.sqrt((size - 1) / size * ((without - without.mean()) ** 2).sum())
+
+
+def test_value_is_the_mean_per_token_and_not_the_mean_of_means() -> None:
+    estimate = ratio_of_sums(np.array([1.0, 30.0]), np.array([1, 10]))
+    assert estimate.value == pytest.approx(31 / 11)
+    assert estimate.value != pytest.approx(2.0)
+    assert (estimate.unit, estimate.clusters) == ("nats", 2)
+
+
+def test_equal_counts_give_the_textbook_error() -> None:
+    sums, _ = lognormal_prompts(25, seed=1)
+    estimate = ratio_of_sums(sums, np.full(25, 10))
+    assert estimate.standard_error == pytest.approx(float(stats.sem(sums / 10)), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_unequal_counts_agree_with_the_jackknife(seed: int) -> None:
+    sums, counts = lognormal_prompts(400, seed=seed, spread=0.5)
+    estimate = ratio_of_sums(sums, counts)
+    assert estimate.standard_error == pytest.approx(jackknife_error(sums, counts), rel=0.01)
+
+
+def test_many_clusters_give_the_student_interval_of_scipy() -> None:
+    sums, _ = lognormal_prompts(5000, seed=2)
+    means = sums / 16
+    low, high = stats.t.interval(0.95, 4999, loc=means.mean(), scale=stats.sem(means))
+    assert ratio_of_sums(sums, np.full(5000, 16)).ci95 == pytest.approx((low, high), rel=1e-9)
+
+
+@settings(max_examples=30)
+@given(prompts())
+def test_the_interval_holds_that_of_student(given) -> None:
+    sums, counts = given
+    estimate = ratio_of_sums(sums, counts)
+    half = float(stats.t.ppf(0.975, len(sums) - 1)) * estimate.standard_error
+    low, high = estimate.ci95
+    assert low <= estimate.value - half * (1 - 1e-9)
+    assert high >= estimate.value + half * (1 - 1e-9)
+    assert max(estimate.value - low, high - estimate.value) <= 4 * half * (1 + 1e-9)
+
+
+@settings(max_examples=30)
+@given(prompts(), st.floats(0.01, 100), st.integers(2, 9))
+def test_scales_with_the_values_and_not_with_the_counts(given, scale: float, times: int) -> None:
+    sums, counts = given
+    one, scaled = ratio_of_sums(sums, counts), ratio_of_sums(scale * sums, counts)
+    assert scaled.value == pytest.approx(scale * one.value, rel=1e-9)
+    assert scaled.standard_error == pytest.approx(scale * one.standard_error, rel=1e-9)
+    assert scaled.ci95 == pytest.approx([scale * end for end in one.ci95], rel=1e-6, abs=1e-9 * scale)
+    longer = ratio_of_sums(times * sums, times * counts)
+    assert longer.value == pytest.approx(one.value, rel=1e-9)
+    assert longer.standard_error == pytest.approx(one.standard_error, rel=1e-9)
+
+
+@settings(max_examples=30)
+@given(prompts(), st.randoms(use_true_random=False))
+def test_order_does_not_matter(given, random) -> None:
+    sums, counts = given
+    order = list(range(len(sums)))
+    random.shuffle(order)
+    assert ratio_of_sums(sums[order], counts[order]) == ratio_of_sums(sums, counts)
+
+
+@settings(max_examples=30)
+@given(prompts(most=12))
+def test_observations_and_their_sums_say_the_same(given) -> None:
+    sums, counts = given
+    names = np.array([f"prompt {c}" for c in range(len(sums))])
+    labels = np.repeat(names, counts)
+    estimate = clustered_mean(np.repeat(sums / counts, counts), labels)
+    expected = ratio_of_sums(sums, counts)
+    assert estimate.value == pytest.approx(expected.value, rel=1e-12)
+    assert estimate.standard_error == pytest.approx(expected.standard_error, rel=1e-9)
+    assert estimate.clusters == expected.clusters
+
+
+def test_copies_of_a_cluster_under_one_name_add_nothing() -> None:
+    """Counting each observation eight times must not shrink the error."""
+    sums, counts = lognormal_prompts(40, seed=3)
+    labels = np.arange(40)
+    one = clustered_mean(sums / counts, labels)
+    eight = clustered_mean(np.tile(sums / counts, 8), np.tile(labels, 8))
+    assert eight.standard_error == pytest.approx(one.standard_error, rel=1e-9)
+    alone = clustered_mean(np.tile(sums / counts, 8), np.arange(320))
+    assert alone.standard_error == pytest.approx(one.standard_error * math.sqrt(39 / 319), rel=1e-9)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared counts", "own counts"])
+def test_many_columns_are_as_many_single_ones(own: bool) -> None:
+    sums, counts = lognormal_prompts(50, seed=4, columns=5)
+    if own:
+        counts[:30, 1] = 0
+        sums[:30, 1] = 0
+    columns = ratio_of_many(sums, counts if own else counts[:, 0], unit=list("abcde"), lower=[0, 0, 0, 0, 9])
+    for k, column in enumerate(columns):
+        mine = counts[:, k] if own else counts[:, 0]
+        alone = ratio_of_sums(sums[:, k], mine, unit="abcde"[k], lower=9 if k == 4 else 0)
+        assert (column.value, column.standard_error, column.unit) == (
+            alone.value,
+            alone.standard_error,
+            alone.unit,
+        )
+        assert column.ci95 == pytest.approx(alone.ci95, rel=1e-9)
+        assert column.doubts == alone.doubts
+
+
+def test_a_constant_has_no_error_and_no_doubts() -> None:
+    counts = np.array([3, 7, 11])
+    for value in (0.0, 1.0, 0.1, 1 / 3):
+        estimate = ratio_of_sums(value * counts, counts, lower=0.0, upper=1.0)
+        assert estimate.value == pytest.approx(value, rel=1e-15)
+        assert estimate.standard_error == 0
+        assert estimate.ci95 == (estimate.value, estimate.value)
+        assert estimate.doubts == ()
+        assert estimate.relative_error == 0
+
+
+def test_a_small_difference_is_not_taken_for_a_constant() -> None:
+    counts = np.full(40, 10)
+    sums = 10 + 1e-9 * np.arange(40)
+    assert ratio_of_sums(sums, counts).standard_error == pytest.approx(float(stats.sem(sums / 10)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"), [(math.inf, math.inf), (-math.inf, -math.inf), (math.nan, math.nan)]
+)
+def test_what_is_not_finite_is_said(bad: float, expected: float) -> None:
+    sums, counts = lognormal_prompts(40, seed=5)
+    sums[7] = bad
+    estimate = ratio_of_sums(sums, counts, lower=0.0)
+    assert estimate.value == pytest.approx(expected, nan_ok=True)
+    assert math.isnan(estimate.standard_error)
+    assert all(math.isnan(end) for end in estimate.ci95)
+    assert estimate.doubts == ("the sums of 1 of 40 clusters are infinite or not a number",)
+
+
+def test_one_cluster_has_no_error() -> None:
+    estimate = ratio_of_sums(np.array([3.0]), np.array([2]), lower=0.0)
+    assert estimate.value == 1.5
+    assert math.isnan(estimate.standard_error)
+    assert estimate.ci95 == (0.0, math.inf)
+    assert estimate.doubts == ("only 1 cluster; below 30 the error itself is uncertain",)
+
+
+def test_nothing_is_not_a_number() -> None:
+    estimate = ratio_of_sums(np.zeros(0), np.zeros(0, int))
+    assert math.isnan(estimate.value) and math.isnan(estimate.standard_error)
+    assert estimate.clusters == 0
+
+
+def test_clusters_without_tokens_are_left_out() -> None:
+    sums, counts = lognormal_prompts(40, seed=6)
+    with_empty = ratio_of_sums(np.append(sums, [0.0, 0.0]), np.append(counts, [0, 0]))
+    assert with_empty == ratio_of_sums(sums, counts)
+
+
+def test_the_interval_is_cut_where_the_quantity_ends() -> None:
+    counts = np.full(9, 10)
+    agreements = np.array([10, 10, 10, 10, 10, 10, 10, 10, 2])
+    free, cut = ratio_of_sums(agreements, counts), ratio_of_sums(agreements, counts, lower=0.0, upper=1.0)
+    assert free.ci95[1] > 1 and cut.ci95[1] == 1
+    assert cut.ci95[0] == max(0.0, free.ci95[0])
+    outside = ratio_of_sums(agreements, counts, lower=0.95, upper=0.96)
+    assert outside.ci95 == (outside.value, 0.96), "the value itself is never cut off"
+
+
+def test_doubts_of_few_clusters_and_of_one_that_decides() -> None:
+    sums, counts = np.ones(30), np.ones(30, int)
+    sums[::2] = 2
+    assert ratio_of_sums(sums, counts).doubts == ()
+    assert ratio_of_sums(sums[:29], counts[:29]).doubts == (
+        "only 29 clusters; below 30 the error itself is uncertain",
+    )
+    sums[3] = 50
+    assert ratio_of_sums(sums, counts).doubts == ("one cluster carries 96% of the variance",)
+
+
+def test_is_printed_with_its_error_and_its_doubts() -> None:
+    estimate = ratio_of_sums(np.array([1.0, 2.0, 3.0]), np.ones(3), unit="nats")
+    assert str(estimate).splitlines() == [
+        "2 ± 0.58 nats over 3 clusters",
+        "  doubt: only 3 clusters; below 30 the error itself is uncertain",
+        "  doubt: one cluster carries 50% of the variance",
+    ]
+    assert estimate.relative_error == pytest.approx(1 / math.sqrt(12))
+    assert math.isinf(ratio_of_sums(np.array([-1.0, 1.0]), np.ones(2)).relative_error)
+    assert "none" not in str(ratio_of_sums(np.array([1.0, 2.0]), np.ones(2), unit="none"))
+
+
+def test_a_paired_difference_is_a_paired_test() -> None:
+    random = np.random.default_rng(7)
+    shared = random.lognormal(size=60)
+    a, b = shared + 0.1 * random.standard_normal(60), shared + 0.1 * random.standard_normal(60)
+    estimate = paired_difference(10 * a, np.full(60, 10), 10 * b, np.full(60, 10))
+    assert estimate.value == pytest.approx(a.mean() - b.mean(), abs=1e-12)
+    assert estimate.standard_error == pytest.approx(float(stats.sem(a - b)), rel=1e-9)
+    apart = math.hypot(float(stats.sem(a)), float(stats.sem(b)))
+    assert estimate.standard_error < 0.3 * apart
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_paired_difference_of_unequal_counts_agrees_with_the_jackknife(seed: int) -> None:
+    sums_a, counts_a = lognormal_prompts(300, seed=seed, spread=0.5)
+    _, counts_b = lognormal_prompts(300, seed=seed + 100)
+    sums_b = 0.8 * sums_a / counts_a * counts_b + np.random.default_rng(seed).standard_normal(300)
+    estimate = paired_difference(sums_a, counts_a, sums_b, counts_b)
+
+    def without(c: int) -> float:
+        kept = np.arange(300) != c
+        return sums_a[kept].sum() / counts_a[kept].sum() - sums_b[kept].sum() / counts_b[kept].sum()
+
+    left = np.array([without(c) for c in range(300)])
+    assert estimate.standard_error == pytest.approx(
+        math.sqrt(299 / 300 * ((left - left.mean()) ** 2).sum()), rel=0.02
+    )
+
+
+@settings(max_examples=30)
+@given(prompts(), prompts())
+def test_a_difference_turned_round_is_its_negative(one, other) -> None:
+    size = min(len(one[0]), len(other[0]))
+    a, b = [x[:size] for x in one], [x[:size] for x in other]
+    there, back = paired_difference(*a, *b), paired_difference(*b, *a)
+    assert there.value == pytest.approx(-back.value, rel=1e-9, abs=1e-12)
+    assert there.standard_error == pytest.approx(back.standard_error, rel=1e-6, abs=1e-12)
+
+
+def test_a_measurement_minus_itself_is_exactly_zero() -> None:
+    sums, counts = lognormal_prompts(10, seed=8)
+    same = paired_difference(sums, counts, sums, counts)
+    assert (same.value, same.standard_error, same.ci95, same.doubts) == (0.0, 0.0, (0.0, 0.0), ())
+
+
+def test_a_prompt_that_only_one_measurement_has_counts_there() -> None:
+    sums, counts = lognormal_prompts(40, seed=9)
+    sums_b, counts_b = np.append(sums[:-1], 0.0), np.append(counts[:-1], 0)
+    estimate = paired_difference(sums, counts, sums_b, counts_b)
+    assert estimate.clusters == 40
+    assert estimate.value == pytest.approx(sums.sum() / counts.sum() - sums[:-1].sum() / counts[:-1].sum())
+
+
+def test_shapes_that_do_not_fit(unhooked: None) -> None:
+    with pytest.raises(ShapeError, match=r"sums are \(3,\) and counts \(2,\); give one of each per cluster"):
+        ratio_of_sums(np.ones(3), np.ones(2))
+    with pytest.raises(ShapeError, match=r"sums are \(3, 2\) and counts \(3, 1\); give \[cluster, column\]"):
+        ratio_of_many(np.ones((3, 2)), np.ones((3, 1)))
+    with pytest.raises(
+        ShapeError, match=r"values are \(3,\) and clusters \(4,\); give a label for each value"
+    ):
+        clustered_mean(np.ones(3), np.ones(4))
+    with pytest.raises(ShapeError, match=r"give one of each per cluster of both measurements"):
+        paired_difference(np.ones(3), np.ones(3), np.ones(3), np.ones(4))

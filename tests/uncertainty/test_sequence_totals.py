@@ -1,0 +1,113 @@
+"""U - a (U - C): the two-step example by exact enumeration, and what a fitted weight may be relied on for."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kleash.errors import ShapeError
+from kleash.uncertainty import controlled_total
+
+# After token 0 both models are (.5, .5); after token 1 they are (.01, .99) and (.99, .01). The first step is
+# (.5, .5) against (.25, .75). In 200 sequences each outcome is there exactly as often as p says.
+TIMES = {(0, 0): 50, (0, 1): 50, (1, 0): 1, (1, 1): 99}
+FIRST_P, FIRST_Q = (0.5, 0.5), (0.25, 0.75)
+THEN_P, THEN_Q = ((0.5, 0.5), (0.01, 0.99)), ((0.5, 0.5), (0.99, 0.01))
+
+
+def kl(p: tuple[float, ...], q: tuple[float, ...]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def two_steps() -> tuple[np.ndarray, np.ndarray]:
+    """U and C of every sequence."""
+    sampled, exact = [], []
+    for (first, second), times in TIMES.items():
+        u = math.log(FIRST_P[first] / FIRST_Q[first]) + math.log(
+            THEN_P[first][second] / THEN_Q[first][second]
+        )
+        c = kl(FIRST_P, FIRST_Q) + kl(THEN_P[first], THEN_Q[first])
+        sampled += [u] * times
+        exact += [c] * times
+    return np.array(sampled), np.array(exact)
+
+
+def test_the_two_step_example() -> None:
+    sampled, exact = two_steps()
+    total = controlled_total(sampled, exact, np.arange(200))
+    for estimate in (total.estimate, total.monte_carlo, total.exact_sum):
+        assert estimate.value == pytest.approx(2.395450, abs=1e-6)
+    assert total.weight == pytest.approx(-0.718, abs=5e-4)
+    assert total.monte_carlo.standard_error**2 * 199 == pytest.approx(3.31591, abs=1e-5)
+    assert total.exact_sum.standard_error**2 * 199 == pytest.approx(5.06974, abs=1e-5)
+    assert total.estimate.standard_error**2 * 198 == pytest.approx(2.94458, abs=1e-5)
+
+
+@settings(max_examples=30)
+@given(st.integers(3, 60), st.integers(0, 1000), st.floats(0.0, 3.0))
+def test_no_noisier_than_either_but_for_its_degree_of_freedom(clusters: int, seed: int, noise: float) -> None:
+    random = np.random.default_rng(seed)
+    exact = random.lognormal(size=3 * clusters)
+    sampled = exact + (noise + 0.1) * random.standard_normal(3 * clusters)
+    total = controlled_total(sampled, exact, np.repeat(np.arange(clusters), 3))
+    best = min(total.monte_carlo.standard_error, total.exact_sum.standard_error)
+    assert total.estimate.standard_error <= best * math.sqrt((clusters - 1) / (clusters - 2)) * (1 + 1e-9)
+    assert total.estimate.clusters == clusters
+
+
+def test_the_weight_is_fitted_over_clusters_and_not_over_sequences() -> None:
+    """Within each cluster U - C cancels; only between clusters does it move with U."""
+    exact = np.repeat([1.0, 2.0, 3.0, 5.0], 2)
+    sampled = exact + np.tile([10.0, -10.0], 4) + np.repeat([0.3, -0.1, 0.2, -0.4], 2)
+    total = controlled_total(sampled, exact, np.repeat(np.arange(4), 2))
+    u = np.array([1.3, 1.9, 3.2, 4.6])
+    d = np.array([0.3, -0.1, 0.2, -0.4])
+    assert total.weight == pytest.approx(np.cov(u, d)[0, 1] / np.cov(u, d)[1, 1], rel=1e-9)
+
+
+def test_models_that_are_the_same_are_exactly_zero_apart() -> None:
+    total = controlled_total(np.zeros(50), np.zeros(50), np.arange(50))
+    assert (total.estimate.value, total.estimate.standard_error, total.weight) == (0.0, 0.0, 1.0)
+    assert total.estimate.ci95 == (0.0, 0.0)
+    assert total.estimate.doubts == ()
+
+
+def test_where_both_agree_the_exact_terms_stand_alone() -> None:
+    values = np.random.default_rng(1).lognormal(size=40)
+    total = controlled_total(values, values, np.arange(40))
+    assert total.weight == 1.0
+    assert total.estimate.standard_error == total.exact_sum.standard_error
+    assert total.estimate.ci95 == pytest.approx(total.exact_sum.ci95, rel=1e-12)
+
+
+def test_two_clusters_are_too_few_to_fit() -> None:
+    total = controlled_total(np.array([1.0, 2.0]), np.array([1.5, 1.6]), np.array([0, 1]))
+    assert total.weight == 1.0
+    assert total.estimate.value == total.exact_sum.value == pytest.approx(1.55)
+    assert total.estimate.ci95 == pytest.approx(total.exact_sum.ci95, rel=1e-12)
+
+
+@pytest.mark.parametrize("sampled", [1.0, math.inf])
+def test_an_infinite_exact_term_makes_the_total_infinite(sampled: float) -> None:
+    exact = np.ones(40)
+    exact[3] = math.inf
+    total = controlled_total(np.append(np.arange(39.0), sampled), np.roll(exact, 36), np.arange(40))
+    assert math.isinf(total.estimate.value)
+    assert total.weight == 1.0
+    assert total.estimate.doubts == ("the sums of 1 of 40 clusters are infinite or not a number",)
+
+
+def test_the_total_is_not_negative_and_its_monte_carlo_part_may_be() -> None:
+    random = np.random.default_rng(2)
+    exact = np.abs(random.standard_normal(40)) * 1e-3
+    total = controlled_total(exact + random.standard_normal(40), exact, np.arange(40))
+    assert total.estimate.ci95[0] >= 0
+    assert total.exact_sum.ci95[0] >= 0
+    assert total.monte_carlo.ci95[0] < 0
+
+
+def test_shapes_that_do_not_fit(unhooked: None) -> None:
+    with pytest.raises(ShapeError, match=r"\[\(3,\), \(2,\), \(3,\)\]; give one of each per sequence"):
+        controlled_total(np.ones(3), np.ones(2), np.ones(3))

@@ -1,0 +1,98 @@
+"""Functions of an estimate, and the running mean."""
+
+import math
+
+import numpy as np
+import pytest
+from prompt_sums import lognormal_prompts
+from scipy import stats
+
+from kleash.errors import ShapeError
+from kleash.uncertainty import Estimate, ratio_of_sums, running_mean, transformed
+
+
+def an_estimate(value: float, error: float, low: float, high: float) -> Estimate:
+    return Estimate(
+        value=value, unit="nats", standard_error=error, clusters=40, ci95=(low, high), doubts=("because",)
+    )
+
+
+def test_perplexity() -> None:
+    made = transformed(an_estimate(2.0, 0.1, 1.7, 2.5), math.exp, math.exp)
+    assert made == Estimate(
+        value=math.exp(2),
+        unit="none",
+        standard_error=pytest.approx(0.1 * math.exp(2)),
+        clusters=40,
+        ci95=(math.exp(1.7), math.exp(2.5)),
+        doubts=("because",),
+    )
+
+
+def test_a_falling_function_swaps_the_ends() -> None:
+    made = transformed(an_estimate(2.0, 0.1, 1.7, 2.5), lambda x: -x, lambda x: -1.0, unit="nats")
+    assert (made.value, made.standard_error, made.ci95, made.unit) == (-2.0, 0.1, (-2.5, -1.7), "nats")
+
+
+def test_the_root_of_an_exact_zero_is_an_exact_zero() -> None:
+    made = transformed(an_estimate(0.0, 0.0, 0.0, 0.0), math.sqrt, lambda x: 0.5 / math.sqrt(x))
+    assert (made.value, made.standard_error, made.ci95) == (0.0, 0.0, (0.0, 0.0))
+
+
+def test_what_overflows_is_infinite() -> None:
+    made = transformed(an_estimate(700.0, 10.0, 600.0, 800.0), math.exp, math.exp)
+    assert made.ci95 == (math.exp(600), math.inf)
+    infinite = transformed(an_estimate(math.inf, math.nan, math.nan, math.nan), math.exp, math.exp)
+    assert math.isinf(infinite.value) and math.isnan(infinite.standard_error)
+
+
+def test_the_delta_method_against_simulation() -> None:
+    random = np.random.default_rng(1)
+    samples = 1 + 0.3 * random.standard_normal((2000, 100))
+    spread = np.exp(samples.mean(1)).std()
+    made = transformed(ratio_of_sums(samples[0], np.ones(100)), math.exp, math.exp)
+    assert made.standard_error == pytest.approx(float(spread), rel=0.2)
+
+
+def test_the_running_mean_is_the_mean_of_each_beginning() -> None:
+    sums, counts = lognormal_prompts(57, seed=2)
+    counts[4] = sums[4] = 0
+    running = running_mean(sums, counts, points=10)
+    assert len(running.tokens) == 10
+    assert running.tokens[-1] == counts.sum()
+    assert np.all(np.diff(running.tokens) > 0)
+    for tokens, mean, half in zip(*running, strict=True):
+        kept = int(np.searchsorted(np.cumsum(counts), tokens)) + 1
+        estimate = ratio_of_sums(sums[:kept], counts[:kept])
+        assert mean == pytest.approx(estimate.value, rel=1e-12)
+        if estimate.clusters > 1:
+            student = float(stats.t.ppf(0.975, estimate.clusters - 1))
+            assert half == pytest.approx(student * estimate.standard_error, rel=1e-9)
+        else:
+            assert math.isnan(half)
+
+
+def test_the_running_mean_of_few_clusters_and_of_none() -> None:
+    few = running_mean(np.array([1.0, 2.0, 6.0]), np.array([1, 1, 1]))
+    assert few.tokens.tolist() == [1, 2, 3]
+    assert few.mean.tolist() == pytest.approx([1.0, 1.5, 3.0])
+    assert [len(column) for column in running_mean(np.zeros(0), np.zeros(0, int))] == [0, 0, 0]
+
+
+def test_the_running_mean_is_infinite_from_the_first_infinite_cluster_on() -> None:
+    running = running_mean(np.array([1.0, 2.0, math.inf, 4.0]), np.ones(4, int))
+    assert running.mean.tolist() == [1.0, 1.5, math.inf, math.inf]
+    assert np.isnan(running.half_width[2:]).all()
+
+
+def test_the_running_mean_of_near_constants_keeps_its_error() -> None:
+    """Sums of squares would cancel here."""
+    sums = 1e6 + 1e-3 * np.arange(50)
+    running = running_mean(sums, np.ones(50, int), points=1)
+    exact = running_mean(1e-3 * np.arange(50), np.ones(50, int), points=1)
+    assert running.half_width[-1] == pytest.approx(exact.half_width[-1], rel=1e-5)
+
+
+def test_shapes_that_do_not_fit(unhooked: None) -> None:
+    with pytest.raises(ShapeError, match=r"sums are \(3,\) and counts \(2,\); give one of each per cluster"):
+        running_mean(np.ones(3), np.ones(2))
