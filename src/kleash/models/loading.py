@@ -22,6 +22,7 @@ DTYPES = {
 }
 
 
+# More arguments than elsewhere: they are the job's options of the same names.
 def load_pair(
     policy: str,
     reference: str,
