@@ -11,7 +11,7 @@ from kleash.divergences.families import log_mix
 from kleash.errors import OptionError
 
 SHARES = [0.001, 0.3, 0.5, 0.999]
-ALPHAS = [-1.5, -0.001, 0.001, 0.2, 0.499, 0.5, 0.9, 0.999, 1.001, 2.0, 5.0]
+ALPHAS = [-1.5, -0.001, 1e-9, 0.001, 0.2, 0.499, 0.5, 0.9, 0.999, 1 - 1e-9, 1.001, 2.0, 5.0]
 ORDERS = [0.01, 0.5, 0.999, 1.001, 2.0, 10.0]
 
 

@@ -79,20 +79,24 @@ def alpha_record(alpha: float) -> Divergence:
     """(sum p^alpha q^(1 - alpha) - 1) / (alpha (alpha - 1)), with its limits at 0 and 1."""
     if alpha in (0, 1):
         return KL if alpha else KL.swapped
-    return Divergence(from_p=_alpha_side(alpha), from_q=_alpha_side(1 - alpha))
+    return Divergence(from_p=_alpha_side(alpha, 1 - alpha), from_q=_alpha_side(1 - alpha, alpha))
 
 
-def _alpha_side(a: float) -> Side:
+def _alpha_side(a: float, rest: float) -> Side:
+    """``rest`` is ``1 - a``, given apart because that difference is rounded where ``a`` is close to 1."""
     return Side(
-        of=_alpha_above_one(a) if a > 1 else _alpha_below_zero(-a) if a < 0 else _alpha_between(a),
-        score=lambda u: torch.expm1((a - 1) * u) / (a - 1),
-        alone=inf if a > 1 else 1 / (1 - a),
-        growth=max(a - 1, 0.0),
+        of=_alpha_above_one(a, -rest)
+        if rest < 0
+        else _alpha_below_zero(-a)
+        if a < 0
+        else _alpha_between(a, rest),
+        score=lambda u: torch.expm1(-rest * u) / -rest,
+        alone=inf if rest < 0 else 1 / rest,
+        growth=max(-rest, 0.0),
     )
 
 
-def _alpha_above_one(a: float) -> Elementwise:
-    g = a - 1
+def _alpha_above_one(a: float, g: float) -> Elementwise:
     return lambda gap: (psi(g * gap) + g * torch.exp(-g * gap) * phi(gap)) / (a * g)
 
 
@@ -100,7 +104,7 @@ def _alpha_below_zero(b: float) -> Elementwise:
     return lambda gap: (torch.exp(-gap) * phi(b * gap) + b * psi(gap)) / (b * (1 + b))
 
 
-def _alpha_between(a: float) -> Elementwise:
+def _alpha_between(a: float, rest: float) -> Elementwise:
     """0 < a < 1: a difference, so the form is chosen by where it would cancel."""
 
     def of(gap: Tensor) -> Tensor:
@@ -108,10 +112,10 @@ def _alpha_between(a: float) -> Elementwise:
         close, far = torch.where(near, gap, 0.0), torch.where(near, 1.0, gap)
         if a < 0.5:
             value = a * psi(close) - torch.exp(-close) * phi(-a * close)
-            beyond = torch.exp((a - 1) * far) * torch.expm1(-a * far) - a * torch.expm1(-far)
+            beyond = torch.exp(-rest * far) * torch.expm1(-a * far) - a * torch.expm1(-far)
         else:
-            value = (1 - a) * phi(close) - phi((1 - a) * close)
-            beyond = (1 - a) * torch.expm1(-far) - torch.expm1((a - 1) * far)
-        return torch.where(near, value, beyond) / (a * (1 - a))
+            value = rest * phi(close) - phi(rest * close)
+            beyond = rest * torch.expm1(-far) - torch.expm1(-rest * far)
+        return torch.where(near, value, beyond) / (a * rest)
 
     return of
