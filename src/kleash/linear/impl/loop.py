@@ -50,7 +50,7 @@ def plan(pair: Pair, options: LinearOptions) -> Plan:
     rows = min(rows, most)
     most -= most % rows
     even = -(-pair.tokens // max(1, -(-pair.tokens // most)))
-    return Plan(min(-(-even // rows) * rows, max(1, pair.tokens)), rows, tile)
+    return Plan(max(1, min(-(-even // rows) * rows, pair.tokens)), rows, tile)
 
 
 class Chunk(NamedTuple):

@@ -67,7 +67,7 @@ def side(z: Float[Tensor, "rows vocab"], out: Tensor | None) -> Side:
 
 def log_ratio(p: Side, q: Side, zp: Tensor, zq: Tensor, out: Tensor | None) -> Float[Tensor, "rows vocab"]:
     """d = log p - log q."""
-    shift = (p.top - q.top) + (p.total.log() - q.total.log())
+    shift = (p.top - q.top) + (p.total / q.total).log()
     return torch.sub(zp, zq, out=out).sub_(shift)
 
 

@@ -1,0 +1,113 @@
+"""What exact KL costs beside the two head matmuls that any log-probability needs.
+
+    python benchmarks/linear_speed.py
+    python benchmarks/linear_speed.py --threads 1 --clock cpu
+
+Interleaved after a warm-up: in each round every candidate runs once, and is compared with the bare
+matmuls (the same chunks, into the same buffer) and with a pass that computes only k3 in that round.
+Printed and written are the medians of those ratios. On a machine that others use too, wall time says
+little: one thread and its processor time say more.
+"""
+
+import argparse
+import os
+import time
+from statistics import median
+
+import torch
+from harness import write_result
+from torch import Tensor
+
+from kleash.divergences import phi
+from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
+from kleash.linear.api import checked_pair
+from kleash.linear.impl.loop import Core, per_token, plan
+from kleash.linear.impl.reference import normalised
+from kleash.linear.impl.rows import NO_ROOM, Room, side
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def k3_rows(zp: Tensor, zq: Tensor, tokens: Tensor, room: Room = NO_ROOM) -> tuple[Tensor, ...]:
+    """The one-sample estimate: both log-sum-exps, and phi of one log ratio."""
+    p, q, column = side(zp, room[0]), side(zq, room[1]), tokens[:, None]
+    logp = zp.gather(-1, column) - p.top - p.total.log()
+    logq = zq.gather(-1, column) - q.top - q.total.log()
+    return (phi(logp - logq)[:, 0],)
+
+
+def k3_carefully(zp: Tensor, zq: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    logp, logq = (normalised(z).gather(-1, tokens[:, None]) for z in (zp, zq))
+    return (phi(logp - logq)[:, 0],)
+
+
+K3 = Core(k3_rows, k3_carefully, slice(0, 1))
+
+
+def candidates(args: argparse.Namespace):
+    """Name -> function, the bare matmuls first."""
+    torch.manual_seed(0)
+    hidden_p = torch.randn(args.tokens, args.hidden)
+    hidden_q = hidden_p + 0.05 * torch.randn(args.tokens, args.hidden)
+    weight = torch.randn(args.vocabulary, args.hidden) * 0.05
+    head_p, head_q = Head(weight), Head(weight + 0.001 * torch.randn_like(weight))
+    ids = torch.randint(args.vocabulary, (args.tokens,))
+    four = hidden_p, head_p, hidden_q, head_q
+    pair = checked_pair(four[:2], four[2:], 1.0)
+    chunk = plan(pair, LinearOptions()).chunk
+    room = torch.empty(chunk, args.vocabulary)
+
+    def bare() -> None:
+        for start in range(0, args.tokens, chunk):
+            for hidden, head in (four[:2], four[2:]):
+                rows = hidden[start : start + chunk]
+                torch.mm(rows, head.weight.T, out=room[: len(rows)])
+
+    found = {"matmuls": bare}
+    for way, choice in (("eager", "never"), ("compiled", "always")):
+        if way == "eager" or args.compile:
+            options = LinearOptions(compile=choice)
+            found[f"k3 {way}"] = lambda o=options: per_token(K3, pair, o, ids)
+            found[f"kl {way}"] = lambda o=options: linear_kl(*four, options=o)
+            found[f"statistics {way}"] = lambda o=options: token_statistics(*four, ids, options=o)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32_768)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clock", default="wall", choices=CLOCKS)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    clock, found = CLOCKS[args.clock], candidates(args)
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for run in found.values():
+        run()
+    for _ in range(args.rounds):
+        for name, run in found.items():
+            start = clock()
+            run()
+            times[name].append(clock() - start)
+    figures: dict[str, object] = vars(args) | {"load": os.getloadavg()[0], "seconds": times}
+    ratios: dict[str, dict[str, float]] = {}
+    for name in list(found)[1:]:
+        rivals = {"of the matmuls": "matmuls", "of k3": f"k3 {name.split()[1]}"}
+        ratios[name] = {
+            words: round(median(a / b for a, b in zip(times[name], times[rival], strict=True)), 3)
+            for words, rival in rivals.items()
+        }
+        print(f"{name:20} {median(times[name]):7.2f} s  {ratios[name]}")
+    figures["ratios"] = ratios
+    name = "linear_speed" if args.clock == "wall" else "linear_speed_one_thread"
+    print(f"matmuls {median(times['matmuls']):.2f} s; written to {write_result(name, figures)}")
+
+
+if __name__ == "__main__":
+    main()

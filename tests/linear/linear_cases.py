@@ -1,0 +1,121 @@
+"""Hidden states and heads to try things on, and the same numbers the long way, in float64 numpy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.spatial.distance import jensenshannon
+from scipy.special import log_softmax, rel_entr
+from torch import Tensor
+
+from kleash.linear import Head, TokenStatistics, linear_kl, token_statistics
+
+
+@dataclass
+class Case:
+    """What the linear functions are given. No size divides another."""
+
+    hidden_p: Tensor
+    head_p: Head
+    hidden_q: Tensor
+    head_q: Head
+    tokens: Tensor
+    temperature: float = 1.0
+
+    def kl(self, options=None, **kwargs):
+        return linear_kl(
+            self.hidden_p, self.head_p, self.hidden_q, self.head_q,
+            temperature=self.temperature, options=options, **kwargs,
+        )  # fmt: skip
+
+    def statistics(self, options=None) -> TokenStatistics:
+        return token_statistics(
+            self.hidden_p, self.head_p, self.hidden_q, self.head_q, self.tokens,
+            temperature=self.temperature, options=options,
+        )  # fmt: skip
+
+    def swapped(self) -> "Case":
+        return Case(self.hidden_q, self.head_q, self.hidden_p, self.head_p, self.tokens, self.temperature)
+
+
+def head_case(
+    dtype=torch.float32, apart=2.0, tokens=(37,), words=101, seed=0, temperature=1.0, **traits
+) -> Case:
+    """Two models ``apart`` from each other; their hidden sizes differ, their heads have every trait asked for."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    hidden, weight, bias = normal(*tokens, 13), 0.6 * normal(words, 13), normal(words)
+    extra = normal(*tokens, 4)
+    hidden_q = torch.cat([hidden + apart * normal(*tokens, 13), extra], -1)
+    weight_q = torch.cat([weight, 0.1 * apart * normal(words, 4)], -1)
+    with_bias = traits.pop("bias", False)
+
+    def head(matrix, shift):
+        offset = (bias + shift * normal(words)).to(dtype) if with_bias else None
+        return Head(matrix.to(dtype), offset, **traits)
+
+    ids = torch.randint(words, tokens, generator=random)
+    return Case(
+        hidden.to(dtype), head(weight, 0.0), hidden_q.to(dtype), head(weight_q, apart / 10), ids, temperature
+    )
+
+
+def logp_the_long_way(hidden: Tensor, head: Head, temperature: float) -> np.ndarray:
+    """All log-probabilities, by numpy and scipy in float64 from the same rounded inputs."""
+    z = hidden.detach().double().numpy()
+    if head.weight is not None:
+        z = z @ head.weight.detach().double().numpy().T
+    if head.bias is not None:
+        z = z + head.bias.detach().double().numpy()
+    z = z * head.scale
+    if head.softcap is not None:
+        z = head.softcap * np.tanh(z / head.softcap)
+    return log_softmax(z / temperature, axis=-1)
+
+
+def statistics_the_long_way(case: Case) -> TokenStatistics:
+    """Every statistic from the probabilities, with scipy's relative entropy and Jensen-Shannon distance."""
+    logp = logp_the_long_way(case.hidden_p, case.head_p, case.temperature)
+    logq = logp_the_long_way(case.hidden_q, case.head_q, case.temperature)
+    p, q, ids = np.exp(logp), np.exp(logq), case.tokens.numpy()[..., None]
+
+    def of_token(x):
+        return np.take_along_axis(x, ids, -1)[..., 0]
+
+    numbers = (
+        of_token(logp),
+        of_token(logq),
+        rel_entr(p, q).sum(-1),
+        rel_entr(q, p).sum(-1),
+        jensenshannon(p, q, axis=-1) ** 2,
+        abs(p - q).sum(-1) / 2,
+        -(p * np.where(p > 0, logp, 0)).sum(-1),
+        -(q * np.where(q > 0, logq, 0)).sum(-1),
+        p.argmax(-1),
+        q.argmax(-1),
+        p.max(-1),
+        q.max(-1),
+        (logq > np.take_along_axis(logq, ids, -1)).sum(-1),
+    )
+    return TokenStatistics(*(torch.as_tensor(x) for x in numbers))
+
+
+def in_float64(case: Case) -> Case:
+    """The same rounded inputs, wider."""
+
+    def wide(head):
+        bias = None if head.bias is None else head.bias.double()
+        return Head(head.weight.double(), bias, scale=head.scale, softcap=head.softcap)
+
+    return Case(
+        case.hidden_p.double(), wide(case.head_p), case.hidden_q.double(), wide(case.head_q),
+        case.tokens, case.temperature,
+    )  # fmt: skip
+
+
+def relative_rms(found: Tensor, exact: Tensor) -> float:
+    """Root mean square of the error, over that of the number."""
+    return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())

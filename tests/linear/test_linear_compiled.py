@@ -1,0 +1,35 @@
+"""The compiled core and the eager one agree."""
+
+import torch
+from compiling import compiles
+from linear_cases import head_case, in_float64, relative_rms
+
+from kleash.linear import LinearOptions, TokenStatistics
+
+COMPILED = LinearOptions(compile="always", buffer_bytes=2**20)
+EAGER = LinearOptions(compile="never", buffer_bytes=2**20)
+
+
+@compiles
+def test_compiled_and_eager_agree(compiler, unhooked):
+    for apart in (2.0, 0.01):
+        case = head_case(torch.float32, apart, tokens=(67,), words=1009, bias=True, softcap=20.0)
+        exact = in_float64(case).statistics(EAGER)
+        eager, found = case.statistics(EAGER), case.statistics(COMPILED)
+        for name, right, plain, ours in zip(TokenStatistics._fields, exact, eager, found, strict=True):
+            if right.is_floating_point():
+                assert relative_rms(ours, right) <= 1.5 * relative_rms(plain, right) + 1e-6, name
+            else:
+                assert torch.equal(ours, right), name
+    spoilt = head_case(torch.float32, tokens=(67,), words=1009)
+    spoilt.hidden_p[1] = torch.nan
+    before, after = spoilt.statistics(EAGER), spoilt.statistics(COMPILED)
+    assert after.kl_pq[1].isnan() and after.kl_pq[torch.arange(67) != 1].isfinite().all()
+    torch.testing.assert_close(after.kl_pq, before.kl_pq, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@compiles
+def test_the_compiled_kl_is_exactly_zero_for_a_model_against_itself(compiler, unhooked):
+    case = head_case(torch.float32, tokens=(67,), words=1009)
+    case.hidden_q, case.head_q = case.hidden_p.clone(), case.head_p
+    assert torch.equal(case.kl(COMPILED), torch.zeros(67))

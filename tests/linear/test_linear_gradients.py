@@ -1,0 +1,179 @@
+"""The gradient of the chunked KL, against finite differences and against autograd of the plain version."""
+
+import pytest
+import torch
+from linear_cases import head_case, in_float64, relative_rms
+
+from kleash.errors import CannotRunError
+from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
+
+REFERENCE = LinearOptions(impl="reference")
+NAMES = ("hidden_p", "weight_p", "bias_p", "hidden_q", "weight_q", "bias_q")
+OPTIONS = pytest.mark.parametrize(
+    "options", [LinearOptions(compile="never"), LinearOptions(buffer_bytes=700)], ids=["whole", "chunks"]
+)
+
+
+def leaves(case, *, bias=True):
+    """The six tensors of a case, as leaves, and the function of them."""
+    p, q = case.head_p, case.head_q
+    tensors = [case.hidden_p, p.weight, p.bias, case.hidden_q, q.weight, q.bias]
+    tensors = [None if x is None else x.detach().clone().requires_grad_() for x in tensors]
+
+    def of(options):
+        def function(hp, wp, bp, hq, wq, bq):
+            head_p = Head(wp, bp, scale=p.scale, softcap=p.softcap)
+            head_q = Head(wq, bq, scale=q.scale, softcap=q.softcap)
+            return linear_kl(hp, head_p, hq, head_q, temperature=case.temperature, options=options)
+
+        return function
+
+    return tensors, of
+
+
+@OPTIONS
+@pytest.mark.parametrize(
+    "traits", [{}, {"scale": 0.4}, {"softcap": 1.5, "scale": 2.0}, {"temperature": 0.7}], ids=str
+)
+def test_gradcheck(options, traits):
+    case = head_case(torch.float64, 1.0, tokens=(1, 2), words=5, bias=True, **traits)
+    tensors, of = leaves(case)
+    assert torch.autograd.gradcheck(of(options), tensors)
+
+
+@OPTIONS
+@pytest.mark.parametrize("apart", [2.0, 0.02, 0.001], ids=["far", "near", "nearer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_no_worse_than_the_plain_ones(options, dtype, apart):
+    case = head_case(dtype, apart, bias=True, softcap=4.0, tokens=(41,))
+    weight = torch.linspace(-1, 2, 41)
+
+    def gradients(of_case, choice):
+        tensors, of = leaves(of_case)
+        return torch.autograd.grad((of(choice)(*tensors) * weight).sum(), tensors)
+
+    exact, plain = gradients(in_float64(case), REFERENCE), gradients(case, REFERENCE)
+    found = gradients(case, options)
+    for name, right, cheap, ours in zip(NAMES, exact, plain, found, strict=True):
+        assert ours.dtype == dtype
+        assert right.abs().max() > 0
+        assert relative_rms(ours, right) <= 1.5 * relative_rms(cheap, right) + 1e-6, name
+
+
+def test_only_what_requires_a_gradient_gets_one():
+    case = head_case(torch.float64, tokens=(5,))
+    case.hidden_p.requires_grad_()
+    case.head_q.weight.requires_grad_()
+    case.kl().sum().backward()
+    assert case.hidden_p.grad.abs().sum() > 0 and case.head_q.weight.grad.abs().sum() > 0
+    assert case.hidden_q.grad is None and case.head_p.weight.grad is None
+
+
+def test_one_head_on_both_sides_gets_both_parts():
+    case = head_case(torch.float64, tokens=(7,), words=20)
+    weight = case.head_p.weight.clone().requires_grad_()
+    other = case.hidden_q[:, :13]
+    both = []
+    for options in (REFERENCE, LinearOptions(buffer_bytes=2000)):
+        kl = linear_kl(case.hidden_p, Head(weight), other, Head(weight), options=options)
+        both.append(torch.autograd.grad(kl.sum(), weight)[0])
+    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-13)
+
+
+def test_logits_given_as_hidden_states_get_their_gradient():
+    z = torch.randn(2, 6, 9, dtype=torch.float64).unbind()
+    a, b = (x.clone().requires_grad_() for x in z)
+    head = Head(None, softcap=2.0, scale=0.5)
+    assert torch.autograd.gradcheck(lambda a, b: linear_kl(a, head, b, head, temperature=1.5), (a, b))
+
+
+def test_a_token_without_weight_contributes_nothing_even_if_it_is_nan():
+    case = head_case(torch.float32, tokens=(6,), bias=True)
+    case.hidden_p[2] = torch.nan
+    case.hidden_q[3] = torch.inf
+    case.hidden_p.requires_grad_()
+    case.head_q.bias.requires_grad_()
+    counts = torch.tensor([1, 1, 0, 0, 1, 1], dtype=torch.bool)
+    torch.where(counts, case.kl(), 0.0).sum().backward()
+    assert case.hidden_p.grad.isfinite().all() and (case.hidden_p.grad[2:4] == 0).all()
+    assert case.head_q.bias.grad.isfinite().all() and case.head_q.bias.grad.abs().sum() > 0
+
+
+def test_nan_hidden_states_spoil_no_other_tokens_gradient():
+    case = head_case(torch.float32, tokens=(6,))
+    clean = case.hidden_q.clone().requires_grad_()
+    dirty = case.hidden_q.clone()
+    dirty[4] = torch.nan
+    dirty.requires_grad_()
+    others = torch.arange(6) != 4
+    grads = []
+    for hidden in (clean, dirty):
+        linear_kl(case.hidden_p, case.head_p, hidden, case.head_q).sum().backward()
+        grads.append(hidden.grad)
+    torch.testing.assert_close(grads[1][others], grads[0][others])
+    assert grads[1][4].isnan().all()
+
+
+def test_forbidden_words_have_a_gradient_of_zero():
+    case = head_case(torch.float64, tokens=(4,), words=15, bias=True)
+    forbidden = torch.zeros(15, dtype=torch.float64)
+    forbidden[12:] = -torch.inf
+    grads = []
+    for options in (REFERENCE, LinearOptions(compile="never")):
+        weight = case.head_p.weight.clone().requires_grad_()
+        hidden = case.hidden_q.clone().requires_grad_()
+        kl = linear_kl(
+            case.hidden_p, Head(weight, case.head_p.bias + forbidden),
+            hidden, Head(case.head_q.weight, case.head_q.bias + forbidden), options=options,
+        )  # fmt: skip
+        grads.append(torch.autograd.grad(kl.sum(), (weight, hidden)))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+    assert (grads[1][0][12:] == 0).all() and grads[1][0][:12].abs().min() > 0
+
+
+def test_a_model_against_itself_has_a_gradient_of_zero():
+    case = head_case(torch.float32)
+    hidden = case.hidden_p.requires_grad_()
+    linear_kl(hidden, case.head_p, hidden.detach().clone(), case.head_p).sum().backward()
+    assert (hidden.grad == 0).all()
+
+
+def test_no_gradient_comes_out_of_statistics():
+    case = head_case(torch.float32, tokens=(3,))
+    case.hidden_p.requires_grad_()
+    assert not any(x.requires_grad for x in case.statistics())
+    assert not any(x.requires_grad for x in case.statistics(REFERENCE))
+    with torch.no_grad():
+        assert not case.kl().requires_grad
+
+
+def test_a_second_derivative_is_refused():
+    case = head_case(torch.float64, tokens=(3,))
+    case.hidden_p.requires_grad_()
+    with pytest.raises(CannotRunError, match="differentiated once"):
+        torch.autograd.grad(case.kl().sum(), case.hidden_p, create_graph=True)
+
+
+def test_a_weight_changed_since_is_noticed():
+    case = head_case(torch.float64, tokens=(3,))
+    case.hidden_p.requires_grad_()
+    kl = case.kl().sum()
+    case.head_q.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kl.backward()
+
+
+def test_the_weight_gradient_is_summed_in_float32():
+    """Four hundred equal contributions, each too small to move a bfloat16 sum that is already large."""
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 3).repeat(400, 1).bfloat16()
+    weight_q = torch.randn(7, 3).bfloat16().requires_grad_()
+    head_p = Head(torch.randn(7, 3).bfloat16())
+    options = LinearOptions(buffer_bytes=1)
+    linear_kl(hidden, head_p, hidden, Head(weight_q), options=options).sum().backward()
+    one = weight_q.detach().clone().requires_grad_()
+    linear_kl(hidden[:1].double(), head_p, hidden[:1].double(), Head(one.double())).sum().backward()
+    assert relative_rms(weight_q.grad, 400 * one.grad.double()) < 2**-7
+    found = token_statistics(hidden, head_p, hidden, Head(weight_q), torch.zeros(400, dtype=torch.long))
+    assert found.kl_pq.min() > 0

@@ -1,0 +1,151 @@
+"""What cannot be done is said in a sentence with the numbers of both sides."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from linear_cases import head_case
+
+import kleash.linear.impl.compiling as compiling
+from kleash.errors import (
+    CannotRunError,
+    KleashError,
+    OptionError,
+    ShapeError,
+    UnknownNameError,
+    VocabularyMismatchError,
+)
+from kleash.linear import Head, LinearOptions, linear_kl, log_probabilities, token_statistics
+
+pytestmark = pytest.mark.usefixtures("unhooked")
+W = torch.randn(9, 4)
+H = torch.randn(5, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: Head(torch.randn(4)), ShapeError, r"\[vocab, dim\]; this one is \(4,\)"),
+        (lambda: Head(W, torch.randn(9, 1)), ShapeError, r"bias is \[vocab\]; this one is \(9, 1\)"),
+        (lambda: Head(W, torch.randn(8)), ShapeError, "9 rows and its bias 8"),
+        (lambda: Head(W, softcap=0.0), OptionError, "positive number, not 0.0"),
+        (lambda: Head(W, scale=float("nan")), OptionError, "finite number, not nan"),
+        (lambda: Head(W, vocabulary_group=object()), CannotRunError, "vocabulary_group cannot be used yet"),
+        (lambda: LinearOptions(impl="triton"), CannotRunError, "no triton implementation yet"),
+        (lambda: LinearOptions(impl="chunkd"), UnknownNameError, "did you mean 'chunked'"),
+        (lambda: LinearOptions(compile="perhaps"), UnknownNameError, "auto, always, never"),
+        (lambda: LinearOptions(buffer_bytes=0), OptionError, "buffer_bytes is 0"),
+        (lambda: LinearOptions(skip_below=1e-6), CannotRunError, "skip_below=1e-06 cannot be done yet"),
+        (
+            lambda: linear_kl(H, Head(W), H[:3], Head(W)),
+            ShapeError,
+            r"\(5,\) tokens under p and \(3,\) under q",
+        ),
+        (lambda: linear_kl(H[:, :3], Head(W), H, Head(W)), ShapeError, "p have 3 dimensions and its head 4"),
+        (lambda: linear_kl(H, Head(W), H[:, :3], Head(W)), ShapeError, "q have 3 dimensions and its head 4"),
+        (
+            lambda: linear_kl(H, Head(W), H, Head(W[:7])),
+            VocabularyMismatchError,
+            "p covers 9 tokens and that of q 7",
+        ),
+        (
+            lambda: linear_kl(H, Head(None), H, Head(W)),
+            VocabularyMismatchError,
+            "p covers 4 tokens and that of q 9",
+        ),
+        (lambda: linear_kl(H.int(), Head(W), H, Head(W)), ShapeError, "hidden states of p are torch.int32"),
+        (lambda: linear_kl(H, Head(W), H, Head(W.long())), ShapeError, "weight of q are torch.int64"),
+        (
+            lambda: linear_kl(H, Head(W), H.to("meta"), Head(W)),
+            CannotRunError,
+            "q are on meta and its weight on cpu",
+        ),
+        (
+            lambda: linear_kl(H, Head(W), H.to("meta"), Head(W.to("meta"))),
+            CannotRunError,
+            "p is on cpu and q on meta",
+        ),
+        (lambda: linear_kl(H, Head(W), H, Head(W), temperature=0.0), OptionError, "positive number, not 0.0"),
+        (lambda: linear_kl(H[:, :0], Head(None), H[:, :0], Head(None)), ShapeError, "covers no token at all"),
+        (lambda: log_probabilities(H, Head(W[:, :2])), ShapeError, "have 4 dimensions and its head 2"),
+        (
+            lambda: log_probabilities(H, Head(None, torch.zeros(3))),
+            ShapeError,
+            "4 tokens and its head's bias 3",
+        ),
+        (lambda: log_probabilities(H.sum(), Head(W)), ShapeError, "a single number was given"),
+    ],
+)
+def test_it_is_refused(make, error, says):
+    with pytest.raises(error, match=says) as caught:
+        make()
+    assert isinstance(caught.value, KleashError)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "says"),
+    [
+        (
+            torch.tensor([0, 1, 2, 3, 9]),
+            VocabularyMismatchError,
+            "from 0 to 9 and the heads cover 9: ids from 0 to 8",
+        ),
+        (torch.tensor([0, 1, 2, 3, -100]), VocabularyMismatchError, "from -100 to 3"),
+        (torch.zeros(4, dtype=torch.long), ShapeError, r"\(4,\) tokens and \(5,\) hidden states"),
+        (torch.zeros(5), ShapeError, "tokens are torch.float32"),
+        (torch.zeros(5, dtype=torch.bool), ShapeError, "tokens are torch.bool"),
+        (torch.zeros(5, dtype=torch.long, device="meta"), CannotRunError, "tokens are on meta"),
+    ],
+)
+def test_tokens_that_are_not_there_are_refused(tokens, error, says):
+    with pytest.raises(error, match=says):
+        token_statistics(H, Head(W), H, Head(W), tokens)
+
+
+def test_compiling_without_a_compiler_is_refused_and_auto_does_without(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiling.missing_for.cache_clear()
+    case = head_case(torch.float32)
+    with pytest.raises(CannotRunError, match="no-such-compiler is not there"):
+        case.kl(LinearOptions(compile="always"))
+    monkeypatch.setattr(compiling, "PAYS_FROM", 1)
+    assert torch.equal(case.kl(), case.kl(LinearOptions(compile="never")))
+    compiling.missing_for.cache_clear()
+
+
+def test_auto_compiles_only_what_wins_it_back(monkeypatch):
+    case = head_case(torch.float32, tokens=(37,), words=101)
+    asked = []
+    monkeypatch.setattr(compiling, "missing_for", lambda device: None)
+    monkeypatch.setattr("kleash.linear.impl.loop.compiled", lambda core: asked.append(core) or core)
+    for work, times in ((37 * 101 + 1, 0), (37 * 101, 1)):
+        monkeypatch.setattr(compiling, "PAYS_FROM", work)
+        case.kl()
+        assert len(asked) == times
+
+
+def test_compile_may_be_a_bool():
+    assert (LinearOptions(compile=True).compile, LinearOptions(compile=False).compile) == ("always", "never")
+
+
+def test_a_sharded_weight_is_gathered():
+    class Sharded:
+        """What a DTensor does, without its process group."""
+
+        shape, dim, dtype = W.shape, W.dim, W.dtype
+
+        def __len__(self):
+            return len(W)
+
+        def full_tensor(self):
+            return W
+
+    found = linear_kl(H, Head(Sharded()), H + 1, Head(W))
+    assert torch.equal(found, linear_kl(H, Head(W), H + 1, Head(W)))
+
+
+def test_the_package_imports_without_compiler_or_triton():
+    code = "import sys, kleash.linear; print('triton' in sys.modules, 'torch._inductor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False"]
