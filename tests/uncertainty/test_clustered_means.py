@@ -111,10 +111,10 @@ def test_many_columns_are_as_many_single_ones(own: bool) -> None:
     if own:
         counts[:30, 1] = 0
         sums[:30, 1] = 0
-    columns = ratio_of_many(sums, counts if own else counts[:, 0], unit=list("abcde"), lower=[0, 0, 0, 0, 9])
+    columns = ratio_of_many(sums, counts if own else counts[:, 0], unit=list("abcde"), lower=[0.0, 0.0, 0.0, 0.0, 9.0])
     for k, column in enumerate(columns):
         mine = counts[:, k] if own else counts[:, 0]
-        alone = ratio_of_sums(sums[:, k], mine, unit="abcde"[k], lower=9 if k == 4 else 0)
+        alone = ratio_of_sums(sums[:, k], mine, unit="abcde"[k], lower=9.0 if k == 4 else 0.0)
         assert (column.value, column.standard_error, column.unit) == (
             alone.value,
             alone.standard_error,

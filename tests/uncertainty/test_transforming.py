@@ -19,14 +19,10 @@ def an_estimate(value: float, error: float, low: float, high: float) -> Estimate
 
 def test_perplexity() -> None:
     made = transformed(an_estimate(2.0, 0.1, 1.7, 2.5), math.exp, math.exp)
-    assert made == Estimate(
-        value=math.exp(2),
-        unit="none",
-        standard_error=pytest.approx(0.1 * math.exp(2)),
-        clusters=40,
-        ci95=(math.exp(1.7), math.exp(2.5)),
-        doubts=("because",),
-    )
+    assert (made.value, made.unit) == (math.exp(2), "none")
+    assert made.standard_error == pytest.approx(0.1 * math.exp(2))
+    assert made.ci95 == (math.exp(1.7), math.exp(2.5))
+    assert (made.clusters, made.doubts) == (40, ("because",))
 
 
 def test_a_falling_function_swaps_the_ends() -> None:

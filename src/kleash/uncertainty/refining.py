@@ -79,10 +79,10 @@ class FineCounts:
 
         The interval is Woodruff's: the interval of the share of values up to the quantile, by Student's t on
         the plain and on the logit scale, whichever reaches further, its error robust within clusters and not
-        below that of independent values, turned back into values. Its ends are rounded outwards to 8 significant bits
-        (0.8 %), and infinite (or ``lower``, ``upper``) where there are too few values to bound them. The standard error is half of the
-        interval over Student's quantile. Where all values are the same, there is no error; a maximum has
-        none either, and its interval no end above.
+        below that of independent values, turned back into values. Its ends are rounded outwards to
+        8 significant bits (0.8 %), and infinite (or ``lower``, ``upper``) where there are too few values to
+        bound them. The standard error is half of the interval over Student's quantile. Where all values are
+        the same, there is no error; a maximum has none either, and its interval no end above.
 
         Args:
             unit: of the values.

@@ -12,7 +12,7 @@ STIRLING_FROM = 100.0
 """Half degrees of freedom above which the series of the gamma ratio is exact to rounding, and lgamma is not."""
 
 
-def student_t_quantile(probability: float, degrees_of_freedom: float) -> float:
+def student_t_quantile(probability: float, degrees_of_freedom: float | int) -> float:
     """The number that a Student t variable stays below with this probability.
 
         t = sqrt(nu) tan(theta),    1/2 + c integral_0^theta cos(x)^(nu - 1) dx = probability,
@@ -49,7 +49,7 @@ def student_t_quantile(probability: float, degrees_of_freedom: float) -> float:
     return math.sqrt(degrees_of_freedom) * math.tan(theta)
 
 
-def _density(theta: NDArray[np.float64], degrees_of_freedom: float) -> NDArray[np.float64]:
+def _density(theta: NDArray[np.float64], degrees_of_freedom: float | int) -> NDArray[np.float64]:
     """cos(theta)^(nu - 1), accurate also for the small angles of many degrees of freedom."""
     return np.exp((degrees_of_freedom - 1) / 2 * np.log1p(-(np.sin(theta) ** 2)))
 
