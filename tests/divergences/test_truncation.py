@@ -85,6 +85,13 @@ def test_ties():
     assert truncate(logp, min_p=1.0).kept.all()
 
 
+def test_a_mass_of_exactly_top_p_is_enough():
+    logits = torch.zeros(1, 2, dtype=torch.float64)
+    expected = as_transformers_does(logits, 1.0, None, 0.5, None) > -torch.inf
+    assert torch.equal(truncate(logits.log_softmax(-1), top_p=0.5).kept, expected)
+    assert expected.sum() == 1
+
+
 def test_the_likeliest_word_always_stays():
     logp = torch.tensor([[0.0, -50.0, -torch.inf], [-50.0, -50.0, 0.0]]).log_softmax(-1)
     got = truncate(logp, top_k=1, top_p=1e-9, min_p=1.0)
