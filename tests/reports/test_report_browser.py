@@ -1,7 +1,6 @@
 """The pages in a real browser: drawn, quiet, inert, and usable by mouse, finger and keyboard."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +137,7 @@ def test_hovering_over_a_token_shows_both_models(
         assert row in said
     assert len(driver.find_elements(By.CSS_SELECTOR, "#heat-panel .others li")) == 10
     row = {
-        name: next(part[name][0] for part in of_worst(run, name))
+        name: worst_sequence(run, name)[0]
         for name in ("logp_policy", "logp_reference", "kl_policy_reference", "kl_reference_policy")
     }
     probabilities = driver.find_elements(By.CSS_SELECTOR, "#heat-panel tbody tr:first-child td")
@@ -225,14 +224,50 @@ def test_the_table_of_prompts_sorts_by_click_and_by_key(driver: Any, report: Pat
     assert tokens == sorted(tokens, reverse=True)
 
 
-def of_worst(run: tuple[Path, Measurement], name: str) -> Iterator[dict[str, Any]]:
-    """The rows of the first position of the worst sequence."""
+def worst_sequence(run: tuple[Path, Measurement], name: str) -> Any:
+    """A column of the worst sequence."""
     worst = run[1].worst_sequences[0]
-    for part in RunFolder(run[0]).token_parts(["prompt_id", "sample_id", "position", name]):
+    for part in RunFolder(run[0]).token_parts(["prompt_id", "sample_id", name]):
         rows = (part["prompt_id"] == worst.prompt_id) & (part["sample_id"] == worst.sample_id)
-        rows &= part["position"] == 0
         if rows.any():
-            yield {name: part[name][rows]}
+            return part[name][rows]
+    raise AssertionError("the worst sequence is in no part")
+
+
+def test_what_has_no_number_is_sorted_last_either_way(driver: Any, report: Path) -> None:
+    visit(driver, report)
+    cells = f"{BY_PROMPT} tbody tr > :nth-child(3)"
+    driver.execute_script(
+        "const cells = document.querySelectorAll(arguments[0]);"
+        "cells[2].dataset.value = 'nan'; cells[5].dataset.value = 'None'; cells[7].dataset.value = 'inf'",
+        cells,
+    )
+    for place in (-3, 0):
+        driver.execute_script(f"document.querySelectorAll('{BY_PROMPT} .sort')[2].click()")
+        values = driver.execute_script(
+            "return Array.from(document.querySelectorAll(arguments[0]), cell => cell.dataset.value)", cells
+        )
+        assert set(values[-2:]) == {"nan", "None"}
+        assert values[place] == "inf"
+
+
+def test_colours_follow_the_kl_and_the_button_finds_the_largest(
+    driver: Any, report: Path, run: tuple[Path, Measurement]
+) -> None:
+    visit(driver, report)
+    kls = [float(kl) for kl in worst_sequence(run, "kl_policy_reference")]
+    heat = driver.find_element(By.ID, "heat")
+    limits = [float(limit) for limit in (heat.get_attribute("data-thresholds") or "").split()]
+    classes = driver.execute_script(
+        "return Array.from(document.querySelectorAll('#heat-tokens .token'), token => token.classList[1])"
+    )
+    assert classes == [f"h{sum(float(f'{kl:.4g}') >= limit for limit in limits)}" for kl in kls]
+    largest = kls.index(max(kls))
+    assert selected(driver) == largest, "it opens at the largest"
+    driver.execute_script("document.querySelectorAll('#heat-tokens .token')[1].click()")
+    assert selected(driver) == 1, "a click without a pointer, as a screen reader makes it"
+    driver.find_element(By.ID, "heat-hottest").click()
+    assert selected(driver) == largest
 
 
 @pytest.mark.parametrize("name", ["report", "comparison_page"])
