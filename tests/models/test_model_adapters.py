@@ -113,7 +113,10 @@ def test_another_model_as_reference_is_said(base, adapter, folders):
 @pytest.mark.parametrize("settings", [{"modules_to_save": ["lm_head"]}, {"use_dora": True}])
 def test_other_kinds_of_adapters(base, tmp_path, settings):
     adapter = tiny_adapter(tmp_path / "adapter", base, **settings)
-    agree(load_pair(str(adapter), str(base)), base, (adapter, None))
+    pair = load_pair(str(adapter), str(base))
+    assert pair.policy.head.weight is not None
+    assert pair.reference.head.weight is not None
+    agree(pair, base, (adapter, None))
 
 
 def test_generation_is_the_adapters(base, adapter):

@@ -122,6 +122,19 @@ def test_the_tolerance_is_four_units_in_the_last_place_of_the_largest_logit(dtyp
         assert (disagreement(own, hidden, head) <= 1) is agree, units
 
 
+def test_the_order_of_a_sum_is_no_disagreement():
+    """Here 1 is left of 10 000 added and taken away again: its last digits depend on when it was added."""
+    hidden, head = torch.tensor([[1e4, 1.0, -1e4]]), Head(torch.ones(1, 3))
+    assert disagreement(torch.tensor([[1.001]]), hidden, head) <= 1
+    assert disagreement(torch.tensor([[1.1]]), hidden, head) > 1
+
+
+def test_a_cap_that_is_too_high_to_be_noticed_is_kept():
+    whole = network("gemma2", final_logit_softcapping=1e4)
+    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    assert anatomy.head.softcap == 1e4
+
+
 def test_logits_that_are_not_finite_agree_with_the_like_alone():
     head = Head(torch.eye(3))
     hidden = torch.tensor([[1.0, 2.0, 3.0]])

@@ -154,6 +154,29 @@ def test_the_noise_floor_is_rounding_and_larger_in_bfloat16(folders):
     assert score_in_float32(exact, sequences) is None
 
 
+def test_the_noise_floor_reads_each_sequence_alone(pair: Pair):
+    rows = []
+
+    def counting(**inputs):
+        rows.append(len(inputs["input_ids"]))
+        return pair.reference.body(**inputs)
+
+    score_against_alone(replace(pair.reference, body=counting), given())
+    assert sorted(rows) == [1, 1, 1, 1, 4]
+
+
+def test_the_dtype_gap_of_a_cut_head_is_that_of_the_cut_head(folders):
+    policy, reference = folders("llama")
+    pair = load_pair(str(policy), str(reference), dtype="bfloat16")
+    head = replace(pair.reference.head, weight=pair.reference.head.weight[:300])
+    gap = score_in_float32(replace(pair.reference, head=head, vocabulary=300), given())
+    assert gap is not None
+    one = given()[0]
+    z = double_logits(reference, [*one.prompt_ids, *one.response_ids])[4:-1, :300].numpy()
+    wanted = log_softmax(z, axis=-1)[np.arange(7), one.response_ids]
+    np.testing.assert_allclose(gap["logp_reference"][:7], wanted, rtol=3e-5)
+
+
 def test_the_dtype_gap_compares_the_dtype_that_ran_with_float32(folders):
     policy, reference = folders("llama")
     sequences = given()
