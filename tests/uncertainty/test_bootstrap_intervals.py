@@ -8,6 +8,7 @@ from prompt_sums import lognormal_prompts
 from scipy import stats
 
 from kleash.uncertainty import paired_difference, ratio_of_many, ratio_of_sums
+from kleash.uncertainty.bootstrap import _few_resamples, _resamples
 
 DRAWS = 20_000
 
@@ -79,9 +80,12 @@ def test_where_nearly_all_clusters_are_alike_no_end_is_farther_than_four_times_s
     assert estimate.ci95[0] == pytest.approx(estimate.value - student)
 
 
-def test_always_says_the_same() -> None:
-    sums, counts = lognormal_prompts(3000, seed=6)
-    assert ratio_of_sums(sums, counts) == ratio_of_sums(sums.copy(), counts.copy())
+@pytest.mark.parametrize("clusters", [40, 3000])
+def test_always_says_the_same(clusters: int) -> None:
+    sums, counts = lognormal_prompts(clusters, seed=6)
+    before = ratio_of_sums(sums, counts)
+    _few_resamples.cache_clear()
+    assert ratio_of_sums(sums, counts) == before
 
 
 @pytest.mark.parametrize(
@@ -106,3 +110,32 @@ def test_does_not_overdo_it_on_normal_prompts() -> None:
     estimates = ratio_of_many(10 + random.standard_normal(counts.shape), counts)
     covered = np.mean([one.ci95[0] <= 1 <= one.ci95[1] for one in estimates])
     assert 0.93 < covered < 0.98
+
+
+@pytest.mark.parametrize("clusters", [9, 30])
+def test_every_draw_is_measured_as_if_it_were_a_measurement(clusters: int) -> None:
+    """The same draws of the sorted clusters, but one by one, with the error of the textbook."""
+    sums, counts = lognormal_prompts(clusters, seed=7)
+    sums, counts = sums[np.argsort(sums)], counts[np.argsort(sums)]
+    times = np.concatenate(list(_resamples(clusters))).astype(int)
+    chosen = np.stack([np.repeat(np.arange(clusters), row) for row in times])
+    value, error = ratio_and_error(sums, counts)
+    drawn, errors = ratio_and_error(sums[chosen], counts[chosen])
+    strays = np.sort((drawn - value) / errors)
+    student = float(stats.t.ppf(0.975, clusters - 1))
+    tail = float(stats.norm.cdf(-math.sqrt(clusters / (clusters - 1)) * student))
+    place = math.floor(tail * 2000) - 1
+    low = value - max(student, strays[-1 - place]) * error
+    high = value + max(student, -strays[place]) * error
+    assert -strays[place] < 4 * student, "the bound would hide the draws"
+    assert ratio_of_sums(sums, counts).ci95 == pytest.approx((low, high), rel=1e-9)
+
+
+@pytest.mark.parametrize("clusters", [8, 3000])
+def test_draws_are_as_many_clusters_with_replacement(clusters: int) -> None:
+    times = np.concatenate(list(_resamples(clusters)))
+    assert times.shape == (1999, clusters)
+    assert np.all(times.sum(1) == clusters)
+    assert times.var() == pytest.approx(1 - 1 / clusters, rel=0.05)
+    assert np.abs(times.mean(0) - 1).max() < 0.15
+    assert len({tuple(row[:8]) for row in times[:1000].tolist()}) > 500, "the draws differ"

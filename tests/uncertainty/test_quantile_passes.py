@@ -68,6 +68,22 @@ def test_infinite_values_are_quantiles_like_others() -> None:
     assert (low.value, high.value) == (3.0, math.inf)
 
 
+def test_both_zeros_are_one_value() -> None:
+    estimate = two_passes(np.array([0.0, -0.0, -0.0, 0.0], np.float32), np.arange(4), (0.5,)).estimates()[0]
+    assert math.copysign(1.0, estimate.value) == 1.0
+    assert estimate.ci95 == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("level", "bad", "end"), [(0.9, math.inf, 1), (0.1, -math.inf, 0)])
+def test_an_interval_that_reaches_infinite_values_is_infinite(level: float, bad: float, end: int) -> None:
+    values = np.random.default_rng(6).random(400).astype(np.float32)
+    values[::20] = bad
+    estimate = two_passes(values, np.arange(400) % 40, (level,)).estimates()[0]
+    assert math.isfinite(estimate.value)
+    assert estimate.ci95[end] == bad
+    assert math.isfinite(estimate.ci95[1 - end])
+
+
 def test_what_is_not_a_number_is_counted_apart() -> None:
     values = np.array([math.nan, 5.0, math.nan, 1.0, 3.0], np.float32)
     estimate = two_passes(values, np.arange(5), (0.5,)).estimates()[0]
@@ -155,9 +171,10 @@ def test_a_maximum_is_a_lower_bound() -> None:
 
 
 def test_a_constant_has_no_error() -> None:
-    estimate = two_passes(np.full(400, 0.25, np.float32), np.arange(400) % 40, (0.5,)).estimates()[0]
-    assert (estimate.value, estimate.standard_error, estimate.ci95) == (0.25, 0.0, (0.25, 0.25))
-    assert estimate.doubts == ()
+    """Also where so few values could not bound the quantile if they differed."""
+    for estimate in two_passes(np.full(400, 0.25, np.float32), np.arange(400) % 40, (0.5, 0.999)).estimates():
+        assert (estimate.value, estimate.standard_error, estimate.ci95) == (0.25, 0.0, (0.25, 0.25))
+        assert estimate.doubts == ()
 
 
 def test_ties_at_zero_are_one_value() -> None:

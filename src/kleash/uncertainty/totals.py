@@ -39,9 +39,8 @@ def controlled_total(
         U = sum_t log p(y_t) - log q(y_t),    C = sum_t KL(p || q at the prefix y_<t)
         a = Cov(U, U - C) / Var(U - C), over clusters
 
-    Both are unbiased, so U - C is a control variate of mean 0. ``a`` costs a degree of freedom. It is not
-    fitted but 1 (the exact terms alone) where U - C does not vary, on fewer than three clusters, and where
-    a sum is infinite.
+    Both are unbiased, so U - C is a control variate of mean 0. ``a`` costs a degree of freedom. It is 1, not
+    fitted, where U - C does not vary, on fewer than three clusters, and where a sum is infinite.
 
     Args:
         monte_carlo: U of each sequence.
@@ -65,7 +64,7 @@ def controlled_total(
     bounds = (-math.inf if lower is None else lower, math.inf)
     one, other, both = (linearise([Part(1.0, total, counts)]) for total in (sampled, summed, combined))
     alone = estimates_of([one, other], [unit] * 2, [(-math.inf, math.inf), bounds])
-    together = estimates_of([both], [unit], [bounds], fitted=fitted)[0]
+    (together,) = estimates_of([both], [unit], [bounds], fitted=fitted)
     return ControlledTotal(estimate=together, weight=weight, monte_carlo=alone[0], exact_sum=alone[1])
 
 
