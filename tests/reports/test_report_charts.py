@@ -67,9 +67,9 @@ def test_both_directions_stand_in_one_ladder(run: Any) -> None:
 
 def test_bins_show_means_and_both_shares() -> None:
     bins = (
-        Bin(low=0, high=1, tokens=10, share_of_kl=0.5, kl_policy_reference=number(2.0, 1.5, 3.0)),
-        Bin(low=1, high=4, tokens=30, share_of_kl=0.2, kl_policy_reference=number(0.4, 0.3, 0.5)),
-        Bin(low=4, high=math.inf, tokens=60, share_of_kl=0.3, kl_policy_reference=number(0.3, 0.2, 0.4)),
+        Bin(low=0.0, high=1.0, tokens=10, share_of_kl=0.5, kl_policy_reference=number(2.0, 1.5, 3.0)),
+        Bin(low=1.0, high=4.0, tokens=30, share_of_kl=0.2, kl_policy_reference=number(0.4, 0.3, 0.5)),
+        Bin(low=4.0, high=math.inf, tokens=60, share_of_kl=0.3, kl_policy_reference=number(0.3, 0.2, 0.4)),
     )
     chart = by_bin("position", "By position", bins, "position", whole=True)
     assert chart is not None
@@ -95,7 +95,7 @@ def test_confidence_has_fractions_for_ranges_and_the_last_whole_range_its_end() 
     assert chart.figure["data"][0]["x"] == ["0–0.25", "0.25–1"]
     whole = tuple(
         Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl_policy_reference=half)
-        for low, high in ((0, 2), (2, 4))
+        for low, high in ((0.0, 2.0), (2.0, 4.0))
     )
     chart = by_bin("position", "title", whole, "what", whole=True)
     assert chart is not None
@@ -129,7 +129,7 @@ def test_a_mean_that_never_settles_is_still_drawn() -> None:
 def test_estimators_stand_under_the_exact_value() -> None:
     exact = number(0.2, 0.15, 0.25)
     found = {
-        name: EstimatorRecord(**vars(number(value, value - 0.1, value + 0.2)), bias=number(value - 0.2, -1, 1),
+        name: EstimatorRecord(**vars(number(value, value - 0.1, value + 0.2)), bias=number(value - 0.2, -1.0, 1.0),
                               spread=0.7)
         for name, value in (("k1", 0.22), ("abs", 0.9))
     }  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 from synthetic_run import HOSTILE, synthetic_comparison, write_synthetic_run
 
 from kleash.errors import RunFolderError
-from kleash.records import Measurement, Number, PromptDrift, RunFolder
+from kleash.records import Measurement, Number, PromptDrift, RunFolder, SequenceTotal
 from kleash.reports import write_comparison, write_report
 from kleash.reports.heatmap import read_sequences
 from kleash.reports.measurement import in_context, running_text
@@ -231,10 +231,17 @@ def test_a_text_run_speaks_of_documents_and_says_what_is_left_out(tmp_path: Path
 def test_doubts_are_said_once_and_first(tmp_path: Path) -> None:
     doubt = "one prompt carries 31 % of the variance"
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), doubts=(doubt,))
-    page = changed(tmp_path, per_token={"kl_policy_reference": number}, doubts=(doubt, "other"))
+    total = Number(**{**vars(number), "doubts": (doubt, "another")})
+    whole = SequenceTotal(
+        kl_policy_reference=total, control_variate_weight=1.0, monte_carlo=total, exact_terms=total
+    )
+    page = changed(
+        tmp_path, per_token={"kl_policy_reference": number}, per_sequence=whole, doubts=(doubt, "other")
+    )
     before = page.text.partition("All means Direction")[0]
     assert before.count(doubt) == 1
     assert "other" in before
+    assert "on the KL per sequence: another" in before
 
 
 def test_a_number_s_own_doubts_stand_under_it(tmp_path: Path) -> None:

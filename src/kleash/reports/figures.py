@@ -130,7 +130,7 @@ def escape(text: str) -> str:
     return text
 
 
-def band(x: Sequence[float], low: Sequence[float], high: Sequence[float], name: str) -> list[dict[str, Any]]:
+def band(x: Sequence[int], low: Sequence[float], high: Sequence[float], name: str) -> list[dict[str, Any]]:
     """The area between ``low`` and ``high``."""
     edge = {"type": "scatter", "mode": "lines", "x": list(x), "line": {"width": 0}, "hoverinfo": "skip"}
     return [

@@ -161,7 +161,7 @@ def _payload(
     columns = {name: values[:length] for name, values in sequence.columns.items()}
     words: dict[str, int] = {}
 
-    def side(pairs: list[tuple[str, float]]) -> list[float]:
+    def side(pairs: list[tuple[str, float]]) -> list[int | float]:
         return [part for text, p in pairs for part in (words.setdefault(text, len(words)), p)]
 
     alternatives = [

@@ -78,10 +78,10 @@ def headline(measurement: Measurement) -> Number:
 
 def doubts(measurement: Measurement) -> list[str]:
     """What is held against the run as a whole and against its headlines, each said once."""
-    numbers = [headline(measurement)]
+    said = [*measurement.doubts, *headline(measurement).doubts]
     if measurement.per_sequence is not None:
-        numbers.append(measurement.per_sequence.kl_policy_reference)
-    said = [*measurement.doubts, *(doubt for number in numbers for doubt in number.doubts)]
+        of_sequences = measurement.per_sequence.kl_policy_reference.doubts
+        said += [f"on the KL per sequence: {doubt}" for doubt in of_sequences if doubt not in said]
     return list(dict.fromkeys(said))
 
 
