@@ -154,3 +154,13 @@ def test_log_of_a_mixture_does_not_cancel_close_to_zero(share):
 def test_parameters_that_mean_nothing(function, wrong, message):
     with pytest.raises(OptionError, match=message):
         function(log(0.5, 0.5), log(0.5, 0.5), wrong)
+
+
+@pytest.mark.parametrize("order", [0.5, 2.0])
+def test_renyi_of_close_pairs_in_float32(order):
+    torch.manual_seed(3)
+    logits = torch.randn(8, 2000)
+    moved = logits + 1e-3 * torch.randn(8, 2000)
+    expected = renyi(logits.double().log_softmax(-1), moved.double().log_softmax(-1), order)
+    got = renyi(logits.log_softmax(-1), moved.log_softmax(-1), order)
+    assert ((got - expected).abs() / expected).max() < 1e-3

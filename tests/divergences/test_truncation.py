@@ -182,3 +182,10 @@ def test_what_is_no_distribution(wrong, unhooked):
         truncate(wrong)
     with pytest.raises(ShapeError, match="the distribution is"):
         at_temperature(wrong, 1.0)
+
+
+def test_much_that_is_cut_is_counted_in_float32():
+    logits = torch.zeros(50_000, dtype=torch.float64)
+    logits[7] = 1e-3
+    logp = logits.log_softmax(-1)
+    assert truncate(logp.float(), top_k=1).log_kept_mass.item() == pytest.approx(logp[7].item(), abs=1e-6)
