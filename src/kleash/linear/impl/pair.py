@@ -13,7 +13,7 @@ from kleash.linear.head import Head
 class OneModel:
     """The hidden states of some tokens under one model, and its head."""
 
-    hidden: Float[Tensor, "tokens dim"]
+    hidden: Float[Tensor, "*tokens dim"]
     head: Head
     temperature: float
     dtype: torch.dtype

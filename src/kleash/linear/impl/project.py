@@ -7,7 +7,7 @@ from torch import Tensor
 from kleash.linear.impl.pair import OneModel
 
 
-def logits(model: OneModel) -> Float[Tensor, "tokens vocab"]:
+def logits(model: OneModel) -> Float[Tensor, "*tokens vocab"]:
     """All logits at once, over the temperature."""
     head, dtype = model.head, model.dtype
     z = model.hidden.to(dtype)
