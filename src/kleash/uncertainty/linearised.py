@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 ROUNDING = 8 * float(np.finfo(np.float64).eps)
 MOST_DRAWN = 4096
-"""Clusters beyond which there is no bootstrap: Student's t covers as well by then, and is much sooner done."""
+"""Clusters beyond which there is no bootstrap: Student's t hardly differs by then, and is much sooner done."""
 
 Array = NDArray[np.float64]
 
