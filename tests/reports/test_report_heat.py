@@ -88,14 +88,21 @@ def test_never_more_sequences_than_the_cap(tmp_path: Path) -> None:
     assert [drawn["prompt_id"] for drawn in heat.sequences] == list(range(50))
 
 
-@pytest.mark.parametrize(
-    ("largest", "last"), [(0.9, 0.3), (1.0, 1.0), (2.9, 1.0), (3.0, 3.0), (53.0, 30.0), (4.1e-7, 3e-7)]
-)
-def test_thresholds_are_round_and_reach_the_largest(largest: float, last: float) -> None:
-    steps = thresholds(largest)
+@pytest.mark.parametrize(("largest", "ordinary"), [(4.0, 0.2), (53.0, 1e-4), (4.1e-7, 1e-9), (0.9, 0.3)])
+def test_colours_begin_at_the_ordinary_and_rise_evenly(largest: float, ordinary: float) -> None:
+    steps = thresholds(largest, ordinary)
     assert len(steps) == 8
-    assert steps[-1] == pytest.approx(last)
-    assert all(2.9 < after / before < 3.4 for before, after in itertools.pairwise(steps))
+    assert steps[0] == pytest.approx(ordinary, rel=0.05)
+    ratio = (largest / ordinary) ** (1 / 8)
+    assert steps[-1] * ratio == pytest.approx(largest, rel=0.06)
+    assert all(after / before == pytest.approx(ratio, rel=0.1) for before, after in itertools.pairwise(steps))
+
+
+@pytest.mark.parametrize("ordinary", [0.0, math.nan, math.inf, 1.0, 2.0])
+def test_without_an_ordinary_to_begin_at_each_colour_is_a_third_of_the_next(ordinary: float) -> None:
+    steps = thresholds(1.0, ordinary)
+    assert all(after / before == pytest.approx(3, rel=0.1) for before, after in itertools.pairwise(steps))
+    assert steps[-1] == pytest.approx(1 / 3, rel=0.05)
 
 
 def test_not_even_infinite_or_missing_kl_stops_it(tmp_path: Path) -> None:

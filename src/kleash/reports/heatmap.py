@@ -16,7 +16,7 @@ MAX_TOKENS = 25_600
 """What is drawn at most. Nothing is left out of what is counted."""
 MAX_PROMPT = 4000
 STEPS = 8
-"""Colours besides none, each from about three times the KL of the one before it."""
+"""Colours besides none."""
 
 COLUMNS = (
     "position",
@@ -78,6 +78,8 @@ class HeatMap:
     """For each: what the page's script reads."""
     thresholds: tuple[float, ...]
     """KL in nats from which the first, second, … colour is taken."""
+    from_ordinary: bool
+    """Whether the first of them is the KL that three quarters of all tokens stay below."""
     shortened: int
     """Sequences of which only the beginning is drawn."""
 
@@ -100,9 +102,13 @@ def heat_map(folder: RunFolder, measurement: Measurement, tokens: Mapping[Key, S
         if key_of(drift) in lengths
     )
     kls = [value for sequence in drawn for value in sequence["kl"] if 0 < value < math.inf]
+    ladder = measurement.quantiles.get("kl_policy_reference", {})
+    ordinary = ladder["75"].value if "75" in ladder else math.nan
+    steps = thresholds(max(kls, default=1.0), ordinary)
     return HeatMap(
         sequences=drawn,
-        thresholds=thresholds(max(kls, default=1.0)),
+        thresholds=steps,
+        from_ordinary=math.isclose(steps[0], ordinary, rel_tol=0.1),
         shortened=sum(len(sequence["text"]) < sequence["tokens"] for sequence in drawn),
     )
 
@@ -112,13 +118,20 @@ def key_of(drift: Drifted) -> Key:
     return drift.prompt_id, drift.sample_id
 
 
-def thresholds(largest: float) -> tuple[float, ...]:
-    """Steps of 1, 3, 10, 30 … up to the last one that ``largest`` reaches, ``STEPS`` of them."""
-    half_decades = 2 * math.floor(math.log10(largest)) + (
-        largest >= 3 * 10.0 ** math.floor(math.log10(largest))
-    )
-    steps = range(half_decades - STEPS + 1, half_decades + 1)
-    return tuple(float(f"{1 if step % 2 == 0 else 3}e{step // 2}") for step in steps)
+def thresholds(largest: float, ordinary: float) -> tuple[float, ...]:
+    """KL in nats at which the colours begin: equal ratios from ``ordinary`` towards ``largest``, ``STEPS`` of them.
+
+    With three quarters of all tokens below ``ordinary``, what has a colour is what stands out. Where that is
+    not above 0 or too close to ``largest`` to tell steps apart, each colour begins at a third of the next.
+
+    Args:
+        largest: the largest KL that is drawn.
+        ordinary: the KL at which the first colour begins.
+    """
+    if not 0 < ordinary < largest / 1.1**STEPS:
+        ordinary = largest / 3**STEPS
+    ratio = (largest / ordinary) ** (1 / STEPS)
+    return tuple(float(f"{ordinary * ratio**step:.2g}") for step in range(STEPS))
 
 
 def read_prompts(folder: RunFolder, wanted: Collection[Key]) -> dict[Key, str]:
