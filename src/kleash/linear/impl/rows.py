@@ -58,10 +58,15 @@ class Side(NamedTuple):
     """The sum of ``mass``."""
 
 
+def exp_(x: Tensor) -> Tensor:
+    """exp(x) in place; uncompiled by way of exp2, which torch runs on all cores in a third of the time."""
+    return x.exp_() if torch.compiler.is_compiling() else x.mul_(LOG2_E).exp2_()
+
+
 def side(z: Float[Tensor, "rows vocab"], out: Tensor | None) -> Side:
     """The masses of the tokens, which divided by their total are probabilities."""
     top = z.amax(-1, keepdim=True)
-    mass = torch.sub(z, top, out=out).mul_(LOG2_E).exp2_()
+    mass = exp_(torch.sub(z, top, out=out))
     return Side(top, mass, mass.sum(-1, keepdim=True))
 
 
@@ -116,7 +121,7 @@ def tanh_half(d: Float[Tensor, "rows vocab"], room: Room) -> Tanh:
     square = torch.mul(near, near, out=room[2])
     beyond = polynomial(square, ODD[:terms], room[3]).mul_(near)
     far = torch.clamp(rest, -SATURATED, SATURATED, out=room[4])
-    decay = torch.mul(far, -LOG2_E, out=room[5]).exp2_()
+    decay = exp_(torch.neg(far, out=room[5]))
     above = torch.add(decay, 1, out=room[6])
     t = torch.neg(decay, out=room[7]).add_(1).div_(above)
     rest.sub_(t, alpha=2).sub_(beyond, alpha=2)
