@@ -111,6 +111,7 @@ def test_every_column_is_what_float64_says(
         ((p - q) ** 2).mean() ** 0.5, rel=1e-6
     )
     assert measured["perplexity"]["policy"]["value"] == pytest.approx(np.exp(-np.log(p).mean()), rel=1e-6)
+    assert measured["perplexity"]["reference"]["value"] == pytest.approx(np.exp(-np.log(q).mean()), rel=1e-6)
     assert measured["perplexity"]["ratio"]["value"] == pytest.approx(np.exp(-u.mean()), rel=1e-6)
     agreement = (tokens["top1_policy"] == tokens["top1_reference"]).mean()
     assert measured["top1_agreement"]["value"] == pytest.approx(agreement)

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from kleash.measuring.columns import CONFIDENCES, POSITIONS, quantities
+from kleash.measuring.doubts import weight_doubts
+from kleash.measuring.estimands import estimand_of
 from kleash.measuring.rows import sequence_starts
 from kleash.measuring.tally import MOST_CLUSTERS, ClusterSums, sequence_terms, token_sums
+from kleash.records import MeasureJob
 
 
 def test_sums_grow_with_the_clusters_and_end_up_where_they_belong() -> None:
@@ -150,3 +153,25 @@ def test_sequences_of_a_shard_are_summed_apart() -> None:
     by_hand = part["kl_policy_reference"].astype(float).reshape(20, 20).sum(1)
     np.testing.assert_allclose(terms.exact, by_hand)
     assert terms.weight.tolist() == [1.0] * 20
+
+
+def test_an_exact_term_is_weighted_by_what_came_before_its_token() -> None:
+    """Weighting it by its own token too would have the same mean and more variance."""
+    part = part_of(3)
+    p, mu = (part[f"logp_{name}"].astype(float) for name in ("policy", "sampled"))
+    ratio, exact = np.exp(np.cumsum(p - mu)), part["kl_policy_reference"].astype(float)
+    terms = sequence_terms(part, quantities(part, "importance"), "importance")
+    assert terms.exact[0] == pytest.approx(exact[0] + ratio[0] * exact[1] + ratio[1] * exact[2])
+    assert terms.weight[0] == pytest.approx(ratio[2])
+
+
+@pytest.mark.parametrize(
+    ("weights", "doubted"), [([1.0] * 8, False), ([1.0] * 5 + [3.0], False), ([1.0, 50.0, 1.0], True)]
+)
+def test_few_heavy_responses_are_a_doubt(weights: list[float], doubted: bool) -> None:
+    weighted = estimand_of(MeasureJob(responses="r"), all_have_logprobs=True)
+    found = weight_doubts(np.array(weights), weighted)
+    assert bool(found) is doubted
+    if doubted:
+        assert "an effective sample of 1.1 out of 3" in found[0]
+    assert weight_doubts(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ()
