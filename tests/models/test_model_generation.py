@@ -182,6 +182,19 @@ def test_the_context_ends_a_response(pair: Pair, length):
     assert (long.finish_reason, len(short.response_ids)) == ("length", 20)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_after_the_prompts_one_token_at_a_time_is_read(folders, architecture):
+    policy, _ = folders(architecture)
+    model = load_pair(str(policy), str(policy)).policy
+    shapes = []
+    handle = model.body.register_forward_pre_hook(
+        lambda _, args, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+    )
+    generate(replace(model, ends=()), prompts(), Sampling(max_new_tokens=5))
+    handle.remove()
+    assert shapes == [(4, 12), (1, 1), *[(4, 1)] * 4]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_network_without_a_cache_draws_the_same(folders, architecture):
     policy, _ = folders(architecture)

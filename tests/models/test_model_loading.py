@@ -100,6 +100,13 @@ def test_fewer_rows_than_tokens(tmp_path, unhooked):
     refuse(folder, "the policy .* has 290 embeddings for a tokenizer of 300 tokens")
 
 
+def test_fewer_logits_than_tokens(pair: Pair, unhooked):
+    from kleash.models.loading import _fit_together
+
+    with pytest.raises(ModelError, match=r"the reference .* has 299 logits for a tokenizer of 300 tokens"):
+        _fit_together(pair.policy, replace(pair.reference, vocabulary=299), ())
+
+
 def test_different_tokenizers(folders, copied, unhooked):
     _, reference = folders("llama")
     tiny_tokenizer(280).save_pretrained(copied)

@@ -39,9 +39,8 @@ class Writer:
         if not self.cached:
             return self._all_again()
         longest = max(len(text) for text in self.texts)
-        padding = int(
-            0 in min(self.texts, key=len)
-        )  # another token than its own: ``_reads_alike`` looks there
+        # Another token than the shortest prompt's own, where ``_reads_alike`` looks.
+        padding = int(0 in min(self.texts, key=len))
         ids = torch.full((len(self.texts), longest), padding)
         mask = torch.zeros_like(ids)
         for row, text in enumerate(self.texts):
