@@ -195,6 +195,21 @@ def test_reports_and_comparisons_from_the_files_alone(
     assert (tmp_path / "c.html").exists()
 
 
+def test_prompts_in_another_order_draw_the_same_responses(
+    job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Draws depend on seed, prompt and sample alone, and runs are paired by prompt, not by place."""
+    turned = tmp_path / "turned.txt"
+    turned.write_text("\n".join(reversed(prompts.read_text().splitlines())))
+    options = {**job, "prompts": str(turned), "samples_per_prompt": 4, "limit": 10, "batch_tokens": 100}
+    measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    difference = compare([own, tmp_path / "run"]).differences[0]
+    assert (difference.shared_prompts, difference.only_here, difference.only_there) == (10, 0, 30)
+    assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
+    assert difference.differences["top1_agreement"].value == pytest.approx(0, abs=1e-6)
+    assert any("share only 10 prompts" in doubt for doubt in difference.doubts)
+
+
 def test_the_chat_template_and_ids_of_a_source_are_what_is_read(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
