@@ -232,6 +232,25 @@ def test_a_term_of_the_core_is_phi(dtype):
     torch.testing.assert_close(found.double(), phi(wide), rtol=40 * torch.finfo(dtype).eps, atol=0)
 
 
+def test_the_core_saturates_without_overflow():
+    d = torch.tensor([[500.0, -500.0, 3e4, -3e4]])
+    x = tanh_half(d, [None] * 8)
+    assert x.t.tolist() == [[1, -1, 1, -1]]
+    assert x.rest.tolist() == [[498, -498, 29998, -29998]]
+
+
+@EVERY
+@pytest.mark.parametrize("traits", [{"softcap": 2.0}, {"scale": 0.5}, {"bias": torch.arange(101.0)}], ids=str)
+def test_one_weight_in_two_heads_is_not_one_model(options, traits):
+    case = head_case(torch.float32)
+    found = linear_kl(
+        case.hidden_p, case.head_p, case.hidden_p, Head(case.head_p.weight, **traits), options=options
+    )
+    case.hidden_q, case.head_q = case.hidden_p, Head(case.head_p.weight, **traits)
+    torch.testing.assert_close(found, statistics_the_long_way(case).kl_pq.float(), rtol=1e-4, atol=1e-5)
+    assert found.median() > 1e-3
+
+
 def test_the_core_leaves_the_logits_as_they_were():
     zp, zq = torch.randn(2, 4, 50).unbind()
     before = zp.clone(), zq.clone()
