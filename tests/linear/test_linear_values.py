@@ -8,14 +8,11 @@ from linear_cases import (
     Case,
     head_case,
     in_float64,
-    logp_the_long_way,
     relative_rms,
     statistics_the_long_way,
 )
 
-from kleash.divergences import phi
 from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl, log_probabilities, token_statistics
-from kleash.linear.impl.rows import kl_rows, tanh_half
 
 REFERENCE = LinearOptions(impl="reference")
 CHUNKED = LinearOptions(impl="chunked", compile="never")
@@ -198,48 +195,6 @@ def test_no_token_at_all(options):
 
 
 @EVERY
-def test_ties_go_to_the_first_and_do_not_lower_the_rank(options):
-    z = torch.zeros(2, 1030)
-    z[0, [300, 700, 1029]] = 2.0
-    z[1, 1028:] = 1.0
-    found = token_statistics(z, Head(None), z, Head(None), torch.tensor([700, 5]), options=options)
-    assert found.top1_p.tolist() == [300, 1028] == found.top1_q.tolist()
-    assert found.rank_q.tolist() == [0, 2]
-    torch.testing.assert_close(found.top1_probability_q, z.softmax(-1).amax(-1))
-
-
-@pytest.mark.parametrize("words", [1, 2, 255, 512, 777, 1024, 1500])
-def test_the_likeliest_token_is_found_wherever_it_stands(words):
-    z = torch.randn(64, words, generator=torch.Generator().manual_seed(words))
-    z[torch.arange(64), torch.arange(64) % words] += 3
-    found = token_statistics(
-        z, Head(None), -z, Head(None), torch.zeros(64, dtype=torch.int32), options=CHUNKED
-    )
-    assert torch.equal(found.top1_p, z.argmax(-1))
-    assert torch.equal(found.top1_q, z.argmin(-1))
-    assert torch.equal(found.rank_q, (-z > -z[:, :1]).sum(-1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_term_of_the_core_is_phi(dtype):
-    d = torch.tensor(
-        [0.0, 1e-8, -1e-6, 1e-3, -0.1, 0.29999, 0.3, -0.30001, 0.7, -2.0, 9.0, -40.0, 79.0], dtype=dtype
-    )
-    wide = d.double()
-    p = torch.ones_like(d)
-    x = tanh_half(d[None].clone(), [None] * 8)
-    found = (x.t * d + x.rest)[0] * (1 + torch.exp(-d)) / 2 * p
-    torch.testing.assert_close(found.double(), phi(wide), rtol=40 * torch.finfo(dtype).eps, atol=0)
-
-
-def test_the_core_saturates_without_overflow():
-    d = torch.tensor([[500.0, -500.0, 3e4, -3e4]])
-    x = tanh_half(d, [None] * 8)
-    assert x.t.tolist() == [[1, -1, 1, -1]]
-    assert x.rest.tolist() == [[498, -498, 29998, -29998]]
-
-
-@EVERY
 @pytest.mark.parametrize("traits", [{"softcap": 2.0}, {"scale": 0.5}, {"bias": torch.arange(101.0)}], ids=str)
 def test_one_weight_in_two_heads_is_not_one_model(options, traits):
     case = head_case(torch.float32)
@@ -249,38 +204,3 @@ def test_one_weight_in_two_heads_is_not_one_model(options, traits):
     case.hidden_q, case.head_q = case.hidden_p, Head(case.head_p.weight, **traits)
     torch.testing.assert_close(found, statistics_the_long_way(case).kl_pq.float(), rtol=1e-4, atol=1e-5)
     assert found.median() > 1e-3
-
-
-def test_the_core_leaves_the_logits_as_they_were():
-    zp, zq = torch.randn(2, 4, 50).unbind()
-    before = zp.clone(), zq.clone()
-    room = [torch.empty(4, 50) for _ in range(11)]
-    assert torch.equal(kl_rows(zp, zq, room)[0], kl_rows(zp, zq)[0])
-    assert torch.equal(zp, before[0]) and torch.equal(zq, before[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_log_probabilities_are_those_of_the_long_way(dtype):
-    case = head_case(dtype, tokens=(2, 3), words=5001, bias=True, softcap=9.0, temperature=1.3)
-    found = log_probabilities(case.hidden_q, case.head_q, temperature=1.3)
-    expected = torch.as_tensor(logp_the_long_way(case.hidden_q, case.head_q, 1.3))
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=1e-6)
-
-
-def test_autocast_does_not_round_the_logits():
-    case = head_case(torch.float32, apart=0.05)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(case.kl(REFERENCE), case.kl(REFERENCE))
-        inside = case.kl(REFERENCE), case.kl(CHUNKED), log_probabilities(case.hidden_p, case.head_p)
-    outside = case.kl(REFERENCE), case.kl(CHUNKED), log_probabilities(case.hidden_p, case.head_p)
-    for a, b in zip(inside, outside, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_one_wide_tensor_makes_all_wide():
-    case = head_case(torch.bfloat16)
-    case.hidden_q = case.hidden_q.double()
-    found = case.kl(CHUNKED)
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, in_float64(case).kl(REFERENCE), rtol=1e-12, atol=0)

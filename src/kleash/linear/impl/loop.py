@@ -68,7 +68,7 @@ def chunks(pair: Pair, cut: Plan) -> Iterator[Chunk]:
     for start in range(0, pair.tokens, cut.chunk):
         zp, zq = room_p[: pair.tokens - start], room_q[: pair.tokens - start]
         multiply_(zp, pair.p, pair.p.hidden[start : start + cut.chunk], cut.tile)
-        if pair.same:
+        if pair.one_product:
             zq.copy_(zp)
         else:
             multiply_(zq, pair.q, pair.q.hidden[start : start + cut.chunk], cut.tile)

@@ -43,12 +43,6 @@ class Pair:
         return len(self.p.hidden)
 
     @property
-    def same(self) -> bool:
-        """Whether q is p: the same tensors, not merely equal ones."""
-        p, q = self.p, self.q
-        heads = (p.head.weight is q.head.weight, p.head.bias is q.head.bias)
-        return (
-            p.hidden is q.hidden
-            and all(heads)
-            and (p.head.scale, p.head.softcap) == (q.head.scale, q.head.softcap)
-        )
+    def one_product(self) -> bool:
+        """Whether ``hidden W^T`` is the same on both sides: the same tensors, not merely equal ones."""
+        return self.p.hidden is self.q.hidden and self.p.head.weight is self.q.head.weight
