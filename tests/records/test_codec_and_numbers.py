@@ -44,12 +44,12 @@ def test_what_is_not_finite_is_a_word() -> None:
 
 @pytest.mark.parametrize("perhaps", [None, numbers(1.0, 0.1)])
 def test_nested_records_come_back_as_they_were(perhaps: Number | None) -> None:
-    outer = Outer(number=numbers(2, 0.5), many=(numbers(3, 1),), named={"x": math.inf}, perhaps=perhaps)
+    outer = Outer(number=numbers(2.0, 0.5), many=(numbers(3.0, 1.0),), named={"x": math.inf}, perhaps=perhaps)
     assert decode(Outer, json.loads(to_json(outer))) == outer
 
 
 def test_keys_of_a_later_kleash_are_ignored_and_absent_ones_take_their_default() -> None:
-    data = {"number": encode(numbers(1, 1)), "many": [], "named": {}, "perhaps": None, "new": 1}
+    data = {"number": encode(numbers(1.0, 1.0)), "many": [], "named": {}, "perhaps": None, "new": 1}
     assert decode(Outer, data).word == "left out"
 
 
@@ -57,7 +57,7 @@ def test_a_wrong_kind_is_an_error_and_not_a_surprise_later() -> None:
     with pytest.raises(TypeError, match="object"):
         decode(Number, [1, 2])
     with pytest.raises(TypeError, match="str"):
-        decode(Number, {**encode(numbers(1, 1)), "unit": 3})
+        decode(Number, {**encode(numbers(1.0, 1.0)), "unit": 3})
 
 
 @pytest.mark.parametrize(

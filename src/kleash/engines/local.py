@@ -112,9 +112,7 @@ class LocalEngine:
         )
         # What the policy writes the reference has to read: the shorter context of the two binds both.
         policy = replace(self.pair.policy, context=self.pair.context)
-        return generate(
-            policy, prompts, sampling, batch_tokens=job.batch_tokens, drawn=self.generated
-        )
+        return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens, drawn=self.generated)
 
 
 def _sequence_columns(sequences: Many[Sequence]) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def bins(sums: ClusterSums, kind: str) -> tuple[Bin, ...]:
         here = tokens > 0
         found.append(
             Bin(
-                low=low,
-                high=high,
+                low=float(low),
+                high=float(high),
                 tokens=int(tokens.sum()),
                 share_of_kl=share(kl.sum(), whole),
                 kl_policy_reference=number(ratio_of_sums(kl[here], tokens[here], unit="nats", lower=0.0)),

@@ -1,10 +1,11 @@
 """What a measurement tells whoever waits for it."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kleash.records import Number
 
 
+@runtime_checkable
 class Watcher(Protocol):
     """Told of a run's progress; what it does with that is its own affair."""
 

@@ -86,12 +86,22 @@ class MeasureJob:
             OptionError: naming the option, what it was and what it may be.
         """
         self._check_sources()
-        for name in ("samples_per_prompt", "max_new_tokens", "batch_tokens", "limit", "window", "stride", "top_k"):
+        for name in (
+            "samples_per_prompt",
+            "max_new_tokens",
+            "batch_tokens",
+            "limit",
+            "window",
+            "stride",
+            "top_k",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{_option(name)} must be at least 1; it is {value}")
         if self.stride is not None and self.stride > (self.window or self.stride):
-            raise OptionError(f"--stride {self.stride} would leave tokens out between windows of {self.window}")
+            raise OptionError(
+                f"--stride {self.stride} would leave tokens out between windows of {self.window}"
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise OptionError(f"--temperature must be 0 or more; it is {self.temperature}")
         if self.temperature == 0 and self.samples_per_prompt > 1:
