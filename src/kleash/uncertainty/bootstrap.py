@@ -12,7 +12,8 @@ from kleash.uncertainty.student import student_t_quantile
 
 DRAWS = 1999
 SEED = 1908_09593
-BUFFER_NUMBERS = 2_000_000
+BUFFER_NUMBERS = 500_000
+"""Numbers in a buffer of draws: four such buffers of 4 MB exist at once."""
 
 Array = NDArray[np.float64]
 
