@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 VIEWS = {
-    "report": {"width": 1280, "height": 1360, "dark": False, "mobile": False},
+    "report": {"width": 1280, "height": 1300, "dark": False, "mobile": False},
     "report-dark": {"width": 1280, "height": 1360, "dark": True, "mobile": False},
     "report-phone": {"width": 390, "height": 1700, "dark": False, "mobile": True},
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kleash.linear import LinearOptions
 from kleash.models import (
     Pair,
     Prompt,
@@ -22,6 +23,10 @@ from kleash.models import (
 )
 from kleash.records import MeasureJob
 from kleash.records.tables import ALTERNATIVE_COLUMNS
+
+BUFFER_BYTES = 96 * 2**20
+"""For the logits of a chunk of tokens: with what reading and writing files takes, a run stays within 256 MB
+beside the models and a batch."""
 
 
 def _ignore(*_: int) -> None:
@@ -74,6 +79,7 @@ class LocalEngine:
             sequences,
             temperature=self.temperature,
             batch_tokens=self.job.batch_tokens,
+            options=LinearOptions(buffer_bytes=BUFFER_BYTES),
             cache=self.cache,
         )
         tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())

@@ -18,6 +18,9 @@ RowCore: TypeAlias = Callable[..., tuple[Tensor, ...]]
 ROW_BLOCK = 2**18
 """Logits of one model whose elementwise work is done at once: 1 MiB, half of it a core's on two cores."""
 
+ENOUGH_TOKENS = 1024
+"""Tokens in a chunk beyond which a matmul gets no faster, however much memory the budget leaves."""
+
 
 class Plan(NamedTuple):
     """How the work is cut."""
@@ -31,7 +34,7 @@ class Plan(NamedTuple):
 
 
 def plan(pair: Pair, options: LinearOptions) -> Plan:
-    """As many tokens a chunk as the budget allows after the other buffers, all chunks nearly equal.
+    """As many tokens a chunk as help and as the budget allows after the other buffers, all chunks nearly equal.
 
     ``rows`` depends on the vocabulary and the budget alone, so that few shapes are ever compiled.
     """
@@ -46,7 +49,7 @@ def plan(pair: Pair, options: LinearOptions) -> Plan:
             tile = max(tile, min(len(weight), options.buffer_bytes // 8 // row_bytes))
             budget -= tile * row_bytes // 2
     widths = 2 * words + pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
-    most = max(1, budget // (widths * size))
+    most = min(ENOUGH_TOKENS, max(1, budget // (widths * size)))
     rows = min(rows, most)
     most -= most % rows
     even = -(-pair.tokens // max(1, -(-pair.tokens // most)))
