@@ -210,6 +210,34 @@ def test_prompts_in_another_order_draw_the_same_responses(
     assert any("share only 10 prompts" in doubt for doubt in difference.doubts)
 
 
+def test_the_seed_and_the_options_of_sampling_reach_the_draws(job: dict[str, Any], tmp_path: Path) -> None:
+    drawn = {}
+    for name, options in {"a": {}, "b": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
+        measure(MeasureJob(**{**job, "limit": 3, **options}, out=str(tmp_path / name)))
+        drawn[name] = next(RunFolder(tmp_path / name).token_parts(["token_id"]))["token_id"].tolist()
+    assert drawn["a"] == drawn["b"]
+    assert drawn["a"] != drawn["seed"] and drawn["a"] != drawn["cool"]
+
+
+def test_the_alternatives_are_those_at_the_runs_temperature(job: dict[str, Any], tmp_path: Path) -> None:
+    measure(MeasureJob(**{**job, "limit": 3, "temperature": 0.5}, out=str(tmp_path / "run")))
+    wanted = ["prompt_id", "position", "top1_policy", "top1_probability_policy", "top1_probability_reference"]
+    tokens = next(RunFolder(tmp_path / "run").token_parts(wanted))
+    likeliest = {
+        (who, place): row
+        for row, (who, place) in enumerate(zip(tokens["prompt_id"], tokens["position"], strict=True))
+    }
+    found = RunFolder(tmp_path / "run").alternatives()
+    first = np.flatnonzero(found["place"] == 0)
+    rows = [likeliest[found["prompt_id"][n], found["position"][n]] for n in first]
+    assert len(rows) == len(tokens["position"])
+    assert (found["token_id_policy"][first] == tokens["top1_policy"][rows]).all()
+    for side in ("policy", "reference"):
+        np.testing.assert_allclose(
+            found[f"probability_{side}"][first], tokens[f"top1_probability_{side}"][rows], rtol=1e-4
+        )
+
+
 def test_the_chat_template_and_ids_of_a_source_are_what_is_read(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from kleash.measuring.columns import CONFIDENCES, POSITIONS, quantities
 from kleash.measuring.doubts import weight_doubts
 from kleash.measuring.estimands import estimand_of
+from kleash.measuring.ledger import Ledger
 from kleash.measuring.rows import sequence_starts
 from kleash.measuring.tally import MOST_CLUSTERS, ClusterSums, sequence_terms, token_sums
 from kleash.records import MeasureJob
@@ -175,3 +176,23 @@ def test_few_heavy_responses_are_a_doubt(weights: list[float], doubted: bool) ->
     if doubted:
         assert "an effective sample of 1.1 out of 3" in found[0]
     assert weight_doubts(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ()
+
+
+def test_the_ledger_knows_the_mean_so_far_however_small() -> None:
+    ledger = Ledger(on_text=False)
+    kl = np.random.default_rng(2).lognormal(-20, 1, 60).astype(np.float32)
+    for part in np.array_split(np.arange(60), 4):
+        ledger.add({"prompt_id": part // 5, "sample_id": part // 3, "kl_policy_reference": kl[part]})
+    found = ledger.kl()
+    assert found.value == pytest.approx(kl.astype(float).mean(), rel=1e-9)
+    assert found.clusters == 12 == ledger.clusters().count
+
+
+def test_windows_of_few_documents_are_blocks_and_of_many_their_documents() -> None:
+    few, many = Ledger(on_text=True), Ledger(on_text=True)
+    few.add({"prompt_id": np.zeros(20), "sample_id": np.arange(20), "kl_policy_reference": np.ones(20)})
+    many.add(
+        {"prompt_id": np.arange(60) // 2, "sample_id": np.arange(60) % 2, "kl_policy_reference": np.ones(60)}
+    )
+    assert few.clusters().count == 3 and few.clusters().doubts
+    assert many.clusters().count == 30 and not many.clusters().doubts
