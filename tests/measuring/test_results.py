@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import tiny_tokenizer
+from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import compare, measure
 from kleash.records import MeasureJob, RunFolder
+from kleash.uncertainty import CoarseCounts
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,8 @@ def test_own_samples_give_one_answer_three_ways(own: Path) -> None:
         total["monte_carlo"]["standard_error"], total["exact_terms"]["standard_error"]
     )
     assert measured["doubts"] == []
+    ends = next(RunFolder(own).sequence_parts(["finish_reason"]))["finish_reason"]
+    assert measured["counts"]["truncated_sequences"] == ends.count("length") > 0
     assert measured["counts"]["clusters"] == 40 and measured["counts"]["sequences"] == 160
 
 
@@ -84,6 +87,25 @@ def test_shares_and_bins_add_up(own: Path) -> None:
     assert measured["convergence"][-1]["mean"] == pytest.approx(
         measured["per_token"]["kl_policy_reference"]["value"]
     )
+
+
+def test_quantiles_over_many_shards_know_whose_tokens_they_are(job: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    measured = measure(MeasureJob(**{**job, "batch_tokens": 32}, samples_per_prompt=2, out=str(out)))
+    assert measured.counts.shards > 3
+    parts = list(RunFolder(out).token_parts(["prompt_id", "kl_policy_reference"]))
+    prompt, kl = (
+        np.concatenate([part[name] for part in parts]) for name in ("prompt_id", "kl_policy_reference")
+    )
+    expected = (
+        CoarseCounts.empty().after(kl).refine((0.5, 0.9), clusters=40).after(kl, prompt).estimates(lower=0.0)
+    )
+    assert measured.counts.tokens == len(kl)
+    for rung, estimate in zip(("50", "90"), expected, strict=True):
+        found = measured.quantiles["kl_policy_reference"][rung]
+        assert (found.value, found.standard_error) == (estimate.value, estimate.standard_error)
+        assert found.ci95 == estimate.ci95
+        assert found.ci95[0] < found.value < found.ci95[1]
 
 
 def test_the_same_responses_given_from_outside_say_the_same(
@@ -236,6 +258,16 @@ def test_the_alternatives_are_those_at_the_runs_temperature(job: dict[str, Any],
         np.testing.assert_allclose(
             found[f"probability_{side}"][first], tokens[f"top1_probability_{side}"][rows], rtol=1e-4
         )
+
+
+def test_responses_end_where_the_shorter_context_of_the_two_ends(job: dict[str, Any], tmp_path: Path) -> None:
+    short = save_tiny(tmp_path / "short", max_position_embeddings=24)
+    options = {**job, "reference": str(short), "max_new_tokens": 60, "limit": 4}
+    measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    tokens = next(RunFolder(tmp_path / "run").sequence_parts(["tokens", "prompt", "finish_reason"]))
+    for prompt, count, end in zip(tokens["prompt"], tokens["tokens"], tokens["finish_reason"], strict=True):
+        read = len(tiny_tokenizer()(prompt)["input_ids"]) + count - 1
+        assert read == 24 if end == "length" else read <= 24
 
 
 def test_the_chat_template_and_ids_of_a_source_are_what_is_read(

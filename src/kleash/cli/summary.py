@@ -51,8 +51,10 @@ def _tail(measurement: Measurement) -> str:
 
 def _numbers(measurement: Measurement) -> Table:
     table = Table(box=None, pad_edge=False)
-    for heading, side in (("", "left"), ("mean", "right"), ("95 % interval", "right"), ("", "left")):
-        table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("", no_wrap=True)
+    table.add_column("mean", justify="right", no_wrap=True)
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for name, title in PER_TOKEN.items():
         _row(table, title, measurement.per_token[name])
     _row(table, "same likeliest token", measurement.top1_agreement)
