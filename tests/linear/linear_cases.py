@@ -3,12 +3,28 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from scipy.spatial.distance import jensenshannon
 from scipy.special import log_softmax, rel_entr
 from torch import Tensor
 
-from kleash.linear import Head, TokenStatistics, linear_kl, token_statistics
+from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl, token_statistics
+
+REFERENCE = LinearOptions(impl="reference")
+CHUNKED = LinearOptions(impl="chunked", compile="never")
+TINY = LinearOptions(impl="chunked", compile="never", buffer_bytes=1)
+SMALL = LinearOptions(impl="chunked", compile="never", buffer_bytes=60_000)
+EVERY = pytest.mark.parametrize(
+    "options", [REFERENCE, CHUNKED, SMALL, TINY], ids=["reference", "chunked", "small", "tiny"]
+)
+TRAITS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.3, "bias": True},
+    "softcap": {"softcap": 2.5, "bias": True, "scale": 1.7},
+    "temperature": {"temperature": 0.6, "softcap": 5.0},
+}
 
 
 @dataclass

@@ -3,29 +3,17 @@
 import pytest
 import torch
 from linear_cases import (
+    CHUNKED,
+    EVERY,
+    REFERENCE,
     head_case,
     in_float64,
     logp_the_long_way,
 )
 
 from kleash.divergences import phi
-from kleash.linear import Head, LinearOptions, log_probabilities, token_statistics
+from kleash.linear import Head, log_probabilities, token_statistics
 from kleash.linear.impl.rows import kl_rows, tanh_half
-
-REFERENCE = LinearOptions(impl="reference")
-CHUNKED = LinearOptions(impl="chunked", compile="never")
-TINY = LinearOptions(impl="chunked", compile="never", buffer_bytes=1)
-SMALL = LinearOptions(impl="chunked", compile="never", buffer_bytes=60_000)
-EVERY = pytest.mark.parametrize(
-    "options", [REFERENCE, CHUNKED, SMALL, TINY], ids=["reference", "chunked", "small", "tiny"]
-)
-TRAITS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "scale": {"scale": 0.3, "bias": True},
-    "softcap": {"softcap": 2.5, "bias": True, "scale": 1.7},
-    "temperature": {"temperature": 0.6, "softcap": 5.0},
-}
 
 
 @EVERY

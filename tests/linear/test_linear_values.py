@@ -5,6 +5,10 @@ import math
 import pytest
 import torch
 from linear_cases import (
+    CHUNKED,
+    EVERY,
+    REFERENCE,
+    TRAITS,
     Case,
     head_case,
     in_float64,
@@ -13,21 +17,6 @@ from linear_cases import (
 )
 
 from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl, log_probabilities, token_statistics
-
-REFERENCE = LinearOptions(impl="reference")
-CHUNKED = LinearOptions(impl="chunked", compile="never")
-TINY = LinearOptions(impl="chunked", compile="never", buffer_bytes=1)
-SMALL = LinearOptions(impl="chunked", compile="never", buffer_bytes=60_000)
-EVERY = pytest.mark.parametrize(
-    "options", [REFERENCE, CHUNKED, SMALL, TINY], ids=["reference", "chunked", "small", "tiny"]
-)
-TRAITS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "scale": {"scale": 0.3, "bias": True},
-    "softcap": {"softcap": 2.5, "bias": True, "scale": 1.7},
-    "temperature": {"temperature": 0.6, "softcap": 5.0},
-}
 
 
 @EVERY

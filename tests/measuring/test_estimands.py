@@ -20,7 +20,7 @@ def test_own_responses_allow_everything() -> None:
     [({"top_p": 0.9}, "top-p 0.9"), ({"top_k": 5, "min_p": 0.1}, "top-k 5, min-p 0.1")],
 )
 def test_truncated_draws_leave_out_what_they_cannot_estimate(options: dict[str, float], words: str) -> None:
-    found = estimand_of(MeasureJob(**options))  # type: ignore[arg-type]
+    found = estimand_of(MeasureJob(**options))
     assert found.weighting is None and not found.between_sequences
     assert f"drawn from its distribution cut down to {words}" in found.words
     assert "never shows the tokens that were cut off" in found.estimators_note

@@ -152,7 +152,7 @@ def test_truncated_and_greedy_draws_leave_out_what_they_cannot_say(
     job: dict[str, Any], tmp_path: Path
 ) -> None:
     for name, options in {"cut": {"top_k": 3}, "greedy": {"temperature": 0.0}}.items():
-        measured = measure(MeasureJob(**job, **options, limit=6, out=str(tmp_path / name)))  # type: ignore[arg-type]
+        measured = measure(MeasureJob(**job, **options, limit=6, out=str(tmp_path / name)))
         assert measured.per_sequence is None and measured.estimators == {}
         assert "left out, as is the KL between responses" in measured.estimators_note
         tokens = next(

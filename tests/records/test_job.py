@@ -37,7 +37,7 @@ def test_without_arguments_it_is_the_shipped_pair() -> None:
 )
 def test_what_means_nothing_is_refused_with_its_reason(options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        MeasureJob(**options)  # type: ignore[arg-type]
+        MeasureJob(**options)
     assert str(caught.value) == message
     assert isinstance(caught.value, KleashError) and isinstance(caught.value, ValueError)
 
@@ -53,7 +53,7 @@ def test_what_means_nothing_is_refused_with_its_reason(options: dict[str, object
     ],
 )
 def test_it_knows_whether_draws_leave_something_out(options: dict[str, object], truncates: bool) -> None:
-    assert MeasureJob(**options).truncates is truncates  # type: ignore[arg-type]
+    assert MeasureJob(**options).truncates is truncates
 
 
 def test_settings_leave_out_where_the_result_goes() -> None:
