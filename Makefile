@@ -15,11 +15,13 @@ test: .venv/.made
 
 # torch comes first and alone: the version that the constraints name exists as a CPU build
 # wherever the index carries one, and the other packages then find it installed.
-.venv/.made: pyproject.toml constraints.txt
+.venv/.made: pyproject.toml constraints.txt requirements-dev.txt requirements-peers.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[all]' --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--no-deps --requirement requirements-peers.txt
 	touch $@
 
 clean:

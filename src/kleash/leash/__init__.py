@@ -1,0 +1,3 @@
+"""Reward against KL: what best-of-n costs, and where optimising a proxy stops paying."""
+
+__all__: list[str] = []
