@@ -13,8 +13,9 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 PACKAGES = (
-    *("divergences", "estimators", "linear", "uncertainty", "masking", "precision", "records", "models"),
-    *("engines", "measuring", "reports", "shipped", "errors"),
+    *("divergences", "estimators", "linear", "losses", "leash", "uncertainty", "masking", "precision"),
+    *("records", "models", "engines", "measuring", "auditing", "integrations.verl", "reports", "shipped"),
+    "errors",
 )
 HEAD = """# Public names
 

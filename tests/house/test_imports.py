@@ -38,7 +38,18 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["", ".divergences", ".estimators", ".linear", ".uncertainty", ".records", ".shipped", ".masking"],
+    [
+        "",
+        ".divergences",
+        ".estimators",
+        ".linear",
+        ".losses",
+        ".leash",
+        ".uncertainty",
+        ".records",
+        ".shipped",
+        ".masking",
+    ],
 )
 def test_the_lower_floors_need_only_the_base_install(module: str) -> None:
     optional = [name for name in OPTIONAL if name != "filelock"]  # torch itself needs filelock
