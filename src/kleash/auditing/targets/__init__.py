@@ -1,0 +1,1 @@
+"""What can be audited by name: functions at a dotted path, and the KL code of known packages."""
