@@ -1,6 +1,17 @@
 """Jobs, results and run folders: what is asked for, what came out, and how both lie on disk. No torch."""
 
 from kleash.records.atomic import write_atomically
+from kleash.records.audit import (
+    AUDIT_SCHEMA,
+    AccuracyRow,
+    Audit,
+    EdgeRow,
+    Finding,
+    GradientRow,
+    MaskRow,
+    ValueRow,
+    ZoneRow,
+)
 from kleash.records.comparison import COMPARED, ComparedRun, Comparison, RunDifference
 from kleash.records.folder import RunFolder, RunHeader
 from kleash.records.job import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE, MeasureJob
@@ -19,17 +30,24 @@ from kleash.records.measurement import (
 from kleash.records.number import Number
 
 __all__ = [
+    "AUDIT_SCHEMA",
     "COMPARED",
     "SCHEMA",
     "SHIPPED_POLICY",
     "SHIPPED_PROMPTS",
     "SHIPPED_REFERENCE",
+    "AccuracyRow",
+    "Audit",
     "Bin",
     "ComparedRun",
     "Comparison",
     "Counts",
     "Drifted",
+    "EdgeRow",
     "EstimatorRecord",
+    "Finding",
+    "GradientRow",
+    "MaskRow",
     "MeasureJob",
     "Measurement",
     "ModelRecord",
@@ -40,5 +58,7 @@ __all__ = [
     "RunHeader",
     "RunningMean",
     "SequenceTotal",
+    "ValueRow",
+    "ZoneRow",
     "write_atomically",
 ]
