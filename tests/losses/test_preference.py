@@ -1,0 +1,227 @@
+"""Rewards implied by a policy: against optima found without them, and generators written anew."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from kleash.divergences import DIVERGENCES, alpha_record, kl, skew_kl_record
+from kleash.errors import OptionError, ShapeError, UnknownNameError
+from kleash.losses import dpo_loss, implicit_reward, response_log_ratio
+from kleash.losses.preference import NO_REWARD
+
+GENERATORS = {
+    "kl": lambda t: t * np.log(t),
+    "reverse_kl": lambda t: -np.log(t),
+    "jeffreys": lambda t: (t - 1) * np.log(t),
+    "jensen_shannon": lambda t: t / 2 * np.log(2 * t / (1 + t)) + np.log(2 / (1 + t)) / 2,
+    "chi_squared": lambda t: (t - 1) ** 2,
+    "alpha": lambda t: (t**1.7 - 1) / (1.7 * 0.7),
+}
+"""g of D(p || q) = sum q g(p / q), from the textbook; a multiple of t - 1 is free."""
+Q = np.array([0.1, 0.2, 0.25, 0.3, 0.15])
+REWARD = np.array([0.9, -0.4, 0.3, 0.0, -0.8])
+BETA = 0.7
+
+
+def record(name):
+    return alpha_record(1.7) if name == "alpha" else name
+
+
+def optimum(name):
+    """The policy that maximises E_p reward - beta sum q g(p / q), by search."""
+
+    def loss(logits):
+        p = np.exp(logits - np.logaddexp.reduce(logits))
+        return BETA * (Q * GENERATORS[name](p / Q)).sum() - p @ REWARD
+
+    found = minimize(loss, np.log(Q), method="BFGS", options={"gtol": 1e-9})
+    return torch.tensor(found.x).log_softmax(-1)
+
+
+def expected_loss(logits, divergence):
+    """The mean of the loss over pairs from q, labelled by Bradley and Terry with the true reward."""
+    log_ratio = logits.log_softmax(-1) - torch.tensor(Q).log()
+    total = logits.new_zeros(())
+    for i in range(5):
+        for j in range(5):
+            wins = 1 / (1 + math.exp(REWARD[j] - REWARD[i]))
+            pair = dpo_loss(log_ratio[[i]], log_ratio[[j]], beta=BETA, divergence=divergence)
+            total = total + Q[i] * Q[j] * wins * pair.loss[0]
+    return total
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_best_policy_for_a_reward_implies_that_reward(name):
+    """Differences of it, that is; and the expected loss is flat there and nowhere near it."""
+    best = optimum(name)
+    implied = implicit_reward(best - torch.tensor(Q).log(), beta=BETA, divergence=record(name))
+    assert (implied - implied[0]).numpy() == pytest.approx(REWARD - REWARD[0], abs=2e-5)
+    logits = best.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(expected_loss(logits, record(name)), logits)
+    assert slope.abs().max() < 1e-5
+    beside = (best + torch.tensor([0.1, 0, 0, -0.1, 0])).requires_grad_()
+    (slope,) = torch.autograd.grad(expected_loss(beside, record(name)), beside)
+    assert slope.abs().max() > 1e-4
+
+
+def test_the_best_policy_under_the_kl_has_a_closed_form():
+    best = torch.tensor(np.log(Q) + REWARD / BETA).log_softmax(-1)
+    implied = implicit_reward(best - torch.tensor(Q).log(), beta=BETA)
+    assert (implied - implied[0]).numpy() == pytest.approx(REWARD - REWARD[0], abs=1e-12)
+    assert implied.dtype == torch.float64
+    logits = best.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(expected_loss(logits, "kl"), logits)
+    assert slope.abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_reward_is_the_derivative_of_the_generator(name):
+    t, step = np.array([0.05, 0.4, 0.999, 1.3, 7.0]), 1e-6
+    slope = (GENERATORS[name](t + step * t) - GENERATORS[name](t - step * t)) / (2 * step * t)
+    implied = implicit_reward(torch.tensor(np.log(t)), beta=0.2, divergence=record(name)).numpy()
+    assert implied - implied[0] == pytest.approx(0.2 * (slope - slope[0]), rel=1e-6, abs=1e-8)
+
+
+def test_every_divergence_of_the_table_is_in_or_out_for_a_reason():
+    u = torch.linspace(-6, 6, 1000, dtype=torch.float64)
+    for name, one in DIVERGENCES.items():
+        rising = bool((one.score(u).diff() > 0).all())
+        assert (name in NO_REWARD) == (not rising or name == "hellinger")
+        if name in NO_REWARD:
+            for given in (name, one):
+                with pytest.raises(OptionError, match=r"implies no reward: (it|its) "):
+                    implicit_reward(u, beta=1.0, divergence=given)
+        else:
+            torch.testing.assert_close(
+                implicit_reward(u, beta=2.0, divergence=one), implicit_reward(u, beta=2.0, divergence=name)
+            )
+
+
+def test_the_margin_by_hand():
+    got = dpo_loss(torch.tensor([1.5, 0.0]), torch.tensor([-0.5, 0.0]), beta=0.5)
+    assert got.loss.tolist() == pytest.approx([math.log1p(math.exp(-1.0)), math.log(2)])
+    assert got.chosen_reward.tolist() == [0.75, 0.0]
+    assert got.rejected_reward.tolist() == [-0.25, 0.0]
+    smooth = dpo_loss(torch.tensor([1.5]), torch.tensor([-0.5]), beta=0.5, label_smoothing=0.1).loss
+    assert smooth.item() == pytest.approx(0.9 * math.log1p(math.exp(-1)) + 0.1 * math.log1p(math.e))
+
+
+def test_smoothed_labels_ask_for_a_finite_margin():
+    margin = torch.tensor([math.log(0.8 / 0.2)], dtype=torch.float64, requires_grad=True)
+    loss = dpo_loss(margin, torch.zeros(1, dtype=torch.float64), beta=1.0, label_smoothing=0.2).loss
+    (slope,) = torch.autograd.grad(loss.sum(), margin)
+    assert abs(slope.item()) < 1e-15
+    assert not dpo_loss(margin, margin, beta=1.0).chosen_reward.requires_grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_far_margins_neither_overflow_nor_lose_their_gradient(smoothing):
+    chosen = torch.tensor([-4000.0, 4000.0], requires_grad=True)
+    loss = dpo_loss(chosen, torch.zeros(2), beta=0.5, label_smoothing=smoothing).loss
+    assert loss.tolist() == pytest.approx([2000 * (1 - smoothing), 2000 * smoothing])
+    (slope,) = torch.autograd.grad(loss.sum(), chosen)
+    assert slope.tolist() == pytest.approx([-0.5 * (1 - smoothing), 0.5 * smoothing])
+
+
+def test_what_is_infinite():
+    far = torch.tensor([torch.inf, -torch.inf, torch.inf, torch.nan])
+    other = torch.tensor([0.0, 0.0, torch.inf, 0.0])
+    plain, smooth = (dpo_loss(far, other, beta=1.0, label_smoothing=s).loss.tolist() for s in (0.0, 0.1))
+    assert plain[:2] == [0.0, torch.inf] and math.isnan(plain[2]) and math.isnan(plain[3])
+    assert smooth[:2] == [torch.inf, torch.inf] and math.isnan(smooth[2])
+    assert implicit_reward(torch.tensor([-100.0]), beta=1.0, divergence="reverse_kl").item() == -torch.inf
+    assert implicit_reward(torch.tensor([100.0]), beta=1.0, divergence="chi_squared").item() == torch.inf
+
+
+def test_gradients_agree_with_finite_differences():
+    torch.manual_seed(0)
+    ratios = [torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    for name in (*GENERATORS,):
+        assert torch.autograd.gradcheck(
+            lambda a, b, name=name: (
+                dpo_loss(a, b, beta=0.3, divergence=record(name), label_smoothing=0.1).loss
+            ),
+            ratios,
+        )
+
+
+def test_the_ratio_of_a_response_sums_its_tokens_and_reads_nothing_else():
+    token_logp = torch.tensor([[torch.nan, -1.0, -2.0, torch.inf], [-1.0, -1.0, -1.0, -1.0]])
+    token_logq = torch.tensor([[0.0, -1.5, -2.25, torch.inf], [-2.0, -1.0, -1.0, torch.nan]])
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0]])
+    token_logp.requires_grad_()
+    ratio = response_log_ratio(token_logp, token_logq, mask)
+    assert ratio.tolist() == [0.75, 0.0]
+    (slope,) = torch.autograd.grad(ratio.sum(), token_logp)
+    assert torch.equal(slope, mask.float())
+
+
+def test_half_precision_is_summed_in_float32():
+    torch.manual_seed(0)
+    token_logp, token_logq = (-torch.rand(2, 2, 500) * 5).bfloat16()
+    mask = torch.ones(2, 500, dtype=torch.bool)
+    ratio = response_log_ratio(token_logp, token_logq, mask)
+    exact = (token_logp.double() - token_logq.double()).sum(-1)
+    torch.testing.assert_close(ratio, exact.float(), rtol=1e-5, atol=1e-4)
+    reward = implicit_reward(torch.tensor([0.5], dtype=torch.bfloat16), beta=0.1, divergence="jensen_shannon")
+    expected = 0.05 * math.log(2 * math.exp(0.5) / (1 + math.exp(0.5)))
+    assert reward.dtype == torch.float32 and reward.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_log_ratios_on_pairs_of_somebody_else_are_no_kl():
+    """Their mean is negative here; the KL of the same two is not, and is what p's own samples average to."""
+    p, q = torch.tensor([0.1, 0.1, 0.8]).log(), torch.tensor([0.4, 0.4, 0.2]).log()
+    pairs = torch.tensor([0, 1, 0, 1])
+    assert (p - q)[pairs].mean() == pytest.approx(-math.log(4))
+    assert (p.exp() * (p - q)).sum().item() == pytest.approx(kl(p, q).item())
+    assert kl(p, q).item() == pytest.approx(0.8317766)
+
+
+ONE = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: dpo_loss(ONE, ONE, beta=0.0), OptionError, "beta is 0.0; give a finite number above 0"),
+        (lambda: implicit_reward(ONE, beta=math.inf), OptionError, "beta is inf; give a finite"),
+        (lambda: implicit_reward(ONE, beta=math.nan), OptionError, "beta is nan"),
+        (
+            lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=0.5),
+            OptionError,
+            "label_smoothing is 0.5; give",
+        ),
+        (lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=-0.1), OptionError, "from 0 to below 0.5"),
+        (lambda: dpo_loss(ONE, ONE, beta=1.0, divergence="kll"), UnknownNameError, "did you mean 'kl'"),
+        (
+            lambda: dpo_loss(ONE, torch.zeros(2), beta=1.0),
+            ShapeError,
+            r"\(1,\) and rejected_log_ratio \(2,\)",
+        ),
+        (
+            lambda: implicit_reward(ONE, beta=1.0, divergence=skew_kl_record(1.0)),
+            OptionError,
+            "does not rise strictly at a log ratio of -6, so many policies share one reward",
+        ),
+        (
+            lambda: implicit_reward(ONE, beta=1.0, divergence=replace(DIVERGENCES["kl"], finish=torch.sqrt)),
+            OptionError,
+            "a function of a sum, and only the sum has a score",
+        ),
+        (
+            lambda: response_log_ratio(
+                torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 3, dtype=torch.bool)
+            ),
+            ShapeError,
+            r"token_logp is \(1, 2\), token_logq \(1, 2\) and mask \(1, 3\)",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unhooked")
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
