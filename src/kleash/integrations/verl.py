@@ -1,0 +1,152 @@
+"""verl's KL penalty by verl's own names, with the true value where verl clamps it, and an exact "full"."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.divergences import kl
+from kleash.errors import MissingExtraError, OptionError, ShapeError
+from kleash.estimators import sampled_kl
+from kleash.precision import at_least_float32
+from kleash.registry import look_up
+
+__all__ = ["NAMES", "install", "kl_penalty"]
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "kl": "k1",
+        "k1": "k1",
+        "abs": "abs",
+        "mse": "k2",
+        "k2": "k2",
+        "low_var_kl": "k3",
+        "k3": "k3",
+        "full": "full",
+    }
+)
+"""verl's spelling -> kleash's. A ``+`` behind any of them asks for the gradient of KL(policy || reference)."""
+
+
+def kl_penalty(
+    logprob: Float[Tensor, "*any_p"],
+    ref_logprob: Float[Tensor, "*any_q"],
+    kl_penalty: str,
+    *,
+    clamp: str | None = None,
+) -> Float[Tensor, "*tokens"]:
+    """KL(policy || reference) in nats per token, as ``verl.trainer.ppo.core_algos.kl_penalty`` spells it.
+
+    | name               | value                                  | gradient that it follows, on-policy |
+    | kl, k1             | u = logprob - ref_logprob              | none: it averages to zero |
+    | abs                | abs(u)                                 | of sum abs(p - q) |
+    | mse, k2            | u^2 / 2                                | of KL(policy || reference) |
+    | low_var_kl, k3     | exp(-u) - 1 + u                        | of KL(reference || policy) |
+    | full               | exact: sum of p (log p - log q)        | of KL(policy || reference) |
+    | any of them with + | as without                             | of KL(policy || reference), by k2 |
+
+    Value and gradient are verl's wherever verl does not clamp, up to rounding: the subtraction is done,
+    and the result returned, in float32 at least. verl clamps k3 alone: to 10, at which it stays, without
+    a gradient, for every token with u below -2.61 or above 11. Here the value goes on, up to ``inf``.
+    Where u is infinite, a ``+`` passes on no gradient.
+
+    Args:
+        logprob: log-probabilities of the sampled tokens under the policy; for "full", log-probabilities or
+            logits of every token, ``[batch, time, vocab]``.
+        ref_logprob: the same under the reference, in the same shape: nothing is broadcast.
+        kl_penalty: one of the names; "full+" is "full", whose gradient is right as it is.
+        clamp: "verl" for verl's clamps and dtype, bit for bit, in value and gradient; None for none.
+
+    Raises:
+        UnknownNameError: for a name that verl does not know.
+        OptionError: if ``clamp`` is neither None nor "verl", or asks for verl's "full": there is none.
+        ShapeError: if the two differ in shape, or "full" is given sampled tokens.
+
+    References:
+        verl 0.9.1, https://github.com/verl-project/verl
+    """
+    straight_through = kl_penalty.endswith("+")
+    name = look_up(NAMES, kl_penalty.removesuffix("+"), "KL penalty of verl")
+    if clamp not in (None, "verl"):
+        raise OptionError(f"clamp is {clamp!r}; give 'verl' for what verl does, or None for the true value")
+    if logprob.shape != ref_logprob.shape:
+        raise ShapeError(
+            f"logprob is {tuple(logprob.shape)} and ref_logprob {tuple(ref_logprob.shape)}; "
+            "give the same tokens under both"
+        )
+    if name == "full":
+        return _full(logprob, ref_logprob, clamp)
+    if clamp is not None:
+        return _as_verl(logprob, ref_logprob, name, kl_penalty)
+    value = sampled_kl(logprob, ref_logprob, name)
+    if not straight_through:
+        return value
+    log_ratio = at_least_float32(logprob) - at_least_float32(ref_logprob)
+    log_ratio = torch.where(log_ratio.isfinite(), log_ratio, 0.0)
+    here = log_ratio.detach()
+    return value.detach() + here * (log_ratio - here)
+
+
+def _full(logprob: Tensor, ref_logprob: Tensor, clamp: str | None) -> Tensor:
+    if clamp is not None:
+        raise OptionError(
+            "verl raises NotImplementedError for 'full', so there is nothing to reproduce; omit clamp"
+        )
+    if logprob.ndim != 3:
+        raise ShapeError(
+            f"'full' sums over the vocabulary and was given {tuple(logprob.shape)}; verl hands over the sampled "
+            "tokens' log-probabilities alone, so call it with [batch, time, vocab], or ask for 'k3+' here"
+        )
+    logp, logq = (at_least_float32(x).log_softmax(-1) for x in (logprob, ref_logprob))
+    return kl(logp, logq)
+
+
+def _as_verl(logprob: Tensor, ref_logprob: Tensor, name: str, spelling: str) -> Tensor:
+    """In verl's dtype and in its order of operations, so that every bit agrees."""
+    ahead = logprob - ref_logprob
+    forward = _VERL[name](logprob, ref_logprob)
+    if not spelling.endswith("+"):
+        return forward
+    gradient = 0.5 * ahead.square()
+    return gradient - gradient.detach() + forward.detach()
+
+
+def _clamped_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    behind = (ref_logprob - logprob).clamp(min=-20, max=20)
+    return (behind.exp() - behind - 1).clamp(min=-10, max=10)
+
+
+_VERL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
+    {
+        "k1": lambda p, q: p - q,
+        "abs": lambda p, q: (p - q).abs(),
+        "k2": lambda p, q: 0.5 * (p - q).square(),
+        "k3": _clamped_k3,
+    }
+)
+
+
+def install() -> None:
+    """Let verl compute its KL penalty here, in this process: no clamp, and no other change.
+
+    Replaces ``verl.trainer.ppo.core_algos.kl_penalty_forward``, which verl's ``kl_penalty`` looks up when it
+    is called, so that modules which imported ``kl_penalty`` by name follow too. The ``+`` stays verl's own.
+    Each process of verl needs it: put it into a module that ``VERL_USE_EXTERNAL_MODULES`` names.
+
+    Raises:
+        MissingExtraError: if verl, or something that it imports, is not installed.
+    """
+    try:
+        core = import_module("verl.trainer.ppo.core_algos")
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{str(error.name).partition('.')[0]} is not installed; run: pip install --no-deps verl, and pip install what it imports"
+        ) from error
+
+    def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
+        return kl_penalty(logprob, ref_logprob, name)
+
+    vars(core)["kl_penalty_forward"] = kl_penalty_forward

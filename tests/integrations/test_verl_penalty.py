@@ -1,0 +1,190 @@
+"""Against the real verl, whose import takes some seconds."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from distributions import log
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import rel_entr
+
+from kleash.errors import OptionError, ShapeError, UnknownNameError
+from kleash.integrations.verl import NAMES, install, kl_penalty
+
+SPELLINGS = ["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def core():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+        return pytest.importorskip("verl.trainer.ppo.core_algos")
+
+
+def value_and_gradients(function, logprob, ref_logprob, *arguments, **options):
+    """Both, with a weight for each token that differs from 1."""
+    leaves = [x.detach().clone().requires_grad_() for x in (logprob, ref_logprob)]
+    value = function(*leaves, *arguments, **options)
+    weights = torch.linspace(0.5, 1.5, value.numel()).to(value.dtype).reshape(value.shape)
+    return value.detach(), *torch.autograd.grad((value * weights).sum(), leaves)
+
+
+number = st.floats(-60, 0, width=32) | st.sampled_from([0.0, -1e-6, -20.0, -2.61, -11.0, -1e4, -INF, NAN])
+EVERYWHERE = st.lists(st.tuples(number, number), min_size=1, max_size=12)
+NEARBY = st.lists(st.tuples(st.floats(-30, 0), st.floats(-2.6, 10.9)), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@settings(max_examples=60)
+@given(tokens=EVERYWHERE, dtype=st.sampled_from(DTYPES))
+def test_verls_clamps_bit_for_bit(core, spelling, dtype, tokens):
+    logprob, ref_logprob = torch.tensor(tokens).T.to(dtype)
+    expected = value_and_gradients(core.kl_penalty, logprob, ref_logprob, spelling)
+    got = value_and_gradients(kl_penalty, logprob, ref_logprob, spelling, clamp="verl")
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.nan_to_num(nan=7.0), theirs.nan_to_num(nan=7.0))
+        assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@settings(max_examples=40)
+@given(tokens=NEARBY)
+def test_equal_to_verl_wherever_it_does_not_clamp(core, spelling, tokens):
+    logprob, ahead = torch.tensor(tokens, dtype=torch.float64).T
+    expected = value_and_gradients(core.kl_penalty, logprob, logprob - ahead, spelling)
+    got = value_and_gradients(kl_penalty, logprob, logprob - ahead, spelling)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("clamp", [None, "verl"])
+@pytest.mark.parametrize("alias", [name + plus for name in NAMES for plus in ("", "+") if name != "full"])
+def test_every_name_of_verl(core, alias, clamp):
+    logprob, ref_logprob = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-0.5, -3.0]])
+    expected = value_and_gradients(core.kl_penalty, logprob, ref_logprob, alias)
+    got = value_and_gradients(kl_penalty, logprob, ref_logprob, alias, clamp=clamp)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("spelling", ["low_var_kl", "k3"])
+@pytest.mark.parametrize("ahead", [-3.0, -8.0, -25.0, 11.5, 30.0])
+def test_beyond_the_clamp_the_value_and_the_gradient_go_on(core, spelling, ahead):
+    logprob, ref_logprob = torch.tensor([[-40.0]]), torch.tensor([[-40.0 - ahead]])
+    theirs = value_and_gradients(core.kl_penalty, logprob, ref_logprob, spelling)
+    assert theirs[0] == 10 and theirs[1] == 0 and theirs[2] == 0
+    value, to_policy, to_reference = value_and_gradients(kl_penalty, logprob, ref_logprob, spelling)
+    weight = 0.5
+    assert value.item() == pytest.approx(torch.tensor(-ahead).exp().item() - 1 + ahead, rel=1e-5)
+    assert to_policy.item() == pytest.approx(weight * (1 - torch.tensor(-ahead).exp().item()), rel=1e-5)
+    assert to_reference.item() == pytest.approx(-to_policy.item())
+    value, to_policy, _ = value_and_gradients(kl_penalty, logprob, ref_logprob, f"{spelling}+")
+    assert value.item() > 8 and to_policy.item() == pytest.approx(weight * ahead)
+
+
+@pytest.mark.parametrize("spelling", ["k1+", "abs+", "k2+", "k3+"])
+def test_a_plus_where_a_token_is_ruled_out(spelling):
+    logprob, ref_logprob = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-INF, -2.5]])
+    value, to_policy, _ = value_and_gradients(kl_penalty, logprob, ref_logprob, spelling)
+    assert value[0, 0] == INF and value[0, 1] > 0
+    torch.testing.assert_close(to_policy, torch.tensor([[0.0, 0.75]]))
+
+
+def test_half_precision_is_subtracted_in_float32():
+    logprob, ref_logprob = torch.tensor([-9.0]).bfloat16(), torch.tensor([-9.0625]).bfloat16()
+    got = kl_penalty(logprob, ref_logprob, "k3")
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(0.0625 + torch.tensor(-0.0625).expm1().item(), rel=1e-4)
+
+
+P, Q = log(0.5, 0.3, 0.2, 0.0), log(0.3, 0.3, 0.3, 0.1)
+
+
+@pytest.mark.parametrize("spelling", ["full", "full+"])
+def test_full_is_the_exact_kl_from_log_probabilities_or_logits(spelling):
+    exact = rel_entr(P.exp().numpy(), Q.exp().numpy()).sum()
+    logp, logq = (torch.stack([x, x]).reshape(1, 2, 4) for x in (P, Q))
+    for shift in (0.0, 3.0):
+        got = kl_penalty(logp + shift, logq - shift, spelling)
+        assert got.shape == (1, 2)
+        assert got[0].tolist() == pytest.approx([exact, exact], rel=1e-12)
+
+
+def test_full_is_differentiable():
+    torch.manual_seed(0)
+    logits, others = torch.randn(2, 1, 2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, "full"), (logits, others))
+    (got,) = torch.autograd.grad(kl_penalty(logits, others, "full").sum(), logits)
+    p, u = logits.softmax(-1), logits.log_softmax(-1) - others.log_softmax(-1)
+    torch.testing.assert_close(got, p * (u - (p * u).sum(-1, keepdim=True)))
+
+
+def test_requests_that_mean_nothing(unhooked):
+    x = torch.zeros(2, 3)
+    with pytest.raises(ShapeError, match=r"given \(2, 3\); verl hands over the sampled tokens' log-prob"):
+        kl_penalty(x, x, "full")
+    with pytest.raises(ShapeError, match=r"logprob is \(2, 3\) and ref_logprob \(2, 1\)"):
+        kl_penalty(x, x[:, :1], "k1")
+    with pytest.raises(
+        UnknownNameError, match=r"no KL penalty of verl is called 'low_var'; there are kl, k1"
+    ):
+        kl_penalty(x, x, "low_var")
+    for empty in ("", "+", "k1++"):
+        with pytest.raises(UnknownNameError):
+            kl_penalty(x, x, empty)
+    with pytest.raises(OptionError, match="clamp is 'trl'; give 'verl'"):
+        kl_penalty(x, x, "k1", clamp="trl")
+    with pytest.raises(OptionError, match="verl raises NotImplementedError for 'full'"):
+        kl_penalty(x.unsqueeze(0), x.unsqueeze(0), "full", clamp="verl")
+
+
+@pytest.fixture
+def installed(core, monkeypatch):
+    monkeypatch.setattr(core, "kl_penalty_forward", core.kl_penalty_forward)
+    install()
+    return core
+
+
+@pytest.mark.parametrize(("spelling", "gradient"), [("low_var_kl", -6.389056), ("k3+", -2.0)])
+def test_installed_verl_loses_its_clamp(installed, spelling, gradient):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from verl.workers.utils.losses import kl_penalty as imported_by_name
+    logprob, ref_logprob = torch.tensor([[-5.0, -5.0]]), torch.tensor([[-3.0, -1.0]])
+    value, to_policy, _ = value_and_gradients(imported_by_name, logprob, ref_logprob, spelling)
+    assert value[0].tolist() == pytest.approx([torch.tensor(2.0).exp().item() - 3, 49.59815])
+    assert to_policy[0, 0].item() == pytest.approx(0.5 * gradient)
+    assert to_policy[0, 1] != 0, "verl's own clamp has no gradient here"
+    with pytest.raises(ShapeError, match="verl hands over the sampled tokens"):
+        imported_by_name(logprob, ref_logprob, "full")
+
+
+def test_installed_by_the_environment_in_every_process(tmp_path):
+    pytest.importorskip("verl")
+    (tmp_path / "true_kl.py").write_text("from kleash.integrations.verl import install\n\ninstall()\n")
+    ask = (
+        "import torch\nfrom verl.trainer.ppo.core_algos import kl_penalty\n"
+        "print(kl_penalty(torch.tensor([-5.0]), torch.tensor([-1.0]), 'k3').item())"
+    )
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "true_kl", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert float(done.stdout) == pytest.approx(49.59815, rel=1e-6), done.stderr
+
+
+def test_verl_is_not_imported_and_its_absence_is_said():
+    ask = (
+        "import sys\nsys.modules['verl'] = None\nimport kleash.integrations.verl as v\n"
+        "try:\n    v.install()\nexcept v.MissingExtraError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("verl is not installed; run: pip install --no-deps verl"), done.stderr
+    assert done.returncode == 0
