@@ -1,0 +1,86 @@
+"""The audited function, called by its convention, with what comes back brought to one shape and sign."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.auditing.conventions import Convention
+from kleash.auditing.situations import Situation
+from kleash.errors import CannotRunError, ShapeError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """A function under audit."""
+
+    function: Callable[..., Any]
+    convention: Convention
+    name: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a gradient flows through what it returns."""
+        return self.convention.place == "loss"
+
+    def raw(self, situation: Situation) -> Tensor:
+        """What the function returns, checked for its shape; of either sign.
+
+        Raises:
+            CannotRunError: if it raises, or returns no tensor of real numbers.
+            ShapeError: if it returns another shape than the convention says.
+        """
+
+        def bound(*given: Any, **named: Any) -> Any:
+            return self.function(*given, **{**self.arguments, **named})
+
+        how = f"convention {self.convention.name!r}, {self.convention.summary}"
+        try:
+            found = self.convention.call(bound, situation)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise CannotRunError(
+                f"{self.name} raised {type(error).__name__}: {lines[0][:300]} when called by {how}; "
+                "choose the convention that fits it, or bind the arguments it needs"
+            ) from error
+        if not isinstance(found, Tensor) or not found.is_floating_point():
+            kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
+            raise CannotRunError(
+                f"{self.name} returned {kind} when called by {how}; audit a function that returns "
+                "a tensor of floating-point numbers"
+            )
+        sequences, steps, vocab = situation.logp.shape
+        expected = {
+            "vocabulary": (sequences, steps, vocab),
+            "token": (sequences, steps),
+            "sequence": (sequences,),
+            "mean": (),
+        }[self.convention.gives]
+        if tuple(found.shape) != expected:
+            raise ShapeError(
+                f"{self.name} returned {tuple(found.shape)} for {sequences} sequences of {steps} steps, and "
+                f"{how} means {expected}; choose the convention that fits it, or bind its reduction"
+            )
+        return found
+
+    def parts(self, situation: Situation) -> Float[Tensor, "sequences parts"]:
+        """A value for each token, or where there is only one for each sequence, that; of +KL's sign.
+
+        A mean is called for one sequence at a time and multiplied by the tokens that count, so that the
+        parts of a sequence always add up to it.
+        """
+        gives = self.convention.gives
+        if gives == "mean":
+            rows = [situation.only(slice(i, i + 1)) for i in range(len(situation.tokens))]
+            found = torch.stack([self.raw(row) * row.mask.sum() for row in rows]).unsqueeze(-1)
+        else:
+            found = self.raw(situation)
+            if gives == "sequence":
+                found = found.unsqueeze(-1)
+            if gives == "vocabulary":
+                found = found.sum(-1)
+        return self.convention.sign * found
