@@ -1,1 +1,7 @@
-"""What can be audited by name: functions at a dotted path, and the KL code of known packages."""
+"""What can be audited: the KL code of known packages by name, and any function at a dotted path."""
+
+from kleash.auditing.targets.case import Case, Target
+from kleash.auditing.targets.finding import cases_of
+from kleash.auditing.targets.peers import TARGETS
+
+__all__ = ["TARGETS", "Case", "Target", "cases_of"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kleash.auditing.targets.installing import installation_of
+from kleash.auditing.targets.installing import INSTALLATIONS
 from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
 
 Function = Callable[..., Any]
@@ -29,7 +29,12 @@ def function_at(path: str) -> Function:
         CannotRunError: if importing the module raises.
     """
     module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name or not all(part.isidentifier() for part in module_name.split(".")):
+    if (
+        not colon
+        or not module_name
+        or not name
+        or not all(part.isidentifier() for part in module_name.split("."))
+    ):
         raise OptionError(f"a target is written package.module:function, and {path!r} is not")
     found: Any = import_target(module_name)
     for part in name.split("."):
@@ -41,10 +46,6 @@ def function_at(path: str) -> Function:
 
 def import_target(name: str) -> ModuleType:
     """The module called ``name``, or a sentence about why there is none."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    invalidate_caches()
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -54,18 +55,25 @@ def import_target(name: str) -> ModuleType:
         raise CannotRunError(f"{name} cannot be imported; it raises {said}") from error
 
 
+def find_what_lies_here() -> None:
+    """Put the current folder first on ``sys.path``, and look at it afresh."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    invalidate_caches()
+
+
 def without_module(name: str, missing: str) -> MissingExtraError | UnknownNameError:
     """Which part of ``name``, or of what it imports, is not there."""
     package = name.partition(".")[0]
+    if missing == package and package in INSTALLATIONS:
+        return MissingExtraError(f"{package} is not installed; run: {INSTALLATIONS[package]}")
     if missing == package:
-        return MissingExtraError(f"{package} is not installed; run: {installation_of(package)}")
+        return UnknownNameError(f"{package} is not installed, and no {package}.py lies in the current folder")
     if name == missing or name.startswith(f"{missing}."):
         parent = missing.rpartition(".")[0]
         return UnknownNameError(f"{parent} is installed and has no module {missing.rpartition('.')[2]!r}")
-    other = missing.partition(".")[0]
-    return MissingExtraError(
-        f"{name} imports {missing}, which is not installed; run: {installation_of(other)}"
-    )
+    return MissingExtraError(f"{name} imports {missing}, which is not installed")
 
 
 def attribute(holder: Any, name: str, where: str) -> Any:
@@ -115,7 +123,9 @@ def check_arguments(function: Function, arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         if name not in keywords:
             called = getattr(function, "__name__", type(function).__name__)
-            raise OptionError(f"{called} takes no argument {name!r}; it takes {', '.join(keywords) or 'none'}")
+            raise OptionError(
+                f"{called} takes no argument {name!r}; it takes {', '.join(keywords) or 'none'}"
+            )
 
 
 def literal(text: str) -> Any:

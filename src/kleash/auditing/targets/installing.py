@@ -1,6 +1,8 @@
 """How to install what is audited, and how to import what is not wholly installed."""
 
+import logging
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
@@ -19,11 +21,6 @@ INSTALLATIONS = MappingProxyType(
     }
 )
 """The line that installs each package that is audited by name; ``--no-deps`` where its pins keep others out."""
-
-
-def installation_of(package: str) -> str:
-    """The line that installs ``package``."""
-    return INSTALLATIONS.get(package, f"pip install {package.replace('_', '-')}")
 
 
 @contextmanager
@@ -50,22 +47,35 @@ def stand_ins(packages: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def is_installed(package: str) -> bool:
     """Whether any finder knows the package, without importing it."""
     return package in sys.modules or any(
-        finder.find_spec(package, None) is not None for finder in sys.meta_path if hasattr(finder, "find_spec")
+        finder.find_spec(package, None) is not None
+        for finder in sys.meta_path
+        if hasattr(finder, "find_spec")
     )
 
 
 class StandIn(ModuleType):
-    """An empty module that gives out any name."""
+    """An empty module that gives out a class for any name."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Something that can be named, decorated with or inherited from, and not used."""
+    def __getattr__(self, name: str) -> type:
+        """Something that can be named and inherited from, and not used."""
         if name.startswith("__"):
             raise AttributeError(name)
+        return type(name, (Unusable,), {"__module__": self.__name__})
 
-        def unusable(*_: Any, **__: Any) -> Any:
-            raise CannotRunError(f"{self.__name__}.{name} is needed here, and {self.__name__} is not installed")
 
-        return unusable
+class Unusable:
+    """What a stand-in gives out."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Say what is missing.
+
+        Raises:
+            CannotRunError: always.
+        """
+        package = type(self).__module__.partition(".")[0]
+        raise CannotRunError(
+            f"{type(self).__module__}.{type(self).__name__} is needed here; install {package}"
+        )
 
 
 class StandInFinder(MetaPathFinder, Loader):
@@ -87,3 +97,16 @@ class StandInFinder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing to run."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While it is open, what other people's packages warn of and log while they are imported is not heard."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -61,7 +61,9 @@ def trainer_for(kind: type, token_logp: Tensor, **settings: Any) -> Any:
         handed=token_logp,
         beta=1.0,
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(**{**ARGUMENTS, **{k: settings.pop(k) for k in list(settings) if k in ARGUMENTS}}),
+        args=SimpleNamespace(
+            **{**ARGUMENTS, **{k: settings.pop(k) for k in list(settings) if k in ARGUMENTS}}
+        ),
         accelerator=Alone(),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
@@ -81,7 +83,9 @@ def trainer_for(kind: type, token_logp: Tensor, **settings: Any) -> Any:
     return trainer
 
 
-def batch_of(token_logp: Tensor, token_logq: Tensor, mask: Tensor, behaviour_logp: Tensor | None) -> dict[str, Any]:
+def batch_of(
+    token_logp: Tensor, token_logq: Tensor, mask: Tensor, behaviour_logp: Tensor | None
+) -> dict[str, Any]:
     """What the trainer calls its inputs: a prompt of one token before each response, advantages 0."""
     sequences = token_logp.shape[0]
     one = torch.ones(sequences, 1, dtype=torch.long)
@@ -140,7 +144,13 @@ def gmpo_loss(token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor | N
 
 
 def chunked_divergence(
-    hidden_p: Tensor, weight_p: Tensor, hidden_q: Tensor, weight_q: Tensor, *, beta: float = 1.0, temperature: float = 1.0
+    hidden_p: Tensor,
+    weight_p: Tensor,
+    hidden_q: Tensor,
+    weight_q: Tensor,
+    *,
+    beta: float = 1.0,
+    temperature: float = 1.0,
 ) -> Tensor:
     """TRL's ``ChunkedDivergenceFunction``: student p, teacher q; beta 1 is KL(p || q), 0 is KL(q || p)."""
     apply = import_target("trl.kernels.chunked_divergence").ChunkedDivergenceFunction.apply
@@ -149,14 +159,20 @@ def chunked_divergence(
     return divergence.reshape(hidden_p.shape[:-1])
 
 
-def generalised_jsd(logits_p: Tensor, logits_q: Tensor, *, beta: float = 0.5, temperature: float = 1.0) -> Tensor:
+def generalised_jsd(
+    logits_p: Tensor, logits_q: Tensor, *, beta: float = 0.5, temperature: float = 1.0
+) -> Tensor:
     """TRL's ``GKDTrainer.generalized_jsd_loss``, one number per position: student p, teacher q."""
     trainer = import_target("trl.experimental.gkd.gkd_trainer").GKDTrainer
-    jsd = trainer.generalized_jsd_loss(logits_p, logits_q, beta=beta, temperature=temperature, reduction="none")
+    jsd = trainer.generalized_jsd_loss(
+        logits_p, logits_q, beta=beta, temperature=temperature, reduction="none"
+    )
     return jsd.sum(-1)
 
 
-def generalised_jsd_batchmean(logits_p: Tensor, logits_q: Tensor, mask: Tensor, *, beta: float = 0.5) -> Tensor:
+def generalised_jsd_batchmean(
+    logits_p: Tensor, logits_q: Tensor, mask: Tensor, *, beta: float = 0.5
+) -> Tensor:
     """TRL's ``GKDTrainer.generalized_jsd_loss`` as the trainer reduces it, over the positions in the mask."""
     trainer = import_target("trl.experimental.gkd.gkd_trainer").GKDTrainer
     labels = torch.where(mask.bool(), 0, -100)
@@ -177,3 +193,9 @@ def full_self_distillation(logits_p: Tensor, logits_q: Tensor, *, alpha: float =
     """TRL's ``compute_full_logit_self_distillation_loss``: alpha 1 is KL(p || q), 0 is KL(q || p)."""
     loss = import_target("trl.experimental.sdft.loss_utils").compute_full_logit_self_distillation_loss
     return loss(logits_p, logits_q, distillation_alpha=alpha)
+
+
+def sampled_self_distillation(logits_p: Tensor, logits_q: Tensor, tokens: Tensor) -> Tensor:
+    """TRL's ``compute_sampled_token_self_distillation_loss``, per token."""
+    loss = import_target("trl.experimental.sdft.loss_utils").compute_sampled_token_self_distillation_loss
+    return loss(logits_p, logits_q, tokens, distillation_alpha=1.0)

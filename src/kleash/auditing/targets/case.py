@@ -1,0 +1,77 @@
+"""What is audited: one function, how it is called, and what to say about how it was run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kleash.auditing.conventions import Convention
+from kleash.auditing.targets.dotted import Function, check_arguments, import_target, version_of
+from kleash.auditing.targets.installing import quiet, stand_ins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One function to audit, ready to be called."""
+
+    name: str
+    function: Function
+    """Takes what its convention says; imports what it needs when it is called."""
+    convention: Convention | None = None
+    """How it is called; None where only whoever asks for the audit can say it."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments bound to it."""
+    audits: str = ""
+    """The real code that runs, by its dotted path."""
+    notes: tuple[str, ...] = ()
+    """What whoever reads the result should know about how it was run."""
+    packages: tuple[str, ...] = ()
+    """The importable packages whose versions belong to the result."""
+
+    def bound_to(self, arguments: Mapping[str, Any]) -> "Case":
+        """The same with more keyword arguments.
+
+        Raises:
+            OptionError: if the function takes no such argument.
+        """
+        check_arguments(self.function, arguments)
+        return replace(self, arguments={**self.arguments, **arguments})
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The installed versions of its packages."""
+        return {package: version_of(package) for package in self.packages}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A package whose KL code is known by name."""
+
+    name: str
+    package: str
+    """What is imported."""
+    modules: Sequence[str]
+    """The modules that its cases use."""
+    cases: tuple[Case, ...]
+    stood_in: tuple[str, ...] = ()
+    """Packages that its modules import and that nothing audited uses: absent ones are stood in for."""
+    not_audited: tuple[str, ...] = ()
+    """KL code of the package that is not audited, and why."""
+
+    def load(self) -> tuple[Case, ...]:
+        """Its cases, once all that they use has been imported.
+
+        Raises:
+            MissingExtraError: if the package is not installed; it gives the line that installs it.
+            UnknownNameError, CannotRunError: if the installed version lacks a module, or it cannot be imported.
+        """
+        with quiet(), stand_ins(self.stood_in) as absent:
+            import_target(self.package)
+            for module in self.modules:
+                import_target(module)
+        told = tuple(
+            f"{name} is not installed: an empty module stood in for it while {self.name} was imported"
+            for name in absent
+        )
+        return tuple(
+            replace(case, notes=(*case.notes, *told), packages=(self.package,)) for case in self.cases
+        )

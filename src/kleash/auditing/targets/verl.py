@@ -1,0 +1,94 @@
+"""verl's KL code: the penalty, what it becomes as a loss and as a reward, and distillation on the top k."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kleash.auditing.targets.dotted import import_target
+
+
+def kl_penalty(token_logp: Tensor, token_logq: Tensor, *, kl_penalty: str = "kl") -> Tensor:
+    """verl's ``kl_penalty``, per token, by its name of the estimator."""
+    return import_target("verl.trainer.ppo.core_algos").kl_penalty(token_logp, token_logq, kl_penalty)
+
+
+def kl_loss(
+    token_logp: Tensor,
+    token_logq: Tensor,
+    mask: Tensor,
+    *,
+    kl_penalty: str = "low_var_kl",
+    loss_agg_mode: str = "token-mean",
+) -> Tensor:
+    """verl's penalty and ``agg_loss``, one after the other, as its actor's loss calls them: a scalar."""
+    core = import_target("verl.trainer.ppo.core_algos")
+    per_token = core.kl_penalty(logprob=token_logp, ref_logprob=token_logq, kl_penalty=kl_penalty)
+    return core.agg_loss(loss_mat=per_token, loss_mask=mask, loss_agg_mode=loss_agg_mode)
+
+
+def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "kl") -> Tensor:
+    """verl's ``apply_kl_penalty`` on scores of 0 with a coefficient of 1: minus the KL, per token."""
+    trainer = import_target("verl.trainer.ppo.ray_trainer")
+    batch = Batch(
+        response_mask=mask,
+        token_level_scores=torch.zeros_like(token_logp),
+        old_log_probs=token_logp,
+        ref_log_prob=token_logq,
+    )
+    controller = SimpleNamespace(value=1.0, update=lambda **_: None)
+    rewarded, _ = trainer.apply_kl_penalty(SimpleNamespace(batch=batch), controller, kl_penalty=kl_penalty)
+    return rewarded.batch["token_level_rewards"]
+
+
+class Batch(dict[str, Any]):
+    """A dictionary of tensors that knows how many rows they have."""
+
+    @property
+    def batch_size(self) -> tuple[int]:
+        """The number of rows."""
+        return (len(self["response_mask"]),)
+
+
+def forward_kl_topk(
+    logits_p: Tensor,
+    logits_q: Tensor,
+    *,
+    k: int = 2,
+    log_prob_min_clamp: float | None = -10.0,
+    use_chunked_topk: bool = False,
+) -> Tensor:
+    """verl's distillation loss on the teacher's top k, per position: student p, teacher q.
+
+    ``log_prob_min_clamp`` at verl's default; the aggregation's clamp of the loss at 0 and 10 comes later
+    and is not part of this.
+    """
+    losses = import_target("verl.trainer.distillation.fsdp.losses")
+    student = logits_p.flatten(0, -2).unsqueeze(0)
+    teacher = logits_q.detach().flatten(0, -2).log_softmax(-1).topk(min(k, logits_q.shape[-1]), dim=-1)
+    settings = SimpleNamespace(
+        use_chunked_topk=use_chunked_topk, chunked_topk_chunk_size=4096, log_prob_min_clamp=log_prob_min_clamp
+    )
+    found = losses.compute_forward_kl_topk(
+        student,
+        packed(teacher.values),
+        packed(teacher.indices),
+        SimpleNamespace(distillation_loss=settings),
+        "thd",
+    )
+    return found["distillation_losses"].reshape(logits_p.shape[:-1])
+
+
+def packed(rows: Tensor) -> Any:
+    """A single packed sequence, the layout in which verl hands over the teacher's log-probabilities."""
+    return torch.nested.as_nested_tensor([rows], layout=torch.jagged)
+
+
+def rollout_metric(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, metric: str = "k3_kl") -> Tensor:
+    """A KL metric of verl's rollout correction: p generated (the rollout engine), q is the trainer's policy."""
+    helper = import_target("verl.trainer.ppo.rollout_corr_helper")
+    metrics = helper.compute_offpolicy_metrics(
+        old_log_prob=token_logq.detach(), rollout_log_prob=token_logp.detach(), response_mask=mask.bool()
+    )
+    return torch.tensor(metrics[metric], dtype=token_logp.dtype)
