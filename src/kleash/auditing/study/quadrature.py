@@ -1,0 +1,45 @@
+"""Integrals over the real line, cut wherever the integrand may jump."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+PANELS, NODES = 64, 32
+
+
+class Points(NamedTuple):
+    """Where to evaluate an integrand, and what each value counts for."""
+
+    x: Float64[Tensor, "points"]
+    width: Float64[Tensor, "points"]
+
+
+def points_between(ends: Sequence[float]) -> Points:
+    """Gauss-Legendre points on each interval between neighbouring ``ends``, in 64 equal panels of 32 each."""
+    nodes, weights = np.polynomial.legendre.leggauss(NODES)
+    x: list[np.ndarray] = []
+    width: list[np.ndarray] = []
+    for low, high in pairwise(ends):
+        edges = np.linspace(low, high, PANELS + 1)
+        half = np.diff(edges)[:, None] / 2
+        x.append(((edges[:-1, None] + half) + half * nodes).ravel())
+        width.append((half * weights).ravel())
+    return Points(torch.from_numpy(np.concatenate(x)), torch.from_numpy(np.concatenate(width)))
+
+
+def sign_changes(function: Callable[[Tensor], Tensor], low: float, high: float) -> list[float]:
+    """Where ``function`` passes through 0 between ``low`` and ``high``, to the last digit."""
+    x = torch.linspace(low, high, 4001, dtype=torch.float64)
+    signs = torch.signbit(function(x))
+    at = (signs[1:] != signs[:-1]).nonzero().flatten()
+    left, right = x[at], x[at + 1]
+    for _ in range(45):
+        middle = (left + right) / 2
+        same = torch.signbit(function(middle)) == signs[at]
+        left, right = torch.where(same, middle, left), torch.where(same, right, middle)
+    return ((left + right) / 2).tolist()
