@@ -12,6 +12,7 @@ from kleash.records.audit import (
     ValueRow,
     ZoneRow,
 )
+from kleash.records.caching import CacheContents, CachedSource, CacheJob, CacheLabel
 from kleash.records.comparison import COMPARED, ComparedRun, Comparison, RunDifference
 from kleash.records.folder import RunFolder, RunHeader
 from kleash.records.job import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE, MeasureJob
@@ -39,6 +40,10 @@ __all__ = [
     "AccuracyRow",
     "Audit",
     "Bin",
+    "CacheContents",
+    "CacheJob",
+    "CacheLabel",
+    "CachedSource",
     "ComparedRun",
     "Comparison",
     "Counts",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.extras import need
-from kleash.records.atomic import TEMPORARY, cannot_write, write_atomically
+from kleash.records.atomic import TEMPORARY, write_atomically
 from kleash.records.codec import decode, to_json
+from kleash.records.locking import folder_lock
 from kleash.records.measurement import SCHEMA, Measurement
 from kleash.records.tables import (
     ALTERNATIVE_COLUMNS,
@@ -70,22 +70,9 @@ class RunFolder:
                 wrote what it holds, or if another process is writing it.
         """
         self.check(resume=resume)
-        filelock = need("filelock", "models")
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(self.root / ".lock")
-            lock.acquire(timeout=0)
-        except filelock.Timeout as error:
-            raise RunFolderError(
-                f"another process is writing {self.root}; wait for it, or give another --out"
-            ) from error
-        except OSError as error:
-            raise cannot_write(self.root, error) from error
-        try:
+        with folder_lock(self.root, "wait for it, or give another --out"):
             self._begin(header, resume=resume)
             yield self
-        finally:
-            lock.release()
 
     def check(self, *, resume: bool) -> None:
         """See, without touching anything, whether a run may be written here.

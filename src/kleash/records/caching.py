@@ -1,0 +1,186 @@
+"""What is asked of ``kleash cache``, and what lies in the folder that it makes."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from kleash.errors import OptionError, RunFolderError
+from kleash.records.codec import decode, to_json
+from kleash.records.job import HOW_IT_IS_SHOWN, SHIPPED_REFERENCE, MeasureJob
+from kleash.records.measurement import ModelRecord
+
+T = TypeVar("T")
+
+CACHE_SCHEMA = 1
+"""Raised when a file of a cache is renamed or means something else."""
+SHIPPED_TEXT = "shipped:text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheJob:
+    """Run a reference once over text or responses and keep its final hidden states.
+
+    Any number of candidates can then be measured against it with "kleash measure --reference-cache", which
+    does not load the reference. Started again after an interruption, it goes on where it stopped.
+    """
+
+    reference: str = SHIPPED_REFERENCE
+    """The model that candidates will be compared with: a folder, a hub id, or a PEFT adapter's folder."""
+    revision_reference: str | None = None
+    """Branch, tag or commit of the reference on the hub."""
+    text: str | None = None
+    """Source: JSONL with "text", or plain text with a blank line between documents."""
+    responses: str | None = None
+    """Source: JSONL with prompts and the responses that somebody already generated."""
+    temperature: float = 1.0
+    """Temperature of the measurements to come, for which rounding is looked at; others work as well, but
+    then without a noise floor."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16 or float64; auto is float32 on a CPU, elsewhere that of the checkpoint."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps …; auto is the first GPU if there is one."""
+    device_map: str | None = None
+    """Spread the model over several devices as transformers does: auto, balanced, sequential."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model. It can do anything that you can do."""
+    batch_tokens: int = 4096
+    """Tokens in a batch, padding counted; measuring with the same number gives the same bits."""
+    window: int | None = None
+    """Tokens that the model reads at once, for --text; 2048, or what it can read, if not given."""
+    stride: int | None = None
+    """Tokens from one window to the next, for --text; less than the window gives each token more context."""
+    limit: int | None = None
+    """Read only so many documents or responses."""
+    out: str | None = None
+    """Folder for the cache; kleash-caches/<date-time> if not given."""
+    quiet: bool = False
+    """Print nothing but errors."""
+    json: bool = False
+    """Print what the cache holds as JSON instead of a sentence."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing.
+
+        Raises:
+            OptionError: naming the option, what it was and what it may be.
+        """
+        if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
+            raise OptionError("say what the reference should read: --text or --responses")
+        self.measurement()
+
+    def measurement(self) -> MeasureJob:
+        """The measurement of the reference against itself that reads what this job reads."""
+        nothing = self.text is None and self.responses is None
+        same = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in {"text", *HOW_IT_IS_SHOWN}
+        }
+        return MeasureJob(
+            policy=self.reference,
+            revision_policy=self.revision_reference,
+            text=SHIPPED_TEXT if nothing else self.text,
+            **same,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedSource:
+    """What the reference read."""
+
+    kind: str
+    """"text" or "responses"."""
+    path: str
+    """As it was asked for."""
+    sha256: str
+    """Of its bytes."""
+    window: int | None
+    """Tokens read at once, of text."""
+    stride: int | None
+    """Tokens from one window to the next, of text."""
+    limit: int | None
+    """The most documents or responses that were read; None for all."""
+    batch_tokens: int
+
+    def __str__(self) -> str:
+        """In words, for errors."""
+        windows = f", windows of {self.window} tokens every {self.stride}" if self.kind == "text" else ""
+        limit = "" if self.limit is None else f", the first {self.limit}"
+        return f"{self.path} (sha256 {self.sha256[:12]}{windows}{limit}, in batches of {self.batch_tokens} tokens)"
+
+    def agrees(self, other: "CachedSource") -> bool:
+        """Whether the same sequences come out of both, in the same batches."""
+        return self._identity() == other._identity()
+
+    def covers(self, other: "CachedSource") -> bool:
+        """Whether all that comes out of ``other`` comes out of this one too; False if that is not plain."""
+        names = ("kind", "sha256", "window", "stride")
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return same and (self.limit is None or (other.limit is not None and other.limit <= self.limit))
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (self.kind, self.sha256, self.window, self.stride, self.limit, self.batch_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLabel:
+    """``reference.json``: whose hidden states a folder holds, and of what; written before the first of them."""
+
+    schema: int = CACHE_SCHEMA
+    kleash: str
+    """The version that began it."""
+    reference: ModelRecord
+    source: CachedSource | None = None
+    """None where measurements have filled the folder as they went."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheContents:
+    """``contents.json``: what a finished cache holds, and what of the reference is not a tensor."""
+
+    sequences: int
+    """Windows of text, or responses."""
+    tokens: int
+    """Positions whose hidden state is kept."""
+    hidden_size: int
+    """Numbers in a hidden state."""
+    hidden_bytes: int
+    """Size of all hidden states on disk."""
+    head_bytes: int
+    """Size of the head on disk."""
+    logits_bytes: int
+    """Size that the logits of the same positions would have, in the same dtype."""
+    context: int | None
+    """The most tokens the reference reads at once."""
+    scale: float
+    """What its logits are multiplied by."""
+    softcap: float | None
+    """The size that no logit of it exceeds."""
+    notes: tuple[str, ...]
+    """What was said when it was loaded."""
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return to_json(self)
+
+
+def read_record(kind: type[T], path: Path) -> T:
+    """The record of this kind that lies in a cache's file.
+
+    Raises:
+        RunFolderError: if it is damaged, or of another version of kleash.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        schema = cast("dict[str, Any]", data).get("schema") if isinstance(data, dict) else None
+        if kind is CacheLabel and schema != CACHE_SCHEMA:
+            raise RunFolderError(
+                f"{path.parent} is a reference cache of schema {schema} and this kleash reads "
+                f"{CACHE_SCHEMA}; make it again with kleash cache, in another folder"
+            )
+        return decode(kind, data)
+    except RunFolderError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunFolderError(f"{path} cannot be read as a part of a reference cache: {error}") from error
