@@ -19,7 +19,8 @@ VOCAB, STEPS = 50, 30
 APART = (0.05, 0.2, 0.5, 1.0)
 """How far the logits of q are from p's, in standard normal draws."""
 SEQUENCES = 20_000
-MIXED = "Σ k1 − a(Σ k1 − Σ exact)"
+MIXED = "k1 − a(k1 − exact)"
+WITH_FUTURE = "exact, future credited"
 
 
 class Moments(NamedTuple):
@@ -102,7 +103,8 @@ def markov_case(apart: float, *, vocab: int = VOCAB, steps: int = STEPS, seed: i
     terms = terms_of(world)
     moments = moments_of_sums(p, terms.values[:, 0], terms.values[:, 1:], steps)
     a, moments = _with_mixture(moments, terms.names)
-    gradients = [*terms.gradients, (1 - a) * terms.of("k1") + a * terms.of(EXACT)]
+    credited = terms.of(EXACT) + world.gradient(future_credit(p, world, steps))
+    gradients = [*terms.gradients, (1 - a) * terms.of("k1") + a * terms.of(EXACT), credited]
     wanted = world.gradient(whole)
     negative = _negative_shares(world, terms, a, steps)
     return StudyCase(
@@ -120,7 +122,7 @@ def markov_case(apart: float, *, vocab: int = VOCAB, steps: int = STEPS, seed: i
                 negative=negative[place],
                 gradient_error=relative_error(gradients[place], wanted),
             )
-            for place, name in enumerate([*terms.names, MIXED])
+            for place, name in enumerate([*terms.names, MIXED, WITH_FUTURE])
         ),
         notes=(
             f"the controlled estimate has a = {world.control_weight():.3f} at each token, and the mixture a = {a:.3f}",
@@ -153,14 +155,35 @@ def terms_of(world: World) -> Terms:
     )
 
 
+def future_credit(p: MarkovModel, world: World, steps: int) -> Tensor:
+    """A term of value 0 whose gradient is what the exact next-token KLs miss: that tokens choose what follows.
+
+    sum_t log p(y_t | y_<t) sg(KL of all that follows y_t),   minus the same without a gradient
+    """
+    divergences = (world.mass * world.log_ratio.detach()).sum(-1)[1:]
+    later = [torch.zeros_like(divergences)]
+    for _ in range(steps - 1):
+        later.append(divergences + p.then.exp() @ later[-1])
+    scored = world.mass * (world.logp - world.logp.detach())
+    credit = scored[0] @ later[steps - 1]
+    reached = p.first.exp()
+    for left in range(steps - 2, -1, -1):
+        credit = credit + reached @ (scored[1:] @ later[left])
+        reached = reached @ p.then.exp()
+    return credit
+
+
 def _with_mixture(moments: Moments, names: tuple[str, ...]) -> tuple[float, Moments]:
-    """The a for which ``U - a (U - C)`` varies least, and the moments with that mixture as one more sum."""
+    """The a for which ``U - a (U - C)`` varies least, and the moments of all sums and of two more.
+
+    The first of them is that mixture, the second C once more, to which future credit adds nothing.
+    """
     u, c = names.index("k1"), names.index(EXACT)
     both = moments.covariance[[u, u, c], [u, c, c]]
     a = ((both[0] - both[1]) / (both[0] - 2 * both[1] + both[2])).item()
-    weights = torch.zeros(len(names), dtype=torch.float64)
-    weights[u], weights[c] = 1 - a, a
-    taken = torch.cat([torch.eye(len(names), dtype=torch.float64), weights.unsqueeze(0)])
+    weights = torch.zeros(2, len(names), dtype=torch.float64)
+    weights[0, u], weights[0, c], weights[1, c] = 1 - a, a, 1.0
+    taken = torch.cat([torch.eye(len(names), dtype=torch.float64), weights])
     return a, Moments(taken @ moments.mean, taken @ moments.covariance @ taken.T)
 
 
@@ -169,7 +192,7 @@ def _negative_shares(world: World, terms: Terms, a: float, steps: int) -> list[N
     place, token = draw_sequences(world, steps)
     sums = terms.values[:, place, token].sum(-1)
     u, c = (sums[terms.names.index(name)] for name in ("k1", EXACT))
-    below = torch.cat([sums, (u - a * (u - c)).unsqueeze(0)]) < 0
+    below = torch.cat([sums, (u - a * (u - c)).unsqueeze(0), c.unsqueeze(0)]) < 0
     each = np.arange(below.shape[1])
     return [
         measured(clustered_mean(row.astype(np.float64), each, unit="probability", lower=0.0, upper=1.0))

@@ -142,8 +142,8 @@ def _case(name: str, title: str, fit: Fit) -> StudyCase:
     return StudyCase(
         name=name,
         title=title,
-        drawn=f"one draw from p = N({fit.mean:.3f}, {fit.standard_deviation:.3f}²), with q the target; the gradient "
-        "is in p's mean and in the log of its scale",
+        drawn=f"one draw from p, a Gaussian with mean {fit.mean:.3g} and standard deviation "
+        f"{fit.standard_deviation:.3g}, with q the target; the gradient is in p's mean and in the log of its scale",
         kl=known(world.exact().item()),
         rows=rows_of(world),
         notes=(f"the controlled estimate has a = {world.control_weight():.3f}",),
