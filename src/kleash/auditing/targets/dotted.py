@@ -29,18 +29,16 @@ def function_at(path: str) -> Function:
         CannotRunError: if importing the module raises.
     """
     module_name, colon, name = path.partition(":")
-    if (
-        not colon
-        or not module_name
-        or not name
-        or not all(part.isidentifier() for part in module_name.split("."))
-    ):
+    if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
         raise OptionError(f"a target is written package.module:function, and {path!r} is not")
+    find_what_lies_here()
     found: Any = import_target(module_name)
     for part in name.split("."):
         found = attribute(found, part, module_name)
     if not callable(found):
-        raise OptionError(f"{path} is a {type(found).__name__}, which cannot be called; name a function")
+        raise OptionError(
+            f"{path} is of type {type(found).__name__}, which cannot be called; name a function"
+        )
     return found
 
 
@@ -50,7 +48,7 @@ def import_target(name: str) -> ModuleType:
         return import_module(name)
     except ModuleNotFoundError as error:
         raise without_module(name, error.name or "") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise CannotRunError(f"{name} cannot be imported; it raises {said}") from error
 

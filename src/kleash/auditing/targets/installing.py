@@ -15,8 +15,11 @@ from kleash.errors import CannotRunError
 INSTALLATIONS = MappingProxyType(
     {
         "trl": "pip install trl",
-        "verl": "pip install --no-deps verl && pip install cachetools codetiming hydra-core ray tensordict torchdata",
-        "openrlhf": "pip install --no-deps openrlhf && pip install ray datasets",
+        "verl": (
+            "pip install --no-deps verl && pip install accelerate cachetools codetiming datasets hydra-core orjson "
+            "ray tensordict torchdata transformers"
+        ),
+        "openrlhf": "pip install --no-deps openrlhf && pip install datasets peft ray transformers",
         "liger_kernel": "pip install liger-kernel",
     }
 )

@@ -1,0 +1,212 @@
+"""From what is typed to a function: found, or a sentence that says what is missing."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kleash.auditing.targets import TARGETS, cases_of
+from kleash.auditing.targets.dotted import version_of
+from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, UnknownNameError
+
+OWN = """
+def mine(token_logp, token_logq, *, scale=1.0, name="k1"):
+    return scale * (token_logp - token_logq)
+
+def anything(token_logp, token_logq, **more):
+    return token_logp
+
+class Held:
+    @staticmethod
+    def inside(token_logp, token_logq):
+        return token_logp
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of one's own with a file of one's own, which is where we are."""
+    (tmp_path / "own_kl_code.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "breaks_on_import.py").write_text("raise RuntimeError('no GPU\\nat all')\n", encoding="utf-8")
+    (tmp_path / "leaves_on_import.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
+    (tmp_path / "needs_another.py").write_text("import not_there_at_all.inside\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) == str(tmp_path / f"{name}.py"):
+            del sys.modules[name]
+
+
+def said(target: str, *arguments: str) -> str:
+    """The sentence with which a target is refused."""
+    with pytest.raises(KleashError) as caught:
+        cases_of(target, arguments)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and not sentence.endswith(".")
+    return sentence
+
+
+def test_a_file_of_ones_own_is_found_in_the_current_folder(own: Path) -> None:
+    (case,) = cases_of("own_kl_code:mine", ("scale=2.5", "name=k3"))
+    assert case.function(3.0, 1.0, **case.arguments) == 5.0
+    assert case.arguments == {"scale": 2.5, "name": "k3"}
+    assert case.name == "own_kl_code:mine" and case.convention is None
+    assert case.versions == {"own_kl_code": str(own / "own_kl_code.py")}
+
+
+def test_a_dot_after_the_colon_goes_into_a_class(own: Path) -> None:
+    (case,) = cases_of("own_kl_code:Held.inside")
+    assert case.function(3.0, 1.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("2", 2),
+        ("-.5", -0.5),
+        ("True", True),
+        ("None", None),
+        ("'k3'", "k3"),
+        ("k3+", "k3+"),
+        ("", ""),
+        ("(1, 2)", (1, 2)),
+        ("a=b", "a=b"),
+        ("1 +", "1 +"),
+    ],
+)
+def test_values_are_python_literals_or_else_strings(own: Path, typed: str, value: object) -> None:
+    (case,) = cases_of("own_kl_code:mine", (f"name={typed}",))
+    assert case.arguments["name"] == value and type(case.arguments["name"]) is type(value)
+
+
+def test_a_function_that_takes_any_keyword_is_given_any(own: Path) -> None:
+    (case,) = cases_of("own_kl_code:anything", ("whatever=1",))
+    assert case.arguments == {"whatever": 1}
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "error", "sentence"),
+    [
+        (
+            "own_kl_code:mime",
+            (),
+            UnknownNameError,
+            "own_kl_code has no 'mime'; did you mean mine?",
+        ),
+        (
+            "own_kl_code:Held.insidee",
+            (),
+            UnknownNameError,
+            "Held in own_kl_code has no 'insidee'; did you mean inside?",
+        ),
+        ("own_kl_code:qqqq", (), UnknownNameError, "own_kl_code has no 'qqqq'"),
+        (
+            "own_kl_code:NUMBER",
+            (),
+            OptionError,
+            "own_kl_code:NUMBER is of type int, which cannot be called; name a function",
+        ),
+        (
+            "own_kl_cod:mine",
+            (),
+            UnknownNameError,
+            "own_kl_cod is not installed, and no own_kl_cod.py lies in the current folder",
+        ),
+        (
+            "kleash.losses.nothing:mine",
+            (),
+            UnknownNameError,
+            "kleash.losses is installed and has no module 'nothing'",
+        ),
+        (
+            "kleash.errors.deep.deeper:mine",
+            (),
+            UnknownNameError,
+            "kleash.errors is installed and has no module 'deep'",
+        ),
+        (
+            "needs_another:f",
+            (),
+            MissingExtraError,
+            "needs_another imports not_there_at_all, which is not installed",
+        ),
+        (
+            "breaks_on_import:f",
+            (),
+            CannotRunError,
+            "breaks_on_import cannot be imported; it raises RuntimeError: no GPU",
+        ),
+        (
+            "leaves_on_import:f",
+            (),
+            CannotRunError,
+            "leaves_on_import cannot be imported; it raises SystemExit: 3",
+        ),
+        (
+            "own_kl_code:mine",
+            ("skale=2",),
+            OptionError,
+            "mine takes no argument 'skale'; it takes token_logp, token_logq, scale, name",
+        ),
+        (
+            "own_kl_code:mine",
+            ("scale",),
+            OptionError,
+            "an argument of the target is written name=value, and 'scale' is not",
+        ),
+        (
+            "own_kl_code:mine",
+            ("scale=1", "scale=2"),
+            OptionError,
+            "the target's argument scale was given twice",
+        ),
+        (
+            "own_kl_code",
+            (),
+            UnknownNameError,
+            f"no target is called 'own_kl_code'; there are {', '.join(TARGETS)}, or package.module:function",
+        ),
+        ("a b:c", (), OptionError, "a target is written package.module:function, and 'a b:c' is not"),
+        (
+            "own_kl_code:",
+            (),
+            OptionError,
+            "a target is written package.module:function, and 'own_kl_code:' is not",
+        ),
+        (".own:f", (), OptionError, "a target is written package.module:function, and '.own:f' is not"),
+        (
+            "kleash",
+            ("estimator=k1",),
+            OptionError,
+            "arguments go to one function; name one of kleash's cases, kleash:kl_loss",
+        ),
+    ],
+)
+def test_what_is_refused_and_how(
+    own: Path, target: str, arguments: tuple[str, ...], error: type[KleashError], sentence: str
+) -> None:
+    assert said(target, *arguments) == sentence
+    with pytest.raises(error):
+        cases_of(target, arguments)
+
+
+def test_one_case_of_a_name_and_more_arguments_for_it() -> None:
+    (case,) = cases_of("kleash:kl_loss", ("estimator=k1",))
+    assert case.name == "kl_loss" and case.arguments == {"estimator": "k1"}
+    assert TARGETS["kleash"].cases[0].arguments == {}
+    assert said("kleash:kl_loss", "estimater=k1").startswith("kl_loss takes no argument 'estimater'")
+
+
+def test_what_is_no_case_is_looked_up_in_the_package() -> None:
+    (case,) = cases_of("kleash:jensen_shannon")
+    assert case.name == "kleash:jensen_shannon" and case.convention is None
+
+
+def test_the_version_of_a_package_is_that_of_what_installed_it() -> None:
+    assert version_of("sklearn") == version_of("scikit-learn")
+    assert version_of("builtins") == "unknown"
