@@ -1,0 +1,95 @@
+"""An audit with a row of every kind and hostile text in every field that takes any."""
+
+import math
+from dataclasses import replace
+
+from kleash.records import (
+    AccuracyRow,
+    Audit,
+    EdgeRow,
+    Finding,
+    GradientRow,
+    MaskRow,
+    ValueRow,
+    ZoneRow,
+)
+
+HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken=2'>"
+
+
+def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
+    """What could be said of a clamped k3, and worse."""
+    return Audit(
+        target=target,
+        convention="loss",
+        summary="f(token_logp, token_logq) -> [sequences, steps]",
+        place="loss",
+        claims="kl",
+        arguments={"kind": HOSTILE},
+        value="KL(p || q)",
+        gradient="KL(q || p)",
+        estimator="k3",
+        verdict=(f"its value is KL(p || q) {HOSTILE}", "Backpropagated it follows KL(q || p)."),
+        findings=(
+            Finding(kind="wrong_gradient", severity="fault", sentence="it follows KL(q || p)", where="far"),
+            Finding(kind="negative_values", severity="note", sentence=HOSTILE, where=HOSTILE),
+        ),
+        values=(
+            ValueRow(
+                world="near",
+                sampling="on-policy",
+                level="token",
+                exact=0.0123456,
+                expected=0.0123456,
+                bias=0.0,
+                standard_deviation=math.inf,
+                lowest=-0.5,
+            ),
+        ),
+        gradients=(
+            GradientRow(
+                world="far",
+                sampling="off-policy",
+                target="KL(q || p)",
+                cosine=math.nan,
+                relative_size=1.25,
+                relative_error=3e-17,
+            ),
+        ),
+        zones=(
+            ZoneRow(of="gradient", low=-math.inf, high=-2.6112, value=10.0),
+            ZoneRow(of="value", low=11.0, high=math.inf, value=10.0),
+            ZoneRow(of="gradient", low=-1.0, high=1.5, value=0.0),
+        ),
+        edges=(
+            EdgeRow(
+                case="q rules the token out",
+                exact=math.inf,
+                value=10.0,
+                gradient=math.nan,
+                problem="gradient is NaN",
+            ),
+        ),
+        masks=(MaskRow(case="NaN", value_change=math.nan, gradient_change=0.0, problem="value is NaN"),),
+        accuracy=(
+            AccuracyRow(dtype="float32", kl=1e-8, relative_error=0.4, forced=1e-6),
+            AccuracyRow(dtype="float32", kl=1e-2, relative_error=0.0, forced=1e-7),
+            AccuracyRow(dtype="bfloat16", kl=1e-8, relative_error=math.nan, forced=1e-6),
+        ),
+        notes=(HOSTILE,),
+        versions={"kleash": "0", "torch": HOSTILE},
+    )
+
+
+def plain_audit() -> Audit:
+    """One in which nothing was asked for that has a table."""
+    return replace(
+        synthetic_audit("kleash:kl"),
+        findings=(),
+        values=(),
+        gradients=(),
+        zones=(),
+        edges=(),
+        masks=(),
+        accuracy=(),
+    )
