@@ -42,6 +42,11 @@ class Situation:
         }
         return replace(self, **parts)
 
+    def to(self, dtype: torch.dtype) -> "Situation":
+        """The same numbers in another precision."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{n: x.to(dtype) for n, x in parts.items() if x.is_floating_point()})
+
 
 def make_situation(
     logits_p: Float[Tensor, "sequences steps vocab"],

@@ -1,0 +1,135 @@
+"""Digits: the error against float64 on the same rounded inputs, in float32 and in bfloat16."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from kleash.auditing.scanning import pointwise
+from kleash.auditing.situations import Situation, make_situation
+from kleash.auditing.subject import Subject
+from kleash.auditing.worlds import VOCAB, worlds
+from kleash.divergences import divergence
+from kleash.errors import KleashError
+from kleash.estimators import ESTIMATORS
+from kleash.records.audit import AccuracyRow
+
+LEVELS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+"""KL(p || q), in nats."""
+
+
+def estimator_of(subject: Subject) -> str:
+    """The estimator that the function computes token by token, or ""."""
+    if subject.convention.sees != "tokens":
+        return ""
+    points = torch.linspace(-2.3, 2.3, 24, dtype=torch.float64)
+    found = pointwise(subject, points)
+    for name, estimator in ESTIMATORS.items():
+        if torch.allclose(found, estimator.of(points), rtol=1e-4, atol=1e-5):
+            return name
+    return ""
+
+
+def accuracy_rows(subject: Subject, estimator: str, is_claimed: bool) -> tuple[AccuracyRow, ...]:
+    """The relative error at each level of KL in float32, and on a near and a far pair in bfloat16."""
+    rows = [_row(subject, _near(level), torch.float32, (estimator, is_claimed)) for level in LEVELS]
+    for name in ("near", "far"):
+        world = worlds()[name]
+        pair = (world.logits_p, world.logits_q)
+        try:
+            rows.append(_row(subject, pair, torch.bfloat16, (estimator, is_claimed)))
+        except KleashError:
+            continue
+    return tuple(rows)
+
+
+def returned_dtype(subject: Subject) -> torch.dtype | None:
+    """In what precision the function returns what it is given in bfloat16; None if it cannot be called so.
+
+    A function that cannot is not at fault: it says so.
+    """
+    world = worlds()["far"]
+    try:
+        return subject.raw(_situation((world.logits_p, world.logits_q), torch.bfloat16)).dtype
+    except KleashError:
+        return None
+
+
+def _near(level: float) -> tuple[Tensor, Tensor]:
+    """A pair with this KL: a step from p along a fixed direction, as long as it takes."""
+    draw = torch.Generator().manual_seed(7)
+    p, direction = torch.randn(2, 1, VOCAB, generator=draw, dtype=torch.float64)
+    step = 1.0
+    for _ in range(6):
+        apart = divergence("kl", p.log_softmax(-1), (p + step * direction).log_softmax(-1)).item()
+        step *= (level / apart) ** 0.5
+    return p, p + step * direction
+
+
+def _situation(pair: tuple[Tensor, Tensor], dtype: torch.dtype) -> Situation:
+    """Every token of the vocabulary once."""
+    p, q = (side.expand(VOCAB, VOCAB).unsqueeze(1) for side in pair)
+    return make_situation(p, q, torch.arange(VOCAB).unsqueeze(-1), dtype=dtype)
+
+
+def _row(
+    subject: Subject, pair: tuple[Tensor, Tensor], dtype: torch.dtype, known: tuple[str, bool]
+) -> AccuracyRow:
+    given = _situation(pair, dtype)
+    found = subject.parts(given).detach().double().sum(-1)
+    right, careful = _right_and_careful(subject, given, *known)
+    return AccuracyRow(
+        dtype=str(dtype).removeprefix("torch."),
+        kl=divergence("kl", *(side.log_softmax(-1) for side in pair)).item(),
+        relative_error=_relative(found, right),
+        forced=_relative(careful, right),
+    )
+
+
+def _right_and_careful(
+    subject: Subject, given: Situation, estimator: str, is_claimed: bool
+) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"]]:
+    """What the function should have made of these very inputs, in float64 and at best in float32."""
+    formula = _formula(subject, estimator, is_claimed)
+    return formula(given.to(torch.float64)), formula(given.to(torch.float32)).double()
+
+
+def _formula(subject: Subject, estimator: str, is_claimed: bool) -> Callable[[Situation], Tensor]:
+    """The number for each sequence of one token, in the precision of the situation."""
+    if not estimator and (not is_claimed or subject.convention.sees == "tokens"):
+        return lambda s: subject.parts(s).detach().sum(-1)
+    field = next((field for field in ("hidden_p", "logits_p", "logp") if reads(subject, field)), "token_logp")
+
+    def of(s: Situation) -> Tensor:
+        if field == "token_logp":
+            return ESTIMATORS[estimator].of(s.token_logp - s.token_logq).squeeze(-1)
+        p, q = _whole(s, field)
+        if not estimator:
+            return divergence(subject.convention.claims, p, q).squeeze(-1)
+        return ESTIMATORS[estimator].of((p - q).gather(-1, s.tokens.unsqueeze(-1))).flatten()
+
+    return of
+
+
+def _whole(s: Situation, field: str) -> tuple[Tensor, Tensor]:
+    """Both distributions as they follow from what the function reads."""
+    if field == "hidden_p":
+        return (s.hidden_p @ s.head_p.T).log_softmax(-1), (s.hidden_q @ s.head_q.T).log_softmax(-1)
+    if field == "logits_p":
+        return s.logits_p.log_softmax(-1), s.logits_q.log_softmax(-1)
+    return s.logp, s.logq
+
+
+def reads(subject: Subject, field: str) -> bool:
+    """Whether the result depends on this field of the situation: it turns NaN when that does."""
+    world = worlds()["near"]
+    given = _situation((world.logits_p, world.logits_q), torch.float64)
+    spoilt = replace(given, **{field: torch.full_like(getattr(given, field), torch.nan)})
+    return bool(subject.parts(spoilt).isnan().any())
+
+
+def _relative(found: Tensor, right: Tensor) -> float:
+    """The root mean square of the error over that of what is right."""
+    return ((found - right).norm() / right.norm()).item()

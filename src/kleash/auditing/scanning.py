@@ -1,0 +1,195 @@
+"""The function along the log ratio, from −100 to 100 nats, in float32: where does it stand still or break?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from kleash.auditing.situations import make_situation
+from kleash.auditing.subject import Subject
+from kleash.divergences import divergence
+from kleash.records.audit import ZoneRow
+
+REACH = 100.0
+SPACING = 0.5
+STEPS_OF_BISECTION = 18
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scan:
+    """Value and gradient at some log ratios."""
+
+    log_ratios: Float64[Tensor, " points"]
+    values: Float64[Tensor, " points"]
+    gradients: Float64[Tensor, " points"] | None
+    """In the policy's log-probability of the token, or the larger entry in its logits; None for a value only."""
+    slopes: Float64[Tensor, " points"] | None
+    """The same of the claimed divergence, for whole distributions; None for sampled tokens."""
+
+
+Look = Callable[[Tensor], Scan]
+
+
+def looker(subject: Subject, dtype: torch.dtype = torch.float32) -> Look:
+    """What asks the function at given log ratios."""
+    if subject.convention.sees == "tokens":
+        return lambda log_ratios: _at_tokens(subject, log_ratios, dtype)
+    return lambda log_ratios: _at_distributions(subject, log_ratios, dtype)
+
+
+def grid(subject: Subject) -> Float64[Tensor, " points"]:
+    """Log ratios half a nat apart, none of them 0.
+
+    With whole distributions both signs come at once, so that one side is enough.
+    """
+    count = int(REACH / SPACING)
+    positive = (torch.arange(count, dtype=torch.float64) + 0.5) * SPACING
+    return torch.cat([-positive.flip(0), positive]) if subject.convention.sees == "tokens" else positive
+
+
+def _at_tokens(subject: Subject, log_ratios: Tensor, dtype: torch.dtype) -> Scan:
+    """One sampled token for each log ratio; log-probabilities as near to 0 as that allows."""
+
+    def of_two(logp: Tensor) -> Tensor:
+        return torch.stack([logp, torch.log1p(-logp.exp())], dim=-1).unsqueeze(1)
+
+    p = of_two(log_ratios.clamp(max=0) - 0.5).requires_grad_()
+    q = of_two(-log_ratios.clamp(min=0) - 0.5)
+    situation = make_situation(p, q, torch.zeros(len(p), 1, dtype=torch.int64), dtype=dtype)
+    values = subject.parts(situation).sum(-1)
+    gradients = _gradient(subject, values, situation.token_logp, lambda g: g.squeeze(-1))
+    if gradients is None:  # it computes the log-probability itself
+        other = p.detach()[:, 0, 1].exp()
+        gradients = _gradient(subject, values, p, lambda g: g[:, 0, 0] / other)
+    return Scan(log_ratios=log_ratios, values=values.detach().double(), gradients=gradients, slopes=None)
+
+
+def _at_distributions(subject: Subject, log_ratios: Tensor, dtype: torch.dtype) -> Scan:
+    """A fair coin under the side that is averaged over, a loaded one under the other."""
+    loaded = torch.stack([log_ratios / 2, -log_ratios / 2], dim=-1).unsqueeze(1)
+    fair = torch.zeros_like(loaded)
+    claims = subject.convention.claims
+    p, q = (loaded, fair) if claims == "reverse_kl" else (fair, loaded)
+    p = p.clone().requires_grad_()
+    situation = make_situation(p, q, torch.zeros(len(p), 1, dtype=torch.int64), dtype=dtype)
+    values = subject.parts(situation).sum(-1)
+    right = divergence(claims, p.log_softmax(-1), q.log_softmax(-1)).sum()
+    (slopes,) = torch.autograd.grad(right, p, retain_graph=True)
+    return Scan(
+        log_ratios=log_ratios,
+        values=values.detach().double(),
+        gradients=_gradient(subject, values, p, lambda g: g.squeeze(1)[:, 0]),
+        slopes=slopes.squeeze(1)[:, 0],
+    )
+
+
+def _gradient(
+    subject: Subject, values: Tensor, given: Tensor, entry: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    if not subject.differentiated or not values.requires_grad:
+        return None
+    (found,) = torch.autograd.grad(values.sum(), given, allow_unused=True, retain_graph=True)
+    return None if found is None else entry(found).double()
+
+
+def dead(scan: Scan) -> Bool[Tensor, " points"]:
+    """Where the gradient is zero, and that of the claimed divergence, if it is known, is not."""
+    if scan.gradients is None:
+        return torch.zeros_like(scan.values, dtype=torch.bool)
+    if scan.slopes is None:
+        return scan.gradients == 0
+    return (scan.gradients.abs() < 1e-3 * scan.slopes.abs()) & (scan.slopes.abs() > 1e-6)
+
+
+def broken(scan: Scan) -> Bool[Tensor, " points"]:
+    """Where the gradient is NaN."""
+    return (
+        torch.zeros_like(scan.values, dtype=torch.bool) if scan.gradients is None else scan.gradients.isnan()
+    )
+
+
+def flat(scan: Scan, look: Look) -> Bool[Tensor, " points"]:
+    """Where the value is what it is a hundredth of a nat farther out, to the last bit."""
+    farther = look(scan.log_ratios * (1 + 1e-2 / scan.log_ratios.abs()))
+    return scan.values.isfinite() & (scan.values == farther.values)
+
+
+def zones(
+    look: Look, scan: Scan, where: Callable[[Scan], Tensor], of: str, both_signs: bool
+) -> tuple[ZoneRow, ...]:
+    """The ranges of the log ratio in which ``where`` holds, their ends found by bisection."""
+    held = where(scan)
+    held[1:-1] |= held[:-2] & held[2:]  # one point between two others may differ by its rounding
+    found: list[ZoneRow] = []
+    start: int | None = None
+    for i in range(len(held) + 1):
+        inside = i < len(held) and bool(held[i])
+        if inside and start is None:
+            start = i
+        elif not inside and start is not None:
+            if i - start > 1:
+                found.append(_zone(look, scan, where, of, (start, i - 1), both_signs))
+            start = None
+    return tuple(found)
+
+
+def _zone(
+    look: Look,
+    scan: Scan,
+    where: Callable[[Scan], Tensor],
+    of: str,
+    ends: tuple[int, int],
+    both_signs: bool,
+) -> ZoneRow:
+    u, (first, last) = scan.log_ratios.tolist(), ends
+
+    def edge(inside: int, outside: int) -> float:
+        low, high = u[inside], u[outside]
+        for _ in range(STEPS_OF_BISECTION):
+            middle = (low + high) / 2
+            if bool(where(look(torch.tensor([middle], dtype=torch.float64)))[0]):
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+    return ZoneRow(
+        of=of,
+        low=edge(first, first - 1) if first else (-torch.inf if both_signs else 0.0),
+        high=edge(last, last + 1) if last + 1 < len(u) else torch.inf,
+        value=scan.values[(first + last) // 2].item(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Course:
+    """What a scan came to."""
+
+    scan: Scan
+    dead: tuple[ZoneRow, ...]
+    flat: tuple[ZoneRow, ...]
+    nan: tuple[ZoneRow, ...]
+
+    @property
+    def rows(self) -> tuple[ZoneRow, ...]:
+        """All zones."""
+        return self.dead + self.flat + self.nan
+
+
+def course(subject: Subject) -> Course:
+    """The zones of the function."""
+    look, both = looker(subject), subject.convention.sees == "tokens"
+    scan = look(grid(subject))
+    return Course(
+        scan=scan,
+        dead=zones(look, scan, dead, "gradient", both),
+        flat=zones(look, scan, lambda part: flat(part, look), "value", both),
+        nan=zones(look, scan, broken, "gradient is NaN", both),
+    )
+
+
+def pointwise(subject: Subject, points: Float[Tensor, " points"]) -> Float64[Tensor, " points"]:
+    """The function's values at some log ratios in float64."""
+    return looker(subject, torch.float64)(points).values
