@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kleash.divergences import total_variation as total_variation
     from kleash.estimators import ESTIMATORS as ESTIMATORS
     from kleash.estimators import importance_weights as importance_weights
+    from kleash.estimators import kl_bounds as kl_bounds
     from kleash.estimators import sampled_kl as sampled_kl
     from kleash.linear import Head as Head
     from kleash.linear import LinearOptions as LinearOptions
@@ -53,7 +54,7 @@ HOMES = {
         ),
         *("jensen_shannon", "kl", "kl_from_probs", "kl_gaussian", "renyi", "skew_kl", "total_variation"),
     ),
-    "estimators": ("ESTIMATORS", "importance_weights", "sampled_kl"),
+    "estimators": ("ESTIMATORS", "importance_weights", "kl_bounds", "sampled_kl"),
     "linear": ("Head", "LinearOptions", "linear_kl", "token_statistics"),
     "masking": ("Mean",),
     "measuring": ("compare", "measure"),

@@ -206,8 +206,9 @@ def test_leading_axes_are_kept():
     torch.testing.assert_close(value[1, 2], kl(logp[1, 2], logq[1, 2]))
 
 
-def test_nan_stays_nan():
-    assert kl(torch.tensor([torch.nan, 0.0]), torch.tensor([-1.0, -0.5])).isnan()
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_stays_nan(name):
+    assert divergence(name, torch.tensor([torch.nan, 0.0]), torch.tensor([-1.0, -0.5])).isnan()
 
 
 def test_vocabularies_that_differ(unhooked):

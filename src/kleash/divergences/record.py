@@ -35,9 +35,9 @@ def unchanged(total: Tensor) -> Tensor:
 
 
 def square_root(total: Tensor) -> Tensor:
-    """The root, with gradient 0 at 0, where a distance has a kink."""
+    """The root, with gradient 0 at 0, where a distance has a kink; NaN stays NaN."""
     apart = total > 0
-    return torch.where(apart, torch.where(apart, total, 1.0).sqrt(), 0.0)
+    return torch.where(apart, torch.where(apart, total, 1.0).sqrt(), total.detach())
 
 
 @dataclass(frozen=True, kw_only=True)

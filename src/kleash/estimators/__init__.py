@@ -1,5 +1,7 @@
 """What sampled tokens tell about a KL divergence."""
 
+from kleash.estimators.bounds import KLBounds, SharedHead, Tail, kl_bounds, rounding_nats, shared_head
+from kleash.estimators.continued import bounded_k3, continued_k3, largest_log_ratio
 from kleash.estimators.sampled import ESTIMATORS, Estimator, absolute, k1, k2, k3, sampled_kl
 from kleash.estimators.weights import ImportanceWeights, importance_weights
 
@@ -7,10 +9,19 @@ __all__ = [
     "ESTIMATORS",
     "Estimator",
     "ImportanceWeights",
+    "KLBounds",
+    "SharedHead",
+    "Tail",
     "absolute",
+    "bounded_k3",
+    "continued_k3",
     "importance_weights",
     "k1",
     "k2",
     "k3",
+    "kl_bounds",
+    "largest_log_ratio",
+    "rounding_nats",
     "sampled_kl",
+    "shared_head",
 ]

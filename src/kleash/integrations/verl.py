@@ -143,7 +143,8 @@ def install() -> None:
         core = import_module("verl.trainer.ppo.core_algos")
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"{str(error.name).partition('.')[0]} is not installed; run: pip install --no-deps verl, and pip install what it imports"
+            f"{str(error.name).partition('.')[0]} is not installed; "
+            "run: pip install --no-deps verl, and pip install what it imports"
         ) from error
 
     def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
