@@ -14,8 +14,7 @@ from pathlib import Path
 from kleash.auditing.study import estimator_study
 from kleash.errors import KleashError
 from kleash.records.study import Study
-from kleash.reports import write_study
-from kleash.reports.study import FIT_HEADER, HEADER, fit_cells, row_cells
+from kleash.reports.study import FIT_HEADER, HEADER, fit_cells, row_cells, write_study
 
 WIDTH = 108
 """Columns that the widest table needs; a terminal that has fewer folds the lines."""
