@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kleash.linear import LinearOptions as LinearOptions
     from kleash.linear import linear_kl as linear_kl
     from kleash.linear import token_statistics as token_statistics
+    from kleash.losses import future_kl_loss as future_kl_loss
+    from kleash.losses import kl_loss as kl_loss
     from kleash.masking import Mean as Mean
     from kleash.measuring import compare as compare
     from kleash.measuring import measure as measure
@@ -56,6 +58,7 @@ HOMES = {
     ),
     "estimators": ("ESTIMATORS", "importance_weights", "kl_bounds", "sampled_kl"),
     "linear": ("Head", "LinearOptions", "linear_kl", "token_statistics"),
+    "losses": ("future_kl_loss", "kl_loss"),
     "masking": ("Mean",),
     "measuring": ("compare", "measure"),
     "records": ("MeasureJob", "Measurement"),

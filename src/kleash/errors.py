@@ -25,6 +25,10 @@ class OptionError(KleashError, ValueError):
     """An option, or a combination of them, that means nothing."""
 
 
+class DetachedError(KleashError, ValueError):
+    """Something that is trained on and carries no gradient, or carries one that it must not."""
+
+
 class CannotRunError(KleashError, RuntimeError):
     """An implementation that was asked for by name cannot run here."""
 

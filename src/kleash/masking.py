@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
@@ -19,7 +20,7 @@ def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[
         return mask
     if mask.is_floating_point() or mask.is_complex():
         raise ShapeError(f"a mask is bool, or 0 and 1 as integers; this one is {mask.dtype}")
-    return mask != 0
+    return mask.to(torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,35 @@ class Mean:
     def value(self) -> Float[Tensor, ""]:
         """The mean; NaN over nothing."""
         return self.total / self.count
+
+    def share(self, count: Int[Tensor, ""] | int, *, ranks: int = 1) -> Float[Tensor, ""]:
+        """What this part adds to a mean over ``count``: the loss of one micro-batch of many.
+
+        Shares add up to the mean of the whole, and so do their gradients. Where the gradients of ``ranks``
+        processes are averaged afterwards (DistributedDataParallel, FSDP), that division is undone here.
+
+        Args:
+            count: of the whole batch: every micro-batch of every rank.
+            ranks: processes whose gradients are averaged.
+        """
+        return self.total * ranks / count
+
+    @property
+    def detached(self) -> "Mean":
+        """The same without the gradient, to be kept."""
+        return Mean(total=self.total.detach(), count=self.count)
+
+    def across_ranks(self, group: "dist.ProcessGroup | None" = None) -> "Mean":
+        """The mean over every process's part, without a gradient; itself where there is one process.
+
+        A collective: every process of the group has to call it.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return self.detached
+        total, count = self.total.detach().clone(), self.count.detach().clone()
+        for part in (total, count):
+            dist.all_reduce(part, group=group)  # pyright: ignore[reportUnknownMemberType]
+        return Mean(total=total, count=count)
 
 
 def mean_of(

@@ -1,6 +1,9 @@
 """What is trained on: losses whose value and gradient are those of the divergence they name."""
 
+from kleash.losses.aggregation import AGGREGATIONS, Aggregation, aggregate, count_of
+from kleash.losses.checks import require_log_probabilities
 from kleash.losses.distillation import distillation_loss, gkd_record
+from kleash.losses.divergence import divergence_loss
 from kleash.losses.latent import (
     ActiveUnits,
     active_units,
@@ -10,18 +13,29 @@ from kleash.losses.latent import (
     linear_annealing,
 )
 from kleash.losses.preference import PreferenceLoss, dpo_loss, implicit_reward, response_log_ratio
+from kleash.losses.relative_entropy import ExtremeTokens, extreme_tokens, future_kl_loss, kl_loss
 
 __all__ = [
+    "AGGREGATIONS",
     "ActiveUnits",
+    "Aggregation",
+    "ExtremeTokens",
     "PreferenceLoss",
     "active_units",
+    "aggregate",
+    "count_of",
     "cyclical_annealing",
     "distillation_loss",
+    "divergence_loss",
     "dpo_loss",
+    "extreme_tokens",
     "free_bits",
+    "future_kl_loss",
     "gkd_record",
     "implicit_reward",
+    "kl_loss",
     "kl_per_dimension",
     "linear_annealing",
+    "require_log_probabilities",
     "response_log_ratio",
 ]

@@ -1,0 +1,127 @@
+"""From one number per token to the one number that is trained on, with the count that makes parts add up."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Bool, Float, Int, Integer
+from torch import Tensor
+
+from kleash.errors import OptionError, ShapeError
+from kleash.masking import Mean, as_mask
+from kleash.registry import look_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregation:
+    """A way to average tokens, as a total and what it is divided by."""
+
+    total: Callable[[Tensor, Tensor], Tensor]
+    """Of the numbers per token, 0 where masked, and how many of each sequence count (at least 1)."""
+    counts_tokens: bool
+    """Whether it is divided by tokens; by sequences otherwise."""
+    sums_sequences: bool
+    """Whether each sequence enters as the plain sum over its tokens: what a KL between responses needs."""
+    summary: str
+
+
+AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
+    {
+        "token_mean": Aggregation(
+            total=lambda values, tokens: values.sum(),
+            counts_tokens=True,
+            sums_sequences=True,
+            summary="sum over all tokens, divided by how many there are",
+        ),
+        "sequence_sum": Aggregation(
+            total=lambda values, tokens: values.sum(),
+            counts_tokens=False,
+            sums_sequences=True,
+            summary="mean over sequences of the sum over their tokens",
+        ),
+        "sequence_mean": Aggregation(
+            total=lambda values, tokens: (values.sum(-1) / tokens).sum(),
+            counts_tokens=False,
+            sums_sequences=False,
+            summary="mean over sequences of the mean over their tokens",
+        ),
+        "constant": Aggregation(
+            total=lambda values, tokens: values.sum(),
+            counts_tokens=False,
+            sums_sequences=True,
+            summary="as sequence_sum, divided by a length that is the same for all",
+        ),
+    }
+)
+"""Name -> record."""
+
+
+def aggregate(
+    per_token: Float[Tensor, "batch_v time_v"],
+    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    how: str = "token_mean",
+    *,
+    length: int | None = None,
+) -> Mean:
+    """The mean of ``per_token`` in one of four ways, as a differentiable total and the count under it.
+
+        token_mean       sum of all tokens / tokens
+        sequence_sum     sum of all tokens / sequences
+        sequence_mean    sum over sequences of (their sum / their tokens) / sequences
+        constant         sum of all tokens / (sequences * length)
+
+    A sequence without a token that counts is no sequence: rows that only fill up a batch move no
+    mean. What is masked is not read. Over nothing, ``.value`` is NaN and its gradient 0.
+
+    ``aggregate(...).value`` is the loss of a batch that is whole. Of a batch in parts, every part is
+    divided by the count of the whole: ``aggregate(...).share(count)``, where ``count`` adds up
+    ``count_of`` over the parts. The shares add to the whole's mean, gradient included; what is logged
+    is the sum of the same shares.
+
+    Args:
+        per_token: what to average.
+        mask: true (or 1) for the tokens that count.
+        how: a name of ``AGGREGATIONS``.
+        length: the constant of "constant": the longest response that may be generated.
+
+    Raises:
+        UnknownNameError: if there is no such way.
+        OptionError: if "constant" has no length of at least 1, or another way has one.
+        ShapeError: if the two differ in shape, or are not [batch, time].
+
+    References:
+        Liu et al., "Understanding R1-Zero-Like Training" (2025), https://arxiv.org/abs/2503.20783
+    """
+    if per_token.shape != mask.shape or per_token.ndim != 2:
+        raise ShapeError(
+            f"per_token is {tuple(per_token.shape)} and mask {tuple(mask.shape)}; give both as [batch, time]"
+        )
+    counts = as_mask(mask)
+    values = torch.where(counts, per_token, 0.0)
+    way = look_up(AGGREGATIONS, how, "aggregation")
+    return Mean(
+        total=way.total(values, counts.sum(-1).clamp(min=1)), count=count_of(counts, how, length=length)
+    )
+
+
+def count_of(
+    mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
+    how: str = "token_mean",
+    *,
+    length: int | None = None,
+) -> Int[Tensor, ""]:
+    """What ``aggregate`` divides by for this mask alone: known before any loss has been computed.
+
+    Raises:
+        UnknownNameError, OptionError: as ``aggregate``.
+    """
+    way = look_up(AGGREGATIONS, how, "aggregation")
+    if how == "constant" and (length is None or length < 1):
+        raise OptionError(f"length is {length}; give the number of tokens that every sequence is divided by")
+    if how != "constant" and length is not None:
+        raise OptionError(f"length is {length}, which {how!r} does not use; leave it out, or take 'constant'")
+    counts = as_mask(mask)
+    if way.counts_tokens:
+        return counts.sum()
+    return counts.any(-1).sum() * (1 if length is None else length)

@@ -1,0 +1,144 @@
+"""KL(p || q) to train on, from sampled tokens: the value of an estimator with the gradient of the divergence."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, Integer
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kleash.errors import ShapeError
+from kleash.estimators import ESTIMATORS, Estimator, continued_k3, largest_log_ratio
+from kleash.losses.surrogate import (
+    attach,
+    carrying,
+    counted,
+    require_gradient,
+    require_one_shape,
+    sampled_pair,
+)
+from kleash.masking import as_mask
+from kleash.precision import at_least_float32
+from kleash.registry import look_up
+
+
+def kl_loss(
+    token_logp: Float[Tensor, "*tokens_p"],
+    token_logq: Float[Tensor, "*tokens_q"],
+    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    *,
+    estimator: str | Estimator = "k3",
+    weights: Float[Tensor, "*tokens_w"] | None = None,
+) -> Float[Tensor, "*tokens_p"]:
+    """KL(p || q) in nats per sampled token, to be descended on.
+
+        value                      weights * estimator(u),    u = log p(x) - log q(x)
+        gradient in token_logp     weights * u                (that of k2, whatever the estimator)
+        gradient in token_logq     -weights                   (maximum likelihood on p's samples)
+
+    For ``x ~ p`` both gradients are those of KL(p || q) in expectation, and so they are for samples of a
+    behaviour distribution with its importance weights. The estimator decides what is logged, never
+    what is trained: plain backpropagation through k1 trains nothing, through k3 the other direction.
+
+    |  | value | gradient |
+    | masked, or of weight 0 | 0 | 0; what stands there (NaN, inf) is not read |
+    | u < -80 in float32 (-700 in float64), k3 | k3's tangent at -80 | weights * u, as everywhere |
+    | q rules the token out | inf | inf: no finite step answers an infinite divergence |
+
+    ``extreme_tokens`` counts the last two. This is the gradient of each token's KL along the sampled
+    prefixes; ``future_kl_loss`` adds what a token does to the KL after it. For first derivatives only.
+
+    Args:
+        token_logp: log-probabilities of the sampled tokens under what they were sampled from (or, with
+            weights, what they stand for), with the gradient.
+        token_logq: the same tokens under the other distribution; may carry a gradient, and need not.
+        mask: true (or 1) for the tokens that count; tool output and padding do not.
+        estimator: "k1", "abs", "k2", "k3", or a record, such as ``bounded_k3(-5.0)``.
+        weights: one per token (``importance_weights``), without a gradient.
+
+    Returns:
+        One number per token, in float32 or, where the inputs are that, float64.
+
+    Raises:
+        DetachedError: if gradients are enabled and neither side carries one, or if ``weights`` carry one.
+        ShapeError: if the tensors differ in shape.
+        UnknownNameError: if there is no such estimator.
+
+    References:
+        Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
+        Tang & Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (2025),
+        https://arxiv.org/abs/2506.09477
+    """
+    record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
+    pair = sampled_pair(token_logp, token_logq, mask, weights)
+    value = continued_k3(pair.log_ratio) if record is ESTIMATORS["k3"] else record.of(pair.log_ratio)
+    return carrying(value, pair, pair.log_ratio, lambda: -pair.counts.to(pair.log_ratio.dtype))
+
+
+def future_kl_loss(
+    token_logp: Float[Tensor, "*batch_p time_p"],
+    token_kl: Float[Tensor, "*batch_k time_k"],
+    mask: Bool[Tensor, "*batch_m time_m"] | Integer[Tensor, "*batch_m time_m"],
+    *,
+    weights: Float[Tensor, "*batch_w time_w"] | None = None,
+) -> Float[Tensor, "*batch_p time_p"]:
+    """What each token does to the KL of the tokens after it: value 0, and the gradient that is missing.
+
+        value 0,    gradient in token_logp    sum_{j > t} weights_j * token_kl_j
+
+    Added to ``kl_loss``, or to weights times the exact KL with its gradient, it makes the gradient of
+    their sum over a response that of the KL between *responses*, on-policy without weights and
+    off-policy with weights of level "prefix" or "sequence". With weights of level "token" there is nothing
+    to add: those average over the behaviour's prefixes, which training does not move.
+
+    A masked token adds nothing and gets nothing; credit passes over it to the tokens before. The more
+    tokens follow, the noisier it is; exact KLs make it less so (``controlled_kl_loss``).
+
+    Args:
+        token_logp: log-probabilities of the sampled tokens, with the gradient.
+        token_kl: an unbiased KL of each token (k1, k3 or the exact one), not weighted; its gradient is not used.
+        mask: true (or 1) for the tokens that count.
+        weights: the same that the KL itself is weighted with.
+
+    Raises:
+        DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
+        ShapeError: if the tensors differ in shape, or have no axis of time.
+    """
+    require_one_shape(token_logp=token_logp, token_kl=token_kl, mask=mask, weights=weights)
+    if token_logp.ndim == 0:
+        raise ShapeError("token_logp is one number; give the tokens of a response on the last axis")
+    require_gradient(token_logp)
+    counts, weights = counted(mask, weights)
+    cost = torch.where(counts, at_least_float32(token_kl.detach()), 0.0)
+    cost = cost if weights is None else weights * cost
+    from_here = cost.flip(-1).cumsum(-1).flip(-1)
+    later = torch.where(as_mask(mask), pad(from_here[..., 1:], (0, 1)), 0.0)
+    return attach(torch.zeros_like(later), at_least_float32(token_logp), later)
+
+
+class ExtremeTokens(NamedTuple):
+    """How many tokens ``kl_loss`` met whose log ratio leaves what a number can hold."""
+
+    continued: Int[Tensor, ""]
+    """Tokens that ``p`` made less likely by more than 80 nats (700 in float64): k3's value is its tangent."""
+    ruled_out: Int[Tensor, ""]
+    """Tokens that ``q`` gives no probability at all: value and gradient are infinite."""
+
+
+def extreme_tokens(
+    token_logp: Float[Tensor, "*tokens_p"],
+    token_logq: Float[Tensor, "*tokens_q"],
+    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+) -> ExtremeTokens:
+    """Count the tokens on which ``kl_loss`` is continued or infinite; in a healthy run both are 0.
+
+    Raises:
+        ShapeError: if the tensors differ in shape.
+    """
+    require_one_shape(token_logp=token_logp, token_logq=token_logq, mask=mask)
+    counts = as_mask(mask)
+    log_ratio = at_least_float32(token_logp.detach()) - at_least_float32(token_logq.detach())
+    return ExtremeTokens(
+        continued=(counts & (log_ratio < -largest_log_ratio(log_ratio.dtype))).sum(),
+        ruled_out=(counts & (log_ratio == torch.inf)).sum(),
+    )

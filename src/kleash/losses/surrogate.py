@@ -1,0 +1,117 @@
+"""Values that carry the gradient they should have, instead of the one of the formula they came from."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from kleash.errors import CannotRunError, DetachedError, ShapeError
+from kleash.masking import as_mask
+from kleash.precision import at_least_float32
+
+
+class SampledPair(NamedTuple):
+    """Both log-probabilities of the sampled tokens, and what is left of them after mask and weights."""
+
+    token_logp: Tensor
+    token_logq: Tensor
+    log_ratio: Tensor
+    """Detached; 0 where nothing counts."""
+    counts: Tensor
+    """Where a token counts: not masked, and of a weight that is not 0."""
+    weights: Tensor | None
+    """Detached; 0 where nothing counts."""
+
+
+def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
+    """The pair in one type of at least float32, if it fits together and can be trained on."""
+    require_one_shape(token_logp=token_logp, token_logq=token_logq, mask=mask, weights=weights)
+    require_gradient(token_logp, token_logq)
+    counts, weights = counted(mask, weights)
+    p, q = at_least_float32(token_logp), at_least_float32(token_logq)
+    log_ratio = torch.where(counts, p.detach() - q.detach(), 0.0)
+    return SampledPair(p, q, log_ratio, counts, weights)
+
+
+def counted(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Where a token counts, and the weights there, 0 elsewhere; a weight of 0 is a mask."""
+    counts = as_mask(mask)
+    if weights is None:
+        return counts, None
+    if weights.requires_grad:
+        raise DetachedError(
+            "weights carry a gradient, which would be added to one that is already right; "
+            "give importance_weights(...).values, or weights.detach()"
+        )
+    counts = counts & (weights != 0)
+    return counts, torch.where(counts, at_least_float32(weights), 0.0)
+
+
+def require_one_shape(**tensors: Tensor | None) -> None:
+    """Raise unless all of them that are there are alike in shape."""
+    shapes = {name: tuple(x.shape) for name, x in tensors.items() if x is not None}
+    if len(set(shapes.values())) > 1:
+        said = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ShapeError(f"the tokens do not fit together: {said}; give one number per token in each")
+
+
+def require_gradient(token_logp: Tensor, *others: Tensor) -> None:
+    """Raise where a loss is asked for and there is nothing that it could train."""
+    if torch.is_grad_enabled() and not any(may_be_trained(x) for x in (token_logp, *others)):
+        raise DetachedError(
+            "token_logp carries no gradient although gradients are enabled, so this loss would train nothing; "
+            "give log-probabilities computed with gradients, or call under torch.no_grad() for the value alone"
+        )
+
+
+def may_be_trained(x: Tensor) -> bool:
+    """Whether ``x`` carries a gradient, or may do so: inside ``vmap`` only what is outside of it knows."""
+    return x.requires_grad or torch._C._are_functorch_transforms_active()  # pyright: ignore
+
+
+def carrying(
+    value: Tensor, pair: SampledPair, slope_p: Tensor, slope_q: Callable[[], Tensor] | None = None
+) -> Tensor:
+    """``weights * value``, whose gradient in the pair is ``weights`` times the slopes, whatever ``value`` is."""
+    toward_q = slope_q() if slope_q is not None and may_be_trained(pair.token_logq) else None
+    if pair.weights is not None:
+        value, slope_p = pair.weights * value, pair.weights * slope_p
+        toward_q = None if toward_q is None else pair.weights * toward_q
+    return attach(value, pair.token_logp, slope_p, None if toward_q is None else (pair.token_logq, toward_q))
+
+
+def attach(
+    value: Tensor, token_logp: Tensor, slope: Tensor, other: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """``value``, with ``slope`` as its gradient in ``token_logp``, and likewise for another tensor."""
+    if torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(value):  # pyright: ignore
+        raise CannotRunError(
+            "torch.compile loses gradients inside vmap (seen in torch 2.13); compile the inside"
+        )
+    apply = cast("Callable[..., Tensor]", _Attach.apply)  # pyright: ignore[reportUnknownMemberType]
+    leaf, toward = (None, None) if other is None else other
+    return apply(token_logp, leaf, value, slope, toward)
+
+
+class _Attach(torch.autograd.Function):
+    """The identity on ``value``; the slopes are constants, so second derivatives are not the divergence's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        token_logp: Tensor, leaf: Tensor | None, value: Tensor, slope: Tensor, toward: Tensor | None
+    ) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, weight: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        slope, toward = ctx.saved_tensors
+        return weight * slope, None if toward is None else weight * toward, None, None, None
