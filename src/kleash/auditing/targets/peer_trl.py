@@ -55,6 +55,15 @@ TRL = Target(
         *distillation("jsd", 0.5, "jensen_shannon"),
         *distillation("reverse", 1.0, "kl"),
         case(
+            "gkd_masked",
+            trl.generalised_jsd_batchmean,
+            "mean_logits_with_mask",
+            "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",
+            STUDENT,
+            "with labels, and reduced as the trainer reduces it",
+            beta=1.0,
+        ),
+        case(
             "sdft_full",
             trl.full_self_distillation,
             "logits",

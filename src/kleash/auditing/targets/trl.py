@@ -124,15 +124,6 @@ def grpo_loss(
     return trainer._compute_loss(None, batch_of(token_logp, token_logq, mask, behaviour_logp))
 
 
-def grpo_logged(
-    token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor | None, mask: Tensor, **settings: Any
-) -> float:
-    """What TRL's ``GRPOTrainer`` writes to its log as ``kl`` for the same batch."""
-    trainer = trainer_for(import_target("trl.trainer.grpo_trainer").GRPOTrainer, token_logp, **settings)
-    trainer._compute_loss(None, batch_of(token_logp, token_logq, mask, behaviour_logp))
-    return trainer._metrics["train"]["kl"][0]
-
-
 def gmpo_loss(token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor | None, mask: Tensor) -> Tensor:
     """The loss of TRL's experimental ``GMPOTrainer`` with advantages 0 and beta 1.
 

@@ -1,0 +1,220 @@
+"""What is audited by name is the package's own code, called rightly: against formulas written out here."""
+
+import sys
+
+import pytest
+import torch
+from target_numbers import Numbers, close, mean, of, spread
+from torch import Tensor
+
+from kleash.auditing.situations import Situation, make_situation
+from kleash.auditing.targets import TARGETS, cases_of
+
+DRAWN = torch.Generator().manual_seed(3)
+
+
+def logits(spread: float) -> Tensor:
+    return spread * torch.randn(2, 3, 5, generator=DRAWN, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def situation() -> Situation:
+    """Two responses of three tokens, one of them masked; log ratios that no clamp of anybody's touches."""
+    tokens = torch.randint(5, (2, 3), generator=DRAWN)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    return make_situation(logits(0.6), logits(0.6), tokens, logits_behaviour=logits(0.6), mask=mask)
+
+
+@pytest.fixture(scope="module")
+def by_hand(situation: Situation) -> Numbers:
+    return Numbers(situation)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """All the packages, once."""
+    for target in TARGETS.values():
+        assert target.load()
+
+
+def test_trl_grpo_without_correction_is_the_mean_of_k3(situation: Situation, by_hand: Numbers) -> None:
+    value, gradient = of("trl:grpo_plain", situation)
+    close(value, mean(by_hand.k3, situation.mask))
+    close(gradient, spread(by_hand.k3_slope, situation.mask))
+
+
+def test_trl_grpo_as_it_comes_multiplies_k3_by_the_attached_ratio(
+    situation: Situation, by_hand: Numbers
+) -> None:
+    value, gradient = of("trl:grpo", situation)
+    close(value, mean(by_hand.w * by_hand.k3, situation.mask))
+    close(gradient, spread(by_hand.w * (by_hand.k3 + by_hand.k3_slope), situation.mask))
+
+
+def test_trl_grpo_at_sequence_level_multiplies_by_the_geometric_mean_of_the_ratios(
+    situation: Situation, by_hand: Numbers
+) -> None:
+    logs = torch.where(situation.mask, by_hand.w.log(), 0.0).sum(-1) / situation.mask.sum(-1)
+    close(
+        of("trl:grpo_sequence_ratio", situation)[0],
+        mean(logs.exp().unsqueeze(-1) * by_hand.k3, situation.mask),
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "weights"),
+    [
+        ("dapo", [1 / 5, 1 / 5]),
+        ("bnpo", [1 / 5, 1 / 5]),
+        ("grpo", [1 / 6, 1 / 4]),
+        ("dr_grpo", [1 / 6, 1 / 6]),
+        ("luspo", [1 / 2, 1 / 2]),
+        ("sapo", [1 / 6, 1 / 4]),
+        ("cispo", [1 / 5, 1 / 5]),
+        ("vespo", [1 / 5, 1 / 5]),
+    ],
+)
+def test_trl_grpo_weighs_sequences_by_its_loss_type(
+    situation: Situation, by_hand: Numbers, loss_type: str, weights: list[float]
+) -> None:
+    (case,) = cases_of("trl:grpo_plain", (f"loss_type={loss_type}",))
+    given = (situation.token_logp, situation.token_logq, situation.behaviour_logp, situation.mask)
+    sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
+    close(case.function(*given, **case.arguments), (sums * torch.tensor(weights)).sum(), 1e-7)
+
+
+def test_trl_gmpo_is_the_mean_of_means_of_k3(situation: Situation, by_hand: Numbers) -> None:
+    sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
+    close(of("trl:gmpo", situation)[0], (sums / torch.tensor([3, 2])).mean())
+
+
+@pytest.mark.parametrize(("name", "beta"), [("forward", 0.0), ("jsd", 0.5), ("reverse", 1.0)])
+def test_the_exact_divergences_of_trl_and_liger(
+    situation: Situation, by_hand: Numbers, name: str, beta: float
+) -> None:
+    close(of(f"trl:chunked_{name}", situation, "hidden_p")[0], by_hand.exact(beta), 1e-6)
+    close(of(f"trl:gkd_{name}", situation, "logits_p")[0], by_hand.exact(beta))
+    liger = {"forward": "jsd_forward", "jsd": "jsd", "reverse": "jsd_reverse"}[name]
+    close(of(f"liger:{liger}", situation, "hidden_p")[0], by_hand.exact(beta).mean(), 1e-6)
+
+
+def test_trl_gkd_as_the_trainer_reduces_it(situation: Situation, by_hand: Numbers) -> None:
+    close(of("trl:gkd_masked", situation, "logits_p")[0], mean(by_hand.exact(1.0), situation.mask))
+
+
+def test_trl_self_distillation_on_all_two_or_one_token(situation: Situation, by_hand: Numbers) -> None:
+    close(of("trl:sdft_full", situation, "logits_p")[0], by_hand.exact(1.0))
+    p = situation.logp.exp()
+    top = p.topk(2).indices
+    p, q = p.gather(-1, top), situation.logq.exp().gather(-1, top)
+    kept_p, kept_q = p.sum(-1), q.sum(-1)
+    partial = (p * (p / q).log()).sum(-1)
+    tail = (1 - kept_p) * ((1 - kept_p) / (1 - kept_q)).log()
+    close(of("trl:sdft_topk_tail", situation, "logits_p")[0], partial + tail)
+    renormalised = partial / kept_p - (kept_p / kept_q).log()
+    close(of("trl:sdft_topk", situation, "logits_p")[0], renormalised)
+    close(of("trl:sdft_sampled", situation, "logits_p")[0], by_hand.u * situation.token_logp)
+
+
+VERL = {
+    "kl": (lambda u: u, lambda u: torch.ones_like(u)),
+    "abs": (lambda u: u.abs(), lambda u: u.sign()),
+    "mse": (lambda u: u * u / 2, lambda u: u),
+    "low_var_kl": (lambda u: (-u).exp() - 1 + u, lambda u: 1 - (-u).exp()),
+    "kl+": (lambda u: u, lambda u: u),
+    "abs+": (lambda u: u.abs(), lambda u: u),
+    "low_var_kl+": (lambda u: (-u).exp() - 1 + u, lambda u: u),
+}
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_verl_penalties_and_their_gradients(situation: Situation, by_hand: Numbers, name: str) -> None:
+    value, slope = VERL[name]
+    found, gradient = of(f"verl:{name}", situation)
+    close(found, value(by_hand.u))
+    close(gradient, slope(by_hand.u))
+    if not name.endswith("+"):
+        rewarded, nothing = of(f"verl:reward_{name}", situation)
+        close(rewarded, torch.where(situation.mask, -value(by_hand.u), 0.0))
+        close(nothing, torch.where(situation.mask, -slope(by_hand.u), 0.0))
+
+
+def test_verl_full_is_named_and_not_there(situation: Situation) -> None:
+    with pytest.raises(NotImplementedError):
+        of("verl:full", situation)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        ("token-mean", [1 / 5, 1 / 5]),
+        ("seq-mean-token-mean", [1 / 6, 1 / 4]),
+        ("seq-mean-token-sum", [1 / 2, 1 / 2]),
+        ("seq-mean-token-sum-norm", [1 / 6, 1 / 6]),
+    ],
+)
+def test_verl_aggregations(situation: Situation, by_hand: Numbers, mode: str, weights: list[float]) -> None:
+    sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
+    close(of(f"verl:loss_{mode}", situation)[0], (sums * torch.tensor(weights)).sum(), 1e-7)
+
+
+def test_verl_distillation_drops_the_teachers_tail(situation: Situation) -> None:
+    q, top = situation.logq.exp().topk(2)
+    p = situation.logp.exp().gather(-1, top)
+    close(of("verl:distillation_topk", situation, "logits_p")[0], (q * (q / p).log()).sum(-1), 1e-6)
+
+
+def test_verl_rollout_metrics(situation: Situation, by_hand: Numbers) -> None:
+    close(of("verl:rollout_kl", situation)[0], mean(by_hand.u, situation.mask), 1e-6)
+    close(of("verl:rollout_k3_kl", situation)[0], mean(by_hand.k3, situation.mask), 1e-6)
+
+
+@pytest.mark.parametrize(("name", "verls"), [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")])
+def test_openrlhf_estimators_with_and_without_the_right_gradient(
+    situation: Situation, by_hand: Numbers, name: str, verls: str
+) -> None:
+    value, slope = VERL[verls]
+    found, gradient = of(f"openrlhf:{name}", situation)
+    close(found, value(by_hand.u), 1e-6)
+    close(gradient, slope(by_hand.u), 1e-6)
+    found, gradient = of(f"openrlhf:{name}_unbiased", situation)
+    close(found, value(by_hand.u), 1e-6)
+    close(gradient, by_hand.w * by_hand.u, 1e-6)
+
+
+def test_openrlhf_loss_and_reward(situation: Situation, by_hand: Numbers) -> None:
+    close(of("openrlhf:loss_by_token", situation)[0], mean(by_hand.u**2 / 2, situation.mask), 1e-6)
+    sums = torch.where(situation.mask, by_hand.u**2 / 2, 0.0).sum(-1)
+    close(of("openrlhf:loss_by_sample", situation)[0], (sums / torch.tensor([3, 2])).mean(), 1e-6)
+    close(of("openrlhf:reward_k1", situation)[0], -by_hand.u, 1e-6)
+
+
+def test_liger_grpo_from_hidden_states(situation: Situation, by_hand: Numbers) -> None:
+    close(of("liger:grpo", situation, "hidden_p")[0], mean(by_hand.k3, situation.mask), 1e-6)
+    value, gradient = of("liger:grpo_bias_correction", situation, "hidden_p")
+    close(value, mean(by_hand.w * by_hand.k3, situation.mask), 1e-6)
+    slopes = spread(by_hand.w * (by_hand.k3 + by_hand.k3_slope), situation.mask).unsqueeze(-1)
+    one = torch.nn.functional.one_hot(situation.tokens, 5) - situation.logp.exp()
+    close(gradient, (slopes * one) @ situation.head_p, 1e-6)
+
+
+def test_kleash_itself(situation: Situation, by_hand: Numbers) -> None:
+    for name in ("kl_loss", "verl_k3+"):
+        value, gradient = of(f"kleash:{name}", situation)
+        counted = situation.mask if name == "kl_loss" else torch.ones_like(situation.mask)
+        close(value, torch.where(counted, by_hand.k3, 0.0))
+        close(gradient, torch.where(counted, by_hand.u, 0.0))
+    value, gradient = of("kleash:kl_loss_weighted", situation)
+    close(value, torch.where(situation.mask, by_hand.w * by_hand.k3, 0.0))
+    close(gradient, torch.where(situation.mask, by_hand.w * by_hand.u, 0.0))
+    close(of("kleash:kl", situation, "logp")[0], by_hand.exact(1.0))
+    close(of("kleash:linear_kl", situation, "hidden_p")[0], by_hand.exact(1.0))
+    close(of("kleash:sampled_k1", situation)[0], by_hand.u)
+    close(of("kleash:sampled_k3", situation)[0], by_hand.k3)
+
+
+def test_stand_ins_are_gone_and_said(situation: Situation) -> None:
+    (case,) = cases_of("openrlhf:k1")
+    assert any("deepspeed is not installed" in note for note in case.notes)
+    assert not {"deepspeed", "flash_attn", "pylatexenc"} & set(sys.modules)
+    assert case.versions.keys() == {"openrlhf"}
