@@ -14,7 +14,6 @@ cost. Annealing lets the KL cost nothing until z has become useful; z keeps what
 an objective that prefers the collapse wins in the end.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -135,7 +134,6 @@ def look_at(run: Run, model: Autoencoder, images: Tensor, random: torch.Generato
 
 def main() -> list[Outcome]:
     """Train all runs and print a table."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     images = binary_digits()
     print(f"{'':28} {'image given z':>13} {'KL':>8} {'sum':>8}   active units of {DIM}")
     outcomes = []
