@@ -14,13 +14,16 @@ from kleash.losses.latent import (
 )
 from kleash.losses.preference import PreferenceLoss, dpo_loss, implicit_reward, response_log_ratio
 from kleash.losses.relative_entropy import ExtremeTokens, extreme_tokens, future_kl_loss, kl_loss
+from kleash.losses.top_k import Drawn, TopK, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
 
 __all__ = [
     "AGGREGATIONS",
     "ActiveUnits",
     "Aggregation",
+    "Drawn",
     "ExtremeTokens",
     "PreferenceLoss",
+    "TopK",
     "active_units",
     "aggregate",
     "count_of",
@@ -38,4 +41,8 @@ __all__ = [
     "linear_annealing",
     "require_log_probabilities",
     "response_log_ratio",
+    "sampled_tail_loss",
+    "tail_bucket_loss",
+    "top_k_from",
+    "top_k_of",
 ]

@@ -1,0 +1,230 @@
+import pytest
+import torch
+from distributions import gradients, log, pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from textbook import textbook
+
+from kleash.divergences import DIVERGENCES, divergence, kl
+from kleash.errors import DetachedError, OptionError, ShapeError, UnknownNameError
+from kleash.losses import Drawn, TopK, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
+
+NAMES = list(DIVERGENCES)
+MEANS = [name for name in NAMES if name != "hellinger"]
+INF, NAN = float("inf"), float("nan")
+
+torch.manual_seed(3)
+LOGITS_P, LOGITS_Q, LOGITS_MU = torch.randn(3, 8, dtype=torch.float64)
+EVERY = torch.arange(8)
+ONE = torch.ones(1, dtype=torch.bool)
+CHOICES = {"p": LOGITS_P.topk(3).indices, "q": LOGITS_Q.topk(3).indices, "any": torch.tensor([6, 0, 3])}
+
+
+def exactly(name, logits_p=LOGITS_P, logits_q=LOGITS_Q):
+    """Gradients of the divergence itself, in both sides' logits."""
+    return gradients(lambda logp, logq: divergence(name, logp, logq), logits_p, logits_q)
+
+
+def expected(loss, drawn_from):
+    """Of a function of every token of the vocabulary: its mean, as a finite sum."""
+    return lambda logp, logq: (drawn_from.softmax(-1) * loss(logp, logq)).sum()
+
+
+def every_draw(name, ids, weights=None):
+    """``sampled_tail_loss`` once for each token that could have been drawn."""
+
+    def loss(logp, logq):
+        p, q = (top_k_of(x.expand(8, 8), ids.expand(8, 3)) for x in (logp, logq))
+        drawn = Drawn(EVERY, logp, logq)
+        mask = torch.ones(8, dtype=torch.bool)
+        return sampled_tail_loss(p, q, drawn, mask, weights=weights, divergence=name)
+
+    return loss
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", MEANS)
+def test_a_sampled_tail_has_the_value_and_both_gradients_of_the_whole(name, choice):
+    loss = expected(every_draw(name, CHOICES[choice]), LOGITS_P)
+    value = loss(LOGITS_P.log_softmax(-1).requires_grad_(), LOGITS_Q.log_softmax(-1))
+    assert value.item() == pytest.approx(textbook(name, LOGITS_P, LOGITS_Q), rel=1e-12)
+    for got, exact in zip(gradients(loss, LOGITS_P, LOGITS_Q), exactly(name), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_off_policy_with_the_weights_of_the_drawn_tokens(name):
+    weights = (LOGITS_P.log_softmax(-1) - LOGITS_MU.log_softmax(-1)).exp()
+    loss = expected(every_draw(name, CHOICES["p"], weights), LOGITS_MU)
+    value = loss(LOGITS_P.log_softmax(-1).requires_grad_(), LOGITS_Q.log_softmax(-1))
+    assert value.item() == pytest.approx(textbook(name, LOGITS_P, LOGITS_Q), rel=1e-12)
+    for got, exact in zip(gradients(loss, LOGITS_P, LOGITS_Q), exactly(name), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-13)
+    unweighted = expected(every_draw(name, CHOICES["p"]), LOGITS_MU)
+    assert error(unweighted, name) > 0.05
+
+
+def error(loss, name="kl"):
+    """How far the gradient in p's logits is off, relative to its size."""
+    got, exact = gradients(loss, LOGITS_P, LOGITS_Q)[0], exactly(name)[0]
+    return ((got - exact).norm() / exact.norm()).item()
+
+
+def written_out(tail):
+    """Head summed, and ``tail`` of (log p, log q) on the tokens outside; over p's three likeliest."""
+    ids = CHOICES["p"]
+    outside = torch.ones(8).scatter(-1, ids, 0.0).bool()
+
+    def loss(logp, logq):
+        head = (logp[ids].exp() * (logp - logq)[ids]).sum()
+        return head + torch.where(outside, tail(logp, logq), 0.0)
+
+    return expected(loss, LOGITS_P)
+
+
+def test_the_published_forms_are_off():
+    def ratio(logp):
+        return (logp - logp.detach()).exp()
+
+    exact = {
+        "ratio * u": lambda logp, logq: ratio(logp) * (logp - logq),
+        "weight u + 1": lambda logp, logq: (
+            (logp - logq).detach() + (logp - logp.detach()) * (logp - logq + 1).detach()
+        ),
+    }
+    for tail in exact.values():
+        assert error(written_out(tail)) < 1e-12
+    half_attached = written_out(lambda logp, logq: ratio(logp) * (logp - logq).detach())
+    dropped = written_out(lambda logp, logq: torch.zeros_like(logp))
+
+    def renormalised(logp, logq):
+        ids = CHOICES["p"]
+        return kl(logp[ids].log_softmax(-1), logq[ids].log_softmax(-1))
+
+    errors = [error(half_attached), error(dropped), error(renormalised)]
+    assert min(errors) > 0.15, errors
+    value = half_attached(LOGITS_P.log_softmax(-1), LOGITS_Q.log_softmax(-1))
+    assert value.item() == pytest.approx(textbook("kl", LOGITS_P, LOGITS_Q)), "its value is right"
+
+
+def test_forward_kl_from_samples_of_p():
+    """As published, ``stop_gradient(w) log w`` on the tail; ours agrees with it in expectation."""
+    ids = CHOICES["q"]
+    outside = torch.ones(8).scatter(-1, ids, 0.0).bool()
+
+    def published(attached):
+        def loss(logp, logq):
+            w = (logq - logp).exp().detach()
+            tail = w * (logq - logp + (logp - logp.detach() if attached else 0.0))
+            return (logq[ids].exp() * (logq - logp)[ids]).sum() + torch.where(outside, tail, 0.0)
+
+        return expected(loss, LOGITS_P)
+
+    assert error(published(False), "reverse_kl") < 1e-12
+    assert error(published(True), "reverse_kl") > 0.1
+    assert error(expected(every_draw("reverse_kl", ids), LOGITS_P), "reverse_kl") < 1e-12
+
+
+@settings(max_examples=60)
+@given(pair=pairs(spread=20.0), name=st.sampled_from(NAMES), k=st.integers(1, 12))
+def test_the_bucket_is_the_coarser_divergence_and_never_above(pair, name, k):
+    logp, logq = pair
+    order = logp.argsort(descending=True)
+    head, rest = order[:k], order[k:]
+    with torch.no_grad():
+        lists = [top_k_of(x.unsqueeze(0), head.unsqueeze(0)) for x in pair]
+        got = tail_bucket_loss(*lists, ONE, divergence=name).item()
+    coarse = [torch.cat([x[head], x[rest].logsumexp(-1, keepdim=True)]) for x in pair] if len(rest) else pair
+    near = pytest.approx(textbook(name, *coarse), rel=1e-9, abs=1e-8 if name == "hellinger" else 1e-13)
+    assert got == near
+    assert got <= textbook(name, logp, logq) * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_buckets_gradient_is_that_of_the_coarser_divergence(name):
+    ids = CHOICES["any"]
+    others = [x for x in range(8) if x not in ids.tolist()]
+
+    def bucket(logp, logq):
+        return tail_bucket_loss(*(top_k_of(x[None], ids[None]) for x in (logp, logq)), ONE, divergence=name)
+
+    def coarse(logp, logq):
+        p, q = (torch.cat([x.exp()[ids], x.exp()[others].sum(-1, keepdim=True)]).log() for x in (logp, logq))
+        return divergence(name, p, q)
+
+    for got, exact in zip(
+        gradients(bucket, LOGITS_P, LOGITS_Q), gradients(coarse, LOGITS_P, LOGITS_Q), strict=True
+    ):
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-13)
+
+
+def test_the_whole_vocabulary_in_the_list_is_the_divergence_itself():
+    ids = torch.randperm(8)
+
+    def bucket(logp, logq):
+        return tail_bucket_loss(*(top_k_of(x[None], ids[None]) for x in (logp, logq)), ONE)
+
+    for got, exact in zip(gradients(bucket, LOGITS_P, LOGITS_Q), exactly("kl"), strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize("loss", ["bucket", "sampled"])
+def test_what_is_masked_is_not_read(loss):
+    logits = torch.stack([LOGITS_P, torch.full((8,), NAN), LOGITS_P]).requires_grad_()
+    logq = torch.stack([LOGITS_Q, LOGITS_Q, torch.full((8,), -INF)]).log_softmax(-1)
+    ids, mask = CHOICES["p"].expand(3, 3), torch.tensor([1, 0, 0])
+    p, q = top_k_of(logits.log_softmax(-1), ids), top_k_of(logq, ids)
+    if loss == "bucket":
+        values = tail_bucket_loss(p, q, mask)
+    else:
+        drawn = Drawn(torch.tensor([1, 2, 2]), logits.log_softmax(-1)[:, 1], logq[:, 1])
+        values = sampled_tail_loss(p, q, drawn, mask, weights=torch.tensor([1.0, NAN, INF]).double())
+    assert values[0] > 0 and values[1:].tolist() == [0, 0]
+    leaves = [x for x in (p.logp, p.log_rest) if loss == "bucket" or x is p.logp]
+    for gradient in torch.autograd.grad(values.sum(), leaves):
+        assert gradient[0].abs().sum() > 0 and (gradient[1:] == 0).all()
+
+
+def test_an_engines_list_leaves_the_rest():
+    logq = log(0.6, 0.3, 0.07, 0.03)
+    got = top_k_from(torch.tensor([[0, 1]]), logq[None, :2])
+    assert got.log_rest.exp().item() == pytest.approx(0.1, rel=1e-6)
+    confident = log(1 - 1e-9, 1e-9)[None].float()
+    rest = top_k_from(torch.tensor([[0]]), confident[:, :1]).log_rest.exp()
+    assert 1e-9 < rest.item() < 1e-5, "hidden by rounding, and no zero"
+    p = top_k_of(log(0.9, 0.1)[None].requires_grad_(), torch.tensor([[0]]))
+    bound = tail_bucket_loss(p, TopK(p.ids, confident[:, :1].double(), rest.log().double()), ONE)
+    assert 0.5 < bound.item() < kl(log(0.9, 0.1), log(1 - 1e-9, 1e-9)).item()
+    assert top_k_from(torch.tensor([[0, 1]]), log(0.7, 0.31)[None]).log_rest.isnan().all()
+
+
+def test_half_precision_is_upcast():
+    logp = torch.randn(2, 9).bfloat16().log_softmax(-1).requires_grad_()
+    ids = torch.tensor([[0, 1], [3, 8]])
+    p, q = top_k_of(logp, ids), top_k_from(ids, torch.full((2, 2), -2.0).bfloat16())
+    assert (
+        p.log_rest.dtype
+        == q.log_rest.dtype
+        == tail_bucket_loss(p, q, torch.ones(2).bool()).dtype
+        == torch.float32
+    )
+
+
+def test_requests_that_mean_nothing(unhooked):
+    p = top_k_of(LOGITS_P.log_softmax(-1)[None].requires_grad_(), CHOICES["p"][None])
+    q = top_k_of(LOGITS_Q.log_softmax(-1)[None], CHOICES["p"][None])
+    drawn = Drawn(torch.tensor([1]), torch.tensor([-1.0]), torch.tensor([-2.0]))
+    with pytest.raises(OptionError, match="'hellinger' is the root of a mean"):
+        sampled_tail_loss(p, q, drawn, ONE, divergence="hellinger")
+    with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):
+        tail_bucket_loss(p, q, ONE, divergence="k1")
+    with pytest.raises(ShapeError, match=r"p lists \(1, 3\) tokens with \(1, 3\) numbers, q \(1, 2\)"):
+        tail_bucket_loss(p, q._replace(ids=q.ids[:, :2]), ONE)
+    with pytest.raises(ShapeError, match=r"and mask is \(2,\); give both sides the same tokens"):
+        tail_bucket_loss(p, q, ONE.expand(2))
+    with pytest.raises(ShapeError, match=r"tokens \(2,\)"):
+        sampled_tail_loss(p, q, drawn._replace(tokens=torch.tensor([1, 2])), ONE)
+    with pytest.raises(DetachedError, match="would train nothing"):
+        tail_bucket_loss(q, q, ONE)
+    with pytest.raises(DetachedError, match="weights carry a gradient"):
+        sampled_tail_loss(p, q, drawn, ONE, weights=torch.ones(1, requires_grad=True))
