@@ -25,7 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from kleash.losses import active_units, cyclical_annealing, free_bits, kl_per_dimension, linear_annealing
 
 PIXELS, HIDDEN, DIM = 64, 64, 8
-STEPS, BATCH = 600, 128
+STEPS, BATCH = 400, 128
 WEIGHT = 2.0
 
 
@@ -55,7 +55,7 @@ RUNS = (
     Run(
         name="strong decoder, cyclical",
         sees_pixels=True,
-        weight=lambda step: cyclical_annealing(step, steps=STEPS, cycles=4, end=WEIGHT),
+        weight=lambda step: cyclical_annealing(step, steps=STEPS, cycles=2, rising=0.9, end=WEIGHT),
     ),
 )
 
@@ -106,7 +106,7 @@ def train(run: Run, images: Tensor, *, seed: int = 0) -> Outcome:
     random = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = Autoencoder(sees_pixels=run.sees_pixels)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, fused=True)
     for step in range(STEPS):
         batch = images[torch.randint(len(images), (BATCH,), generator=random)]
         mean, log_variance = model.posterior(batch)
