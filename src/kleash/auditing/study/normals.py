@@ -1,11 +1,12 @@
 """Case (a): one draw from a normal distribution, and the curves of noise against distance."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from kleash.auditing.study.candidates import controlled
 from kleash.auditing.study.quadrature import points_between, sign_changes
 from kleash.auditing.study.worlds import World, known, rows_of
 from kleash.records.study import SpreadCurves, StudyCase
@@ -35,24 +36,31 @@ def gaussian_world(
         scale: of p, its standard deviation.
         logq_at: the log density of q.
         ends: between which the integrals go.
-        cut: whether they are cut where p = q, where |u| and the share of negative values have an edge.
+        cut: whether they are cut where an estimate passes through 0, which is where |u| and the shares of
+            negative values have an edge.
     """
     parameters = tuple(
         torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (mean, math.log(scale))
     )
 
-    def gap(x: Tensor) -> Tensor:
+    def world(cuts: Iterable[float]) -> World:
+        x, width = points_between((ends[0], *sorted(cuts), ends[1]))
+        return World(
+            logp=log_normal(x, *parameters).unsqueeze(0),
+            logq=logq_at(x).unsqueeze(0),
+            measure=width.unsqueeze(0),
+            visits=torch.ones(1, dtype=torch.float64),
+            parameters=parameters,
+        )
+
+    def log_ratio(x: Tensor) -> Tensor:
         return log_normal(x, *parameters).detach() - logq_at(x)
 
-    cuts = sign_changes(gap, *ends) if cut else []
-    x, width = points_between((ends[0], *cuts, ends[1]))
-    return World(
-        logp=log_normal(x, *parameters).unsqueeze(0),
-        logq=logq_at(x).unsqueeze(0),
-        measure=width.unsqueeze(0),
-        visits=torch.ones(1, dtype=torch.float64),
-        parameters=parameters,
-    )
+    if not cut:
+        return world(())
+    cuts = sign_changes(log_ratio, *ends)
+    weight = world(cuts).control_weight()
+    return world({*cuts, *sign_changes(lambda x: controlled(log_ratio(x), weight=weight), *ends)})
 
 
 def shifted(shift: float) -> World:

@@ -1,0 +1,119 @@
+"""Case (a) against closed forms, scipy's quadrature and the published tables."""
+
+import math
+
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from kleash.auditing.study.normals import SHIFTS, VARIANCES, normal_case, spread_curves
+from kleash.auditing.study.quadrature import points_between, sign_changes
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return {shift: normal_case(shift) for shift in SHIFTS}
+
+
+def moments(row):
+    return row.value.value, row.bias.value, row.spread.value
+
+
+@pytest.mark.parametrize("m", SHIFTS)
+def test_moments_against_the_closed_forms(cases, m):
+    case, kl = cases[m], m * m / 2
+    assert case.kl.value == pytest.approx(kl, rel=1e-12)
+    assert moments(case.row("k1")) == pytest.approx((kl, 0, m), rel=1e-10, abs=1e-12)
+    k2 = m**2 / 2 + m**4 / 8
+    expected = k2, k2 - kl, math.sqrt((2 * m**4 + m**6) / 4)
+    assert moments(case.row("k2")) == pytest.approx(expected, rel=1e-10)
+    for name in ("k3", "k3, k2's gradient"):
+        expected = kl, 0, math.sqrt(math.expm1(m * m) - m * m)
+        assert moments(case.row(name)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    # |u| of u ~ N(m²/2, m²) is a folded normal.
+    folded = m * math.sqrt(2 / math.pi) * math.exp(-m * m / 8) + kl * (1 - 2 * norm.cdf(-m / 2))
+    expected = folded, folded - kl, math.sqrt(kl**2 + m**2 - folded**2)
+    assert moments(case.row("abs")) == pytest.approx(expected, rel=1e-10)
+    assert moments(case.row("exact")) == pytest.approx((kl, 0, 0), rel=1e-12)
+
+
+@pytest.mark.parametrize("m", SHIFTS)
+def test_the_controlled_estimate_is_the_best_of_its_kind(cases, m):
+    row = cases[m].row("k1 + a(w − 1)")
+    a = m * m / math.expm1(m * m)
+    assert f"a = {a:.3f}" in cases[m].notes[0]
+    spread = math.sqrt(m * m - m**4 / math.expm1(m * m))
+    assert moments(row) == pytest.approx((m * m / 2, 0, spread), rel=1e-8, abs=1e-9)
+    # With a below 1 it is negative between the other root of u + a (w - 1) and u = 0.
+    root = brentq(lambda u: u + a * math.expm1(-u), math.log(a) - 60, math.log(a))
+    share = norm.cdf((0 - m * m / 2) / m) - norm.cdf((root - m * m / 2) / m)
+    assert row.negative.value == pytest.approx(share, rel=1e-8)
+
+
+@pytest.mark.parametrize("m", SHIFTS)
+def test_only_k1_and_the_controlled_one_are_ever_negative(cases, m):
+    assert cases[m].row("k1").negative.value == pytest.approx(norm.cdf(-m / 2), rel=1e-10)
+    for name in ("abs", "k2", "k3", "k3, k2's gradient", "exact"):
+        assert cases[m].row(name).negative.value == 0
+
+
+@pytest.mark.parametrize("m", SHIFTS)
+def test_gradients_in_mean_and_log_scale(cases, m):
+    """By hand: KL(p || q) has (-m, 0), KL(q || p) has (-m, -m^2), and E sign(u) score by scipy."""
+    found = {row.name: row.gradient_error for row in cases[m].rows}
+    assert found["k1"] == pytest.approx(1)
+    assert found["k2"] == pytest.approx(0, abs=1e-12)
+    assert found["k3, k2's gradient"] == pytest.approx(0, abs=1e-12)
+    assert found["exact"] == 0
+    assert found["k3"] == pytest.approx(m, rel=1e-9)
+    scores = (lambda x: x * norm.pdf(x), lambda x: (x * x - 1) * norm.pdf(x))
+    parts = [quad(score, -12, m / 2)[0] - quad(score, m / 2, 12)[0] for score in scores]
+    assert found["abs"] == pytest.approx(math.hypot(parts[0] + m, parts[1]) / m, rel=1e-7)
+    a = m * m / math.expm1(m * m)
+    assert found["k1 + a(w − 1)"] == pytest.approx(math.hypot(1 - a, a * m), rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("shift", "name", "bias", "spread"),
+    [
+        (0.1, "k1", 0, 20),
+        (0.1, "k2", 0.002, 1.42),
+        (0.1, "k3", 0, 1.42),
+        (1.0, "k1", 0, 2),
+        (1.0, "k2", 0.25, 1.73),
+        (1.0, "k3", 0, 1.7),
+    ],
+)
+def test_schulmans_tables(cases, shift, name, bias, spread):
+    row, kl = cases[shift].row(name), cases[shift].kl.value
+    assert (row.bias.value / kl, row.spread.value / kl) == pytest.approx((bias, spread), abs=6e-3)
+
+
+def test_the_curves_cross_where_the_variances_are_equal():
+    curves = spread_curves()
+    at = brentq(lambda square: math.expm1(square) - 2 * square, 0.5, 3) / 2
+    assert curves.crossing == pytest.approx(at, rel=1e-12) == pytest.approx(0.628, abs=5e-4)
+    for name, one, other in (("k1", 20.0, 0.5**-0.5), ("k3", 1.41657, 1.69503)):
+        near = VARIANCES[name](0.01) ** 0.5 / 0.005
+        assert near == pytest.approx(one, abs=5e-6)
+        place = min(range(len(curves.kl)), key=lambda i: abs(curves.kl[i] - 0.5))
+        assert curves.spread[name][place] > 0
+        if name == "k3":
+            assert VARIANCES[name](1.0) ** 0.5 / 0.5 == pytest.approx(other, abs=5e-6)
+    for place, kl in enumerate(curves.kl):
+        assert curves.spread["k1"][place] == pytest.approx(math.sqrt(2 / kl))
+        assert (curves.spread["k3"][place] < curves.spread["k1"][place]) is (kl < curves.crossing)
+        assert curves.spread["k2"][place] == pytest.approx(math.sqrt(2 + 2 * kl))
+    assert (curves.kl[0], curves.kl[-1]) == pytest.approx((1e-3, 10))
+
+
+def test_quadrature_sees_jumps_to_the_last_digit():
+    cuts = sign_changes(lambda x: (x - 0.3) * (x + math.pi) * (x - 2), -5.0, 5.0)
+    assert cuts == pytest.approx([-math.pi, 0.3, 2], abs=1e-13)
+    x, width = points_between([-5.0, *cuts, 5.0])
+    inside = ((x > -math.pi) & (x < 0.3)).double()
+    assert (width @ inside).item() == pytest.approx(math.pi + 0.3, rel=1e-13)
+    assert (width @ (inside * x.square())).item() == pytest.approx((0.3**3 + math.pi**3) / 3, rel=1e-13)
+    assert torch.all(width > 0)

@@ -1,0 +1,127 @@
+"""Case (b) against numpy, position by position."""
+
+import numpy as np
+import pytest
+import torch
+
+from kleash.auditing.study.positions import drawn_at, perturbed, position_cases
+from kleash.auditing.study.worlds import World, relative_error, rows_of
+
+FUNCTIONS = {
+    "k1": (lambda u: u, np.ones_like),
+    "abs": (np.abs, np.sign),
+    "k2": (lambda u: u * u / 2, lambda u: u),
+    "k3": (lambda u: np.exp(-u) - 1 + u, lambda u: 1 - np.exp(-u)),
+    "k3, k2's gradient": (lambda u: np.exp(-u) - 1 + u, lambda u: u),
+}
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return position_cases()
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    world = perturbed()
+    logp = world.logp.detach().numpy()
+    return np.exp(logp), logp - world.logq.numpy()
+
+
+def test_the_pair_is_the_one_described():
+    world = perturbed()
+    assert world.logp.shape == (50, 1000)
+    gap = (world.logp - world.logq).detach()
+    centred = gap - gap.mean(-1, keepdim=True)
+    assert centred.std().item() == pytest.approx(0.1, abs=2e-3)
+    logits = world.parameters[0].detach()
+    assert logits.std().item() == pytest.approx(1, abs=0.01)
+    torch.testing.assert_close(world.logp.exp().sum(-1), torch.ones(50, dtype=torch.float64))
+    torch.testing.assert_close(world.logq.exp().sum(-1), torch.ones(50, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_moments_and_gradients_by_hand(cases, arrays, name):
+    probs, u = arrays
+    function, derivative = FUNCTIONS[name]
+    row = cases[0].row(name)
+    kl = np.mean([p @ r for p, r in zip(probs, u, strict=True)])
+    means = np.array([p @ function(r) for p, r in zip(probs, u, strict=True)])
+    variances = [p @ (function(r) - m) ** 2 for p, r, m in zip(probs, u, means, strict=True)]
+    below = [p[function(r) < 0].sum() for p, r in zip(probs, u, strict=True)]
+    assert cases[0].kl.value == pytest.approx(kl, rel=1e-11)
+    assert row.value.value == pytest.approx(means.mean(), rel=1e-9)
+    assert row.bias.value == pytest.approx(means.mean() - kl, abs=1e-12)
+    assert row.spread.value == pytest.approx(np.mean(variances) ** 0.5, rel=1e-9)
+    assert row.negative.value == pytest.approx(np.mean(below), abs=1e-12)
+    # In logits, the expected gradient of f(u) is p (f' - E f'), that of the KL p (u - KL).
+    slope = derivative(u)
+    found = probs * (slope - (probs * slope).sum(-1, keepdims=True))
+    wanted = probs * (u - (probs * u).sum(-1, keepdims=True))
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert row.gradient_error == pytest.approx(error, rel=1e-7, abs=1e-9)
+
+
+def test_the_controlled_one_varies_least(cases, arrays):
+    probs, u = arrays
+    row, change = cases[0].row("k1 + a(w − 1)"), np.expm1(-u)
+
+    def spread(a):
+        values = u + a * change
+        means = (probs * values).sum(-1, keepdims=True)
+        return ((probs * (values - means) ** 2).sum(-1).mean()) ** 0.5
+
+    a = min(np.linspace(0.9, 1.1, 2001), key=spread)
+    assert row.spread.value == pytest.approx(spread(a), rel=1e-6)
+    assert f"a = {a:.3f}" in cases[0].notes[0]
+    assert row.negative.value == pytest.approx((probs * (u + a * change < 0)).sum(-1).mean(), abs=2e-3)
+    assert row.gradient_error < cases[0].row("k3").gradient_error
+
+
+def test_one_draw_at_each_position_comes_out_within_its_own_error(cases, arrays):
+    _, u = arrays
+    tokens = drawn_at(perturbed()).numpy()
+    drawn = u[np.arange(50), tokens]
+    exact = cases[1].row("exact").value.value
+    assert exact == pytest.approx(cases[0].kl.value)
+    for name, (function, _) in FUNCTIONS.items():
+        row, values = cases[1].row(name), function(drawn)
+        assert row.value.value == pytest.approx(values.mean(), rel=1e-9)
+        assert row.value.standard_error == pytest.approx(values.std(ddof=1) / 50**0.5, rel=1e-9)
+        assert row.negative.value == pytest.approx((values < 0).mean())
+        assert row.gradient_error is None
+        enumerated = cases[0].row(name)
+        assert abs(row.value.value - enumerated.value.value) < 4 * row.value.standard_error
+        assert abs(row.spread.value - enumerated.spread.value) < 4 * row.spread.standard_error
+    expected = cases[0].row("k1").spread.value / 50**0.5
+    assert f"{expected:.5f} nats with k1" in cases[1].notes[0]
+    assert f"{cases[0].row('k3').spread.value / 50**0.5:.5f} with k3" in cases[1].notes[0]
+
+
+def world_of(logp, logq, parameters=()):
+    return World(
+        logp=logp,
+        logq=logq,
+        measure=torch.ones_like(logp),
+        visits=torch.full((len(logp),), 1 / len(logp), dtype=torch.float64),
+        parameters=parameters,
+    )
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    probs = torch.tensor([0.5, 0.2, 0.0, 0.3], dtype=torch.float64)
+    logp = probs.log().expand(20_000, 4)
+    counts = torch.bincount(drawn_at(world_of(logp, logp)), minlength=4) / 20_000
+    assert counts[2] == 0
+    torch.testing.assert_close(counts.double(), probs, atol=0.015, rtol=0)
+
+
+def test_a_pair_that_agrees_has_no_gradient_to_miss():
+    logits = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
+    world = world_of(logits.log_softmax(-1), logits.detach().log_softmax(-1), (logits,))
+    assert relative_error(world.gradient(world.exact()), world.gradient(world.exact())) is None
+    assert relative_error(torch.tensor([3.0]), torch.tensor([2.0])) == 0.5
+    near = world_of(
+        logits.log_softmax(-1), torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log(), (logits,)
+    )
+    assert {row.name for row in rows_of(near) if row.gradient_error == pytest.approx(1)} == {"k1"}
