@@ -13,6 +13,8 @@ from kleash.divergences import divergence
 from kleash.errors import KleashError
 from kleash.records.audit import EdgeRow
 
+NAN_FOR_INFINITY = "value is NaN where the divergence is infinite"
+
 TOKENS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "p and q agree": (-1.0, -1.0),
@@ -91,10 +93,10 @@ def _steepest(value: Tensor, token_logp: Tensor, logits_p: Tensor) -> float:
 
 def _problem(value: float, gradient: float, exact: float, asked: bool) -> str:
     if isnan(value):
-        return "value is NaN"
+        return NAN_FOR_INFINITY if exact == inf else "value is NaN"
     if exact == inf:
         return "" if value == inf else "value is finite where the divergence is infinite"
-    if isfinite(value) is False:
+    if not isfinite(value):
         return "value is infinite where the divergence is finite"
     if asked and isnan(gradient):
         return "gradient is NaN"

@@ -99,8 +99,26 @@ def dead(scan: Scan) -> Bool[Tensor, " points"]:
     if scan.gradients is None:
         return torch.zeros_like(scan.values, dtype=torch.bool)
     if scan.slopes is None:
-        return scan.gradients == 0
+        return (scan.gradients == 0) & ~_rounds_away(scan)
     return (scan.gradients.abs() < 1e-3 * scan.slopes.abs()) & (scan.slopes.abs() > 1e-6)
+
+
+def _rounds_away(scan: Scan) -> Bool[Tensor, " points"]:
+    """Where the value is so large that a gradient of the log ratio's size is less than its rounding."""
+    return scan.values.abs() * 2.0**-24 > scan.log_ratios.abs() / 20
+
+
+def lost(scan: Scan) -> tuple[ZoneRow, ...]:
+    """Where a gradient that is a difference of large numbers comes out as zero in float32."""
+    if scan.gradients is None or scan.slopes is not None:
+        return ()
+    gone = scan.log_ratios[(scan.gradients == 0) & _rounds_away(scan)]
+    if len(gone) < 2:
+        return ()
+    value = scan.values[scan.log_ratios == gone[0]].item()
+    return (
+        ZoneRow(of="gradient is rounded away", low=gone.min().item(), high=gone.max().item(), value=value),
+    )
 
 
 def broken(scan: Scan) -> Bool[Tensor, " points"]:
@@ -169,13 +187,14 @@ class Course:
 
     scan: Scan
     dead: tuple[ZoneRow, ...]
+    lost: tuple[ZoneRow, ...]
     flat: tuple[ZoneRow, ...]
     nan: tuple[ZoneRow, ...]
 
     @property
     def rows(self) -> tuple[ZoneRow, ...]:
         """All zones."""
-        return self.dead + self.flat + self.nan
+        return self.dead + self.lost + self.flat + self.nan
 
 
 def course(subject: Subject) -> Course:
@@ -185,6 +204,7 @@ def course(subject: Subject) -> Course:
     return Course(
         scan=scan,
         dead=zones(look, scan, dead, "gradient", both),
+        lost=lost(scan),
         flat=zones(look, scan, lambda part: flat(part, look), "value", both),
         nan=zones(look, scan, broken, "gradient is NaN", both),
     )

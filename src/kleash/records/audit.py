@@ -139,7 +139,8 @@ class Audit:
     value: str
     """What its expected value is, in words: "KL(p || q)", "2 x KL(p || q)", … or "none of the table"."""
     gradient: str
-    """What its expected gradient follows on-policy, in the same words, or "zero", or "" if not asked."""
+    """What its expected gradient follows on-policy, in the same words, or "zero"; "none" where no gradient
+    flows, "" where none is asked for."""
     estimator: str
     """The estimator it computes token by token ("k1", "abs", "k2", "k3"), or ""."""
     verdict: tuple[str, ...]

@@ -1,0 +1,117 @@
+"""Everything that was found out about a function, before anyone judges it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+
+from kleash.auditing.accuracy import accuracy_rows, estimator_of, returned_dtype
+from kleash.auditing.edges import edge_rows
+from kleash.auditing.exact import label
+from kleash.auditing.expectations import Expectation, Expectations, expectations
+from kleash.auditing.masks import mask_rows
+from kleash.auditing.naming import Name
+from kleash.auditing.scanning import Course, course
+from kleash.auditing.subject import Subject
+from kleash.auditing.worlds import SAMPLINGS, Sampling
+from kleash.records.audit import AccuracyRow, EdgeRow, MaskRow
+
+Names: TypeAlias = dict[Sampling, Name | None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evidence:
+    """What the probes saw."""
+
+    subject: Subject
+    expected: Expectations
+    value_names: Names
+    gradient_names: Names
+    estimator: str
+    course: Course
+    edges: tuple[EdgeRow, ...]
+    masks: tuple[MaskRow, ...]
+    accuracy: tuple[AccuracyRow, ...]
+    returned_dtype: torch.dtype | None
+    """Of the result for inputs in bfloat16."""
+
+    @property
+    def claimed(self) -> str:
+        """The label of the claimed divergence."""
+        return label(self.subject.convention.claims)
+
+    @property
+    def asks_gradient(self) -> bool:
+        """Whether the function's place gives it a gradient."""
+        return self.subject.convention.place != "metric"
+
+    @property
+    def weighs_itself(self) -> bool:
+        """Whether off-policy the gradient is the function's own affair: a reward is weighted by its trainer."""
+        return self.subject.convention.place == "loss" or self.subject.convention.takes_behaviour
+
+    @property
+    def detached(self) -> bool:
+        """Whether no gradient reaches the policy."""
+        return self.asks_gradient and any(e.gradient is None for e in self.expected.found)
+
+    @cached_property
+    def value_is_right(self) -> bool:
+        """Whether on-policy it is the claimed divergence everywhere."""
+        return self.is_claimed(self.value_names["on-policy"])
+
+    @cached_property
+    def gradient_is_right(self) -> bool:
+        """Whether on-policy it is that of the claimed divergence everywhere."""
+        return self.is_claimed(self.gradient_names["on-policy"])
+
+    @property
+    def is_about_the_claimed(self) -> bool:
+        """Whether on-policy, for modest log ratios at least, the value is the claimed divergence."""
+        name = self.value_names["on-policy"]
+        return name is not None and name.quantity == self.claimed and name.how == "itself"
+
+    def is_claimed(self, name: Name | None) -> bool:
+        """Whether this is the claimed divergence itself, in every world."""
+        return name is not None and name.quantity == self.claimed and name.how == "itself" and name.everywhere
+
+    def sequence_error(self, sampling: Sampling) -> float:
+        """The relative error against the gradient of the divergence between whole responses."""
+        target = f"sequence {self.claimed}"
+        return next(
+            row.relative_error
+            for row in self.expected.gradient_rows()
+            if row.target == target and row.sampling == sampling
+        )
+
+    def one_token(self, sampling: Sampling) -> list[Expectation]:
+        """The worlds of one position."""
+        return self.expected.one_token(sampling)
+
+
+def gather(subject: Subject) -> Evidence:
+    """Run every probe."""
+    expected = expectations(subject)
+    values: Names = {sampling: expected.value_name(sampling) for sampling in SAMPLINGS}
+    asks = subject.convention.place != "metric"
+    gradients: Names = {
+        sampling: expected.gradient_name(sampling) if asks else None for sampling in SAMPLINGS
+    }
+    estimator = estimator_of(subject)
+    name = values["on-policy"]
+    is_claimed = (
+        name is not None and name.quantity == label(subject.convention.claims) and name.how == "itself"
+    )
+    return Evidence(
+        subject=subject,
+        expected=expected,
+        value_names=values,
+        gradient_names=gradients,
+        estimator=estimator,
+        course=course(subject),
+        edges=edge_rows(subject),
+        masks=mask_rows(subject),
+        accuracy=accuracy_rows(subject, estimator, is_claimed),
+        returned_dtype=returned_dtype(subject),
+    )
