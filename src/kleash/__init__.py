@@ -11,6 +11,7 @@ from kleash.errors import KleashError
 from kleash.version import __version__
 
 if TYPE_CHECKING:
+    from kleash.auditing import audit as audit
     from kleash.divergences import DIVERGENCES as DIVERGENCES
     from kleash.divergences import alpha_divergence as alpha_divergence
     from kleash.divergences import chi_squared as chi_squared
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
     from kleash.masking import Mean as Mean
     from kleash.measuring import compare as compare
     from kleash.measuring import measure as measure
+    from kleash.records import Audit as Audit
     from kleash.records import MeasureJob as MeasureJob
     from kleash.records import Measurement as Measurement
     from kleash.uncertainty import Estimate as Estimate
     from kleash.uncertainty import clustered_mean as clustered_mean
 
 HOMES = {
+    "auditing": ("audit",),
     "divergences": (
         *(
             "DIVERGENCES",
@@ -61,7 +64,7 @@ HOMES = {
     "losses": ("future_kl_loss", "kl_loss"),
     "masking": ("Mean",),
     "measuring": ("compare", "measure"),
-    "records": ("MeasureJob", "Measurement"),
+    "records": ("Audit", "MeasureJob", "Measurement"),
     "uncertainty": ("Estimate", "clustered_mean"),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
