@@ -1,1 +1,55 @@
-"""The pytest fixture ``kleash_audit``."""
+"""The pytest fixture ``kleash_audit``: the audit of a KL function as a test of the project that it belongs to.
+
+pytest loads this module in every project that kleash is installed beside, so it imports nothing.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from kleash.auditing import Convention
+    from kleash.records import Audit
+
+
+@pytest.fixture(scope="session")
+def kleash_audit() -> "Callable[..., Audit]":
+    """A function that audits a KL function and fails the test with what it finds.
+
+        def test_our_kl_penalty(kleash_audit):
+            kleash_audit(kl_penalty, "loss", arguments={"kind": "k3"}, fail_on={"zero_gradient", "dead_gradient"})
+
+    It takes the function, the convention by which it is called (a name of ``kleash.auditing.CONVENTIONS`` or a
+    record of one's own), keyword ``arguments`` to bind, and ``fail_on``, the kinds of findings that fail
+    the test: keys of ``kleash.auditing.FINDINGS``, or "fault" (the default) and "note" for all such. It
+    returns the ``Audit``.
+    """
+
+    def check(
+        function: Callable[..., Any],
+        convention: "str | Convention",
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        fail_on: str | Collection[str] = ("fault",),
+    ) -> "Audit":
+        from kleash.auditing import audit, require_kinds
+
+        kinds = (fail_on,) if isinstance(fail_on, str) else tuple(fail_on)
+        require_kinds(kinds)
+        found = audit(function, convention, arguments=arguments)
+        failing = found.failing(kinds)
+        if failing:
+            pytest.fail(_explained(found, failing), pytrace=False)
+        return found
+
+    return check
+
+
+def _explained(found: "Audit", failing: Collection[Any]) -> str:
+    """What the test's reader sees: each finding with its kind, then the verdict."""
+    lines = [f"{found.target}, called as {found.summary}, fails its audit:"]
+    for finding in failing:
+        where = f" ({finding.where})" if finding.where else ""
+        lines.append(f"  {finding.kind}: {finding.sentence}{where}")
+    return "\n".join([*lines, "", *found.verdict])

@@ -1,7 +1,9 @@
 """The kinds of findings, and what each means: what ``--fail-on`` takes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
+
+from kleash.registry import look_up
 
 FINDINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -43,3 +45,15 @@ FINDINGS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Kind -> what it means. ``--fail-on`` and ``Audit.failing`` also take "fault" and "note"."""
+
+SEVERITIES = ("fault", "note")
+
+
+def require_kinds(kinds: Collection[str]) -> None:
+    """Refuse what is no kind of finding, since a check for it could never fail.
+
+    Raises:
+        UnknownNameError: if one of them is no key of ``FINDINGS``, nor "fault" or "note".
+    """
+    for kind in kinds:
+        look_up({**FINDINGS, **dict.fromkeys(SEVERITIES, "")}, kind, "kind of finding")

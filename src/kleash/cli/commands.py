@@ -54,8 +54,34 @@ class Compare:
     """Print the comparison as JSON instead of a table."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Say what a KL function really estimates and differentiates, anyone's, by exact enumeration.
+
+    Without arguments: kleash's own.
+    """
+
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")] = "kleash"
+    """package.module:function; or kleash, liger, openrlhf, trl or verl, all the KL code that is known of
+    that package; or one case of it, "verl:k3"."""
+    convention: str | None = None
+    """How package.module:function is called and what it returns: "loss", "reward", "logits" ...; without it,
+    they are listed."""
+    set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE ...")] = ()
+    """Keyword arguments to call it with."""
+    out: Path = Path("audit.html")
+    """The page that is written."""
+    json: bool = False
+    """Print the audits as JSON instead of the verdicts."""
+    fail_on: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KIND ...")] = ()
+    """Exit with 1 if there is a finding of one of these kinds; "fault" and "note" stand for all such."""
+    quiet: bool = False
+    """Print nothing but what fails."""
+
+
 Command = (
     Annotated[Measure, tyro.conf.subcommand("measure")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Audit, tyro.conf.subcommand("audit")]
 )

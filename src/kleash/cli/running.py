@@ -1,10 +1,14 @@
 """Each command, carried out."""
 
+import json
+import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kleash.cli.commands import Command, Compare, Measure, Report
+from kleash.cli.commands import Audit, Command, Compare, Measure, Report
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_comparison, print_measurement
 from kleash.errors import OptionError
@@ -24,6 +28,8 @@ def run(command: Command) -> int:
             return _report(command)
         case Compare():
             return _compare(command)
+        case Audit():
+            return _audit(command)
 
 
 def _measure(job: MeasureJob) -> int:
@@ -63,3 +69,36 @@ def _compare(command: Compare) -> int:
     else:
         print_comparison(comparison, path)
     return 0
+
+
+def _audit(command: Audit) -> int:
+    from kleash.auditing import audits_of, cases_of, require_kinds
+    from kleash.cli.verdicts import print_audit, print_failures, print_whole
+    from kleash.records.codec import encode
+    from kleash.reports import write_audits
+
+    require_kinds(command.fail_on)
+    audits: list[Any] = []
+    for found in audits_of(cases_of(command.target, command.convention, command.set)):
+        audits.append(found)
+        if not command.quiet and not command.json:
+            print_audit(found)
+    page = write_audits(command.out, audits, _words(command))
+    if command.json:
+        text = json.dumps({"audits": encode(audits)}, indent=2, allow_nan=False, ensure_ascii=False)
+        sys.stdout.write(text + "\n")
+    elif not command.quiet:
+        print_whole(audits, page)
+    failures = [(audit, finding) for audit in audits for finding in audit.failing(command.fail_on)]
+    print_failures(failures)
+    return 1 if failures else 0
+
+
+def _words(command: Audit) -> str:
+    """The command line that makes the same audits."""
+    words: Sequence[str] = [
+        *("kleash", "audit", command.target),
+        *(("--convention", command.convention) if command.convention else ()),
+        *(("--set", *command.set) if command.set else ()),
+    ]
+    return shlex.join(words)

@@ -1,0 +1,119 @@
+"""From what was asked for to what is audited: a package known by name, one of its cases, or a dotted path."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from kleash.auditing.conventions import CONVENTIONS, Convention, convention_called
+from kleash.auditing.running import audit
+from kleash.auditing.targets.case import Case
+from kleash.auditing.targets.dotted import (
+    arguments_of,
+    find_what_lies_here,
+    function_at,
+)
+from kleash.auditing.targets.peers import TARGETS
+from kleash.errors import CannotRunError, OptionError, ShapeError, UnknownNameError
+from kleash.records import Audit, Finding
+from kleash.version import __version__
+
+
+def cases_of(target: str, convention: str | None = None, words: Sequence[str] = ()) -> tuple[Case, ...]:
+    """What there is to audit.
+
+    Args:
+        target: a key of ``TARGETS`` for all that is known of that package, ``"verl:k3"`` for one case of it, or
+            ``"package.module:function"``.
+        convention: how a function at a dotted path is called; the known packages bring their own.
+        words: keyword arguments as typed, ``"kl_penalty=k3"``.
+
+    Raises:
+        OptionError: if a dotted path comes without a convention, or a known package with one, or a word means nothing.
+        UnknownNameError: if there is no such target, case, convention, module or function.
+        MissingExtraError: if the package is not installed; it gives the line that installs it.
+        CannotRunError: if importing it raises.
+    """
+    package, colon, name = target.partition(":")
+    if package in TARGETS and (not colon or name in {case.name for case in TARGETS[package].cases}):
+        return _known(package, name, convention, words)
+    if not colon and "." not in package:
+        raise UnknownNameError(
+            f"no target is called {target!r}; there are {', '.join(TARGETS)}, or write package.module:function"
+        )
+    return (_at_path(target, convention, words),)
+
+
+def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
+    """The audit of each case, with what is to be said about how it was run.
+
+    A case of a known package that cannot be called is a finding; a function at a dotted path that cannot be called
+    as was said is an error.
+
+    Raises:
+        CannotRunError, ShapeError: if the only case cannot be called by its convention.
+    """
+    for case in cases:
+        convention = case.convention
+        if convention is None:
+            raise OptionError(f"how is {case.name} called? give a convention")
+        try:
+            found = audit(case.function, convention, name=case.name, arguments=case.arguments)
+        except (CannotRunError, ShapeError) as error:
+            if len(cases) == 1:
+                raise
+            found = _unanswered(case, convention, str(error))
+        yield replace(found, notes=(*case.notes, *found.notes), versions={**found.versions, **case.versions})
+
+
+def _unanswered(case: Case, convention: Convention, sentence: str) -> Audit:
+    """The audit of a function that gives no number."""
+    return Audit(
+        target=case.name,
+        convention=convention.name,
+        summary=convention.summary,
+        place=convention.place,
+        claims=convention.claims,
+        arguments={name: repr(value) for name, value in case.arguments.items()},
+        value="",
+        gradient="",
+        estimator="",
+        verdict=(sentence,),
+        findings=(Finding(kind="cannot_be_called", severity="fault", sentence=sentence),),
+        values=(),
+        gradients=(),
+        zones=(),
+        edges=(),
+        masks=(),
+        accuracy=(),
+        versions={"kleash": __version__, "torch": torch.__version__},
+    )
+
+
+def _known(package: str, name: str, convention: str | None, words: Sequence[str]) -> tuple[Case, ...]:
+    if convention is not None or words:
+        raise OptionError(
+            f"{package} brings its own conventions and arguments; name the function as package.module:function "
+            "to choose them"
+        )
+    cases = TARGETS[package].load()
+    chosen = [case for case in cases if not name or case.name == name]
+    return tuple(replace(case, name=f"{package}:{case.name}") for case in chosen)
+
+
+def _at_path(target: str, convention: str | None, words: Sequence[str]) -> Case:
+    find_what_lies_here()
+    function = function_at(target)
+    if convention is None:
+        raise OptionError(
+            f"how is {target} called? give --convention, one of {', '.join(CONVENTIONS)}; "
+            "docs/auditing.md says what each means"
+        )
+    package = target.partition(".")[0].partition(":")[0]
+    return Case(
+        name=target,
+        function=function,
+        convention=convention_called(convention),
+        arguments=arguments_of(function, words),
+        packages=(package,),
+    )

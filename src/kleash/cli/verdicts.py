@@ -1,0 +1,49 @@
+"""What a person reads of an audit on the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from kleash.records import Audit, Finding
+from kleash.reports.words import sentence
+
+
+def print_audit(audit: Audit) -> None:
+    """One function's verdict, and the kinds of findings behind it."""
+    console = Console(highlight=False)
+    bound = ", ".join(f"{name}={value}" for name, value in audit.arguments.items())
+    console.print()
+    console.print(
+        f"[bold]{escape(audit.target)}[/bold]{escape(f'({bound})') if bound else ''}", soft_wrap=True
+    )
+    console.print(f"{escape(audit.summary)}, taken as a {audit.place}", style="dim", soft_wrap=True)
+    for line in audit.verdict:
+        console.print(f"  - {escape(sentence(line))}", soft_wrap=True)
+    for severity, colour in (("fault", "red"), ("note", "yellow")):
+        kinds = dict.fromkeys(found.kind for found in audit.findings if found.severity == severity)
+        if kinds:
+            console.print(f"  [{colour}]{severity}s:[/{colour}] {', '.join(kinds)}", soft_wrap=True)
+
+
+def print_whole(audits: Sequence[Audit], page: Path) -> None:
+    """How many there were, and where the tables are."""
+    console = Console(highlight=False)
+    faulty = sum(bool(audit.faults) for audit in audits)
+    functions = f"{len(audits)} function{'s' if len(audits) > 1 else ''} audited"
+    console.print()
+    console.print(f"{functions}, {faulty} with faults")
+    console.print(f"page: {escape(str(page))}", soft_wrap=True)
+
+
+def print_failures(failures: Sequence[tuple[Audit, Finding]]) -> None:
+    """What made the command fail, for whoever reads a log from its end."""
+    console = Console(highlight=False, stderr=True)
+    for audit, finding in failures:
+        console.print(f"kleash: {escape(audit.target)} fails: {escape(_said(finding))}", soft_wrap=True)
+
+
+def _said(finding: Finding) -> str:
+    where = f" ({finding.where})" if finding.where else ""
+    return f"{finding.kind}: {finding.sentence}{where}"
