@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from kleash.auditing.study.quadrature import points_between, sign_changes
 from kleash.auditing.study.worlds import World, known, rows_of
 from kleash.records.study import SpreadCurves, StudyCase
 
+Cut = Literal["nowhere", "log ratio", "estimates"]
 SHIFTS = (0.1, 1.0, 3.0)
 REACH = 16.0
 """How far from the two means the integrals go: beyond, a density is below 1e-55."""
@@ -27,7 +29,7 @@ def gaussian_world(
     logq_at: Callable[[Tensor], Tensor],
     ends: tuple[float, float],
     *,
-    cut: bool = True,
+    cut: Cut = "estimates",
 ) -> World:
     """One draw from N(mean, scale^2) against any density; the mean and the log of the scale are parameters.
 
@@ -36,8 +38,8 @@ def gaussian_world(
         scale: of p, its standard deviation.
         logq_at: the log density of q.
         ends: between which the integrals go.
-        cut: whether they are cut where an estimate passes through 0, which is where |u| and the shares of
-            negative values have an edge.
+        cut: where they are cut: nowhere; where the log ratio passes through 0, and |u| has an edge; or where
+            any estimate does, and the shares of negative values have one.
     """
     parameters = tuple(
         torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (mean, math.log(scale))
@@ -56,9 +58,11 @@ def gaussian_world(
     def log_ratio(x: Tensor) -> Tensor:
         return log_normal(x, *parameters).detach() - logq_at(x)
 
-    if not cut:
+    if cut == "nowhere":
         return world(())
     cuts = sign_changes(log_ratio, *ends)
+    if cut == "log ratio":
+        return world(cuts)
     weight = world(cuts).control_weight()
     return world({*cuts, *sign_changes(lambda x: controlled(log_ratio(x), weight=weight), *ends)})
 

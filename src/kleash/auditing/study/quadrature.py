@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-PANELS, NODES = 64, 32
+PANELS, NODES = 32, 24
 
 
 class Points(NamedTuple):
@@ -20,7 +20,7 @@ class Points(NamedTuple):
 
 
 def points_between(ends: Sequence[float]) -> Points:
-    """Gauss-Legendre points on each interval between neighbouring ``ends``, in 64 equal panels of 32 each."""
+    """Gauss-Legendre points on each interval between neighbouring ``ends``, in 32 equal panels of 24 each."""
     nodes, weights = np.polynomial.legendre.leggauss(NODES)
     x: list[np.ndarray] = []
     width: list[np.ndarray] = []
@@ -35,9 +35,9 @@ def points_between(ends: Sequence[float]) -> Points:
 def sign_changes(function: Callable[[Tensor], Tensor], low: float, high: float) -> list[float]:
     """Where ``function`` passes through 0 between ``low`` and ``high``, to 13 digits.
 
-    Each place is looked for among 4000 intervals, and then six times over among 64 parts of the one found.
+    Each place is looked for among 1000 intervals, and then six times over among 64 parts of the one found.
     """
-    x = torch.linspace(low, high, 4001, dtype=torch.float64)
+    x = torch.linspace(low, high, 1001, dtype=torch.float64)
     left, right = _brackets(function, x.unsqueeze(0))
     parts = torch.linspace(0, 1, 65, dtype=torch.float64)
     for _ in range(6):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.study.candidates import CONTROLLED, EXACT, candidates
-from kleash.auditing.study.normals import gaussian_world, log_normal
+from kleash.auditing.study.normals import Cut, gaussian_world, log_normal
 from kleash.auditing.study.quadrature import points_between
 from kleash.auditing.study.worlds import World, known, rows_of
 from kleash.records.study import Fit, StudyCase, TwoModes
@@ -16,7 +16,7 @@ WEIGHTS, CENTRES, SCALE = (0.6, 0.4), (-2.0, 2.0), 0.6
 ENDS = (-16.0, 16.0)
 START = (-0.5, 1.0)
 """Mean and standard deviation before anything is fitted."""
-STEPS, STEP, ARRIVED = 300, 0.5, 1e-9
+STEPS, STEP, ARRIVED = 300, 0.2, 1e-6
 DRAWN = tuple(-6 + 12 * at / 240 for at in range(241))
 """Where densities are drawn."""
 COVERING, SEEKING = "smallest KL(target ‖ fit)", "smallest KL(fit ‖ target)"
@@ -30,7 +30,7 @@ def log_target(x: Tensor) -> Tensor:
     return (parts + torch.tensor(WEIGHTS, dtype=torch.float64).log()).logsumexp(-1)
 
 
-def world_at(mean: float, scale: float, *, cut: bool = True) -> World:
+def world_at(mean: float, scale: float, *, cut: Cut = "estimates") -> World:
     """One draw from the fit, against the target."""
     return gaussian_world(mean, scale, log_target, ENDS, cut=cut)
 
@@ -42,7 +42,7 @@ def followed(name: str) -> Fit:
     """
     mean, scale = START
     for _ in range(STEPS):
-        world = world_at(mean, scale, cut=name == "abs")
+        world = world_at(mean, scale, cut="log ratio" if name == "abs" else "nowhere")
         loss = (
             world.exact()
             if name == EXACT
@@ -84,7 +84,7 @@ def _search(distance: Callable[[Tensor], Tensor], mean: float) -> Tensor:
     parameters = torch.tensor([mean, 0.0], dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS(
         [parameters],
-        max_iter=200,
+        max_iter=100,
         tolerance_grad=1e-12,
         tolerance_change=1e-15,
         line_search_fn="strong_wolfe",
