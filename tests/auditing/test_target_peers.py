@@ -1,5 +1,6 @@
 """What is audited by name is the package's own code, called rightly: against formulas written out here."""
 
+import importlib
 import sys
 
 import pytest
@@ -78,7 +79,7 @@ def test_trl_grpo_weighs_sequences_by_its_loss_type(
     situation: Situation, by_hand: Numbers, loss_type: str, weights: list[float]
 ) -> None:
     (case,) = cases_of("trl:grpo_plain", (f"loss_type={loss_type}",))
-    given = (situation.token_logp, situation.token_logq, situation.behaviour_logp, situation.mask)
+    given = (situation.token_logp, situation.token_logq, situation.mask)
     sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
     close(case.function(*given, **case.arguments), (sums * torch.tensor(weights)).sum(), 1e-7)
 
@@ -149,13 +150,24 @@ def test_verl_full_is_named_and_not_there(situation: Situation) -> None:
     [
         ("token-mean", [1 / 5, 1 / 5]),
         ("seq-mean-token-mean", [1 / 6, 1 / 4]),
-        ("seq-mean-token-sum", [1 / 2, 1 / 2]),
-        ("seq-mean-token-sum-norm", [1 / 6, 1 / 6]),
     ],
 )
 def test_verl_aggregations(situation: Situation, by_hand: Numbers, mode: str, weights: list[float]) -> None:
     sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
     close(of(f"verl:loss_{mode}", situation)[0], (sums * torch.tensor(weights)).sum(), 1e-7)
+
+
+def test_verl_sum_over_the_tokens_of_each_response(situation: Situation, by_hand: Numbers) -> None:
+    sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
+    close(of("verl:loss_seq-mean-token-sum", situation)[0], sums)
+
+
+def test_trl_rloo_takes_the_kl_of_each_response_from_its_score(
+    situation: Situation, by_hand: Numbers
+) -> None:
+    value, gradient = of("trl:rloo", situation)
+    close(value, -by_hand.u.sum(-1))
+    assert not gradient.any()
 
 
 def test_verl_distillation_drops_the_teachers_tail(situation: Situation) -> None:
@@ -189,13 +201,31 @@ def test_openrlhf_loss_and_reward(situation: Situation, by_hand: Numbers) -> Non
     close(of("openrlhf:reward_k1", situation)[0], -by_hand.u, 1e-6)
 
 
-def test_liger_grpo_from_hidden_states(situation: Situation, by_hand: Numbers) -> None:
-    close(of("liger:grpo", situation, "hidden_p")[0], mean(by_hand.k3, situation.mask), 1e-6)
-    value, gradient = of("liger:grpo_bias_correction", situation, "hidden_p")
-    close(value, mean(by_hand.w * by_hand.k3, situation.mask), 1e-6)
-    slopes = spread(by_hand.w * (by_hand.k3 + by_hand.k3_slope), situation.mask).unsqueeze(-1)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_liger_grpo_and_the_same_from_hidden_states(
+    situation: Situation, by_hand: Numbers, corrected: bool
+) -> None:
+    value, gradient = of("liger:grpo_bias_correction" if corrected else "liger:grpo", situation)
+    w, slopes = by_hand.w if corrected else torch.tensor(1.0), by_hand.k3_slope
+    slopes = spread(w * (by_hand.k3 + slopes) if corrected else slopes, situation.mask)
+    close(value, mean(w * by_hand.k3, situation.mask))
+    close(gradient, slopes)
+    loss = importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+    hidden = situation.hidden_p.clone().requires_grad_()
+    whole, _ = loss(beta=1.0, compiled=False, use_bias_correction_kl=corrected)(
+        hidden,
+        situation.head_p,
+        situation.tokens,
+        situation.mask.double(),
+        torch.zeros(2, dtype=torch.float64),
+        old_per_token_logps=situation.behaviour_logp,
+        ref_input=situation.hidden_q,
+        ref_weight=situation.head_q,
+    )
+    whole.backward()
+    close(whole.detach(), value, 1e-6)
     one = torch.nn.functional.one_hot(situation.tokens, 5) - situation.logp.exp()
-    close(gradient, (slopes * one) @ situation.head_p, 1e-6)
+    close(hidden.grad, (slopes.unsqueeze(-1) * one) @ situation.head_p, 1e-6)
 
 
 def test_kleash_itself(situation: Situation, by_hand: Numbers) -> None:

@@ -11,11 +11,8 @@ HIDDEN = ("hidden_p", "head_p", "hidden_q", "head_q")
 
 MINUS_REWARD = replace(CONVENTIONS["reward_with_mask"], name="minus_reward_with_mask", sign=-1)
 """A penalty as it is added to the scores: minus the KL."""
+MINUS_SEQUENCE_REWARD = replace(CONVENTIONS["sequence_reward"], name="minus_sequence_reward", sign=-1)
 MEAN_OF_HIDDEN = from_fields("mean_hidden", *HIDDEN, gives="mean", sees="hidden")
-SAMPLED_FROM_HIDDEN = from_fields(
-    "mean_sampled_from_hidden", *HIDDEN, "tokens", "behaviour_logp", "mask", gives="mean"
-)
-"""An estimate from sampled tokens that computes their log-probabilities itself."""
 SAMPLED_FROM_LOGITS = from_fields("sampled_from_logits", "logits_p", "logits_q", "tokens")
 
 STUDENT = "the student is p, the teacher q"

@@ -11,33 +11,37 @@ from kleash.auditing.targets.dotted import import_target
 
 
 def grpo_loss(
-    hidden_p: Tensor,
-    weight_p: Tensor,
-    hidden_q: Tensor,
-    weight_q: Tensor,
-    tokens: Tensor,
+    token_logp: Tensor,
+    token_logq: Tensor,
     behaviour_logp: Tensor | None,
     mask: Tensor,
     *,
     use_bias_correction_kl: bool = False,
     loss_type: str = "dapo",
 ) -> Tensor:
-    """Liger's ``LigerFusedLinearGRPOLoss`` with advantages 0 and beta 1: its KL term, a scalar."""
-    chunked = import_target("liger_kernel.chunked_loss")
-    loss = chunked.LigerFusedLinearGRPOLoss(
-        beta=1.0, compiled=False, loss_type=loss_type, use_bias_correction_kl=use_bias_correction_kl
-    )
-    found, _ = loss(
-        hidden_p,
-        weight_p,
-        tokens,
-        mask.to(hidden_p.dtype),
-        torch.zeros(len(tokens), dtype=hidden_p.dtype),
+    """The loss inside Liger's ``LigerFusedLinearGRPOLoss`` with advantages 0 and beta 1: its KL term, a scalar.
+
+    From log-probabilities on; the layer computes those from hidden states, in chunks of one sequence.
+    """
+    function = import_target("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction
+    counted = mask.to(token_logp.dtype)
+    loss, _ = function.ppo_loss_fn(
+        token_logp,
+        counted,
+        torch.zeros(len(token_logp), dtype=token_logp.dtype),
+        counted,
+        ref_per_token_logps=token_logq,
         old_per_token_logps=behaviour_logp,
-        ref_input=hidden_q,
-        ref_weight=weight_q,
+        beta=1.0,
+        loss_type=loss_type,
+        use_bias_correction_kl=use_bias_correction_kl,
     )
-    return found
+    return loss
+
+
+def uncorrected_grpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
+    """The same without its bias correction, for which it need not know what the tokens were drawn from."""
+    return grpo_loss(token_logp, token_logq, None, mask)
 
 
 def jsd_loss(

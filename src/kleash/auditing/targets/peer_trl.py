@@ -2,10 +2,18 @@
 
 from typing import Any
 
-from kleash.auditing.targets import trl
-from kleash.auditing.targets.calling import SAMPLED_FROM_LOGITS, STUDENT, TOP_2, case, claiming
+from kleash.auditing.targets import trl, trl_rloo
+from kleash.auditing.targets.calling import (
+    MINUS_SEQUENCE_REWARD,
+    SAMPLED_FROM_LOGITS,
+    STUDENT,
+    TOP_2,
+    case,
+    claiming,
+)
 from kleash.auditing.targets.case import Case, Target
 
+GRPO = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 OFF_POLICY_MEAN = "mean_loss_with_behaviour_and_mask"
 UNINITIALISED = (
     "the trainer's own method, on an object that was never initialised and holds the few attributes that it "
@@ -15,8 +23,7 @@ UNINITIALISED = (
 
 def grpo(name: str, *notes: str, **arguments: Any) -> Case:
     """TRL's GRPO loss with these settings."""
-    audits = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
-    return case(name, trl.grpo_loss, OFF_POLICY_MEAN, audits, UNINITIALISED, *notes, **arguments)
+    return case(name, trl.grpo_loss, OFF_POLICY_MEAN, GRPO, UNINITIALISED, *notes, **arguments)
 
 
 def distillation(name: str, beta: float, claims: str) -> tuple[Case, Case]:
@@ -35,6 +42,7 @@ TRL = Target(
     package="trl",
     modules=(
         "trl.trainer.grpo_trainer",
+        "trl.trainer.rloo_trainer",
         "trl.experimental.gmpo.gmpo_trainer",
         "trl.kernels.chunked_divergence",
         "trl.experimental.gkd.gkd_trainer",
@@ -42,14 +50,29 @@ TRL = Target(
     ),
     cases=(
         grpo("grpo", "TRL's defaults: use_bias_correction_kl, loss type dapo (a mean over tokens)"),
-        grpo("grpo_plain", use_bias_correction_kl=False),
+        case(
+            "grpo_plain",
+            trl.uncorrected_grpo_loss,
+            "mean_loss_with_mask",
+            GRPO,
+            UNINITIALISED,
+            "use_bias_correction_kl=False",
+        ),
         grpo("grpo_sequence_ratio", importance_sampling_level="sequence"),
         case(
             "gmpo",
             trl.gmpo_loss,
-            OFF_POLICY_MEAN,
+            "mean_loss_with_mask",
             "trl.experimental.gmpo.gmpo_trainer.GMPOTrainer._compute_loss",
             UNINITIALISED,
+        ),
+        case(
+            "rloo",
+            trl_rloo.rloo_reward,
+            MINUS_SEQUENCE_REWARD,
+            "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions",
+            "the trainer's own method, on an object that was never initialised, with scores of 0 and beta 1; read off "
+            "the advantage of each response in a group of two whose other response has a KL of 0",
         ),
         *distillation("forward", 0.0, "reverse_kl"),
         *distillation("jsd", 0.5, "jensen_shannon"),
@@ -94,7 +117,6 @@ TRL = Target(
         ),
     ),
     not_audited=(
-        "RLOOTrainer's KL stands inside the method that generates and scores, and cannot be called alone",
         "OnlineDPOTrainer and AsyncGRPOTrainer only log a KL, inside their training step",
         "the Triton kernels of chunked_divergence need a GPU; the PyTorch ones that stand in for them were run",
     ),

@@ -7,7 +7,6 @@ from kleash.auditing.targets import liger, openrlhf, ours, verl
 from kleash.auditing.targets.calling import (
     MEAN_OF_HIDDEN,
     MINUS_REWARD,
-    SAMPLED_FROM_HIDDEN,
     STUDENT,
     TOP_2,
     case,
@@ -21,6 +20,7 @@ from kleash.linear import linear_kl
 from kleash.losses.relative_entropy import kl_loss
 
 PENALTIES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+", "full")
+TWO_STEPS = "kl_penalty and agg_loss, one after the other, as the actor's loss calls them"
 KL_PENALTY = "verl.trainer.ppo.core_algos.kl_penalty"
 VERL = Target(
     name="verl",
@@ -51,11 +51,20 @@ VERL = Target(
                 verl.kl_loss,
                 "mean_loss_with_mask",
                 "verl.trainer.ppo.core_algos.agg_loss",
-                "kl_penalty and agg_loss, one after the other, as the actor's loss calls them",
+                TWO_STEPS,
                 kl_penalty="low_var_kl+",
                 loss_agg_mode=mode,
             )
-            for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+            for mode in ("token-mean", "seq-mean-token-mean")
+        ),
+        case(
+            "loss_seq-mean-token-sum",
+            verl.kl_loss_of_each,
+            "sequence_loss_with_mask",
+            "verl.trainer.ppo.core_algos.agg_loss",
+            TWO_STEPS,
+            "each response a batch of its own",
+            kl_penalty="low_var_kl+",
         ),
         case(
             "distillation_topk",
@@ -64,6 +73,7 @@ VERL = Target(
             "verl.trainer.distillation.fsdp.losses.compute_forward_kl_topk",
             STUDENT,
             TOP_2,
+            "the sum over the teacher's k likeliest tokens, the rest dropped; the clamp of the loss comes later",
             k=2,
         ),
         *(
@@ -109,6 +119,8 @@ OPENRLHF = Target(
             MINUS_REWARD,
             "openrlhf.models.utils.compute_reward",
             "scores of 0 and a coefficient of 1",
+            "compute_reward does not mask; OpenRLHF's actor hands over log-probabilities that are 0 in the padding "
+            "(openrlhf.models.actor), and its advantages mask the rewards again",
         ),
         *(
             case(
@@ -125,21 +137,24 @@ OPENRLHF = Target(
     ),
 )
 
+LIGER_GRPO = "liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOFunction.ppo_loss_fn"
+INSIDE = (
+    "advantages 0 and beta 1, so that the whole loss is its KL term; from log-probabilities on, which "
+    "LigerFusedLinearGRPOLoss computes from hidden states"
+)
 LIGER = Target(
     name="liger",
     package="liger_kernel",
     modules=("liger_kernel.chunked_loss",),
     cases=(
-        *(
-            case(
-                name,
-                liger.grpo_loss,
-                SAMPLED_FROM_HIDDEN,
-                "liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss",
-                "advantages 0 and beta 1, so that the whole loss is its KL term; not compiled",
-                use_bias_correction_kl=corrected,
-            )
-            for name, corrected in (("grpo", False), ("grpo_bias_correction", True))
+        case("grpo", liger.uncorrected_grpo_loss, "mean_loss_with_mask", LIGER_GRPO, INSIDE),
+        case(
+            "grpo_bias_correction",
+            liger.grpo_loss,
+            "mean_loss_with_behaviour_and_mask",
+            LIGER_GRPO,
+            INSIDE,
+            use_bias_correction_kl=True,
         ),
         *(
             case(

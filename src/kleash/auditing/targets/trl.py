@@ -124,14 +124,18 @@ def grpo_loss(
     return trainer._compute_loss(None, batch_of(token_logp, token_logq, mask, behaviour_logp))
 
 
-def gmpo_loss(token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor | None, mask: Tensor) -> Tensor:
-    """The loss of TRL's experimental ``GMPOTrainer`` with advantages 0 and beta 1.
+def uncorrected_grpo_loss(
+    token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, loss_type: str = "dapo"
+) -> Tensor:
+    """The same with ``use_bias_correction_kl=False``, which need not know what the tokens were drawn from."""
+    return grpo_loss(token_logp, token_logq, None, mask, use_bias_correction_kl=False, loss_type=loss_type)
 
-    Its policy term does not depend on anything where all advantages are 0, so this is its KL term.
-    """
+
+def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
+    """The loss of TRL's experimental ``GMPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
     kind = import_target("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer
     trainer = trainer_for(kind, token_logp)
-    return trainer._compute_loss(None, batch_of(token_logp, token_logq, mask, behaviour_logp))
+    return trainer._compute_loss(None, batch_of(token_logp, token_logq, mask, None))
 
 
 def chunked_divergence(

@@ -28,6 +28,15 @@ def kl_loss(
     return core.agg_loss(loss_mat=per_token, loss_mask=mask, loss_agg_mode=loss_agg_mode)
 
 
+def kl_loss_of_each(
+    token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "low_var_kl"
+) -> Tensor:
+    """The same by ``seq-mean-token-sum``, each response a batch of its own: the sum over its tokens."""
+    rows = zip(token_logp.split(1), token_logq.split(1), mask.split(1), strict=True)
+    mode = "seq-mean-token-sum"
+    return torch.stack([kl_loss(*row, kl_penalty=kl_penalty, loss_agg_mode=mode) for row in rows])
+
+
 def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "kl") -> Tensor:
     """verl's ``apply_kl_penalty`` on scores of 0 with a coefficient of 1: minus the KL, per token."""
     trainer = import_target("verl.trainer.ppo.ray_trainer")
