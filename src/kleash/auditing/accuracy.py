@@ -32,14 +32,22 @@ def estimator_of(subject: Subject) -> str:
     return ""
 
 
-def accuracy_rows(subject: Subject, estimator: str, is_claimed: bool) -> tuple[AccuracyRow, ...]:
-    """The relative error at each level of KL in float32, and on a near and a far pair in bfloat16."""
-    rows = [_row(subject, _near(level), torch.float32, (estimator, is_claimed)) for level in LEVELS]
+def accuracy_rows(
+    subject: Subject, estimator: str, is_claimed: bool, everywhere: bool
+) -> tuple[AccuracyRow, ...]:
+    """The relative error at each level of KL in float32, and on a near and a far pair in bfloat16.
+
+    What is right is the estimator, or the claimed divergence if it is that; where it is so only near by
+    (not ``everywhere``), or is neither, it is what the function itself says in float64.
+    """
+    known = (estimator, is_claimed)
+    rows = [_row(subject, _near(level), torch.float32, known) for level in LEVELS]
+    far = known if everywhere else ("", False)
     for name in ("near", "far"):
         world = worlds()[name]
         pair = (world.logits_p, world.logits_q)
         try:
-            rows.append(_row(subject, pair, torch.bfloat16, (estimator, is_claimed)))
+            rows.append(_row(subject, pair, torch.bfloat16, far))
         except KleashError:
             continue
     return tuple(rows)
@@ -69,9 +77,9 @@ def _near(level: float) -> tuple[Tensor, Tensor]:
 
 
 def _situation(pair: tuple[Tensor, Tensor], dtype: torch.dtype) -> Situation:
-    """Every token of the vocabulary once."""
+    """Every token of the vocabulary once; p carries a gradient, since some functions insist on one."""
     p, q = (side.expand(VOCAB, VOCAB).unsqueeze(1) for side in pair)
-    return make_situation(p, q, torch.arange(VOCAB).unsqueeze(-1), dtype=dtype)
+    return make_situation(p.clone().requires_grad_(), q, torch.arange(VOCAB).unsqueeze(-1), dtype=dtype)
 
 
 def _row(
@@ -93,13 +101,14 @@ def _right_and_careful(
 ) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"]]:
     """What the function should have made of these very inputs, in float64 and at best in float32."""
     formula = _formula(subject, estimator, is_claimed)
-    return formula(given.to(torch.float64)), formula(given.to(torch.float32)).double()
+    right, careful = formula(given.to(torch.float64)), formula(given.to(torch.float32))
+    return right.detach(), careful.detach().double()
 
 
 def _formula(subject: Subject, estimator: str, is_claimed: bool) -> Callable[[Situation], Tensor]:
     """The number for each sequence of one token, in the precision of the situation."""
     if not estimator and (not is_claimed or subject.convention.sees == "tokens"):
-        return lambda s: subject.parts(s).detach().sum(-1)
+        return lambda s: subject.parts(s).sum(-1)
     field = next((field for field in ("hidden_p", "logits_p", "logp") if reads(subject, field)), "token_logp")
 
     def of(s: Situation) -> Tensor:

@@ -100,9 +100,8 @@ def gather(subject: Subject) -> Evidence:
     }
     estimator = estimator_of(subject)
     name = values["on-policy"]
-    is_claimed = (
-        name is not None and name.quantity == label(subject.convention.claims) and name.how == "itself"
-    )
+    is_claimed = name is not None and name.quantity == expected.claims and name.how == "itself"
+    everywhere = name is not None and name.everywhere
     return Evidence(
         subject=subject,
         expected=expected,
@@ -112,6 +111,6 @@ def gather(subject: Subject) -> Evidence:
         course=course(subject),
         edges=edge_rows(subject),
         masks=mask_rows(subject),
-        accuracy=accuracy_rows(subject, estimator, is_claimed),
+        accuracy=accuracy_rows(subject, estimator, is_claimed, everywhere),
         returned_dtype=returned_dtype(subject),
     )

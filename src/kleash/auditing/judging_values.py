@@ -112,7 +112,9 @@ def _off_policy(evidence: Evidence) -> list[Finding]:
     told = evidence.subject.convention.takes_behaviour
     world, mean, exact = _worst(evidence, "off-policy")
     why = (
-        "though it is told what they were drawn from" if told else "unless each is weighted by p / behaviour"
+        "though it is told what they were drawn from"
+        if told
+        else "unless each token is weighted by p / behaviour"
     )
     return [
         Finding(
