@@ -37,17 +37,47 @@ def test_what_each_level_adds_up_to(name):
     assert along_the_behaviours_prefixes() != pytest.approx(between_responses, rel=0.01)
 
 
+def test_exact_kls_need_only_the_weight_of_their_prefix_and_vary_less():
+    exact = kl(P.next_logp(TOKENS), Q.next_logp(TOKENS))
+    spread = {}
+    for level in ("before", "prefix"):
+        weights = importance_weights(P.token_logp(TOKENS), BEHAVIOUR.token_logp(TOKENS), ALL, level=level)
+        total = (weights.values * exact).sum(-1)
+        mean = (DRAWN * total).sum().item()
+        assert mean == pytest.approx(drift_moments(P, Q, STEPS).kl)
+        spread[level] = (DRAWN * (total - mean).square()).sum().item()
+    assert spread["before"] < spread["prefix"]
+
+
+def test_a_cap_lowers_an_average_by_what_it_says():
+    """By E_p[(1 - cap / rho)+ f], here for f = 1 and f = k3 of the last token."""
+    token_logp, behaviour_logp = P.token_logp(TOKENS), BEHAVIOUR.token_logp(TOKENS)
+    rho = (token_logp - behaviour_logp).sum(-1).exp()
+    capped = importance_weights(token_logp, behaviour_logp, ALL, level="sequence", cap=1.5)
+    assert 0 < capped.truncated_share < 1
+    for f in (torch.ones(len(TOKENS)), sampled_kl(token_logp, Q.token_logp(TOKENS))[:, -1]):
+        bias = (DRAWN * (capped.values[:, -1] - rho) * f).sum()
+        expected = -(DRAWN * rho * (1 - 1.5 / rho).clamp(min=0) * f).sum()
+        torch.testing.assert_close(bias, expected)
+        assert bias < -0.001
+
+
 def test_the_values_by_hand():
     token_logp = torch.tensor([[0.5, 0.2, 0.9]]).log()
     behaviour_logp = torch.tensor([[0.25, 0.4, 0.3]]).log()
     given = (token_logp, behaviour_logp, torch.ones(1, 3, dtype=torch.bool))
-    for level, expected in (("token", [2, 0.5, 3]), ("prefix", [2, 1, 3]), ("sequence", [3, 3, 3])):
+    for level, expected in (
+        ("token", [2, 0.5, 3]),
+        ("before", [1, 2, 1]),
+        ("prefix", [2, 1, 3]),
+        ("sequence", [3, 3, 3]),
+    ):
         got = importance_weights(*given, level=level)
         assert got.values[0].tolist() == pytest.approx(expected)
     assert importance_weights(*given).values[0].tolist() == pytest.approx([2, 0.5, 3])
 
 
-@pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
+@pytest.mark.parametrize("level", ["token", "before", "prefix", "sequence"])
 def test_what_is_masked_is_not_read(level):
     """Padding may hold anything; a token masked in the middle leaves the product alone."""
     token_logp = torch.tensor([[-1.0, torch.nan, -2.0], [-1.0, -torch.inf, torch.inf]])
@@ -57,6 +87,7 @@ def test_what_is_masked_is_not_read(level):
     first, last = math.exp(0.5), math.exp(-1.0)
     expected = {
         "token": [[first, 0, last], [math.exp(0.2), 0, 0]],
+        "before": [[1, 0, first], [1, 0, 0]],
         "prefix": [[first, 0, first * last], [math.exp(0.2), 0, 0]],
         "sequence": [[first * last, 0, first * last], [math.exp(0.2), 0, 0]],
     }[level]
@@ -156,7 +187,7 @@ def test_requests_that_mean_nothing(unhooked):
         importance_weights(x[0], x[0], mask[0])
     with pytest.raises(ShapeError, match="a mask is bool"):
         importance_weights(x, x, mask.float())
-    with pytest.raises(OptionError, match="level is 'word'; there are token, prefix, sequence"):
+    with pytest.raises(OptionError, match="level is 'word'; there are token, before, prefix, sequence"):
         importance_weights(x, x, mask, level="word")  # pyright: ignore
     for cap in (0.0, -1.0, math.nan):
         with pytest.raises(OptionError, match=f"cap is {cap}; give a weight above 0, or leave it out"):

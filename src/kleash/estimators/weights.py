@@ -6,13 +6,14 @@ from typing import Literal, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kleash.errors import OptionError, ShapeError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 
-Level = Literal["token", "prefix", "sequence"]
-LEVELS: tuple[Level, ...] = ("token", "prefix", "sequence")
+Level = Literal["token", "before", "prefix", "sequence"]
+LEVELS: tuple[Level, ...] = ("token", "before", "prefix", "sequence")
 
 
 class ImportanceWeights(NamedTuple):
@@ -39,21 +40,31 @@ def importance_weights(
     """Weights that turn averages over the behaviour distribution's samples into averages over ``p``.
 
         token      p(x_t | prefix) / behaviour(x_t | prefix)
+        before     the product of these over the tokens before t
         prefix     the product of these up to and including t
         sequence   the product over the whole response, the same for each of its tokens
 
     With an estimator whose mean is the KL, token weights sum to the exact next-token KLs along *the
     behaviour's* prefixes; prefix and sequence weights to the KL between the responses themselves, with
-    a variance that grows with the product. A masked token contributes a factor of 1 and weighs 0;
-    what stands there (NaN, inf) is not read. Products are sums of logarithms, and capped as such, so a
-    capped weight never overflows, and the effective sample size is right even where an uncapped one
-    does (it is then ``inf``). ``cap`` is a bias that you ask for.
+    a variance that grows with the product. An *exact* next-token KL does not depend on the token drawn,
+    so its weight is that of the prefix alone: "before", less noisy by one factor.
+
+    A masked token contributes a factor of 1 and weighs 0; what stands there (NaN, inf) is not read.
+    Products are sums of logarithms, and capped as such, so a capped weight never overflows, and the
+    effective sample size is right even where an uncapped one does (it is then ``inf``).
+
+    ``cap`` is a bias that you ask for: an average of estimates f becomes that under ``min(rho, cap)``, off by
+
+        E_behaviour[(min(rho, cap) - rho) f] = -E_p[(1 - cap / rho)+ f]
+
+    so a KL and its gradient come out too small in what tokens above the cap contribute, most where
+    ``p`` has gained most on the behaviour; ``truncated_share`` says for how many.
 
     Args:
         token_logp: log-probabilities of the drawn tokens under ``p``.
         behaviour_logp: the same under the distribution they were really drawn from.
         mask: true (or 1) for the tokens that count.
-        level: "token", "prefix" or "sequence".
+        level: "token", "before", "prefix" or "sequence".
         cap: the largest weight to hand out, above 0.
 
     Raises:
@@ -77,7 +88,7 @@ def importance_weights(
         log_units = log_ratio.sum(-1)
     else:
         units = counts
-        log_units = log_ratio.cumsum(-1) if level == "prefix" else log_ratio
+        log_units = _product(log_ratio, level)
     above = log_units > (inf if cap is None else log(cap))
     log_units = torch.where(above, inf if cap is None else log(cap), log_units)
     weights = log_units.exp().unsqueeze(-1) if level == "sequence" else log_units.exp()
@@ -86,6 +97,14 @@ def importance_weights(
         effective_sample_size=_effective(torch.where(units, log_units, -inf)),
         truncated_share=(above & units).sum() / units.sum(),
     )
+
+
+def _product(log_ratio: Tensor, level: Level) -> Tensor:
+    """The logarithm of each token's weight."""
+    if level == "token":
+        return log_ratio
+    so_far = log_ratio.cumsum(-1)
+    return so_far if level == "prefix" else pad(so_far, (1, 0))[..., :-1]
 
 
 def _chosen(token_logp: Tensor, counts: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from kleash.losses.aggregation import AGGREGATIONS, Aggregation, aggregate, count_of
 from kleash.losses.checks import require_log_probabilities
+from kleash.losses.control import ControlledLoss, controlled_kl_loss
 from kleash.losses.distillation import distillation_loss, gkd_record
 from kleash.losses.divergence import divergence_loss
 from kleash.losses.latent import (
@@ -14,18 +15,22 @@ from kleash.losses.latent import (
 )
 from kleash.losses.preference import PreferenceLoss, dpo_loss, implicit_reward, response_log_ratio
 from kleash.losses.relative_entropy import ExtremeTokens, extreme_tokens, future_kl_loss, kl_loss
+from kleash.losses.term import KLTerm
 from kleash.losses.top_k import Drawn, TopK, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
 
 __all__ = [
     "AGGREGATIONS",
     "ActiveUnits",
     "Aggregation",
+    "ControlledLoss",
     "Drawn",
     "ExtremeTokens",
+    "KLTerm",
     "PreferenceLoss",
     "TopK",
     "active_units",
     "aggregate",
+    "controlled_kl_loss",
     "count_of",
     "cyclical_annealing",
     "distillation_loss",

@@ -56,12 +56,12 @@ def require_one_shape(**tensors: Tensor | None) -> None:
         raise ShapeError(f"the tokens do not fit together: {said}; give one number per token in each")
 
 
-def require_gradient(token_logp: Tensor, *others: Tensor) -> None:
+def require_gradient(*tensors: Tensor, name: str = "token_logp") -> None:
     """Raise where a loss is asked for and there is nothing that it could train."""
-    if torch.is_grad_enabled() and not any(may_be_trained(x) for x in (token_logp, *others)):
+    if torch.is_grad_enabled() and not any(may_be_trained(x) for x in tensors):
         raise DetachedError(
-            "token_logp carries no gradient although gradients are enabled, so this loss would train nothing; "
-            "give log-probabilities computed with gradients, or call under torch.no_grad() for the value alone"
+            f"{name} carries no gradient although gradients are enabled, so this loss would train nothing; "
+            "give what was computed with gradients, or call under torch.no_grad() for the value alone"
         )
 
 

@@ -1,0 +1,183 @@
+"""A KL term named in full: estimator, place, gradient, ratio, scope and aggregation, refused where they clash."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from kleash.errors import OptionError
+from kleash.estimators import ESTIMATORS, Estimator, continued_k3, importance_weights
+from kleash.estimators.weights import Level
+from kleash.losses.aggregation import aggregate, count_of
+from kleash.losses.clashes import Named, clash
+from kleash.losses.relative_entropy import future_kl_loss, kl_loss
+from kleash.losses.surrogate import require_gradient
+from kleash.masking import Mean, as_mask
+from kleash.precision import at_least_float32
+from kleash.registry import look_up
+
+Place = Literal["loss", "reward"]
+Gradient = Literal["score", "backpropagated", "ratio_attached", "none"]
+Scope = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLTerm:
+    """What a trainer means by its KL. Combinations that train something else raise, and say what.
+
+    ``.loss`` and ``.per_token`` carry out what the fields name, by ``kl_loss``, ``future_kl_loss``,
+    ``importance_weights`` and ``aggregate``.
+    """
+
+    estimator: str | Estimator = "k3"
+    """"k1", "abs", "k2", "k3", a record, or "exact": whole distributions, summed over the vocabulary."""
+    place: Place = "loss"
+    """"loss": differentiated. "reward": detached, subtracted from the score that multiplies log p."""
+    gradient: Gradient | None = None
+    """How a loss gets its gradient: "score" (weights * u on log p, as ``kl_loss``), "backpropagated"
+    (through the estimator, the weights constant) or "ratio_attached" (through weights * estimator).
+    Left out: the right one. A reward has "none"."""
+    ratio: Level | Literal["none"] = "none"
+    """Importance weights, if the tokens were not sampled from the policy that is trained."""
+    cap: float | None = None
+    """The largest weight: a bias asked for."""
+    scope: Scope = "token"
+    """"token": each token's KL at the prefixes met. "sequence": the KL between responses."""
+    aggregation: str = "token_mean"
+    """A name of ``AGGREGATIONS``."""
+    length: int | None = None
+    """The length that aggregation "constant" divides by."""
+    follows: str = "KL(p || q)"
+    """Whose gradient it is meant to have, in the words of ``Estimator.backpropagated``."""
+
+    def __post_init__(self) -> None:
+        """Raise OptionError, with the reason, if the fields clash."""
+        count_of(torch.ones(1, 1, dtype=torch.bool), self.aggregation, length=self.length)
+        reason = clash(
+            Named(
+                estimator=self._name,
+                record=self._record,
+                place=self.place,
+                gradient=self.rule,
+                ratio=self.ratio,
+                cap=self.cap,
+                scope=self.scope,
+                aggregation=self.aggregation,
+                follows=self.follows,
+            )
+        )
+        if reason is not None:
+            raise OptionError(reason)
+
+    @property
+    def rule(self) -> Gradient:
+        """How the gradient comes about: as named, or else the right one."""
+        if self.gradient is not None:
+            return self.gradient
+        if self.place == "reward":
+            return "none"
+        return "backpropagated" if self._record is None else "score"
+
+    @property
+    def _name(self) -> str:
+        return self.estimator if isinstance(self.estimator, str) else "this estimator"
+
+    @property
+    def _record(self) -> Estimator | None:
+        """What is known of the estimator; None for the exact KL."""
+        if not isinstance(self.estimator, str):
+            return self.estimator
+        if self.estimator == "exact":
+            return None
+        return look_up({**ESTIMATORS, "exact": ESTIMATORS["k3"]}, self.estimator, "estimator")
+
+    def loss(
+        self,
+        token_logp: Float[Tensor, "batch time"],
+        token_logq: Float[Tensor, "batch_q time_q"],
+        mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+        *,
+        behaviour_logp: Float[Tensor, "batch_b time_b"] | None = None,
+        token_kl: Float[Tensor, "batch_k time_k"] | None = None,
+    ) -> Mean:
+        """The term of a batch, aggregated: ``.value``, or ``.share(count)`` of a part.
+
+        Args:
+            token_logp: log-probabilities of the sampled tokens under the policy, with the gradient.
+            token_logq: the same tokens under the reference, which is a constant here.
+            mask: true (or 1) for the tokens that count.
+            behaviour_logp: under what they were sampled from; needed if there is a ratio.
+            token_kl: the exact KL of each token with its gradient; needed if the estimator is "exact".
+
+        Raises:
+            OptionError: if an input is missing or not used, or if the term is a reward.
+        """
+        if self.place == "reward":
+            raise OptionError("this term is a reward; subtract beta times its per_token from the rewards")
+        given = self.per_token(token_logp, token_logq, mask, behaviour_logp=behaviour_logp, token_kl=token_kl)
+        return aggregate(given, mask, self.aggregation, length=self.length)
+
+    def per_token(
+        self,
+        token_logp: Float[Tensor, "batch time"],
+        token_logq: Float[Tensor, "batch_q time_q"],
+        mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+        *,
+        behaviour_logp: Float[Tensor, "batch_b time_b"] | None = None,
+        token_kl: Float[Tensor, "batch_k time_k"] | None = None,
+    ) -> Float[Tensor, "batch time"]:
+        """The term of each token in nats: a loss with its gradient, or a detached penalty for the reward.
+
+        Raises:
+            OptionError: if an input is missing or not used.
+        """
+        self._require("behaviour_logp", behaviour_logp, self.ratio != "none", f"ratio is {self.ratio!r}")
+        self._require("token_kl", token_kl, self._record is None, f"estimator is {self._name!r}")
+        counts, weights = as_mask(mask), None
+        if behaviour_logp is not None and self.ratio != "none":
+            level, cap = self.ratio, self.cap
+            weights = importance_weights(token_logp, behaviour_logp, mask, level=level, cap=cap).values
+            counts = counts & (weights != 0)
+            if self.rule == "ratio_attached":
+                weights = weights * _one_with_gradient(token_logp, counts, level)
+        if token_kl is None:
+            cost = self._estimated(token_logp, token_logq.detach(), counts)
+        else:
+            cost = torch.where(counts, at_least_float32(token_kl), 0.0)
+        if self.place == "reward":
+            return cost.detach()
+        require_gradient(cost, name="token_logp" if token_kl is None else "token_kl")
+        if self.rule == "score":
+            estimator, against = self.estimator, token_logq.detach()
+            term = kl_loss(token_logp, against, mask, estimator=estimator, weights=weights)
+        else:
+            term = cost if weights is None else weights * cost
+        if self.scope == "token" or self.rule == "ratio_attached":
+            return term
+        return term + future_kl_loss(token_logp, cost, mask, weights=weights)
+
+    def _require(self, name: str, given: Tensor | None, needed: bool, because: str) -> None:
+        if needed and given is None:
+            raise OptionError(f"{because}, so {name} is needed; give it")
+        if given is not None and not needed:
+            raise OptionError(f"{because}, so {name} would not be used; leave it out, or change the term")
+
+    def _estimated(self, token_logp: Tensor, token_logq: Tensor, counts: Tensor) -> Tensor:
+        """The estimator of each token, through which gradients flow; what is masked is not read."""
+        record = self._record or ESTIMATORS["k3"]
+        p, q = (torch.where(counts, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
+        return continued_k3(p - q) if record is ESTIMATORS["k3"] else record.of(p - q)
+
+
+def _one_with_gradient(token_logp: Tensor, counts: Tensor, level: Level) -> Tensor:
+    """1, with the gradient of the logarithm of the weight of that level."""
+    own = torch.where(counts, at_least_float32(token_logp), 0.0)
+    if level == "sequence":
+        log_weight = own.sum(-1, keepdim=True).expand_as(own)
+    elif level == "token":
+        log_weight = own
+    else:
+        log_weight = own.cumsum(-1) - (own if level == "before" else 0.0)
+    return torch.exp(log_weight - log_weight.detach())
