@@ -19,7 +19,7 @@ from kleash.divergences.orders import renyi
 from kleash.divergences.probabilities import kl_from_probs
 from kleash.divergences.record import Divergence, Side
 from kleash.divergences.table import DIVERGENCES
-from kleash.divergences.truncation import Truncated, at_temperature, truncate
+from kleash.divergences.truncation import Truncated, at_temperature, restrict, truncate
 
 __all__ = [
     "DIVERGENCES",
@@ -42,6 +42,7 @@ __all__ = [
     "kl_gaussian",
     "phi",
     "renyi",
+    "restrict",
     "skew_kl",
     "skew_kl_record",
     "total_variation",

@@ -72,7 +72,7 @@ def truncate(
         Holtzman et al., "The Curious Case of Neural Text Degeneration" (2019), https://arxiv.org/abs/1904.09751
         Nguyen et al., "Turning Up the Heat: Min-p Sampling" (2024), https://arxiv.org/abs/2407.01082
     """
-    _require_ranges(top_k, top_p, min_p)
+    require_ranges(top_k, top_p, min_p)
     _require_distribution(logp)
     logp = at_least_float32(logp)
     seen = logp.detach()
@@ -83,6 +83,22 @@ def truncate(
         kept = kept & _in_nucleus(torch.where(kept, seen, -torch.inf), top_p)
     if min_p is not None:
         kept = kept & _likely_enough(torch.where(kept, seen, -torch.inf), min_p)
+    return restrict(logp, kept)
+
+
+def restrict(logp: Float[Tensor, "*batch vocab"], kept: Bool[Tensor, "*batch vocab"]) -> Truncated:
+    """Only the tokens ``kept``, renormalised: those that another distribution, or an engine's mask, has kept.
+
+    Where nothing of ``logp`` is kept, its log kept mass is -inf and its log-probabilities are NaN.
+
+    Raises:
+        ShapeError: if the two differ in shape.
+    """
+    if logp.shape != kept.shape:
+        raise ShapeError(
+            f"logp is {tuple(logp.shape)} and kept {tuple(kept.shape)}; say for each token of each"
+        )
+    logp = at_least_float32(logp)
     log_kept_mass = _log_mass(logp, kept)
     return Truncated(torch.where(kept, logp - log_kept_mass.unsqueeze(-1), -torch.inf), kept, log_kept_mass)
 
@@ -117,7 +133,8 @@ def _log_mass(logp: Tensor, kept: Tensor) -> Tensor:
     )
 
 
-def _require_ranges(top_k: int | None, top_p: float | None, min_p: float | None) -> None:
+def require_ranges(top_k: int | None, top_p: float | None, min_p: float | None) -> None:
+    """Raise for a limit that means nothing."""
     if top_k is not None and top_k < 1:
         raise OptionError(f"top_k is {top_k}; give at least 1, or leave it out to keep every token")
     if top_p is not None and not 0 < top_p <= 1:

@@ -1,0 +1,169 @@
+import pytest
+import torch
+from distributions import log
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import rel_entr
+
+from kleash.divergences import at_temperature, kl, restrict, truncate
+from kleash.errors import OptionError, ShapeError
+from kleash.estimators import Semantics, require_same_semantics, to_full, to_truncated
+
+torch.manual_seed(5)
+P, MU, Q = torch.randn(3, 8, dtype=torch.float64).log_softmax(-1)
+CUT = truncate(MU, top_p=0.8)
+CUT_P = restrict(P, CUT.kept)
+DRAWN = CUT.logp.exp()
+ANY = Q.square()
+"""Something to average over the truncated policy."""
+TRUTH = (CUT_P.logp.exp() * ANY).sum()
+
+
+def estimated(weights):
+    """From tokens that the truncated behaviour draws, as a finite sum."""
+    return (DRAWN * torch.where(CUT.kept, weights, 0.0) * ANY).sum().item()
+
+
+def test_mixed_semantics_are_off_by_the_kept_mass_and_the_algebra_mends_it():
+    assert 2 < CUT.kept.sum() < 8
+    kept_of_p, kept_of_mu = CUT_P.log_kept_mass.exp(), CUT.log_kept_mass.exp()
+    truth = TRUTH.item()
+    mixed = (P - CUT.logp).exp()
+    assert estimated(mixed) == pytest.approx(truth * kept_of_p.item())
+    both_full = (P - MU).exp()
+    assert estimated(both_full) == pytest.approx(truth * (kept_of_p / kept_of_mu).item())
+    torch.testing.assert_close(mixed[CUT.kept], (both_full * kept_of_mu)[CUT.kept])
+    truncated = to_truncated(P, CUT_P.log_kept_mass.expand(8), CUT.kept)
+    assert estimated((truncated - CUT.logp).exp()) == pytest.approx(truth)
+    assert abs(1 - kept_of_p) > 0.05 and abs(1 - kept_of_p / kept_of_mu) > 0.01
+
+
+def test_to_full_undoes_to_truncated():
+    mass = CUT.log_kept_mass.expand(8)
+    torch.testing.assert_close(to_full(CUT.logp, mass)[CUT.kept], MU[CUT.kept])
+    torch.testing.assert_close(to_truncated(MU, mass, CUT.kept), CUT.logp)
+    assert (to_truncated(MU, mass, CUT.kept)[~CUT.kept] == -torch.inf).all()
+    torch.testing.assert_close(to_truncated(MU, mass), MU - CUT.log_kept_mass)
+    assert not torch.allclose(to_truncated(MU, mass), to_full(MU, mass))
+
+
+def test_a_token_that_was_cut_has_no_gradient():
+    token_logp = MU.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        to_truncated(token_logp, CUT.log_kept_mass.expand(8), CUT.kept)[CUT.kept].sum(), token_logp
+    )
+    assert torch.equal(gradient, CUT.kept.double())
+
+
+@given(st.integers(0, 1000), st.integers(1, 6))
+def test_what_a_cut_does_to_the_kl(seed, k):
+    """KL(cut p || q) is the KL among the kept tokens, plus what q does not keep; the whole KL has two more parts."""
+    draw = torch.Generator().manual_seed(seed)
+    p, q = torch.randn(2, 7, generator=draw, dtype=torch.float64).log_softmax(-1)
+    cut = truncate(p, top_k=k)
+    cut_q, rest_p, rest_q = restrict(q, cut.kept), restrict(p, ~cut.kept), restrict(q, ~cut.kept)
+    exact = rel_entr(p.exp().numpy(), q.exp().numpy()).sum()
+    among = kl(cut.logp, cut_q.logp)
+    torch.testing.assert_close(kl(cut.logp, q), among - cut_q.log_kept_mass)
+    share = cut.log_kept_mass.exp()
+    sides = [torch.stack([x.log_kept_mass, y.log_kept_mass]) for x, y in ((cut, rest_p), (cut_q, rest_q))]
+    parts = kl(*sides) + share * among + (1 - share) * kl(rest_p.logp, rest_q.logp)
+    assert parts.item() == pytest.approx(exact, rel=1e-9, abs=1e-12)
+
+
+def test_restrict():
+    logp = log(0.5, 0.3, 0.2)
+    got = restrict(logp, torch.tensor([True, False, True]))
+    torch.testing.assert_close(got.logp.exp(), torch.tensor([5 / 7, 0, 2 / 7]).double())
+    assert got.log_kept_mass.exp().item() == pytest.approx(0.7)
+    assert restrict(logp.bfloat16(), got.kept).logp.dtype == torch.float32
+    nothing = restrict(log(0.5, 0.5, 0.0), torch.tensor([False, False, True]))
+    assert nothing.log_kept_mass == -torch.inf and nothing.logp[2].isnan()
+
+
+def test_semantics_make_the_distribution_that_they_describe():
+    logits = torch.randn(3, 8, dtype=torch.float64)
+    got = Semantics(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01).of(logits)
+    expected = truncate(at_temperature(logits, 0.7), top_k=5, top_p=0.9, min_p=0.01)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert torch.equal(Semantics().of(logits).logp, logits.log_softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("semantics", "words"),
+    [
+        (Semantics(), "the full softmax at temperature 1"),
+        (Semantics(temperature=0.7, top_p=1.0, min_p=0.0), "the full softmax at temperature 0.7"),
+        (
+            Semantics(top_k=20, top_p=0.95, min_p=0.1),
+            "cut to top_k 20, top_p 0.95, min_p 0.1 at temperature 1",
+        ),
+    ],
+)
+def test_semantics_in_words(semantics, words):
+    assert str(semantics) == words
+    assert semantics.truncated is words.startswith("cut")
+
+
+FULL, WARM, CUTS = Semantics(), Semantics(temperature=0.7), Semantics(top_p=0.95)
+
+
+def test_equal_semantics_pass():
+    require_same_semantics(policy=FULL, behaviour=Semantics(top_p=1.0), reference=FULL, sampler=FULL)
+    require_same_semantics(policy=CUTS, behaviour=CUTS)
+    require_same_semantics(policy=CUTS)
+    require_same_semantics()
+
+
+@pytest.mark.parametrize(
+    ("sides", "message"),
+    [
+        (
+            {"policy": FULL, "behaviour": WARM},
+            "policy is the full softmax at temperature 1 and behaviour the full softmax at temperature 0.7; divide",
+        ),
+        (
+            {"policy": FULL, "behaviour": CUTS},
+            r"cut to top_p 0.95 at temperature 1, so their ratio carries the kept mass as a factor; .*\(to_full\), or cut",
+        ),
+        (
+            {"policy": CUTS, "behaviour": Semantics(top_k=50)},
+            "behaviour cut to top_k 50 at temperature 1; cut both to the tokens that were kept when sampling",
+        ),
+        ({"policy": FULL, "behaviour": FULL, "sampler": CUTS}, "policy is .* and sampler cut to top_p 0.95"),
+        ({"policy": FULL, "behaviour": FULL, "reference": WARM}, "and reference the full softmax at temp"),
+    ],
+)
+def test_unequal_semantics_are_refused(sides, message):
+    with pytest.raises(OptionError, match=message):
+        require_same_semantics(**sides)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0; give a finite number above 0"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
+    ],
+)
+def test_semantics_that_mean_nothing(wrong, message):
+    with pytest.raises(OptionError, match=message):
+        Semantics(**wrong)
+
+
+def test_shapes_that_differ(unhooked):
+    x = torch.zeros(2, 3)
+    with pytest.raises(
+        ShapeError, match=r"token_logp \(2, 3\), log_kept_mass \(2,\); give one number per token"
+    ):
+        to_truncated(x, x[:, 0])
+    with pytest.raises(ShapeError, match=r"log_kept_mass \(2, 3\), kept \(2,\)"):
+        to_truncated(x, x, x[:, 0].bool())
+    with pytest.raises(ShapeError, match=r"token_logp \(2, 3\), log_kept_mass \(2, 2\)"):
+        to_full(x, x[:, :2])
+    with pytest.raises(ShapeError, match=r"logp is \(2, 3\) and kept \(3,\)"):
+        restrict(x, torch.ones(3).bool())
