@@ -1,3 +1,10 @@
 """Reward against KL: what best-of-n costs, and where optimising a proxy stops paying."""
 
-__all__: list[str] = []
+from kleash.leash.best_of_n import (
+    best_of_n_bound,
+    best_of_n_kl,
+    best_of_n_kl_from_rewards,
+    best_of_n_kl_from_winners,
+)
+
+__all__ = ["best_of_n_bound", "best_of_n_kl", "best_of_n_kl_from_rewards", "best_of_n_kl_from_winners"]

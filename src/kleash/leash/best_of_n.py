@@ -1,0 +1,226 @@
+"""What best-of-n sampling costs in KL: exactly, at most, and estimated from draws.
+
+Best of n draws n responses and keeps the one with the highest reward; of several with that reward each is as
+likely to be kept. With F the share of the reference at or below a reward, G the share below it and m = F - G:
+
+    a reward is that of the winner with probability F^n - G^n, and
+
+    KL(best of n || reference) = sum over rewards of (F^n - G^n) log((F^n - G^n) / m)
+
+Between responses of equal reward nothing is preferred, so the distribution of the *rewards* decides. No tie, and
+no response with a probability worth speaking of: then it is the integral of n x^(n-1) log(n x^(n-1)), the bound.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Real
+from numpy.typing import NDArray
+
+from kleash.divergences import kl
+from kleash.errors import NotProbabilitiesError, OptionError, ShapeError
+from kleash.uncertainty import Estimate, clustered_mean
+
+Array = NDArray[np.float64]
+ROUNDING_OF_THE_SUM = 1e-5
+LEAST_LOG = -1e4
+"""Of a share that is 0; its exponential is 0, and so is its product with that."""
+ENOUGH_DRAWS = 4
+"""Draws per prompt, as multiples of n, below which the responses that matter are seen too rarely."""
+
+
+def best_of_n_bound(n: int) -> float:
+    """log n - (n - 1) / n nats: what best of n costs at most, and exactly where rewards never tie.
+
+    Often quoted as the KL itself. It is that only if no single response is likely and no two responses
+    have one reward; with K outcomes in all the KL cannot exceed the log of the rarest one's 1/probability.
+
+    Raises:
+        OptionError: if ``n`` is below 1.
+
+    References:
+        Beirami et al., "Theoretical Guarantees on the Best-of-n Alignment Policy" (2024),
+        https://arxiv.org/abs/2401.01879
+    """
+    if n < 1:
+        raise OptionError(f"n is {n}; the best is taken of at least 1")
+    return math.log(n) - (n - 1) / n
+
+
+def best_of_n_kl(probs: Any, rewards: Any, n: int) -> float:
+    """KL(best of n || reference) in nats, exactly, for a finite set of outcomes.
+
+    Outcomes of equal reward keep their proportions: a tie among the n draws is settled at random. (If one of
+    them were always preferred, they would have different rewards.) Outcomes of probability 0 are never
+    drawn and do not count.
+
+    Args:
+        probs: the reference's probability of each outcome; array-like, divided by their sum.
+        rewards: the reward of each; any numbers but NaN.
+        n: how many are drawn, at least 1.
+
+    Raises:
+        NotProbabilitiesError: if probabilities are negative, not finite, absent or do not sum to 1.
+        ShapeError: if there is not one reward for each.
+        OptionError: if a reward is NaN, or ``n`` is below 1.
+    """
+    best_of_n_bound(n)
+    p, r = np.asarray(probs, np.float64), np.asarray(rewards, np.float64)
+    if p.ndim != 1 or p.shape != r.shape:
+        raise ShapeError(f"probs are {p.shape} and rewards {r.shape}; give one of each per outcome")
+    if not (p >= 0).all() or not abs(p.sum() - 1) <= ROUNDING_OF_THE_SUM:
+        raise NotProbabilitiesError(
+            f"probs are not probabilities: they sum to {p.sum():g}, the least is {_least(p)}"
+        )
+    _require_comparable(r)
+    masses = np.bincount(np.unique(r, return_inverse=True)[1], weights=p)
+    masses = masses[masses > 0] / masses.sum()
+    up_to = np.cumsum(masses)
+    up_to /= up_to[-1]
+    with np.errstate(divide="ignore"):  # nothing lies below the lowest
+        below = np.log1p(-np.minimum(masses / up_to, 1.0))
+    log_won = n * np.log(up_to) + np.log(-np.expm1(n * below))
+    return kl(torch.tensor(log_won), torch.tensor(np.log(masses))).item()
+
+
+def best_of_n_kl_from_rewards(rewards: Real[np.ndarray, "..."], n: int) -> Estimate:
+    """KL(best of n || reference) in nats per prompt, from the rewards of draws from the reference.
+
+        bound - mean over draws of gap(below, tied) / tied
+
+    where ``below`` and ``tied`` are the shares of the prompt's *other* draws with a lower and with the same
+    reward, and ``gap`` is what the bound exceeds the sum by on rewards of that rank. Needs no
+    probabilities. A draw that ties with none adds nothing, so where rewards never tie the estimate is the
+    bound, without error. Otherwise the shares are unbiased and the function of them is curved; the jackknife
+    takes out the bias of order 1/draws that this leaves, and what remains is of order 1/draws^2. It may
+    pass the bound by noise.
+
+    Several prompts: the mean over them, each prompt a cluster. One prompt: its draws (their jackknife
+    pseudo-values) are the clusters.
+
+    Args:
+        rewards: [draws] of one prompt or [prompts, draws]; at least 3 draws each, better 4 n.
+        n: the best of how many. Need not be the number of draws.
+
+    Raises:
+        ShapeError: if there are fewer than 3 draws, or more than two axes.
+        OptionError: if a reward is NaN, or ``n`` is below 1.
+    """
+    bound = best_of_n_bound(n)
+    r = np.asarray(rewards, np.float64)
+    if r.ndim not in (1, 2) or r.shape[-1] < 3 or not r.size:
+        raise ShapeError(
+            f"rewards are {r.shape}; give [draws] or [prompts, draws], at least 3 draws of each prompt"
+        )
+    _require_comparable(r)
+    values = _pseudo_values(r, n) if r.ndim == 1 else np.array([_pseudo_values(row, n).mean() for row in r])
+    estimate = clustered_mean(bound - values, np.arange(len(values)), lower=0.0, upper=bound)
+    return _with_doubts(estimate, draws=r.shape[-1], n=n, ties=bool(values.any()))
+
+
+def best_of_n_kl_from_winners(
+    winner_logp: Real[np.ndarray, "winners"], n: int, *, prompts: Any = None
+) -> Estimate:
+    """KL(best of n || reference) in nats, from the reference's log-probability of each response that won.
+
+        e = exp(winner_logp):    (1 - e)^n (log n + (n - 1) log(1 - e) - (n - 1)/n)
+                                 + (1 - (1 - e)^n) log((1 - (1 - e)^n) / e)
+
+    What the KL would be if this response were the best there is and nothing else were likely: Beirami et
+    al.'s estimator. It lowers the bound for likely winners, with one draw of best of n per prompt. It is biased,
+    to either side: two equally likely outcomes and n = 4 give 0.499 nats where 0.459 are true. For
+    whole responses of some length e is 0 and it is the bound.
+
+    Args:
+        winner_logp: log-probability of each winner under the reference; at most 0.
+        n: the best of how many.
+        prompts: labels of the prompts; winners of one prompt form a cluster. Left out, each is a cluster.
+
+    Raises:
+        ShapeError: if it is not one number per winner, or there is not one label for each.
+        OptionError: if a log-probability is above 0 or NaN, or ``n`` is below 1.
+
+    References:
+        Beirami et al., "Theoretical Guarantees on the Best-of-n Alignment Policy" (2024),
+        https://arxiv.org/abs/2401.01879
+    """
+    bound = best_of_n_bound(n)
+    logp = np.asarray(winner_logp, np.float64)
+    if logp.ndim != 1:
+        raise ShapeError(f"winner_logp is {logp.shape}; give one log-probability per winner")
+    if not (logp <= 0).all():
+        raise OptionError(f"winner_logp reaches {logp.max():g}; a log-probability is at most 0")
+    mass = np.exp(logp)
+    with np.errstate(divide="ignore"):  # nothing is left beside a certain winner
+        log_rest = np.maximum(np.log1p(-mass), LEAST_LOG)
+    lost = np.exp(n * log_rest)
+    per_mass = np.divide(-np.expm1(n * log_rest), mass, out=np.full_like(mass, n), where=mass > 0)
+    estimates = lost * (bound + (n - 1) * log_rest) + per_mass * mass * np.log(per_mass)
+    labels = np.arange(len(logp)) if prompts is None else np.asarray(prompts)
+    return clustered_mean(estimates, labels, lower=0.0, upper=bound)
+
+
+def _pseudo_values(rewards: Array, n: int) -> Array:
+    """Jackknife pseudo-values, one per draw, of how far one prompt falls short of the bound."""
+    _, level, counts = np.unique(rewards, return_inverse=True, return_counts=True)
+    draws, tied = len(rewards), np.flatnonzero(counts > 1)
+    if not len(tied):
+        return np.zeros(draws)
+    whole = _shortfall(counts, n)
+    # Without one draw: which one matters only if it ties, else by how many tied levels lie below it.
+    kind = np.where(counts > 1, -1 - np.arange(len(counts)), np.searchsorted(tied, np.arange(len(counts))))
+    _, example, kind_of_level = np.unique(kind, return_index=True, return_inverse=True)
+    without = np.array([_shortfall(counts - (np.arange(len(counts)) == one), n) for one in example])
+    return draws * whole - (draws - 1) * without[kind_of_level[level]]
+
+
+def _shortfall(counts: NDArray[np.int64], n: int) -> float:
+    """Mean over the draws of what the bound exceeds the KL by, each draw placed among the others."""
+    draws = counts.sum()
+    tied = counts > 1
+    below, others = (np.cumsum(counts) - counts)[tied] / (draws - 1), (counts[tied] - 1) / (draws - 1)
+    return float(counts[tied] @ _gap_per_mass(below, others, n) / draws)
+
+
+def _gap_per_mass(below: Array, mass: Array, n: int) -> Array:
+    """What rewards spread over (below, below + mass) would cost more than one reward there, over ``mass``."""
+    top = np.minimum(below + mass, 1.0)
+    won = top**n * -np.expm1(n * _log_or_least(below / top))
+    spread = (n - 1) * (_x_log_x(top, n) - _x_log_x(below, n)) + best_of_n_bound(n) * won
+    together = won * (_log_or_least(won) - np.log(mass))
+    return (spread - together) / mass
+
+
+def _x_log_x(x: Array, n: int) -> Array:
+    return x**n * _log_or_least(x)
+
+
+def _log_or_least(x: Array) -> Array:
+    """log x; where x is 0 some number as low, for products that are 0 there."""
+    with np.errstate(divide="ignore"):
+        return np.maximum(np.log(x), LEAST_LOG)
+
+
+def _with_doubts(estimate: Estimate, *, draws: int, n: int, ties: bool) -> Estimate:
+    found = list(estimate.doubts)
+    if not ties:
+        found.append(
+            "no two rewards of a prompt tie, so this is the bound; likely responses may have gone unseen"
+        )
+    if draws < ENOUGH_DRAWS * n:
+        found.append(
+            f"{draws} draws per prompt for the best of {n}; below {ENOUGH_DRAWS * n} likely responses go unseen"
+        )
+    return replace(estimate, doubts=tuple(found))
+
+
+def _least(probs: Array) -> str:
+    return f"{probs.min():g}" if probs.size else "absent"
+
+
+def _require_comparable(rewards: Array) -> None:
+    if np.isnan(rewards).any():
+        raise OptionError(f"{int(np.isnan(rewards).sum())} rewards are NaN; leave those outcomes out")
