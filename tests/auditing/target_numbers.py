@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.auditing.situations import Situation
-from kleash.auditing.targets import cases_of
+from kleash.auditing import Situation, cases_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kleash.auditing.targets import cases_of
+from kleash.auditing import cases_of
 from kleash.auditing.targets.installing import stand_ins
 from kleash.errors import CannotRunError, MissingExtraError
 
@@ -36,7 +36,7 @@ def test_a_package_that_is_not_installed_says_what_installs_it(
         cases_of(name)
     assert str(caught.value).startswith(line)
     with pytest.raises(MissingExtraError) as caught:
-        cases_of(f"{package}.deep.inside:function")
+        cases_of(f"{package}.deep.inside:function", "loss")
     assert str(caught.value).startswith(line)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kleash.auditing.conventions import Convention
-from kleash.auditing.targets.dotted import Function, check_arguments, import_target, version_of
+from kleash.auditing.targets.dotted import Function, import_target, version_of
 from kleash.auditing.targets.installing import quiet, stand_ins
 
 
@@ -26,15 +26,6 @@ class Case:
     """What whoever reads the result should know about how it was run."""
     packages: tuple[str, ...] = ()
     """The importable packages whose versions belong to the result."""
-
-    def bound_to(self, arguments: Mapping[str, Any]) -> "Case":
-        """The same with more keyword arguments.
-
-        Raises:
-            OptionError: if the function takes no such argument.
-        """
-        check_arguments(self.function, arguments)
-        return replace(self, arguments={**self.arguments, **arguments})
 
     @property
     def versions(self) -> dict[str, str]:
