@@ -20,10 +20,10 @@ from torch import Tensor
 
 from kleash.divergences import phi
 from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
-from kleash.linear.api import checked_pair
+from kleash.linear.checks import checked_pair
 from kleash.linear.impl.loop import Core, per_token, plan
-from kleash.linear.impl.reference import normalised
-from kleash.linear.impl.rows import NO_ROOM, Room, side
+from kleash.linear.impl.project import normalised
+from kleash.linear.impl.rows import NO_ROOM, ROOMS, Room, side
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -41,7 +41,7 @@ def k3_carefully(zp: Tensor, zq: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
     return (phi(logp - logq)[:, 0],)
 
 
-K3 = Core(k3_rows, k3_carefully, slice(0, 1))
+K3 = Core(k3_rows, k3_carefully, slice(0, 1), ROOMS)
 
 
 def candidates(args: argparse.Namespace):
@@ -54,7 +54,7 @@ def candidates(args: argparse.Namespace):
     ids = torch.randint(args.vocabulary, (args.tokens,))
     four = hidden_p, head_p, hidden_q, head_q
     pair = checked_pair(four[:2], four[2:], 1.0)
-    chunk = plan(pair, LinearOptions()).chunk
+    chunk = plan(pair, LinearOptions(), 3).chunk
     room = torch.empty(chunk, args.vocabulary)
 
     def bare() -> None:

@@ -53,11 +53,11 @@ def test_gradients_are_no_worse_than_the_plain_ones(options, dtype, apart):
         return torch.autograd.grad((of(choice)(*tensors) * weight).sum(), tensors)
 
     exact, plain = gradients(in_float64(case), REFERENCE), gradients(case, REFERENCE)
-    found = gradients(case, options)
+    found, budget = gradients(case, options), 2.0 if dtype == torch.bfloat16 else 1.5
     for name, right, cheap, ours in zip(NAMES, exact, plain, found, strict=True):
         assert ours.dtype == dtype
         assert right.abs().max() > 0
-        assert relative_rms(ours, right) <= 1.5 * relative_rms(cheap, right) + 1e-6, name
+        assert relative_rms(ours, right) <= budget * relative_rms(cheap, right) + 1e-6, name
 
 
 def test_only_what_requires_a_gradient_gets_one():

@@ -1,8 +1,22 @@
 """Divergences from hidden states: exact over the whole vocabulary, without ever holding its logits."""
 
-from kleash.linear.api import linear_kl, log_probabilities, token_statistics
+from kleash.linear.api import linear_divergence, linear_kl, log_probabilities, token_statistics
 from kleash.linear.head import Head
 from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import TokenStatistics
+from kleash.linear.statistics import TokenStatistics, TokenTerms
+from kleash.linear.training import LinearLoss, linear_divergence_loss, linear_kl_loss, linear_objective
 
-__all__ = ["Head", "LinearOptions", "TokenStatistics", "linear_kl", "log_probabilities", "token_statistics"]
+__all__ = [
+    "Head",
+    "LinearLoss",
+    "LinearOptions",
+    "TokenStatistics",
+    "TokenTerms",
+    "linear_divergence",
+    "linear_divergence_loss",
+    "linear_kl",
+    "linear_kl_loss",
+    "linear_objective",
+    "log_probabilities",
+    "token_statistics",
+]

@@ -1,21 +1,28 @@
-"""The public doors: they check what they are given, and choose who computes it."""
+"""The public doors to values: they check what they are given, and choose who computes it."""
 
-from collections.abc import Sequence
 from importlib import import_module
-from math import isfinite
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.errors import CannotRunError, OptionError, ShapeError, VocabularyMismatchError
+from kleash.divergences import DIVERGENCES, Divergence
+from kleash.linear import autograd
+from kleash.linear.checks import (
+    check_side,
+    check_temperature,
+    check_tokens,
+    checked_pair,
+    common_dtype,
+    in_a_row,
+)
 from kleash.linear.head import Head, gathered
-from kleash.linear.impl.pair import OneModel, Pair
-from kleash.linear.impl.project import logits
-from kleash.linear.impl.reference import normalised
+from kleash.linear.impl.pair import OneModel
+from kleash.linear.impl.project import logits, normalised
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenStatistics
+from kleash.registry import look_up
 
 
 def linear_kl(
@@ -24,7 +31,7 @@ def linear_kl(
     hidden_q: Float[Tensor, "*tokens dim_q"],
     head_q: Head,
     *,
-    temperature: float = 1.0,
+    temperature: float | Float[Tensor, "*tokens"] = 1.0,
     options: LinearOptions | None = None,
 ) -> Float[Tensor, "*tokens"]:
     """KL(p || q) in nats per token, where ``p = softmax(head_p(hidden_p) / temperature)``.
@@ -33,7 +40,9 @@ def linear_kl(
 
     The first model is the one averaged over. Exact over the whole vocabulary, of which the logits of
     a few tokens exist at a time. Differentiable once in whatever requires a gradient: hidden states,
-    weights, biases; the backward pass computes the logits again. A token whose incoming gradient is 0
+    weights, biases. If a weight or bias does, the backward pass computes the logits again (use
+    ``linear_kl_loss`` where the weights of the tokens are known beforehand: it does not); if only hidden
+    states do, their gradient is formed along with the value. A token whose incoming gradient is 0
     contributes 0, whatever its hidden states hold.
 
     Every ``options.impl`` means the same number; they differ in memory and speed. Logits are float32
@@ -46,7 +55,7 @@ def linear_kl(
         head_p: the head that makes them logits.
         hidden_q: hidden states of the same tokens under q; their dimension may differ.
         head_q: the head for those; it covers the same tokens as head_p.
-        temperature: divides the logits of both.
+        temperature: divides the logits of both; a number, or one for each token (whose values are not checked).
         options: implementation, memory, compilation.
 
     Returns:
@@ -59,9 +68,44 @@ def linear_kl(
         CannotRunError: if tensors are on different devices, the options ask for what is not there, or
             a second derivative is asked for.
     """
+    return linear_divergence(hidden_p, head_p, hidden_q, head_q, temperature=temperature, options=options)
+
+
+def linear_divergence(
+    hidden_p: Float[Tensor, "*tokens dim_p"],
+    head_p: Head,
+    hidden_q: Float[Tensor, "*tokens dim_q"],
+    head_q: Head,
+    *,
+    divergence: str | Divergence = "kl",
+    temperature: float | Float[Tensor, "*tokens"] = 1.0,
+    options: LinearOptions | None = None,
+) -> Float[Tensor, "*tokens"]:
+    """Any divergence D(p || q) of the table, per token, from hidden states; otherwise as ``linear_kl``.
+
+    Args:
+        hidden_p: final hidden states under p, after the last norm.
+        head_p: the head that makes them logits.
+        hidden_q: hidden states of the same tokens under q.
+        head_q: the head for those.
+        divergence: a name of ``DIVERGENCES``, or a record: ``jensen_shannon_record(0.1)``,
+            ``skew_kl_record``, ``alpha_record`` ... or your own.
+        temperature: divides the logits of both.
+        options: implementation, memory, compilation.
+
+    Raises:
+        UnknownNameError: if there is no such divergence.
+        ShapeError, VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl``.
+    """
+    record = as_record(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
+    options = options or LinearOptions()
+    engine = implementation(options)
     with torch.autocast(hidden_p.device.type, enabled=False):
-        found = implementation(options).linear_kl(pair, options or LinearOptions())
+        if options.impl == "reference" or not autograd.wanted(pair):
+            found = engine.divergence(pair, record, options)
+        else:
+            found = autograd.differentiable(engine, pair, record, options)
     return found.reshape(hidden_p.shape[:-1])
 
 
@@ -72,7 +116,7 @@ def token_statistics(
     head_q: Head,
     tokens: Int[Tensor, "*tokens"],
     *,
-    temperature: float = 1.0,
+    temperature: float | Float[Tensor, "*tokens"] = 1.0,
     options: LinearOptions | None = None,
 ) -> TokenStatistics:
     """All that a measurement wants to know about each token, in one pass and without a gradient.
@@ -101,12 +145,16 @@ def token_statistics(
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
         check_tokens(tokens, hidden_p, pair.p.vocabulary)
         flat = tokens.reshape(-1).to(torch.int64)
-        found = implementation(options).token_statistics(pair, flat, options or LinearOptions())
+        options = options or LinearOptions()
+        found = implementation(options).token_statistics(pair, flat, options)
     return TokenStatistics(*(numbers.reshape(tokens.shape) for numbers in found))
 
 
 def log_probabilities(
-    hidden: Float[Tensor, "*tokens dim"], head: Head, *, temperature: float = 1.0
+    hidden: Float[Tensor, "*tokens dim"],
+    head: Head,
+    *,
+    temperature: float | Float[Tensor, "*tokens"] = 1.0,
 ) -> Float[Tensor, "*tokens vocab"]:
     """Natural log-probabilities of the whole vocabulary: ``log_softmax(head(hidden) / temperature)``.
 
@@ -123,106 +171,21 @@ def log_probabilities(
     Raises:
         ShapeError, OptionError, CannotRunError: as ``linear_kl``.
     """
-    head = gathered(head)
-    check_temperature(temperature)
+    head, _ = gathered(head, head)
+    check_temperature(temperature, hidden)
     check_side("the model", hidden, head)
     dtype = common_dtype((hidden, head.weight, head.bias))
+    divisor = in_a_row(temperature, dtype)
+    flat = OneModel(hidden=hidden.reshape(-1, hidden.shape[-1]), head=head, temperature=divisor, dtype=dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return normalised(logits(OneModel(hidden=hidden, head=head, temperature=temperature, dtype=dtype)))
+        return normalised(logits(flat)).reshape(*hidden.shape[:-1], -1)
 
 
-def implementation(options: LinearOptions | None) -> Any:
+def as_record(divergence: str | Divergence) -> Divergence:
+    """The record of a divergence that may be given by its name."""
+    return look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
+
+
+def implementation(options: LinearOptions) -> Any:
     """The module that was asked for."""
-    name = (options or LinearOptions()).impl
-    return import_module(f"kleash.linear.impl.{'chunked' if name == 'auto' else name}")
-
-
-def checked_pair(p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float) -> Pair:
-    """Both sides with their tokens in a row, if they fit together."""
-    (hidden_p, head_p), (hidden_q, head_q) = p, q
-    head_p, head_q = gathered(head_p), gathered(head_q)
-    check_temperature(temperature)
-    check_side("p", hidden_p, head_p)
-    check_side("q", hidden_q, head_q)
-    check_fit(hidden_p, head_p, hidden_q, head_q)
-    dtype = common_dtype((hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias))
-    flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
-    flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
-    return Pair(
-        p=OneModel(hidden=flat_p, head=head_p, temperature=temperature, dtype=dtype),
-        q=OneModel(hidden=flat_q, head=head_q, temperature=temperature, dtype=dtype),
-    )
-
-
-def common_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
-    """float64 if any of them is, else float32."""
-    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
-
-
-def check_temperature(temperature: float) -> None:
-    """Refuse what logits cannot be divided by."""
-    if not (isfinite(temperature) and temperature > 0):
-        raise OptionError(f"a temperature is a positive number, not {temperature}")
-
-
-def check_side(name: str, hidden: Tensor, head: Head) -> None:
-    """Refuse hidden states that are not for this head."""
-    if hidden.dim() == 0:
-        raise ShapeError(f"hidden states of {name} are [..., dim], and a single number was given")
-    for what, tensor in (("hidden states", hidden), ("weight", head.weight), ("bias", head.bias)):
-        if tensor is None:
-            continue
-        if not tensor.is_floating_point():
-            raise ShapeError(f"{what} of {name} are {tensor.dtype}; give floating-point numbers")
-        if tensor.device != hidden.device:
-            raise CannotRunError(
-                f"hidden states of {name} are on {hidden.device} and its {what} on {tensor.device}; move one"
-            )
-    width = hidden.shape[-1]
-    if head.weight is not None and head.weight.shape[1] != width:
-        raise ShapeError(
-            f"hidden states of {name} have {width} dimensions and its head {head.weight.shape[1]}"
-        )
-    if head.weight is None and head.bias is not None and len(head.bias) != width:
-        raise ShapeError(f"logits of {name} cover {width} tokens and its head's bias {len(head.bias)}")
-    if head.vocabulary(hidden) == 0:
-        raise ShapeError(f"the head of {name} covers no token at all")
-
-
-def check_fit(hidden_p: Tensor, head_p: Head, hidden_q: Tensor, head_q: Head) -> None:
-    """Refuse two sides that are not about the same tokens of the same vocabulary."""
-    if hidden_p.shape[:-1] != hidden_q.shape[:-1]:
-        raise ShapeError(
-            f"hidden states are of {tuple(hidden_p.shape[:-1])} tokens under p and "
-            f"{tuple(hidden_q.shape[:-1])} under q; give both models the same tokens"
-        )
-    words_p, words_q = head_p.vocabulary(hidden_p), head_q.vocabulary(hidden_q)
-    if words_p != words_q:
-        raise VocabularyMismatchError(
-            f"the head of p covers {words_p} tokens and that of q {words_q}; cut the rows that are padding, "
-            "or project one onto the other's vocabulary"
-        )
-    if hidden_p.device != hidden_q.device:
-        raise CannotRunError(f"p is on {hidden_p.device} and q on {hidden_q.device}; move one of them")
-
-
-def check_tokens(tokens: Tensor, hidden: Tensor, words: int) -> None:
-    """Refuse ids that are not one for each hidden state, or not in the vocabulary."""
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise ShapeError(f"tokens are {tokens.dtype}; give ids as integers")
-    if tokens.shape != hidden.shape[:-1]:
-        raise ShapeError(
-            f"there are {tuple(tokens.shape)} tokens and {tuple(hidden.shape[:-1])} hidden states"
-        )
-    if tokens.device != hidden.device:
-        raise CannotRunError(
-            f"tokens are on {tokens.device} and hidden states on {hidden.device}; move one of them"
-        )
-    if tokens.numel() == 0:
-        return
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= words:
-        raise VocabularyMismatchError(
-            f"token ids run from {least} to {most} and the heads cover {words}: ids from 0 to {words - 1}"
-        )
+    return import_module(f"kleash.linear.impl.{'chunked' if options.impl == 'auto' else options.impl}")

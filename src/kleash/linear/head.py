@@ -61,12 +61,31 @@ class Head:
         return hidden.shape[-1] if self.weight is None else self.weight.shape[0]
 
 
-def gathered(head: Head) -> Head:
-    """``head`` with its whole weight and bias on every rank."""
-    weight, bias = _whole(head.weight), _whole(head.bias)
-    return head if weight is head.weight and bias is head.bias else replace(head, weight=weight, bias=bias)
+def gathered(first: Head, second: Head) -> tuple[Head, Head]:
+    """Both heads with their whole weight and bias on every rank; what they share is gathered once."""
+    whole: dict[int, Tensor | None] = {}
+
+    def one(tensor: Tensor | None) -> Tensor | None:
+        if id(tensor) not in whole:
+            whole[id(tensor)] = _whole(tensor)
+        return whole[id(tensor)]
+
+    def both(head: Head) -> Head:
+        weight, bias = one(head.weight), one(head.bias)
+        same = weight is head.weight and bias is head.bias
+        return head if same else replace(head, weight=weight, bias=bias)
+
+    return both(first), both(second)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
+    """A DTensor's full tensor, whose gradient is the sum of those that the ranks' own tokens give it."""
     full_tensor: Any = getattr(tensor, "full_tensor", None)
-    return tensor if full_tensor is None else full_tensor()
+    if full_tensor is None or tensor is None:
+        return tensor
+    if not getattr(tensor, "requires_grad", False):
+        return full_tensor()
+    from torch.distributed.tensor import Partial
+
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    return full_tensor(grad_placements=[Partial()] * mesh.ndim)

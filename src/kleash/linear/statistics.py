@@ -38,3 +38,16 @@ class TokenStatistics(NamedTuple):
     """q of ``top1_q``."""
     rank_q: Int[Tensor, "*tokens"]
     """How many tokens q finds strictly likelier than this one; 0 is the likeliest."""
+
+
+class TokenTerms(NamedTuple):
+    """What an objective may be made of, for each token; nats."""
+
+    token_logp: Float[Tensor, "*tokens"]
+    """Log-probability of the token under p."""
+    token_logq: Float[Tensor, "*tokens"]
+    """Log-probability of the token under q."""
+    kl: Float[Tensor, "*tokens"]
+    """KL(p || q) over the whole vocabulary."""
+    entropy: Float[Tensor, "*tokens"]
+    """-sum p log p."""

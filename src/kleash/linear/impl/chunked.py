@@ -1,33 +1,53 @@
 """A chunk of tokens at a time, the elementwise work a few rows at a time: no ``[tokens, vocab]`` ever."""
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.linear.impl.gradient import differentiable_kl
-from kleash.linear.impl.loop import Core, per_token
+from kleash.divergences import Divergence
+from kleash.linear.impl import lean, record_rows, rows
+from kleash.linear.impl.gradient import KL, REVERSE_KL, gradients
+from kleash.linear.impl.loop import Core, RowCore, per_token
+from kleash.linear.impl.objective import judged
 from kleash.linear.impl.pair import Pair
-from kleash.linear.impl.reference import kl_of_logits, statistics_of_logits
-from kleash.linear.impl.rows import kl_rows, statistics_rows
+from kleash.linear.impl.reference import divergence_of_logits, statistics_of_logits
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenStatistics
 
-
-def careful_kl(zp: Tensor, zq: Tensor) -> tuple[Tensor, ...]:
-    """KL(p || q), by the specification."""
-    return (kl_of_logits(zp, zq),)
+__all__ = ["divergence", "gradients", "judged", "token_statistics"]
 
 
-KL = Core(kl_rows, careful_kl, slice(0, 1))
-STATISTICS = Core(statistics_rows, statistics_of_logits, slice(2, 4))
+def steady_kl(zp: Tensor, zq: Tensor) -> tuple[Tensor, ...]:
+    """KL(p || q) of rows however near or far, then of rows of any kind, by the specification."""
+    (kl,) = rows.kl_rows(zp, zq)
+    rare = ~kl.isfinite()
+    if rare.any():
+        kl[rare] = divergence_of_logits(KL, zp[rare], zq[rare])
+    return (kl,)
 
 
-def linear_kl(pair: Pair, options: LinearOptions) -> Float[Tensor, " tokens"]:
-    """KL(p || q) per token; whatever requires a gradient gets it."""
-    needed = (x is not None and x.requires_grad for m in (pair.p, pair.q) for x in m.tensors)
-    if torch.is_grad_enabled() and any(needed):
-        return differentiable_kl(pair, options, lambda: per_token(KL, pair, options)[0])
-    return per_token(KL, pair, options)[0]
+def plainly(record: Divergence) -> RowCore:
+    """The record's divergence, by the specification."""
+
+    def rows(zp: Tensor, zq: Tensor) -> tuple[Tensor]:
+        return (divergence_of_logits(record, zp, zq),)
+
+    return rows
+
+
+KL_CORE = Core(lean.kl_rows, steady_kl, slice(0, 1), lean.ROOMS, apart=True)
+STATISTICS = Core(rows.statistics_rows, statistics_of_logits, slice(2, 4), rows.ROOMS)
+
+
+def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
+    """The divergence of each token."""
+    if record == REVERSE_KL:
+        return divergence(pair.swapped, KL, options)
+    if record == KL:
+        return per_token(KL_CORE, pair, options)[0]
+    core = Core(
+        record_rows.record_rows(record), plainly(record), slice(0, 1), record_rows.ROOMS, compiles=False
+    )
+    return per_token(core, pair, options)[0]
 
 
 def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:

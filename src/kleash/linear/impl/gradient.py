@@ -1,112 +1,166 @@
-"""The gradient of the chunked KL: the logits are computed again, chunk by chunk."""
+"""Value and gradient of a divergence in one go: the logits of a chunk become their gradient where they are."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import CannotRunError
-from kleash.linear.impl.loop import RowCore, blocks, chunks, in_room, plan
-from kleash.linear.impl.pair import OneModel, Pair
-from kleash.linear.impl.project import into_hidden, pull_back_
-from kleash.linear.impl.reference import kl_of_logits
+from kleash.divergences import DIVERGENCES, Divergence
+from kleash.linear.impl.lean import ROOMS, kl_gradient_rows
+from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
+from kleash.linear.impl.pair import OneModel, Pair, Where
+from kleash.linear.impl.project import into_hidden, into_weight_, narrow, pull_back_
+from kleash.linear.impl.record_rows import ROOMS as RECORD_ROOMS
+from kleash.linear.impl.record_rows import plain_rows, record_gradient_rows
+from kleash.linear.impl.results import Formed, Needed
 from kleash.linear.impl.rows import gradient_rows
 from kleash.linear.options import LinearOptions
 
-
-def differentiable_kl(
-    pair: Pair, options: LinearOptions, value: Callable[[], Tensor]
-) -> Float[Tensor, " tokens"]:
-    """``value()``, which is the KL of ``pair`` per token, with its gradient."""
-    apply = cast("Callable[..., Tensor]", _LinearKL.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(pair, options, value, *pair.p.tensors, *pair.q.tensors)
-
-
-class _LinearKL(torch.autograd.Function):
-    """KL per token; keeps what it was given, and nothing else, for the backward pass."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, pair: Pair, options: LinearOptions, value: Callable[[], Tensor], *tensors: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.pair, ctx.options = pair, options
-        return value()
-
-    @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise CannotRunError(
-                "linear_kl can be differentiated once; leave create_graph off, or take impl='reference'"
-            )
-        _ = ctx.saved_tensors  # raises if one of them was changed in place since
-        with torch.autocast(weight.device.type, enabled=False):
-            found = gradients(ctx.pair, ctx.options, weight, ctx.needs_input_grad[3:])
-        return None, None, None, *found
+Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
+"""From a few rows of both logits, their weights, and whether q's are a difference, to each row's value and
+the gradients of ``weight value`` in both logits. It may not write where the logits are."""
+KL, REVERSE_KL = DIVERGENCES["kl"], DIVERGENCES["reverse_kl"]
 
 
 class Sums:
     """The gradients of one model's tensors, while they are being added up."""
 
-    def __init__(self, model: OneModel, needed: tuple[bool, ...]) -> None:
-        """Zeros where a gradient is needed, float32 or wider."""
+    def __init__(self, model: OneModel, needed: Needed, weight: Tensor | None = None) -> None:
+        """Zeros where a gradient is needed; ``weight`` is a sum to go on with."""
 
-        def zeros(tensor: Tensor | None, wanted: bool) -> Tensor | None:
-            return torch.zeros_like(tensor, dtype=model.dtype) if wanted and tensor is not None else None
+        def zeros(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
+            return torch.zeros_like(tensor, dtype=dtype) if wanted and tensor is not None else None
 
-        self.model = model
-        hidden, weight, bias = (zeros(*x) for x in zip(model.tensors, needed, strict=True))
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.model, self.wanted, self.shared = model, any(needed), weight is not None
+        self.hidden = zeros(model.hidden, needed[0], model.hidden.dtype)
+        self.weight = zeros(model.head.weight, needed[1], model.dtype) if weight is None else weight
+        self.bias = zeros(model.head.bias, needed[2], model.dtype)
 
-    def add(self, start: int, gradient: Float[Tensor, "chunk vocab"], tile: int) -> None:
+    def room(self, z: Float[Tensor, "chunk vocab"]) -> Float[Tensor, "chunk vocab"]:
+        """Where a chunk's gradient is put: where its logits are, as narrow as may be."""
+        if not (self.wanted and narrow(self.model)):
+            return z
+        # Row n of the narrow gradient lies on row n/2 of the logits, which has been read by then.
+        return z.view(torch.bfloat16).flatten()[: z.numel()].view(z.shape)
+
+    def add(self, where: Where, gradient: Float[Tensor, "chunk vocab"], hidden: Tensor, tile: int) -> None:
         """Take in the gradient in a chunk's ``hidden W^T + bias``."""
-        here = slice(start, start + len(gradient))
         if self.hidden is not None:
-            self.hidden[here] = into_hidden(gradient, self.model, tile)
+            self.hidden[where] = into_hidden(gradient, self.model, tile).to(self.hidden.dtype)
         if self.weight is not None:
-            self.weight.addmm_(gradient.T, self.model.hidden[here].to(self.model.dtype))
+            into_weight_(self.weight, gradient, hidden, tile)
         if self.bias is not None:
-            self.bias.add_(gradient.sum(0))
+            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
     @property
     def done(self) -> tuple[Tensor | None, ...]:
         """The gradients, each in its tensor's dtype."""
-        sums = (self.hidden, self.weight, self.bias)
+        sums = (self.hidden, None if self.shared else self.weight, self.bias)
         pairs = zip(sums, self.model.tensors, strict=True)
         return tuple(None if s is None or x is None else s.to(x.dtype) for s, x in pairs)
 
 
+def both_sums(pair: Pair, needed: Needed) -> tuple[Sums, Sums]:
+    """For p and for q; one weight that is both heads' is summed once, as p's."""
+    sums_p = Sums(pair.p, needed[:3])
+    one = pair.p.head.weight is pair.q.head.weight and needed[1] and needed[4]
+    return sums_p, Sums(pair.q, needed[3:], sums_p.weight if one else None)
+
+
 def gradients(
-    pair: Pair, options: LinearOptions, weight: Float[Tensor, " tokens"], needed: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    """Of ``sum weight KL``, in p's hidden states, weight and bias, and in q's; summed in float32."""
-    cut = plan(pair, options)
-    weight = weight.to(pair.p.dtype)
-    core = in_room(gradient_rows, pair, cut)
-    sums_p, sums_q = Sums(pair.p, needed[:3]), Sums(pair.q, needed[3:])
-    for chunk in chunks(pair, cut):
-        for here in blocks(pair, chunk, cut.rows):
-            zp, zq = chunk.zp[here], chunk.zq[here]
-            in_p, in_q = in_logits(core, zp, zq, weight[chunk.start :][here])
-            pull_back_(in_p, zp, pair.p)
-            pull_back_(in_q, zq, pair.q)
-            zp.copy_(in_p)
-            zq.copy_(in_q)
-        sums_p.add(chunk.start, chunk.zp, cut.tile)
-        sums_q.add(chunk.start, chunk.zq, cut.tile)
-    return *sums_p.done, *sums_q.done
+    pair: Pair, record: Divergence, weights: Float[Tensor, " tokens"], needed: Needed, options: LinearOptions
+) -> Formed:
+    """The divergence of each token, and the gradient of ``sum weights D``; sums of weights in float32.
+
+    A token of weight 0 is not read: 0 is what is said of it, and what its hidden states get.
+    """
+    if record == REVERSE_KL:
+        formed = gradients(pair.swapped, KL, weights, needed[3:] + needed[:3], options)
+        return Formed(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
+    weights = weights.detach().to(pair.p.dtype)
+    read = weights != 0
+    positions = None if bool(read.all()) else read.nonzero()[:, 0]
+    tokens = pair.tokens if positions is None else len(positions)
+    needs = any(needed[:3]), any(needed[3:])
+    cut = plan(pair, options, ROOMS + 1 if record == KL else RECORD_ROOMS, tokens)
+    step = kl_step(pair, cut, options, needs) if record == KL else record_step(record, needs)
+    sums = both_sums(pair, needed)
+    per_token = torch.zeros_like(weights)
+    for chunk in chunks(pair, cut, positions=positions, apart=record == KL):
+        values = in_place(chunk, step, weights[chunk.where], cut, sums)
+        per_token[chunk.where] = values
+    return Formed(per_token, sums[0].done + sums[1].done)
 
 
-def in_logits(core: RowCore, zp: Tensor, zq: Tensor, weight: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
-    """The gradients of ``weight KL`` in the logits; 0 where the weight is, whatever the logits hold."""
-    kl, in_p, in_q = core(zp, zq, weight)
-    rare = ~kl.isfinite()
+def in_place(
+    chunk: Chunk, step: Step, weights: Float[Tensor, " chunk"], cut: Plan, sums: tuple[Sums, Sums]
+) -> Float[Tensor, " chunk"]:
+    """Replace a chunk's logits by their gradient, take it in, and return the values."""
+    values = torch.empty_like(weights)
+    room_p, room_q = sums[0].room(chunk.zp), sums[1].room(chunk.zq)
+    p, q = chunk.pair.p, chunk.pair.q
+    for here in blocks(chunk, cut.rows):
+        zp, zq = chunk.zp[here], chunk.zq[here]
+        values[here], in_p, in_q = step(zp, zq, weights[here], chunk.apart)
+        if in_p is not None:
+            pull_back_(in_p, zp, p.head, p.divisor(here))
+        if in_q is not None:
+            pull_back_(in_q, zq, q.head, q.divisor(here))
+            room_q[here] = in_q
+        if in_p is not None:
+            room_p[here] = in_p
+    if sums[0].wanted:
+        sums[0].add(chunk.where, room_p, p.hidden, cut.tile)
+    if sums[1].wanted:
+        sums[1].add(chunk.where, room_q, q.hidden, cut.tile)
+    return values
+
+
+def kl_step(pair: Pair, cut: Plan, options: LinearOptions, needs: tuple[bool, bool]) -> Step:
+    """The fast core, and for rows that it cannot do the steady one."""
+    core = in_room(kl_gradient_rows, pair, cut, options)
+
+    def step(
+        zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        found = core(zp, zq, weight, apart=apart, needs=needs)
+        rare = ~found[0].isfinite()
+        if rare.any():
+            theirs = zp[rare] + zq[rare] if apart else zq[rare]
+            replace_(found, rare, steady(zp[rare], theirs, weight[rare]))
+        return found[0], found[1], found[2]
+
+    return step
+
+
+def steady(zp: Tensor, zq: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """KL(p || q) and its gradients of rows however near or far, then of rows of any kind."""
+    found = gradient_rows(zp, zq, weight)
+    rare = ~found[0].isfinite()
     if rare.any():
-        with torch.enable_grad():
-            rows = [z[rare].requires_grad_() for z in (zp, zq)]
-            in_p[rare], in_q[rare] = torch.autograd.grad(kl_of_logits(*rows), rows, weight[rare])
-    unused = weight == 0
-    in_p[unused], in_q[unused] = 0.0, 0.0
-    return in_p, in_q
+        replace_(found, rare, plain_rows(KL, zp[rare], zq[rare], weight[rare]))
+    return found
+
+
+def record_step(record: Divergence, needs: tuple[bool, bool]) -> Step:
+    """The core made from the record, and the specification for rows that it cannot do."""
+
+    def step(
+        zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        found = record_gradient_rows(record, zp, zq, weight, needs)
+        rare = ~found[0].isfinite()
+        if rare.any():
+            replace_(found, rare, plain_rows(record, zp[rare], zq[rare], weight[rare]))
+        return found
+
+    return step
+
+
+def replace_(found: tuple[Tensor | None, ...], rare: Tensor, right: tuple[Tensor, ...]) -> None:
+    """Put what is right about the rare rows where something was said about them."""
+    for numbers, new in zip(found, right, strict=True):
+        if numbers is not None:
+            numbers[rare] = new

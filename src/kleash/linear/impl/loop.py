@@ -1,19 +1,18 @@
 """A chunk of tokens at a time, the elementwise work a few rows at a time: no ``[tokens, vocab]`` ever."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl.compiling import compiled, wanted
-from kleash.linear.impl.pair import Pair
-from kleash.linear.impl.project import finish_, multiply_
-from kleash.linear.impl.rows import ROOMS
+from kleash.linear.impl.pair import Pair, Where
+from kleash.linear.impl.project import finish_, multiply_, stretch_
 from kleash.linear.options import LinearOptions
 
-RowCore: TypeAlias = Callable[..., tuple[Tensor, ...]]
+RowCore: TypeAlias = Callable[..., tuple[Any, ...]]
 """From the logits of a few rows to a tuple of numbers for each row."""
 ROW_BLOCK = 2**18
 """Logits of one model whose elementwise work is done at once: 1 MiB, half of it a core's on two cores."""
@@ -31,16 +30,20 @@ class Plan(NamedTuple):
     """Tokens whose elementwise work is done together."""
     tile: int
     """Rows of a weight that are upcast together."""
+    rooms: int
+    """Buffers for the elementwise work."""
 
 
-def plan(pair: Pair, options: LinearOptions) -> Plan:
+def plan(pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = None) -> Plan:
     """As many tokens a chunk as help and as the budget allows after the other buffers, all chunks nearly equal.
 
     ``rows`` depends on the vocabulary and the budget alone, so that few shapes are ever compiled.
+    ``tokens`` is how many of the pair's are read; all of them if it is left out.
     """
+    tokens = pair.tokens if tokens is None else tokens
     size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
-    rows = max(1, min(ROW_BLOCK // words, budget // 4 // (ROOMS * words * size)))
-    budget -= rows * ROOMS * words * size
+    rows = max(1, min(ROW_BLOCK // words, budget // 4 // (rooms * words * size)))
+    budget -= rows * rooms * words * size
     tile = 1
     for model in (pair.p, pair.q):
         weight = model.head.weight
@@ -48,43 +51,80 @@ def plan(pair: Pair, options: LinearOptions) -> Plan:
             row_bytes = max(1, weight.shape[1]) * size
             tile = max(tile, min(len(weight), options.buffer_bytes // 8 // row_bytes))
             budget -= tile * row_bytes // 2
-    widths = 2 * words + pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
+    widths = 2 * words + 2 * (pair.p.hidden.shape[1] + pair.q.hidden.shape[1])
     most = min(ENOUGH_TOKENS, max(1, budget // (widths * size)))
     rows = min(rows, most)
     most -= most % rows
-    even = -(-pair.tokens // max(1, -(-pair.tokens // most)))
-    return Plan(max(1, min(-(-even // rows) * rows, pair.tokens)), rows, tile)
+    even = -(-tokens // max(1, -(-tokens // most)))
+    return Plan(max(1, min(-(-even // rows) * rows, tokens)), rows, tile, rooms)
 
 
 class Chunk(NamedTuple):
-    """Some tokens, and room for their logits."""
+    """Some tokens, and the room where their logits are."""
 
-    start: int
+    where: Where
+    """Which they are."""
+    pair: Pair
+    """The two models on them."""
     zp: Float[Tensor, "chunk vocab"]
     zq: Float[Tensor, "chunk vocab"]
+    """The logits under q, or, if ``apart``, by how much they are larger than those under p."""
+    apart: bool
 
 
-def chunks(pair: Pair, cut: Plan) -> Iterator[Chunk]:
-    """The products of hidden states and weights, chunk after chunk in the same memory."""
+def chunks(
+    pair: Pair, cut: Plan, *, positions: Int[Tensor, " some"] | None = None, apart: bool = False
+) -> Iterator[Chunk]:
+    """The products of hidden states and weights, chunk after chunk in the same memory.
+
+    Of the tokens at ``positions``; of all if there are none. ``apart``: where one head serves both models,
+    the difference of their logits comes as the product of the difference of their hidden states.
+    """
     shape = (cut.chunk, pair.p.vocabulary)
     room_p, room_q = (torch.empty(shape, dtype=m.dtype, device=m.hidden.device) for m in (pair.p, pair.q))
-    for start in range(0, pair.tokens, cut.chunk):
-        zp, zq = room_p[: pair.tokens - start], room_q[: pair.tokens - start]
-        multiply_(zp, pair.p, pair.p.hidden[start : start + cut.chunk], cut.tile)
-        if pair.one_product:
-            zq.copy_(zp)
-        else:
-            multiply_(zq, pair.q, pair.q.hidden[start : start + cut.chunk], cut.tile)
-        yield Chunk(start, zp, zq)
+    tokens = pair.tokens if positions is None else len(positions)
+    for start in range(0, tokens, cut.chunk):
+        run = slice(start, min(start + cut.chunk, tokens))
+        where = run if positions is None else positions[run]
+        chunk = Chunk(
+            where,
+            pair.at(where),
+            room_p[: run.stop - start],
+            room_q[: run.stop - start],
+            apart and pair.one_head,
+        )
+        fill_(chunk, cut.tile)
+        yield chunk
 
 
-def blocks(pair: Pair, chunk: Chunk, rows: int) -> Iterator[slice]:
+def fill_(chunk: Chunk, tile: int) -> None:
+    """Make the products."""
+    p, q = chunk.pair.p, chunk.pair.q
+    multiply_(chunk.zp, p, p.hidden, tile)
+    if chunk.apart:
+        multiply_(chunk.zq, q, q.hidden.to(q.dtype) - p.hidden.to(p.dtype), tile)
+    elif chunk.pair.one_product:
+        chunk.zq.copy_(chunk.zp)
+    else:
+        multiply_(chunk.zq, q, q.hidden, tile)
+
+
+def blocks(chunk: Chunk, rows: int) -> Iterator[slice]:
     """Where in the chunk the next few rows stand, made logits just before they are used."""
-    for start in range(0, len(chunk.zp), rows):
-        here = slice(start, start + rows)
-        finish_(chunk.zp[here], pair.p)
-        finish_(chunk.zq[here], pair.q)
+    p, q = chunk.pair.p, chunk.pair.q
+    for here in runs(chunk, rows):
+        finish_(chunk.zp[here], p.head, p.divisor(here))
+        if chunk.apart:
+            stretch_(chunk.zq[here], q.head.scale, q.divisor(here))
+        else:
+            finish_(chunk.zq[here], q.head, q.divisor(here))
         yield here
+
+
+def runs(chunk: Chunk, rows: int) -> Iterator[slice]:
+    """Where in the chunk the next few rows stand."""
+    for start in range(0, len(chunk.zp), rows):
+        yield slice(start, start + rows)
 
 
 class Core(NamedTuple):
@@ -93,50 +133,59 @@ class Core(NamedTuple):
     fast: RowCore
     """The usual way; where its ``decisive`` numbers are not finite, nothing it said counts."""
     careful: RowCore
-    """The specification, for logits of any kind."""
+    """For logits of any kind."""
     decisive: slice
-    """Which of the numbers tell whether the usual way worked: the KL divergences."""
+    """Which of the numbers tell whether the usual way worked."""
+    rooms: int
+    """How many buffers the usual way works in."""
+    compiles: bool = True
+    """Whether the usual way may be compiled."""
+    apart: bool = False
+    """Whether it can do with the difference of the logits: it takes the keyword ``apart`` then."""
 
 
 def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) -> tuple[Tensor, ...]:
     """What ``core`` says about each token; ``given`` is known about them beforehand."""
-    cut = plan(pair, options)
-    fast = in_room(core.fast, pair, cut)
-    if wanted(pair, options):
-        fast = whole_blocks(compiled(core.fast), cut.rows, fast)
+    cut = plan(pair, options, core.rooms)
     none = torch.empty((0, pair.p.vocabulary), dtype=pair.p.dtype, device=pair.p.hidden.device)
     kinds = core.careful(none, none, *(x[:0] for x in given))
     out = tuple(numbers.new_empty(pair.tokens) for numbers in kinds)
-    for chunk in chunks(pair, cut):
-        for here in blocks(pair, chunk, cut.rows):
-            known = [x[chunk.start :][here] for x in given]
-            found = checked(core, fast, (chunk.zp[here], chunk.zq[here], *known))
-            for numbers, new in zip(out, found, strict=True):
-                numbers[chunk.start :][here] = new
+    fast = in_room(core.fast, pair, cut, options, compiles=core.compiles)
+    for chunk in chunks(pair, cut, apart=core.apart):
+        traits = {"apart": chunk.apart} if core.apart else {}
+        known, result = ([x[chunk.where] for x in xs] for xs in (given, out))
+        for here in blocks(chunk, cut.rows):
+            rows = chunk.zp[here], chunk.zq[here], *(x[here] for x in known)
+            found = checked(core, fast(*rows, **traits), rows, chunk.apart)
+            for numbers, new in zip(result, found, strict=True):
+                numbers[here] = new
     return out
 
 
-def in_room(core: RowCore, pair: Pair, cut: Plan) -> RowCore:
-    """``core`` with memory to work in, which the next call uses again."""
-    shape = (ROOMS, min(cut.rows, pair.tokens), pair.p.vocabulary)
+def in_room(
+    core: RowCore, pair: Pair, cut: Plan, options: LinearOptions, *, compiles: bool = True
+) -> RowCore:
+    """``core`` with memory to work in, which the next call uses again; or compiled, for blocks that are full."""
+    shape = (cut.rooms, min(cut.rows, cut.chunk), pair.p.vocabulary)
     room = torch.empty(shape, dtype=pair.p.dtype, device=pair.p.hidden.device).unbind()
 
-    def run(*rows: Tensor) -> tuple[Tensor, ...]:
-        return core(*rows, room=[buffer[: len(rows[0])] for buffer in room])
+    def run(*rows: Tensor, **traits: Any) -> tuple[Any, ...]:
+        return core(*rows, room=[buffer[: len(rows[0])] for buffer in room], **traits)
 
-    return run
-
-
-def whole_blocks(core: RowCore, rows: int, others: RowCore) -> RowCore:
-    """``core`` for blocks of that many rows, for which it is compiled, and ``others`` for what is left."""
-    return lambda *x: core(*x) if len(x[0]) == rows else others(*x)
+    if not (compiles and wanted(pair, options)):
+        return run
+    quick = compiled(core)
+    return lambda *x, **traits: quick(*x, **traits) if len(x[0]) == cut.rows else run(*x, **traits)
 
 
-def checked(core: Core, fast: RowCore, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def checked(
+    core: Core, found: tuple[Tensor, ...], rows: tuple[Tensor, ...], apart: bool
+) -> tuple[Tensor, ...]:
     """What the fast way says, or the careful one about the rows that it cannot do."""
-    found = fast(*rows)
     rare = ~torch.stack(found[core.decisive]).isfinite().all(0)
     if rare.any():
-        for numbers, right in zip(found, core.careful(*(x[rare] for x in rows)), strict=True):
+        zp, zq, *known = (x[rare] for x in rows)
+        zq = zp + zq if apart else zq
+        for numbers, right in zip(found, core.careful(zp, zq, *known), strict=True):
             numbers[rare] = right
     return found

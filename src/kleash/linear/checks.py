@@ -1,0 +1,124 @@
+"""What the public doors refuse, and what they make of the rest."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import CannotRunError, OptionError, ShapeError, VocabularyMismatchError
+from kleash.linear.head import Head, gathered
+from kleash.linear.impl.pair import OneModel, Pair
+
+
+def checked_pair(
+    p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Float[Tensor, "*tokens"]
+) -> Pair:
+    """Both sides with their tokens in a row, if they fit together."""
+    (hidden_p, head_p), (hidden_q, head_q) = p, q
+    head_p, head_q = gathered(head_p, head_q)
+    check_temperature(temperature, hidden_p)
+    check_side("p", hidden_p, head_p)
+    check_side("q", hidden_q, head_q)
+    check_fit(hidden_p, head_p, hidden_q, head_q)
+    dtype = common_dtype((hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias))
+    flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
+    flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
+    divisor = in_a_row(temperature, dtype)
+    return Pair(
+        p=OneModel(hidden=flat_p, head=head_p, temperature=divisor, dtype=dtype),
+        q=OneModel(hidden=flat_q, head=head_q, temperature=divisor, dtype=dtype),
+    )
+
+
+def in_a_row(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """A number, or one for each token."""
+    return temperature.reshape(-1).to(dtype) if isinstance(temperature, Tensor) else float(temperature)
+
+
+def common_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
+    """float64 if any of them is, else float32."""
+    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
+    """Refuse what logits cannot be divided by; the values of a tensor are the caller's."""
+    if not isinstance(temperature, Tensor):
+        if not (isfinite(temperature) and temperature > 0):
+            raise OptionError(f"a temperature is a positive number, not {temperature}")
+        return
+    if temperature.shape != hidden.shape[:-1] or not temperature.is_floating_point():
+        raise ShapeError(
+            f"temperatures are {temperature.dtype} of shape {tuple(temperature.shape)} for tokens of shape "
+            f"{tuple(hidden.shape[:-1])}; give a number, or a floating-point one for each token"
+        )
+    if temperature.device != hidden.device:
+        raise CannotRunError(
+            f"temperatures are on {temperature.device} and hidden states on {hidden.device}; move one of them"
+        )
+    if temperature.requires_grad:
+        raise CannotRunError("a temperature gets no gradient here; detach it")
+
+
+def check_side(name: str, hidden: Tensor, head: Head) -> None:
+    """Refuse hidden states that are not for this head."""
+    if hidden.dim() == 0:
+        raise ShapeError(f"hidden states of {name} are [..., dim], and a single number was given")
+    for what, tensor in (("hidden states", hidden), ("weight", head.weight), ("bias", head.bias)):
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            raise ShapeError(f"{what} of {name} are {tensor.dtype}; give floating-point numbers")
+        if tensor.device != hidden.device:
+            raise CannotRunError(
+                f"hidden states of {name} are on {hidden.device} and its {what} on {tensor.device}; move one"
+            )
+    width = hidden.shape[-1]
+    if head.weight is not None and head.weight.shape[1] != width:
+        raise ShapeError(
+            f"hidden states of {name} have {width} dimensions and its head {head.weight.shape[1]}"
+        )
+    if head.weight is None and head.bias is not None and len(head.bias) != width:
+        raise ShapeError(f"logits of {name} cover {width} tokens and its head's bias {len(head.bias)}")
+    if head.vocabulary(hidden) == 0:
+        raise ShapeError(f"the head of {name} covers no token at all")
+
+
+def check_fit(hidden_p: Tensor, head_p: Head, hidden_q: Tensor, head_q: Head) -> None:
+    """Refuse two sides that are not about the same tokens of the same vocabulary."""
+    if hidden_p.shape[:-1] != hidden_q.shape[:-1]:
+        raise ShapeError(
+            f"hidden states are of {tuple(hidden_p.shape[:-1])} tokens under p and "
+            f"{tuple(hidden_q.shape[:-1])} under q; give both models the same tokens"
+        )
+    words_p, words_q = head_p.vocabulary(hidden_p), head_q.vocabulary(hidden_q)
+    if words_p != words_q:
+        raise VocabularyMismatchError(
+            f"the head of p covers {words_p} tokens and that of q {words_q}; cut the rows that are padding, "
+            "or project one onto the other's vocabulary"
+        )
+    if hidden_p.device != hidden_q.device:
+        raise CannotRunError(f"p is on {hidden_p.device} and q on {hidden_q.device}; move one of them")
+
+
+def check_tokens(tokens: Tensor, hidden: Tensor, words: int) -> None:
+    """Refuse ids that are not one for each hidden state, or not in the vocabulary."""
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ShapeError(f"tokens are {tokens.dtype}; give ids as integers")
+    if tokens.shape != hidden.shape[:-1]:
+        raise ShapeError(
+            f"there are {tuple(tokens.shape)} tokens and {tuple(hidden.shape[:-1])} hidden states"
+        )
+    if tokens.device != hidden.device:
+        raise CannotRunError(
+            f"tokens are on {tokens.device} and hidden states on {hidden.device}; move one of them"
+        )
+    if tokens.numel() == 0:
+        return
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= words:
+        raise VocabularyMismatchError(
+            f"token ids run from {least} to {most} and the heads cover {words}: ids from 0 to {words - 1}"
+        )

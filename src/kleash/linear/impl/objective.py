@@ -1,0 +1,187 @@
+"""A loss made of token terms: a chunk's terms first, then its gradient from what the loss says about them.
+
+With the coefficients ``c`` that the loss has in each term, the gradient in p's logits is
+
+    c_logp (1_x - p) + c_kl p (u - KL) - c_H p (log p + H),    u = log p - log q
+
+and in q's ``c_logq (1_x - q) + c_kl (q - p)``.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.divergences import entropy
+from kleash.linear.impl import lean
+from kleash.linear.impl.gradient import KL, Sums, both_sums, replace_
+from kleash.linear.impl.lean import measured, trusted
+from kleash.linear.impl.loop import Chunk, Core, Plan, blocks, checked, chunks, in_room, plan, runs
+from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.project import normalised, pull_back_
+from kleash.linear.impl.reference import divergence_of_logits, terms_of_logits
+from kleash.linear.impl.results import Judged, Needed, Objective, asked, combined
+from kleash.linear.impl.rows import LOG2_E, Room
+from kleash.linear.impl.rows import kl_rows as steady_kl_rows
+from kleash.linear.options import LinearOptions
+from kleash.linear.statistics import TokenTerms
+
+
+def terms_rows(
+    zp: Float[Tensor, "rows vocab"],
+    zq: Float[Tensor, "rows vocab"],
+    tokens: Int[Tensor, " rows"],
+    room: Room = lean.NO_ROOM,
+    *,
+    apart: bool = False,
+) -> tuple[Tensor, ...]:
+    """The fields of TokenTerms, the log-sum-exp of p's logits, and by how much q's is larger."""
+    x = measured(zp, zq, room, apart)
+    furthest = x.ahead.amax(-1, keepdim=True)
+    y = torch.expm1(x.ahead, out=room[2]).mul_(x.mass).sum(-1, keepdim=True) / x.total
+    below = torch.sub(x.top, zp, out=room[2]).mul_(x.mass).sum(-1, keepdim=True)
+    slack = x.ahead.mul_(x.mass).sum(-1, keepdim=True) / x.total
+    log_total, excess, column = x.total.log(), torch.log1p(y), tokens[:, None]
+    token_zp, token_zq = zp.gather(-1, column), zq.gather(-1, column)
+    token_logp = token_zp - x.top - log_total
+    ahead = token_zq if apart else token_zq - token_zp
+    token_logq = token_logp + (ahead - x.shift - excess)
+    numbers = token_logp, token_logq, log_total + below / x.total, x.top + log_total, x.shift + excess
+    logp, logq, entropies, sums, more = (n[:, 0] for n in numbers)
+    return logp, logq, trusted(excess - slack, furthest), entropies, sums, more
+
+
+def plain_terms_rows(zp: Tensor, zq: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    """The same for rows however near or far, then for rows of any kind."""
+    (kl,) = steady_kl_rows(zp, zq)
+    rare = ~kl.isfinite()
+    if rare.any():
+        kl[rare] = divergence_of_logits(KL, zp[rare], zq[rare])
+    column, sum_p, sum_q = tokens[:, None], zp.logsumexp(-1), zq.logsumexp(-1)
+    token_logp, token_logq = (z.gather(-1, column)[:, 0] for z in (normalised(zp), normalised(zq)))
+    return token_logp, token_logq, kl, entropy(normalised(zp)), sum_p, sum_q - sum_p
+
+
+TERMS = Core(terms_rows, plain_terms_rows, slice(2, 3), lean.ROOMS, apart=True)
+
+
+def judged(
+    pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
+) -> Judged:
+    """The sum of the objective's losses, the terms, and the gradients that are needed."""
+    cut = plan(pair, options, lean.ROOMS + 1)
+    fast = in_room(terms_rows, pair, cut, options)
+    sums = both_sums(pair, needed)
+    dtype, device = pair.p.dtype, pair.p.hidden.device
+    loss = torch.zeros((), dtype=dtype, device=device)
+    found = TokenTerms(*(torch.empty(pair.tokens, dtype=dtype, device=device) for _ in TokenTerms._fields))
+    for chunk in chunks(pair, cut, apart=True):
+        where = chunk.where
+        assert isinstance(where, slice)
+        ids = tokens[where]
+        known = [x[where] for x in found] + [found[0].new_empty(len(ids)) for _ in range(2)]
+        for here in blocks(chunk, cut.rows):
+            rows = chunk.zp[here], chunk.zq[here], ids[here]
+            new = checked(TERMS, fast(*rows, apart=chunk.apart), rows, chunk.apart)
+            for numbers, part in zip(known, new, strict=True):
+                numbers[here] = part
+        part, coefficients = asked(objective, TokenTerms(*known[:4]), where)
+        loss += part
+        if any(needed):
+            turn_(chunk, ids, known, coefficients, cut, sums)
+    return Judged(loss, found, sums[0].done + sums[1].done)
+
+
+def turn_(
+    chunk: Chunk, ids: Tensor, known: list[Tensor], c: TokenTerms, cut: Plan, sums: tuple[Sums, Sums]
+) -> None:
+    """Replace a chunk's logits by their gradient and take it in."""
+    rooms = sums[0].room(chunk.zp), sums[1].room(chunk.zq)
+    needs = sums[0].wanted, sums[1].wanted
+    models = chunk.pair.p, chunk.pair.q
+    with_entropy = bool((c.entropy != 0).any())
+    unused = (c.token_logp == 0) & (c.token_logq == 0) & (c.kl == 0) & (c.entropy == 0)
+    for here in runs(chunk, cut.rows):
+        zp, zq = chunk.zp[here], chunk.zq[here]
+        zq = zp + zq if chunk.apart and needs[1] else zq
+        local = TokenTerms(*(x[here] for x in c))
+        apart = chunk.apart and not needs[1]
+        facts = [x[here] for x in known]
+        found = pulled_rows(zp, zq, ids[here], facts, local, needs, apart=apart, with_entropy=with_entropy)
+        for side, gradient in enumerate(found):
+            if gradient is not None:
+                gradient[unused[here]] = 0.0
+                pull_back_(gradient, (zp, zq)[side], models[side].head, models[side].divisor(here))
+        for side, gradient in enumerate(found):
+            if gradient is not None:
+                rooms[side][here] = gradient
+    for side in (0, 1):
+        if needs[side]:
+            sums[side].add(chunk.where, rooms[side], models[side].hidden, cut.tile)
+
+
+def pulled_rows(
+    zp: Tensor,
+    zq: Tensor,
+    ids: Tensor,
+    known: list[Tensor],
+    c: TokenTerms,
+    needs: tuple[bool, bool],
+    *,
+    apart: bool,
+    with_entropy: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients in both logits, by the closed form, or by autograd for rows that it cannot do."""
+    in_p = in_q = None
+    rare = torch.zeros(len(zp), dtype=torch.bool, device=zp.device)
+    if needs[0]:
+        in_p = into_p(zp, zq, ids, known, c, apart=apart, with_entropy=with_entropy)
+        rare |= ~in_p.sum(-1).isfinite()
+    if needs[1]:
+        in_q = into_q(zp, zq, ids, known, c)
+        rare |= ~in_q.sum(-1).isfinite()
+    if rare.any():
+        theirs = zp[rare] + zq[rare] if apart else zq[rare]
+        right = plain_pulled_rows(zp[rare], theirs, ids[rare], TokenTerms(*(x[rare] for x in c)))
+        replace_((in_p, in_q), rare, right)
+    return in_p, in_q
+
+
+def into_p(
+    zp: Tensor,
+    zq: Tensor,
+    ids: Tensor,
+    known: list[Tensor],
+    c: TokenTerms,
+    *,
+    apart: bool,
+    with_entropy: bool,
+) -> Tensor:
+    """``c_logp (1_x - p) + p (c_kl (u - KL) - c_H (log p + H))``."""
+    _, _, kl, entropies, sum_p, more = (x[:, None] for x in known)
+    c_logp, _, c_kl, c_entropy = (x[:, None] for x in c)
+    by = zq.neg() if apart else zp - zq
+    by.add_(more - kl).mul_(c_kl).sub_(c_logp)
+    if with_entropy:
+        by.sub_((zp - (sum_p - entropies)).mul_(c_entropy))
+    by.mul_(torch.add(sum_p * -LOG2_E, zp, alpha=LOG2_E).exp2_())
+    return by.scatter_add_(-1, ids[:, None], c_logp)
+
+
+def into_q(zp: Tensor, zq: Tensor, ids: Tensor, known: list[Tensor], c: TokenTerms) -> Tensor:
+    """``c_logq (1_x - q) + c_kl (q - p)``; the difference as ``max(p, q) (1 - exp(-|u|))`` with its sign."""
+    sum_p, more = (x[:, None] for x in known[4:])
+    logp, logq = zp - sum_p, zq - (sum_p + more)
+    u = zp.sub(zq).add_(more)
+    larger = torch.maximum(logp, logq).mul_(LOG2_E).exp2_()
+    by = torch.expm1(u.abs().neg_()).mul_(larger).mul_(u.sign_()).mul_(c.kl[:, None])
+    by.sub_(logq.mul_(LOG2_E).exp2_().mul_(c.token_logq[:, None]))
+    return by.scatter_add_(-1, ids[:, None], c.token_logq[:, None])
+
+
+def plain_pulled_rows(zp: Tensor, zq: Tensor, ids: Tensor, c: TokenTerms) -> tuple[Tensor, Tensor]:
+    """The same by the specification and autograd; a term whose coefficient is 0 is left out."""
+    with torch.enable_grad():
+        rows = zp.detach().requires_grad_(), zq.detach().requires_grad_()
+        total = combined(terms_of_logits(*rows, ids), c)
+        in_p, in_q = torch.autograd.grad(total, rows, allow_unused=True, materialize_grads=True)
+    return in_p, in_q

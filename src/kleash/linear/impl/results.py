@@ -1,0 +1,62 @@
+"""What every implementation gives back, and how it asks an objective."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import ShapeError
+from kleash.linear.statistics import TokenTerms
+
+Needed: TypeAlias = tuple[bool, ...]
+"""Of hidden states, weight and bias of p, and of q: which gradients are wanted."""
+Objective: TypeAlias = Callable[[TokenTerms, slice], Tensor]
+"""From the terms of some tokens, and which of all tokens in a row they are, to a loss for each."""
+
+
+class Formed(NamedTuple):
+    """A divergence and its gradient."""
+
+    per_token: Float[Tensor, " tokens"]
+    """Of each token that was read; 0 for the others."""
+    gradients: tuple[Tensor | None, ...]
+    """Of the weighted sum, in hidden states, weight and bias of p, and of q; None where it is not needed."""
+
+
+class Judged(NamedTuple):
+    """What an objective made of the tokens."""
+
+    loss: Float[Tensor, ""]
+    terms: TokenTerms
+    gradients: tuple[Tensor | None, ...]
+    """Of the loss, in hidden states, weight and bias of p, and of q; None where it is not needed."""
+
+
+def asked(objective: Objective, terms: TokenTerms, where: slice) -> tuple[Tensor, TokenTerms]:
+    """The sum of the losses, and its derivative in each term.
+
+    Raises:
+        ShapeError: if there is not one loss for each token.
+    """
+    with torch.enable_grad():
+        leaves = TokenTerms(*(x.clone().requires_grad_() for x in terms))
+        losses = objective(leaves, where)
+        if losses.shape != leaves.kl.shape:
+            raise ShapeError(
+                f"the objective was given {len(leaves.kl)} tokens and gave losses of shape "
+                f"{tuple(losses.shape)}; give one for each token"
+            )
+        total = losses.sum()
+    if not total.requires_grad:
+        return total, TokenTerms(*(torch.zeros_like(x) for x in terms))
+    return total.detach(), TokenTerms(
+        *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    )
+
+
+def combined(terms: TokenTerms, coefficients: TokenTerms) -> Float[Tensor, ""]:
+    """The sum of the terms times their coefficients; a term whose coefficient is 0 is left out, NaN or not."""
+    parts = [(torch.where(c != 0, x, 0.0) * c).sum() for x, c in zip(terms, coefficients, strict=True)]
+    return torch.stack(parts).sum()
