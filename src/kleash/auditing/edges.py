@@ -1,4 +1,4 @@
-"""The function on extreme inputs, in float32."""
+"""The function on extreme inputs, in float32 and a few in bfloat16."""
 
 from collections.abc import Mapping
 from math import inf, isfinite, isnan, nan
@@ -15,6 +15,8 @@ from kleash.records.audit import EdgeRow
 
 NAN_FOR_INFINITY = "value is NaN where the divergence is infinite"
 
+IN_BFLOAT16 = "in bfloat16, "
+
 TOKENS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "p and q agree": (-1.0, -1.0),
@@ -22,6 +24,8 @@ TOKENS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "q all but rules out the token (80 nats)": (-0.5, -80.5),
         "p all but rules out the token (80 nats)": (-80.5, -0.5),
         "q rules out the token": (-0.5, -inf),
+        f"{IN_BFLOAT16}q is behind by 30 nats": (-0.5, -30.5),
+        f"{IN_BFLOAT16}p is behind by 30 nats": (-30.5, -0.5),
     }
 )
 """Log-probabilities of one sampled token under p and under q."""
@@ -33,6 +37,7 @@ PAIRS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = MappingProxyT
         "q is all but certain (80 nats)": ((0.0, 0.0, 0.0, 0.0), (80.0, 0.0, 0.0, 0.0)),
         "p rules out a token": ((0.3, 1.0, -inf, 0.5), (0.1, 0.2, 0.5, 0.3)),
         "q rules out a token": ((0.1, 0.2, 0.5, 0.3), (0.3, 1.0, -inf, 0.5)),
+        f"{IN_BFLOAT16}they are 30 nats apart": ((30.0, 0.0, 0.0, 0.0), (0.0, 30.0, 0.0, 0.0)),
         "both rule out a token": ((0.3, 1.0, -inf, 0.5), (0.1, 0.2, -inf, 0.3)),
     }
 )
@@ -68,7 +73,8 @@ def _at_pair(subject: Subject, case: str, p: Tensor, q: Tensor) -> EdgeRow:
 
 def _row(subject: Subject, case: str, p: Tensor, q: Tensor, exact: float) -> EdgeRow:
     p = p.clone().requires_grad_()
-    situation = make_situation(p, q, torch.zeros(1, 1, dtype=torch.int64), dtype=torch.float32)
+    dtype = torch.bfloat16 if case.startswith(IN_BFLOAT16) else torch.float32
+    situation = make_situation(p, q, torch.zeros(1, 1, dtype=torch.int64), dtype=dtype)
     try:
         value = subject.parts(situation).sum()
     except KleashError as error:

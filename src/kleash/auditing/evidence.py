@@ -1,20 +1,24 @@
 """Everything that was found out about a function, before anyone judges it."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from kleash.auditing.accuracy import accuracy_rows, estimator_of, returned_dtype
 from kleash.auditing.edges import edge_rows
 from kleash.auditing.exact import label
 from kleash.auditing.expectations import Expectation, Expectations, expectations
-from kleash.auditing.masks import mask_rows
+from kleash.auditing.masks import mask_rows, over_a_batch
 from kleash.auditing.naming import Name
 from kleash.auditing.scanning import Course, course
+from kleash.auditing.situations import Situation
 from kleash.auditing.subject import Subject
 from kleash.auditing.worlds import SAMPLINGS, Sampling
+from kleash.errors import KleashError
 from kleash.records.audit import AccuracyRow, EdgeRow, MaskRow
 
 Names: TypeAlias = dict[Sampling, Name | None]
@@ -35,6 +39,10 @@ class Evidence:
     accuracy: tuple[AccuracyRow, ...]
     returned_dtype: torch.dtype | None
     """Of the result for inputs in bfloat16."""
+    with_probabilities: Name | None
+    """Which quantity its value would be, were it given probabilities; only asked where it is none."""
+    over_a_batch: str
+    """How it averages over responses of unequal lengths, in words; "" where there is nothing to say."""
 
     @property
     def claimed(self) -> str:
@@ -113,4 +121,22 @@ def gather(subject: Subject) -> Evidence:
         masks=mask_rows(subject),
         accuracy=accuracy_rows(subject, estimator, is_claimed, everywhere),
         returned_dtype=returned_dtype(subject),
+        with_probabilities=_with_probabilities(subject) if name is None else None,
+        over_a_batch=over_a_batch(subject),
     )
+
+
+def _with_probabilities(subject: Subject) -> Name | None:
+    """Which quantity the value is when every log-probability comes as a probability."""
+    call = subject.convention.call
+
+    def exponentiated(function: Callable[..., Any], given: Situation) -> Tensor:
+        logs = ("token_logp", "token_logq", "behaviour_logp", "logp", "logq")
+        return call(function, replace(given, **{name: getattr(given, name).exp() for name in logs}))
+
+    other = replace(subject, convention=replace(subject.convention, call=exponentiated))
+    try:
+        name = expectations(other).value_name()
+    except KleashError:
+        return None
+    return name if name is not None and name.quantity != "zero" else None

@@ -34,7 +34,12 @@ def gradient_sentence(evidence: Evidence) -> str:
     how = "As a reward on-policy" if reward else "Backpropagated on-policy"
     name, claimed = evidence.gradient_names["on-policy"], evidence.claimed
     if evidence.gradient_is_right:
-        return f"{how} it follows {claimed}, as it should."
+        whole = (
+            ""
+            if evidence.sequence_error("on-policy") > FUTURE
+            else " token by token and between whole responses"
+        )
+        return f"{how} it follows {claimed}{whole}, as it should."
     if name is not None and name.quantity == "zero":
         return f"{how} its expected gradient is zero: as a penalty it does nothing."
     row = _farthest(evidence, claimed, "on-policy")

@@ -19,7 +19,13 @@ SWAPPED = {
 
 def value_findings(evidence: Evidence) -> list[Finding]:
     """What is wrong with the expected value, and how low single values go."""
-    return [*_expected(evidence), *_asymmetry(evidence), *_off_policy(evidence), *_negative(evidence)]
+    return [
+        *_expected(evidence),
+        *_over_steps(evidence),
+        *_asymmetry(evidence),
+        *_off_policy(evidence),
+        *_negative(evidence),
+    ]
 
 
 def _expected(evidence: Evidence) -> list[Finding]:
@@ -34,9 +40,24 @@ def _expected(evidence: Evidence) -> list[Finding]:
     ]
 
 
+def _over_steps(evidence: Evidence) -> list[Finding]:
+    """Whether what is right for one token still is for a response of three."""
+    if not evidence.value_is_right:
+        return []
+    e = evidence.expected.sequences("on-policy")
+    exact = exact_values(e.world, "on-policy", evidence.subject.convention.claims)["token"]
+    if abs(e.mean - exact) <= TOLERANCE * exact:
+        return []
+    sentence = (
+        f"Over responses of three tokens its value is {e.mean / exact:.4g} times what it should be: "
+        f"{e.mean:.4g}, and {evidence.claimed} {exact:.4g}."
+    )
+    return [Finding(kind="wrong_scale", severity="fault", sentence=sentence, where="sequences, on-policy")]
+
+
 def _kind(evidence: Evidence, name: Name | None) -> str:
     if name is None:
-        return "biased_value"
+        return "biased_value" if evidence.with_probabilities is None else "takes_probabilities"
     if name.quantity == evidence.claimed:
         if name.how == "itself":
             return "biased_value"
@@ -58,6 +79,11 @@ def value_sentence(evidence: Evidence) -> str:
         return f"Its value is {what} {claimed}{formula}."
     if name is not None and (name.quantity != claimed or name.how != "itself"):
         return f"Its value is in expectation {name}, not {claimed}{formula}."
+    if evidence.with_probabilities is not None:
+        return (
+            f"It wants probabilities, not their logarithms: given those, its value is "
+            f"{evidence.with_probabilities}."
+        )
     world, mean, exact = _worst(evidence)
     if name is not None:
         return (
@@ -144,3 +170,18 @@ def _negative(evidence: Evidence) -> list[Finding]:
             where=lowest.world.name,
         )
     ]
+
+
+def off_policy_sentence(evidence: Evidence) -> str:
+    """Which KL a function that is told the behaviour comes to over whole responses; "" for all others."""
+    if not evidence.subject.convention.takes_behaviour or not evidence.value_is_right:
+        return ""
+    if not evidence.is_claimed(evidence.value_names["off-policy"]):
+        return ""
+    e = evidence.expected.sequences("off-policy")
+    levels = exact_values(e.world, "off-policy", evidence.subject.convention.claims)
+    if abs(e.mean - levels["sequence"]) <= TOLERANCE * levels["sequence"]:
+        return f"Off-policy its value is {evidence.claimed} between whole responses."
+    if abs(e.mean - levels["token"]) <= TOLERANCE * levels["token"]:
+        return f"Off-policy its value is {evidence.claimed} of the next token along the behaviour's prefixes."
+    return "Off-policy it is right for one token, and over several it is neither of the two KLs there are."

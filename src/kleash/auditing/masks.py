@@ -44,6 +44,23 @@ def mask_rows(subject: Subject) -> tuple[MaskRow, ...]:
     return tuple(_row(subject, case, fill, right_values, right_gradients) for case, fill in FILLS.items())
 
 
+def over_a_batch(subject: Subject) -> str:
+    """How a mean over the mask averages over responses of unequal lengths, in words."""
+    if subject.convention.gives != "mean" or not subject.convention.takes_mask:
+        return ""
+    given = _padded(FILLS["equal numbers"])
+    lengths = torch.tensor(LENGTHS)
+    totals = subject.parts(given).detach().squeeze(-1)
+    found = subject.convention.sign * subject.raw(given).detach()
+    for right, words in (
+        (totals.sum() / lengths.sum(), "Over a batch it takes the mean over all tokens that count."),
+        ((totals / lengths).mean(), "Over a batch it takes the mean of the responses' means."),
+    ):
+        if torch.isclose(found, right.to(found.dtype), rtol=1e-4):
+            return words
+    return "Over a batch it takes neither the mean over all tokens nor the mean of the responses' means."
+
+
 def _padded(fill: tuple[float, float] | None) -> Situation:
     """Responses of three lengths; ``fill`` in their padding, or what was there."""
     world = worlds()["sequences"]

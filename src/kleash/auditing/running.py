@@ -71,6 +71,7 @@ def audit(
         edges=evidence.edges,
         masks=evidence.masks,
         accuracy=evidence.accuracy,
+        notes=(evidence.over_a_batch,) if evidence.over_a_batch else (),
         versions=_versions(function),
     )
 

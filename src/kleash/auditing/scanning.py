@@ -40,12 +40,12 @@ def looker(subject: Subject, dtype: torch.dtype = torch.float32) -> Look:
 
 
 def grid(subject: Subject) -> Float64[Tensor, " points"]:
-    """Log ratios half a nat apart, none of them 0.
+    """Log ratios half a nat apart, none of them 0; a nat for a mean, which is called for each by itself.
 
     With whole distributions both signs come at once, so that one side is enough.
     """
-    count = int(REACH / SPACING)
-    positive = (torch.arange(count, dtype=torch.float64) + 0.5) * SPACING
+    spacing = 2 * SPACING if subject.convention.gives == "mean" else SPACING
+    positive = (torch.arange(int(REACH / spacing), dtype=torch.float64) + 0.5) * spacing
     return torch.cat([-positive.flip(0), positive]) if subject.convention.sees == "tokens" else positive
 
 

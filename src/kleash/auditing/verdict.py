@@ -4,7 +4,7 @@ from kleash.auditing.evidence import Evidence
 from kleash.auditing.judging_digits import digit_findings
 from kleash.auditing.judging_edges import edge_findings, mask_findings
 from kleash.auditing.judging_gradients import gradient_findings, gradient_sentence
-from kleash.auditing.judging_values import value_findings, value_sentence
+from kleash.auditing.judging_values import off_policy_sentence, value_findings, value_sentence
 from kleash.records.audit import Finding
 
 
@@ -22,7 +22,7 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
 
 def verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> tuple[str, ...]:
     """What the value is, what the gradient follows, and then every finding that these do not tell."""
-    first = [value_sentence(evidence), gradient_sentence(evidence)]
+    first = [value_sentence(evidence), gradient_sentence(evidence), off_policy_sentence(evidence)]
     rest = [finding.sentence for finding in findings if finding.sentence not in first]
     end = [] if any(f.severity == "fault" for f in findings) else ["No fault was found."]
     return tuple(dict.fromkeys(sentence for sentence in [*first, *rest, *end] if sentence))

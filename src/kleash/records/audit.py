@@ -80,7 +80,7 @@ class ZoneRow:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeRow:
-    """One extreme input, in float32."""
+    """One extreme input, in float32 unless the case says otherwise."""
 
     case: str
     exact: float
