@@ -24,16 +24,18 @@ def estimator_study(run: Path | None = None) -> Study:
         RunFolderError: if ``run`` is no finished run.
         OptionError: if no average over its tokens estimates the KL.
     """
+    measured = () if run is None else (run_case(run),)
     found = two_modes()
     cases = (
         *(normal_case(shift) for shift in SHIFTS),
         *position_cases(),
         *(markov_case(apart) for apart in APART),
         *two_mode_cases(found),
+        *measured,
     )
     return Study(
         kleash=__version__,
-        cases=cases if run is None else (*cases, run_case(run)),
+        cases=cases,
         normals=spread_curves(),
         two_modes=found,
     )

@@ -1,0 +1,193 @@
+"""The study as a page, as a command and as documentation: everywhere the same numbers."""
+
+import importlib.util
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from synthetic_run import write_synthetic_run
+
+from kleash.auditing.study import estimator_study
+from kleash.records import Number
+from kleash.records.study import Study
+from kleash.reports.study import findings, fit_cells, row_cells, write_study
+from kleash.reports.study_charts import case_chart, densities_chart, noise_chart
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The whole study, with a run whose models have hostile names."""
+    folder = tmp_path_factory.mktemp("study") / "run"
+    write_synthetic_run(folder, prompts=31, tokens=96)
+    return estimator_study(folder)
+
+
+@pytest.fixture(scope="session")
+def study_page(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_study(tmp_path_factory.mktemp("pages") / "study.html", study)
+
+
+@pytest.fixture(scope="session")
+def command(root: Path) -> ModuleType:
+    """examples/estimator_study.py."""
+    spec = importlib.util.spec_from_file_location("the_example", root / "examples/estimator_study.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_number_of_the_documentation_is_what_the_code_gives(
+    study: Study, command: ModuleType, root: Path
+) -> None:
+    text = (root / "docs/study.md").read_text(encoding="utf-8")
+    written = [line for line in text.splitlines() if line.startswith(("| ", "### "))]
+    without_run = replace(study, cases=study.cases[:-1])
+    computed = [
+        line for line in command.markdown(without_run).splitlines() if line.startswith(("| ", "### "))
+    ]
+    assert written == computed
+    assert len(computed) > 120
+
+
+def test_the_prose_repeats_numbers_of_the_tables(study: Study, root: Path) -> None:
+    text = (root / "docs/study.md").read_text(encoding="utf-8")
+    ratios = [
+        (case.row("k1").spread.value / case.row("exact").spread.value) ** 2
+        for case in study.cases
+        if case.name.startswith("markov-")
+    ]
+    assert f"by {min(ratios):.0f} (logits 1 ×" in text
+    assert f"{max(ratios):,.0f}".replace(",", " ") + " (0.05 ×" in text
+    assert f"{study.normals.crossing:.3f} nats" in text
+    seeking = study.case("two-modes-seeking")
+    assert f"{100 * seeking.row('k2').bias.value / seeking.kl.value:.0f} %".replace("-", "−") in text
+
+
+def test_every_row_is_on_the_page(study: Study, study_page: Path) -> None:
+    text = study_page.read_text(encoding="utf-8")
+    for case in study.cases:
+        table = text[text.index(f'<h3 id="{case.name}">') :]
+        for row in case.rows:
+            cells = row_cells(case, row)
+            line = f'<th scope="row">{escaped(cells[0])}</th>' + "".join(
+                f'<td class="n">{escaped(cell)}</td>' for cell in cells[1:]
+            )
+            assert line in table[: table.index("</table>")], (case.name, row.name)
+    for fit in (study.two_modes.start, *study.two_modes.projections, *study.two_modes.followed):
+        assert "".join(f'<td class="n">{cell}</td>' for cell in fit_cells(fit)[1:]) in text
+    for sentence in findings(study):
+        assert escaped(sentence) in text
+
+
+def escaped(text: str) -> str:
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&#39;"), ('"', "&#34;")):
+        text = text.replace(character, entity)
+    return text
+
+
+def test_names_of_models_cannot_run(study_page: Path) -> None:
+    text = study_page.read_text(encoding="utf-8")
+    assert "runs/&lt;script&gt;alert(&#39;path&#39;)&lt;/script&gt;/policy" in text
+    assert "<script>alert" not in text
+    figures = re.findall(r'<script type="application/json" id="(figure-[^"]+)">(.*?)</script>', text)
+    assert len(figures) == 15
+    for name, figure in figures:
+        assert json.loads(figure)["data"], name
+
+
+def test_cells_say_what_the_numbers_are(study: Study) -> None:
+    near, run = study.case("normals-0.1"), study.case("run")
+    assert row_cells(near, near.row("k1"))[1:] == ("0.005000", "0", "20.00", "48.01 %", "100 %")
+    assert row_cells(near, near.row("k2"))[1:] == ("0.005013", "0.2500 %", "1.418", "0", "0")
+    assert row_cells(near, near.row("k3"))[5] == "10.0 %"
+    cells = row_cells(run, run.row("k1"))
+    assert all(re.fullmatch(r"−?[\d.]+ ± [\d.]+( %)?", cell) for cell in cells[1:5]), cells
+    assert cells[5] == "–"
+    infinite = Number(value=float("inf"), unit="nats", standard_error=float("nan"), ci95=(0.0, 0.0))
+    assert row_cells(near, replace(near.row("k1"), value=infinite))[1] == "∞"
+
+
+def test_findings_follow_the_numbers(study: Study) -> None:
+    values, biased, gradients, along = findings(study)
+    assert "0.628 nats" in values and "a single k3 varies by 1.42" in values
+    assert "a single k1 by 20.0; at 4.5 nats by 20.0 and 0.667" in values
+    assert "0.250 % too large at 0.005 nats" in biased and "225 % at 4.5" in biased
+    assert "standard deviation 0.604" in gradients and "covers both (2.05)" in gradients
+    assert "by 53 to 19\u202f877" in along and "0.600 % to 12.2 %" in along
+
+
+def test_charts_show_the_rows(study: Study) -> None:
+    case = study.case("normals-1")
+    chart = case_chart(case)
+    dots = chart.figure["data"][0]
+    assert dots["x"] == pytest.approx([row.value.value / 0.5 for row in case.rows])
+    assert dots["error_x"]["array"] == pytest.approx([row.spread.value / 0.5 for row in case.rows])
+    assert "k1 is the noisiest, at 2.00 times" in chart.described
+    low, high = chart.figure["layout"]["xaxis"]["range"]
+    assert low < -1 and high > 3
+    seeking = case_chart(study.case("two-modes-seeking"))
+    assert "The standard deviation of k3 and k3, k2's gradient leaves the picture" in seeking.described
+    assert seeking.figure["layout"]["xaxis"]["range"][1] < 2
+    noise = noise_chart(study.normals)
+    assert [line["name"] for line in noise.figure["data"]] == ["k1", "k2", "k3"]
+    assert noise.figure["layout"]["shapes"][0]["x0"] == study.normals.crossing
+    drawn = densities_chart(study.two_modes).figure["data"]
+    assert drawn[0]["y"] == list(study.two_modes.target)
+    assert [line["name"] for line in drawn[2:]] == [fit.name for fit in study.two_modes.projections]
+
+
+def test_the_command(
+    study: Study,
+    command: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Path | None] = []
+
+    def already_made(run: Path | None) -> Study:
+        asked.append(run)
+        return study
+
+    monkeypatch.setattr(command, "estimator_study", already_made)
+    page = tmp_path / "study.html"
+    assert command.main(["--run", "some/run", "--out", str(page)]) == 0
+    printed = capsys.readouterr()
+    assert asked == [Path("some/run")] and page.exists()
+    assert f"page: {page}" in printed.err
+    assert "N(0, 1) against N(0.1, 1): KL 0.005 nats" in printed.out
+    assert re.search(r"k1\s+0\.005000\s+0\s+20\.00\s+48\.01 %\s+100 %", printed.out)
+    assert command.main(["--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["cases"][0]["kl"]["value"] == pytest.approx(0.005)
+    assert data["cases"][-1]["rows"][0]["gradient_error"] is None
+
+
+def test_a_folder_that_is_no_run_is_said_in_one_line(
+    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--run", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"estimator_study: {tmp_path} has no measurement.json")
+
+
+@pytest.mark.browser
+def test_nothing_overflows_and_every_chart_is_drawn(study_page: Path, driver: object) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    for width in (1280, 390):
+        view = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", view)
+        driver.get_log("browser")
+        driver.get(study_page.as_uri())
+        WebDriverWait(driver, 60).until(
+            lambda browser: browser.execute_script(
+                "return document.documentElement.dataset.charts === 'drawn'"
+            )
+        )
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        assert driver.execute_script("return document.querySelectorAll('.plot .main-svg').length") >= 15
+        assert driver.get_log("browser") == []
