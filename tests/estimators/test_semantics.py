@@ -124,7 +124,7 @@ def test_equal_semantics_pass():
         ),
         (
             {"policy": FULL, "behaviour": CUTS},
-            r"cut to top_p 0.95 at temperature 1, so their ratio carries the kept mass as a factor; .*\(to_full\), or cut",
+            r"cut to top_p 0.95 at temperature 1, so their ratio carries the kept mass as a factor; .*\(to_full\)",
         ),
         (
             {"policy": CUTS, "behaviour": Semantics(top_k=50)},
