@@ -101,10 +101,10 @@ def test_fewer_rows_than_tokens(tmp_path, unhooked):
 
 
 def test_fewer_logits_than_tokens(pair: Pair, unhooked):
-    from kleash.models.loading import _fit_together
+    from kleash.models.loading import fit_together
 
     with pytest.raises(ModelError, match=r"the reference .* has 299 logits for a tokenizer of 300 tokens"):
-        _fit_together(pair.policy, replace(pair.reference, vocabulary=299), ())
+        fit_together(pair.policy, replace(pair.reference, vocabulary=299), ())
 
 
 def test_different_tokenizers(folders, copied, unhooked):
@@ -241,14 +241,14 @@ def test_a_device_map_gives_the_same_numbers(folders):
 
 
 def test_different_dtypes_are_a_doubt(folders):
-    from kleash.models.loading import _fit_together
+    from kleash.models.loading import fit_together
 
     policy, reference = folders("llama")
     ours, theirs = (
         load_pair(str(policy), str(reference)),
         load_pair(str(policy), str(reference), dtype="float64"),
     )
-    mixed = _fit_together(ours.policy, theirs.reference, ())
+    mixed = fit_together(ours.policy, theirs.reference, ())
     assert mixed.doubts == (
         "the policy ran in torch.float32 and the reference in torch.float64; give --dtype",
     )

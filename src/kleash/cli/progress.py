@@ -15,8 +15,14 @@ from kleash.records import Number
 class Progress:
     """A watcher that draws a bar on standard error: sequences, tokens per second, KL so far, time left."""
 
-    def __init__(self) -> None:
-        """Draw nothing before the run begins."""
+    def __init__(self, doing: str = "measuring", step: str = "scoring") -> None:
+        """Draw nothing before the run begins.
+
+        Args:
+            doing: what the run does.
+            step: what it does with a sequence.
+        """
+        self._doing, self._step = doing, step
         self._console = Console(file=sys.stderr, highlight=False)
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -49,7 +55,7 @@ class Progress:
 
     def planned(self, sequences: int | None) -> None:
         """Show how much there is to do."""
-        self._bar.reset(self._task, total=sequences, description="measuring")
+        self._bar.reset(self._task, total=sequences, description=self._doing)
 
     def generated(self, tokens: int) -> None:
         """Count drawn tokens."""
@@ -57,7 +63,7 @@ class Progress:
 
     def scored(self, sequences: int, tokens: int) -> None:
         """Move the bar on."""
-        self._count(tokens, "scoring")
+        self._count(tokens, self._step)
         self._bar.update(self._task, advance=sequences)
 
     def shard_written(self, kl: Number) -> None:

@@ -85,14 +85,27 @@ class LocalEngine:
         tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
         return ShardResult(tokens=tokens, sequences=_sequence_columns(sequences))
 
-    def noise(self, sequences: Many[Sequence]) -> dict[str, np.ndarray]:
-        """The token columns of the reference in batches against the reference with each sequence alone."""
+    def noise(self, sequences: Many[Sequence]) -> dict[str, np.ndarray] | None:
+        """The token columns of the reference in batches against the reference with each sequence alone.
+
+        Of a stored reference, those that were taken when it was stored; None if that was at another
+        temperature.
+        """
+        stored = self.pair.reference.stored
+        if stored is not None:
+            return stored.rounding("noise", self.temperature)
         return score_against_alone(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
 
     def float32_gap(self, sequences: Many[Sequence]) -> dict[str, np.ndarray] | None:
-        """The token columns of the reference as it runs against itself in float32; None if that is how it runs."""
+        """The token columns of the reference as it runs against itself in float32; None if that is how it runs.
+
+        Of a stored reference as ``noise``.
+        """
+        stored = self.pair.reference.stored
+        if stored is not None:
+            return stored.rounding("gap", self.temperature)
         return score_in_float32(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )

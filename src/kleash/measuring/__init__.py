@@ -2,16 +2,31 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kleash.records import MeasureJob, Measurement
+from kleash.records import CacheContents, CacheJob, MeasureJob, Measurement
 
 if TYPE_CHECKING:
+    from kleash.measuring.caching import cache_reference, default_cache
     from kleash.measuring.comparing import compare
     from kleash.measuring.running import default_out, measure
     from kleash.measuring.watching import Nobody, Watcher
 
-__all__ = ["MeasureJob", "Measurement", "Nobody", "Watcher", "compare", "default_out", "measure"]
+__all__ = [
+    "CacheContents",
+    "CacheJob",
+    "MeasureJob",
+    "Measurement",
+    "Nobody",
+    "Watcher",
+    "cache_reference",
+    "compare",
+    "default_cache",
+    "default_out",
+    "measure",
+]
 
 HOMES = {
+    "cache_reference": "caching",
+    "default_cache": "caching",
     "compare": "comparing",
     "default_out": "running",
     "measure": "running",

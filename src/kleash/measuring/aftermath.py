@@ -46,7 +46,7 @@ def sequences_again(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
 class Aftermath:
     """What a second look at some of the sequences told."""
 
-    noise_floor: Number
+    noise_floor: Number | None
     dtype_gap: Number | None
     doubts: tuple[str, ...]
 
@@ -72,15 +72,28 @@ def look_again(
         if place is not None:
             found[place] = sequence
     folder.write_alternatives(engine.alternatives([found[place] for place in sorted(found)]))
-    gap = engine.float32_gap(first)
+    noise = engine.noise(first)
     return Aftermath(
-        noise_floor=_mean(engine.noise(first)),
-        dtype_gap=None if gap is None else _mean(gap),
-        doubts=(*retokenisation_doubts(seen, retokenised), *_temperature_doubts(job, temperatures)),
+        noise_floor=_mean(noise),
+        dtype_gap=_mean(engine.float32_gap(first)),
+        doubts=(
+            *retokenisation_doubts(seen, retokenised),
+            *_temperature_doubts(job, temperatures),
+            *([] if noise is not None else [_no_floor(engine)]),
+        ),
     )
 
 
-def _mean(columns: dict[str, np.ndarray]) -> Number:
+def _no_floor(engine: LocalEngine) -> str:
+    return (
+        f"there is no noise floor: the reference was not loaded, and its cache knows of none at temperature "
+        f"{engine.temperature:g}; kleash cache with --temperature {engine.temperature:g} adds it"
+    )
+
+
+def _mean(columns: dict[str, np.ndarray] | None) -> Number | None:
+    if columns is None:
+        return None
     ledger = Ledger(on_text=False)
     ledger.add(columns)
     return number(ledger.kl())

@@ -9,9 +9,10 @@ from kleash.errors import Interrupted
 from kleash.measuring.ledger import Ledger
 from kleash.measuring.scales import number
 from kleash.measuring.shards import plan, source_sha256
+from kleash.measuring.sides import filled_cache, load_models
 from kleash.measuring.summary import Run, summarise
 from kleash.measuring.watching import Nobody, Watcher
-from kleash.models import Pair, ReferenceCache, load_pair
+from kleash.models import Pair
 from kleash.records import MeasureJob, Measurement, RunFolder, RunHeader
 from kleash.reports import write_report
 from kleash.version import __version__
@@ -51,16 +52,7 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
     folder = RunFolder(Path(job.out if job.out is not None else default_out()))
     folder.check(resume=job.resume)
     digest = source_sha256(job)
-    pair = load_pair(
-        job.policy,
-        job.reference,
-        revision_policy=job.revision_policy,
-        revision_reference=job.revision_reference,
-        dtype=job.dtype,
-        device=job.device,
-        device_map=job.device_map,
-        trust_remote_code=job.trust_remote_code,
-    )
+    pair = load_models(job, digest)
     for note in pair.notes:
         watching.said(note)
     header = RunHeader(
@@ -80,11 +72,9 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
 
 def _measure(job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, watching: Watcher) -> Measurement:
     began = monotonic()
-    cache = None
-    if job.reference_cache is not None:
-        cache = ReferenceCache(Path(job.reference_cache), pair.reference)
-    engine = LocalEngine(pair=pair, job=job, cache=cache, generated=watching.generated)
-    run_shards(job, pair, folder, engine, watching)
+    with filled_cache(job, pair) as cache:
+        engine = LocalEngine(pair=pair, job=job, cache=cache, generated=watching.generated)
+        run_shards(job, pair, folder, engine, watching)
     run = Run(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest)
     measurement = summarise(run, seconds=lambda: monotonic() - began)
     folder.write_measurement(measurement)

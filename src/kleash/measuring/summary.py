@@ -28,8 +28,8 @@ from kleash.measuring.rows import sequence_starts
 from kleash.measuring.scales import number
 from kleash.measuring.tally import ClusterSums, SequenceTerms, sequence_terms, token_sums
 from kleash.measuring.worst import Worst
-from kleash.models import Model, Pair
-from kleash.records import Counts, MeasureJob, Measurement, ModelRecord, RunFolder, RunningMean
+from kleash.models import Pair
+from kleash.records import Counts, MeasureJob, Measurement, RunFolder, RunningMean
 from kleash.uncertainty import running_mean
 from kleash.version import __version__
 
@@ -72,7 +72,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         estimand=estimand.words,
         job=run.job.settings(),
         source_sha256=run.source_sha256,
-        models={model.role: model_record(model) for model in (run.pair.policy, run.pair.reference)},
+        models={model.role: model.record() for model in (run.pair.policy, run.pair.reference)},
         counts=Counts(
             prompts=sequences.prompts,
             sequences=len(sequences.clusters.labels),
@@ -182,16 +182,4 @@ def gather_doubts(
                 *weight_doubts(counted.terms.weight, estimand),
             ]
         )
-    )
-
-
-def model_record(model: Model) -> ModelRecord:
-    """Which model it was, for the record."""
-    return ModelRecord(
-        path=model.path,
-        revision=model.revision,
-        dtype=str(model.dtype).removeprefix("torch."),
-        parameters=model.parameters,
-        vocabulary=model.vocabulary,
-        fingerprint=model.fingerprint,
     )

@@ -8,39 +8,49 @@ from kleash.models.cache import ReferenceCache
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
 from kleash.models.lines import source_path
-from kleash.models.loading import load_pair
+from kleash.models.loading import Loading, load_pair
 from kleash.models.noise import exponentials
+from kleash.models.one_side import load_beside, load_reference
 from kleash.models.pairs import Model, Pair
 from kleash.models.prompts import read_prompts
 from kleash.models.responses import read_responses
-from kleash.models.scoring import score
+from kleash.models.scoring import finite_reader, score
 from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
-from kleash.models.texts import count_documents, read_text
+from kleash.models.stored import StoredReference, finish, head_tensors, save_rounding
+from kleash.models.texts import count_documents, read_text, window_and_stride
 from kleash.models.tokenizers import compare_tokenizers, token_count, token_texts
 
 __all__ = [
     "Anatomy",
     "Checkpoint",
+    "Loading",
     "Model",
     "Pair",
     "Prompt",
     "ReferenceCache",
     "Sampling",
     "Sequence",
+    "StoredReference",
     "alternatives",
     "compare_tokenizers",
     "count_documents",
     "disagreement",
     "exponentials",
     "find_checkpoint",
+    "finish",
+    "finite_reader",
     "generate",
     "hash_tokens",
+    "head_tensors",
     "length_batches",
+    "load_beside",
     "load_pair",
+    "load_reference",
     "read_prompts",
     "read_responses",
     "read_text",
     "retokenisation_doubts",
+    "save_rounding",
     "score",
     "score_against_alone",
     "score_in_float32",
@@ -48,4 +58,5 @@ __all__ = [
     "take_apart",
     "token_count",
     "token_texts",
+    "window_and_stride",
 ]

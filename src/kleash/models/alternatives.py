@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kleash.linear import log_probabilities
 from kleash.models.pairs import Model, Pair
-from kleash.models.scoring import padded
+from kleash.models.scoring import reader
 from kleash.models.sequences import Sequence
 from kleash.models.tokenizers import token_texts
 
@@ -44,8 +44,7 @@ def alternatives(
 def _likeliest(
     model: Model, sequence: Sequence, top: int, temperature: float
 ) -> tuple[Float[Tensor, "response top"], Tensor]:
-    ids, _, cols = padded([sequence])
-    hidden = model.hidden(ids)[0, cols.to(model.device)]
+    hidden = reader(model)([sequence])
     found = [
         log_probabilities(rows, model.head, temperature=temperature).topk(top, -1)
         for rows in hidden.split(ROWS)

@@ -1,23 +1,24 @@
-"""The reference's final hidden states on disk, so that a second run need not compute them again."""
+"""The reference's final hidden states, kept so that a second run need not compute them again."""
 
-import json
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from hashlib import blake2b
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError, OptionError
-from kleash.extras import need
-from kleash.models.checkpoints import read_json, safetensors_header
+from kleash.errors import ModelError, OptionError, RunFolderError
+from kleash.models.batching import length_batches
+from kleash.models.hidden_states import HiddenStates, key_of
 from kleash.models.pairs import Model
 from kleash.models.sequences import Sequence
-from kleash.records import write_atomically
+from kleash.records import CachedSource, CacheLabel, write_atomically
 from kleash.records.atomic import cannot_write
+from kleash.records.caching import read_record
+from kleash.records.codec import to_json
+from kleash.version import __version__
 
 LABEL = "reference.json"
 
@@ -25,46 +26,53 @@ LABEL = "reference.json"
 class ReferenceCache:
     """A folder of hidden states of one model, found again by the token ids they belong to.
 
-    One file for each call of ``score`` that had something new; an index of what there is is read from the
-    files' headers when the folder is opened. Hidden states are kept in the model's dtype: one token takes as
-    many bytes as its hidden size times the dtype's, 31 to 148 times fewer than its logits.
+    One file for each call of ``score`` that had something new. Hidden states are kept in the model's dtype:
+    one token takes as many bytes as its hidden size times the dtype's, 31 to 148 times fewer than its logits.
     """
 
-    def __init__(self, folder: Path, model: Model) -> None:
+    def __init__(self, folder: Path, model: Model, source: CachedSource | None = None) -> None:
         """Open ``folder``, or begin it.
 
         Args:
             folder: made if it is missing.
             model: whose hidden states these are: the reference.
+            source: what it is made of, where a job makes it; None where measurements fill it.
 
         Raises:
-            ModelError: if the folder holds another model's hidden states, naming both.
+            ModelError: if the folder holds another model's hidden states, naming both, or is damaged.
             OptionError: if the model can only be measured through its logits, which are too many to keep.
-            RunFolderError: if the folder cannot be written.
+            RunFolderError: if the folder cannot be written, or holds another source's hidden states.
         """
         if model.head.weight is None:
             raise OptionError(
                 f"the {model.role} {model.path} is measured through its logits, which are too many to keep; "
-                "leave out --reference-cache"
+                "it cannot have a reference cache"
             )
-        label = {"path": model.path, "fingerprint": model.fingerprint, "dtype": str(model.dtype)}
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
+        label = CacheLabel(kleash=__version__, reference=model.record(), source=source)
         if (folder / LABEL).is_file():
-            _check_label(folder, read_json(folder / LABEL), label)
-        else:
-            write_atomically(folder / LABEL, json.dumps(label, indent=2) + "\n")
-        self._folder = folder
-        self._open = need("safetensors", "models").safe_open
+            label = _agreed(folder, read_record(CacheLabel, folder / LABEL), label)
+        elif any(folder.glob("*.safetensors")):
+            raise RunFolderError(
+                f"{folder} holds safetensors and no {LABEL}, so it is no reference cache; give another folder"
+            )
+        if label is not None:
+            write_atomically(folder / LABEL, to_json(label))
+        self.folder = folder
+        self.states = HiddenStates(folder)
+        """What is on disk."""
         self._device = model.device
-        self._index = {
-            key: path for path in sorted(folder.glob("*.safetensors")) for key in safetensors_header(path)
-        }
-        self._new: dict[str, Tensor] = {}
+        self._new: dict[bytes, Tensor] = {}
         self.found = 0
         """Sequences that came out of the folder."""
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        """Whether its hidden states are there."""
+        key = key_of(sequence)
+        return key in self._new or key in self.states
 
     def reader(
         self, read: Callable[[Many[Sequence]], Float[Tensor, "tokens dim"]]
@@ -72,48 +80,76 @@ class ReferenceCache:
         """``read``, but only of what is not in the folder yet."""
 
         def read_or_find(batch: Many[Sequence]) -> Tensor:
-            keys = [_key(one) for one in batch]
-            missing = [place for place, key in enumerate(keys) if key not in self._index]
+            missing = [one for one in batch if one not in self]
             if missing:
-                hidden = read([batch[place] for place in missing])
-                parts = hidden.split([len(batch[place].response_ids) for place in missing])
-                self._new |= {keys[place]: part.cpu() for place, part in zip(missing, parts, strict=True)}
+                self.keep(missing, read(missing))
             self.found += len(batch) - len(missing)
-            return torch.cat([self._get(key) for key in keys])
+            return torch.cat([self._get(one) for one in batch]).to(self._device)
 
         return read_or_find
 
-    def save(self) -> None:
-        """Write what was computed since the last time, as one file that is there whole or not at all."""
-        if not self._new:
+    def fill(
+        self,
+        read: Callable[[Many[Sequence]], Float[Tensor, "tokens dim"]],
+        sequences: Many[Sequence],
+        batch_tokens: int,
+    ) -> None:
+        """Read ``sequences`` in the batches in which ``score`` would, and write what was not there before.
+
+        If one is missing all are read: the batches decide the last bits.
+        """
+        if all(one in self for one in sequences):
             return
-        tensors = {key: part.contiguous() for key, part in self._new.items()}
-        path = (
-            self._folder
-            / f"{blake2b(''.join(sorted(tensors)).encode(), digest_size=8).hexdigest()}.safetensors"
-        )
-        save_file = need("safetensors.torch", "models").save_file
-        write_atomically(path, lambda unfinished: save_file(tensors, unfinished))
-        self._index |= dict.fromkeys(tensors, path)
-        self._new = {}
+        for batch in length_batches([one.read for one in sequences], batch_tokens):
+            chosen = [sequences[index] for index in batch]
+            self.keep(chosen, read(chosen))
+        self.save()
 
-    def _get(self, key: str) -> Tensor:
-        if key in self._new:
-            return self._new[key].to(self._device)
-        with self._open(self._index[key], framework="pt") as file:
-            return file.get_tensor(key).to(self._device)
+    def keep(self, batch: Many[Sequence], hidden: Float[Tensor, "tokens dim"]) -> None:
+        """Remember hidden states until they are saved."""
+        parts = hidden.cpu().split([len(one.response_ids) for one in batch])
+        for one, part in zip(batch, parts, strict=True):
+            if one not in self:
+                self._new[key_of(one)] = part
+
+    def save(self) -> None:
+        """Write what was computed since the last time, as one file that is there whole or not at all.
+
+        Raises:
+            RunFolderError: if it cannot be written.
+        """
+        if self._new:
+            self.states.write(self._new)
+            self._new = {}
+
+    def _get(self, sequence: Sequence) -> Tensor:
+        key = key_of(sequence)
+        return self._new[key] if key in self._new else self.states.get(key, len(sequence.response_ids))
 
 
-def _key(sequence: Sequence) -> str:
-    """Stands for the tokens that are read and for how many of them are scored."""
-    text = f"{len(sequence.prompt_ids)}:{sequence.prompt_ids}{sequence.response_ids}"
-    return blake2b(text.encode(), digest_size=16).hexdigest()
+def check_model(folder: Path, found: CacheLabel, name: str, fingerprint: str, dtype: str) -> None:
+    """See that a folder is of the model that is asked for.
 
-
-def _check_label(folder: Path, found: dict[str, Any], wanted: dict[str, str]) -> None:
-    if any(found.get(name) != wanted[name] for name in ("fingerprint", "dtype")):
+    Raises:
+        ModelError: if not, naming both.
+    """
+    there = found.reference
+    if (there.fingerprint, there.dtype) != (fingerprint, dtype):
         raise ModelError(
-            f"{folder} holds hidden states of {found.get('path')} (fingerprint {found.get('fingerprint')}, "
-            f"{found.get('dtype')}) and the reference is {wanted['path']} (fingerprint "
-            f"{wanted['fingerprint']}, {wanted['dtype']}); give another --reference-cache folder"
+            f"{folder} holds hidden states of {there.path} (fingerprint {there.fingerprint}, {there.dtype}) and "
+            f"the reference is {name} (fingerprint {fingerprint}, {dtype}); give that reference, or another cache"
         )
+
+
+def _agreed(folder: Path, found: CacheLabel, label: CacheLabel) -> CacheLabel | None:
+    """The label to write over the one that was found; None if that one stays."""
+    ours = label.reference
+    check_model(folder, found, ours.path, ours.fingerprint, ours.dtype)
+    if label.source is None:
+        return None
+    if found.source is not None and not found.source.agrees(label.source):
+        raise RunFolderError(
+            f"{folder} holds hidden states of {found.source} and the source is now {label.source}; "
+            "give another --out"
+        )
+    return replace(found, reference=ours, source=label.source)

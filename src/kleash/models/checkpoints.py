@@ -13,6 +13,7 @@ from kleash.models.quiet import first_line, quiet
 from kleash.shipped import shipped_folder
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 UNWANTED = ["*/*", "consolidated*"]
 SAMPLE_BYTES = 256
@@ -75,6 +76,27 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     except ModelError as error:
         raise ModelError(f"the adapter {name} lies over the base {base}, but {error}") from error
     return Checkpoint(name=name, folder=base_folder, revision=commit, adapter=folder, base=base)
+
+
+def hub_commit(name: str, revision: str | None) -> str:
+    """The commit that a revision of a hub id stands for; nothing else is fetched.
+
+    Raises:
+        ModelError: if the hub does not say, and the model has not been fetched before.
+    """
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
+    hub = need("huggingface_hub", "models")
+    try:
+        return str(hub.HfApi().model_info(name, revision=revision).sha)
+    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+        try:
+            return Path(hub.snapshot_download(name, revision=revision, local_files_only=True)).name
+        except (OSError, ValueError, hub.errors.HfHubHTTPError):
+            raise ModelError(
+                f"the hub does not say which commit {name} is at ({first_line(error)}); give the whole commit as "
+                "its revision"
+            ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Two models that can be compared, loaded, taken apart and checked."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,21 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How models are loaded: the options of a job that are the same for both sides."""
+
+    dtype: str = "auto"
+    """"auto" is float32 on a CPU and the checkpoint's own on an accelerator; or "float32", "bfloat16",
+    "float16", "float64"."""
+    device: str = "auto"
+    """"auto" is the first GPU, or else the CPU."""
+    device_map: str | None = None
+    """How transformers spreads a model over devices; then ``device`` stays "auto"."""
+    trust_remote_code: bool = False
+    """Let the checkpoint bring Python code and run it."""
 
 
 # More arguments than elsewhere: they are the job's options of the same names.
@@ -56,8 +71,7 @@ def load_pair(
         OptionError: if dtype or device mean nothing.
         CannotRunError: if the device is not there.
     """
-    place = _place(device, device_map)
-    kind = _dtype(dtype, place)
+    how = Loading(dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
     sides = {
         "policy": find_checkpoint(policy, revision_policy),
         "reference": find_checkpoint(reference, revision_reference),
@@ -65,15 +79,29 @@ def load_pair(
     with quiet():
         tokenizers = {role: load_tokenizer(side, role, trust_remote_code) for role, side in sides.items()}
         notes = [*compare_tokenizers(tokenizers["policy"], tokenizers["reference"]), *_taken(sides)]
-        loaded = load_network(
-            sides, dtype=kind, device=place, device_map=device_map, trust_remote_code=trust_remote_code
-        )
-        models = {}
-        for role, side in sides.items():
-            model, said = _model(role, side, tokenizers[role], loaded[role])
-            models[role] = replace(model, device_map=device_map, trusted=trust_remote_code)
-            notes += said
-    return _fit_together(models["policy"], models["reference"], tuple(dict.fromkeys(notes)))
+        models, said = load_models(sides, tokenizers, how)
+    return fit_together(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *said])))
+
+
+def load_models(
+    sides: dict[str, Checkpoint], tokenizers: dict[str, Any], how: Loading
+) -> tuple[dict[str, Model], list[str]]:
+    """The models of these sides, and what is to be said about them."""
+    place = place_of(how.device, how.device_map)
+    loaded = load_network(
+        sides,
+        dtype=dtype_of(how.dtype, place),
+        device=place,
+        device_map=how.device_map,
+        trust_remote_code=how.trust_remote_code,
+    )
+    models: dict[str, Model] = {}
+    notes: list[str] = []
+    for role, side in sides.items():
+        model, said = _model(role, side, tokenizers[role], loaded[role])
+        models[role] = replace(model, device_map=how.device_map, trusted=how.trust_remote_code)
+        notes += said
+    return models, notes
 
 
 def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple[Model, list[str]]:
@@ -97,7 +125,7 @@ def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple
         adapters=adapters,
         adapter=loaded.adapter,
     )
-    _check_rows(model, len(network.get_input_embeddings().weight), "embeddings")
+    check_rows(model, len(network.get_input_embeddings().weight), "embeddings")
     anatomy = _anatomy(model)
     said = [*loaded.notes, *([anatomy.note] if anatomy.note else [])]
     return replace(model, head=anatomy.head, vocabulary=anatomy.rows), said
@@ -110,11 +138,11 @@ def _anatomy(model: Model) -> Anatomy:
         return take_apart(model.network, model.body, ids, f"the {model.role}")
 
 
-def _fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
+def fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
     """See to it that both sides put probability on the same tokens."""
     tokens = token_count(policy.tokenizer)
     for model in (policy, reference):
-        _check_rows(model, model.vocabulary, "logits")
+        check_rows(model, model.vocabulary, "logits")
     if policy.vocabulary != reference.vocabulary:
         rows = f"the heads have {policy.vocabulary} (policy) and {reference.vocabulary} (reference) rows"
         notes += (f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them",)
@@ -130,7 +158,12 @@ def _fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pa
     return Pair(policy=policy, reference=reference, tokenizer=policy.tokenizer, notes=notes, doubts=doubts)
 
 
-def _check_rows(model: Model, rows: int, what: str) -> None:
+def check_rows(model: Model, rows: int, what: str) -> None:
+    """See that every token of the tokenizer has one of so many rows.
+
+    Raises:
+        ModelError: if not.
+    """
     tokens = token_count(model.tokenizer)
     if rows < tokens:
         raise ModelError(
@@ -172,7 +205,13 @@ def _ends(network: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
 
 
-def _place(device: str, device_map: str | None) -> torch.device:
+def place_of(device: str, device_map: str | None) -> torch.device:
+    """Where models go.
+
+    Raises:
+        OptionError: if both are given.
+        CannotRunError: if the device is not there.
+    """
     if device_map is not None and device != "auto":
         raise OptionError(f"--device {device} and --device-map {device_map} cannot both be given; choose one")
     if device == "auto":
@@ -185,7 +224,12 @@ def _place(device: str, device_map: str | None) -> torch.device:
     return place
 
 
-def _dtype(name: str, place: torch.device) -> torch.dtype | str:
+def dtype_of(name: str, place: torch.device) -> torch.dtype | str:
+    """The dtype called ``name``; "auto" where the checkpoint decides.
+
+    Raises:
+        OptionError: if there is none.
+    """
     if name == "auto":
         return torch.float32 if place.type == "cpu" else "auto"
     if name not in DTYPES:

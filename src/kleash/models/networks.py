@@ -77,15 +77,20 @@ def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
         ModelError: if there is none.
     """
     transformers = need("transformers", "models")
-    folder = side.folder
-    if side.adapter is not None and any(side.adapter.glob("tokenizer*")):
-        folder = side.adapter
+    folder = tokenizer_folder(side)
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise bare Exceptions, and every other kind
         raise ModelError(
             f"the tokenizer of the {role} {side.name} cannot be loaded from {folder}: {first_line(error)}"
         ) from error
+
+
+def tokenizer_folder(side: Checkpoint) -> Path:
+    """Where the tokenizer of a side lies."""
+    if side.adapter is not None and any(side.adapter.glob("tokenizer*")):
+        return side.adapter
+    return side.folder
 
 
 def _load_base(

@@ -1,15 +1,32 @@
 """Two models side by side, each ready to be asked for its hidden states."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear import Head
+from kleash.models.sequences import Sequence
+from kleash.records import ModelRecord
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """What was kept of a model that is not loaded."""
+
+    def read(self, batch: Many[Sequence]) -> Float[Tensor, "tokens dim"]:
+        """Final hidden states at the scored positions of a batch, one sequence after the other."""
+        ...
+
+    def rounding(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
+        """Token columns of "noise" or "gap" at a temperature; None if nothing is known about it."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,6 +67,8 @@ class Model:
     """The PEFT model around the network, if one or both sides are adapters on it."""
     adapter: str | None = None
     """The name of this side's adapter in ``adapters``; None for the base."""
+    stored: Stored | None = None
+    """Where hidden states are read from, instead of asking the network, which then is None."""
 
     @contextmanager
     def switched(self) -> Iterator[None]:
@@ -86,6 +105,17 @@ class Model:
     def is_same_as(self, other: "Model") -> bool:
         """Whether both are one network with one adapter, so that one pass tells both."""
         return self.network is other.network and self.adapter == other.adapter
+
+    def record(self) -> ModelRecord:
+        """Which model it is, for the record."""
+        return ModelRecord(
+            path=self.path,
+            revision=self.revision,
+            dtype=str(self.dtype).removeprefix("torch."),
+            parameters=self.parameters,
+            vocabulary=self.vocabulary,
+            fingerprint=self.fingerprint,
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

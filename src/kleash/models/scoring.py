@@ -105,12 +105,31 @@ class Sides:
 
 
 def reader(model: Model) -> Reader:
-    """How ``model`` itself reads a batch."""
+    """How ``model`` reads a batch: itself, or from what was stored of it."""
+    if model.stored is not None:
+        return model.stored.read
 
     def read(batch: Many[Sequence]) -> Tensor:
         ids, rows, cols = padded(batch)
         hidden = model.hidden(ids)
         return hidden[rows.to(hidden.device), cols.to(hidden.device)]
+
+    return read
+
+
+def finite_reader(model: Model) -> Reader:
+    """``reader``, which refuses what must not be kept.
+
+    Raises:
+        NonFiniteError: when it reads NaN or infinities, naming the sequence.
+    """
+    plain = reader(model)
+
+    def read(batch: Many[Sequence]) -> Tensor:
+        with quiet():
+            hidden = plain(batch)
+        _refuse_non_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
+        return hidden
 
     return read
 
@@ -190,14 +209,14 @@ def _plain(values: Tensor) -> np.ndarray:
     return values.to(torch.float32 if values.is_floating_point() else torch.int32).cpu().numpy()
 
 
-def _refuse_non_finite(role: str, finite: np.ndarray, batch: list[Sequence]) -> None:
+def _refuse_non_finite(role: str, finite: np.ndarray, batch: Many[Sequence], what: str = "logits") -> None:
     if finite.all():
         return
     position = int(np.flatnonzero(~finite)[0])
     for one in batch:
         if position < len(one.response_ids):
             raise NonFiniteError(
-                f"the {role} gives NaN or infinite logits for {one.name}, response token {position}; "
+                f"the {role} gives NaN or infinite {what} for {one.name}, response token {position}; "
                 "try --dtype float32, or look at the checkpoint"
             )
         position -= len(one.response_ids)

@@ -36,6 +36,16 @@ def read_text(
         OptionError: if window or stride cannot be.
         SourceError: if a line cannot be read as a document, or there is nothing to score.
     """
+    window, stride = window_and_stride(pair, window, stride)
+    return _windows(name, pair, window, stride, limit)
+
+
+def window_and_stride(pair: Pair, window: int | None, stride: int | None) -> tuple[int, int]:
+    """What ``read_text`` takes where they are None.
+
+    Raises:
+        OptionError: if they cannot be.
+    """
     window = min(filter(None, (WINDOW, pair.context))) if window is None else window
     stride = window if stride is None else stride
     if pair.context is not None and window > pair.context:
@@ -47,7 +57,7 @@ def read_text(
         raise OptionError(
             f"a stride of {stride} tokens does not suit a window of {window}; give 1 to {window}"
         )
-    return _windows(name, pair, window, stride, limit)
+    return window, stride
 
 
 def count_documents(name: str, *, limit: int | None = None) -> int:

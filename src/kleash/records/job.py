@@ -69,7 +69,8 @@ class MeasureJob:
     """Stop once the standard error of KL(policy || reference) is below this share of it, and never before
     64 clusters."""
     reference_cache: str | None = None
-    """Folder for the reference's hidden states: written by the first run, read by later ones."""
+    """Folder of the reference's hidden states: as "kleash cache" made it, and then the reference is not loaded;
+    or else filled by this run for later ones."""
     out: str | None = None
     """Folder for the results; kleash-runs/<date-time> if not given."""
     resume: bool = False

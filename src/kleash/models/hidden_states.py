@@ -1,0 +1,141 @@
+"""Hidden states on disk, found again by the tokens they belong to."""
+
+import errno
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import ModelError, RunFolderError
+from kleash.extras import need
+from kleash.models.checkpoints import safetensors_header
+from kleash.models.quiet import first_line
+from kleash.models.sequences import Sequence
+from kleash.records import write_atomically
+
+KEY_BYTES = 16
+START_BITS = 40
+"""Of a number in the index that says where in its file a sequence begins; the rest says in which file."""
+NO_SPACE = f"os error {errno.ENOSPC}"
+
+
+def key_of(sequence: Sequence) -> bytes:
+    """Stands for the tokens that are read and for how many of them are scored."""
+    ids = (len(sequence.prompt_ids), *sequence.prompt_ids, *sequence.response_ids)
+    return blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=KEY_BYTES).digest()
+
+
+class HiddenStates:
+    """The files ``part-*.safetensors`` of a folder: the hidden states of many sequences each, end to end.
+
+    A file holds ``hidden`` [tokens, dim] and, for each of its sequences, a row of ``keys`` and of
+    ``lengths``. Opening the folder reads these two; hidden states are mapped when they are asked for, one
+    file at a time. The index takes about 200 bytes of memory for each sequence.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read what there is.
+
+        Raises:
+            ModelError: if a file is damaged, naming it.
+        """
+        self._folder = folder
+        self._paths: list[Path] = []
+        self._index: dict[bytes, int] = {}
+        self._open: tuple[int, Tensor] | None = None
+        self.tokens = 0
+        """Positions of all the sequences."""
+        for path in sorted(folder.glob("part-*.safetensors")):
+            self._enter(path)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the sequence is there."""
+        return key in self._index
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self._index)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(path.stat().st_size for path in self._paths)
+
+    def get(self, key: bytes, length: int) -> Float[Tensor, "tokens dim"]:
+        """The hidden states of a sequence, on the CPU, as they were written."""
+        place = self._index[key]
+        number, start = place >> START_BITS, place & ((1 << START_BITS) - 1)
+        if self._open is None or self._open[0] != number:
+            self._open = number, _tensors(self._paths[number], ("hidden",))["hidden"]
+        return self._open[1][start : start + length]
+
+    def write(self, parts: Mapping[bytes, Float[Tensor, "_ dim"]]) -> None:
+        """Write the hidden states of some sequences as one file, which is there whole or not at all.
+
+        Raises:
+            RunFolderError: if it cannot be written.
+        """
+        names = blake2b(b"".join(sorted(parts)), digest_size=8).hexdigest()
+        path = self._folder / f"part-{names}.safetensors"
+        save_tensors(
+            path,
+            {
+                "hidden": torch.cat(list(parts.values())),
+                "keys": torch.tensor([list(key) for key in parts], dtype=torch.uint8),
+                "lengths": torch.tensor([len(part) for part in parts.values()]),
+            },
+        )
+        self._enter(path)
+
+    def _enter(self, path: Path) -> None:
+        try:
+            header = safetensors_header(path)
+            found = _tensors(path, ("keys", "lengths"))
+            lengths = found["lengths"].tolist()
+            rows = header["hidden"]["shape"][0]
+            if sum(lengths) != rows or len(lengths) != len(found["keys"]):
+                raise ModelError(f"{path} holds {rows} hidden states and a list of {sum(lengths)}")
+        except (ModelError, KeyError) as error:
+            raise ModelError(
+                f"{first_line(error)}: this part of the reference cache is damaged; delete {path} and give the "
+                "kleash cache command again"
+            ) from error
+        number, start = len(self._paths), 0
+        self._paths.append(path)
+        for key, length in zip(found["keys"].numpy(), lengths, strict=True):
+            self._index.setdefault(key.tobytes(), number << START_BITS | start)
+            start += length
+        self.tokens += start
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file whole or not at all.
+
+    Raises:
+        RunFolderError: if the disk is full or the folder cannot be written.
+    """
+    safetensors = need("safetensors", "models")
+    save_file = need("safetensors.torch", "models").save_file
+
+    def save(unfinished: Path) -> None:
+        try:
+            save_file(tensors, unfinished)
+        except safetensors.SafetensorError as error:  # what it makes of an OSError
+            number = errno.ENOSPC if NO_SPACE in str(error) else errno.EIO
+            raise OSError(number, first_line(error)) from error
+
+    write_atomically(path, save)
+
+
+def _tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    safetensors = need("safetensors", "models")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise RunFolderError(f"{path} cannot be read: {first_line(error)}") from error

@@ -1,0 +1,202 @@
+"""A reference that is read from its cache and never loaded."""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import ModelError, RunFolderError
+from kleash.extras import need
+from kleash.linear import Head
+from kleash.models.cache import LABEL, check_model
+from kleash.models.checkpoints import HUB_ID, WANTED, Checkpoint, find_checkpoint, hub_commit
+from kleash.models.hidden_states import HiddenStates, key_of, save_tensors
+from kleash.models.networks import load_tokenizer, tokenizer_folder
+from kleash.models.pairs import Model
+from kleash.models.quiet import first_line
+from kleash.models.sequences import Sequence
+from kleash.records import CacheContents, CacheLabel, write_atomically
+from kleash.records.atomic import cannot_write
+from kleash.records.caching import read_record
+from kleash.records.codec import to_json
+
+CONTENTS = "contents.json"
+HEAD = "head.safetensors"
+TOKENIZER = "tokenizer"
+NO_TOKENIZER = (".safetensors", ".index.json", ".bin")
+
+
+class StoredReference:
+    """A finished cache: hidden states, head and tokenizer of a reference, which itself is not needed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open what ``finish`` has written.
+
+        Raises:
+            ModelError: if a part of it is damaged.
+            RunFolderError: if it cannot be read, or another version of kleash wrote it.
+        """
+        self.folder = folder
+        self.label = read_record(CacheLabel, folder / LABEL)
+        self.contents = read_record(CacheContents, folder / CONTENTS)
+        self.states = HiddenStates(folder)
+        self._device = torch.device("cpu")
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether ``folder`` holds a finished cache."""
+        return (folder / CONTENTS).is_file()
+
+    def check(self, name: str, revision: str | None, dtype: str) -> None:
+        """See that the reference that is asked for is the one that is here.
+
+        A folder is told by its fingerprint, a hub id by its commit, for which no weights are fetched. The name
+        of the cache itself stands for whatever it holds.
+
+        Args:
+            name: the reference as it was asked for.
+            revision: its revision.
+            dtype: in which it is to run; "auto" for the one that is here.
+
+        Raises:
+            ModelError: if it is another one, naming both.
+        """
+        there = self.label.reference
+        dtype = there.dtype if dtype == "auto" else dtype
+        if Path(name).expanduser().resolve() == self.folder.resolve():
+            check_model(self.folder, self.label, name, there.fingerprint, dtype)
+        elif name == there.path and there.revision and HUB_ID.fullmatch(name) and not Path(name).exists():
+            commit = hub_commit(name, revision)
+            if commit != there.revision:
+                raise ModelError(
+                    f"{self.folder} holds hidden states of {name} at commit {there.revision} and the reference is "
+                    f"at {commit}; give that as --revision-reference, or another cache"
+                )
+            check_model(self.folder, self.label, name, there.fingerprint, dtype)
+        else:
+            found = find_checkpoint(name, revision).fingerprint()
+            check_model(self.folder, self.label, name, found, dtype)
+
+    def tokenizer(self, trust_remote_code: bool) -> Any:
+        """The reference's.
+
+        Raises:
+            ModelError: if it cannot be loaded.
+        """
+        side = Checkpoint(name=self.label.reference.path, folder=self.folder / TOKENIZER)
+        return load_tokenizer(side, "reference", trust_remote_code)
+
+    def model(self, device: torch.device, tokenizer: Any) -> Model:
+        """The reference as one side of a pair, its head on ``device``.
+
+        Raises:
+            ModelError: if the head is damaged.
+        """
+        there, contents = self.label.reference, self.contents
+        safetensors, torch_side = need("safetensors", "models"), need("safetensors.torch", "models")
+        try:
+            tensors = torch_side.load_file(self.folder / HEAD, device=str(device))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ModelError(
+                f"the head in {self.folder} cannot be read ({first_line(error)}); give the kleash cache command "
+                "again"
+            ) from error
+        self._device = device
+        head = Head(
+            weight=tensors["weight"],
+            bias=tensors.get("bias"),
+            scale=contents.scale,
+            softcap=contents.softcap,
+        )
+        return Model(
+            role="reference",
+            path=there.path,
+            revision=there.revision,
+            dtype=getattr(torch, there.dtype),
+            device=device,
+            parameters=there.parameters,
+            vocabulary=there.vocabulary,
+            context=contents.context,
+            ends=(),
+            head=head,
+            fingerprint=there.fingerprint,
+            tokenizer=tokenizer,
+            network=None,
+            body=None,
+            stored=self,
+        )
+
+    def read(self, batch: Many[Sequence]) -> Float[Tensor, "tokens dim"]:
+        """Final hidden states at the scored positions of a batch, one sequence after the other.
+
+        Raises:
+            ModelError: if one is not there, naming it.
+        """
+        parts: list[Tensor] = []
+        for one in batch:
+            key = key_of(one)
+            if key not in self.states:
+                raise ModelError(f"{self.folder} holds no hidden states of {one.name}")
+            parts.append(self.states.get(key, len(one.response_ids)))
+        return torch.cat(parts).to(self._device)
+
+    def lacking(self, sequences: Iterable[Sequence]) -> tuple[int, int, str]:
+        """How many of ``sequences`` are not there, of how many, and the name of the first of them."""
+        missing, asked, first = 0, 0, ""
+        for one in sequences:
+            asked += 1
+            if key_of(one) not in self.states:
+                first = first or one.name
+                missing += 1
+        return missing, asked, first
+
+    def rounding(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
+        """The token columns of the "noise" or the dtype's "gap" that were taken when the cache was made."""
+        path = _rounding_path(self.folder, what, temperature)
+        if not path.is_file():
+            return None
+        found = need("safetensors.numpy", "models").load_file(path)
+        return dict(found)
+
+
+def finish(folder: Path, model: Model, contents: CacheContents) -> None:
+    """Write head and tokenizer beside the hidden states, and last what makes the folder a finished cache.
+
+    Raises:
+        RunFolderError: if the folder cannot be written.
+    """
+    save_tensors(folder / HEAD, head_tensors(model.head))
+    source = tokenizer_folder(find_checkpoint(model.path, model.revision))
+    try:
+        (folder / TOKENIZER).mkdir(exist_ok=True)
+        for path in sorted(found for pattern in WANTED for found in source.glob(pattern)):
+            if not path.name.endswith(NO_TOKENIZER):
+                write_atomically(folder / TOKENIZER / path.name, path.read_bytes())
+    except OSError as error:
+        raise error if isinstance(error, RunFolderError) else cannot_write(folder, error) from error
+    write_atomically(folder / CONTENTS, to_json(contents))
+
+
+def save_rounding(folder: Path, what: str, temperature: float, columns: Mapping[str, np.ndarray]) -> None:
+    """Keep the token columns that say how much of a drift is "noise", or the dtype's "gap".
+
+    Raises:
+        RunFolderError: if the folder cannot be written.
+    """
+    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    save_tensors(_rounding_path(folder, what, temperature), tensors)
+
+
+def head_tensors(head: Head) -> dict[str, Tensor]:
+    """What of a head is kept as tensors, on the CPU."""
+    parts = {"weight": head.weight, "bias": head.bias}
+    return {name: part.detach().cpu().contiguous() for name, part in parts.items() if part is not None}
+
+
+def _rounding_path(folder: Path, what: str, temperature: float) -> Path:
+    return folder / f"{what}-{temperature!r}.safetensors"
