@@ -34,10 +34,14 @@ def kleash_audit() -> "Callable[..., Audit]":
         fail_on: str | Collection[str] = ("fault",),
     ) -> "Audit":
         from kleash.auditing import audit, require_kinds
+        from kleash.errors import KleashError
 
         kinds = (fail_on,) if isinstance(fail_on, str) else tuple(fail_on)
-        require_kinds(kinds)
-        found = audit(function, convention, arguments=arguments)
+        try:
+            require_kinds(kinds)
+            found = audit(function, convention, arguments=arguments)
+        except KleashError as error:
+            pytest.fail(f"kleash: {error}", pytrace=False)
         failing = found.failing(kinds)
         if failing:
             pytest.fail(_explained(found, failing), pytrace=False)

@@ -1,0 +1,154 @@
+"""``kleash audit`` and the pytest fixture, as whoever types them meets them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kleash.auditing import audits_of, cases_of
+from kleash.cli import main
+from kleash.errors import CannotRunError, OptionError, UnknownNameError
+
+THEIRS = """
+def k3(token_logp, token_logq):
+    return (token_logq - token_logp).exp() - 1 - (token_logq - token_logp)
+
+def scaled(token_logp, token_logq, by=1.0):
+    log_ratio = token_logp.float() - token_logq.float()
+    return by * log_ratio**2 / 2
+
+def broken(token_logp, token_logq):
+    raise RuntimeError("no reference model is loaded")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with somebody's functions in it, as the current one."""
+    (tmp_path / "their_kl.py").write_text(THEIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("their_kl", None)
+    return tmp_path
+
+
+def test_a_verdict_a_page_and_no_failure_unless_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "their_kl:k3", "--convention", "loss"]) == 0
+    said = capsys.readouterr().out
+    assert "follows KL(q || p), not KL(p || q)" in said
+    assert "faults: wrong_gradient" in said
+    assert "1 function audited, 1 with faults" in said
+    assert "wrong_gradient" in (here / "audit.html").read_text()
+
+
+def test_fail_on_a_kind_that_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "their_kl:k3", "--convention", "loss", "--quiet", "--fail-on"]
+    assert main([*words, "wrong_gradient"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("kleash: their_kl:k3 fails: wrong_gradient: ")
+    assert main([*words, "fault"]) == 1
+    assert main([*words, "zero_gradient", "wrong_sign"]) == 0
+
+
+def test_an_unknown_kind_is_refused_before_anything_runs(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "their_kl:k3", "--convention", "loss", "--fail-on", "zero_gradents"]) == 2
+    assert "did you mean 'zero_gradient'?" in capsys.readouterr().err
+    assert not (here / "audit.html").exists()
+
+
+def test_arguments_are_bound_and_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "their_kl:scaled", "--convention", "loss", "--json", "--set", "by=2"]
+    assert main(words) == 0
+    (found,) = json.loads(capsys.readouterr().out)["audits"]
+    assert found["arguments"] == {"by": "2"}
+    assert found["target"] == "their_kl:scaled"
+    assert "wrong_gradient" in [finding["kind"] for finding in found["findings"]], "twice the gradient"
+    page = (here / "audit.html").read_text()
+    assert "kleash audit their_kl:scaled --convention loss --set by=2" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["their_kl:k3"], "how is their_kl:k3 called? give --convention, one of loss, "),
+        (["their_kl:k3", "--convention", "los"], "no convention is called 'los'; there are loss, "),
+        (["their_kl:scale", "--convention", "loss"], "their_kl has no 'scale'; did you mean scaled"),
+        (["their_kl:k3", "--convention", "loss", "--set", "by=2"], "k3 takes no argument 'by'"),
+        (["their_kl:broken", "--convention", "loss"], "raised RuntimeError: no reference model is loaded"),
+        (["their_kl:k3", "--convention", "logits_with_mask"], "raised TypeError: k3() takes 2 positional"),
+        (["their_kl:k3", "--convention", "sequence_loss"], "choose the convention that fits it"),
+        (["nobody"], "no target is called 'nobody'; there are trl, verl, openrlhf, liger, kleash"),
+        (["verl", "--convention", "loss"], "verl brings its own conventions and arguments"),
+        (["kleash", "--set", "a=1"], "kleash brings its own conventions and arguments"),
+    ],
+)
+def test_what_cannot_be_audited_gets_one_sentence(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert main(["audit", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("kleash: ")
+    assert said.err.count("\n") == 1
+    assert sentence in said.err
+
+
+def test_one_case_of_a_known_package_by_its_name() -> None:
+    (case,) = cases_of("kleash:sampled_k1")
+    assert case.name == "kleash:sampled_k1"
+    assert len(cases_of("kleash")) > 5
+    with pytest.raises(UnknownNameError, match="kleash has no 'sampled_k9'"):
+        cases_of("kleash:sampled_k9", "loss")
+
+
+def test_among_several_the_one_that_cannot_be_called_is_a_finding(here: Path) -> None:
+    cases = (*cases_of("their_kl:broken", "loss"), *cases_of("their_kl:k3", "loss"))
+    with pytest.raises(CannotRunError, match="no reference model"):
+        list(audits_of(cases[:1]))
+    first, second = audits_of(cases)
+    assert [finding.kind for finding in first.faults] == ["cannot_be_called"]
+    assert "no reference model is loaded" in first.verdict[0]
+    assert second.value == "KL(p || q)"
+    with pytest.raises(OptionError, match="give --convention"):
+        cases_of("their_kl:k3")
+
+
+PROJECT = """
+from their_kl import k3, scaled
+
+def test_gradient(kleash_audit):
+    kleash_audit(k3, "loss")
+
+def test_another_kind(kleash_audit):
+    assert kleash_audit(k3, "loss", fail_on={"zero_gradient"}).gradient == "KL(q || p)"
+
+def test_right(kleash_audit):
+    kleash_audit(scaled, "loss", arguments={"by": 1.0}, fail_on="wrong_gradient")
+
+def test_misspelt(kleash_audit):
+    kleash_audit(k3, "loss", fail_on={"zero_gradents"})
+"""
+
+
+def test_the_fixture_in_somebody_elses_tests(here: Path) -> None:
+    (here / "test_theirs.py").write_text(PROJECT)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:jaxtyping"]
+    done = subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=300)
+    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert (
+        "their_kl.k3, called as f(token_logp, token_logq) -> [sequences, steps], fails its audit:"
+        in done.stdout
+    )
+    assert "  wrong_gradient: Backpropagated on-policy it follows KL(q || p)" in done.stdout
+    assert "no kind of finding is called 'zero_gradents'" in done.stdout
+
+
+def test_the_plugin_costs_nothing_until_it_is_used() -> None:
+    code = "import kleash.pytest_plugin, sys; assert 'torch' not in sys.modules and 'tyro' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
