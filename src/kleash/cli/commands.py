@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from kleash.cli.caching import Cache
 from kleash.records import MeasureJob
 
 SOURCE = tyro.conf.create_mutex_group(required=False, title="source: what the models read")
@@ -83,5 +84,6 @@ Command = (
     Annotated[Measure, tyro.conf.subcommand("measure")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Cache, tyro.conf.subcommand("cache")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
 )

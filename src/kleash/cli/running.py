@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kleash.cli.caching import Cache, run_cache
 from kleash.cli.commands import Audit, Command, Compare, Measure, Report
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_comparison, print_measurement
@@ -28,6 +29,8 @@ def run(command: Command) -> int:
             return _report(command)
         case Compare():
             return _compare(command)
+        case Cache():
+            return run_cache(command)
         case Audit():
             return _audit(command)
 
