@@ -97,7 +97,7 @@ def test_the_mixture_is_the_best_one(case, all_of_them):
 
 
 def test_value_of_k3_with_the_gradient_of_k2(case):
-    both = case.row("k3, k2's gradient")
+    both = case.row("kl_loss")
     k3 = case.row("k3")
     assert both.value.value == pytest.approx(k3.value.value) and both.negative == k3.negative
     assert both.spread.value == pytest.approx(k3.spread.value)

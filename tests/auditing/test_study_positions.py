@@ -12,7 +12,7 @@ FUNCTIONS = {
     "abs": (np.abs, np.sign),
     "k2": (lambda u: u * u / 2, lambda u: u),
     "k3": (lambda u: np.exp(-u) - 1 + u, lambda u: 1 - np.exp(-u)),
-    "k3, k2's gradient": (lambda u: np.exp(-u) - 1 + u, lambda u: u),
+    "kl_loss": (lambda u: np.exp(-u) - 1 + u, lambda u: u),
 }
 
 

@@ -130,7 +130,7 @@ def test_charts_show_the_rows(study: Study) -> None:
     low, high = chart.figure["layout"]["xaxis"]["range"]
     assert low < -1 and high > 3
     seeking = case_chart(study.case("two-modes-seeking"))
-    assert "The standard deviation of k3 and k3, k2's gradient leaves the picture" in seeking.described
+    assert "The standard deviation of k3 and kl_loss leaves the picture" in seeking.described
     assert seeking.figure["layout"]["xaxis"]["range"][1] < 2
     noise = noise_chart(study.normals)
     assert [line["name"] for line in noise.figure["data"]] == ["k1", "k2", "k3"]

@@ -4,22 +4,23 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
-from kleash.estimators import ESTIMATORS, k1, k2, k3
+from kleash.estimators import ESTIMATORS, k1, k3
+from kleash.losses import kl_loss
 
 CONTROLLED = "k1 + a(w − 1)"
-RIGHT_TWICE = "k3, k2's gradient"
+LOSS = "kl_loss"
 EXACT = "exact"
 
 Candidate = Callable[[Tensor], Tensor]
 """From the log ratios of drawn tokens to estimates, through which one may differentiate."""
 
 
-def straight_through(log_ratio: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2: what a KL loss wants."""
-    gradient = k2(log_ratio)
-    return k3(log_ratio).detach() + gradient - gradient.detach()
+def as_a_loss(log_ratio: Tensor) -> Tensor:
+    """kleash's own: the value of k3 with the gradient of k2."""
+    return kl_loss(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio, dtype=torch.bool))
 
 
 def controlled(log_ratio: Tensor, *, weight: float) -> Tensor:
@@ -32,7 +33,7 @@ def candidates(weight: float) -> Mapping[str, Candidate]:
     return MappingProxyType(
         {
             **{name: estimator.of for name, estimator in ESTIMATORS.items()},
-            RIGHT_TWICE: straight_through,
+            LOSS: as_a_loss,
             CONTROLLED: partial(controlled, weight=weight),
         }
     )

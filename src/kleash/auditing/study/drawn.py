@@ -27,10 +27,10 @@ def rows_from(
         weights: p over the distribution that the token was really drawn from.
     """
     u = torch.from_numpy(log_ratio)
-    return tuple(
-        _row(name, weights * candidate(u).numpy(), exact, clusters)
-        for name, candidate in candidates(control_weight(log_ratio, exact, weights)).items()
-    )
+    weight = control_weight(log_ratio, exact, weights)
+    with torch.no_grad():
+        estimates = {name: weights * of(u).numpy() for name, of in candidates(weight).items()}
+    return tuple(_row(name, values, exact, clusters) for name, values in estimates.items())
 
 
 def control_weight(log_ratio: Floats, exact: Floats, weights: Floats) -> float:

@@ -16,7 +16,7 @@ WEIGHTS, CENTRES, SCALE = (0.6, 0.4), (-2.0, 2.0), 0.6
 ENDS = (-16.0, 16.0)
 START = (-0.5, 1.0)
 """Mean and standard deviation before anything is fitted."""
-STEPS, STEP, ARRIVED = 300, 0.2, 1e-6
+STEPS, STEP, ARRIVED = 300, 0.2, 1e-5
 DRAWN = tuple(-6 + 12 * at / 240 for at in range(241))
 """Where densities are drawn."""
 COVERING, SEEKING = "smallest KL(target ‖ fit)", "smallest KL(fit ‖ target)"
