@@ -37,7 +37,7 @@ def continued_k3(u: Float[Tensor, "*tokens"], lower: float | None = None) -> Flo
     start = floor if lower is None else max(lower, floor)
     if _is_plain(u) and u.numel() and bool(u.min() >= start):
         return _in_blocks(u)
-    return phi(u.clamp(min=start)) + (u - start).clamp(max=0) * -expm1(-start)
+    return phi(u.clamp(min=start)) + torch.where(u < start, u - start, 0.0) * -expm1(-start)
 
 
 def _is_plain(u: Tensor) -> bool:

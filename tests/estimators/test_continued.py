@@ -1,0 +1,113 @@
+import math
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+from compiling import compiles
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kleash.divergences import phi
+from kleash.errors import OptionError
+from kleash.estimators import ESTIMATORS, bounded_k3, continued, continued_k3, k3, largest_log_ratio
+
+
+def k3_in_decimals(u: float) -> float:
+    with localcontext() as context:
+        context.prec = 60
+        return float((-Decimal(u)).exp() - 1 + Decimal(u))
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["blocks", "series"])
+@given(st.floats(-79, 1000, width=32))
+def test_it_is_k3_to_float32_wherever_a_float_holds_it(graph, u):
+    given_u = torch.tensor([u, -0.0], dtype=torch.float32, requires_grad=graph)
+    value = continued_k3(given_u)
+    assert value.dtype == torch.float32
+    exact = k3_in_decimals(u)
+    assert value[0].item() == pytest.approx(exact, rel=1e-6, abs=1e-24)
+    assert value[0] >= 0 and value[1] == 0
+
+
+@pytest.mark.parametrize("u", [1e-4, -1e-4, 3e-6, -3e-6, 1e-7])
+def test_it_keeps_its_digits_near_zero(u):
+    u = torch.tensor(u)
+    assert continued_k3(u).item() == pytest.approx(k3_in_decimals(u.item()), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_beyond_it_follows_its_tangent(dtype):
+    limit = largest_log_ratio(dtype)
+    assert limit == (80 if dtype == torch.float32 else 700)
+    value = continued_k3(torch.tensor([-limit, -limit - 1, -limit - 10], dtype=dtype))
+    top = math.exp(limit)
+    torch.testing.assert_close(value, torch.tensor([top, 2 * top, 11 * top], dtype=dtype), rtol=1e-5, atol=0)
+    assert (
+        continued_k3(torch.tensor([-torch.inf, torch.inf, torch.nan], dtype=dtype)).tolist()[:2]
+        == [torch.inf] * 2
+    )
+    assert continued_k3(torch.tensor([torch.nan], dtype=dtype)).isnan().all()
+    assert phi(torch.tensor(-limit - 10, dtype=dtype)) == torch.inf, "what it spares"
+
+
+def test_one_token_far_out_changes_none_of_the_others():
+    u = torch.linspace(-5, 5, 50)
+    torch.testing.assert_close(continued_k3(torch.cat([u, torch.tensor([-95.0])]))[:-1], continued_k3(u))
+
+
+def test_blocks_add_up_to_the_whole(monkeypatch):
+    u = torch.linspace(-20, 20, 103).reshape(1, 103)
+    whole = continued_k3(u)
+    monkeypatch.setattr(continued, "BLOCK", 10)
+    torch.testing.assert_close(continued_k3(u), whole, rtol=0, atol=0)
+    torch.testing.assert_close(continued_k3(u.t()), whole.t(), rtol=0, atol=0)
+    assert continued_k3(u[:0]).shape == (0, 103)
+
+
+def test_the_tangent_has_a_slope_and_both_ways_agree():
+    u = torch.tensor([-90.0, -81.0, -79.0, 3.0], requires_grad=True)
+    value = continued_k3(u)
+    torch.testing.assert_close(value, continued_k3(u.detach()), rtol=1e-5, atol=0)
+    (slope,) = torch.autograd.grad(value.sum(), u)
+    expected = [-math.exp(80), -math.exp(80), -math.exp(79), 1 - math.exp(-3)]
+    torch.testing.assert_close(slope, torch.tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.vmap(continued_k3)(u.detach()), value.detach(), rtol=1e-5, atol=0)
+
+
+@given(st.floats(-200, 200), st.floats(-60, -0.01))
+def test_a_bound_of_ones_own_is_never_above_k3_and_never_negative(u, lower):
+    u = torch.tensor(u, dtype=torch.float64, requires_grad=True)
+    value = bounded_k3(lower).of(u)
+    assert 0 <= value <= k3(u) * (1 + 1e-12)
+    (slope,) = torch.autograd.grad(value, u)
+    assert slope.item() == pytest.approx(-math.expm1(-max(u.item(), lower)), rel=1e-9, abs=1e-12)
+    if u > lower:
+        assert value.item() == k3(u).item()
+
+
+def test_the_contract_of_a_bound_says_what_it_costs():
+    torch.manual_seed(0)
+    logp, logq = (3 * torch.randn(2, 8, dtype=torch.float64)).log_softmax(-1)
+    record = bounded_k3(-1.0)
+    mean = (logp.exp() * record.of(logp - logq)).sum()
+    exact = (logp.exp() * ESTIMATORS["k3"].of(logp - logq)).sum()
+    assert mean < 0.99 * exact and not record.unbiased
+    assert record.never_negative and not record.right_as_reward and record.backpropagated == "nothing named"
+
+
+@pytest.mark.parametrize("lower", [0.0, 1.0, math.nan, -math.inf])
+def test_a_bound_that_means_nothing(lower):
+    with pytest.raises(OptionError, match=f"lower is {lower}; give the log ratio, below 0"):
+        bounded_k3(lower)
+
+
+def test_a_bound_beyond_what_a_float_holds_is_no_bound():
+    u = torch.tensor([-85.0, -3.0])
+    torch.testing.assert_close(bounded_k3(-1000.0).of(u), continued_k3(u))
+
+
+@compiles
+def test_it_compiles_in_one_piece(compiler):
+    u = torch.linspace(-90, 90, 41)
+    compiled = torch.compile(continued_k3, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(u), continued_k3(u), rtol=1e-5, atol=0)
