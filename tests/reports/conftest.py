@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_audit import plain_audit, synthetic_audit
 from synthetic_run import synthetic_comparison, write_synthetic_run
 
 from kleash.records import Measurement
-from kleash.reports import write_comparison, write_report
+from kleash.reports import write_audits, write_comparison, write_report
 
 FLAGS = (
     "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
@@ -33,6 +34,13 @@ def report(run: tuple[Path, Measurement]) -> Path:
 def comparison_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page that compares three runs, one of them with a hostile name."""
     return write_comparison(tmp_path_factory.mktemp("pages") / "comparison.html", synthetic_comparison())
+
+
+@pytest.fixture(scope="session")
+def audit_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page about two audits, one of them with hostile text wherever it takes text."""
+    folder = tmp_path_factory.mktemp("audits")
+    return write_audits(folder / "audit.html", [synthetic_audit(), plain_audit()])
 
 
 @pytest.fixture(scope="session")

@@ -270,7 +270,7 @@ def test_colours_follow_the_kl_and_the_button_finds_the_largest(
     assert selected(driver) == largest
 
 
-@pytest.mark.parametrize("name", ["report", "comparison_page"])
+@pytest.mark.parametrize("name", ["report", "comparison_page", "audit_page"])
 def test_a_phone_never_scrolls_sideways(driver: Any, request: pytest.FixtureRequest, name: str) -> None:
     visit(driver, request.getfixturevalue(name), PHONE)
     driver.execute_script("document.querySelectorAll('details').forEach(part => { part.open = true; })")
@@ -310,3 +310,11 @@ def test_the_comparison_is_drawn_and_inert(driver: Any, comparison_page: Path) -
         assert len(points) == 2 * runs
     assert "t>alert('run')</script>" in driver.find_element(By.CSS_SELECTOR, "[data-figure=figure-runs]").text
     assert "further from its reference" in driver.find_element(By.CSS_SELECTOR, ".verdicts").text
+
+
+def test_the_page_of_an_audit_is_drawn_and_inert(driver: Any, audit_page: Path) -> None:
+    visit(driver, audit_page)
+    assert driver.get_log("browser") == []
+    assert driver.execute_script("return window.broken") is None
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".plot .main-svg")) >= 1
+    assert len(driver.find_elements(By.CSS_SELECTOR, "#all tbody tr")) == 2

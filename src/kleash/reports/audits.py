@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kleash.records import AccuracyRow, Audit, ZoneRow
+from kleash.records import AccuracyRow, Audit, Finding, ZoneRow
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, escape, figure, finite
 from kleash.reports.page import write_page
 from kleash.reports.words import plain
@@ -31,6 +31,7 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
         "accuracy": [accuracy_chart(f"accuracy-{at}", audit) for at, audit in enumerate(audits, 1)],
         "bound": bound,
         "zone": zone,
+        "kinds": kinds,
         "title": title,
     }
     return write_page(path, "audits.html", context, ("plotly", "charts.js"))
@@ -41,6 +42,11 @@ def title(audit: Audit) -> str:
     if not audit.arguments:
         return audit.target
     return f"{audit.target} ({', '.join(f'{name}={value}' for name, value in audit.arguments.items())})"
+
+
+def kinds(findings: Sequence[Finding]) -> list[str]:
+    """Their kinds, each once."""
+    return list(dict.fromkeys(finding.kind for finding in findings))
 
 
 def bound(value: float) -> str:
