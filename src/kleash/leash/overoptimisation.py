@@ -1,0 +1,224 @@
+"""Where optimising a proxy stops paying: Gao et al.'s curves of reward against KL, fitted with intervals."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Real
+from numpy.typing import NDArray
+
+from kleash.errors import OptionError, ShapeError
+from kleash.leash.curves import CURVES, Array, Curve
+from kleash.registry import look_up
+from kleash.uncertainty import Estimate, student_t_quantile
+
+Interval = tuple[float, float]
+NO_PEAK = "the fit has no peak: its b is not above 0"
+FEWEST_POINTS = 3
+FEW_POINTS = 8
+
+
+class RewardAt(NamedTuple):
+    """The fitted curve, and between what it lies at each point with 95 % confidence."""
+
+    reward: Float64[np.ndarray, "points"]
+    low: Float64[np.ndarray, "points"]
+    high: Float64[np.ndarray, "points"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overoptimisation:
+    """A fitted curve of reward against KL, and where it turns."""
+
+    curve: str
+    """"best_of_n" or "rl"."""
+    a: Estimate
+    """Reward per sqrt(nat) at the beginning."""
+    b: Estimate
+    """How fast that is lost; a peak exists where it is above 0."""
+    covariance: float
+    """Of a and b."""
+    peak_kl_nats: Estimate
+    """The KL at which the reward is highest; inf where the fit has no peak."""
+    peak_reward: Estimate
+    """The reward there, above the initial policy's."""
+
+    def reward(self, kl_nats: Real[np.ndarray, "points"]) -> RewardAt:
+        """The curve at these KLs, with a 95 % interval for the curve (not for a new measurement)."""
+        d = np.sqrt(_float64(kl_nats))
+        design = _design(CURVES[self.curve], d)
+        value = design @ np.array([self.a.value, self.b.value])
+        off = self.covariance
+        matrix = np.array([[self.a.standard_error**2, off], [off, self.b.standard_error**2]])
+        half = _student(self.a.clusters) * np.sqrt(np.einsum("ni,ij,nj->n", design, matrix, design))
+        return RewardAt(value, value - half, value + half)
+
+
+def fit_overoptimisation(
+    kl_nats: Real[np.ndarray, "points_k"],
+    rewards: Real[np.ndarray, "points_r"],
+    *,
+    curve: str,
+    standard_errors: Real[np.ndarray, "points_e"] | None = None,
+) -> Overoptimisation:
+    """Fit reward against KL by least squares, with Student t intervals and an interval for the peak.
+
+        best_of_n    R = d (a - b d)          peak at d = a / 2b          d = sqrt(KL)
+        rl           R = d (a - b log d)      peak at d = exp(a / b - 1)
+
+    R is the *true* (gold) reward above that of the initial policy, so that R is 0 where KL is 0; such
+    points say nothing and do not harm. Both forms are linear in a and b. The size of the errors is taken
+    from the residuals, points - 2 degrees of freedom; ``standard_errors`` only weigh the points against each
+    other (by 1 / error^2). The interval of the peak is Fieller's, of the ratio a / b: it is not symmetric,
+    and reaches to infinity where the data do not exclude a b of 0. Points of one training run follow each
+    other and are no independent measurements: the intervals are then too narrow.
+
+    Args:
+        kl_nats: KL(policy || initial policy), at least 0; for best of n, ``best_of_n_kl``.
+        rewards: the true reward at each, minus the initial policy's.
+        curve: "best_of_n" or "rl".
+        standard_errors: of the rewards, above 0; left out, all weigh the same.
+
+    Raises:
+        UnknownNameError: if there is no such curve.
+        ShapeError: if the arrays do not have one number per point, or there are fewer than 3 points.
+        OptionError: if a KL is negative, a number is not finite, an error is not above 0, or fewer than two
+            different KLs are above 0.
+
+    References:
+        Gao et al., "Scaling Laws for Reward Model Overoptimization" (2022), https://arxiv.org/abs/2210.10760
+        Fieller, "Some Problems in Interval Estimation" (1954).
+    """
+    form = look_up(CURVES, curve, "curve")
+    kls, heights = _float64(kl_nats), _float64(rewards)
+    errors = np.ones_like(kls) if standard_errors is None else _float64(standard_errors)
+    _require_points(kls, heights, errors)
+    d = np.sqrt(kls)
+    design = _design(form, d) / errors[:, None]
+    fit = _least_squares(design, heights / errors)
+    return Overoptimisation(
+        curve=curve,
+        a=_estimate(fit, fit.a, "none", math.sqrt(fit.spread[0, 0])),
+        b=_estimate(fit, fit.b, "none", math.sqrt(fit.spread[1, 1])),
+        covariance=float(fit.spread[0, 1]),
+        peak_kl_nats=_peak_kl(form, fit, float(kls.max())),
+        peak_reward=_peak_reward(form, fit),
+    )
+
+
+class _Fit(NamedTuple):
+    a: float
+    b: float
+    spread: Array
+    points: int
+
+
+def _least_squares(design: Array, heights: Array) -> _Fit:
+    """Linear, by the pseudo-inverse, whose square is the covariance of the two per unit of variance."""
+    root = np.asarray(np.linalg.pinv(design), np.float64)
+    a, b = (float(x) for x in root @ heights)
+    residuals = heights - design @ np.array([a, b])
+    spread = np.einsum("in,jn->ij", root, root) * (residuals @ residuals) / (len(heights) - 2)
+    return _Fit(a, b, spread, len(heights))
+
+
+def _design(form: Curve, d: Array) -> Array:
+    return np.stack([d, -d * form.bend(d)], axis=-1)
+
+
+def _student(points: int) -> float:
+    return student_t_quantile(0.975, points - 2)
+
+
+def _estimate(
+    fit: _Fit, value: float, unit: str, error: float, ci95: Interval | None = None, *doubts: str
+) -> Estimate:
+    """With Student's interval unless another is given."""
+    half = _student(fit.points) * error
+    few = (f"only {fit.points} points for two parameters",) if fit.points < FEW_POINTS else ()
+    return Estimate(
+        value=value,
+        unit=unit,
+        standard_error=error,
+        clusters=fit.points,
+        ci95=(value - half, value + half) if ci95 is None else ci95,
+        doubts=(*doubts, *few),
+    )
+
+
+def _peak_kl(form: Curve, fit: _Fit, largest: float) -> Estimate:
+    low, high = (form.peak(end) * form.peak(end) for end in _ratio_interval(fit))
+    if fit.b <= 0:
+        return _estimate(fit, math.inf, "nats", math.nan, (low, high), NO_PEAK)
+    ratio = fit.a / fit.b
+    d, along = form.peak(ratio), np.array([1.0, -ratio]) / fit.b
+    error = 2 * d * form.peak_slope(ratio) * math.sqrt(along @ fit.spread @ along)
+    doubts: list[str] = []
+    if fit.b**2 <= _student(fit.points) ** 2 * fit.spread[1, 1]:
+        doubts.append("the data do not exclude that there is no peak: the interval of b reaches 0")
+    if d * d > largest:
+        doubts.append(f"the peak at {d * d:.3g} nats lies beyond the largest KL measured, {largest:.3g}")
+    return _estimate(fit, d * d, "nats", error, (low, high), *doubts)
+
+
+def _peak_reward(form: Curve, fit: _Fit) -> Estimate:
+    """The curve at its peak; there the place does not matter, so that its error is that of the curve."""
+    d = form.peak(fit.a / fit.b) if fit.b > 0 else math.inf
+    if math.isinf(d):
+        return _estimate(fit, math.inf, "none", math.nan, (-math.inf, math.inf), NO_PEAK)
+    design = _design(form, np.array([d]))[0]
+    value = float(design @ np.array([fit.a, fit.b]))
+    return _estimate(fit, value, "none", math.sqrt(design @ fit.spread @ design))
+
+
+def _ratio_interval(fit: _Fit) -> Interval:
+    """Fieller's interval of a / b, as far as b is above 0.
+
+    All ratios r for which a - r b is within its own Student t error of 0: ``second r^2 - 2 first r + constant
+    <= 0``. Where b may vanish it reaches to infinity, to the side of the sign that a has there.
+    """
+    factor = _student(fit.points) ** 2
+    second = fit.b**2 - factor * fit.spread[1, 1]
+    first = fit.a * fit.b - factor * fit.spread[0, 1]
+    constant = fit.a**2 - factor * fit.spread[0, 0]
+    inside = first**2 - second * constant
+    if second > 0:
+        root = math.sqrt(max(inside, 0.0))
+        between = (first - root) / second, (first + root) / second
+        return between if fit.b > 0 else (math.inf, math.inf)
+    if second == 0 or inside <= 0:
+        return -math.inf, math.inf
+    root = math.sqrt(inside)
+    a_without_b = fit.a - fit.b * fit.spread[0, 1] / fit.spread[1, 1]
+    return ((first - root) / second, math.inf) if a_without_b > 0 else (-math.inf, (first + root) / second)
+
+
+def _float64(values: NDArray[np.generic]) -> Array:
+    return np.asarray(values, np.float64)
+
+
+def _require_points(kls: Array, rewards: Array, errors: Array) -> None:
+    if kls.ndim != 1 or not kls.shape == rewards.shape == errors.shape:
+        raise ShapeError(
+            f"kl_nats are {kls.shape}, rewards {rewards.shape} and standard_errors {errors.shape}; "
+            "give one number per point"
+        )
+    if len(kls) < FEWEST_POINTS:
+        raise ShapeError(
+            f"there are {len(kls)} points; two parameters and their error need at least {FEWEST_POINTS}"
+        )
+    for name, numbers in (("kl_nats", kls), ("rewards", rewards), ("standard_errors", errors)):
+        if not np.isfinite(numbers).all():
+            raise OptionError(
+                f"{name} hold {numbers[~np.isfinite(numbers)][0]}; leave out points that are not finite"
+            )
+    if kls.min() < 0:
+        raise OptionError(f"kl_nats reach {kls.min():g}; no KL is below 0: average k3 or the exact KL")
+    if errors.min() <= 0:
+        raise OptionError(f"standard_errors reach {errors.min():g}; give numbers above 0")
+    different = len(np.unique(kls[kls > 0]))
+    if different < 2:
+        raise OptionError(
+            f"there are {different} different KLs above 0; a curve of two parameters needs at least 2"
+        )
