@@ -5,7 +5,8 @@ from torch import Tensor
 
 from kleash.divergences import Divergence
 from kleash.linear.impl import lean, record_rows, rows
-from kleash.linear.impl.gradient import KL, REVERSE_KL, gradients
+from kleash.linear.impl.careful import KL, careful_kl
+from kleash.linear.impl.gradient import REVERSE_KL, gradients
 from kleash.linear.impl.loop import Core, RowCore, per_token
 from kleash.linear.impl.objective import judged
 from kleash.linear.impl.pair import Pair
@@ -14,15 +15,6 @@ from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenStatistics
 
 __all__ = ["divergence", "gradients", "judged", "token_statistics"]
-
-
-def steady_kl(zp: Tensor, zq: Tensor) -> tuple[Tensor, ...]:
-    """KL(p || q) of rows however near or far, then of rows of any kind, by the specification."""
-    (kl,) = rows.kl_rows(zp, zq)
-    rare = ~kl.isfinite()
-    if rare.any():
-        kl[rare] = divergence_of_logits(KL, zp[rare], zq[rare])
-    return (kl,)
 
 
 def plainly(record: Divergence) -> RowCore:
@@ -34,7 +26,7 @@ def plainly(record: Divergence) -> RowCore:
     return rows
 
 
-KL_CORE = Core(lean.kl_rows, steady_kl, slice(0, 1), lean.ROOMS, apart=True)
+KL_CORE = Core(lean.kl_rows, careful_kl, slice(0, 1), lean.ROOMS, apart=True)
 STATISTICS = Core(rows.statistics_rows, statistics_of_logits, slice(2, 4), rows.ROOMS)
 
 

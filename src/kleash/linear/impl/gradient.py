@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES, Divergence
+from kleash.linear.impl.careful import KL, careful_gradient_, replace_
 from kleash.linear.impl.lean import ROOMS, kl_gradient_rows
 from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
 from kleash.linear.impl.pair import OneModel, Pair, Where
@@ -15,32 +16,34 @@ from kleash.linear.impl.project import into_hidden, into_weight_, narrow, pull_b
 from kleash.linear.impl.record_rows import ROOMS as RECORD_ROOMS
 from kleash.linear.impl.record_rows import plain_rows, record_gradient_rows
 from kleash.linear.impl.results import Formed, Needed
-from kleash.linear.impl.rows import gradient_rows
 from kleash.linear.options import LinearOptions
 
 Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
 """From a few rows of both logits, their weights, and whether q's are a difference, to each row's value and
 the gradients of ``weight value`` in both logits. It may not write where the logits are."""
-KL, REVERSE_KL = DIVERGENCES["kl"], DIVERGENCES["reverse_kl"]
+REVERSE_KL = DIVERGENCES["reverse_kl"]
 
 
 class Sums:
     """The gradients of one model's tensors, while they are being added up."""
 
-    def __init__(self, model: OneModel, needed: Needed, weight: Tensor | None = None) -> None:
-        """Zeros where a gradient is needed; ``weight`` is a sum to go on with."""
+    def __init__(
+        self, model: OneModel, needed: Needed, weight: Tensor | None = None, *, wide: bool = False
+    ) -> None:
+        """Zeros where a gradient is needed; ``weight`` is a sum to go on with; ``wide`` forbids bfloat16."""
 
         def zeros(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
             return torch.zeros_like(tensor, dtype=dtype) if wanted and tensor is not None else None
 
         self.model, self.wanted, self.shared = model, any(needed), weight is not None
+        self.narrow = self.wanted and narrow(model) and not wide
         self.hidden = zeros(model.hidden, needed[0], model.hidden.dtype)
         self.weight = zeros(model.head.weight, needed[1], model.dtype) if weight is None else weight
         self.bias = zeros(model.head.bias, needed[2], model.dtype)
 
     def room(self, z: Float[Tensor, "chunk vocab"]) -> Float[Tensor, "chunk vocab"]:
         """Where a chunk's gradient is put: where its logits are, as narrow as may be."""
-        if not (self.wanted and narrow(self.model)):
+        if not self.narrow:
             return z
         # Row n of the narrow gradient lies on row n/2 of the logits, which has been read by then.
         return z.view(torch.bfloat16).flatten()[: z.numel()].view(z.shape)
@@ -63,10 +66,13 @@ class Sums:
 
 
 def both_sums(pair: Pair, needed: Needed) -> tuple[Sums, Sums]:
-    """For p and for q; one weight that is both heads' is summed once, as p's."""
-    sums_p = Sums(pair.p, needed[:3])
+    """For p and for q; one weight that is both heads' is summed once, as p's.
+
+    In float32 then: what the two sides add to it nearly cancels where they nearly agree.
+    """
     one = pair.p.head.weight is pair.q.head.weight and needed[1] and needed[4]
-    return sums_p, Sums(pair.q, needed[3:], sums_p.weight if one else None)
+    sums_p = Sums(pair.p, needed[:3], wide=one)
+    return sums_p, Sums(pair.q, needed[3:], sums_p.weight if one else None, wide=one)
 
 
 def gradients(
@@ -119,29 +125,17 @@ def in_place(
 
 
 def kl_step(pair: Pair, cut: Plan, options: LinearOptions, needs: tuple[bool, bool]) -> Step:
-    """The fast core, and for rows that it cannot do the steady one."""
+    """The fast core, and for rows that it cannot do the careful ones."""
     core = in_room(kl_gradient_rows, pair, cut, options)
 
     def step(
         zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         found = core(zp, zq, weight, apart=apart, needs=needs)
-        rare = ~found[0].isfinite()
-        if rare.any():
-            theirs = zp[rare] + zq[rare] if apart else zq[rare]
-            replace_(found, rare, steady(zp[rare], theirs, weight[rare]))
+        careful_gradient_(found, zp, zq, weight, apart)
         return found[0], found[1], found[2]
 
     return step
-
-
-def steady(zp: Tensor, zq: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """KL(p || q) and its gradients of rows however near or far, then of rows of any kind."""
-    found = gradient_rows(zp, zq, weight)
-    rare = ~found[0].isfinite()
-    if rare.any():
-        replace_(found, rare, plain_rows(KL, zp[rare], zq[rare], weight[rare]))
-    return found
 
 
 def record_step(record: Divergence, needs: tuple[bool, bool]) -> Step:
@@ -157,10 +151,3 @@ def record_step(record: Divergence, needs: tuple[bool, bool]) -> Step:
         return found
 
     return step
-
-
-def replace_(found: tuple[Tensor | None, ...], rare: Tensor, right: tuple[Tensor, ...]) -> None:
-    """Put what is right about the rare rows where something was said about them."""
-    for numbers, new in zip(found, right, strict=True):
-        if numbers is not None:
-            numbers[rare] = new

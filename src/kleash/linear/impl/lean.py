@@ -7,9 +7,9 @@ With ``r = zq - zp - x`` where ``x = E_p[zq - zp]``, and ``y = E_p expm1(r)``,
 
 ``E_p r`` is 0 but for the rounding of ``x``, and is taken again. Whatever rounding the logits bring along is
 that of a pair of true distributions, near which KL is as good as stationary: it enters at second order.
-Nothing else cancels as long as KL is well above the rounding of ``r`` itself, and nothing overflows or gets
-lost as long as q is nowhere further ahead of p than e^FAR. Rows beyond either limit are NaN here: they are
-for ``rows.py``, which can do them all.
+Nothing overflows or gets lost as long as q is nowhere further ahead of p than e^FAR: a row beyond that is NaN
+here, for ``rows.py`` to do. A KL so small that ``log1p(y) - E_p r`` is left with its rounding is minus
+infinity here, for ``faint_kl`` to do; the gradients are right in such rows, too.
 
 Uncompiled, every operation works on rows that stay in the cache and writes where it is told to.
 """
@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.divergences import phi
 from kleash.linear.impl.rows import LOG2_E, Room
 
 FAR = 40.0
@@ -56,9 +57,20 @@ def measured(zp: Tensor, zq: Tensor, room: Room, apart: bool) -> Rows:
 
 
 def trusted(kl: Float[Tensor, "rows 1"], furthest: Float[Tensor, "rows 1"]) -> Float[Tensor, " rows"]:
-    """KL where this core may be believed, else NaN; where q is nowhere ahead, the two are the same."""
-    right = (furthest <= FAR) & ((kl >= FAINT[kl.dtype]) | (furthest == 0) & (kl == 0))
-    return torch.where(right, kl, torch.nan)[:, 0]
+    """KL where this core may be believed, else NaN (far) or minus infinity (faint).
+
+    Where q is nowhere ahead of p, the two are the same, and KL is 0.
+    """
+    same = (furthest == 0) & (kl == 0)
+    kl = torch.where(furthest <= FAR, kl, torch.nan)
+    return torch.where((kl < FAINT[kl.dtype]) & ~same, -torch.inf, kl)[:, 0]
+
+
+def faint_kl(zp: Tensor, zq: Tensor, apart: bool) -> Float[Tensor, " rows"]:
+    """KL(p || q) of rows where the two nearly agree: a sum of terms none of which is negative."""
+    x = measured(zp, zq, NO_ROOM, apart)
+    y = (torch.expm1(x.ahead) * x.mass).sum(-1, keepdim=True) / x.total
+    return (phi(torch.log1p(y) - x.ahead).mul_(x.mass).sum(-1, keepdim=True) / x.total)[:, 0]
 
 
 def kl_rows(
@@ -68,7 +80,7 @@ def kl_rows(
     *,
     apart: bool = False,
 ) -> tuple[Tensor]:
-    """KL(p || q) of each row, alone in its tuple; NaN for rows that this core cannot do."""
+    """KL(p || q) of each row, alone in its tuple; not finite for rows that this core cannot do."""
     x = measured(zp, zq, room, apart)
     furthest = x.ahead.amax(-1, keepdim=True)
     y = torch.expm1(x.ahead, out=room[2]).mul_(x.mass).sum(-1, keepdim=True) / x.total

@@ -133,7 +133,7 @@ class Core(NamedTuple):
     fast: RowCore
     """The usual way; where its ``decisive`` numbers are not finite, nothing it said counts."""
     careful: RowCore
-    """For logits of any kind."""
+    """For logits of any kind; if ``apart``, it takes that keyword, too."""
     decisive: slice
     """Which of the numbers tell whether the usual way worked."""
     rooms: int
@@ -184,8 +184,7 @@ def checked(
     """What the fast way says, or the careful one about the rows that it cannot do."""
     rare = ~torch.stack(found[core.decisive]).isfinite().all(0)
     if rare.any():
-        zp, zq, *known = (x[rare] for x in rows)
-        zq = zp + zq if apart else zq
-        for numbers, right in zip(found, core.careful(zp, zq, *known), strict=True):
+        traits = {"apart": apart} if core.apart else {}
+        for numbers, right in zip(found, core.careful(*(x[rare] for x in rows), **traits), strict=True):
             numbers[rare] = right
     return found

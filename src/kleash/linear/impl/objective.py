@@ -13,15 +13,15 @@ from torch import Tensor
 
 from kleash.divergences import entropy
 from kleash.linear.impl import lean
-from kleash.linear.impl.gradient import KL, Sums, both_sums, replace_
+from kleash.linear.impl.careful import careful_kl, replace_
+from kleash.linear.impl.gradient import Sums, both_sums
 from kleash.linear.impl.lean import measured, trusted
 from kleash.linear.impl.loop import Chunk, Core, Plan, blocks, checked, chunks, in_room, plan, runs
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import normalised, pull_back_
-from kleash.linear.impl.reference import divergence_of_logits, terms_of_logits
+from kleash.linear.impl.reference import terms_of_logits
 from kleash.linear.impl.results import Judged, Needed, Objective, asked, combined
 from kleash.linear.impl.rows import LOG2_E, Room
-from kleash.linear.impl.rows import kl_rows as steady_kl_rows
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
 
@@ -50,18 +50,17 @@ def terms_rows(
     return logp, logq, trusted(excess - slack, furthest), entropies, sums, more
 
 
-def plain_terms_rows(zp: Tensor, zq: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-    """The same for rows however near or far, then for rows of any kind."""
-    (kl,) = steady_kl_rows(zp, zq)
-    rare = ~kl.isfinite()
-    if rare.any():
-        kl[rare] = divergence_of_logits(KL, zp[rare], zq[rare])
-    column, sum_p, sum_q = tokens[:, None], zp.logsumexp(-1), zq.logsumexp(-1)
-    token_logp, token_logq = (z.gather(-1, column)[:, 0] for z in (normalised(zp), normalised(zq)))
-    return token_logp, token_logq, kl, entropy(normalised(zp)), sum_p, sum_q - sum_p
+def careful_terms_rows(zp: Tensor, zq: Tensor, tokens: Tensor, *, apart: bool = False) -> tuple[Tensor, ...]:
+    """The same for rows of any kind."""
+    (kl,) = careful_kl(zp, zq, apart=apart)
+    zq = zp + zq if apart else zq
+    column, logp, logq = tokens[:, None], normalised(zp), normalised(zq)
+    token_logp, token_logq = logp.gather(-1, column)[:, 0], logq.gather(-1, column)[:, 0]
+    sum_p, sum_q = zp.logsumexp(-1), zq.logsumexp(-1)
+    return token_logp, token_logq, kl, entropy(logp), sum_p, sum_q - sum_p
 
 
-TERMS = Core(terms_rows, plain_terms_rows, slice(2, 3), lean.ROOMS, apart=True)
+TERMS = Core(terms_rows, careful_terms_rows, slice(2, 3), lean.ROOMS, apart=True)
 
 
 def judged(
