@@ -6,7 +6,7 @@ from typing import Any
 
 from kleash.auditing.conventions import Convention
 from kleash.auditing.targets.dotted import Function, import_target, version_of
-from kleash.auditing.targets.installing import quiet, stand_ins
+from kleash.auditing.targets.installing import INSTALLATIONS, quiet, stand_ins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,11 @@ class Target:
     not_audited: tuple[str, ...] = ()
     """KL code of the package that is not audited, and why."""
 
+    @property
+    def install(self) -> str:
+        """The line that installs it."""
+        return INSTALLATIONS.get(self.package, f"pip install {self.package}")
+
     def load(self) -> tuple[Case, ...]:
         """Its cases, once all that they use has been imported.
 
@@ -64,5 +69,6 @@ class Target:
             for name in absent
         )
         return tuple(
-            replace(case, notes=(*case.notes, *told), packages=(self.package,)) for case in self.cases
+            replace(case, notes=(f"runs `{case.audits}`", *case.notes, *told), packages=(self.package,))
+            for case in self.cases
         )

@@ -1,0 +1,132 @@
+"""What the audit says of known packages, as found; and the page that says so."""
+
+from functools import cache
+
+import make_audit_page as tool
+import pytest
+from scipy.optimize import brentq
+
+import kleash
+from kleash import Audit
+from kleash.auditing import audits_of, cases_of
+from kleash.auditing.targets import TARGETS
+from kleash.errors import CannotRunError
+
+
+@cache
+def found(target: str) -> Audit:
+    (audit,) = audits_of(cases_of(target))
+    return audit
+
+
+def kinds(target: str) -> set[str]:
+    return {finding.kind for finding in found(target).findings}
+
+
+def dead(target: str) -> list[tuple[float, float]]:
+    return [(row.low, row.high) for row in found(target).zones if row.of == "gradient"]
+
+
+KL, REVERSE = "KL(p || q)", "KL(q || p)"
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "gradient"),
+    [
+        ("verl:kl", KL, "zero"),
+        ("verl:abs", "E_p |log p - log q|", "sum |p - q|"),
+        ("verl:mse", "E_p (log p - log q)^2 / 2", KL),
+        ("verl:low_var_kl", f"{KL}, where no log ratio is large", f"{REVERSE}, where no log ratio is large"),
+        ("verl:low_var_kl+", f"{KL}, where no log ratio is large", KL),
+        ("verl:kl+", KL, KL),
+        ("verl:reward_kl", KL, KL),
+        ("openrlhf:k1", KL, "zero"),
+        ("openrlhf:k3", f"{KL}, where no log ratio is large", f"{REVERSE}, where no log ratio is large"),
+        ("openrlhf:k1_unbiased", KL, KL),
+        ("trl:grpo", KL, KL),
+        ("trl:grpo_plain", KL, REVERSE),
+        ("trl:rloo", KL, KL),
+        ("trl:chunked_forward", REVERSE, REVERSE),
+        ("trl:chunked_reverse", KL, KL),
+        ("trl:sdft_sampled", "none of the table", KL),
+        ("liger:grpo", KL, REVERSE),
+        ("liger:grpo_bias_correction", KL, KL),
+        ("liger:jsd_reverse", KL, KL),
+    ],
+)
+def test_what_it_estimates_and_what_it_differentiates(target: str, value: str, gradient: str) -> None:
+    assert (found(target).value, found(target).gradient) == (value, gradient)
+
+
+def test_k3_as_a_reward_follows_neither_direction() -> None:
+    assert found("verl:reward_low_var_kl").gradient.startswith(f"{KL} - {REVERSE}")
+
+
+@pytest.mark.parametrize("target", ["verl:low_var_kl", "openrlhf:k3"])
+def test_a_clamped_k3_is_dead_where_it_reaches_ten(target: str) -> None:
+    below = brentq(lambda d: 2.718281828459045**d - 1 - d - 10, 1, 5)
+    above = brentq(lambda u: 2.718281828459045**-u - 1 + u - 10, 5, 20)
+    (first, second) = dead(target)
+    assert first == (float("-inf"), pytest.approx(-below, abs=1e-3))
+    assert second == (pytest.approx(above, abs=1e-3), float("inf"))
+    assert "dead_gradient" in kinds(target)
+
+
+def test_openrlhf_clamps_every_estimator_at_ten() -> None:
+    for target, limit in (("openrlhf:k1", 10.0), ("openrlhf:k2", 20.0**0.5)):
+        (first, second) = dead(target)
+        assert first[1] == pytest.approx(-limit, abs=1e-3) and second[0] == pytest.approx(limit, abs=1e-3)
+
+
+def test_what_has_the_right_gradient_has_it_off_policy_only_with_the_ratio() -> None:
+    for target in ("trl:grpo", "liger:grpo_bias_correction", "openrlhf:k1_unbiased", "openrlhf:k3_unbiased"):
+        assert not kinds(target) & {"wrong_gradient", "off_policy_gradient", "zero_gradient"}
+    for target in ("verl:low_var_kl+", "verl:mse", "verl:kl+"):
+        assert "wrong_gradient" not in kinds(target) and "off_policy_gradient" in kinds(target)
+    for target in ("verl:kl", "openrlhf:k1"):
+        assert "zero_gradient" in kinds(target)
+
+
+def test_what_stands_in_the_padding_counts_in_openrlhfs_reward_alone() -> None:
+    assert "padding_counts" in kinds("openrlhf:reward_k1")
+    assert not kinds("verl:reward_kl") & {"padding_counts", "padding_in_denominator"}
+
+
+def test_verl_full_raises() -> None:
+    with pytest.raises(CannotRunError, match="verl:full raised NotImplementedError"):
+        found("verl:full")
+
+
+@pytest.mark.parametrize("case", TARGETS["kleash"].cases, ids=lambda case: case.name)
+def test_kleash_itself_has_no_fault(case: object) -> None:
+    audit = found(f"kleash:{case.name}")  # type: ignore[attr-defined]
+    assert not audit.faults
+    assert audit.versions["kleash"] == kleash.__version__
+
+
+def test_an_audit_says_what_ran_and_with_which_version() -> None:
+    audit = found("openrlhf:k1")
+    assert "runs `openrlhf.models.utils.compute_approx_kl`" in audit.notes
+    assert any("deepspeed is not installed" in note for note in audit.notes)
+    assert audit.versions["openrlhf"].split(".")[0].isdigit()
+
+
+def test_the_page_is_up_to_date() -> None:
+    stored = tool.PAGE.read_text(encoding="utf-8")
+    assert list(tool.sections(stored)) == ["", *TARGETS]
+    assert not tool.differences(stored, tool.page(["openrlhf", "kleash"])), (
+        "run: python tools/make_audit_page.py"
+    )
+
+
+def test_the_check_sees_words_and_numbers_but_not_the_day() -> None:
+    text = "\n".join(
+        [tool.HEAD, f"{tool.MADE}2026-01-01 with kleash 0.1.0.", "## verl", "It is -2.61 or 5e-08, 29 %."]
+    )
+    assert tool.differences(text, text.replace("2026-01-01", "2031-07-08")) == []
+    assert tool.differences(text, text.replace("5e-08", "4e-08").replace("29 %", "31 %")) == []
+    assert tool.differences(text, text.replace("-2.61", "2.61")) == ["verl"]
+    assert tool.differences(text, text.replace("5e-08", "5e-07")) == ["verl"]
+    assert tool.differences(text, text.replace("It is", "It was")) == ["verl"]
+    assert tool.differences(text, text.replace("What known", "What")) == [""]
+    assert tool.differences("", text) == ["", "verl"]

@@ -1,0 +1,207 @@
+"""Writes docs/audit.md: what the audit finds in the KL code of each package that it knows by name.
+
+python tools/make_audit_page.py                     write it
+python tools/make_audit_page.py --check             exit 1 if another audit would write something else
+python tools/make_audit_page.py --check verl liger  the same for these packages only
+
+Two audits of one function are equal on one machine. On another, rounding errors differ in their
+digits; so the check compares words exactly and numbers to within a factor of two. It does not look
+at the line that says when and with what the page was made.
+"""
+
+import platform
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from kleash import __version__
+from kleash.auditing import audits_of, cases_of
+from kleash.auditing.targets import TARGETS
+from kleash.records import Audit
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "audit.md"
+HEAD = """# What known KL code really does
+
+`kleash audit NAME` for each package that it knows by name. [auditing.md](auditing.md) says how an audit is made and
+what its words mean. Every line below comes out of the run that made this page; none is repeated from elsewhere.
+
+- p is the policy (or the student), q the reference (or the teacher); `u = log p − log q` of a sampled token.
+- *Value* and *gradient* are expectations by exact enumeration: the divergence that the mean of the values is, and the
+  one that the mean of the gradients is the gradient of, for tokens sampled from p. *Off-policy* says which of the two
+  is something else where the tokens were sampled from another distribution.
+- *Stands still* gives the log ratios at which the gradient is exactly zero, or, behind "value", those at which only
+  the value no longer changes. For whole distributions it is the difference of two tokens' log-odds.
+- *Padding* and *bfloat16* say what happens if garbage or bfloat16 is handed over. A trainer that puts finite numbers
+  into its padding, or casts to float32 before, never sees it; whether one does is not audited.
+- *Near* is the relative error in float32 where the KL is 1e-6 nats, as it is early in training.
+- A case that is meant to be another divergence than KL(p || q) says so in the name of its convention.
+"""
+MADE = "Made on "
+NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
+
+
+def page(names: Iterable[str]) -> str:
+    """The text of the page, with the sections of these packages."""
+    with_what = f"kleash {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
+    made = f"{MADE}{date.today().isoformat()} by `python tools/make_audit_page.py` with {with_what}."
+    return "\n".join([HEAD, made, "", *(section(name) for name in names)])
+
+
+def section(name: str) -> str:
+    """What there is to say about one package."""
+    target = TARGETS[name]
+    audits = list(audits_of(cases_of(name)))
+    shared = [note for note in audits[0].notes if all(note in audit.notes for audit in audits)]
+    version = audits[0].versions[target.package]
+    lines = [f"## {name}", "", f"{target.package} {version}. `kleash audit {name}`."]
+    if target.package != "kleash":
+        lines[-1] += f" Install it with `{target.install}`."
+    told = [f"- {note}" for note in shared] + [f"- not audited: {what}" for what in target.not_audited]
+    lines += ["", *told, *([""] if told else []), *table(audits), ""]
+    for audit in audits:
+        lines += details(audit, shared)
+    return "\n".join(lines)
+
+
+def table(audits: Sequence[Audit]) -> list[str]:
+    """A row for each case."""
+    heads = (
+        "case",
+        "place",
+        "value",
+        "gradient",
+        "off-policy",
+        "stands still",
+        "edges",
+        "padding",
+        "near",
+        "bfloat16",
+    )
+    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    return [*rows, *(f"| {' | '.join(cells(audit))} |" for audit in audits)]
+
+
+def cells(audit: Audit) -> list[str]:
+    """One row of the table."""
+    kinds = {finding.kind for finding in audit.findings}
+    name = f"`{audit.target.partition(':')[2]}`"
+    if "cannot_be_called" in kinds:
+        return [name, audit.place, "cannot be called", *[""] * 7]
+    off = [what for what in ("value", "gradient") if f"off_policy_{what}" in kinds]
+    found = (
+        name,
+        audit.place,
+        audit.value,
+        audit.gradient or "–",
+        " and ".join(off) or "as on-policy",
+        zones(audit),
+        edges(audit),
+        padding(kinds) if audit.masks else "–",
+        near(audit),
+        in_bfloat16(audit),
+    )
+    return [cell.replace("|", "\\|") for cell in found]
+
+
+def zones(audit: Audit) -> str:
+    """Where the gradient is zero; where there is none such, where the value does not change."""
+    dead = [row for row in audit.zones if row.of == "gradient"]
+    flat = [row for row in audit.zones if row.of == "value"]
+    rows = dead or flat
+    said = ", ".join(interval(row.low, row.high) for row in rows)
+    return f"value: {said}" if rows and not dead else said or "nowhere"
+
+
+def interval(low: float, high: float) -> str:
+    """A range of the log ratio."""
+    if low == float("-inf"):
+        return f"u < {high:.3g}" if high != float("inf") else "everywhere"
+    return f"u > {low:.3g}" if high == float("inf") else f"{low:.3g} to {high:.3g}"
+
+
+def edges(audit: Audit) -> str:
+    """On which extreme inputs something is wrong."""
+    wrong = [f"{row.case}: {row.problem}" for row in audit.edges if row.problem]
+    return "; ".join(wrong) or "fine"
+
+
+def padding(kinds: set[str]) -> str:
+    """What comes of garbage behind the mask."""
+    said = {
+        "padding_in_denominator": "counts in the mean",
+        "padding_counts": "counts",
+        "nan_from_padding": "NaN and infinity get through",
+    }
+    return "; ".join(words for kind, words in said.items() if kind in kinds) or "ignored"
+
+
+def near(audit: Audit) -> str:
+    """The relative error in float32 at a KL of 1e-6 nats."""
+    rows = [row for row in audit.accuracy if row.dtype == "float32" and 5e-7 < row.kl < 5e-6]
+    return f"{rows[0].relative_error:.1g}" if rows else "–"
+
+
+def in_bfloat16(audit: Audit) -> str:
+    """The largest relative error in bfloat16."""
+    errors = [row.relative_error for row in audit.accuracy if row.dtype == "bfloat16"]
+    if not errors:
+        return "–"
+    return "NaN" if any(error != error for error in errors) else f"{max(errors):.1g}"
+
+
+def details(audit: Audit, shared: Sequence[str]) -> list[str]:
+    """The verdict on one case, and how it was run."""
+    lines = [f"### {audit.target}", "", f"Called as `{audit.summary}` ({audit.convention}), a {audit.place}."]
+    if audit.arguments:
+        lines[-1] += f" With {', '.join(f'`{key}={value}`' for key, value in audit.arguments.items())}."
+    lines[-1] += "".join(f" {note[0].upper()}{note[1:]}." for note in audit.notes if note not in shared)
+    return [*lines, "", *(f"- {line}" for line in audit.verdict), ""]
+
+
+def says_the_same(old: str, new: str) -> bool:
+    """Whether two texts have the same words, and numbers within a factor of two of each other."""
+    if NUMBER.split(old) != NUMBER.split(new):
+        return False
+    pairs = zip(NUMBER.findall(old), NUMBER.findall(new), strict=True)
+    return all(a == b or alike(number(a), number(b)) for a, b in pairs)
+
+
+def number(text: str) -> float:
+    """The number that is written there."""
+    return float(text.rstrip("%").replace("−", "-"))
+
+
+def alike(a: float, b: float) -> bool:
+    """Whether one is between half and twice the other."""
+    return a * b > 0 and 0.5 <= a / b <= 2
+
+
+def sections(text: str) -> dict[str, str]:
+    """The parts of a page by their heading; what stands before the first under ""; without when it was made."""
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith(MADE))
+    parts = re.split(r"^## (\w+)$", kept, flags=re.MULTILINE)
+    return {"": parts[0].strip(), **{n: t.strip() for n, t in zip(parts[1::2], parts[2::2], strict=True)}}
+
+
+def differences(old: str, new: str) -> list[str]:
+    """The headings of ``new`` that say something else in ``old``."""
+    before = sections(old)
+    return [name for name, text in sections(new).items() if not says_the_same(before.get(name, ""), text)]
+
+
+if __name__ == "__main__":
+    chosen = [word for word in sys.argv[1:] if word != "--check"] or list(TARGETS)
+    if "--check" in sys.argv[1:]:
+        stored = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+        changed = differences(stored, page(chosen))
+        print(
+            "docs/audit.md is out of date: " + ", ".join(changed)
+            if changed
+            else "docs/audit.md is up to date"
+        )
+        sys.exit(1 if changed else 0)
+    PAGE.write_text(page(chosen), encoding="utf-8")
