@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import TypeAlias
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
 from kleash.auditing.scanning import pointwise
@@ -15,6 +16,8 @@ from kleash.divergences import divergence
 from kleash.errors import KleashError
 from kleash.estimators import ESTIMATORS
 from kleash.records.audit import AccuracyRow
+
+Formula: TypeAlias = Callable[[Situation], Tensor]
 
 LEVELS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 """KL(p || q), in nats."""
@@ -32,22 +35,19 @@ def estimator_of(subject: Subject) -> str:
     return ""
 
 
-def accuracy_rows(
-    subject: Subject, estimator: str, is_claimed: bool, everywhere: bool
-) -> tuple[AccuracyRow, ...]:
+def accuracy_rows(subject: Subject, estimator: str, is_claimed: bool) -> tuple[AccuracyRow, ...]:
     """The relative error at each level of KL in float32, and on a near and a far pair in bfloat16.
 
-    What is right is the estimator, or the claimed divergence if it is that; where it is so only near by
-    (not ``everywhere``), or is neither, it is what the function itself says in float64.
+    In float32, what is right is the estimator, or the claimed divergence if it is that. In bfloat16, where a
+    distribution loses its norm to rounding, it is what the function itself says of these inputs in float64.
     """
-    known = (estimator, is_claimed)
+    known = _formula(subject, estimator, is_claimed)
     rows = [_row(subject, _near(level), torch.float32, known) for level in LEVELS]
-    far = known if everywhere else ("", False)
+    itself = _formula(subject, "", False)
     for name in ("near", "far"):
         world = worlds()[name]
-        pair = (world.logits_p, world.logits_q)
         try:
-            rows.append(_row(subject, pair, torch.bfloat16, far))
+            rows.append(_row(subject, (world.logits_p, world.logits_q), torch.bfloat16, itself))
         except KleashError:
             continue
     return tuple(rows)
@@ -65,6 +65,7 @@ def returned_dtype(subject: Subject) -> torch.dtype | None:
         return None
 
 
+@cache
 def _near(level: float) -> tuple[Tensor, Tensor]:
     """A pair with this KL: a step from p along a fixed direction, as long as it takes."""
     draw = torch.Generator().manual_seed(7)
@@ -82,12 +83,12 @@ def _situation(pair: tuple[Tensor, Tensor], dtype: torch.dtype) -> Situation:
     return make_situation(p.clone().requires_grad_(), q, torch.arange(VOCAB).unsqueeze(-1), dtype=dtype)
 
 
-def _row(
-    subject: Subject, pair: tuple[Tensor, Tensor], dtype: torch.dtype, known: tuple[str, bool]
-) -> AccuracyRow:
+def _row(subject: Subject, pair: tuple[Tensor, Tensor], dtype: torch.dtype, formula: Formula) -> AccuracyRow:
+    """The error beside that of the formula in float32, on the very same inputs."""
     given = _situation(pair, dtype)
     found = subject.parts(given).detach().double().sum(-1)
-    right, careful = _right_and_careful(subject, given, *known)
+    right = formula(given.to(torch.float64)).detach()
+    careful = formula(given.to(torch.float32)).detach().double()
     return AccuracyRow(
         dtype=str(dtype).removeprefix("torch."),
         kl=divergence("kl", *(side.log_softmax(-1) for side in pair)).item(),
@@ -96,16 +97,7 @@ def _row(
     )
 
 
-def _right_and_careful(
-    subject: Subject, given: Situation, estimator: str, is_claimed: bool
-) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"]]:
-    """What the function should have made of these very inputs, in float64 and at best in float32."""
-    formula = _formula(subject, estimator, is_claimed)
-    right, careful = formula(given.to(torch.float64)), formula(given.to(torch.float32))
-    return right.detach(), careful.detach().double()
-
-
-def _formula(subject: Subject, estimator: str, is_claimed: bool) -> Callable[[Situation], Tensor]:
+def _formula(subject: Subject, estimator: str, is_claimed: bool) -> Formula:
     """The number for each sequence of one token, in the precision of the situation."""
     if not estimator and (not is_claimed or subject.convention.sees == "tokens"):
         return lambda s: subject.parts(s).sum(-1)

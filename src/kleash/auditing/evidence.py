@@ -89,7 +89,7 @@ class Evidence:
         target = f"sequence {self.claimed}"
         return next(
             row.relative_error
-            for row in self.expected.gradient_rows()
+            for row in self.expected.gradient_rows
             if row.target == target and row.sampling == sampling
         )
 
@@ -109,7 +109,6 @@ def gather(subject: Subject) -> Evidence:
     estimator = estimator_of(subject)
     name = values["on-policy"]
     is_claimed = name is not None and name.quantity == expected.claims and name.how == "itself"
-    everywhere = name is not None and name.everywhere
     return Evidence(
         subject=subject,
         expected=expected,
@@ -119,7 +118,7 @@ def gather(subject: Subject) -> Evidence:
         course=course(subject),
         edges=edge_rows(subject),
         masks=mask_rows(subject),
-        accuracy=accuracy_rows(subject, estimator, is_claimed, everywhere),
+        accuracy=accuracy_rows(subject, estimator, is_claimed),
         returned_dtype=returned_dtype(subject),
         with_probabilities=_with_probabilities(subject) if name is None else None,
         over_a_batch=over_a_batch(subject),

@@ -91,11 +91,11 @@ def quantities() -> Mapping[str, tuple[str, Quantity]]:
 
 
 @cache
-def quantity_values() -> Mapping[str, Float64[Tensor, " worlds"]]:
+def quantity_values() -> Mapping[str, tuple[float, ...]]:
     """Label -> the quantity in each world of one token."""
     sides = [(w.logits_p.log_softmax(-1), w.logits_q.log_softmax(-1)) for w in one_token_worlds()]
     return MappingProxyType(
-        {name: torch.cat([of(p, q) for p, q in sides]) for name, (_, of) in quantities().items()}
+        {name: tuple(of(p, q).item() for p, q in sides) for name, (_, of) in quantities().items()}
     )
 
 
@@ -129,20 +129,22 @@ def sequence_gradient(world_name: str, claims: str) -> Float64[Tensor, "prefixes
 
 def _between_responses(world: World, logits_p: Tensor, claims: str) -> Tensor:
     def logs(logits: Tensor) -> Tensor:
-        each = logits.log_softmax(-1)[world.prefixes()]
-        return each.gather(-1, world.tokens().unsqueeze(-1)).squeeze(-1).sum(-1)
+        each = logits.log_softmax(-1)[world.prefixes]
+        return each.gather(-1, world.tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
 
     return divergence(claims, logs(logits_p), logs(world.logits_q))
 
 
+@cache
 def prefix_weights(world: World, sampling: Sampling) -> Float64[Tensor, " prefixes"]:
     """How likely a response reaches each prefix."""
-    rows, after = world.prefixes(), world.masses(sampling)
+    rows, after = world.prefixes, world.masses(sampling)
     weights = torch.zeros(len(world.logits_p), dtype=torch.float64)
     return weights.index_add(0, rows.flatten(), after.unsqueeze(-1).expand_as(rows).flatten())
 
 
-def exact_values(world: World, sampling: Sampling, claims: str) -> dict[str, float]:
+@cache
+def exact_values(world: World, sampling: Sampling, claims: str) -> Mapping[str, float]:
     """By level: the claimed divergence summed over sampled prefixes, and between whole responses."""
     each = divergence(claims, world.logits_p.log_softmax(-1), world.logits_q.log_softmax(-1))
     tokens = (prefix_weights(world, sampling) * each).sum().item()

@@ -91,7 +91,7 @@ class Expectations:
 
     def value_name(self, sampling: Sampling = "on-policy") -> Name | None:
         """Which quantity the expected value is."""
-        means = torch.tensor([e.mean for e in self.one_token(sampling)], dtype=torch.float64)
+        means = tuple(e.mean for e in self.one_token(sampling))
         names = [world.name for world in one_token_worlds()]
         return name_values(means, quantity_values(), names, self.claims)
 
@@ -125,6 +125,7 @@ class Expectations:
             for level, exact in exact_values(e.world, e.sampling, self.subject.convention.claims).items()
         )
 
+    @cached_property
     def gradient_rows(self) -> tuple[GradientRow, ...]:
         """The expected gradient beside that of every divergence of the table, in every world."""
         return tuple(

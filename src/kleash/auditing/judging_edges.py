@@ -12,8 +12,8 @@ from kleash.records.audit import Finding, Severity, ZoneRow
 UNBOUNDED = ("kl", "reverse_kl", "jeffreys", "chi_squared")
 """Those whose gradient has no reason to vanish far out."""
 
-OVERFLOWS = 85.0
-"""Log ratios beyond which exp leaves float32."""
+OVERFLOWS = 80.0
+"""Log ratios beyond which exp, times the log ratio, leaves float32."""
 
 
 def edge_findings(evidence: Evidence) -> list[Finding]:

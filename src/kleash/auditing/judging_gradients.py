@@ -58,7 +58,7 @@ def _farthest(evidence: Evidence, target: str, sampling: Sampling) -> GradientRo
     """Where the gradient differs most from that of the target."""
     rows = [
         row
-        for row in evidence.expected.gradient_rows()
+        for row in evidence.expected.gradient_rows
         if row.target == target and row.sampling == sampling and row.world != "sequences"
     ]
     return max(rows, key=lambda row: float("inf") if isnan(row.relative_error) else row.relative_error)
@@ -68,7 +68,7 @@ def _nearest(evidence: Evidence) -> str:
     """The divergence whose gradient points most nearly the same way, on the far pair."""
     rows = [
         row
-        for row in evidence.expected.gradient_rows()
+        for row in evidence.expected.gradient_rows
         if row.world == "far" and row.sampling == "on-policy" and not isnan(row.cosine)
     ]
     if not rows:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 TOLERANCE = 1e-3
@@ -43,13 +44,15 @@ def _bracketed(quantity: str) -> str:
     return f"({quantity})" if " + " in quantity or " - " in quantity else quantity
 
 
-def close(found: Tensor, right: Tensor) -> bool:
+def close(found: Sequence[float], right: Sequence[float]) -> bool:
     """Whether all numbers agree but for rounding."""
-    return bool(((found - right).abs() <= TOLERANCE * right.abs() + 1e-6).all())
+    return all(
+        abs(one - other) <= TOLERANCE * abs(other) + 1e-6 for one, other in zip(found, right, strict=True)
+    )
 
 
 def name_values(
-    found: Tensor, candidates: Mapping[str, Tensor], worlds: Sequence[str], claimed: str
+    found: Sequence[float], candidates: Mapping[str, Sequence[float]], worlds: Sequence[str], claimed: str
 ) -> Name | None:
     """The candidate that has these values in every world; failing that, on the modest pairs."""
     ordered = {claimed: candidates[claimed], **candidates}
@@ -57,26 +60,29 @@ def name_values(
     for chosen, everywhere in ((list(range(len(worlds))), True), (modest, False)):
         for how in ("itself", "negative", "shifted", "multiple"):
             for quantity, right in ordered.items():
-                factor = _factor(how, found[chosen], right[chosen])
+                factor = _factor(how, [found[i] for i in chosen], [right[i] for i in chosen])
                 if factor is not None:
                     return Name(quantity=quantity, how=how, factor=factor, everywhere=everywhere)
     return None
 
 
-def _factor(how: How, found: Tensor, right: Tensor) -> float | None:
-    if not bool(found.isfinite().all()):
+def _factor(how: How, found: Sequence[float], right: Sequence[float]) -> float | None:
+    """What turns ``right`` into ``found`` in this way, if anything does."""
+    if not all(map(isfinite, found)):
         return None
     if how == "itself":
         return 1.0 if close(found, right) else None
     if how == "negative":
-        return -1.0 if close(-found, right) and bool(right.any()) else None
+        return -1.0 if any(right) and close([-value for value in found], right) else None
+    pairs = list(zip(found, right, strict=True))
     if how == "shifted":
-        shift = (found - right).mean()
-        return shift.item() if close(found, right + shift) else None
-    if not bool((right.abs() > 1e-6).all()):
+        shift = fmean(one - other for one, other in pairs)
+        return shift if close(found, [other + shift for other in right]) else None
+    if not all(abs(other) > 1e-6 for other in right):
         return None
-    factor = (found / right).mean()
-    return factor.item() if abs(factor) > TOLERANCE and close(found, factor * right) else None
+    factor = fmean(one / other for one, other in pairs)
+    multiples = [factor * other for other in right]
+    return factor if abs(factor) > TOLERANCE and close(found, multiples) else None
 
 
 def name_gradients(
@@ -124,8 +130,3 @@ def cosine(one: Tensor, other: Tensor) -> float:
     if not sizes or one.norm() < 1e-6 * other.norm():
         return float("nan")
     return (one * other).sum().item() / sizes
-
-
-def is_nan(value: float) -> bool:
-    """Whether it is NaN."""
-    return bool(torch.tensor(value).isnan())

@@ -66,7 +66,7 @@ def audit(
         verdict=verdict(evidence, findings),
         findings=findings,
         values=evidence.expected.value_rows(),
-        gradients=evidence.expected.gradient_rows(),
+        gradients=evidence.expected.gradient_rows,
         zones=evidence.course.rows,
         edges=evidence.edges,
         masks=evidence.masks,

@@ -14,7 +14,8 @@ from kleash.records.audit import ZoneRow
 
 REACH = 100.0
 SPACING = 0.5
-STEPS_OF_BISECTION = 18
+FINENESS = 1e-5
+"""How well the end of a zone is found, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,11 +135,22 @@ def flat(scan: Scan, look: Look) -> Bool[Tensor, " points"]:
     return scan.values.isfinite() & (scan.values == farther.values)
 
 
-def zones(
-    look: Look, scan: Scan, where: Callable[[Scan], Tensor], of: str, both_signs: bool
-) -> tuple[ZoneRow, ...]:
-    """The ranges of the log ratio in which ``where`` holds, their ends found by bisection."""
-    held = where(scan)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Search:
+    """How to look for the ranges in which something holds."""
+
+    look: Look
+    where: Callable[[Scan], Tensor]
+    of: str
+    """What holds, as the rows say it."""
+    both_signs: bool
+    sections: int
+    """Into how many parts to cut where a range ends, at each step."""
+
+
+def zones(search: Search, scan: Scan) -> tuple[ZoneRow, ...]:
+    """The ranges of the log ratio in which it holds, their ends found by cutting them ever finer."""
+    held = search.where(scan)
     held[1:-1] |= held[:-2] & held[2:]  # one point between two others may differ by its rounding
     found: list[ZoneRow] = []
     start: int | None = None
@@ -148,34 +160,26 @@ def zones(
             start = i
         elif not inside and start is not None:
             if i - start > 1:
-                found.append(_zone(look, scan, where, of, (start, i - 1), both_signs))
+                found.append(_zone(search, scan, start, i - 1))
             start = None
     return tuple(found)
 
 
-def _zone(
-    look: Look,
-    scan: Scan,
-    where: Callable[[Scan], Tensor],
-    of: str,
-    ends: tuple[int, int],
-    both_signs: bool,
-) -> ZoneRow:
-    u, (first, last) = scan.log_ratios.tolist(), ends
+def _zone(search: Search, scan: Scan, first: int, last: int) -> ZoneRow:
+    u = scan.log_ratios.tolist()
 
     def edge(inside: int, outside: int) -> float:
         low, high = u[inside], u[outside]
-        for _ in range(STEPS_OF_BISECTION):
-            middle = (low + high) / 2
-            if bool(where(look(torch.tensor([middle], dtype=torch.float64)))[0]):
-                low = middle
-            else:
-                high = middle
+        while abs(high - low) > FINENESS:
+            between = torch.linspace(low, high, search.sections + 1, dtype=torch.float64)
+            held = [True, *search.where(search.look(between[1:-1])).tolist(), False]
+            last_held = held.index(False) - 1
+            low, high = between[last_held].item(), between[last_held + 1].item()
         return (low + high) / 2
 
     return ZoneRow(
-        of=of,
-        low=edge(first, first - 1) if first else (-torch.inf if both_signs else 0.0),
+        of=search.of,
+        low=edge(first, first - 1) if first else (-torch.inf if search.both_signs else 0.0),
         high=edge(last, last + 1) if last + 1 < len(u) else torch.inf,
         value=scan.values[(first + last) // 2].item(),
     )
@@ -199,14 +203,25 @@ class Course:
 
 def course(subject: Subject) -> Course:
     """The zones of the function."""
-    look, both = looker(subject), subject.convention.sees == "tokens"
+    look = looker(subject)
     scan = look(grid(subject))
+
+    def search(where: Callable[[Scan], Tensor], of: str) -> tuple[ZoneRow, ...]:
+        wanted = Search(
+            look=look,
+            where=where,
+            of=of,
+            both_signs=subject.convention.sees == "tokens",
+            sections=2 if subject.convention.gives == "mean" else 16,
+        )
+        return zones(wanted, scan)
+
     return Course(
         scan=scan,
-        dead=zones(look, scan, dead, "gradient", both),
+        dead=search(dead, "gradient"),
         lost=lost(scan),
-        flat=zones(look, scan, lambda part: flat(part, look), "value", both),
-        nan=zones(look, scan, broken, "gradient is NaN", both),
+        flat=search(lambda part: flat(part, look), "value"),
+        nan=search(broken, "gradient is NaN"),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -35,16 +35,18 @@ class World:
         """How many tokens there are."""
         return self.logits_p.shape[-1]
 
+    @cached_property
     def tokens(self) -> Int[Tensor, "sequences steps"]:
         """Every response there is."""
         return every_sequence(self.vocab, self.steps)
 
+    @cached_property
     def prefixes(self) -> Int[Tensor, "sequences steps"]:
         """The row of logits from which each token of each response is drawn.
 
         Prefixes are numbered by length, and as numbers in base ``vocab`` among those of one length.
         """
-        tokens, rows = self.tokens(), []
+        tokens, rows = self.tokens, []
         number = torch.zeros(len(tokens), dtype=torch.int64)
         for step in range(self.steps):
             shorter = sum(self.vocab**length for length in range(step))
@@ -62,16 +64,16 @@ class World:
 
     def prefix_masses(self, sampling: Sampling) -> Float64[Tensor, "sequences steps"]:
         """The probability of each response's tokens up to and including each."""
-        logp = self.drawn_from(sampling).log_softmax(-1)[self.prefixes()]
-        return logp.gather(-1, self.tokens().unsqueeze(-1)).squeeze(-1).cumsum(-1).exp()
+        logp = self.drawn_from(sampling).log_softmax(-1)[self.prefixes]
+        return logp.gather(-1, self.tokens.unsqueeze(-1)).squeeze(-1).cumsum(-1).exp()
 
     def situation(self, logits_p: Float64[Tensor, "prefixes vocab"], sampling: Sampling) -> Situation:
         """Every response once, p being what these logits say."""
-        rows = self.prefixes()
+        rows = self.prefixes
         return make_situation(
             logits_p[rows],
             self.logits_q[rows],
-            self.tokens(),
+            self.tokens,
             logits_behaviour=self.drawn_from(sampling)[rows],
         )
 

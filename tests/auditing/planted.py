@@ -1,0 +1,207 @@
+"""KL implementations with one fault each, and some with none, as people write them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+import kleash
+from kleash.auditing import CONVENTIONS, Convention
+
+
+def up(x: Tensor) -> Tensor:
+    """At least float32, before anything is subtracted."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def u_of(p: Tensor, q: Tensor) -> Tensor:
+    return up(p) - up(q)
+
+
+def right(p: Tensor, q: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2."""
+    u = u_of(p, q)
+    k3 = torch.expm1(-u) + u
+    return u.square() / 2 - (u.square() / 2).detach() + k3.detach()
+
+
+def masked(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, right(torch.where(mask, p, 0.0), torch.where(mask, q, 0.0)), 0.0)
+
+
+def k3(p: Tensor, q: Tensor) -> Tensor:
+    """Careful near 0, where the plain expression cancels."""
+    return kleash.sampled_kl(p, q, "k3")
+
+
+def rho(p: Tensor, behaviour: Tensor) -> Tensor:
+    return (up(p) - up(behaviour)).exp()
+
+
+def textbook(p: Tensor, q: Tensor) -> Tensor:
+    return (up(p).exp() * u_of(p, q)).sum(-1)
+
+
+def clamped_before(p: Tensor, q: Tensor) -> Tensor:
+    d = (up(q) - up(p)).clamp(-20, 20)
+    return (d.exp() - d - 1).clamp(-10, 10)
+
+
+def clamped_after(p: Tensor, q: Tensor) -> Tensor:
+    d = up(q) - up(p)
+    return (d.exp() - d - 1).clamp(-10, 10)
+
+
+def renormalised_top(p: Tensor, q: Tensor, k: int = 3) -> Tensor:
+    best = p.topk(min(k, p.shape[-1] - 1), dim=-1).indices
+    p, q = (up(x).gather(-1, best).log_softmax(-1) for x in (p, q))
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def not_symmetric(p: Tensor, q: Tensor) -> Tensor:
+    return textbook(p, q) + (up(q).exp() * u_of(p, q)).sum(-1)
+
+
+def through_bfloat16(p: Tensor, q: Tensor) -> Tensor:
+    u = (p - q).float() if p.dtype == torch.bfloat16 else p - q
+    return u.square() / 2
+
+
+def saturated(p: Tensor, q: Tensor) -> Tensor:
+    u = u_of(p, q)
+    return torch.where(u.abs() < 30, u, 30 * u.sign())
+
+
+class Planted(NamedTuple):
+    function: Callable[..., Tensor]
+    convention: str | Convention
+    faults: set[str]
+    """The faults that the audit names, no more and no less."""
+    notes: set[str] = set()
+    """Notes that it names too, among others."""
+    arguments: dict[str, Any] = {}
+
+
+WHOLE = CONVENTIONS["log_probabilities"]
+JEFFREYS = replace(WHOLE, name="jeffreys", claims="jeffreys")
+NAN_AT_ZEROS = {"nan_value"}
+HALF_RIGHT = {"biased_value", "wrong_gradient", "dead_gradient"}
+
+FAULTS: dict[str, Planted] = {
+    "wrong direction": Planted(lambda p, q: kleash.kl(q, p), WHOLE, {"wrong_direction", "wrong_gradient"}),
+    "wrong direction, sampled": Planted(
+        lambda p, q: u_of(q, p).exp() * u_of(q, p), "metric", {"wrong_direction"}, {"negative_values"}
+    ),
+    "wrong sign": Planted(lambda p, q: -kleash.kl(p, q), WHOLE, {"wrong_sign", "wrong_gradient"}),
+    "twice too large": Planted(lambda p, q: 2 * kleash.kl(p, q), WHOLE, {"wrong_scale", "wrong_gradient"}),
+    "mean over the steps for a sum": Planted(
+        lambda p, q: right(p, q).mean(-1), "sequence_loss", {"wrong_scale"}, {"nan_value", "token_gradient"}
+    ),
+    "sum over the steps for a mean": Planted(
+        lambda p, q, mask: masked(p, q, mask).sum(), "mean_loss_with_mask", {"wrong_scale"}
+    ),
+    "dropped weight": Planted(
+        lambda p, q, behaviour: right(p, q),
+        "loss_with_behaviour",
+        {"off_policy_value", "off_policy_gradient"},
+    ),
+    "no weight to drop": Planted(right, "loss", set(), {"off_policy_value", "off_policy_gradient"}),
+    "multiplied mask": Planted(
+        lambda p, q, mask: right(p * mask, q * mask), "loss_with_mask", {"nan_from_padding"}
+    ),
+    "multiplied mask, outside": Planted(
+        lambda p, q, mask: right(p, q) * mask, "loss_with_mask", {"nan_from_padding"}
+    ),
+    "selected outside only": Planted(
+        lambda p, q, mask: torch.where(mask, right(p, q), 0.0), "loss_with_mask", {"nan_from_padding"}
+    ),
+    "mask forgotten": Planted(
+        lambda p, q, mask: right(p, q), "loss_with_mask", {"padding_counts", "nan_from_padding"}
+    ),
+    "mean over padding": Planted(
+        lambda p, q, mask: masked(p, q, mask).mean(), "mean_loss_with_mask", {"padding_in_denominator"}
+    ),
+    "clamp before exp": Planted(
+        clamped_before, "loss", HALF_RIGHT, {"flat_value", "infinite_missed", "cancellation"}
+    ),
+    "clamp after exp": Planted(clamped_after, "loss", HALF_RIGHT | {"nan_gradient"}, {"flat_value"}),
+    "clamped reward": Planted(
+        lambda p, q: u_of(p, q).clamp(-3, 3), "reward", {"biased_value", "wrong_gradient", "flat_value"}
+    ),
+    "clamped far out": Planted(saturated, "reward", {"flat_value"}, {"infinite_missed"}),
+    "log q floored": Planted(
+        lambda p, q: kleash.kl(p, q.clamp(min=-20)),
+        WHOLE,
+        {"flat_value", "biased_value"},
+        {"infinite_missed"},
+    ),
+    "rounded before it upcasts": Planted(through_bfloat16, "loss", {"low_precision"}, {"biased_value"}),
+    "returned in bfloat16": Planted(lambda p, q: p - q, "reward", set(), {"low_precision"}),
+    "k1 in the loss": Planted(u_of, "loss", {"zero_gradient"}, {"negative_values"}),
+    "k3 in the loss": Planted(k3, "loss", {"wrong_gradient"}),
+    "abs in the loss": Planted(lambda p, q: u_of(p, q).abs(), "loss", {"biased_value", "wrong_gradient"}),
+    "k2 in the loss": Planted(lambda p, q: u_of(p, q).square() / 2, "loss", set(), {"biased_value"}),
+    "k3 as a reward": Planted(k3, "reward", {"wrong_gradient"}),
+    "k2 with the ratio attached": Planted(
+        lambda p, q, b: rho(p, b) * u_of(p, q).square() / 2,
+        "loss_with_behaviour",
+        {"biased_value", "wrong_gradient"},
+    ),
+    "k3 without its -1": Planted(
+        lambda p, q: (-u_of(p, q)).exp() + u_of(p, q), "loss", {"wrong_offset", "wrong_gradient"}
+    ),
+    "detached": Planted(lambda p, q: k3(p, q).detach(), "loss", {"detached"}),
+    "renormalised top-k": Planted(renormalised_top, WHOLE, {"truncated", "wrong_gradient"}),
+    "cross-entropy": Planted(
+        lambda p, q: -(up(p).exp() * up(q)).sum(-1), WHOLE, {"cross_entropy", "wrong_gradient", "nan_value"}
+    ),
+    "total variation": Planted(
+        lambda p, q: kleash.total_variation(p, q), WHOLE, {"other_divergence", "wrong_gradient"}
+    ),
+    "symmetric in name": Planted(
+        not_symmetric,
+        JEFFREYS,
+        {"other_divergence", "not_symmetric", "wrong_gradient", "nan_value"},
+    ),
+    "exp(t)(t - l)": Planted(textbook, WHOLE, NAN_AT_ZEROS, {"cancellation"}),
+    "probability twice": Planted(lambda p, q: up(p).exp() * u_of(p, q), "metric", {"weighted_twice"}),
+    "probabilities wanted": Planted(
+        lambda p, q: (up(p) * (up(p) / up(q)).log()).sum(-1),
+        replace(WHOLE, place="metric"),
+        {"takes_probabilities", "nan_value"},
+    ),
+    "probability space overflows": Planted(
+        lambda p, q: (
+            (up(p).exp() * (up(p).exp() / (up(q).exp() * 1e-30)).log()).sum(-1) - torch.tensor(1e30).log()
+        ),
+        replace(WHOLE, place="metric"),
+        {"infinite_value", "nan_value"},
+    ),
+    "reduced by batchmean": Planted(
+        partial(kl_div, reduction="batchmean"),
+        replace(CONVENTIONS["kl_div"], gives="mean"),
+        {"wrong_scale", "nan_value", "nan_gradient", "low_precision"},
+    ),
+    "F.kl_div": Planted(
+        kl_div, "kl_div", {"nan_value", "nan_gradient", "low_precision"}, arguments={"reduction": "none"}
+    ),
+    "F.kl_div, arguments swapped": Planted(
+        kl_div,
+        replace(WHOLE, gives="vocabulary"),
+        {"wrong_direction", "wrong_gradient", "nan_value", "low_precision"},
+        arguments={"reduction": "none", "log_target": True},
+    ),
+}
+
+
+def refuses_infinity(p: Tensor, q: Tensor) -> Tensor:
+    if not q.isfinite().all():
+        raise ValueError("q is not finite")
+    return right(p, q)
+
+
+FAULTS["refuses infinity"] = Planted(refuses_infinity, "loss", set(), {"cannot_be_called"})
