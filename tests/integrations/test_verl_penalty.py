@@ -1,9 +1,11 @@
 """Against the real verl, whose import takes some seconds."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 import warnings
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -164,6 +166,63 @@ def test_installed_verl_loses_its_clamp(installed, spelling, gradient):
     assert to_policy[0, 1] != 0, "verl's own clamp has no gradient here"
     with pytest.raises(ShapeError, match="verl hands over the sampled tokens"):
         imported_by_name(logprob, ref_logprob, "full")
+
+
+def packed(*numbers):
+    return torch.nested.as_nested_tensor([torch.tensor(numbers)], layout=torch.jagged)
+
+
+def test_verls_own_loss_function_trains_what_had_drifted(installed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors and verl's engines announce themselves
+        from tensordict import TensorDict
+        from verl.utils.tensordict_utils import assign_non_tensor
+        from verl.workers.config import ActorConfig
+        from verl.workers.utils.losses import ppo_loss
+
+        columns = {"response_mask": (1.0, 1.0), "old_log_probs": (-2.0, -5.0), "advantages": (0.0, 0.0)}
+        data = TensorDict(
+            {
+                "prompts": torch.ones(1, 1, dtype=torch.long),
+                "responses": torch.ones(1, 2, dtype=torch.long),
+                "attention_mask": torch.ones(1, 3, dtype=torch.long),
+                **{name: packed(*numbers) for name, numbers in columns.items()},
+                "ref_log_prob": packed(-1.5, -1.0),
+            },
+            batch_size=[1],
+        )
+        assign_non_tensor(data, dp_size=1, batch_num_tokens=2, global_batch_size=1)
+        config = ActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            use_kl_loss=True,
+            kl_loss_coef=1.0,
+            kl_loss_type="low_var_kl",
+        )
+        logprob = torch.tensor([-2.0, -5.0, 0.0], requires_grad=True)
+        loss, _ = ppo_loss(config, {"log_probs": logprob}, data)
+        (gradient,) = torch.autograd.grad(loss, logprob)
+    assert loss.item() == pytest.approx((0.1487213 + 49.598150) / 2)
+    assert gradient.tolist() == pytest.approx([-0.6487213 / 2, -53.598150 / 2, 0])
+
+
+def test_verls_own_reward_is_charged_what_had_drifted(installed, monkeypatch):
+    for absent in (
+        "uvicorn",
+        "fastapi",
+    ):  # what serves verl's rollouts, and is not needed to compute a reward
+        if importlib.util.find_spec(absent) is None:
+            monkeypatch.setitem(sys.modules, absent, MagicMock(__spec__=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from verl import DataProto
+        from verl.trainer.ppo.ray_trainer import apply_kl_penalty
+    columns = {"old_log_probs": (-2.0, -5.0), "ref_log_prob": (-1.5, -1.0), "token_level_scores": (0.0, 1.0)}
+    tensors = {name: torch.tensor([numbers]) for name, numbers in columns.items()}
+    data = DataProto.from_dict(tensors={**tensors, "response_mask": torch.ones(1, 2)})
+    charged, _ = apply_kl_penalty(data, installed.FixedKLController(0.1), kl_penalty="k3")
+    assert charged.batch["token_level_rewards"][0].tolist() == pytest.approx([-0.01487213, 1 - 4.9598150])
 
 
 def test_installed_by_the_environment_in_every_process(tmp_path):
