@@ -11,7 +11,7 @@ from textbook import textbook
 from torch.nn import functional
 
 from kleash.divergences import DIVERGENCES, jensen_shannon_record, kl, skew_kl_record
-from kleash.errors import OptionError, ShapeError, UnknownNameError, VocabularyMismatchError
+from kleash.errors import DetachedError, OptionError, ShapeError, UnknownNameError, VocabularyMismatchError
 from kleash.losses import distillation_loss, gkd_record
 from kleash.masking import masked_mean
 
@@ -76,6 +76,7 @@ def test_it_is_torch_kl_div_summed_over_the_vocabulary(temperature):
         torch.testing.assert_close(mine, theirs)
 
 
+@torch.no_grad()
 def test_what_the_reductions_of_torch_divide_by():
     """Only "sum" over the real tokens is a mean per token in the end; the others count padding or not even tokens."""
     teacher, student = (x.detach() for x in both(3))
@@ -96,6 +97,7 @@ def test_what_the_reductions_of_torch_divide_by():
     assert abs(per_token / (total / (batch * time)) - 1) > 0.01
 
 
+@torch.no_grad()
 def test_torch_kl_div_takes_nan_from_a_zero_target():
     teacher = torch.tensor([[0.0, 0.0, -torch.inf]])
     student = torch.tensor([[0.0, 1.0, 2.0]])
@@ -140,6 +142,7 @@ def test_what_is_masked_is_not_read_and_gets_no_gradient(which):
             assert slope[counts].abs().sum() > 0
 
 
+@torch.no_grad()
 def test_half_precision_is_computed_in_float32():
     teacher, student = (x.detach().bfloat16() for x in both(6, spread=4.0))
     student = (teacher.double() + 0.05 * student.double()).bfloat16()
@@ -149,6 +152,7 @@ def test_half_precision_is_computed_in_float32():
     torch.testing.assert_close(got, exact.float(), rtol=1e-3, atol=1e-7)
 
 
+@torch.no_grad()
 def test_the_ends_of_gkd_are_no_limits_of_it():
     logp, logq = both(7)[0].detach().log_softmax(-1)[0, :2]
     teacher, student, mask = logp.unsqueeze(0), logq.unsqueeze(0), torch.tensor([True])
@@ -196,12 +200,17 @@ def test_gkd_is_that_of_liger(weight):
     torch.testing.assert_close(got, liger.distillation_loss_fn(*flat[::-1], beta=weight, target=target))
 
 
-A = torch.zeros(SHAPE)
+A = torch.zeros(SHAPE, requires_grad=True)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (
+            lambda: distillation_loss(A.detach(), A.detach(), ALL),
+            DetachedError,
+            "student_logits carries no gradient",
+        ),
         (lambda: gkd_record(1.5), OptionError, "weight is 1.5; it is a share, from 0 to 1"),
         (lambda: gkd_record(math.nan), OptionError, "weight is nan"),
         (lambda: distillation_loss(A, A, ALL, temperature=0.0), OptionError, "temperature is 0.0"),

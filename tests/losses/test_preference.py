@@ -9,7 +9,7 @@ import torch
 from scipy.optimize import minimize
 
 from kleash.divergences import DIVERGENCES, alpha_record, kl, skew_kl_record
-from kleash.errors import OptionError, ShapeError, UnknownNameError
+from kleash.errors import DetachedError, OptionError, ShapeError, UnknownNameError
 from kleash.losses import dpo_loss, implicit_reward, response_log_ratio
 from kleash.losses.preference import NO_REWARD
 
@@ -101,6 +101,7 @@ def test_every_divergence_of_the_table_is_in_or_out_for_a_reason():
             )
 
 
+@torch.no_grad()
 def test_the_margin_by_hand():
     got = dpo_loss(torch.tensor([1.5, 0.0]), torch.tensor([-0.5, 0.0]), beta=0.5)
     assert got.loss.tolist() == pytest.approx([math.log1p(math.exp(-1.0)), math.log(2)])
@@ -127,6 +128,7 @@ def test_far_margins_neither_overflow_nor_lose_their_gradient(smoothing):
     assert slope.tolist() == pytest.approx([-0.5 * (1 - smoothing), 0.5 * smoothing])
 
 
+@torch.no_grad()
 def test_what_is_infinite():
     far = torch.tensor([torch.inf, -torch.inf, torch.inf, torch.nan])
     other = torch.tensor([0.0, 0.0, torch.inf, 0.0])
@@ -181,12 +183,17 @@ def test_log_ratios_on_pairs_of_somebody_else_are_no_kl():
     assert kl(p, q).item() == pytest.approx(0.8317766)
 
 
-ONE = torch.zeros(1)
+ONE = torch.zeros(1, requires_grad=True)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (
+            lambda: dpo_loss(torch.zeros(1), torch.zeros(1), beta=1.0),
+            DetachedError,
+            "chosen_log_ratio carries no gradient although gradients are enabled",
+        ),
         (lambda: dpo_loss(ONE, ONE, beta=0.0), OptionError, "beta is 0.0; give a finite number above 0"),
         (lambda: implicit_reward(ONE, beta=math.inf), OptionError, "beta is inf; give a finite"),
         (lambda: implicit_reward(ONE, beta=math.nan), OptionError, "beta is nan"),

@@ -59,6 +59,7 @@ def test_it_is_the_loss_of_trl(trl_loss, theirs, ours, beta_of_ours):
         torch.testing.assert_close(mine, other)
 
 
+@torch.no_grad()
 def test_smoothing_is_that_of_trl(trl_loss):
     """Its "aot" loss sorts margins within the batch; of one pair nothing is sorted and cDPO is left."""
     chosen, rejected = torch.tensor([0.4]), torch.tensor([1.9])

@@ -3,7 +3,7 @@
 from kleash.losses.aggregation import AGGREGATIONS, Aggregation, aggregate, count_of
 from kleash.losses.checks import require_log_probabilities
 from kleash.losses.control import ControlledLoss, controlled_kl_loss
-from kleash.losses.distillation import distillation_loss, gkd_record
+from kleash.losses.distillation import distillation_loss, gkd_record, top_k_distillation_loss
 from kleash.losses.divergence import divergence_loss
 from kleash.losses.latent import (
     ActiveUnits,
@@ -48,6 +48,7 @@ __all__ = [
     "response_log_ratio",
     "sampled_tail_loss",
     "tail_bucket_loss",
+    "top_k_distillation_loss",
     "top_k_from",
     "top_k_of",
 ]

@@ -1,12 +1,14 @@
 """Distillation: a divergence between a teacher's and a student's next-token distributions, per token."""
 
 import torch
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES, Divergence, at_temperature, jensen_shannon_record
 from kleash.divergences.exact import divergence as exact_divergence
 from kleash.errors import OptionError, ShapeError, VocabularyMismatchError
+from kleash.losses.surrogate import require_gradient
+from kleash.losses.top_k import tail_bucket_loss, top_k_from, top_k_of
 from kleash.masking import as_mask
 
 
@@ -46,6 +48,7 @@ def distillation_loss(
         ShapeError: if the others do.
         OptionError: if ``temperature`` is not a finite number above 0.
         UnknownNameError: if there is no such divergence.
+        DetachedError: if gradients are enabled and neither side carries one.
 
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), https://arxiv.org/abs/1503.02531
@@ -55,12 +58,56 @@ def distillation_loss(
     """
     counts = as_mask(mask)
     _require_pair(teacher_logits, student_logits, counts)
+    require_gradient(student_logits, teacher_logits, name="student_logits")
     logp, logq = (
         at_temperature(torch.where(counts.unsqueeze(-1), logits, 0.0), temperature)
         for logits in (teacher_logits, student_logits)
     )
     per_token = exact_divergence(divergence, logp, logq)
     return per_token * temperature**2 if times_temperature_squared else per_token
+
+
+def top_k_distillation_loss(
+    teacher_ids: Int[Tensor, "*tokens_i k"],
+    teacher_logp: Float[Tensor, "*tokens_t k"],
+    student_logits: Float[Tensor, "*tokens_s vocab"],
+    mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
+    *,
+    divergence: str | Divergence = "kl",
+    temperature: float = 1.0,
+) -> Float[Tensor, "*tokens_t"]:
+    """D(teacher || student) per token, at least: from the teacher's k likeliest tokens and one for all others.
+
+    ``tail_bucket_loss`` of the teacher's list and the same tokens of the student, in nats: never above
+    ``distillation_loss``, and not 0 while the student has mass elsewhere. The teacher's temperature is
+    that at which its log-probabilities were computed, over its whole vocabulary (a list cannot be brought to
+    another); divide the student's logits by the same one.
+
+    Args:
+        teacher_ids: distinct tokens, per position; what stands at masked positions (-1) is not read.
+        teacher_logp: their log-probabilities in the teacher's whole distribution, not renormalised.
+        student_logits: whole, the same vocabulary.
+        mask: true (or 1) for the positions that count; elsewhere value and gradient are 0.
+        divergence: a name of ``DIVERGENCES``, or a record.
+        temperature: divides the student's logits; that of the teacher's log-probabilities.
+
+    Raises:
+        ShapeError: if the shapes do not fit together.
+        OptionError: if ``temperature`` is not a finite number above 0.
+        UnknownNameError: if there is no such divergence.
+        DetachedError: if gradients are enabled and neither side carries one.
+    """
+    counts = as_mask(mask)
+    if not teacher_ids.shape[:-1] == teacher_logp.shape[:-1] == student_logits.shape[:-1] == counts.shape:
+        raise ShapeError(
+            f"teacher_ids are {tuple(teacher_ids.shape)}, teacher_logp {tuple(teacher_logp.shape)}, student_logits "
+            f"{tuple(student_logits.shape)} and the mask {tuple(counts.shape)}; give the same positions in all"
+        )
+    read = counts.unsqueeze(-1)
+    ids = torch.where(read, teacher_ids, 0)
+    student = at_temperature(torch.where(read, student_logits, 0.0), temperature)
+    teacher = top_k_from(ids, torch.where(read, teacher_logp, -torch.inf))
+    return tail_bucket_loss(teacher, top_k_of(student, ids), counts, divergence=divergence)
 
 
 def gkd_record(weight: float) -> Divergence:

@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.record import unchanged
 from kleash.errors import OptionError, ShapeError
+from kleash.losses.surrogate import require_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
@@ -130,6 +131,7 @@ def dpo_loss(
     Raises:
         ShapeError: if there are not as many rejected as chosen ones, one number each.
         OptionError: if ``label_smoothing`` is outside its range, or as ``implicit_reward``.
+        DetachedError: if gradients are enabled and neither log ratio carries one.
         UnknownNameError: if there is no such divergence.
 
     References:
@@ -146,6 +148,7 @@ def dpo_loss(
         raise OptionError(
             f"label_smoothing is {label_smoothing}; give the share of wrong labels, from 0 to below 0.5"
         )
+    require_gradient(chosen_log_ratio, rejected_log_ratio, name="chosen_log_ratio")
     chosen = implicit_reward(chosen_log_ratio, beta=beta, divergence=divergence)
     rejected = implicit_reward(rejected_log_ratio, beta=beta, divergence=divergence)
     loss = -logsigmoid(chosen - rejected)

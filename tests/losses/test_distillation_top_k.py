@@ -1,0 +1,104 @@
+"""Distillation from a teacher's top k: against the coarser distributions written out."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax, rel_entr
+
+from kleash.errors import DetachedError, ShapeError
+from kleash.losses import distillation_loss, top_k_distillation_loss
+
+K, VOCAB, TEMPERATURE = 3, 8, 1.6
+MASK = torch.tensor([[True, True], [True, False]])
+ALL = torch.ones(2, 2, dtype=torch.bool)
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(0)
+    teacher, student = 2 * torch.randn(2, 2, 2, VOCAB, dtype=torch.float64)
+    return teacher, student.requires_grad_()
+
+
+def head(teacher, k=K):
+    top = (teacher / TEMPERATURE).log_softmax(-1).topk(k)
+    return top.indices, top.values
+
+
+def coarse(logits, ids):
+    """The probabilities of the listed tokens, and one number for the rest."""
+    probs = np.exp(log_softmax(logits.detach().numpy() / TEMPERATURE, axis=-1))
+    listed = np.take_along_axis(probs, ids.numpy(), -1)
+    return np.concatenate([listed, 1 - listed.sum(-1, keepdims=True)], -1)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
+def test_all_other_tokens_are_one(pair, name):
+    teacher, student = pair
+    ids, logp = head(teacher)
+    p, q = coarse(teacher, ids), coarse(student, ids)
+    middle = (p + q) / 2
+    expected = {
+        "kl": rel_entr(p, q),
+        "reverse_kl": rel_entr(q, p),
+        "jensen_shannon": (rel_entr(p, middle) + rel_entr(q, middle)) / 2,
+    }[name].sum(-1)
+    got = top_k_distillation_loss(ids, logp, student, ALL, divergence=name, temperature=TEMPERATURE)
+    assert got.detach().numpy() == pytest.approx(expected, rel=1e-9)
+    whole = distillation_loss(teacher, student, ALL, divergence=name, temperature=TEMPERATURE)
+    assert (got < whole).all()
+
+
+def test_with_one_token_left_nothing_is_lost(pair):
+    teacher, student = pair
+    got = top_k_distillation_loss(*head(teacher, VOCAB - 1), student, ALL, temperature=TEMPERATURE)
+    whole = distillation_loss(teacher, student, ALL, temperature=TEMPERATURE)
+    torch.testing.assert_close(got, whole, rtol=1e-8, atol=1e-10)
+    for mine, theirs in zip(*(torch.autograd.grad(x.sum(), student) for x in (got, whole)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_the_gradient_agrees_with_finite_differences(pair):
+    teacher, student = pair
+    ids, logp = head(teacher)
+    assert torch.autograd.gradcheck(
+        lambda x: top_k_distillation_loss(ids, logp, x, ALL, temperature=TEMPERATURE), student
+    )
+
+
+def test_a_student_that_leaves_the_list_pays_for_it(pair):
+    """The renormalised list would be blind: within it, this student is the teacher."""
+    teacher, _ = pair
+    ids, logp = head(teacher)
+    elsewhere = teacher.scatter_add(-1, ids, torch.full_like(logp, -5.0)).requires_grad_()
+    got = top_k_distillation_loss(ids, logp, elsewhere, ALL, temperature=TEMPERATURE)
+    assert (got > 0.5).all()
+    (slope,) = torch.autograd.grad(got.sum(), elsewhere)
+    assert (slope.gather(-1, ids) < 0).all()
+
+
+def test_what_is_masked_is_not_read(pair):
+    teacher, student = pair
+    ids, logp = head(teacher)
+    clean = top_k_distillation_loss(ids, logp, student, ALL, temperature=TEMPERATURE)
+    read = MASK.unsqueeze(-1)
+    dirty = torch.where(read, student, torch.nan).detach().requires_grad_()
+    given = torch.where(read, ids, -1), torch.where(read, logp, torch.nan).requires_grad_()
+    got = top_k_distillation_loss(*given, dirty, MASK.int(), temperature=TEMPERATURE)
+    assert torch.equal(got, torch.where(MASK, clean, 0.0))
+    for slope in torch.autograd.grad(got.sum(), (dirty, given[1])):
+        assert slope.isfinite().all() and (slope[~MASK] == 0).all() and slope[MASK].abs().sum() > 0
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_what_is_refused(pair):
+    teacher, student = pair
+    ids, logp = head(teacher)
+    with pytest.raises(ShapeError, match=r"the mask \(2, 1\); give the same positions in all"):
+        top_k_distillation_loss(ids, logp, student, ALL[:, :1])
+    with pytest.raises(ShapeError, match=r"student_logits \(1, 2, 8\)"):
+        top_k_distillation_loss(ids, logp, student[:1], ALL)
+    with pytest.raises(ShapeError, match=r"p lists \(2, 2, 3\) tokens with \(2, 2, 2\) numbers"):
+        top_k_distillation_loss(ids, logp[..., :2], student, ALL)
+    with pytest.raises(DetachedError, match="carries no gradient"):
+        top_k_distillation_loss(ids, logp, student.detach(), ALL)
