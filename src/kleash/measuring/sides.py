@@ -108,11 +108,13 @@ def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256:
     """See that the cache holds all that will be scored, before anything is."""
     wanted = source_of(job, pair, sha256)
     there = stored.label.source
-    if there is not None and there.covers(wanted):
+    whole = len(stored.states) >= stored.contents.sequences
+    if whole and there is not None and there.covers(wanted):
         return
     missing, asked, first = stored.lacking(given_sequences(job, pair))
     if missing:
         raise ModelError(
             f"{stored.folder} lacks {missing} of the {asked} sequences of {wanted}, the first being {first}; it "
-            f"holds {stored.contents.sequences} of {there}; make another with kleash cache --{wanted.kind}"
+            f"holds {stored.contents.sequences} of {there}; make another: kleash cache --reference {job.reference} "
+            f"--{wanted.kind} {wanted.path}"
         )

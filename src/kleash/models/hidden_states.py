@@ -123,8 +123,11 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file = need("safetensors.torch", "models").save_file
 
     def save(unfinished: Path) -> None:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
         try:
             save_file(tensors, unfinished)
+            unfinished.chmod(mode)  # safetensors lets nobody else read what it writes
         except safetensors.SafetensorError as error:  # what it makes of an OSError
             number = errno.ENOSPC if NO_SPACE in str(error) else errno.EIO
             raise OSError(number, first_line(error)) from error

@@ -1,0 +1,440 @@
+"""``kleash cache``: what it keeps, that measuring with it is measuring without it, and what it refuses."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
+
+import kleash.records.atomic
+from kleash.cli import main
+from kleash.measuring import CacheJob, MeasureJob, Measurement, cache_reference, measure
+
+DOCUMENTS = [
+    "The sea was calm and the boat went out before the sun had come up.",
+    "She counted the birds on the wire, and then she counted them again, to be sure. Nobody knew why she did.",
+    "A long road leads out of the town; nobody remembers where it was meant to end. " * 2,
+    "It is said that the clock has never been right.",
+]
+WINDOWS: dict[str, Any] = {"window": 24, "stride": 16, "batch_tokens": 64}
+"""Fourteen windows in two shards."""
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(DOCUMENTS))
+    return path
+
+
+@pytest.fixture(scope="session")
+def cached(pair: tuple[Path, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cached") / "cache"
+    cache_reference(CacheJob(reference=str(pair[1]), text=str(text), out=str(out), **WINDOWS))
+    return out
+
+
+@pytest.fixture(scope="session")
+def plain(pair: tuple[Path, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same text measured without a cache."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    measured(pair, text, out)
+    return out
+
+
+def measured(pair: tuple[Path, Path], text: Path, out: Path, **more: Any) -> Measurement:
+    policy, reference = map(str, pair)
+    options = {"policy": policy, "reference": reference, "text": str(text), **WINDOWS, **more}
+    return measure(MeasureJob(out=str(out), **options))
+
+
+def columns(out: Path, kind: str = "tokens") -> dict[str, np.ndarray]:
+    table = pq.read_table(out / kind)
+    return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+
+
+def parts(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((out / "tokens").iterdir())}
+
+
+def numbers(out: Path) -> dict[str, Any]:
+    """All that a measurement says except when, how long, and that it was read from a cache."""
+    measured = json.loads((out / "measurement.json").read_text())
+    measured["job"].pop("reference_cache")
+    return {name: value for name, value in measured.items() if name not in ("seconds", "finished", "notes")}
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def said(error: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line that a command ends with which cannot be, without its "kleash: "."""
+    error.readouterr()
+    assert main([*map(str, words), "--quiet"]) == 2
+    line = error.readouterr().err
+    assert line.startswith("kleash: ") and line.count("\n") == 1, line
+    return line.removeprefix("kleash: ").strip()
+
+
+def options(**more: Any) -> list[str]:
+    return [word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def test_with_the_cache_the_same_bits(
+    pair: tuple[Path, Path], text: Path, cached: Path, plain: Path, tmp_path: Path
+) -> None:
+    before = contents(cached)
+    result = measured(pair, text, tmp_path / "run", reference_cache=str(cached), reference=str(cached))
+    assert parts(tmp_path / "run") == parts(plain) and len(parts(plain)) == 2
+    with_cache, without = numbers(tmp_path / "run"), numbers(plain)
+    with_cache["job"].pop("reference"), without["job"].pop("reference")
+    assert with_cache == without
+    assert with_cache["noise_floor"]["value"] > 0
+    assert any("is read from" in note and "not loaded" in note for note in result.notes)
+    assert contents(cached) == before, "a finished cache is only read"
+    rounded, exact = columns(tmp_path / "run", "alternatives.parquet"), columns(plain, "alternatives.parquet")
+    np.testing.assert_allclose(
+        rounded["probability_reference"], exact["probability_reference"], rtol=1e-4, atol=1e-6
+    )
+    assert (rounded["token_id_reference"] == exact["token_id_reference"]).mean() > 0.99
+
+
+def test_the_reference_is_never_loaded(
+    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kleash.models.networks as networks
+
+    asked: list[str] = []
+    load = networks._load_base
+
+    def counting(side: Any, role: str, *rest: Any) -> Any:
+        asked.append(role)
+        return load(side, role, *rest)
+
+    monkeypatch.setattr(networks, "_load_base", counting)
+    measured(pair, text, tmp_path / "run", reference_cache=str(cached))
+    assert asked == ["policy"]
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma2", "cohere"])
+def test_other_batches_and_float64_say_the_same(architecture: str, tmp_path: Path, text: Path) -> None:
+    """Heads with a softcap, a scale, or none; the oracle is the models' own logits in float64."""
+    policy, reference = tiny_pair(tmp_path, architecture)
+    cache = str(tmp_path / "cache")
+    cache_reference(CacheJob(reference=str(reference), text=str(text), out=cache, **WINDOWS))
+    out = tmp_path / "run"
+    measured((policy, reference), text, out, reference_cache=cache, batch_tokens=101, limit=3)
+    tokens = columns(out)
+    assert len(np.unique(tokens["prompt_id"])) == 3
+    checked = 0
+    for document in range(3):
+        ids = tiny_tokenizer()(DOCUMENTS[document])["input_ids"]
+        done = 1
+        for window in np.unique(tokens["sample_id"][tokens["prompt_id"] == document]):
+            rows = (tokens["prompt_id"] == document) & (tokens["sample_id"] == window)
+            context, here = ids[16 * window : done], tokens["token_id"][rows].tolist()
+            assert here == ids[done : done + len(here)]
+            z = [
+                double_logits(folder, [*context, *here])[len(context) - 1 : -1]
+                for folder in (policy, reference)
+            ]
+            logp, logq = (side.log_softmax(-1) for side in z)
+            exact = (logp.exp() * (logp - logq)).sum(-1)
+            np.testing.assert_allclose(tokens["kl_policy_reference"][rows], exact, rtol=2e-4, atol=2e-6)
+            token_logq = logq[range(len(here)), here]
+            np.testing.assert_allclose(tokens["logp_reference"][rows], token_logq, rtol=2e-5, atol=2e-5)
+            done += len(here)
+            checked += len(here)
+    assert checked == len(tokens["token_id"]) > 50
+
+
+def test_in_bfloat16_the_same_bits_and_the_gap_to_float32(
+    pair: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    job = CacheJob(reference=str(pair[1]), text=str(text), out=str(cache), dtype="bfloat16", **WINDOWS)
+    kept = cache_reference(job)
+    assert kept.hidden_bytes < kept.tokens * kept.hidden_size * 2 + 4096
+    assert kept.logits_bytes == kept.tokens * 320 * 2
+    measured(pair, text, tmp_path / "plain", dtype="bfloat16")
+    measured(pair, text, tmp_path / "run", dtype="bfloat16", reference_cache=str(cache))
+    assert parts(tmp_path / "run") == parts(tmp_path / "plain")
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
+    assert numbers(tmp_path / "run")["dtype_gap"]["value"] > 0
+
+
+def test_responses_and_another_temperature(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "rollouts.jsonl"
+    lines = [
+        {
+            "prompt_token_ids": [0, 40 + n],
+            "response_token_ids": [50 + n, 60, 70 + n],
+            "logprobs": [-1, -2, -3],
+        }
+        for n in range(5)
+    ]
+    lines.append({"messages": [{"role": "user", "content": "The sea"}], "response": " was calm"})
+    source.write_text("\n".join(map(json.dumps, lines)))
+    same = options(reference=pair[1], responses=source, batch_tokens=16)
+    cache = tmp_path / "cache"
+    assert main(["cache", *same, "--out", str(cache), "--temperature", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "in 6 sequences are cached in" in printed
+    assert f"kleash measure --policy POLICY --reference {pair[1]} --responses {source}" in printed
+    assert "--temperature 0.5" in printed and f"--reference-cache {cache}" in printed
+    for name, more in (("plain", []), ("run", ["--reference-cache", str(cache)])):
+        out = ["--out", str(tmp_path / name), "--temperature", "0.5", "--quiet"]
+        assert main(["measure", "--policy", str(pair[0]), *same, *out, *more]) == 0
+    assert parts(tmp_path / "run") == parts(tmp_path / "plain")
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
+    words = ["measure", "--policy", pair[0], *same, "--reference-cache", cache, "--out", tmp_path / "warm"]
+    assert main([*map(str, words), "--quiet"]) == 0
+    warm = numbers(tmp_path / "warm")
+    assert warm["noise_floor"] is None
+    assert any("no noise floor" in doubt and "--temperature 1 adds it" in doubt for doubt in warm["doubts"])
+    assert main(["cache", *same, "--out", str(cache), "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences"] == 6
+    words[-1] = tmp_path / "warmer"
+    assert main([*map(str, words), "--quiet"]) == 0
+    assert numbers(tmp_path / "warmer")["noise_floor"]["value"] >= 0
+
+
+def test_prompts_fill_what_the_policy_says(pair: tuple[Path, Path], cached: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(cached, cache)
+    source = tmp_path / "prompts.txt"
+    source.write_text("The sea\nA long road")
+    for name in ("first", "second"):
+        words = options(
+            policy=pair[0], reference=pair[1], prompts=source, max_new_tokens=5, out=tmp_path / name
+        )
+        assert main(["measure", *words, "--reference-cache", str(cache), "--quiet"]) == 0
+    assert len(list(cache.glob("part-*"))) == len(list(cached.glob("part-*"))) + 1
+    assert parts(tmp_path / "first") == parts(tmp_path / "second")
+
+
+def test_killed_and_given_again_it_is_the_same(
+    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "cache"
+    words = ["cache", *options(reference=pair[1], text=text, out=out, **WINDOWS), "--quiet"]
+    process = subprocess.Popen([sys.executable, "-m", "kleash", *words])
+    while not list(out.glob("part-*")):
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (out / "contents.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    (out / ".writing-part-x.safetensors").write_bytes(b"half")
+    assert main(words) == 0
+    assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
+    both = [{name: part[0] for name, part in contents(folder).items()} for folder in (out, cached)]
+    assert both[0] == both[1]
+
+
+def test_a_repeated_document_is_kept_once(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    source = tmp_path / "twice.txt"
+    source.write_text("\n\n".join([*DOCUMENTS, *DOCUMENTS]))
+    cache = tmp_path / "cache"
+    kept = cache_reference(CacheJob(reference=str(pair[1]), text=str(source), out=str(cache), **WINDOWS))
+    tokens = sum(len(tiny_tokenizer()(document)["input_ids"]) - 1 for document in DOCUMENTS)
+    assert kept.tokens == tokens
+    result = measured(pair, source, tmp_path / "run", reference_cache=str(cache))
+    assert result.counts.tokens == 2 * tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"limit": 4, "window": 32, "stride": 16}, "windows of 32 tokens every 16, the first 4"),
+        ({"window": 24, "stride": 24}, "windows of 24 tokens every 24"),
+    ],
+)
+def test_other_windows_are_refused_naming_both(
+    more: dict[str, int], message: str, pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    words = options(
+        policy=pair[0], reference=pair[1], text=text, out=tmp_path / "run", reference_cache=cached
+    )
+    line = said(capsys, "measure", *words, *options(**more))
+    assert f"{cached} lacks " in line and message in line
+    assert "windows of 24 tokens every 16" in line and "the first being prompt 0, sample" in line
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+
+
+def test_fewer_documents_than_asked_and_another_text(
+    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few"
+    cache_reference(CacheJob(reference=str(pair[1]), text=str(text), out=str(few), limit=2, **WINDOWS))
+    words = options(policy=pair[0], reference=pair[1], text=text, out=tmp_path / "run", **WINDOWS)
+    line = said(capsys, "measure", *words, "--reference-cache", few)
+    assert "the first being prompt 2, sample 0" in line and "the first 2, in batches" in line
+    assert main(["measure", *words, "--reference-cache", str(few), "--limit", "2", "--quiet"]) == 0
+    other = tmp_path / "other.txt"
+    other.write_text(f"{DOCUMENTS[3]}\n\nNobody came.")
+    words = options(policy=pair[0], reference=pair[1], text=other, out=tmp_path / "other", **WINDOWS)
+    line = said(capsys, "measure", *words, "--reference-cache", cached)
+    assert "lacks 1 of the 3 sequences of" in line and str(other) in line and str(text) in line
+    line = said(capsys, "cache", *options(reference=pair[1], text=other, out=cached, **WINDOWS))
+    assert f"{cached} holds hidden states of {text}" in line and f"the source is now {other}" in line
+
+
+def test_another_reference_dtype_or_tokenizer_is_refused(
+    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = options(text=text, out=tmp_path / "run", reference_cache=cached, **WINDOWS)
+    line = said(capsys, "measure", *options(policy=pair[0], reference=pair[0]), *out)
+    assert f"{cached} holds hidden states of {pair[1]} (fingerprint" in line
+    assert f"and the reference is {pair[0]} (fingerprint" in line
+    models = options(policy=pair[0], reference=pair[1])
+    line = said(capsys, "measure", *models, *out, "--dtype", "bfloat16")
+    assert ", float32) and the reference is" in line and ", bfloat16); give that reference" in line
+    line = said(capsys, "cache", *options(reference=pair[0], text=text, out=cached, **WINDOWS))
+    assert f"{cached} holds hidden states of {pair[1]}" in line
+    other = save_tiny(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["Ġthe"], vocabulary["Ġand"] = vocabulary["Ġand"], vocabulary["Ġthe"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    line = said(capsys, "measure", *options(policy=other, reference=pair[1]), *out)
+    assert "the tokenizers differ in 2 tokens" in line
+
+
+def test_damage_is_named(
+    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = options(policy=pair[0], reference=pair[1], text=text, **WINDOWS)
+    for name, expected in (
+        ("part", "is damaged; delete"),
+        ("head", "the head in"),
+        ("contents", "cannot be read as a part of a reference cache"),
+        ("reference", "cannot be read as a part of a reference cache"),
+    ):
+        broken = tmp_path / name
+        shutil.copytree(cached, broken)
+        victim = next(broken.glob(f"{name}*"))
+        victim.write_bytes(victim.read_bytes()[:-9])
+        line = said(
+            capsys, "measure", *models, *options(reference_cache=broken, out=tmp_path / f"run-{name}")
+        )
+        assert expected in line and str(broken) in line
+    wrong = tmp_path / "wrong"
+    shutil.copytree(cached, wrong)
+    first = next(wrong.glob("part-*"))
+    save_file({name: part + (name == "lengths") for name, part in load_file(first).items()}, first)
+    line = said(capsys, "measure", *models, *options(reference_cache=wrong, out=tmp_path / "run"))
+    assert "hidden states and a list of" in line
+    shutil.copytree(cached, tmp_path / "torn")
+    next((tmp_path / "torn").glob("part-*")).unlink()
+    line = said(capsys, "measure", *models, *options(reference_cache=tmp_path / "torn", out=tmp_path / "run"))
+    assert "of the 14 sequences" in line and "lacks" in line
+
+
+def test_a_cache_of_an_older_kleash_and_what_is_no_cache(
+    pair: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = options(reference=pair[1], text=text, **WINDOWS)
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "reference.json").write_text('{"path": "x", "fingerprint": "y", "dtype": "torch.float32"}')
+    line = said(capsys, "cache", *words, "--out", old)
+    assert line == (
+        f"{old} is a reference cache of schema None and this kleash reads 1; make it again with kleash cache, "
+        "in another folder"
+    )
+    line = said(capsys, "cache", *words, "--out", pair[0])
+    assert "holds safetensors and no reference.json, so it is no reference cache" in line
+    (tmp_path / "file").write_text("x")
+    assert "file cannot be written" in said(capsys, "cache", *words, "--out", tmp_path / "file")
+
+
+def test_nan_hidden_states_are_not_kept(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(pair[1], broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][tiny_tokenizer()(" sea")["input_ids"][1]] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    source = tmp_path / "p.txt"
+    source.write_text("A long road\n\nThe sea was calm")
+    line = said(capsys, "cache", *options(reference=broken, text=source, out=tmp_path / "cache"))
+    assert line.startswith(
+        f"the reference gives NaN or infinite hidden states for prompt 1, sample 0 ({source}"
+    )
+    assert not list((tmp_path / "cache").glob("part-*"))
+
+
+def test_a_full_disk_keeps_what_was_finished(
+    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    out = tmp_path / "cache"
+    sync = kleash.records.atomic.os.fsync
+
+    def full(descriptor: int) -> None:
+        if list(out.glob("part-*")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(kleash.records.atomic.os, "fsync", full)
+    words = ["cache", *options(reference=pair[1], text=text, out=out, **WINDOWS)]
+    line = said(capsys, *words)
+    assert line == (
+        f"no space is left in {out}; what was finished is kept: free some space and give the same command again "
+        f"with --out {out}"
+    )
+    assert len(list(out.glob("part-*"))) == 1 and not list(out.glob(".writing*"))
+    monkeypatch.undo()
+    assert main([*words, "--quiet"]) == 0
+    assert {path.name for path in out.glob("part-*")} == {path.name for path in cached.glob("part-*")}
+
+
+def test_one_writer_at_a_time_and_any_number_of_readers(
+    pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from filelock import FileLock
+
+    words = options(reference=pair[1], text=text, **WINDOWS)
+    with FileLock(cached / ".lock"):
+        line = said(capsys, "cache", *words, "--out", cached)
+        assert line == f"another process is writing {cached}; wait for it, or give another --out"
+        measured(pair, text, tmp_path / "run", reference_cache=str(cached))
+        (tmp_path / "new").mkdir()
+        with FileLock(tmp_path / "new" / ".lock"):
+            more = options(policy=pair[0], reference_cache=tmp_path / "new", out=tmp_path / "other")
+            line = said(capsys, "measure", *words, *more)
+    assert line.startswith(f"another process is writing {tmp_path / 'new'}; wait for it, or make the cache")
+
+
+def test_jobs_that_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = said(capsys, "cache", "--reference", tmp_path)
+    assert line == "say what the reference should read: --text or --responses"
+    assert "--stride 9 would leave tokens out" in said(capsys, "cache", "--window", 8, "--stride", 9)
+    assert "--batch-tokens must be at least 1" in said(capsys, "cache", "--batch-tokens", 0)
+    assert "there is no file" in said(capsys, "cache", "--text", tmp_path / "none.txt")
+    assert CacheJob().measurement().source == ("text", "shipped:text")
+    asked = CacheJob(reference="r", responses="x", revision_reference="v").measurement()
+    assert (asked.policy, asked.revision_policy, asked.source) == ("r", "v", ("responses", "x"))
