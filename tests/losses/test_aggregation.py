@@ -1,0 +1,138 @@
+"""Aggregation whose parts add up to the whole: micro-batches, two real processes, and what is logged."""
+
+import json
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from uneven_batch import data, of_rank, per_token, policy
+
+from kleash.errors import OptionError, ShapeError, UnknownNameError
+from kleash.losses import AGGREGATIONS, aggregate, count_of
+from kleash.masking import Mean
+
+VALUES = torch.tensor([[1.0, 2.0, torch.nan], [4.0, torch.inf, torch.nan], [torch.nan] * 3])
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+WAYS = {"token_mean": {}, "sequence_sum": {}, "sequence_mean": {}, "constant": {"length": 7}}
+every_way = pytest.mark.parametrize(("how", "options"), WAYS.items())
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "total", "count"),
+    [
+        ("token_mean", {}, 7, 3),
+        ("sequence_sum", {}, 7, 2),
+        ("sequence_mean", {}, 5.5, 2),
+        ("constant", {"length": 10}, 7, 20),
+    ],
+)
+def test_the_four_ways_by_hand(how, options, total, count):
+    mean = aggregate(VALUES, MASK, how, **options)
+    assert (mean.total.item(), mean.count.item()) == (total, count)
+    assert mean.value.item() == pytest.approx(total / count)
+    assert count_of(MASK.bool(), how, **options).item() == count
+
+
+def test_the_names():
+    assert list(AGGREGATIONS) == list(WAYS)
+    assert [way.sums_sequences for way in AGGREGATIONS.values()] == [True, True, False, True]
+    assert all(way.summary for way in AGGREGATIONS.values())
+    assert aggregate(VALUES, MASK).value == aggregate(VALUES, MASK, "token_mean").value
+
+
+@every_way
+def test_rows_that_fill_up_a_batch_move_nothing(how, options):
+    padded = aggregate(VALUES, MASK, how, **options)
+    bare = aggregate(VALUES[:2], MASK[:2], how, **options)
+    assert padded.value == bare.value
+
+
+@every_way
+def test_nothing_is_nan_without_a_gradient(how, options):
+    values = VALUES.clone().requires_grad_()
+    mean = aggregate(values, torch.zeros_like(MASK), how, **options)
+    assert mean.value.isnan()
+    mean.value.backward()
+    assert values.grad is not None and (values.grad == 0).all()
+    part = mean.share(count_of(MASK, how, **options))
+    assert part.item() == 0, "an empty part of a batch that is not empty"
+
+
+@every_way
+def test_the_gradient_stays_within_the_mask(how, options):
+    values = VALUES.clone().requires_grad_()
+    aggregate(values, MASK, how, **options).value.backward()
+    assert values.grad is not None and ((values.grad != 0) == MASK.bool()).all()
+
+
+def whole(how, options):
+    model, (features, logq, mask) = policy(), data()
+    loss = aggregate(per_token(model, features, logq, mask), mask, how, **options).value
+    loss.backward()
+    return loss.item(), model.weight.grad
+
+
+@every_way
+@pytest.mark.parametrize("cuts", [[3, 4], [1, 2, 4], [4, 1, 1, 1]])
+def test_uneven_micro_batches_are_the_whole_batch(how, options, cuts):
+    """Also one of them empty: row 3 has no token."""
+    model, parts = policy(), [part.split(cuts) for part in data()]
+    count = sum(count_of(mask, how, **options) for mask in parts[2])
+    logged = None
+    for features, logq, mask in zip(*parts, strict=True):
+        mean = aggregate(per_token(model, features, logq, mask), mask, how, **options)
+        mean.share(count).backward()
+        logged = mean.detached if logged is None else logged + mean.detached
+    value, slope = whole(how, options)
+    assert isinstance(logged, Mean) and logged.value.item() == pytest.approx(value, rel=1e-12)
+    assert not logged.total.requires_grad
+    torch.testing.assert_close(model.weight.grad, slope)
+
+
+@every_way
+def test_means_of_means_are_something_else(how, options):
+    """What the count is for: averaging the micro-batches' own means is off."""
+    model, parts = policy(), [part.split([1, 2, 4]) for part in data()]
+    for features, logq, mask in zip(*parts, strict=True):
+        (aggregate(per_token(model, features, logq, mask), mask, how, **options).value / 3).backward()
+    _, slope = whole(how, options)
+    assert (model.weight.grad - slope).norm() > 0.01 * slope.norm()
+
+
+def test_two_processes_are_the_whole_batch(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(of_rank, args=(port, 2, WAYS, tmp_path), nprocs=2, join=True)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        for how, options in WAYS.items():
+            value, slope = whole(how, options)
+            logged, gradient, own = found[how]
+            assert logged == pytest.approx(value, rel=1e-12)
+            torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), slope)
+            assert own < count_of(data()[2], how, **options), "the count of this rank alone stays its own"
+
+
+def test_one_process_needs_no_others():
+    mean = aggregate(torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, dtype=torch.bool))
+    alone = mean.across_ranks()
+    assert (alone.total.item(), alone.count.item(), alone.total.requires_grad) == (4, 4, False)
+
+
+def test_requests_that_mean_nothing(unhooked):
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(
+        UnknownNameError, match=r"no aggregation is called 'seq_mean'.*did you mean 'sequence_mean'"
+    ):
+        aggregate(x, mask, "seq_mean")
+    for length in (None, 0):
+        with pytest.raises(OptionError, match=f"length is {length}; give the number of tokens"):
+            aggregate(x, mask, "constant", length=length)
+    with pytest.raises(OptionError, match="length is 5, which 'token_mean' does not use"):
+        aggregate(x, mask, length=5)
+    with pytest.raises(ShapeError, match=r"per_token is \(2, 3\) and mask \(2, 2\)"):
+        aggregate(x, mask[:, :2])
+    with pytest.raises(ShapeError, match=r"give both as \[batch, time\]"):
+        aggregate(x[0], mask[0])

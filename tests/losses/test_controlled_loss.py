@@ -1,0 +1,160 @@
+"""The mixture of sampled and exact sums: unbiased in value and gradient, and never much noisier than either."""
+
+from itertools import product
+
+import pytest
+import torch
+from every_response import World, error, gradient
+
+from kleash.divergences import kl
+from kleash.errors import DetachedError, ShapeError
+from kleash.estimators import importance_weights
+from kleash.losses import controlled_kl_loss, future_kl_loss, kl_loss
+
+SMALL = World(vocab=2, steps=2, seed=4)
+
+
+def of_batch(world, table, rows, level=None):
+    """The loss of the responses with these indices."""
+    logp, logq = world.token_logp(table), world.token_logp(world.tables[1])
+    token_kl = kl(world.next_logp(table), world.next_logp(world.tables[1]))
+    weights = None
+    if level is not None:
+        mu = world.token_logp(world.tables[2])
+        weights = importance_weights(logp, mu, world.mask, level=level).values[rows]
+    return controlled_kl_loss(logp[rows], logq[rows], token_kl[rows], world.mask[rows], weights=weights)
+
+
+@pytest.mark.parametrize("level", [None, "prefix"])
+def test_neither_value_nor_gradient_is_biased_by_fitting(level):
+    """Over all 256 batches of four of the four responses."""
+    p, _, mu = SMALL.tables
+    drawn = SMALL.probability(p if level is None else mu)
+    batches = list(product(range(4), repeat=4))
+
+    def mean(table, keep=None):
+        total = 0.0
+        for batch in batches:
+            rows = list(batch)
+            loss = of_batch(SMALL, table, rows, level)
+            total = total + drawn[rows].prod() * loss.per_sequence.mean()
+            if keep is not None:
+                keep.append(loss.weight)
+        return total
+
+    weights = []
+    value = mean(p.requires_grad_(), weights)
+    torch.testing.assert_close(value, SMALL.sequence_kl(p))
+    assert error(torch.autograd.grad(value, p)[0], gradient(SMALL.sequence_kl, p)) < 1e-12
+    assert torch.stack(weights).std() > 0.1, "the weights must have been fitted for this to say anything"
+
+
+def test_weights_come_from_the_others():
+    """Each a is the regression on the other sequences, as written down."""
+    torch.manual_seed(0)
+    logp, logq = -torch.rand(2, 6, 4, dtype=torch.float64)
+    exact, mask = torch.rand(6, 4, dtype=torch.float64), torch.rand(6, 4) < 0.8
+    mask[2] = False
+    loss = controlled_kl_loss(logp.requires_grad_(), logq, exact, mask)
+    u = torch.where(mask, logp.detach() - logq, 0.0).sum(-1)
+    c = torch.where(mask, exact, 0.0).sum(-1)
+    torch.testing.assert_close((loss.sampled, loss.exact), (u, c))
+    for i in range(6):
+        others = [j for j in range(6) if j not in (i, 2)]
+        both = torch.stack([u[others], (u - c)[others]])
+        covariance = both.cov()
+        expected = 1.0 if i == 2 else (covariance[0, 1] / covariance[1, 1]).item()
+        assert loss.weight[i].item() == pytest.approx(expected)
+    torch.testing.assert_close(loss.per_sequence.detach(), u - loss.weight * (u - c))
+    assert loss.per_sequence[2] == 0
+
+
+def test_the_gradient_is_the_same_mixture():
+    torch.manual_seed(1)
+    logp, logq = -torch.rand(2, 5, 3, dtype=torch.float64)
+    logits = torch.randn(5, 3, 4, dtype=torch.float64)
+    mask = torch.ones(5, 3, dtype=torch.bool)
+    other = torch.randn(5, 3, 4, dtype=torch.float64).log_softmax(-1)
+
+    def gradients(make):
+        leaves = logp.clone().requires_grad_(), logits.clone().requires_grad_()
+        return torch.autograd.grad(
+            make(leaves[0], kl(leaves[1].log_softmax(-1), other)), leaves, allow_unused=True
+        )
+
+    a = controlled_kl_loss(
+        logp.requires_grad_(), logq, kl(logits.log_softmax(-1), other), mask
+    ).weight.unsqueeze(-1)
+    u = (logp - logq).detach()
+
+    def by_hand(x, d):
+        sampled = kl_loss(x, logq, mask) + future_kl_loss(x, u, mask)
+        return ((1 - a) * sampled + a * (d + future_kl_loss(x, d, mask))).sum()
+
+    got = gradients(lambda x, d: controlled_kl_loss(x, logq, d, mask).per_sequence.sum())
+    torch.testing.assert_close(got, gradients(by_hand))
+
+
+def test_the_pair_for_which_the_exact_sum_is_the_noisier_one():
+    """2000 responses in exact proportion: 500, 500, 10 and 990 of 00, 01, 10 and 11."""
+    p = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.01, 0.99]], dtype=torch.float64).log()
+    q = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64).log()
+    tokens = torch.tensor([[0, 0]] * 500 + [[0, 1]] * 500 + [[1, 0]] * 10 + [[1, 1]] * 990)
+    rows = torch.stack([torch.zeros(2000, dtype=torch.long), 1 + tokens[:, 0]], 1)
+    token_logp = p[rows].gather(-1, tokens.unsqueeze(-1)).squeeze(-1).requires_grad_()
+    token_logq = q[rows].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    loss = controlled_kl_loss(
+        token_logp, token_logq, kl(p[rows], q[rows]), torch.ones(2000, 2, dtype=torch.bool)
+    )
+    assert loss.sampled.mean().item() == pytest.approx(2.395450, abs=1e-6)
+    assert loss.exact.mean().item() == pytest.approx(2.395450, abs=1e-6)
+    assert loss.sampled.var(correction=0).item() == pytest.approx(3.31591, abs=1e-5)
+    assert loss.exact.var(correction=0).item() == pytest.approx(5.06974, abs=1e-5)
+    assert loss.weight.median().item() == pytest.approx(-0.718, abs=0.01)
+    best = loss.sampled + 0.718 * (loss.sampled - loss.exact)
+    assert best.var(correction=0).item() == pytest.approx(2.94458, abs=1e-4)
+    assert loss.per_sequence.var(correction=0).item() == pytest.approx(2.94458, rel=0.1)
+
+
+def test_too_few_the_same_and_the_infinite_take_the_exact_sum():
+    logp, logq = (
+        torch.tensor([[-1.0], [-2.0], [-0.5], [-3.0], [-1.1]]),
+        torch.tensor([[-2.0], [-1.0], [-0.1], [-2.5], [-1.0]]),
+    )
+    exact, mask = torch.tensor([[0.1], [0.2], [0.3], [0.4], [0.7]]), torch.ones(5, 1, dtype=torch.bool)
+    few = controlled_kl_loss(logp[:3].requires_grad_(), logq[:3], exact[:3], mask[:3])
+    assert (few.weight == 1).all()
+    torch.testing.assert_close(few.per_sequence.detach(), exact[:3, 0])
+    same = controlled_kl_loss(logp.requires_grad_(), logp.detach(), torch.zeros(5, 1), mask)
+    assert (same.weight == 1).all() and (same.per_sequence == 0).all()
+    ruled_out = logq.clone()
+    ruled_out[1], exact[1] = -torch.inf, torch.inf
+    loss = controlled_kl_loss(logp.detach().requires_grad_(), ruled_out, exact, mask)
+    assert loss.per_sequence[1] == torch.inf and loss.weight[1] == 1
+    assert loss.per_sequence[[0, 2, 3, 4]].isfinite().all() and (loss.weight[[0, 2, 3, 4]] != 1).all()
+
+
+def test_what_is_masked_is_not_read():
+    junk = torch.tensor([[-1.0, torch.nan], [-2.0, torch.inf], [-0.5, -torch.inf], [-0.7, torch.nan]])
+    mask = torch.tensor([[1, 0]] * 4)
+    clean = torch.where(mask.bool(), junk, -1.0)
+    weights = torch.where(mask.bool(), torch.tensor([[2.0]]), torch.nan)
+    logq = torch.tensor([[-1.5, 0.0]] * 4)
+    got, expected = (
+        controlled_kl_loss(x.requires_grad_(), logq, x.detach().square(), mask, weights=w)
+        for x, w in ((junk, weights), (clean, torch.full((4, 2), 2.0)))
+    )
+    torch.testing.assert_close(got.per_sequence, expected.per_sequence)
+    assert got.per_sequence.isfinite().all()
+    (slope,) = torch.autograd.grad(got.per_sequence.sum(), junk)
+    assert slope.isfinite().all() and (slope[:, 1] == 0).all()
+
+
+def test_requests_that_do_not_fit(unhooked):
+    x, mask = torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool)
+    with pytest.raises(DetachedError):
+        controlled_kl_loss(x, x, x, mask)
+    with pytest.raises(ShapeError, match=r"token_kl \(3, 1\)"):
+        controlled_kl_loss(x.clone().requires_grad_(), x, x[:, :1], mask)
+    with pytest.raises(ShapeError, match=r"token_logp is \(3,\); give all of them as \[batch, time\]"):
+        controlled_kl_loss(x[:, 0].clone().requires_grad_(), x[:, 0], x[:, 0], mask[:, 0])

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from kleash.errors import NotProbabilitiesError, ShapeError
+from kleash.losses import require_log_probabilities
+
+torch.manual_seed(0)
+LOGITS = 5 * torch.randn(4, 6, 50)
+LOGP = LOGITS.log_softmax(-1)[..., 7]
+ALL = torch.ones(4, 6, dtype=torch.bool)
+
+
+def refused(values, mask=ALL, name="token_logp"):
+    with pytest.raises(NotProbabilitiesError) as caught:
+        require_log_probabilities(values, mask, name)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_log_probabilities_pass(dtype):
+    assert require_log_probabilities(LOGP.to(dtype), ALL) is None
+    certain = LOGP.clone()
+    certain[0] = 0.0
+    certain[1, 1] = -torch.inf
+    assert require_log_probabilities(certain.to(dtype), ALL.int()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_do_those_that_were_subtracted_in_their_own_precision(dtype):
+    peaked = (6 * torch.eye(50) + torch.randn(50, 50)).to(dtype)
+    logp = peaked.diagonal() - peaked.logsumexp(-1)
+    assert require_log_probabilities(logp, torch.ones(50, dtype=torch.bool)) is None
+
+
+def test_probabilities():
+    said = refused(LOGP.exp(), name="ref_logp")
+    assert said.startswith("ref_logp lies between") and said.endswith("give their natural logarithms")
+
+
+def test_logits_and_losses():
+    assert "give log_softmax of the logits at the token" in refused(LOGITS[..., 7])
+    said = refused(-LOGP)
+    assert f"positive, up to {-LOGP.min():g}, at 24 of 24 tokens that count" in said
+
+
+def test_nan_and_infinity():
+    for junk in (torch.nan, torch.inf):
+        values = LOGP.clone()
+        values[1, 2] = values[0, 0] = junk
+        assert f"token_logp is {junk} at 2 of 24 tokens that count; mask them" in refused(values)
+
+
+def test_a_model_that_never_ran():
+    assert "token_logp is 0 at all 24 tokens that count" in refused(torch.zeros(4, 6))
+    assert require_log_probabilities(torch.zeros(1, 1), ALL[:1, :1]) is None
+
+
+def test_what_is_masked_is_not_read():
+    values, mask = LOGP.clone(), ALL.clone()
+    values[2, 3], mask[2, 3] = torch.nan, False
+    values[0, 0], mask[0, 0] = 1.0, False
+    assert require_log_probabilities(values, mask) is None
+    assert require_log_probabilities(torch.full((4, 6), torch.nan), ~ALL) is None
+    assert require_log_probabilities(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)) is None
+
+
+def test_shapes(unhooked):
+    with pytest.raises(ShapeError, match=r"old_logp \(4, 6\), mask \(4, 5\)"):
+        require_log_probabilities(LOGP, ALL[:, :5], "old_logp")
