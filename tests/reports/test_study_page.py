@@ -12,6 +12,7 @@ from synthetic_run import write_synthetic_run
 
 from kleash.auditing.study import estimator_study
 from kleash.records import Number
+from kleash.records.codec import decode
 from kleash.records.study import Study
 from kleash.reports.study import findings, fit_cells, row_cells, write_study
 from kleash.reports.study_charts import case_chart, densities_chart, noise_chart
@@ -109,6 +110,14 @@ def test_cells_say_what_the_numbers_are(study: Study) -> None:
     assert cells[5] == "–"
     infinite = Number(value=float("inf"), unit="nats", standard_error=float("nan"), ci95=(0.0, 0.0))
     assert row_cells(near, replace(near.row("k1"), value=infinite))[1] == "∞"
+
+
+def test_a_study_reads_back_as_it_was(study: Study) -> None:
+    assert decode(Study, json.loads(study.to_json())) == study
+    with pytest.raises(KeyError):
+        study.case("none")
+    with pytest.raises(KeyError):
+        study.cases[0].row("none")
 
 
 def test_findings_follow_the_numbers(study: Study) -> None:
