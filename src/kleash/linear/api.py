@@ -10,6 +10,7 @@ from torch import Tensor
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.linear import autograd
 from kleash.linear.checks import (
+    check_ids,
     check_side,
     check_temperature,
     check_tokens,
@@ -97,6 +98,11 @@ def linear_divergence(
         UnknownNameError: if there is no such divergence.
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl``.
     """
+    if torch.compiler.is_compiling():
+        from kleash.linear import ops
+
+        x = ops.given((hidden_p, head_p), (hidden_q, head_q), temperature, options)
+        return ops.linear_divergence(*x, ops.named(divergence))
     record = as_record(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     options = options or LinearOptions()
@@ -141,9 +147,17 @@ def token_statistics(
         ShapeError, OptionError, CannotRunError: as ``linear_kl``.
         VocabularyMismatchError: also if an id is outside the vocabulary.
     """
+    if torch.compiler.is_compiling():
+        from kleash.linear import ops
+
+        x = ops.given((hidden_p, head_p), (hidden_q, head_q), temperature, options)
+        return TokenStatistics(
+            *ops.token_statistics(*(t.detach() if isinstance(t, Tensor) else t for t in x), tokens)
+        )
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-        check_tokens(tokens, hidden_p, pair.p.vocabulary)
+        check_tokens(tokens, hidden_p)
+        check_ids(tokens, pair.p.vocabulary)
         flat = tokens.reshape(-1).to(torch.int64)
         options = options or LinearOptions()
         found = implementation(options).token_statistics(pair, flat, options)

@@ -103,8 +103,8 @@ def check_fit(hidden_p: Tensor, head_p: Head, hidden_q: Tensor, head_q: Head) ->
         raise CannotRunError(f"p is on {hidden_p.device} and q on {hidden_q.device}; move one of them")
 
 
-def check_tokens(tokens: Tensor, hidden: Tensor, words: int) -> None:
-    """Refuse ids that are not one for each hidden state, or not in the vocabulary."""
+def check_tokens(tokens: Tensor, hidden: Tensor) -> None:
+    """Refuse ids that are not one for each hidden state."""
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise ShapeError(f"tokens are {tokens.dtype}; give ids as integers")
     if tokens.shape != hidden.shape[:-1]:
@@ -115,6 +115,10 @@ def check_tokens(tokens: Tensor, hidden: Tensor, words: int) -> None:
         raise CannotRunError(
             f"tokens are on {tokens.device} and hidden states on {hidden.device}; move one of them"
         )
+
+
+def check_ids(tokens: Tensor, words: int) -> None:
+    """Refuse ids that are not in the vocabulary."""
     if tokens.numel() == 0:
         return
     least, most = int(tokens.min()), int(tokens.max())

@@ -63,19 +63,15 @@ class Head:
 
 def gathered(first: Head, second: Head) -> tuple[Head, Head]:
     """Both heads with their whole weight and bias on every rank; what they share is gathered once."""
-    whole: dict[int, Tensor | None] = {}
+    weight, bias = _whole(first.weight), _whole(first.bias)
+    weight_2 = weight if second.weight is first.weight else _whole(second.weight)
+    bias_2 = bias if second.bias is first.bias else _whole(second.bias)
+    return _with(first, weight, bias), _with(second, weight_2, bias_2)
 
-    def one(tensor: Tensor | None) -> Tensor | None:
-        if id(tensor) not in whole:
-            whole[id(tensor)] = _whole(tensor)
-        return whole[id(tensor)]
 
-    def both(head: Head) -> Head:
-        weight, bias = one(head.weight), one(head.bias)
-        same = weight is head.weight and bias is head.bias
-        return head if same else replace(head, weight=weight, bias=bias)
-
-    return both(first), both(second)
+def _with(head: Head, weight: Tensor | None, bias: Tensor | None) -> Head:
+    same = weight is head.weight and bias is head.bias
+    return head if same else replace(head, weight=weight, bias=bias)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

@@ -11,7 +11,7 @@ from kleash.divergences import Divergence
 from kleash.errors import CannotRunError, ShapeError
 from kleash.linear import autograd
 from kleash.linear.api import as_record, implementation
-from kleash.linear.checks import check_tokens, checked_pair
+from kleash.linear.checks import check_ids, check_tokens, checked_pair
 from kleash.linear.head import Head
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
@@ -90,6 +90,12 @@ def linear_divergence_loss(
         UnknownNameError: if there is no such divergence.
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl_loss``.
     """
+    if torch.compiler.is_compiling():
+        from kleash.linear import ops
+
+        x = ops.given((hidden_p, head_p), (hidden_q, head_q), temperature, options)
+        found = ops.linear_divergence_gradient(*x, ops.named(divergence), weights.detach(), ops.needed(x))
+        return LinearLoss(found[0], found[1].detach())
     record = as_record(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_weights(weights, hidden_p)
@@ -145,8 +151,16 @@ def linear_objective(
         ShapeError: also if the objective does not return one loss for each token.
         VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl_loss`` and ``token_statistics``.
     """
+    if torch.compiler.is_compiling():
+        from kleash.linear import ops
+
+        x = ops.given((hidden_p, head_p), (hidden_q, head_q), temperature, options)
+        terms = TokenTerms(*ops.token_terms(*x, tokens))
+        losses = objective(TokenTerms(*(t.reshape(-1) for t in terms)), slice(0, tokens.numel()))
+        return losses.sum(), TokenTerms(*(t.detach() for t in terms))
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    check_tokens(tokens, hidden_p, pair.p.vocabulary)
+    check_tokens(tokens, hidden_p)
+    check_ids(tokens, pair.p.vocabulary)
     options = options or LinearOptions()
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)

@@ -181,6 +181,6 @@ def plain_pulled_rows(zp: Tensor, zq: Tensor, ids: Tensor, c: TokenTerms) -> tup
     """The same by the specification and autograd; a term whose coefficient is 0 is left out."""
     with torch.enable_grad():
         rows = zp.detach().requires_grad_(), zq.detach().requires_grad_()
-        total = combined(terms_of_logits(*rows, ids), c)
+        total = combined(terms_of_logits(*rows, ids), c).sum()
         in_p, in_q = torch.autograd.grad(total, rows, allow_unused=True, materialize_grads=True)
     return in_p, in_q

@@ -89,7 +89,7 @@ def judged(
         terms = terms_of_logits(logits(leaves.p), logits(leaves.q), tokens)
         seen = TokenTerms(*(x.detach() for x in terms))
         loss, coefficients = asked(objective, seen, slice(0, pair.tokens))
-        found = derived(combined(terms, coefficients), given, needed)
+        found = derived(combined(terms, coefficients).sum(), given, needed)
     return Judged(loss, seen, found)
 
 

@@ -56,7 +56,8 @@ def asked(objective: Objective, terms: TokenTerms, where: slice) -> tuple[Tensor
     )
 
 
-def combined(terms: TokenTerms, coefficients: TokenTerms) -> Float[Tensor, ""]:
-    """The sum of the terms times their coefficients; a term whose coefficient is 0 is left out, NaN or not."""
-    parts = [(torch.where(c != 0, x, 0.0) * c).sum() for x, c in zip(terms, coefficients, strict=True)]
-    return torch.stack(parts).sum()
+def combined(terms: TokenTerms, coefficients: TokenTerms) -> Float[Tensor, " tokens"]:
+    """The sum of each token's terms times their coefficients; one whose coefficient is 0 is left out, NaN or not."""
+    return torch.stack(
+        [torch.where(c != 0, x, 0.0) * c for x, c in zip(terms, coefficients, strict=True)]
+    ).sum(0)

@@ -1,0 +1,261 @@
+"""What a caller that is being compiled sees: one opaque operation for each public function.
+
+Registered with torch as ``kleash::...``, so that ``torch.compile(fullgraph=True)`` takes them as they are and
+does not unroll the chunks. Everything an operation is given is a tensor, a number or a name; it is put together,
+checked and handed to an implementation when it runs. Eager callers do not come here.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from kleash.divergences import DIVERGENCES, Divergence
+from kleash.errors import CannotRunError
+from kleash.linear.api import implementation
+from kleash.linear.checks import check_ids, checked_pair, common_dtype
+from kleash.linear.head import Head, gathered
+from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.results import combined
+from kleash.linear.options import LinearOptions
+from kleash.linear.statistics import TokenStatistics, TokenTerms
+
+Given: TypeAlias = tuple[Any, ...]
+"""The arguments that all operations begin with."""
+COMMON = (
+    "Tensor hidden_p, Tensor? weight_p, Tensor? bias_p, Tensor hidden_q, Tensor? weight_q, Tensor? bias_q, "
+    "Tensor? temperatures, float[] numbers, bool[] shared, str impl, int buffer_bytes, str compile"
+)
+COUNT = 12
+DEFAULT = LinearOptions()
+
+
+def given(
+    p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor, options: LinearOptions | None
+) -> Given:
+    """Two models and the options, taken apart."""
+    options = DEFAULT if options is None else options
+    (hidden_p, head_p), (hidden_q, head_q) = p, q
+    shared = [hidden_p is hidden_q, head_p.weight is head_q.weight, head_p.bias is head_q.bias]
+    head_p, head_q = gathered(head_p, head_q)
+    number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
+    return (
+        *(hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias),
+        temperature if isinstance(temperature, Tensor) else None,
+        [number, head_p.scale, head_p.softcap or 0.0, head_q.scale, head_q.softcap or 0.0],
+        shared,
+        *(options.impl, options.buffer_bytes, str(options.compile)),
+    )
+
+
+def together(given: Given) -> tuple[Pair, LinearOptions, Any]:
+    """The two models, the options, and the implementation."""
+    hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile = given
+    number, scale_p, softcap_p, scale_q, softcap_q = numbers
+    head_p = Head(wp, bp, scale=scale_p, softcap=softcap_p or None)
+    head_q = Head(wp if shared[1] else wq, bp if shared[2] else bq, scale=scale_q, softcap=softcap_q or None)
+    options = LinearOptions(impl=impl, buffer_bytes=buffer_bytes, compile=compile)
+    temperature = number if temperatures is None else temperatures
+    pair = checked_pair((hp, head_p), (hp if shared[0] else hq, head_q), temperature)
+    return pair, options, implementation(options)
+
+
+@contextmanager
+def as_usual(device: str) -> Generator[None, None, None]:
+    """Inside an operation torch takes no derivatives at all; the implementations want one in a few places."""
+    core = cast("Any", torch)._C
+    guard = core._SetExcludeDispatchKeyGuard(core.DispatchKey.AutogradFunctionality, False)
+    with guard, torch.no_grad(), torch.autocast(device, enabled=False):
+        yield
+
+
+def needed(given: Sequence[Any]) -> list[bool]:
+    """Which of the six tensors require a gradient."""
+    return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in given[:6]]
+
+
+def named(divergence: str | Divergence) -> str:
+    """The name of a divergence.
+
+    Raises:
+        CannotRunError: if it has none: a record cannot be handed through a compiled graph.
+    """
+    if isinstance(divergence, str):
+        return divergence
+    for name, record in DIVERGENCES.items():
+        if record is divergence:
+            return name
+    raise CannotRunError(
+        "inside torch.compile a divergence is given by a name of DIVERGENCES, not as a record"
+    )
+
+
+def answered(gradients: Sequence[Tensor | None], given: Given) -> list[Tensor]:
+    """The gradients as an operation may return them: nothing is an empty tensor."""
+    kept = zip(gradients, given[:6], strict=True)
+    return [given[0].new_empty(0) if g is None else g.reshape(x.shape) for g, x in kept]
+
+
+def returned(gradients: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients as autograd wants them."""
+    return [g if needs else None for g, needs in zip(gradients, needs, strict=True)]
+
+
+def operation(name: str, more: str, result: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a function as ``kleash::name``."""
+    schema = f"({COMMON}{more}) -> {result}"
+
+    def register(function: Callable[..., Any]) -> Any:
+        make = cast("Any", torch.library.custom_op)
+        made = make(f"kleash::{name}", function, mutates_args=(), schema=schema)
+        made.register_fake(fake)
+        return made
+
+    return register
+
+
+def per_token(*x: Any) -> Tensor:
+    """An empty number for each token."""
+    return x[0].new_empty(x[0].shape[:-1], dtype=common_dtype(x[:6]))
+
+
+def for_each(needs: Sequence[bool], x: Sequence[Any]) -> list[Tensor]:
+    """Empty gradients."""
+    return [torch.empty_like(t) if n else x[0].new_empty(0) for t, n in zip(x[:6], needs, strict=True)]
+
+
+@operation("linear_divergence", ", str divergence", "Tensor", lambda *x: per_token(*x))
+def linear_divergence(*x: Any) -> Tensor:
+    """Values per token."""
+    pair, options, engine = together(x[:COUNT])
+    with as_usual(x[0].device.type):
+        return engine.divergence(pair, DIVERGENCES[x[COUNT]], options).reshape(x[0].shape[:-1])
+
+
+@operation(
+    "linear_divergence_gradient",
+    ", str divergence, Tensor weights, bool[] needed",
+    "(Tensor, Tensor, Tensor[])",
+    lambda *x: (x[0].new_empty((), dtype=common_dtype(x[:6])), per_token(*x), for_each(x[COUNT + 2], x)),
+)
+def linear_divergence_gradient(*x: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The weighted sum, values per token, and the gradients of the sum."""
+    name, weights, needs = x[COUNT:]
+    pair, options, engine = together(x[:COUNT])
+    with as_usual(x[0].device.type):
+        formed = engine.gradients(pair, DIVERGENCES[name], weights.reshape(-1), tuple(needs), options)
+    shares = torch.where(weights != 0, weights.to(formed.per_token.dtype), 0.0)
+    values = formed.per_token.reshape(weights.shape)
+    return (values * shares).sum(), values, answered(formed.gradients, x)
+
+
+@operation(
+    "token_statistics",
+    ", Tensor tokens",
+    "Tensor[]",
+    lambda *x: [
+        per_token(*x).to(torch.int64 if name in ("top1_p", "top1_q", "rank_q") else common_dtype(x[:6]))
+        for name in TokenStatistics._fields
+    ],
+)
+def token_statistics(*x: Any) -> list[Tensor]:
+    """The fields of TokenStatistics."""
+    tokens = x[COUNT]
+    pair, options, engine = together(x[:COUNT])
+    check_ids(tokens, pair.p.vocabulary)
+    with as_usual(x[0].device.type):
+        found = engine.token_statistics(pair, tokens.reshape(-1).to(torch.int64), options)
+    return [numbers.reshape(tokens.shape) for numbers in found]
+
+
+def nothing(terms: TokenTerms, rows: slice) -> Tensor:
+    """An objective that wants nothing."""
+    return torch.zeros_like(terms.kl)
+
+
+@operation(
+    "token_terms",
+    ", Tensor tokens",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    lambda *x: tuple(per_token(*x) for _ in range(4)),
+)
+def token_terms(*x: Any) -> tuple[Tensor, ...]:
+    """The fields of TokenTerms."""
+    tokens = x[COUNT]
+    pair, options, engine = together(x[:COUNT])
+    check_ids(tokens, pair.p.vocabulary)
+    flat = tokens.reshape(-1).to(torch.int64)
+    with as_usual(x[0].device.type):
+        found = engine.judged(pair, flat, nothing, (False,) * 6, options)
+    return tuple(numbers.reshape(tokens.shape) for numbers in found.terms)
+
+
+@operation(
+    "token_terms_gradient",
+    ", Tensor tokens, Tensor c_logp, Tensor c_logq, Tensor c_kl, Tensor c_entropy, bool[] needed",
+    "Tensor[]",
+    lambda *x: for_each(x[COUNT + 5], x),
+)
+def token_terms_gradient(*x: Any) -> list[Tensor]:
+    """The gradients of the sum of the terms times their coefficients."""
+    tokens, *coefficients, needs = x[COUNT:]
+    pair, options, engine = together(x[:COUNT])
+    flat = TokenTerms(*(c.reshape(-1) for c in coefficients))
+
+    def objective(terms: TokenTerms, rows: slice) -> Tensor:
+        return combined(terms, TokenTerms(*(c[rows] for c in flat)))
+
+    ids = tokens.reshape(-1).to(torch.int64)
+    with as_usual(x[0].device.type):
+        found = engine.judged(pair, ids, objective, tuple(needs), options)
+    return answered(found.gradients, x)
+
+
+def keep(ctx: Any, inputs: Given, output: Any) -> None:
+    """Keep what an operation was given."""
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    ctx.inputs = tuple(None if isinstance(x, Tensor) else x for x in inputs)
+    ctx.tensors = tuple(isinstance(x, Tensor) for x in inputs)
+
+
+def kept(ctx: Any) -> Given:
+    """What ``keep`` kept."""
+    saved = iter(ctx.saved_tensors)
+    return tuple(
+        next(saved) if is_tensor else x for is_tensor, x in zip(ctx.tensors, ctx.inputs, strict=True)
+    )
+
+
+def pull_values(ctx: Any, weights: Tensor) -> tuple[Any, ...]:
+    """The gradient of values per token: the logits again."""
+    x, needs = kept(ctx), list(ctx.needs_input_grad[:6])
+    found = linear_divergence_gradient(*x, weights, needs)[2]
+    return *returned(found, needs), *(None for _ in x[6:])
+
+
+def keep_gradients(ctx: Any, inputs: Given, output: Any) -> None:
+    """Keep the gradients that came with the loss."""
+    ctx.save_for_backward(*output[2])
+    ctx.count = len(inputs)
+
+
+def pull_loss(ctx: Any, weight: Tensor, *others: Any) -> tuple[Any, ...]:
+    """The gradient of a loss, which is there already."""
+    found = [g * weight for g in ctx.saved_tensors]
+    return *returned(found, ctx.needs_input_grad[:6]), *(None for _ in range(ctx.count - 6))
+
+
+def pull_terms(ctx: Any, *coefficients: Tensor) -> tuple[Any, ...]:
+    """The gradient of terms per token: the logits again."""
+    x, needs = kept(ctx), list(ctx.needs_input_grad[:6])
+    return *returned(token_terms_gradient(*x, *coefficients, needs), needs), *(None for _ in x[6:])
+
+
+for made, pull, keeps in (
+    (linear_divergence, pull_values, keep),
+    (linear_divergence_gradient, pull_loss, keep_gradients),
+    (token_terms, pull_terms, keep),
+):
+    made.register_autograd(pull, setup_context=keeps)
