@@ -12,7 +12,7 @@ at the line that says when and with what the page was made.
 import platform
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -31,8 +31,8 @@ what its words mean. Every line below comes out of the run that made this page; 
 
 - p is the policy (or the student), q the reference (or the teacher); `u = log p − log q` of a sampled token.
 - *Value* and *gradient* are expectations by exact enumeration: the divergence that the mean of the values is, and the
-  one that the mean of the gradients is the gradient of, for tokens sampled from p. *Off-policy* says which of the two
-  is something else where the tokens were sampled from another distribution.
+  one that the mean of the gradients is the gradient of, for tokens sampled from p. *Off-policy* is the same where they
+  were sampled from another distribution, without any weights but the function's own.
 - *Stands still* gives the log ratios at which the gradient is exactly zero, or, behind "value", those at which only
   the value no longer changes. For whole distributions it is the difference of two tokens' log-odds.
 - *Padding* and *bfloat16* say what happens if garbage or bfloat16 is handed over. A trainer that puts finite numbers
@@ -41,20 +41,25 @@ what its words mean. Every line below comes out of the run that made this page; 
 - A case that is meant to be another divergence than KL(p || q) says so in the name of its convention.
 """
 MADE = "Made on "
+SEQUENCES = "sequences"
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 
 
-def page(names: Iterable[str]) -> str:
+def audited(name: str) -> list[Audit]:
+    """The audits of everything that is known of a package."""
+    return list(audits_of(cases_of(name)))
+
+
+def page(names: Iterable[str], audits: Callable[[str], list[Audit]] = audited) -> str:
     """The text of the page, with the sections of these packages."""
     with_what = f"kleash {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     made = f"{MADE}{date.today().isoformat()} by `python tools/make_audit_page.py` with {with_what}."
-    return "\n".join([HEAD, made, "", *(section(name) for name in names)])
+    return "\n".join([HEAD, made, "", *(section(name, audits(name)) for name in names)])
 
 
-def section(name: str) -> str:
+def section(name: str, audits: Sequence[Audit]) -> str:
     """What there is to say about one package."""
     target = TARGETS[name]
-    audits = list(audits_of(cases_of(name)))
     shared = [note for note in audits[0].notes if all(note in audit.notes for audit in audits)]
     version = audits[0].versions[target.package]
     lines = [f"## {name}", "", f"{target.package} {version}. `kleash audit {name}`."]
@@ -69,42 +74,46 @@ def section(name: str) -> str:
 
 def table(audits: Sequence[Audit]) -> list[str]:
     """A row for each case."""
-    heads = (
-        "case",
-        "place",
-        "value",
-        "gradient",
-        "off-policy",
-        "stands still",
-        "edges",
-        "padding",
-        "near",
-        "bfloat16",
-    )
+    heads = ["case", "place", "value", "gradient", "value off-policy", "gradient off-policy"]
+    heads += ["stands still", "edges", "padding", "near", "bfloat16"]
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    return [*rows, *(f"| {' | '.join(cells(audit))} |" for audit in audits)]
+    return [*rows, *(f"| {' | '.join(cells(audit, len(heads)))} |" for audit in audits)]
 
 
-def cells(audit: Audit) -> list[str]:
+def cells(audit: Audit, columns: int) -> list[str]:
     """One row of the table."""
     kinds = {finding.kind for finding in audit.findings}
-    name = f"`{audit.target.partition(':')[2]}`"
+    found = [f"`{audit.target.partition(':')[2]}`", audit.place]
     if "cannot_be_called" in kinds:
-        return [name, audit.place, "cannot be called", *[""] * 7]
-    off = [what for what in ("value", "gradient") if f"off_policy_{what}" in kinds]
-    found = (
-        name,
-        audit.place,
-        audit.value,
-        audit.gradient or "–",
-        " and ".join(off) or "as on-policy",
+        return [*found, "cannot be called", *[""] * (columns - 3)]
+    found += [audit.value, audit.gradient or "–", value_off_policy(audit), gradient_off_policy(audit)]
+    found += [
         zones(audit),
         edges(audit),
         padding(kinds) if audit.masks else "–",
         near(audit),
         in_bfloat16(audit),
-    )
+    ]
     return [cell.replace("|", "\\|") for cell in found]
+
+
+def value_off_policy(audit: Audit) -> str:
+    """Whether the mean is still the claimed divergence, on the pairs of one token."""
+    rows = [row for row in audit.values if row.sampling == "off-policy" and row.world != SEQUENCES]
+    return "right" if all(abs(row.bias) <= 1e-3 * abs(row.exact) for row in rows) else "biased"
+
+
+def gradient_off_policy(audit: Audit) -> str:
+    """The divergence whose gradient it is on every pair of one token."""
+    rows = [row for row in audit.gradients if row.sampling == "off-policy" and row.world != SEQUENCES]
+    if not rows:
+        return "–"
+    if all(row.relative_size < 1e-6 for row in rows):
+        return "zero"
+    for target in dict.fromkeys(row.target for row in rows):
+        if all(row.relative_error < 1e-3 for row in rows if row.target == target):
+            return target
+    return "none of the table"
 
 
 def zones(audit: Audit) -> str:
@@ -125,8 +134,12 @@ def interval(low: float, high: float) -> str:
 
 def edges(audit: Audit) -> str:
     """On which extreme inputs something is wrong."""
-    wrong = [f"{row.case}: {row.problem}" for row in audit.edges if row.problem]
-    return "; ".join(wrong) or "fine"
+    wrong: dict[str, list[str]] = {}
+    for row in audit.edges:
+        if row.problem:
+            what = next((word for word in ("NaN", "finite") if f"is {word}" in row.problem), "another value")
+            wrong.setdefault(what, []).append(row.case)
+    return "; ".join(f"{what} where {', '.join(cases)}" for what, cases in wrong.items()) or "fine"
 
 
 def padding(kinds: set[str]) -> str:
@@ -158,7 +171,8 @@ def details(audit: Audit, shared: Sequence[str]) -> list[str]:
     lines = [f"### {audit.target}", "", f"Called as `{audit.summary}` ({audit.convention}), a {audit.place}."]
     if audit.arguments:
         lines[-1] += f" With {', '.join(f'`{key}={value}`' for key, value in audit.arguments.items())}."
-    lines[-1] += "".join(f" {note[0].upper()}{note[1:]}." for note in audit.notes if note not in shared)
+    own = [note.rstrip(".") for note in audit.notes if note not in shared]
+    lines[-1] += f" How: {'; '.join(own)}." if own else ""
     return [*lines, "", *(f"- {line}" for line in audit.verdict), ""]
 
 

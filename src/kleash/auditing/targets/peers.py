@@ -88,7 +88,10 @@ VERL = Target(
             for metric in ("kl", "k3_kl")
         ),
     ),
-    not_audited=("the Megatron and fused kernels need a GPU or packages that are not installed",),
+    not_audited=(
+        "k1, k2 and k3 apart: they are verl's other names for kl, mse and low_var_kl",
+        "the Megatron and fused kernels, which need a GPU or packages that are not installed",
+    ),
 )
 
 APPROX = "openrlhf.models.utils.compute_approx_kl"

@@ -1,0 +1,28 @@
+"""One situation in which every audited package is called, and what should come of it."""
+
+import pytest
+import torch
+from target_numbers import Numbers
+from torch import Tensor
+
+from kleash.auditing import Situation
+from kleash.auditing.situations import make_situation
+
+DRAWN = torch.Generator().manual_seed(3)
+
+
+def logits(spread: float) -> Tensor:
+    return spread * torch.randn(2, 3, 5, generator=DRAWN, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def situation() -> Situation:
+    """Two responses of three tokens, one of them masked; log ratios that no clamp of anybody's touches."""
+    tokens = torch.randint(5, (2, 3), generator=DRAWN)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    return make_situation(logits(0.6), logits(0.6), tokens, logits_behaviour=logits(0.6), mask=mask)
+
+
+@pytest.fixture(scope="module")
+def by_hand(situation: Situation) -> Numbers:
+    return Numbers(situation)

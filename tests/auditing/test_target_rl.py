@@ -1,0 +1,98 @@
+"""verl and OpenRLHF by name: the package's own code, called rightly, against formulas written out here."""
+
+import sys
+
+import pytest
+import torch
+from target_numbers import Numbers, close, mean, of
+
+from kleash.auditing import Situation, cases_of
+from kleash.auditing.targets.verl import kl_penalty
+
+VERL = {
+    "kl": (lambda u: u, lambda u: torch.ones_like(u)),
+    "abs": (lambda u: u.abs(), lambda u: u.sign()),
+    "mse": (lambda u: u * u / 2, lambda u: u),
+    "low_var_kl": (lambda u: (-u).exp() - 1 + u, lambda u: 1 - (-u).exp()),
+    "kl+": (lambda u: u, lambda u: u),
+    "abs+": (lambda u: u.abs(), lambda u: u),
+    "low_var_kl+": (lambda u: (-u).exp() - 1 + u, lambda u: u),
+}
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_verl_penalties_and_their_gradients(situation: Situation, by_hand: Numbers, name: str) -> None:
+    value, slope = VERL[name]
+    found, gradient = of(f"verl:{name}", situation)
+    close(found, value(by_hand.u))
+    close(gradient, slope(by_hand.u))
+    if not name.endswith("+"):
+        rewarded, nothing = of(f"verl:reward_{name}", situation)
+        close(rewarded, torch.where(situation.mask, -value(by_hand.u), 0.0))
+        close(nothing, torch.where(situation.mask, -slope(by_hand.u), 0.0))
+
+
+def test_verl_has_two_names_for_some(situation: Situation) -> None:
+    for one, other in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")):
+        pair = situation.token_logp, situation.token_logq
+        assert torch.equal(kl_penalty(*pair, kl_penalty=one), kl_penalty(*pair, kl_penalty=other))
+
+
+def test_verl_full_is_named_and_not_there(situation: Situation) -> None:
+    with pytest.raises(NotImplementedError):
+        of("verl:full", situation)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        ("token-mean", [1 / 5, 1 / 5]),
+        ("seq-mean-token-mean", [1 / 6, 1 / 4]),
+    ],
+)
+def test_verl_aggregations(situation: Situation, by_hand: Numbers, mode: str, weights: list[float]) -> None:
+    sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
+    close(of(f"verl:loss_{mode}", situation)[0], (sums * torch.tensor(weights)).sum(), 1e-7)
+
+
+def test_verl_sum_over_the_tokens_of_each_response(situation: Situation, by_hand: Numbers) -> None:
+    sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
+    close(of("verl:loss_seq-mean-token-sum", situation)[0], sums)
+
+
+def test_verl_distillation_drops_the_teachers_tail(situation: Situation) -> None:
+    q, top = situation.logq.exp().topk(2)
+    p = situation.logp.exp().gather(-1, top)
+    close(of("verl:distillation_topk", situation, "logits_p")[0], (q * (q / p).log()).sum(-1), 1e-6)
+
+
+def test_verl_rollout_metrics(situation: Situation, by_hand: Numbers) -> None:
+    close(of("verl:rollout_kl", situation)[0], mean(by_hand.u, situation.mask), 1e-6)
+    close(of("verl:rollout_k3_kl", situation)[0], mean(by_hand.k3, situation.mask), 1e-6)
+
+
+@pytest.mark.parametrize(("name", "verls"), [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")])
+def test_openrlhf_estimators_with_and_without_the_right_gradient(
+    situation: Situation, by_hand: Numbers, name: str, verls: str
+) -> None:
+    value, slope = VERL[verls]
+    found, gradient = of(f"openrlhf:{name}", situation)
+    close(found, value(by_hand.u), 1e-6)
+    close(gradient, slope(by_hand.u), 1e-6)
+    found, gradient = of(f"openrlhf:{name}_unbiased", situation)
+    close(found, value(by_hand.u), 1e-6)
+    close(gradient, by_hand.w * by_hand.u, 1e-6)
+
+
+def test_openrlhf_loss_and_reward(situation: Situation, by_hand: Numbers) -> None:
+    close(of("openrlhf:loss_by_token", situation)[0], mean(by_hand.u**2 / 2, situation.mask), 1e-6)
+    sums = torch.where(situation.mask, by_hand.u**2 / 2, 0.0).sum(-1)
+    close(of("openrlhf:loss_by_sample", situation)[0], (sums / torch.tensor([3, 2])).mean(), 1e-6)
+    close(of("openrlhf:reward_k1", situation)[0], -by_hand.u, 1e-6)
+
+
+def test_stand_ins_are_gone_and_said(situation: Situation) -> None:
+    (case,) = cases_of("openrlhf:k1")
+    assert any("deepspeed is not installed" in note for note in case.notes)
+    assert not {"deepspeed", "flash_attn", "pylatexenc"} & set(sys.modules)
+    assert case.versions.keys() == {"openrlhf"}
