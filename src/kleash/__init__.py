@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from kleash.estimators import sampled_kl as sampled_kl
     from kleash.linear import Head as Head
     from kleash.linear import LinearOptions as LinearOptions
+    from kleash.linear import linear_divergence as linear_divergence
+    from kleash.linear import linear_divergence_loss as linear_divergence_loss
     from kleash.linear import linear_kl as linear_kl
+    from kleash.linear import linear_kl_loss as linear_kl_loss
+    from kleash.linear import linear_objective as linear_objective
     from kleash.linear import token_statistics as token_statistics
     from kleash.losses import future_kl_loss as future_kl_loss
     from kleash.losses import kl_loss as kl_loss
@@ -60,7 +64,10 @@ HOMES = {
         *("jensen_shannon", "kl", "kl_from_probs", "kl_gaussian", "renyi", "skew_kl", "total_variation"),
     ),
     "estimators": ("ESTIMATORS", "importance_weights", "kl_bounds", "sampled_kl"),
-    "linear": ("Head", "LinearOptions", "linear_kl", "token_statistics"),
+    "linear": (
+        *("Head", "LinearOptions", "linear_divergence", "linear_divergence_loss", "linear_kl"),
+        *("linear_kl_loss", "linear_objective", "token_statistics"),
+    ),
     "losses": ("future_kl_loss", "kl_loss"),
     "masking": ("Mean",),
     "measuring": ("compare", "measure"),
