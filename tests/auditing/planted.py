@@ -1,8 +1,9 @@
 """KL implementations with one fault each, and some with none, as people write them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -81,9 +82,9 @@ class Planted(NamedTuple):
     convention: str | Convention
     faults: set[str]
     """The faults that the audit names, no more and no less."""
-    notes: set[str] = set()
+    notes: frozenset[str] | set[str] = frozenset()
     """Notes that it names too, among others."""
-    arguments: dict[str, Any] = {}
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
 WHOLE = CONVENTIONS["log_probabilities"]

@@ -1,7 +1,7 @@
 """What a given KL implementation, anyone's, really estimates and really differentiates."""
 
 from kleash.auditing.asking import audits_of, cases_of
-from kleash.auditing.conventions import CONVENTIONS, Convention
+from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
 from kleash.auditing.findings import FINDINGS, require_kinds
 from kleash.auditing.running import audit
 from kleash.auditing.situations import Situation
@@ -14,5 +14,6 @@ __all__ = [
     "audit",
     "audits_of",
     "cases_of",
+    "from_fields",
     "require_kinds",
 ]

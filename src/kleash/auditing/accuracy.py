@@ -101,7 +101,8 @@ def _formula(subject: Subject, estimator: str, is_claimed: bool) -> Formula:
     """The number for each sequence of one token, in the precision of the situation."""
     if not estimator and (not is_claimed or subject.convention.sees == "tokens"):
         return lambda s: subject.parts(s).sum(-1)
-    field = next((field for field in ("hidden_p", "logits_p", "logp") if reads(subject, field)), "token_logp")
+    fields = ("hidden_p", "logits_p", "probs_p", "logp")
+    field = next((field for field in fields if reads(subject, field)), "token_logp")
 
     def of(s: Situation) -> Tensor:
         if field == "token_logp":
@@ -120,6 +121,8 @@ def _whole(s: Situation, field: str) -> tuple[Tensor, Tensor]:
         return (s.hidden_p @ s.head_p.T).log_softmax(-1), (s.hidden_q @ s.head_q.T).log_softmax(-1)
     if field == "logits_p":
         return s.logits_p.log_softmax(-1), s.logits_q.log_softmax(-1)
+    if field == "probs_p":
+        return s.probs_p.log(), s.probs_q.log()
     return s.logp, s.logq
 
 

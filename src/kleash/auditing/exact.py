@@ -99,11 +99,17 @@ def quantity_values() -> Mapping[str, tuple[float, ...]]:
     )
 
 
+NO_GRADIENT_OF_THEIR_OWN = ("zero", "the entropy of q", "the cross-entropy of p under q")
+"""In p they have none, or that of KL(q || p)."""
+
+
 @cache
 def gradient_candidates() -> tuple[str, ...]:
     """Labels of the quantities that a gradient may turn out to be that of."""
     return tuple(
-        name for name, (kind, _) in quantities().items() if kind not in ("truncated", "weighted_twice")
+        name
+        for name, (kind, _) in quantities().items()
+        if kind not in ("truncated", "weighted_twice") and name not in NO_GRADIENT_OF_THEIR_OWN
     )
 
 

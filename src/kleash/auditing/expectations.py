@@ -104,7 +104,6 @@ class Expectations:
         candidates = {
             quantity: {world: token_gradient(world, sampling, quantity) for world in flowing}
             for quantity in gradient_candidates()
-            if quantity not in ("zero", "the entropy of q")
         }
         return name_gradients(flowing, candidates, self.claims)
 

@@ -47,8 +47,13 @@ def _zones(evidence: Evidence) -> list[Finding]:
 
 
 def _partial(zones: tuple[ZoneRow, ...]) -> tuple[ZoneRow, ...]:
-    """Without a zone that is everything: that is a constant, and has its own finding."""
-    return tuple(zone for zone in zones if not (zone.low in (-inf, 0.0) and zone.high == inf))
+    """Without a zone that is everything, a constant with its own finding, and what float32 forces far out."""
+    return tuple(
+        zone
+        for zone in zones
+        if not (zone.low in (-inf, 0.0) and zone.high == inf)
+        and not (zone.low > OVERFLOWS or zone.high < -OVERFLOWS)
+    )
 
 
 def _ranges(zones: tuple[ZoneRow, ...], tokens: bool) -> str:

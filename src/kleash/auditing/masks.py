@@ -32,8 +32,8 @@ FILLS: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 DIVIDES = "the mean divides by the padding too"
 
-OF_P = ("token_logp", "logp", "logits_p", "hidden_p")
-OF_Q = ("token_logq", "behaviour_logp", "logq", "logits_q", "hidden_q")
+OF_P = ("token_logp", "logp", "probs_p", "logits_p", "hidden_p")
+OF_Q = ("token_logq", "behaviour_logp", "logq", "probs_q", "logits_q", "hidden_q")
 
 
 def mask_rows(subject: Subject) -> tuple[MaskRow, ...]:

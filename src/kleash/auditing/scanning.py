@@ -41,11 +41,11 @@ def looker(subject: Subject, dtype: torch.dtype = torch.float32) -> Look:
 
 
 def grid(subject: Subject) -> Float64[Tensor, " points"]:
-    """Log ratios half a nat apart, none of them 0; a nat for a mean, which is called for each by itself.
+    """Log ratios half a nat apart, none of them 0; two for a mean, which is called for each by itself.
 
     With whole distributions both signs come at once, so that one side is enough.
     """
-    spacing = 2 * SPACING if subject.convention.gives == "mean" else SPACING
+    spacing = 4 * SPACING if subject.convention.gives == "mean" else SPACING
     positive = (torch.arange(int(REACH / spacing), dtype=torch.float64) + 0.5) * spacing
     return torch.cat([-positive.flip(0), positive]) if subject.convention.sees == "tokens" else positive
 
@@ -148,9 +148,16 @@ class Search:
     """Into how many parts to cut where a range ends, at each step."""
 
 
-def zones(search: Search, scan: Scan) -> tuple[ZoneRow, ...]:
-    """The ranges of the log ratio in which it holds, their ends found by cutting them ever finer."""
-    held = search.where(scan)
+def standing(scan: Scan) -> Bool[Tensor, " points"]:
+    """Where the value is that of a neighbour on the grid, on the same side of 0."""
+    u, values = scan.log_ratios, scan.values
+    same = (values[1:] == values[:-1]) & values[1:].isfinite() & (u[1:] * u[:-1] > 0)
+    nowhere = same.new_zeros(1)
+    return torch.cat([same, nowhere]) | torch.cat([nowhere, same])
+
+
+def zones(search: Search, scan: Scan, held: Bool[Tensor, " points"]) -> tuple[ZoneRow, ...]:
+    """The ranges of the log ratio that hold on the grid, their ends found by cutting them ever finer."""
     held[1:-1] |= held[:-2] & held[2:]  # one point between two others may differ by its rounding
     found: list[ZoneRow] = []
     start: int | None = None
@@ -206,7 +213,7 @@ def course(subject: Subject) -> Course:
     look = looker(subject)
     scan = look(grid(subject))
 
-    def search(where: Callable[[Scan], Tensor], of: str) -> tuple[ZoneRow, ...]:
+    def search(where: Callable[[Scan], Tensor], of: str, held: Tensor) -> tuple[ZoneRow, ...]:
         wanted = Search(
             look=look,
             where=where,
@@ -214,14 +221,14 @@ def course(subject: Subject) -> Course:
             both_signs=subject.convention.sees == "tokens",
             sections=2 if subject.convention.gives == "mean" else 16,
         )
-        return zones(wanted, scan)
+        return zones(wanted, scan, held)
 
     return Course(
         scan=scan,
-        dead=search(dead, "gradient"),
+        dead=search(dead, "gradient", dead(scan)),
         lost=lost(scan),
-        flat=search(lambda part: flat(part, look), "value"),
-        nan=search(broken, "gradient is NaN"),
+        flat=search(lambda part: flat(part, look), "value", standing(scan)),
+        nan=search(broken, "gradient is NaN", broken(scan)),
     )
 
 

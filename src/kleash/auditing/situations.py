@@ -24,6 +24,8 @@ class Situation:
     """Of the sampled tokens, under the distribution that they were drawn from."""
     logp: Float[Tensor, "sequences steps vocab"]
     logq: Float[Tensor, "sequences steps vocab"]
+    probs_p: Float[Tensor, "sequences steps vocab"]
+    probs_q: Float[Tensor, "sequences steps vocab"]
     logits_p: Float[Tensor, "sequences steps vocab"]
     """Not normalised."""
     logits_q: Float[Tensor, "sequences steps vocab"]
@@ -76,6 +78,8 @@ def make_situation(
         behaviour_logp=chosen(behaviour).to(dtype),
         logp=logp.to(dtype),
         logq=logq.to(dtype),
+        probs_p=logp.exp().to(dtype),
+        probs_q=logq.exp().to(dtype),
         logits_p=logits_p.to(dtype),
         logits_q=logits_q.to(dtype),
         hidden_p=(logits_p @ head_p).to(dtype),

@@ -1,0 +1,194 @@
+"""The audit's own numbers against sums written by hand with numpy and scipy."""
+
+import numpy as np
+import pytest
+import torch
+from planted import clamped_before, k3, rho, right, u_of
+from scipy.optimize import brentq
+from scipy.special import rel_entr, softmax
+
+from kleash.auditing import audit
+from kleash.auditing.exact import gradient_candidates, sequence_gradient, token_gradient
+from kleash.auditing.worlds import one_token_worlds, worlds
+
+
+def probabilities(name):
+    """p, q and the behaviour of a world, over one token."""
+    world = worlds()[name]
+    sides = (world.logits_p, world.logits_q, world.logits_behaviour)
+    return tuple(softmax(side.numpy(), axis=-1)[0] for side in sides)
+
+
+def value_row(found, world, sampling="on-policy", level="token"):
+    return next(r for r in found.values if (r.world, r.sampling, r.level) == (world, sampling, level))
+
+
+def gradient_row(found, world, target, sampling="on-policy"):
+    return next(r for r in found.gradients if (r.world, r.sampling, r.target) == (world, sampling, target))
+
+
+ONE_TOKEN = [world.name for world in one_token_worlds()]
+
+
+@pytest.fixture(scope="module")
+def of_k2():
+    return audit(lambda p, q: u_of(p, q).square() / 2, "loss")
+
+
+@pytest.fixture(scope="module")
+def of_k3():
+    return audit(k3, "loss")
+
+
+@pytest.mark.parametrize("name", ONE_TOKEN)
+@pytest.mark.parametrize("sampling", ["on-policy", "off-policy"])
+def test_bias_and_spread_are_the_moments_under_what_is_sampled(of_k2, name, sampling):
+    p, q, behaviour = probabilities(name)
+    drawn = p if sampling == "on-policy" else behaviour
+    k2 = np.log(p / q) ** 2 / 2
+    mean = (drawn * k2).sum()
+    row = value_row(of_k2, name, sampling)
+    assert row.exact == pytest.approx(rel_entr(p, q).sum(), rel=1e-9)
+    assert row.expected == pytest.approx(mean, rel=1e-9)
+    assert row.bias == pytest.approx(mean - rel_entr(p, q).sum(), rel=1e-6, abs=1e-12)
+    assert row.standard_deviation == pytest.approx(np.sqrt((drawn * (k2 - mean) ** 2).sum()), rel=1e-9)
+    assert row.lowest == pytest.approx(k2.min(), rel=1e-9)
+
+
+def test_the_two_samplings_differ():
+    for name in ONE_TOKEN:
+        p, q, behaviour = probabilities(name)
+        assert abs(p - behaviour).sum() > 0.02, "a dropped weight would hide"
+        assert abs(rel_entr(p, q).sum() / rel_entr(q, p).sum() - 1) > 3e-3, "a swap would hide"
+
+
+@pytest.mark.parametrize("name", ONE_TOKEN)
+def test_cosine_and_size_of_k3_against_the_divergences_gradients(of_k3, name):
+    """In the logits: k3 gives p - q; KL(p || q) gives p (u - KL); Jeffreys gives both."""
+    p, q, _ = probabilities(name)
+    u = np.log(p / q)
+    found, forward = p - q, p * (u - (p * u).sum())
+    for target, g in (
+        ("KL(q || p)", found),
+        ("KL(p || q)", forward),
+        ("KL(p || q) + KL(q || p)", found + forward),
+    ):
+        row = gradient_row(of_k3, name, target)
+        lengths = np.linalg.norm(found), np.linalg.norm(g)
+        assert row.cosine == pytest.approx(found @ g / lengths[0] / lengths[1], abs=1e-9)
+        assert row.relative_size == pytest.approx(lengths[0] / lengths[1], rel=1e-9)
+        assert row.relative_error == pytest.approx(np.linalg.norm(found - g) / lengths[1], rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ONE_TOKEN)
+def test_off_policy_k3_without_weights(of_k3, name):
+    """In the logits: the mean of (1 - q/p) grad log p over the behaviour."""
+    p, q, behaviour = probabilities(name)
+    weight = behaviour * (1 - q / p)
+    found = weight - p * weight.sum()
+    target = p - q
+    row = gradient_row(of_k3, name, "KL(q || p)", "off-policy")
+    lengths = np.linalg.norm(found), np.linalg.norm(target)
+    assert row.cosine == pytest.approx(found @ target / lengths[0] / lengths[1], abs=1e-9)
+    assert row.relative_size == pytest.approx(lengths[0] / lengths[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["near", "far"])
+def test_a_reward_multiplies_the_score(name):
+    """In the logits: the mean of k2 grad log p over p."""
+    p, q, _ = probabilities(name)
+    u = np.log(p / q)
+    weight = p * u**2 / 2
+    found, target = weight - p * weight.sum(), p * (u - (p * u).sum())
+    row = gradient_row(audit(lambda p, q: u_of(p, q).square() / 2, "reward"), name, "KL(p || q)")
+    assert row.cosine == pytest.approx(
+        found @ target / np.linalg.norm(found) / np.linalg.norm(target), abs=1e-9
+    )
+    assert row.relative_size == pytest.approx(np.linalg.norm(found) / np.linalg.norm(target), rel=1e-9)
+
+
+def enumerated(side):
+    """log-probability of each of the 27 responses, from the logits of 13 prefixes, by plain loops."""
+    logp = torch.log_softmax(side, -1).numpy()
+    total = {}
+    for a in range(3):
+        for b in range(3):
+            for c in range(3):
+                total[a, b, c] = logp[0, a] + logp[1 + a, b] + logp[4 + 3 * a + b, c]
+    return np.array(list(total.values()))
+
+
+def test_the_kl_of_whole_responses():
+    world = worlds()["sequences"]
+    logp, logq, logb = (enumerated(s) for s in (world.logits_p, world.logits_q, world.logits_behaviour))
+    exact = (np.exp(logp) * (logp - logq)).sum()
+    found = audit(lambda p, q, b: rho(p, b) * right(p, q), "loss_with_behaviour")
+    assert value_row(found, "sequences", "on-policy", "sequence").exact == pytest.approx(exact, rel=1e-9)
+    assert value_row(found, "sequences", "on-policy", "token").exact == pytest.approx(exact, rel=1e-9)
+    assert value_row(found, "sequences", "off-policy", "sequence").exact == pytest.approx(exact, rel=1e-9)
+    along = value_row(found, "sequences", "off-policy", "token")
+    assert along.expected == pytest.approx(along.exact, rel=1e-9)
+    assert abs(along.exact / exact - 1) > 0.01
+    by_numbers = world.masses("off-policy").numpy()
+    assert by_numbers == pytest.approx(np.exp(logb), rel=1e-9)
+
+
+def test_the_gradient_of_whole_responses_by_finite_differences():
+    world = worlds()["sequences"]
+    found = sequence_gradient("sequences", "kl")
+    logq, step = enumerated(world.logits_q), 1e-5
+
+    def kl(logits):
+        logp = enumerated(logits)
+        return (np.exp(logp) * (logp - logq)).sum()
+
+    for prefix, token in ((0, 0), (2, 1), (7, 2), (12, 0)):
+        nudge = torch.zeros_like(world.logits_p)
+        nudge[prefix, token] = step
+        slope = (kl(world.logits_p + nudge) - kl(world.logits_p - nudge)) / (2 * step)
+        assert found[prefix, token].item() == pytest.approx(slope, abs=1e-9)
+
+
+def test_the_gradient_along_sampled_prefixes_leaves_the_prefixes_alone():
+    """Each row is that of the next-token KL, times how often the prefix is reached."""
+    world = worlds()["sequences"]
+    p, q = (softmax(side.numpy(), axis=-1) for side in (world.logits_p, world.logits_q))
+    behaviour = softmax(world.logits_behaviour.numpy(), axis=-1)
+    u = np.log(p / q)
+    rows = p * (u - (p * u).sum(-1, keepdims=True))
+    for sampling, drawn in (("on-policy", p), ("off-policy", behaviour)):
+        reached = np.concatenate([[1.0], drawn[0], (drawn[0][:, None] * drawn[1:4]).ravel()])
+        found = token_gradient("sequences", sampling, "KL(p || q)").numpy()
+        assert found == pytest.approx(reached[:, None] * rows, abs=1e-12)
+
+
+@pytest.mark.parametrize("quantity", gradient_candidates())
+def test_no_two_candidates_are_alike(quantity):
+    """Else one could be taken for the other."""
+    mine = token_gradient("far", "on-policy", quantity)
+    for other in set(gradient_candidates()) - {quantity}:
+        theirs = token_gradient("far", "on-policy", other)
+        assert not torch.allclose(mine, theirs, rtol=1e-2), other
+
+
+def test_where_the_usual_clamp_dies():
+    """exp(x) - x - 1 reaches 10 at one positive x; on the other side x alone does, at 11."""
+    edge = brentq(lambda x: np.exp(x) - x - 1 - 10, 1, 5)
+    zones = [zone for zone in audit(clamped_before, "loss").zones if zone.of == "gradient"]
+    assert [(zone.low, zone.high) for zone in zones] == [
+        (-np.inf, pytest.approx(-edge, abs=1e-4)),
+        (pytest.approx(11.0, abs=1e-4), np.inf),
+    ]
+    assert edge == pytest.approx(2.61, abs=0.005)
+    assert [zone.value for zone in zones] == [10.0, 10.0]
+
+
+def test_digits_lost_by_the_plain_expression():
+    """The error of exp(-u) - 1 + u in float32 on the same float32 log-probabilities."""
+    found = audit(lambda p, q: (q - p).exp() - 1 + (p - q), "loss")
+    rows = [row for row in found.accuracy if row.dtype == "float32"]
+    assert [row.kl for row in rows] == pytest.approx([1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2], rel=0.05)
+    assert rows[0].relative_error > 0.1 > 1e-5 > rows[-1].relative_error
+    assert max(row.forced for row in rows) < 1e-6
+    careful = [row for row in audit(k3, "loss").accuracy if row.dtype == "float32"]
+    assert max(row.relative_error for row in careful) < 1e-6
