@@ -98,21 +98,27 @@ def cells(audit: Audit, columns: int) -> list[str]:
 
 
 def value_off_policy(audit: Audit) -> str:
-    """Whether the mean is still the claimed divergence, on the pairs of one token."""
-    rows = [row for row in audit.values if row.sampling == "off-policy" and row.world != SEQUENCES]
-    return "right" if all(abs(row.bias) <= 1e-3 * abs(row.exact) for row in rows) else "biased"
+    """Whether the mean is still the claimed divergence: of one token, and of responses by either level."""
+    rows = [row for row in audit.values if row.sampling == "off-policy"]
+    right = {(row.world, row.level): abs(row.bias) <= 1e-3 * abs(row.exact) for row in rows}
+    if not all(fits for (world, _), fits in right.items() if world != SEQUENCES):
+        return "biased"
+    long = [fits for (world, _), fits in right.items() if world == SEQUENCES]
+    return "right" if any(long) or not long else "right for one token"
 
 
 def gradient_off_policy(audit: Audit) -> str:
-    """The divergence whose gradient it is on every pair of one token."""
-    rows = [row for row in audit.gradients if row.sampling == "off-policy" and row.world != SEQUENCES]
+    """The divergence whose gradient it is on every pair."""
+    rows = [row for row in audit.gradients if row.sampling == "off-policy"]
     if not rows:
         return "–"
     if all(row.relative_size < 1e-6 for row in rows):
         return "zero"
-    for target in dict.fromkeys(row.target for row in rows):
-        if all(row.relative_error < 1e-3 for row in rows if row.target == target):
-            return target
+    long = any(row.relative_error < 1e-3 for row in rows if row.world == SEQUENCES)
+    for target in dict.fromkeys(row.target for row in rows if row.world != SEQUENCES):
+        chosen = [row for row in rows if row.target == target and row.world != SEQUENCES]
+        if all(row.relative_error < 1e-3 for row in chosen):
+            return target if long else f"{target} for one token"
     return "none of the table"
 
 

@@ -117,7 +117,7 @@ TRL = Target(
         ),
     ),
     not_audited=(
-        "OnlineDPOTrainer and AsyncGRPOTrainer only log a KL, inside their training step",
-        "the Triton kernels of chunked_divergence need a GPU; the PyTorch ones that stand in for them were run",
+        "OnlineDPOTrainer and AsyncGRPOTrainer, which only log a KL, inside their training step",
+        "the Triton kernels of chunked_divergence, which need a GPU; the PyTorch ones were run",
     ),
 )

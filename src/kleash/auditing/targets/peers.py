@@ -177,7 +177,7 @@ LIGER = Target(
         ),
     ),
     not_audited=(
-        "the Triton kernels (KLDiv, JSD, their fused linear forms, the Triton GRPO loss) need a GPU",
+        "the Triton kernels (KLDiv, JSD, their fused linear forms, the Triton GRPO loss), which need a GPU",
     ),
 )
 
