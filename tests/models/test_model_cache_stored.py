@@ -1,0 +1,244 @@
+"""A reference that is read from its cache: which one it is, what is in the folder, and the hub's word for it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_model_scoring import given
+from tiny_models import double_logits, save_tiny, tiny_adapter
+
+from kleash.errors import ModelError
+from kleash.measuring import CacheJob, cache_reference
+from kleash.models import (
+    Loading,
+    Pair,
+    ReferenceCache,
+    Sequence,
+    StoredReference,
+    finish,
+    finite_reader,
+    head_tensors,
+    load_beside,
+    load_pair,
+    load_reference,
+    save_rounding,
+    score,
+)
+from kleash.models.hidden_states import HiddenStates, key_of
+from kleash.records import CacheContents
+from kleash.records.job import MeasureJob
+
+
+def contents(**more: Any) -> CacheContents:
+    plain = {"sequences": 4, "tokens": 23, "hidden_size": 32, "hidden_bytes": 1, "head_bytes": 1}
+    rest = {"logits_bytes": 1, "context": 128, "scale": 1.0, "softcap": None, "notes": ()}
+    return CacheContents(**{**plain, **rest, **more})
+
+
+def made(folder: Path, reference: Path, sequences: list[Sequence]) -> StoredReference:
+    pair = load_reference(str(reference), None, Loading())
+    cache = ReferenceCache(folder, pair.reference)
+    cache.fill(finite_reader(pair.reference), sequences, 4096)
+    finish(folder, pair.reference, contents())
+    return StoredReference(folder)
+
+
+def beside(stored: StoredReference, policy: Path, reference: Path | str) -> Pair:
+    return load_beside(
+        stored, str(policy), str(reference), revision_policy=None, revision_reference=None, how=Loading()
+    )
+
+
+def test_it_scores_as_the_reference_does(folders, pair: Pair, tmp_path: Path) -> None:
+    policy, reference = folders("llama")
+    stored = made(tmp_path / "cache", reference, given())
+    assert StoredReference.is_in(tmp_path / "cache") and not StoredReference.is_in(tmp_path)
+    without = beside(stored, policy, tmp_path / "cache")
+    assert without.reference.network is None and without.reference.body is None
+    exact = score(pair, given())
+    found = score(without, given())
+    for name, values in exact.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    warm = score(without, given()[::-1], temperature=0.7, batch_tokens=9)
+    longest = given()[1]
+    logq = (double_logits(reference, [*longest.prompt_ids, *longest.response_ids])[:-1] / 0.7).log_softmax(-1)
+    wanted = logq[range(12), list(longest.response_ids)]
+    np.testing.assert_allclose(warm["logp_reference"][warm["prompt_id"] == 1], wanted, rtol=2e-5)
+    assert without.reference.record() == pair.reference.record()
+    assert without.context == pair.context
+
+
+def test_a_sequence_that_is_not_there_is_named(folders, tmp_path: Path) -> None:
+    stored = made(tmp_path, folders("llama")[1], given()[:3])
+    where = replace(given()[3], where="file, line 7")
+    assert stored.lacking([*given()[:3], where, where]) == (2, 5, "prompt 3, sample 0 (file, line 7)")
+    assert stored.lacking([]) == (0, 0, "")
+    with pytest.raises(ModelError, match=r"holds no hidden states of prompt 3, sample 0 \(file, line 7\)"):
+        stored.read([given()[0], where])
+
+
+def test_the_policy_itself_is_exactly_zero(folders, tmp_path: Path) -> None:
+    reference = folders("llama")[1]
+    pair = beside(made(tmp_path, reference, given()), reference, reference)
+    found = score(pair, given())
+    assert (found["kl_policy_reference"] == 0).all() and (found["total_variation"] == 0).all()
+
+
+def test_a_head_with_more_rows_is_cut_as_without_a_cache(folders, tmp_path: Path) -> None:
+    policy, reference = folders("llama")
+    wide = save_tiny(tmp_path / "wide", vocab_size=340)
+    cache = tmp_path / "cache"
+    stored = made(cache, wide, given())
+    assert load_file(cache / "head.safetensors")["weight"].shape == (340, 32)
+    found, exact = beside(stored, policy, wide), load_pair(str(policy), str(wide))
+    assert found.vocabulary == exact.vocabulary == 300
+    assert any("340 (reference) rows" in note for note in found.notes)
+    for name, values in score(exact, given()).items():
+        np.testing.assert_array_equal(score(found, given())[name], values, err_msg=name)
+    assert reference != wide
+
+
+def test_an_adapter_as_the_reference(folders, tmp_path: Path) -> None:
+    policy, base = folders("llama")
+    adapter = tiny_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "lm_head"])
+    cache = tmp_path / "cache"
+    kept = cache_reference(
+        CacheJob(reference=str(adapter), responses=str(rollouts(tmp_path)), out=str(cache), batch_tokens=64)
+    )
+    assert kept.notes == (f"the reference is the adapter {adapter} over {base}",)
+    found = beside(StoredReference(cache), policy, adapter)
+    exact = load_pair(str(policy), str(adapter))
+    sequences = list(sequences_of(tmp_path, exact))
+    for name, values in score(exact, sequences).items():
+        np.testing.assert_array_equal(score(found, sequences)[name], values, err_msg=name)
+    with pytest.raises(ModelError, match="holds hidden states of"):
+        beside(StoredReference(cache), policy, base)
+
+
+def rollouts(folder: Path) -> Path:
+    path = folder / "rollouts.jsonl"
+    lines = [{"prompt_token_ids": [0, 9 + n], "response_token_ids": [50 + n, 60]} for n in range(3)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def sequences_of(folder: Path, pair: Pair) -> Any:
+    from kleash.measuring.shards import given_sequences
+
+    return given_sequences(MeasureJob(policy="p", responses=str(rollouts(folder))), pair)
+
+
+def test_the_tokenizer_is_kept_and_the_weights_are_not(folders, tmp_path: Path) -> None:
+    stored = made(tmp_path, folders("llama")[1], given())
+    names = {path.name for path in (tmp_path / "tokenizer").iterdir()}
+    assert {"tokenizer.json", "config.json"} <= names
+    assert not any(name.endswith((".safetensors", ".index.json")) for name in names)
+    tokenizer = stored.tokenizer(False)
+    assert tokenizer("The sea")["input_ids"][0] == 0 and tokenizer.chat_template
+
+
+def test_anyone_may_read_the_files_who_may_read_the_folder(folders, tmp_path: Path) -> None:
+    made(tmp_path, folders("llama")[1], given())
+    modes = {
+        path.stat().st_mode & 0o777 for path in tmp_path.iterdir() if path.suffix in (".json", ".safetensors")
+    }
+    assert modes == {(tmp_path / "reference.json").stat().st_mode & 0o777}
+
+
+def test_rounding_belongs_to_a_temperature(folders, tmp_path: Path) -> None:
+    stored = made(tmp_path, folders("llama")[1], given())
+    assert stored.rounding("noise", 1.0) is None
+    save_rounding(tmp_path, "noise", 0.5, {"kl_policy_reference": np.array([0.25, 0.5])})
+    assert stored.rounding("noise", 0.5)["kl_policy_reference"].tolist() == [0.25, 0.5]
+    assert stored.rounding("noise", 1.0) is None and stored.rounding("gap", 0.5) is None
+
+
+@pytest.fixture
+def from_hub(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cache of someone/reference at commit aaaa…, and a hub that says what it is told to say."""
+    stored = made(tmp_path, folders("llama")[1], given())
+    there = replace(stored.label.reference, path="someone/reference", revision="a" * 40)
+    stored.label = replace(stored.label, reference=there)
+    says: dict[str, Any] = {}
+
+    class Api:
+        def model_info(self, name: str, revision: str | None) -> Any:
+            if says["commit"] is None:
+                raise OSError("offline")
+            says["asked"] = name, revision
+            return type("Info", (), {"sha": says["commit"]})
+
+    def nothing_here(name: str, **options: Any) -> str:
+        assert options["local_files_only"], "weights would have been fetched"
+        if says.get("local"):
+            return f"/hub/snapshots/{says['local']}"
+        raise OSError("not here")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", nothing_here)
+    return stored, says
+
+
+def test_a_hub_id_is_told_by_its_commit_and_never_fetched(from_hub) -> None:
+    stored, says = from_hub
+    says["commit"] = "a" * 40
+    stored.check("someone/reference", None, "auto")
+    assert says["asked"] == ("someone/reference", None)
+    says["commit"] = "b" * 40
+    with pytest.raises(ModelError, match=f"at commit {'a' * 40} and the reference is at {'b' * 40}"):
+        stored.check("someone/reference", "main", "auto")
+    says["commit"] = None
+    stored.check("someone/reference", "a" * 40, "float32")
+    with pytest.raises(ModelError, match="does not say which commit someone/reference is at"):
+        stored.check("someone/reference", None, "auto")
+    says["local"] = "a" * 40
+    stored.check("someone/reference", None, "auto")
+    with pytest.raises(ModelError, match="bfloat16"):
+        stored.check("someone/reference", None, "bfloat16")
+
+
+def test_a_folder_is_told_by_its_fingerprint(folders, tmp_path: Path) -> None:
+    policy, reference = folders("llama")
+    stored = made(tmp_path, reference, given())
+    stored.check(str(reference), None, "auto")
+    stored.check(str(tmp_path), None, "float32")
+    with pytest.raises(ModelError, match="give that reference, or another cache"):
+        stored.check(str(policy), None, "auto")
+    with pytest.raises(ModelError, match=r"float16\)"):
+        stored.check(str(tmp_path), None, "float16")
+
+
+def test_hidden_states_come_back_as_they_were_written(tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    parts = {bytes([n] * 16): torch.randn(n + 1, 8, generator=rng).to(torch.bfloat16) for n in range(5)}
+    first = HiddenStates(tmp_path)
+    first.write(dict(list(parts.items())[:2]))
+    first.write(dict(list(parts.items())[2:]))
+    for states in (first, HiddenStates(tmp_path)):
+        assert len(states) == 5 and states.tokens == 15
+        for key in [*parts, *reversed(parts)]:
+            assert torch.equal(states.get(key, len(parts[key])), parts[key])
+    assert bytes(16) in first and bytes([9] * 16) not in first
+    assert first.size_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_a_key_stands_for_tokens_and_where_they_are_cut() -> None:
+    (one,) = given(((5, 7),))
+    whole = one.prompt_ids + one.response_ids
+    keys = {key_of(replace(one, prompt_ids=whole[:n], response_ids=whole[n:])) for n in range(1, 12)}
+    assert len(keys) == 11
+    assert key_of(one) == key_of(replace(one, prompt_id=9, where="elsewhere")) in keys
+
+
+def test_what_of_a_head_is_kept(pair: Pair) -> None:
+    weight = pair.reference.head.weight
+    assert weight is not None
+    assert set(head_tensors(pair.reference.head)) == {"weight"}
+    both = head_tensors(replace(pair.reference.head, bias=torch.arange(len(weight)).float()))
+    assert both["bias"].tolist() == list(range(len(weight))) and torch.equal(both["weight"], weight)
