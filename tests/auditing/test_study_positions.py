@@ -125,3 +125,13 @@ def test_a_pair_that_agrees_has_no_gradient_to_miss():
         logits.log_softmax(-1), torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log(), (logits,)
     )
     assert {row.name for row in rows_of(near) if row.gradient_error == pytest.approx(1)} == {"k1"}
+
+
+def test_an_estimate_of_0_is_not_below_0():
+    logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+    logq = torch.tensor([[0.25, 0.25, 0.4, 0.1]], dtype=torch.float64).log()
+    shares = {
+        row.name: row.negative.value for row in rows_of(world_of(logits.log_softmax(-1), logq, (logits,)))
+    }
+    assert shares["k1"] == pytest.approx(0.25)
+    assert shares["k3"] == shares["k2"] == shares["exact"] == 0
