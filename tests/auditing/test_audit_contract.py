@@ -1,0 +1,154 @@
+"""What the audit says of the estimators is what ESTIMATORS promises and what the theory gives."""
+
+import pytest
+import torch
+from planted import rho, u_of
+
+import kleash
+from kleash.auditing import audit, from_fields
+from kleash.estimators import ESTIMATORS
+
+FOLLOWS = {
+    "zero": "zero",
+    "sum |p - q|": "sum |p - q|",
+    "KL(p || q)": "KL(p || q)",
+    "KL(q || p)": "KL(q || p)",
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimators_contract(name):
+    record = ESTIMATORS[name]
+    as_loss, as_reward = (audit(lambda p, q: record.of(u_of(p, q)), place) for place in ("loss", "reward"))
+    assert as_loss.estimator == as_reward.estimator == name
+    assert (as_loss.value == "KL(p || q)") is record.unbiased
+    assert ("negative_values" not in {f.kind for f in as_loss.findings}) is record.never_negative
+    assert as_loss.gradient == FOLLOWS[record.backpropagated]
+    assert (as_reward.gradient == "KL(p || q)") is record.right_as_reward
+
+
+def k(name):
+    return ESTIMATORS[name].of
+
+
+RIGHT = "KL(p || q)"
+HALF_SQUARE = "E_p (log p - log q)^2 / 2"
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "gradient", "off_policy_value", "off_policy_gradient"),
+    [
+        (lambda p, q, b: rho(p, b) * u_of(p, q), RIGHT, RIGHT, True, True),
+        (lambda p, q, b: rho(p, b) * k("k3")(u_of(p, q)), RIGHT, RIGHT, True, True),
+        (lambda p, q, b: rho(p, b).detach() * k("k2")(u_of(p, q)), HALF_SQUARE, RIGHT, True, True),
+        (lambda p, q, b: rho(p, b) * k("k2")(u_of(p, q)), HALF_SQUARE, HALF_SQUARE, True, None),
+        (lambda p, q, b: rho(p, b).detach() * k("k3")(u_of(p, q)), RIGHT, "KL(q || p)", True, None),
+        (lambda p, q, b: k("k2")(u_of(p, q)), HALF_SQUARE, RIGHT, False, False),
+        (lambda p, q, b: rho(p, p.detach()) * k("k3")(u_of(p, q)), RIGHT, RIGHT, False, False),
+    ],
+    ids=["rho k1", "rho k3", "sg(rho) k2", "rho k2", "sg(rho) k3", "k2", "r k3"],
+)
+def test_the_off_policy_forms(function, value, gradient, off_policy_value, off_policy_gradient):
+    found = audit(function, "loss_with_behaviour")
+    kinds = {finding.kind for finding in found.faults}
+    assert (found.value, found.gradient) == (value, gradient)
+    assert ("off_policy_value" not in kinds) is off_policy_value
+    if off_policy_gradient is not None:
+        assert ("off_policy_gradient" not in kinds) is off_policy_gradient
+
+
+def sequence_error(function, convention, sampling="on-policy"):
+    """Relative error against the gradient of the KL between whole responses."""
+    rows = audit(function, convention).gradients
+    return next(r.relative_error for r in rows if r.target.startswith("sequence") and r.sampling == sampling)
+
+
+SUMMED = from_fields("summed", "token_logp", "token_logq", "behaviour_logp", "mask", gives="sequence")
+EXACT = from_fields("exact", "logp", "logq", "token_logp", gives="sequence", sees="distributions")
+
+
+def reward_to_go(p, q, b, mask):
+    u = u_of(p, q).detach()
+    to_come = u.flip(-1).cumsum(-1).flip(-1)
+    return (p * to_come).sum(-1) + (u.sum(-1) - (p * to_come).sum(-1)).detach()
+
+
+def exact_with_future(logp, logq, token_logp):
+    each = kleash.kl(logp, logq)
+    later = each.detach().flip(-1).cumsum(-1).flip(-1) - each.detach()
+    return (each + token_logp * later).sum(-1)
+
+
+def prefix_weighted_k3(p, q, b, mask):
+    return ((p - b).cumsum(-1).exp() * k("k3")(u_of(p, q))).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "convention", "right"),
+    [
+        (reward_to_go, SUMMED, True),
+        (lambda p, q, b, mask: u_of(p, q).sum(-1).square() / 2, SUMMED, True),
+        (exact_with_future, EXACT, True),
+        (lambda logp, logq, _: kleash.kl(logp, logq).sum(-1), EXACT, False),
+        (lambda p, q, b, mask: k("k2")(u_of(p, q)).sum(-1), SUMMED, False),
+        (lambda p, q, b, mask: k("k3")(u_of(p, q)).sum(-1), SUMMED, False),
+        (lambda p, q, b, mask: (rho(p, b) * k("k3")(u_of(p, q))).sum(-1), SUMMED, False),
+        (prefix_weighted_k3, SUMMED, True),
+    ],
+    ids=["k1 to go", "(sum u)^2 / 2", "D and future", "sum D", "k2", "k3", "rho k3", "rho_1:t k3"],
+)
+def test_which_surrogates_have_the_gradient_of_whole_responses(function, convention, right):
+    error = sequence_error(function, convention)
+    assert (error < 1e-9) is right
+    assert right or error > 0.1
+
+
+@pytest.mark.parametrize(
+    ("function", "right"),
+    [(prefix_weighted_k3, True), (lambda p, q, b, mask: (rho(p, b) * k("k3")(u_of(p, q))).sum(-1), False)],
+    ids=["rho_1:t k3", "rho_t k3"],
+)
+def test_off_policy_only_prefix_weights_follow_whole_responses(function, right):
+    error = sequence_error(function, SUMMED, "off-policy")
+    assert (error < 1e-9) is right
+    assert right or error > 0.1
+
+
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
+def test_kleashs_weights_estimate_what_they_say(level):
+    def function(p, q, b, mask):
+        weights = kleash.importance_weights(p.detach(), b, mask, level=level).values
+        return kleash.kl_loss(p, q, mask, estimator="k1", weights=weights)
+
+    found = audit(function, "loss_with_behaviour_and_mask")
+    along = (
+        "of the next token along the behaviour's prefixes" if level == "token" else "between whole responses"
+    )
+    if level == "sequence":
+        rows = {r.level: r for r in found.values if r.world == "sequences" and r.sampling == "off-policy"}
+        assert rows["sequence"].bias == pytest.approx(0, abs=1e-12)
+    assert f"Off-policy its value is KL(p || q) {along}." in found.verdict
+
+
+def test_a_gradient_that_is_masked_far_out_is_dead_though_the_value_is_not_flat():
+    def function(p, q):
+        u = u_of(p, q)
+        return torch.where(u.abs() < 9, u, u.detach()).square() / 2
+
+    found = audit(function, "loss")
+    assert {"dead_gradient"} <= {finding.kind for finding in found.faults}
+    assert not [zone for zone in found.zones if zone.of == "value"]
+    assert [(z.low, z.high) for z in found.zones] == [
+        (-torch.inf, pytest.approx(-9, abs=1e-4)),
+        (pytest.approx(9, abs=1e-4), torch.inf),
+    ]
+
+
+def test_a_gradient_rounded_away_is_told_from_a_clamp():
+    """r k3 is a difference of two numbers of the size of q / p, and float32 has 24 bits."""
+    found = audit(lambda p, q: (p - p.detach()).exp() * k("k3")(p - q), "loss")
+    zone = next(zone for zone in found.zones if zone.of == "gradient is rounded away")
+    assert -100 < zone.low < -80 and -22 < zone.high < -17
+    assert "dead_gradient" not in {finding.kind for finding in found.findings}
+    nan = next(zone for zone in found.zones if zone.of == "gradient is NaN")
+    assert nan.high == pytest.approx(-torch.tensor(torch.finfo(torch.float32).max).log().item(), abs=1e-3)

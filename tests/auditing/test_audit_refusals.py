@@ -1,0 +1,183 @@
+"""What cannot be audited gives one sentence, and what an audit says can be stored."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from math import inf, isnan, nan
+
+import pytest
+import torch
+from planted import clamped_after, masked, right, textbook
+
+import kleash
+from kleash.auditing import CONVENTIONS, FINDINGS, Convention, audit
+from kleash.auditing.conventions import convention_called
+from kleash.auditing.naming import MODEST, name_values
+from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, UnknownNameError
+from kleash.records import Audit, EdgeRow, Finding
+
+
+def in_place(p, q):
+    raise RuntimeError("nothing\nto see")
+
+
+@pytest.mark.parametrize(
+    ("function", "convention", "error", "words"),
+    [
+        (lambda p: p, "loss", CannotRunError, ["TypeError", "takes 1 positional argument", "'loss'"]),
+        (in_place, "loss", CannotRunError, ["in_place raised RuntimeError: nothing when called"]),
+        (lambda p, q: 3.0, "loss", CannotRunError, ["returned float", "tensor of floating-point"]),
+        (lambda p, q: (p - q).long(), "loss", CannotRunError, ["torch.int64"]),
+        (lambda p, q: None, "loss", CannotRunError, ["NoneType"]),
+        (lambda p, q: (p - q).mean(), "loss", ShapeError, ["returned ()", "(8, 1)", "reduction"]),
+        (lambda p, q: p - q, "mean_loss", ShapeError, ["returned (1, 1)", "()"]),
+        (kleash.kl, "loss_with_mask", CannotRunError, ["kleash.divergences", "kl"]),
+        (right, "los", UnknownNameError, ["'los'", "did you mean 'loss'"]),
+    ],
+)
+def test_a_function_that_does_not_fit_gives_a_sentence(function, convention, error, words):
+    with pytest.raises(error) as caught:
+        audit(function, convention)
+    text = str(caught.value)
+    assert all(word in text for word in words), text
+    assert "\n" not in text and not text.endswith(".")
+    assert isinstance(caught.value, KleashError)
+
+
+def test_what_cannot_be_called_at_all_is_refused(unhooked):
+    with pytest.raises(CannotRunError, match="3 cannot be called; give the function"):
+        audit(3, "loss")
+
+
+def test_a_missing_argument_can_be_bound():
+    def scaled(p, q, *, scale):
+        return scale * right(p, q)
+
+    with pytest.raises(CannotRunError, match="scale"):
+        audit(scaled, "loss")
+    found = audit(scaled, "loss", arguments={"scale": 1.0})
+    assert found.arguments == {"scale": "1.0"}
+    assert found.value == "KL(p || q)"
+    assert audit(scaled, "loss", arguments={"scale": 2.0}).value == "2 x KL(p || q)"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"place": "lost"}, "loss, reward, metric"),
+        ({"gives": "all"}, "vocabulary, token, sequence, mean"),
+        ({"sees": "nothing"}, "tokens, distributions, hidden"),
+        ({"sign": 0}, "1, -1"),
+    ],
+)
+def test_a_convention_that_means_nothing_is_refused(wrong, words, unhooked):
+    with pytest.raises(OptionError, match=words):
+        replace(CONVENTIONS["loss"], **wrong)
+
+
+def test_a_convention_claims_a_divergence_of_the_table():
+    with pytest.raises(UnknownNameError, match="did you mean 'kl'"):
+        replace(CONVENTIONS["loss"], claims="kll")
+
+
+def test_conventions_are_found_by_their_own_name():
+    assert all(
+        convention_called(name) is record and record.name == name for name, record in CONVENTIONS.items()
+    )
+    assert all(record.summary.startswith("f(") for record in CONVENTIONS.values())
+    assert all(record.takes_mask is ("mask" in name) for name, record in CONVENTIONS.items())
+    assert all(record.takes_behaviour is ("behaviour" in name) for name, record in CONVENTIONS.items())
+
+
+def test_a_convention_of_ones_own():
+    swapped = Convention(name="swapped", summary="f(q, p)", call=lambda f, s: f(s.token_logq, s.token_logp))
+    found = audit(lambda q, p: right(p, q), swapped, name="ours")
+    assert (found.target, found.convention, found.summary) == ("ours", "swapped", "f(q, p)")
+    assert not found.faults
+
+
+def test_its_name_is_where_it_was_defined():
+    assert audit(textbook, "log_probabilities").target == "planted.textbook"
+    assert audit(partial(textbook), "log_probabilities").target == "planted.textbook"
+    versions = audit(kleash.kl, "log_probabilities").versions
+    assert versions["torch"] == torch.__version__ and versions["kleash"] == kleash.__version__
+
+
+def test_two_audits_are_equal():
+    assert audit(right, "loss", name="x").to_json() == audit(right, "loss", name="x").to_json()
+
+
+def test_gradients_are_taken_also_where_they_are_switched_off():
+    with torch.no_grad():
+        assert audit(right, "loss").gradient == "KL(p || q)"
+
+
+def test_json_and_back():
+    found = audit(clamped_after, "loss")
+    text = found.to_json()
+    again = Audit.from_json(text)
+    assert again.to_json() == text
+    assert (
+        again.findings == found.findings and again.zones == found.zones and again.versions == found.versions
+    )
+    assert json.loads(text)["zones"][0]["high"] == pytest.approx(-2.61, abs=0.01)
+    assert "Infinity" in text and "NaN" in text
+    assert any(row.low == -inf for row in again.zones)
+
+
+def test_failing_by_kind_or_severity():
+    found = audit(textbook, "log_probabilities")
+    assert {f.kind for f in found.failing({"nan_value"})} == {"nan_value"}
+    assert found.failing({"fault"}) == found.faults
+    assert {f.kind for f in found.failing({"note"})} == {"token_gradient", "cancellation"}
+    assert found.failing(set()) == ()
+    assert found.failing({"dead_gradient"}) == ()
+
+
+def test_records_of_audits_need_no_torch():
+    code = "import sys; sys.modules['torch'] = None; import kleash.records.audit as a; print(a.AUDIT_SCHEMA)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "1"
+
+
+def test_every_kind_is_explained():
+    assert all(len(meaning) > 20 and not meaning.endswith(".") for meaning in FINDINGS.values())
+    assert len(set(FINDINGS.values())) == len(FINDINGS)
+
+
+def test_padding_rows_say_what_stood_there():
+    rows = audit(lambda p, q, mask: masked(p, q, mask), "loss_with_mask").masks
+    assert [row.problem for row in rows] == [""] * len(rows)
+    assert {"NaN", "both are -inf", "p 200 nats below q"} <= {row.case for row in rows}
+    assert all(row.value_change == row.gradient_change == 0 for row in rows)
+
+
+def test_edge_rows_of_the_textbook_sum():
+    rows = {row.case: row for row in audit(textbook, "log_probabilities").edges}
+    assert rows["q rules out a token"].exact == rows["q rules out a token"].value == inf
+    assert isnan(rows["p rules out a token"].value)
+    assert rows["p rules out a token"].problem == "value is NaN"
+    assert rows["p and q agree"].value == 0
+    assert rows["q is all but certain (80 nats)"].value == pytest.approx(
+        -torch.tensor(4.0).log().item() + 0.75 * 80, abs=1e-3
+    )
+
+
+def test_one_world_alone_names_nothing():
+    """The same value for another reason in a single world is not enough."""
+    candidates = {"a": (1.0, 2.0, 3.0), "b": (1.0, 5.0, 6.0)}
+    assert name_values((1.0, 7.0, 8.0), candidates, MODEST, "a") is None
+    assert str(name_values((2.0, 4.0, 6.0), candidates, MODEST, "a")) == "2 x a"
+    assert str(name_values((1.5, 5.5, 6.5), candidates, MODEST, "a")) == "b + 0.5"
+    assert str(name_values((-1.0, -5.0, -6.0), candidates, MODEST, "a")) == "-b"
+    assert name_values((nan, 5.0, 6.0), candidates, MODEST, "a") is None
+
+
+def test_rows_are_plain_values():
+    row = EdgeRow(case="c", exact=1.0, value=nan, gradient=inf, problem="")
+    finding = Finding(kind="nan_value", severity="fault", sentence="It is.")
+    assert isnan(row.value) and finding.where == ""
