@@ -107,6 +107,12 @@ def test_responses_of_somebody_else_carry_their_weights(write, tmp_path, monkeyp
     one, two = run_case(tmp_path / "one"), run_case(tmp_path / "two")
     for name in FUNCTIONS:
         assert two.row(name).value.value == pytest.approx(2 * one.row(name).value.value, rel=1e-6)
+    _, logp, logq, exact = columns(tmp_path / "two")
+    controlled, change = two.row("k1 + a(w − 1)"), np.expm1(logq - logp)
+    best = min(
+        (((2 * (logp - logq + a * change) - exact) ** 2).mean()) ** 0.5 for a in np.linspace(-2, 3, 1001)
+    )
+    assert np.hypot(controlled.bias.value, controlled.spread.value) == pytest.approx(best, rel=1e-3)
 
 
 @pytest.mark.usefixtures("unhooked")

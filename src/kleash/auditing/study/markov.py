@@ -167,7 +167,7 @@ def future_credit(p: MarkovModel, world: World, steps: int) -> Tensor:
     scored = world.mass * (world.logp - world.logp.detach())
     credit = scored[0] @ later[steps - 1]
     reached = p.first.exp()
-    for left in range(steps - 2, -1, -1):
+    for left in range(steps - 2, 0, -1):
         credit = credit + reached @ (scored[1:] @ later[left])
         reached = reached @ p.then.exp()
     return credit
