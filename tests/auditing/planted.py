@@ -63,6 +63,12 @@ def renormalised_top(p: Tensor, q: Tensor, k: int = 3) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
+def dropped_tail(p: Tensor, q: Tensor, k: int = 3) -> Tensor:
+    best = q.topk(min(k, p.shape[-1] - 1), dim=-1).indices
+    p, q = (up(x).gather(-1, best) for x in (p, q))
+    return (p.exp() * (p - q)).sum(-1)
+
+
 def not_symmetric(p: Tensor, q: Tensor) -> Tensor:
     return textbook(p, q) + (up(q).exp() * u_of(p, q)).sum(-1)
 
@@ -157,6 +163,9 @@ FAULTS: dict[str, Planted] = {
     ),
     "detached": Planted(lambda p, q: k3(p, q).detach(), "loss", {"detached"}),
     "renormalised top-k": Planted(renormalised_top, WHOLE, {"truncated", "wrong_gradient"}),
+    "top-k of the other side, the rest dropped": Planted(
+        dropped_tail, WHOLE, {"truncated", "wrong_gradient", "nan_value"}, {"negative_values"}
+    ),
     "cross-entropy": Planted(
         lambda p, q: -(up(p).exp() * up(q)).sum(-1), WHOLE, {"cross_entropy", "wrong_gradient", "nan_value"}
     ),

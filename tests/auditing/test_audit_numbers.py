@@ -1,5 +1,7 @@
 """The audit's own numbers against sums written by hand with numpy and scipy."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
 
 from kleash.auditing import audit
-from kleash.auditing.exact import gradient_candidates, sequence_gradient, token_gradient
+from kleash.auditing.exact import gradient_candidates, quantity_values, sequence_gradient, token_gradient
 from kleash.auditing.worlds import one_token_worlds, worlds
 
 
@@ -169,6 +171,13 @@ def test_no_two_candidates_are_alike(quantity):
     for other in set(gradient_candidates()) - {quantity}:
         theirs = token_gradient("far", "on-policy", other)
         assert not torch.allclose(mine, theirs, rtol=1e-2), other
+
+
+def test_no_two_values_are_alike():
+    """Within what float32 may blur, in all worlds, or on the modest pairs for the divergences."""
+    found = list(quantity_values().items())
+    for (one, ours), (other, theirs) in combinations(found, 2):
+        assert not np.allclose(ours, theirs, rtol=2e-3, atol=2e-6), (one, other)
 
 
 def test_where_the_usual_clamp_dies():

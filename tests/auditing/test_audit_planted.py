@@ -33,6 +33,12 @@ def test_every_kind_of_finding_is_found_somewhere(planted):
     assert found == set(FINDINGS)
 
 
+def test_what_is_left_out_is_said(planted):
+    assert planted["renormalised top-k"].value == "KL(p || q) of p's 3 likeliest tokens, renormalised"
+    dropped = planted["top-k of the other side, the rest dropped"]
+    assert dropped.value == "KL(p || q) of q's 3 likeliest tokens, the rest dropped"
+
+
 def test_every_finding_is_in_the_verdict(planted):
     for found in planted.values():
         assert all(finding.sentence in found.verdict for finding in found.findings)

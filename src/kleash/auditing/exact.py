@@ -45,19 +45,39 @@ def _twice(of_ratio: Callable[[Tensor], Tensor]) -> Quantity:
     return lambda logp, logq: ((2 * logp).exp() * of_ratio(logp - logq)).sum(-1)
 
 
-def _likeliest(k: int, form: str) -> Quantity:
-    """KL(p || q) of p's k likeliest tokens."""
+def _likeliest(k: int, form: str, chosen_by: str) -> Quantity:
+    """KL(p || q) of the k tokens that p, or q, gives most to."""
 
     def of(logp: Tensor, logq: Tensor) -> Tensor:
-        best = logp.topk(k, dim=-1).indices
+        best = (logp if chosen_by == "p" else logq).topk(k, dim=-1).indices
         p, q = logp.gather(-1, best), logq.gather(-1, best)
         if form == "renormalised":
             p, q = p.log_softmax(-1), q.log_softmax(-1)
-        if form == "in one bucket":
+        if form == "the rest in one bucket":
             p, q = (torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (p, q))
         return (p.exp() * (p - q)).sum(-1)
 
     return of
+
+
+def _truncated() -> dict[str, Quantity]:
+    found: dict[str, Quantity] = {}
+    for k in range(2, VOCAB):
+        for form in ("renormalised", "the rest in one bucket", "the rest dropped"):
+            if form == "the rest in one bucket" and k == VOCAB - 1:
+                continue  # a bucket of one token leaves nothing out
+            for side, other in ("pq", "qp"):
+                same, crossed = _likeliest(k, form, "p"), _likeliest(k, form, "q")
+                told = f"KL({side} || {other}) of {{}}'s {k} likeliest tokens, {form}"
+                if side == "p":
+                    found[told.format("p")], found[told.format("q")] = same, crossed
+                else:
+                    found[told.format("q")], found[told.format("p")] = _exchanged(same), _exchanged(crossed)
+    return found
+
+
+def _exchanged(of: Quantity) -> Quantity:
+    return lambda logp, logq: of(logq, logp)
 
 
 @cache
@@ -83,10 +103,7 @@ def quantities() -> Mapping[str, tuple[str, Quantity]]:
     found["sum p^2 (log p - log q)"] = ("weighted_twice", _twice(lambda u: u))
     found["sum p^2 (log p - log q)^2 / 2"] = ("weighted_twice", _twice(lambda u: u.square() / 2))
     found["sum p^2 k3"] = ("weighted_twice", _twice(phi))
-    for k in range(2, VOCAB):
-        for form in ("renormalised", "the rest in one bucket", "the rest dropped"):
-            name = f"KL(p || q) of the {k} likeliest tokens, {form}"
-            found[name] = ("truncated", _likeliest(k, form.removeprefix("the rest ")))
+    found.update({name: ("truncated", of) for name, of in _truncated().items()})
     return MappingProxyType(found)
 
 

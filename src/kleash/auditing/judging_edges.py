@@ -35,7 +35,8 @@ def _zones(evidence: Evidence) -> list[Finding]:
     flat = _partial(course.flat)
     if flat:
         sentence = f"Its value does not change {_ranges(flat, tokens)}, where it is {_values(flat)}."
-        softened: Severity = "note" if dead else severity
+        only_logged = tokens and convention.place == "loss" and evidence.gradient_is_right
+        softened: Severity = "note" if dead or only_logged else severity
         found.append(Finding(kind="flat_value", severity=softened, sentence=sentence, where="float32"))
     if course.lost:
         sentence = f"In float32 its gradient is rounded to zero {_ranges(course.lost, tokens)}."

@@ -135,7 +135,9 @@ def _off_policy(evidence: Evidence) -> list[Finding]:
     same = on is not None and off is not None and (on.quantity, on.how) == (off.quantity, off.how)
     if on is None or same:
         return []
-    told = evidence.subject.convention.takes_behaviour
+    convention = evidence.subject.convention
+    told = convention.takes_behaviour
+    only_logged = convention.place == "loss" and evidence.is_claimed(evidence.gradient_names["off-policy"])
     world, mean, exact = _worst(evidence, "off-policy")
     why = (
         "though it is told what they were drawn from"
@@ -145,7 +147,7 @@ def _off_policy(evidence: Evidence) -> list[Finding]:
     return [
         Finding(
             kind="off_policy_value",
-            severity="fault" if told else "note",
+            severity="fault" if told and not only_logged else "note",
             sentence=f"Off-policy its value is biased, {why}: on the {world} pair its mean is {mean:.4g}, "
             f"and {evidence.claimed} {exact:.4g}.",
             where=f"{world}, off-policy",

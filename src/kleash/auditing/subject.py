@@ -42,9 +42,10 @@ class Subject:
         try:
             found = self.convention.call(bound, situation)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
+            lines = str(error).strip().splitlines()
+            said = f": {lines[0][:300]}" if lines else ""
             raise CannotRunError(
-                f"{self.name} raised {type(error).__name__}: {lines[0][:300]} when called by {how}; "
+                f"{self.name} raised {type(error).__name__}{said} when called by {how}; "
                 "choose the convention that fits it, or bind the arguments it needs"
             ) from error
         if not isinstance(found, Tensor) or not found.is_floating_point():
