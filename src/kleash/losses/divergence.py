@@ -39,8 +39,8 @@ def divergence_loss(
 
     Two things no sample can do. A divergence that is a function of the mean ("hellinger" is its
     square root) trains the mean: the inner sum, 1 - sum sqrt(p q), whose minimum is the same. And
-    some of them are hopeless far from q: the spread of "chi_squared" on samples of p grows with the
-    fourth power of p/q, that of "reverse_kl" with the square of q/p.
+    some of them are hopeless far from q: the variance of "chi_squared" on samples of p grows with the
+    square of p/q, that of "reverse_kl" with the square of q/p.
 
     Args:
         token_logp: log-probabilities of the samples under ``p``, with the gradient.
