@@ -108,6 +108,11 @@ def test_cells_say_what_the_numbers_are(study: Study) -> None:
     cells = row_cells(run, run.row("k1"))
     assert all(re.fullmatch(r"−?[\d.]+ ± [\d.]+( %)?", cell) for cell in cells[1:5]), cells
     assert cells[5] == "–"
+    small = Number(value=5e-9, unit="nats", standard_error=0.0, ci95=(5e-9, 5e-9))
+    shown = row_cells(near, replace(near.row("k2"), bias=small, gradient_error=1e-6))
+    assert (shown[2], shown[5]) == ("0.0001000 %", "0.000100 %")
+    rounding = replace(small, value=-5e-15)
+    assert row_cells(near, replace(near.row("k2"), bias=rounding, gradient_error=1e-12))[2::3] == ("0", "0")
     infinite = Number(value=float("inf"), unit="nats", standard_error=float("nan"), ci95=(0.0, 0.0))
     assert row_cells(near, replace(near.row("k1"), value=infinite))[1] == "∞"
 
