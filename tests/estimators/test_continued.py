@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kleash.divergences import phi
 from kleash.errors import OptionError
 from kleash.estimators import ESTIMATORS, bounded_k3, continued, continued_k3, k3, largest_log_ratio
+from kleash.estimators.continued import log_ratio_and_k3
 
 
 def k3_in_decimals(u: float) -> float:
@@ -18,50 +19,68 @@ def k3_in_decimals(u: float) -> float:
         return float((-Decimal(u)).exp() - 1 + Decimal(u))
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["blocks", "series"])
+def in_parts(u):
+    """The way that takes no series, for log ratios against 0."""
+    log_ratio, value = log_ratio_and_k3(u, torch.zeros_like(u), torch.ones_like(u, dtype=torch.bool))
+    assert torch.equal(log_ratio, u) or u.isnan().any()
+    return value
+
+
+both_ways = pytest.mark.parametrize("way", [continued_k3, in_parts])
+
+
+@both_ways
 @given(st.floats(-79, 1000, width=32))
-def test_it_is_k3_to_float32_wherever_a_float_holds_it(graph, u):
-    given_u = torch.tensor([u, -0.0], dtype=torch.float32, requires_grad=graph)
-    value = continued_k3(given_u)
+def test_it_is_k3_to_float32_wherever_a_float_holds_it(way, u):
+    value = way(torch.tensor([u, -0.0], dtype=torch.float32))
     assert value.dtype == torch.float32
     exact = k3_in_decimals(u)
     assert value[0].item() == pytest.approx(exact, rel=1e-6, abs=1e-24)
     assert value[0] >= 0 and value[1] == 0
 
 
+@both_ways
 @pytest.mark.parametrize("u", [1e-4, -1e-4, 3e-6, -3e-6, 1e-7])
-def test_it_keeps_its_digits_near_zero(u):
+def test_it_keeps_its_digits_near_zero(way, u):
     u = torch.tensor(u)
-    assert continued_k3(u).item() == pytest.approx(k3_in_decimals(u.item()), rel=1e-6)
+    assert way(u).item() == pytest.approx(k3_in_decimals(u.item()), rel=1e-6)
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_beyond_it_follows_its_tangent(dtype):
+def test_beyond_it_follows_its_tangent(way, dtype):
     limit = largest_log_ratio(dtype)
     assert limit == (80 if dtype == torch.float32 else 700)
-    value = continued_k3(torch.tensor([-limit, -limit - 1, -limit - 10], dtype=dtype))
+    value = way(torch.tensor([-limit, -limit - 1, -limit - 10], dtype=dtype))
     top = math.exp(limit)
     torch.testing.assert_close(value, torch.tensor([top, 2 * top, 11 * top], dtype=dtype), rtol=1e-5, atol=0)
-    assert (
-        continued_k3(torch.tensor([-torch.inf, torch.inf, torch.nan], dtype=dtype)).tolist()[:2]
-        == [torch.inf] * 2
-    )
-    assert continued_k3(torch.tensor([torch.nan], dtype=dtype)).isnan().all()
+    assert way(torch.tensor([-torch.inf, torch.inf, torch.nan], dtype=dtype)).tolist()[:2] == [torch.inf] * 2
+    assert way(torch.tensor([torch.nan], dtype=dtype)).isnan().all()
     assert phi(torch.tensor(-limit - 10, dtype=dtype)) == torch.inf, "what it spares"
 
 
 def test_one_token_far_out_changes_none_of_the_others():
     u = torch.linspace(-5, 5, 50)
-    torch.testing.assert_close(continued_k3(torch.cat([u, torch.tensor([-95.0])]))[:-1], continued_k3(u))
+    torch.testing.assert_close(in_parts(torch.cat([u, torch.tensor([-95.0])]))[:-1], in_parts(u))
 
 
-def test_blocks_add_up_to_the_whole(monkeypatch):
-    u = torch.linspace(-20, 20, 103).reshape(1, 103)
-    whole = continued_k3(u)
-    monkeypatch.setattr(continued, "BLOCK", 10)
-    torch.testing.assert_close(continued_k3(u), whole, rtol=0, atol=0)
-    torch.testing.assert_close(continued_k3(u.t()), whole.t(), rtol=0, atol=0)
-    assert continued_k3(u[:0]).shape == (0, 103)
+def test_parts_add_up_to_the_whole_and_what_does_not_count_is_not_read(monkeypatch):
+    p, q = torch.linspace(-20, 0, 103).reshape(1, 103), torch.linspace(0, -3, 103).reshape(1, 103)
+    counts = torch.arange(103).reshape(1, 103) % 3 != 0
+    junk = torch.where(counts, p, torch.nan), torch.where(counts, q, torch.inf)
+    expected = torch.where(counts, p - q, 0.0)
+    for size in (65536, 10):
+        monkeypatch.setattr(continued, "BLOCK", size)
+        for given_pair, mask, truth in (
+            (junk, counts, expected),
+            ((x.t() for x in junk), counts.t(), expected.t()),
+        ):
+            u, value = log_ratio_and_k3(*given_pair, mask)
+            assert torch.equal(u, truth)
+            torch.testing.assert_close(value, continued_k3(truth), rtol=1e-6, atol=0)
+    assert log_ratio_and_k3(p[:0], q[:0], counts[:0])[1].shape == (0, 103)
+    wide = log_ratio_and_k3(p.double(), q, counts)[1]
+    assert wide.dtype == torch.float64
 
 
 def test_the_tangent_has_a_slope_and_both_ways_agree():

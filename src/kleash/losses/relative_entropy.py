@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kleash.errors import ShapeError
-from kleash.estimators import ESTIMATORS, Estimator, continued_k3, largest_log_ratio
+from kleash.estimators import ESTIMATORS, Estimator, largest_log_ratio
+from kleash.estimators.continued import log_ratio_and_k3
 from kleash.losses.surrogate import (
     attach,
     carrying,
@@ -71,8 +72,12 @@ def kl_loss(
     """
     record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
     pair = sampled_pair(token_logp, token_logq, mask, weights)
-    value = continued_k3(pair.log_ratio) if record is ESTIMATORS["k3"] else record.of(pair.log_ratio)
-    return carrying(value, pair, pair.log_ratio, lambda: -pair.counts.to(pair.log_ratio.dtype))
+    if record is ESTIMATORS["k3"]:
+        log_ratio, value = log_ratio_and_k3(*pair[:3])
+    else:
+        log_ratio = pair.log_ratio
+        value = record.of(log_ratio)
+    return carrying(value, pair, log_ratio, lambda: -pair.counts.to(log_ratio.dtype))
 
 
 def future_kl_loss(

@@ -16,12 +16,15 @@ class SampledPair(NamedTuple):
 
     token_logp: Tensor
     token_logq: Tensor
-    log_ratio: Tensor
-    """Detached; 0 where nothing counts."""
     counts: Tensor
     """Where a token counts: not masked, and of a weight that is not 0."""
     weights: Tensor | None
     """Detached; 0 where nothing counts."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log p - log q, detached; 0 where nothing counts."""
+        return torch.where(self.counts, self.token_logp.detach() - self.token_logq.detach(), 0.0)
 
 
 def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
@@ -29,9 +32,7 @@ def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: 
     require_one_shape(token_logp=token_logp, token_logq=token_logq, mask=mask, weights=weights)
     require_gradient(token_logp, token_logq)
     counts, weights = counted(mask, weights)
-    p, q = at_least_float32(token_logp), at_least_float32(token_logq)
-    log_ratio = torch.where(counts, p.detach() - q.detach(), 0.0)
-    return SampledPair(p, q, log_ratio, counts, weights)
+    return SampledPair(at_least_float32(token_logp), at_least_float32(token_logq), counts, weights)
 
 
 def counted(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
