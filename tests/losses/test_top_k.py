@@ -177,7 +177,8 @@ def test_what_is_masked_is_not_read(loss):
     if loss == "bucket":
         values = tail_bucket_loss(p, q, mask)
     else:
-        drawn = Drawn(torch.tensor([1, 2, 2]), logits.log_softmax(-1)[:, 1], logq[:, 1])
+        outside = LOGITS_P.argmin()
+        drawn = Drawn(outside.expand(3), logits.log_softmax(-1)[:, outside], logq[:, outside])
         values = sampled_tail_loss(p, q, drawn, mask, weights=torch.tensor([1.0, NAN, INF]).double())
     assert values[0] > 0 and values[1:].tolist() == [0, 0]
     leaves = [x for x in (p.logp, p.log_rest) if loss == "bucket" or x is p.logp]

@@ -43,9 +43,7 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     """
     logp = at_least_float32(logp)
     others = logp.scatter(-1, ids, -torch.inf)
-    none = (others == -torch.inf).all(-1)
-    log_rest = torch.where(none.unsqueeze(-1), 0.0, others).logsumexp(-1)
-    return TopK(ids, logp.gather(-1, ids), torch.where(none, -torch.inf, log_rest))
+    return TopK(ids, logp.gather(-1, ids), others.logsumexp(-1))
 
 
 def top_k_from(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) -> TopK:
