@@ -153,6 +153,22 @@ def test_every_k1_plus_a_multiple_of_the_weight_is_unbiased():
     assert same(k3(u), u + torch.expm1(-u))
 
 
+def test_the_best_multiple_is_the_regression_and_is_not_k3():
+    """a = -Cov(u, w) / Var(w) under p; the variance has its minimum there."""
+    u = LOGP - LOGQ
+    p, w = LOGP.exp(), torch.exp(-(LOGP - LOGQ))
+
+    def covariance(x, y):
+        return (p * (x - (p * x).sum()) * (y - (p * y).sum())).sum()
+
+    def variance(a):
+        return covariance(u + a * (w - 1), u + a * (w - 1)).item()
+
+    best = (-covariance(u, w) / covariance(w, w)).item()
+    assert abs(best - 1) > 0.01
+    assert variance(best) < min(variance(best - 0.1), variance(best + 0.1), variance(0.0), variance(1.0))
+
+
 def test_the_usual_clamp_has_no_gradient_where_the_drift_is_largest_and_ours_has():
     drifted = torch.tensor([-2.7, 11.5, -30.0], requires_grad=True)
     clamped = (torch.exp((-drifted).clamp(-20, 20)) - 1 + drifted).clamp(-10, 10)

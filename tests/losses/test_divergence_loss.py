@@ -90,6 +90,22 @@ def test_a_response(world, record, on_policy):
     check(loss, lambda x: between_responses(world, record, x, q), p)
 
 
+@every_record
+def test_one_rule_for_all_and_plain_backpropagation_is_another(record):
+    """r f has the exact value and gradient, r = p / sg(p); f alone is off for every one of them."""
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 8, dtype=torch.float64)
+    logq, drawn = q.log_softmax(-1), p.softmax(-1)
+
+    def attached(logp):
+        return torch.exp(logp - logp.detach()) * record.of(logp - logq)
+
+    truth = gradient(lambda x: divergence(inner(record), x.log_softmax(-1), logq), p)
+    assert error(gradient(lambda x: (drawn * attached(x.log_softmax(-1))).sum(), p), truth) < 1e-12
+    plain = gradient(lambda x: (drawn * record.of(x.log_softmax(-1) - logq)).sum(), p)
+    assert error(plain, truth) > 0.2
+
+
 def run(u, **options):
     p = torch.as_tensor(u).clone().requires_grad_()
     q = torch.zeros_like(p).requires_grad_()

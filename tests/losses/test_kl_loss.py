@@ -107,6 +107,17 @@ def test_nothing_is_clamped_and_nothing_dies():
     assert value[-1] == 299
 
 
+def test_what_the_usual_clamps_do_there():
+    """Before and after the exponential: no gradient, and NaN."""
+    u = torch.tensor([-2.7, -30.0, 11.5], requires_grad=True)
+    before = (torch.exp((-u).clamp(-20, 20)) - 1 + u.clamp(-20, 20)).clamp(-10, 10)
+    assert (torch.autograd.grad(before.sum(), u)[0] == 0).all()
+    u = torch.tensor([-100.0], requires_grad=True)
+    after = (torch.exp(-u) - 1 + u).clamp(-10, 10)
+    assert after.item() == 10 and torch.autograd.grad(after.sum(), u)[0].isnan()
+    assert kl_loss(u, torch.zeros(1), torch.tensor([True])).isfinite()
+
+
 def test_tokens_far_out_are_counted():
     p = torch.tensor([[-90.0, -1.0, -85.0, -80.0, -1.0]])
     q = torch.tensor([[-1.0, -torch.inf, -1.0, 0.0, -torch.inf]])
