@@ -77,7 +77,9 @@ def rounding() -> dict[str, Any]:
 def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     """The ratio of scoring with the cache to scoring without it."""
     from kleash.measuring import CacheJob, cache_reference
-    from kleash.models import Loading, StoredReference, load_beside, load_pair, read_text, score
+    from kleash.measuring.shards import plan
+    from kleash.models import Loading, StoredReference, load_beside, load_pair, score
+    from kleash.records import MeasureJob
 
     policy, reference = SHIPPED if shape == "shipped" else make_pair(work)
     source = documents(work / "text.jsonl", max(1, tokens // 256), 256)
@@ -91,11 +93,13 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
         stored, policy, reference, revision_policy=None, revision_reference=None, how=Loading()
     )
     beside = replace(beside, policy=whole.policy)  # one copy in memory is enough
-    sequences = list(read_text(str(source), whole, window=256))
+    job = MeasureJob(policy=policy, reference=reference, text=str(source), window=256, batch_tokens=1024)
+    shards = list(plan(job, whole).shards)
     found: dict[str, Any] = {}
 
     def scored(name: str, pair: Any) -> None:
-        found[name] = score(pair, sequences, batch_tokens=1024)["kl_policy_reference"]
+        columns = [score(pair, shard.sequences, batch_tokens=1024) for shard in shards]
+        found[name] = np.concatenate([part["kl_policy_reference"] for part in columns])
 
     jobs = {"without": lambda: scored("without", whole), "with": lambda: scored("with", beside)}
     times = interleaved(jobs, rounds)
@@ -119,12 +123,12 @@ def memory(work: Path) -> dict[str, Any]:
     """Peak resident memory of caching over more and more documents, and of measuring with and without."""
     same = ["--window", "256", "--quiet"]
     peaks: dict[str, float] = {}
-    for count in (100, 400, 1600):
+    for count in (50, 200, 800):
         text = ["--text", str(documents(work / f"{count}.jsonl", count, 256))]
         out = ["--out", str(work / f"cache-{count}")]
         peaks[f"cache {count}"] = peak([sys.executable, "-m", "kleash", "cache", *text, *same, *out])
-    cached = ["--reference-cache", str(work / "cache-400")]
-    text = ["--text", str(work / "400.jsonl")]
+    cached = ["--reference-cache", str(work / "cache-200")]
+    text = ["--text", str(work / "200.jsonl")]
     for name, more in (("measure without", []), ("measure with", cached)):
         out = ["--out", str(work / name.replace(" ", "-"))]
         peaks[name] = peak([sys.executable, "-m", "kleash", "measure", *text, *same, *more, *out])

@@ -236,6 +236,18 @@ def test_a_key_stands_for_tokens_and_where_they_are_cut() -> None:
     assert key_of(one) == key_of(replace(one, prompt_id=9, where="elsewhere")) in keys
 
 
+def test_a_bias_scale_and_cap_come_back(folders, tmp_path: Path) -> None:
+    model = load_reference(str(folders("llama")[1]), None, Loading()).reference
+    bias = torch.linspace(-1, 1, model.vocabulary)
+    odd = replace(model, head=replace(model.head, bias=bias))
+    ReferenceCache(tmp_path, odd)
+    finish(tmp_path, odd, contents(scale=0.25, softcap=3.0))
+    head = StoredReference(tmp_path).model(torch.device("cpu"), None).head
+    assert head.bias is not None and torch.equal(head.bias, bias)
+    assert (head.scale, head.softcap) == (0.25, 3.0)
+    assert model.head.weight is not None and torch.equal(head.weight, model.head.weight)
+
+
 def test_what_of_a_head_is_kept(pair: Pair) -> None:
     weight = pair.reference.head.weight
     assert weight is not None
