@@ -116,6 +116,11 @@ FAULTS: dict[str, Planted] = {
         "loss_with_behaviour",
         {"off_policy_value", "off_policy_gradient"},
     ),
+    "one weight for the response, its geometric mean": Planted(
+        lambda p, q, behaviour: (up(p) - up(behaviour)).mean(-1, keepdim=True).exp().detach() * right(p, q),
+        "loss_with_behaviour",
+        {"off_policy_value", "off_policy_gradient"},
+    ),
     "no weight to drop": Planted(right, "loss", set(), {"off_policy_value", "off_policy_gradient"}),
     "multiplied mask": Planted(
         lambda p, q, mask: right(p * mask, q * mask), "loss_with_mask", {"nan_from_padding"}

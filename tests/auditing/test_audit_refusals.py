@@ -156,6 +156,13 @@ def test_padding_rows_say_what_stood_there():
     assert all(row.value_change == row.gradient_change == 0 for row in rows)
 
 
+def test_what_a_function_returns_under_the_mask_is_its_value_only():
+    """Whoever adds up the result selects by the mask, so that no gradient comes from there."""
+    rows = {row.case: row for row in audit(lambda p, q, mask: right(p, q), "loss_with_mask").masks}
+    assert rows["other numbers"].value_change > 0.1
+    assert rows["other numbers"].gradient_change == 0
+
+
 def test_edge_rows_of_the_textbook_sum():
     rows = {row.case: row for row in audit(textbook, "log_probabilities").edges}
     assert rows["q rules out a token"].exact == rows["q rules out a token"].value == inf

@@ -3,8 +3,9 @@
 from math import isnan
 
 from kleash.auditing.evidence import Evidence
+from kleash.auditing.exact import sequence_gradient, token_gradient
 from kleash.auditing.naming import Name
-from kleash.auditing.worlds import Sampling
+from kleash.auditing.worlds import SAMPLINGS, Sampling
 from kleash.records.audit import Finding, GradientRow
 
 FUTURE = 1e-3
@@ -79,8 +80,10 @@ def _nearest(evidence: Evidence) -> str:
 
 def _off_policy(evidence: Evidence) -> list[Finding]:
     name: Name | None = evidence.gradient_names["off-policy"]
-    if not evidence.weighs_itself or evidence.is_claimed(name):
+    if not evidence.weighs_itself:
         return []
+    if evidence.is_claimed(name):
+        return _off_policy_over_steps(evidence)
     told = evidence.subject.convention.takes_behaviour
     row = _farthest(evidence, evidence.claimed, "off-policy")
     why = "though it is told what the tokens were drawn from" if told else "unless it is weighted"
@@ -91,6 +94,30 @@ def _off_policy(evidence: Evidence) -> list[Finding]:
             sentence=f"Off-policy its gradient is not that of {evidence.claimed}, {why}: on the {row.world} pair "
             f"their cosine is {row.cosine:.3g}, its size {row.relative_size:.3g} times.",
             where=f"{row.world}, off-policy",
+        )
+    ]
+
+
+def _off_policy_over_steps(evidence: Evidence) -> list[Finding]:
+    """Whether weights that are right for one token are so for several: of either kind of KL, or of neither."""
+    if not evidence.subject.convention.takes_behaviour:
+        return []
+    e = evidence.expected.sequences("off-policy")
+    name = e.world.name
+    targets = [
+        *(token_gradient(name, sampling, evidence.claimed) for sampling in SAMPLINGS),
+        sequence_gradient(name, evidence.subject.convention.claims),
+    ]
+    found = e.gradient
+    if found is None or any((found - target).norm() <= FUTURE * target.norm() for target in targets):
+        return []
+    sentence = (
+        f"Off-policy its gradient is right for one token, and over several it is that of {evidence.claimed} "
+        "neither token by token nor between whole responses."
+    )
+    return [
+        Finding(
+            kind="off_policy_gradient", severity="fault", sentence=sentence, where="sequences, off-policy"
         )
     ]
 

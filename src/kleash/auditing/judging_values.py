@@ -134,7 +134,7 @@ def _off_policy(evidence: Evidence) -> list[Finding]:
     on, off = evidence.value_names["on-policy"], evidence.value_names["off-policy"]
     same = on is not None and off is not None and (on.quantity, on.how) == (off.quantity, off.how)
     if on is None or same:
-        return []
+        return _off_policy_over_steps(evidence)
     convention = evidence.subject.convention
     told = convention.takes_behaviour
     only_logged = convention.place == "loss" and evidence.is_claimed(evidence.gradient_names["off-policy"])
@@ -176,14 +176,34 @@ def _negative(evidence: Evidence) -> list[Finding]:
 
 def off_policy_sentence(evidence: Evidence) -> str:
     """Which KL a function that is told the behaviour comes to over whole responses; "" for all others."""
+    level = _level_off_policy(evidence)
+    if level == "sequence":
+        return f"Off-policy its value is {evidence.claimed} between whole responses."
+    if level == "token":
+        return f"Off-policy its value is {evidence.claimed} of the next token along the behaviour's prefixes."
+    return ""
+
+
+def _level_off_policy(evidence: Evidence) -> str:
+    """Over what the value is the divergence off-policy: "token", "sequence", "neither", or "" if not asked."""
     if not evidence.subject.convention.takes_behaviour or not evidence.value_is_right:
         return ""
     if not evidence.is_claimed(evidence.value_names["off-policy"]):
         return ""
     e = evidence.expected.sequences("off-policy")
     levels = exact_values(e.world, "off-policy", evidence.subject.convention.claims)
-    if abs(e.mean - levels["sequence"]) <= TOLERANCE * levels["sequence"]:
-        return f"Off-policy its value is {evidence.claimed} between whole responses."
-    if abs(e.mean - levels["token"]) <= TOLERANCE * levels["token"]:
-        return f"Off-policy its value is {evidence.claimed} of the next token along the behaviour's prefixes."
-    return "Off-policy it is right for one token, and over several it is neither of the two KLs there are."
+    found = [level for level, exact in levels.items() if abs(e.mean - exact) <= TOLERANCE * exact]
+    return found[0] if found else "neither"
+
+
+def _off_policy_over_steps(evidence: Evidence) -> list[Finding]:
+    """Whether weights that are right for one token are so for several."""
+    if _level_off_policy(evidence) != "neither":
+        return []
+    sentence = (
+        f"Off-policy its value is right for one token, and over several it is {evidence.claimed} neither along "
+        "the behaviour's prefixes nor between whole responses."
+    )
+    return [
+        Finding(kind="off_policy_value", severity="fault", sentence=sentence, where="sequences, off-policy")
+    ]
