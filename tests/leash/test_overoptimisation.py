@@ -183,6 +183,7 @@ def fit(kls, rewards, curve="rl", errors=None):
         (lambda: fit([1, 2, 3], [1, 2]), ShapeError, r"kl_nats are \(3,\), rewards \(2,\)"),
         (lambda: fit([1, 2, 3], [1, 2, 3], errors=[1.0]), ShapeError, r"standard_errors \(1,\)"),
         (lambda: fit([1, -0.2, 3], [1, 2, 3]), OptionError, "kl_nats reach -0.2; no KL is below 0"),
+        (lambda: fit([1, 2, 3], [1, 2, 4]).reward(np.array([-1.0])), OptionError, "kl_nats reach -1; no KL"),
         (lambda: fit([1, math.nan, 3], [1, 2, 3]), OptionError, "kl_nats hold nan; leave out points"),
         (lambda: fit([1, 2, 3], [1, math.inf, 3]), OptionError, "rewards hold inf"),
         (lambda: fit([2, 2, 2, 0], [1, 2, 3, 0]), OptionError, "there are 1 different KLs above 0"),

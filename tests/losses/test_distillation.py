@@ -13,7 +13,7 @@ from torch.nn import functional
 from kleash.divergences import DIVERGENCES, jensen_shannon_record, kl, skew_kl_record
 from kleash.errors import DetachedError, OptionError, ShapeError, UnknownNameError, VocabularyMismatchError
 from kleash.losses import distillation_loss, gkd_record
-from kleash.masking import masked_mean
+from kleash.masking import masked_mean, mean_of
 
 SHAPE = (2, 3, 7)
 ALL = torch.ones(SHAPE[:2], dtype=torch.bool)
@@ -95,6 +95,16 @@ def test_what_the_reductions_of_torch_divide_by():
     per_token = masked_mean(distillation_loss(teacher, student, mask), mask)
     torch.testing.assert_close(per_token, everywhere[mask.bool()].sum() / 3)
     assert abs(per_token / (total / (batch * time)) - 1) > 0.01
+
+
+@torch.no_grad()
+def test_means_of_micro_batches_are_not_the_mean_and_sums_with_counts_are():
+    teacher, student = both(10)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    loss = distillation_loss(teacher, student, mask)
+    parts = [mean_of(loss[i], mask[i]) for i in (0, 1)]
+    torch.testing.assert_close((parts[0] + parts[1]).value, loss.sum() / 4)
+    assert abs((parts[0].value + parts[1].value) / 2 / (loss.sum() / 4) - 1) > 0.05
 
 
 @torch.no_grad()

@@ -45,8 +45,14 @@ class Overoptimisation:
     """The reward there, above the initial policy's."""
 
     def reward(self, kl_nats: Real[np.ndarray, "points"]) -> RewardAt:
-        """The curve at these KLs, with a 95 % interval for the curve (not for a new measurement)."""
-        d = np.sqrt(_float64(kl_nats))
+        """The curve at these KLs, with a 95 % interval for the curve (not for a new measurement).
+
+        Raises:
+            OptionError: if one of them is negative.
+        """
+        kls = _float64(kl_nats)
+        _require_none_negative(kls)
+        d = np.sqrt(kls)
         design = _design(CURVES[self.curve], d)
         value = design @ np.array([self.a.value, self.b.value])
         off = self.covariance
@@ -213,8 +219,7 @@ def _require_points(kls: Array, rewards: Array, errors: Array) -> None:
             raise OptionError(
                 f"{name} hold {numbers[~np.isfinite(numbers)][0]}; leave out points that are not finite"
             )
-    if kls.min() < 0:
-        raise OptionError(f"kl_nats reach {kls.min():g}; no KL is below 0: average k3 or the exact KL")
+    _require_none_negative(kls)
     if errors.min() <= 0:
         raise OptionError(f"standard_errors reach {errors.min():g}; give numbers above 0")
     different = len(np.unique(kls[kls > 0]))
@@ -222,3 +227,8 @@ def _require_points(kls: Array, rewards: Array, errors: Array) -> None:
         raise OptionError(
             f"there are {different} different KLs above 0; a curve of two parameters needs at least 2"
         )
+
+
+def _require_none_negative(kls: Array) -> None:
+    if kls.min(initial=0.0) < 0:
+        raise OptionError(f"kl_nats reach {kls.min():g}; no KL is below 0: average k3 or the exact KL")
