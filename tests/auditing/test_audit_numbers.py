@@ -10,8 +10,10 @@ from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
 
 from kleash.auditing import audit
+from kleash.auditing.accuracy import LEVELS, _near
 from kleash.auditing.exact import gradient_candidates, quantity_values, sequence_gradient, token_gradient
 from kleash.auditing.worlds import one_token_worlds, worlds
+from kleash.estimators import ESTIMATORS
 
 
 def probabilities(name):
@@ -201,3 +203,22 @@ def test_digits_lost_by_the_plain_expression():
     assert max(row.forced for row in rows) < 1e-6
     careful = [row for row in audit(k3, "loss").accuracy if row.dtype == "float32"]
     assert max(row.relative_error for row in careful) < 1e-6
+
+
+@pytest.mark.parametrize("level", range(7))
+def test_the_error_is_against_float64_on_the_rounded_inputs(level):
+    """Recomputed for the plain expression of k3, and for the careful one."""
+    row = audit(lambda p, q: (q - p).exp() - 1 + (p - q), "loss").accuracy[level]
+    pair = _near(LEVELS[level])
+    p, q = (side.log_softmax(-1).float() for side in pair)
+    u = p.double() - q.double()
+    exact = (torch.expm1(-u) + u).numpy()
+    with_series = u.numpy() ** 2 / 2 - u.numpy() ** 3 / 6 + u.numpy() ** 4 / 24 - u.numpy() ** 5 / 120
+    exact = np.where(abs(u.numpy()) < 1e-2, with_series, exact)
+    for found, error in (
+        ((q - p).exp() - 1 + (p - q), row.relative_error),
+        (ESTIMATORS["k3"].of(p - q), row.forced),
+    ):
+        mine = np.linalg.norm(found.double().numpy() - exact) / np.linalg.norm(exact)
+        assert error == pytest.approx(mine, rel=1e-3)
+        assert error > 1e-10
