@@ -117,6 +117,14 @@ def test_the_numbers_and_their_errors_by_hand():
     assert together.weight.clusters == 1 and together.findings == ()
 
 
+def test_what_the_interval_does_not_exclude_is_no_finding():
+    behaviour = torch.tensor([[-1.0, -2.0], [-1.0, -2.0], [-1.5, -2.5]])
+    gaps = torch.tensor([[-0.9, -1.2], [0.2, 0.1], [-0.1, 0.3]])
+    got = check_agreement(behaviour + gaps, behaviour, torch.ones(3, 2, dtype=torch.bool))
+    assert got.weight.value < 0.9 and got.weight.ci95[1] > 1
+    assert got.findings == ()
+
+
 def test_over_nothing():
     x = torch.zeros(2, 3)
     got = check_agreement(x, x, torch.zeros(2, 3, dtype=torch.bool))

@@ -182,6 +182,8 @@ def test_limits_that_contradict_the_masses():
     logp, logq = log(0.5), log(0.5)
     assert kl_bounds(logp, logq, tail=Tail(logq_least=math.log(0.6))).upper.isnan()
     assert kl_bounds(logp, logq, tail=Tail(logp_least=math.log(0.9))).upper.isnan()
+    crossed = Tail(logp_least=-3.0, logp_most=-3.0, logq_least=-2.5, logq_most=-3.5)
+    assert kl_bounds(logp, logq, tail=crossed).upper.isnan()
     assert kl_bounds(logp, logq, tail=Tail(logq_most=-5.0, logp_least=-2.0, logq_least=-9.0)).upper.isnan()
 
 
@@ -191,7 +193,8 @@ def test_a_record_of_your_own_and_limits_for_each_position():
     got = kl_bounds(logp[:, :1], logq[:, :1], divergence=skew_kl_record(0.1), tail=tail)
     exact = textbook("skew_kl", logp[0], logq[0], 0.1)
     assert (got.lower < exact).all() and (got.upper > exact).all() and got.upper[0] < got.upper[1]
-    assert got.lower.dtype == torch.float64 and not got.lower.requires_grad
+    single = kl_bounds(logp[:, :1].float().requires_grad_(), logq[:, :1].float(), tail=tail)
+    assert all(x.dtype == torch.float64 and not x.requires_grad for x in single)
 
 
 @settings(max_examples=100)
@@ -210,6 +213,13 @@ def test_two_lists_with_their_own_tokens(pair, k, m):
         tail = Tail(logp_most=head.tail.logp_most, logq_most=head.tail.logq_most, logq_least=logq.min())
         got = kl_bounds(head.logp, head.logq, tail=tail)
         assert got.lower - 1e-13 <= kl(logp, logq) <= got.upper + 1e-13
+
+
+def test_the_ends_of_rounded_lists_are_no_lower_than_the_truth():
+    for vocab in range(2, 12):
+        logp = torch.full((vocab,), -math.log(vocab), dtype=torch.float64)
+        head = shared_head(*(torch.arange(vocab - 1), logp[1:].float()) * 2)
+        assert head.tail.logp_most.double() >= logp[0] and head.tail.logq_most.double() >= logp[0]
 
 
 def test_requests_that_mean_nothing(unhooked):
