@@ -41,6 +41,8 @@ def test_known_numbers():
     assert best_of_n_kl(np.full(10, 0.1), np.arange(10), 64) == pytest.approx(2.2935, abs=5e-5)
     assert best_of_n_bound(64) == pytest.approx(3.1745, abs=5e-5)
     assert best_of_n_kl([0.5, 0.5], [3, 3], 9) == 0.0
+    thirds = [best_of_n_kl([p] * 3, [0, 1, 2], 5) for p in (1 / 3, 0.333333)]
+    assert thirds[1] == pytest.approx(thirds[0], rel=1e-13)
     assert best_of_n_kl([0.2, 0.0, 0.8], [1, 9, 2], 3) == best_of_n_kl([0.2, 0.8], [1, 2], 3)
     assert best_of_n_kl([0.2, 0.8], [-math.inf, math.inf], 10**6) == pytest.approx(-math.log(0.8))
 
