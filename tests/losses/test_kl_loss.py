@@ -165,6 +165,23 @@ def test_masked_or_not_for_any_tokens(tokens):
     assert (in_q == -mask.float()).all() and (value >= 0).all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weights", [None, W])
+def test_the_result_may_be_changed_in_place(name, weights):
+    """As trainers do: `loss += ...`, `loss[0] *= ...`."""
+    p, q = P.clone().requires_grad_(), Q.clone()
+    loss = kl_loss(p, q, ALL, estimator=name, weights=weights)
+    expected = 3 * loss.detach()
+    loss += kl_loss(p, q, ALL, estimator=name, weights=weights)
+    loss *= 1.5
+    torch.testing.assert_close(loss.detach(), expected)
+    w = torch.ones(2, 3) if weights is None else weights
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), p)[0], 3 * w * (P - Q))
+    future = future_kl_loss(p, Q, ALL)
+    future += 1
+    assert torch.equal(q, Q) and future.sum() == 6
+
+
 def test_gradcheck_where_value_and_gradient_belong_together():
     """k2 in p: there the loss is its own primitive. In q, k1."""
     p, q = P.double().requires_grad_(), Q.double()

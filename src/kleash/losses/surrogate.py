@@ -90,8 +90,10 @@ def attach(
         raise CannotRunError(
             "torch.compile loses gradients inside vmap (seen in torch 2.13); compile the inside"
         )
-    apply = cast("Callable[..., Tensor]", _Attach.apply)  # pyright: ignore[reportUnknownMemberType]
     leaf, toward = (None, None) if other is None else other
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
+    function = _Attach if traced or value is slope else _AttachInPlace
+    apply = cast("Callable[..., Tensor]", function.apply)  # pyright: ignore[reportUnknownMemberType]
     return apply(token_logp, leaf, value, slope, toward)
 
 
@@ -104,7 +106,7 @@ class _Attach(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         token_logp: Tensor, leaf: Tensor | None, value: Tensor, slope: Tensor, toward: Tensor | None
     ) -> Tensor:
-        return value.view_as(value)
+        return value.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
@@ -116,3 +118,18 @@ class _Attach(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         slope, toward = ctx.saved_tensors
         return weight * slope, None if toward is None else weight * toward, None, None, None
+
+
+class _AttachInPlace(_Attach):
+    """The same without a copy, for a value that nobody else holds."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        token_logp: Tensor, leaf: Tensor | None, value: Tensor, slope: Tensor, toward: Tensor | None
+    ) -> Tensor:
+        return value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(*inputs[3:])
