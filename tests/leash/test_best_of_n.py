@@ -143,6 +143,13 @@ def test_rewards_that_never_tie_give_the_bound_and_a_doubt():
     assert not any("draws per prompt" in doubt or "tie" in doubt for doubt in enough.doubts)
 
 
+def test_no_interval_passes_the_bound_or_0():
+    nearly = best_of_n_kl_from_rewards(np.append(np.arange(18.0), [17.0, 17.0]), 8)
+    assert 0 < nearly.ci95[0] < nearly.value < nearly.ci95[1] == best_of_n_bound(8)
+    winners = best_of_n_kl_from_winners(np.log([0.01, 0.02, 0.9]), 8)
+    assert winners.ci95 == (0.0, best_of_n_bound(8))
+
+
 @pytest.mark.parametrize(("mass", "n"), [(0.5, 4), (0.01, 64), (0.9, 2)])
 def test_a_winner_counts_as_the_best_with_nothing_else_likely(mass, n):
     rest = 50_000
