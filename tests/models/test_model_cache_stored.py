@@ -74,6 +74,20 @@ def test_it_scores_as_the_reference_does(folders, pair: Pair, tmp_path: Path) ->
     assert without.context == pair.context
 
 
+def test_what_is_there_is_not_read_again(folders, tmp_path: Path) -> None:
+    made(tmp_path, folders("llama")[1], given())
+    model = load_reference(str(folders("llama")[1]), None, Loading()).reference
+    cache = ReferenceCache(tmp_path, model)
+
+    def unasked(_: Any) -> torch.Tensor:
+        raise AssertionError("the reference was asked")
+
+    cache.fill(unasked, given()[1:], 4096)
+    assert len(cache.states) == 4 and all(one in cache for one in given())
+    with pytest.raises(AssertionError, match="was asked"):
+        cache.fill(unasked, given(((2, 2),)), 4096)
+
+
 def test_a_sequence_that_is_not_there_is_named(folders, tmp_path: Path) -> None:
     stored = made(tmp_path, folders("llama")[1], given()[:3])
     where = replace(given()[3], where="file, line 7")
