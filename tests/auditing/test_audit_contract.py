@@ -103,6 +103,14 @@ def test_which_surrogates_have_the_gradient_of_whole_responses(function, convent
     assert right or error > 0.1
 
 
+def test_a_reward_of_k1_follows_whole_responses():
+    """Each token's score is multiplied with what comes from there on, not with what came before."""
+    found = audit(u_of, "reward")
+    error = next(r.relative_error for r in found.gradients if r.target == "sequence KL(p || q)")
+    assert error < 1e-9
+    assert "token by token and between whole responses" in found.verdict[1]
+
+
 @pytest.mark.parametrize(
     ("function", "right"),
     [(prefix_weighted_k3, True), (lambda p, q, b, mask: (rho(p, b) * k("k3")(u_of(p, q))).sum(-1), False)],
