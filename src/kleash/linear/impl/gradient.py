@@ -18,6 +18,8 @@ from kleash.linear.impl.record_rows import plain_rows, record_gradient_rows
 from kleash.linear.impl.results import Formed, Needed
 from kleash.linear.options import LinearOptions
 
+Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[Sums, Sums]"], Tensor]
+"""Makes a chunk's logits the gradient of these weights' sum, has it taken in, and returns the values."""
 Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
 """From a few rows of both logits, their weights, and whether q's are a difference, to each row's value and
 the gradients of ``weight value`` in both logits. It may not write where the logits are."""
@@ -78,25 +80,40 @@ def both_sums(pair: Pair, needed: Needed) -> tuple[Sums, Sums]:
 def gradients(
     pair: Pair, record: Divergence, weights: Float[Tensor, " tokens"], needed: Needed, options: LinearOptions
 ) -> Formed:
-    """The divergence of each token, and the gradient of ``sum weights D``; sums of weights in float32.
-
-    A token of weight 0 is not read: 0 is what is said of it, and what its hidden states get.
-    """
+    """The divergence of each token, and the gradient of ``sum weights D``."""
     if record == REVERSE_KL:
         formed = gradients(pair.swapped, KL, weights, needed[3:] + needed[:3], options)
         return Formed(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
+    needs = any(needed[:3]), any(needed[3:])
+
+    def begin(tokens: int) -> tuple[Plan, Turn]:
+        cut = plan(pair, options, ROOMS + 1 if record == KL else RECORD_ROOMS, tokens)
+        step = kl_step(pair, cut, options, needs) if record == KL else record_step(record, needs)
+        return cut, lambda chunk, weights, sums: in_place(chunk, step, weights, cut, sums)
+
+    return formed_by(pair, weights, needed, begin, apart=record == KL)
+
+
+def formed_by(
+    pair: Pair,
+    weights: Float[Tensor, " tokens"],
+    needed: Needed,
+    begin: Callable[[int], tuple[Plan, Turn]],
+    *,
+    apart: bool,
+) -> Formed:
+    """What ``begin`` makes of each chunk, for so many tokens as are read; sums of weights in float32.
+
+    A token of weight 0 is not read: 0 is what is said of it, and what its hidden states get.
+    """
     weights = weights.detach().to(pair.p.dtype)
     read = weights != 0
     positions = None if bool(read.all()) else read.nonzero()[:, 0]
-    tokens = pair.tokens if positions is None else len(positions)
-    needs = any(needed[:3]), any(needed[3:])
-    cut = plan(pair, options, ROOMS + 1 if record == KL else RECORD_ROOMS, tokens)
-    step = kl_step(pair, cut, options, needs) if record == KL else record_step(record, needs)
+    cut, turn = begin(pair.tokens if positions is None else len(positions))
     sums = both_sums(pair, needed)
     per_token = torch.zeros_like(weights)
-    for chunk in chunks(pair, cut, positions=positions, apart=record == KL):
-        values = in_place(chunk, step, weights[chunk.where], cut, sums)
-        per_token[chunk.where] = values
+    for chunk in chunks(pair, cut, positions=positions, apart=apart):
+        per_token[chunk.where] = turn(chunk, weights[chunk.where], sums)
     return Formed(per_token, sums[0].done + sums[1].done)
 
 
