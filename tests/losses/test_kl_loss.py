@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from compiling import compiles
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kleash.errors import DetachedError, ShapeError, UnknownNameError
+from kleash.errors import ShapeError
 from kleash.estimators import ESTIMATORS, bounded_k3, sampled_kl
 from kleash.losses import extreme_tokens, future_kl_loss, kl_loss
 
@@ -148,6 +147,9 @@ def test_half_precision_is_subtracted_in_float32(dtype):
     value, in_p, _ = run(p, q, torch.tensor([True]), estimator="k1")
     assert value.dtype == torch.float32 and in_p.dtype == dtype
     assert value.item() == 0.0625
+    far, near = torch.tensor([-100.5]).to(dtype), torch.tensor([-0.0625 / 16]).to(dtype)
+    value, in_p, _ = run(far, near, torch.tensor([True]), estimator="k1")
+    assert value.dtype == torch.float32 and value.item() == -100.5 + 0.0625 / 16
     assert future_kl_loss(p.requires_grad_(), q.to(dtype), torch.tensor([True])).dtype == torch.float32
 
 
@@ -203,94 +205,7 @@ def test_the_gradient_is_that_of_the_explicit_surrogate(name):
     torch.testing.assert_close(got, expected)
 
 
-def test_a_loss_of_nothing_to_train_is_an_error_only_while_gradients_are_enabled():
-    with pytest.raises(DetachedError, match="token_logp carries no gradient although gradients are enabled"):
-        kl_loss(P, Q, ALL)
-    with pytest.raises(DetachedError, match=r"or call under torch\.no_grad\(\) for the value alone"):
-        future_kl_loss(P, Q.requires_grad_(False), ALL)
-    for off in (torch.no_grad(), torch.inference_mode()):
-        with off:
-            torch.testing.assert_close(kl_loss(P, Q, ALL), sampled_kl(P, Q))
-            assert (future_kl_loss(P, Q, ALL) == 0).all()
-
-
-def test_the_other_side_alone_may_be_trained():
-    q = Q.clone().requires_grad_()
-    kl_loss(P, q, ALL).sum().backward()
-    assert q.grad is not None and (q.grad == -1).all()
-
-
-def test_weights_with_a_gradient_are_refused():
-    p = P.clone().requires_grad_()
-    for call in (kl_loss, future_kl_loss):
-        with pytest.raises(DetachedError, match=r"weights carry a gradient.*give importance_weights"):
-            call(p, Q, ALL, weights=(p - Q).exp())
-
-
-def test_names_and_shapes_that_do_not_fit(unhooked):
-    p = P.clone().requires_grad_()
-    with pytest.raises(UnknownNameError, match="no estimator is called 'k4'"):
-        kl_loss(p, Q, ALL, estimator="k4")
-    with pytest.raises(ShapeError, match=r"token_logp \(2, 3\), token_logq \(2, 2\), mask \(2, 3\)"):
-        kl_loss(p, Q[:, :2], ALL)
-    with pytest.raises(ShapeError, match=r"weights \(2, 1\); give one number per token in each"):
-        kl_loss(p, Q, ALL, weights=W[:, :1])
-    with pytest.raises(ShapeError, match=r"token_kl \(3,\)"):
-        future_kl_loss(p, Q[0], ALL)
-    with pytest.raises(ShapeError, match="token_logp is one number"):
-        future_kl_loss(p[0, 0], Q[0, 0], ALL[0, 0])
-    with pytest.raises(ShapeError, match="a mask is bool"):
-        kl_loss(p, Q, ALL.float())
-
-
 def test_empty_batches():
     value, in_p, _ = run(P[:0], Q[:0], ALL[:0])
     assert value.shape == in_p.shape == (0, 3)
     assert run_future(P[:, :0], Q[:, :0], ALL[:, :0])[0].shape == (2, 0)
-
-
-def test_function_transforms_agree_with_autograd():
-    def rowwise(p, q, mask):
-        return (kl_loss(p, q, mask) + future_kl_loss(p, q, mask)).sum()
-
-    p, q = P.clone().requires_grad_(), Q.clone().requires_grad_()
-    expected = torch.autograd.grad(
-        torch.stack([rowwise(*row) for row in zip(p, q, ALL, strict=True)]).sum(), (p, q)
-    )
-    inside = torch.vmap(torch.func.grad(rowwise, argnums=(0, 1)))(P, Q, ALL)
-    outside = torch.func.grad(lambda a, b: torch.vmap(rowwise)(a, b, ALL).sum(), argnums=(0, 1))(P, Q)
-    for got in (inside, outside, torch.func.grad(rowwise, argnums=(0, 1))(P, Q, ALL)):
-        torch.testing.assert_close(got, expected)
-    with pytest.raises(DetachedError):
-        rowwise(P, Q, ALL)
-
-
-@compiles
-@pytest.mark.parametrize("weights", [None, W])
-def test_compiles_in_one_piece(compiler, weights):
-    def loss(p, q, mask):
-        out = kl_loss(p, q, mask, weights=weights)
-        return (out + future_kl_loss(p, (p - q).detach(), mask, weights=weights)).sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    transformed = torch.compile(torch.func.grad(loss), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(transformed(P, Q, ALL), torch.func.grad(loss)(P, Q, ALL))
-    p = P.clone().requires_grad_()
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(p, Q, ALL), p), torch.autograd.grad(loss(p, Q, ALL), p)
-    )
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(P, Q, ALL), loss(P, Q, ALL))
-
-
-@compiles
-def test_what_the_compiler_would_get_wrong_is_refused(compiler):
-    """torch 2.13 drops the gradient of a function of one's own inside a compiled vmap."""
-
-    def mapped(p):
-        return torch.func.grad(lambda x: torch.vmap(lambda a, b, m: kl_loss(a, b, m).sum())(x, Q, ALL).sum())(
-            p
-        )
-
-    with pytest.raises(Exception, match=r"compile the inside|Observed exception"):
-        torch.compile(mapped, fullgraph=True, backend="aot_eager")(P)
