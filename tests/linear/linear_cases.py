@@ -9,7 +9,15 @@ from scipy.spatial.distance import jensenshannon
 from scipy.special import log_softmax, rel_entr
 from torch import Tensor
 
-from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl, token_statistics
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    TokenStatistics,
+    linear_divergence,
+    linear_divergence_loss,
+    linear_kl,
+    token_statistics,
+)
 
 REFERENCE = LinearOptions(impl="reference")
 CHUNKED = LinearOptions(impl="chunked", compile="never")
@@ -37,6 +45,10 @@ class Case:
     head_q: Head
     tokens: Tensor
     temperature: float = 1.0
+
+    @property
+    def models(self):
+        return self.hidden_p, self.head_p, self.hidden_q, self.head_q
 
     def kl(self, options=None, **kwargs):
         return linear_kl(
@@ -135,3 +147,23 @@ def in_float64(case: Case) -> Case:
 def relative_rms(found: Tensor, exact: Tensor) -> float:
     """Root mean square of the error, over that of the number."""
     return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def leaves_of(case: Case, divergence="kl", *, weights=None):
+    """The six tensors of a case as leaves, and, given options, the function of them: values, or a weighted loss."""
+    p, q = case.head_p, case.head_q
+    tensors = [case.hidden_p, p.weight, p.bias, case.hidden_q, q.weight, q.bias]
+    tensors = [x.detach().clone().requires_grad_() for x in tensors]
+
+    def of(options):
+        def function(hp, wp, bp, hq, wq, bq):
+            head_p = Head(wp, bp, scale=p.scale, softcap=p.softcap)
+            head_q = Head(wq, bq, scale=q.scale, softcap=q.softcap)
+            given = {"divergence": divergence, "temperature": case.temperature, "options": options}
+            if weights is None:
+                return linear_divergence(hp, head_p, hq, head_q, **given)
+            return linear_divergence_loss(hp, head_p, hq, head_q, weights=weights, **given)
+
+        return function
+
+    return tensors, of

@@ -7,11 +7,12 @@ import pytest
 
 PEAK = """
 import resource, sys, torch
-from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
+from kleash.divergences import DIVERGENCES
+from kleash.linear import Head, LinearOptions, linear_divergence_loss, linear_kl, linear_objective, token_statistics
 
 torch.manual_seed(0)
 what, tokens, words = sys.argv[1], int(sys.argv[2]), 20_000
-def hidden(count): return torch.randn(count, 8).requires_grad_(what == "gradient")
+def hidden(count): return torch.randn(count, 8).requires_grad_(what != "statistics")
 p, q, ids = hidden(tokens), hidden(tokens), torch.randint(words, (tokens,))
 head_p, head_q = Head(torch.randn(words, 8)), Head(torch.randn(words, 8))
 options = LinearOptions(buffer_bytes=16 * 2**20, compile="never", impl="chunked")
@@ -19,6 +20,15 @@ options = LinearOptions(buffer_bytes=16 * 2**20, compile="never", impl="chunked"
 def run(count):
     if what == "statistics":
         token_statistics(p[:count], head_p, q[:count], head_q, ids[:count], options=options)
+    elif what in DIVERGENCES:
+        weights = torch.ones(count)
+        linear_divergence_loss(
+            p[:count], head_p, q[:count], head_q, weights=weights, divergence=what, options=options
+        ).loss.backward()
+    elif what == "objective":
+        def objective(terms, rows): return terms.kl - terms.token_logp - terms.entropy
+        loss, _ = linear_objective(p[:count], head_p, ids[:count], q[:count], head_q, objective, options=options)
+        loss.backward()
     else:
         kl = linear_kl(p[:count], head_p, q[:count], head_q, options=options)
         if what == "gradient":
@@ -37,7 +47,7 @@ def extra_megabytes(what: str, tokens: int) -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-@pytest.mark.parametrize("what", ["statistics", "gradient"])
+@pytest.mark.parametrize("what", ["statistics", "gradient", "kl", "total_variation", "objective"])
 def test_memory_is_the_budget_and_not_the_logits(what):
     tokens, logits = 1000, 1000 * 20_000 * 4 / 2**20
     assert extra_megabytes(what, tokens) < 16 + 12 < logits / 2

@@ -32,7 +32,11 @@ H = torch.randn(5, 4)
         (lambda: Head(W, softcap=0.0), OptionError, "positive number, not 0.0"),
         (lambda: Head(W, scale=float("nan")), OptionError, "finite number, not nan"),
         (lambda: Head(W, vocabulary_group=object()), CannotRunError, "vocabulary_group cannot be used yet"),
-        (lambda: LinearOptions(impl="triton"), CannotRunError, "no triton implementation yet"),
+        (
+            lambda: linear_kl(H, Head(W), H, Head(W), options=LinearOptions(impl="triton")),
+            CannotRunError,
+            "runs on CUDA tensors and these are on cpu; ask for 'chunked'",
+        ),
         (lambda: LinearOptions(impl="chunkd"), UnknownNameError, "did you mean 'chunked'"),
         (lambda: LinearOptions(compile="perhaps"), UnknownNameError, "auto, always, never"),
         (lambda: LinearOptions(buffer_bytes=0), OptionError, "buffer_bytes is 0"),

@@ -1,6 +1,6 @@
 """The fast core of KL(p || q): only p's masses are computed, and q enters by what it differs.
 
-With ``r = zq - zp - x`` where ``x = E_p[zq - zp]``, and ``y = E_p expm1(r)``,
+With ``r = zq - zp - x`` where ``x = E_p[zq - zp]``, and ``y = E_p expm1(r) = E_p phi(-r) + E_p r``,
 
     log p - log q = log1p(y) - r          KL(p || q) = log1p(y) - E_p r
     gradient in zp: p (E_p r - r)          gradient in zq: q - p = p (expm1(r) - y) / (1 + y)
@@ -8,12 +8,13 @@ With ``r = zq - zp - x`` where ``x = E_p[zq - zp]``, and ``y = E_p expm1(r)``,
 ``E_p r`` is 0 but for the rounding of ``x``, and is taken again. Whatever rounding the logits bring along is
 that of a pair of true distributions, near which KL is as good as stationary: it enters at second order.
 Nothing overflows or gets lost as long as q is nowhere further ahead of p than e^FAR: a row beyond that is NaN
-here, for ``rows.py`` to do. A KL so small that ``log1p(y) - E_p r`` is left with its rounding is minus
+here, for ``rows.py`` to do. A KL so small that nothing but the rounding of ``x`` may be left of it is minus
 infinity here, for ``faint_kl`` to do; the gradients are right in such rows, too.
 
 Uncompiled, every operation works on rows that stay in the cache and writes where it is told to.
 """
 
+from math import factorial
 from typing import NamedTuple
 
 import torch
@@ -21,13 +22,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import phi
-from kleash.linear.impl.rows import LOG2_E, Room
+from kleash.linear.impl.rows import LOG2_E, Room, polynomial, unless_small
 
 FAR = 40.0
 """How far q may be ahead of p on a token, in nats: a mass that underflows then adds less than 1e-16."""
-FAINT = {torch.float32: 1e-9, torch.float64: 1e-12}
-"""KL in nats below which ``log1p(y) - E_p r`` is not trusted to a few thousandths."""
-ROOMS = 3
+FAINT = {torch.float32: 1e-12, torch.float64: 1e-24}
+"""KL in nats below which a difference of two numbers is not to be had: the sum of phi is taken instead."""
+PHI = tuple(1 / factorial(n) for n in range(2, 18))
+"""phi(-r)/r^2 in powers of r."""
+ROOMS = 5
 NO_ROOM: Room = (None,) * ROOMS
 
 
@@ -73,6 +76,37 @@ def faint_kl(zp: Tensor, zq: Tensor, apart: bool) -> Float[Tensor, " rows"]:
     return (phi(torch.log1p(y) - x.ahead).mul_(x.mass).sum(-1, keepdim=True) / x.total)[:, 0]
 
 
+def gap(x: Rows, room: Room) -> Float[Tensor, "rows vocab"]:
+    """phi(-r) = expm1(r) - r, by its series where |r| is small, so that nothing cancels; never negative.
+
+    A sum of two parts of which one is 0, and not ``torch.where``, which costs as much as all else.
+    """
+    terms = 14 if x.ahead.dtype == torch.float64 else 6
+    rest = unless_small(x.ahead, room[2])
+    near = torch.sub(x.ahead, rest, out=room[3])
+    value = polynomial(near, PHI[:terms], room[4]).mul_(near)
+    return value.add_(torch.expm1(rest, out=room[3]).sub_(rest))
+
+
+class Sums(NamedTuple):
+    """Means over p, in float64 on columns: what is left of their differences is exact."""
+
+    kl: Float[Tensor, " rows"]
+    """KL where it is trusted."""
+    slack: Float[Tensor, "rows 1"]
+    """E_p r."""
+    excess: Float[Tensor, "rows 1"]
+    """y."""
+
+
+def summed(x: Rows, gaps: Float[Tensor, "rows 1"], slack: Float[Tensor, "rows 1"], furthest: Tensor) -> Sums:
+    """From the sums of ``mass phi(-r)`` and ``mass r``."""
+    total = x.total.double()
+    slack, excess = slack.double() / total, (gaps.double() + slack.double()) / total
+    kl = (torch.log1p(excess) - slack).to(x.total.dtype)
+    return Sums(trusted(kl, furthest), slack.to(kl.dtype), excess.to(kl.dtype))
+
+
 def kl_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
@@ -83,9 +117,8 @@ def kl_rows(
     """KL(p || q) of each row, alone in its tuple; not finite for rows that this core cannot do."""
     x = measured(zp, zq, room, apart)
     furthest = x.ahead.amax(-1, keepdim=True)
-    y = torch.expm1(x.ahead, out=room[2]).mul_(x.mass).sum(-1, keepdim=True) / x.total
-    slack = x.ahead.mul_(x.mass).sum(-1, keepdim=True) / x.total
-    return (trusted(torch.log1p(y) - slack, furthest),)
+    gaps = gap(x, room).mul_(x.mass).sum(-1, keepdim=True)
+    return (summed(x, gaps, x.ahead.mul_(x.mass).sum(-1, keepdim=True), furthest).kl,)
 
 
 def kl_gradient_rows(
@@ -100,14 +133,13 @@ def kl_gradient_rows(
     """KL(p || q) of each row, and the gradients of ``weight KL`` in p's logits and q's, where needed."""
     x = measured(zp, zq, room, apart)
     furthest = x.ahead.amax(-1, keepdim=True)
-    extra = torch.expm1(x.ahead, out=room[2]).mul_(x.mass)
-    y = extra.sum(-1, keepdim=True) / x.total
+    gaps = gap(x, room).mul_(x.mass)
     ahead = x.ahead.mul_(x.mass)
-    slack = ahead.sum(-1, keepdim=True) / x.total
+    found = summed(x, gaps.sum(-1, keepdim=True), ahead.sum(-1, keepdim=True), furthest)
     share = weight[:, None] / x.total
     in_p = in_q = None
-    if needs[0]:
-        in_p = ahead.addcmul_(x.mass, -slack).mul_(-share)
     if needs[1]:
-        in_q = extra.addcmul_(x.mass, -y).mul_(share / (1 + y))
-    return trusted(torch.log1p(y) - slack, furthest), in_p, in_q
+        in_q = gaps.add_(ahead).addcmul_(x.mass, -found.excess).mul_(share / (1 + found.excess))
+    if needs[0]:
+        in_p = ahead.addcmul_(x.mass, -found.slack).mul_(-share)
+    return found.kl, in_p, in_q

@@ -15,7 +15,7 @@ from kleash.divergences import entropy
 from kleash.linear.impl import lean
 from kleash.linear.impl.careful import careful_kl, replace_
 from kleash.linear.impl.gradient import Sums, both_sums
-from kleash.linear.impl.lean import measured, trusted
+from kleash.linear.impl.lean import gap, measured, summed
 from kleash.linear.impl.loop import Chunk, Core, Plan, blocks, checked, chunks, in_room, plan, runs
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import normalised, pull_back_
@@ -37,17 +37,19 @@ def terms_rows(
     """The fields of TokenTerms, the log-sum-exp of p's logits, and by how much q's is larger."""
     x = measured(zp, zq, room, apart)
     furthest = x.ahead.amax(-1, keepdim=True)
-    y = torch.expm1(x.ahead, out=room[2]).mul_(x.mass).sum(-1, keepdim=True) / x.total
+    gaps = gap(x, room).mul_(x.mass).sum(-1, keepdim=True)
     below = torch.sub(x.top, zp, out=room[2]).mul_(x.mass).sum(-1, keepdim=True)
-    slack = x.ahead.mul_(x.mass).sum(-1, keepdim=True) / x.total
-    log_total, excess, column = x.total.log(), torch.log1p(y), tokens[:, None]
+    found = summed(x, gaps, x.ahead.mul_(x.mass).sum(-1, keepdim=True), furthest)
+    # The largest mass is 1 but for the rounding of exp's argument, which all of a row's masses share.
+    log_total = (x.total / x.mass.amax(-1, keepdim=True)).log()
+    excess, column = torch.log1p(found.excess), tokens[:, None]
     token_zp, token_zq = zp.gather(-1, column), zq.gather(-1, column)
     token_logp = token_zp - x.top - log_total
     ahead = token_zq if apart else token_zq - token_zp
     token_logq = token_logp + (ahead - x.shift - excess)
     numbers = token_logp, token_logq, log_total + below / x.total, x.top + log_total, x.shift + excess
     logp, logq, entropies, sums, more = (n[:, 0] for n in numbers)
-    return logp, logq, trusted(excess - slack, furthest), entropies, sums, more
+    return logp, logq, found.kl, entropies, sums, more
 
 
 def careful_terms_rows(zp: Tensor, zq: Tensor, tokens: Tensor, *, apart: bool = False) -> tuple[Tensor, ...]:
@@ -115,7 +117,10 @@ def turn_(
                 rooms[side][here] = gradient
     for side in (0, 1):
         if needs[side]:
-            sums[side].add(chunk.where, rooms[side], models[side].hidden, cut.tile)
+            hidden = models[side].hidden
+            # A row of zeros times a hidden state that is NaN would still be NaN.
+            hidden = hidden.masked_fill(unused[:, None], 0.0) if bool(unused.any()) else hidden
+            sums[side].add(chunk.where, rooms[side], hidden, cut.tile)
 
 
 def pulled_rows(

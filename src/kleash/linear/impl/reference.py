@@ -84,12 +84,15 @@ def judged(
     pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
 ) -> Judged:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
+    seen = terms_of_logits(logits(pair.p), logits(pair.q), tokens)
+    loss, coefficients = asked(objective, seen, slice(0, pair.tokens))
+    used = torch.stack([c != 0 for c in coefficients]).any(0).nonzero()[:, 0]
     leaves, given = detached(pair)
     with torch.enable_grad():
-        terms = terms_of_logits(logits(leaves.p), logits(leaves.q), tokens)
-        seen = TokenTerms(*(x.detach() for x in terms))
-        loss, coefficients = asked(objective, seen, slice(0, pair.tokens))
-        found = derived(combined(terms, coefficients).sum(), given, needed)
+        read = leaves.at(used)
+        terms = terms_of_logits(logits(read.p), logits(read.q), tokens[used])
+        total = combined(terms, TokenTerms(*(c[used] for c in coefficients))).sum()
+        found = derived(total, given, needed)
     return Judged(loss, seen, found)
 
 

@@ -1,0 +1,76 @@
+"""Callers that are compiled whole: same numbers, and no chunk loop in their graph."""
+
+import subprocess
+import sys
+
+from compiling import compiles
+
+CALLERS = """
+import torch
+from kleash.linear import *
+
+torch.manual_seed(0)
+ids, weights = torch.randint(101, (2, 12)), torch.rand(2, 12)
+weights[0, 0] = 0
+
+def data():
+    torch.manual_seed(1)
+    shapes = (2, 12, 16), (101, 16), (101,), (2, 12, 19), (101, 19)
+    return [torch.randn(shape).requires_grad_(n < 3) for n, shape in enumerate(shapes)]
+
+def values(h, w, b, hq, wq):
+    return (linear_kl(h * 2, Head(w, b), hq, Head(wq), temperature=1.3) * weights).sum()
+
+def loss(h, w, b, hq, wq):
+    options = LinearOptions(buffer_bytes=20_000)
+    found = linear_divergence_loss(
+        h * 2, Head(w, b, softcap=3.0), hq, Head(wq), weights=weights, divergence="hellinger", options=options
+    )
+    return found.loss * 3 + found.per_token.sum()
+
+def objective(h, w, b, hq, wq):
+    def each(terms, rows):
+        ratio = torch.exp(terms.token_logp - terms.token_logq)
+        return weights.reshape(-1)[rows] * ratio + 0.1 * terms.kl - 0.01 * terms.entropy
+    found, terms = linear_objective(h * 2, Head(w, b), ids, hq, Head(wq), each, temperature=weights + 1)
+    return found + terms.kl.sum()
+
+def statistics(h, w, b, hq, wq):
+    found = token_statistics(h * 2, Head(w, b), hq, Head(wq), ids)
+    return h.sum() * found.kl_pq.mean() + found.rank_q.sum()
+
+for function in (values, loss, objective, statistics):
+    results, graphs = [], []
+    def backend(graph, inputs):
+        graphs.append(len(list(graph.graph.nodes)))
+        return graph
+    for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        given = data()
+        value = call(*given)
+        results.append((value.detach(), *torch.autograd.grad(value, given[:3], allow_unused=True)))
+    for a, b in zip(*results, strict=True):
+        if a is not None or b is not None:
+            torch.testing.assert_close(a, b)
+    assert results[0][1].abs().sum() > 0 and len(graphs) == 1 and graphs[0] < 90, graphs
+
+import kleash.divergences
+try:
+    record = kleash.divergences.skew_kl_record(0.1)
+    torch.compile(lambda h, w, b, hq, wq: linear_divergence(h, Head(w), hq, Head(wq), divergence=record))(*data())
+except Exception as error:
+    assert "by a name of DIVERGENCES" in str(error), error
+else:
+    raise SystemExit("a record went through")
+h, w, b, hq, wq = data()
+compiled = torch.compile(values, fullgraph=True)
+torch.testing.assert_close(compiled(h, w, b, hq, wq), values(h, w, b, hq, wq))
+compiled(h, w, b, hq, wq).backward()
+assert w.grad.abs().sum() > 0
+print("all the same")
+"""
+
+
+@compiles
+def test_compiled_callers_see_one_operation_and_the_same_numbers(compiler):
+    done = subprocess.run([sys.executable, "-c", CALLERS], capture_output=True, text=True)
+    assert done.stdout.strip() == "all the same", done.stderr[-3000:]

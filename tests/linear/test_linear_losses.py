@@ -1,0 +1,217 @@
+"""Losses whose gradient is formed in the forward pass, and what of hidden states only is."""
+
+import pytest
+import torch
+from linear_cases import CHUNKED, REFERENCE, SMALL, TINY, head_case, in_float64, leaves_of, relative_rms
+
+from kleash.divergences import kl
+from kleash.errors import CannotRunError, ShapeError
+from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
+from kleash.linear.impl import gradient
+
+EVERY = pytest.mark.parametrize(
+    "options", [REFERENCE, CHUNKED, SMALL, TINY], ids=["reference", "chunked", "small", "tiny"]
+)
+
+
+@EVERY
+def test_the_gradient_is_that_of_finite_differences(options):
+    """Central differences of the weighted sum along random directions, in float64."""
+    case = head_case(torch.float64, 0.8, tokens=(7,), words=23, bias=True, softcap=4.0, scale=1.1)
+    weights = torch.tensor([0.5, 1.0, -2.0, 0.0, 3.0, 0.25, 1.0], dtype=torch.float64)
+    tensors, of = leaves_of(case, weights=weights)
+    found = torch.autograd.grad(of(options)(*tensors).loss, tensors)
+    random = torch.Generator().manual_seed(1)
+    for place, gradient_ in enumerate(found):
+        way = torch.randn(gradient_.shape, generator=random, dtype=torch.float64)
+        sides = []
+        for step in (1e-5, -1e-5):
+            moved = [x.detach() + step * way if n == place else x.detach() for n, x in enumerate(tensors)]
+            sides.append(of(options)(*moved).loss)
+        slope = (sides[0] - sides[1]) / 2e-5
+        torch.testing.assert_close((gradient_ * way).sum(), slope, rtol=1e-6, atol=1e-8)
+
+
+@EVERY
+def test_tokens_of_weight_0_are_not_read(options):
+    case = head_case(torch.float32, tokens=(3, 4), bias=True)
+    weights = torch.tensor([[1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 1.0, -1.0], [0.5, 1.0, 0.0, 0.0]])
+    dirty = head_case(torch.float32, tokens=(3, 4), bias=True)
+    dirty.hidden_p[weights == 0] = torch.nan
+    dirty.hidden_q[weights == 0] = torch.inf
+    results = []
+    for each in (case, dirty):
+        tensors, of = leaves_of(each, weights=weights)
+        loss, per_token = of(options)(*tensors)
+        assert (per_token[weights == 0] == 0).all() and per_token[weights != 0].min() > 0
+        results.append((loss.detach(), per_token, *torch.autograd.grad(loss, tensors)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert (results[0][2][weights == 0] == 0).all() and results[0][2].abs().sum() > 0
+
+
+def test_chunks_of_chosen_tokens_are_full():
+    """A mask that leaves few tokens makes few products."""
+    case = head_case(torch.float32, tokens=(40,), words=50)
+    weights = torch.zeros(40)
+    weights[::8] = 1.0
+    seen = []
+    original = gradient.in_place
+
+    def watched(chunk, *rest):
+        seen.append(len(chunk.zp))
+        return original(chunk, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient, "in_place", watched)
+        linear_kl_loss(*case.models, weights=weights, options=CHUNKED)
+    assert seen == [5]
+
+
+def test_all_weights_may_be_0():
+    case = head_case(torch.float32, tokens=(4,))
+    case.hidden_p.fill_(torch.nan).requires_grad_()
+    loss, per_token = linear_kl_loss(*case.models, weights=torch.zeros(4))
+    loss.backward()
+    assert loss == 0 and (per_token == 0).all() and (case.hidden_p.grad == 0).all()
+
+
+@pytest.mark.parametrize("tokens", [(0,), (1,), (0, 3)], ids=str)
+@EVERY
+def test_no_token_and_one(options, tokens):
+    case = head_case(torch.bfloat16, tokens=tokens)
+    case.hidden_p.requires_grad_()
+    loss, per_token = linear_kl_loss(*case.models, weights=torch.ones(tokens), options=options)
+    loss.backward()
+    assert loss.shape == () and per_token.shape == tokens and case.hidden_p.grad.shape == case.hidden_p.shape
+    assert (loss > 0) == (case.hidden_p.numel() > 0)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_second_backward_raises(retain):
+    case = head_case(torch.float32, tokens=(3,))
+    case.hidden_p.requires_grad_()
+    loss = linear_kl_loss(*case.models, weights=torch.ones(3)).loss
+    loss.backward(retain_graph=retain)
+    with pytest.raises(CannotRunError, match="has been given away; compute the loss again"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused():
+    case = head_case(torch.float32, tokens=(3,))
+    case.hidden_p.requires_grad_()
+    loss = linear_kl_loss(*case.models, weights=torch.ones(3)).loss
+    with pytest.raises(CannotRunError, match="differentiated once"):
+        torch.autograd.grad(loss, case.hidden_p, create_graph=True)
+
+
+def test_only_what_requires_a_gradient_gets_one_and_values_are_detached():
+    case = head_case(torch.float64, tokens=(5,), bias=True)
+    case.head_p.bias.requires_grad_()
+    case.hidden_q.requires_grad_()
+    loss, per_token = linear_kl_loss(*case.models, weights=torch.ones(5, dtype=torch.float64))
+    assert loss.requires_grad and not per_token.requires_grad
+    (2.5 * loss).backward()
+    tensors, of = leaves_of(case)
+    right = torch.autograd.grad(2.5 * of(REFERENCE)(*tensors).sum(), tensors)
+    torch.testing.assert_close(case.head_p.bias.grad, right[2])
+    torch.testing.assert_close(case.hidden_q.grad, right[3])
+    assert case.hidden_p.grad is None and case.head_p.weight.grad is None and case.head_q.weight.grad is None
+
+
+def test_without_gradients_it_is_only_a_value():
+    case = head_case(torch.float32, tokens=(5,))
+    weights = torch.arange(5.0)
+    loss = linear_kl_loss(*case.models, weights=weights).loss
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, (weights * case.kl()).sum())
+    case.hidden_p.requires_grad_()
+    with torch.no_grad():
+        assert not linear_kl_loss(*case.models, weights=weights).loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "says"),
+    [
+        (torch.ones(4), ShapeError, r"weights are torch.float32 of shape \(4,\) for tokens of shape \(5,\)"),
+        (torch.ones(5, dtype=torch.bool), ShapeError, "weights are torch.bool"),
+        (torch.ones(5, device="meta"), CannotRunError, "weights are on meta and hidden states on cpu"),
+        (torch.ones(5, requires_grad=True), CannotRunError, "weights of a loss get no gradient"),
+    ],
+)
+def test_weights_that_are_refused(weights, error, says, unhooked):
+    case = head_case(torch.float32, tokens=(5,))
+    with pytest.raises(error, match=says):
+        linear_kl_loss(*case.models, weights=weights)
+
+
+def test_the_weight_gradient_is_summed_in_float32():
+    """Four hundred equal contributions, each too small to move a bfloat16 sum that is already large."""
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3, generator=random).repeat(400, 1).bfloat16()
+    weight = torch.randn(7, 3, generator=random).bfloat16().requires_grad_()
+    other = Head(torch.randn(7, 3, generator=random).bfloat16())
+    options = LinearOptions(buffer_bytes=1)
+    linear_kl_loss(
+        hidden, Head(weight), hidden, other, weights=torch.ones(400), options=options
+    ).loss.backward()
+    one = weight.detach().double().requires_grad_()
+    linear_kl(
+        hidden[:1].double(), Head(one), hidden[:1].double(), Head(other.weight.double())
+    ).sum().backward()
+    assert relative_rms(weight.grad, 400 * one.grad) < 2**-7
+
+
+@EVERY
+def test_a_temperature_for_each_token(options):
+    case = head_case(torch.float64, 1.0, tokens=(2, 3), words=31, bias=True, softcap=5.0)
+    temperature = torch.tensor([[0.5, 1.0, 1.7], [0.9, 3.0, 0.2]], dtype=torch.float64)
+    weights = torch.linspace(0.1, 1, 6, dtype=torch.float64).reshape(2, 3)
+    case.hidden_p.requires_grad_()
+    found = linear_kl_loss(*case.models, weights=weights, temperature=temperature, options=options)
+    (ours,) = torch.autograd.grad(found.loss, case.hidden_p)
+    values = linear_kl(*case.models, temperature=temperature, options=options)
+    for row, column in ((0, 0), (0, 2), (1, 1), (1, 2)):
+        z = []
+        for hidden, head in ((case.hidden_p, case.head_p), (case.hidden_q, case.head_q)):
+            raw = hidden[row, column] @ head.weight.T + head.bias
+            z.append(5 * torch.tanh(raw / 5) / temperature[row, column])
+        alone = kl(z[0].log_softmax(-1), z[1].log_softmax(-1))
+        (right,) = torch.autograd.grad(weights[row, column] * alone, case.hidden_p)
+        torch.testing.assert_close(found.per_token[row, column], alone.detach())
+        torch.testing.assert_close(values[row, column], alone)
+        torch.testing.assert_close(ours[row, column], right[row, column])
+
+
+def test_temperatures_that_are_refused(unhooked):
+    case = head_case(torch.float32, tokens=(5,))
+    for temperature, error, says in (
+        (torch.ones(4), ShapeError, r"of shape \(4,\) for tokens of shape \(5,\)"),
+        (torch.ones(5, dtype=torch.long), ShapeError, "temperatures are torch.int64"),
+        (torch.ones(5, requires_grad=True), CannotRunError, "a temperature gets no gradient"),
+        (torch.ones(5, device="meta"), CannotRunError, "temperatures are on meta"),
+    ):
+        with pytest.raises(error, match=says):
+            linear_kl(*case.models, temperature=temperature)
+
+
+@pytest.mark.parametrize("apart", [2.0, 0.01, 1e-4], ids=str)
+def test_gradients_from_bfloat16_point_the_right_way(apart):
+    case = head_case(torch.bfloat16, apart, tokens=(33,), words=301)
+    case.hidden_q = case.hidden_q.clone()
+    case.hidden_q[:, :13] = case.hidden_p  # only the weights differ: by a bfloat16 step here and there
+    weights = torch.ones(33)
+    case.head_p = Head(case.head_p.weight, torch.zeros(301).bfloat16())
+    case.head_q = Head(case.head_q.weight, torch.full((301,), 4e-3).bfloat16())
+    case.head_q.bias[::3] = 0.0
+
+    def found(each, options):
+        tensors, of = leaves_of(each, weights=weights)
+        loss, per_token = of(options)(*tensors)
+        return per_token.double(), [x.double() for x in torch.autograd.grad(loss, tensors)]
+
+    (exact, right), (ours, mine) = found(in_float64(case), REFERENCE), found(case, SMALL)
+    assert apart > 1e-3 or exact.median() < 3e-6
+    assert ((ours - exact).abs() / exact).max() < 1e-3
+    for a, b in zip(right, mine, strict=True):
+        assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.9999

@@ -1,0 +1,237 @@
+"""One pass for a whole trainer: the loss's own derivative, and the closed form in the logits."""
+
+import pytest
+import torch
+from linear_cases import (
+    CHUNKED,
+    REFERENCE,
+    SMALL,
+    TINY,
+    head_case,
+    in_float64,
+    relative_rms,
+    statistics_the_long_way,
+)
+
+from kleash.errors import CannotRunError, ShapeError, VocabularyMismatchError
+from kleash.linear import Head, TokenTerms, linear_kl_loss, linear_objective
+
+EVERY = pytest.mark.parametrize(
+    "options", [REFERENCE, CHUNKED, SMALL, TINY], ids=["reference", "chunked", "small", "tiny"]
+)
+NAMES = ("hidden_p", "weight_p", "bias_p", "hidden_q", "weight_q", "bias_q")
+
+
+def leaves(case):
+    p, q = case.head_p, case.head_q
+    return [
+        None if x is None else x.detach().clone().requires_grad_()
+        for x in (case.hidden_p, p.weight, p.bias, case.hidden_q, q.weight, q.bias)
+    ]
+
+
+def run(case, objective, options, tensors=None):
+    hp, wp, bp, hq, wq, bq = tensors or leaves(case)
+    head_p = Head(wp, bp, scale=case.head_p.scale, softcap=case.head_p.softcap)
+    head_q = Head(wq, bq, scale=case.head_q.scale, softcap=case.head_q.softcap)
+    return linear_objective(
+        hp, head_p, case.tokens, hq, head_q, objective, temperature=case.temperature, options=options
+    )
+
+
+def plainly(case, tensors) -> TokenTerms:
+    """The terms with all logits, in torch's own words."""
+    logs = []
+    for (hidden, weight, bias), head in ((tensors[:3], case.head_p), (tensors[3:], case.head_q)):
+        z = head.scale * (hidden @ weight.T + (0 if bias is None else bias))
+        z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+        logs.append(torch.log_softmax(z / case.temperature, -1).flatten(0, -2))
+    logp, logq = logs
+    column = case.tokens.reshape(-1, 1)
+    return TokenTerms(
+        logp.gather(-1, column)[:, 0],
+        logq.gather(-1, column)[:, 0],
+        (logp.exp() * (logp - logq)).sum(-1),
+        -(logp.exp() * logp).sum(-1),
+    )
+
+
+def mixture(random):
+    """An objective in which every term has a coefficient of its own for each token, and is not linear."""
+    a, b, c, d = torch.randn(4, 37, generator=random, dtype=torch.float64)
+
+    def objective(terms, rows):
+        wide = (a[rows], b[rows], c[rows], d[rows])
+        a_, b_, c_, d_ = (x.to(terms.kl.dtype) for x in wide)
+        ratio = torch.sigmoid(terms.token_logp - terms.token_logq)
+        return a_ * ratio + b_ * terms.token_logq.square() + c_ * terms.kl.sqrt() + d_ * terms.entropy
+
+    return objective
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "traits",
+    [{"bias": True}, {"softcap": 4.0, "scale": 1.2, "bias": True, "temperature": 0.7}],
+    ids=["plain", "softcap"],
+)
+def test_the_gradient_is_that_of_the_whole_graph(options, traits):
+    case = head_case(torch.float64, 1.0, words=53, **traits)
+    tensors, objective = leaves(case), mixture(torch.Generator().manual_seed(3))
+    loss, terms = run(case, objective, options, tensors)
+    found = torch.autograd.grad(2.0 * loss, tensors)
+    whole = plainly(case, tensors)
+    right = objective(whole, slice(0, 37)).sum()
+    torch.testing.assert_close(loss, right)
+    for name, a, b in zip(TokenTerms._fields, terms, whole, strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    for name, a, b in zip(NAMES, found, torch.autograd.grad(2.0 * right, tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("apart", [2.0, 0.02], ids=["far", "near"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_worse_than_the_plain_version(dtype, apart):
+    case = head_case(dtype, apart, bias=True)
+    objective = mixture(torch.Generator().manual_seed(3))
+
+    def found(of_case, options):
+        tensors = leaves(of_case)
+        loss, terms = run(of_case, objective, options, tensors)
+        return *terms, *torch.autograd.grad(loss, tensors)
+
+    exact, plain, ours = found(in_float64(case), REFERENCE), found(case, REFERENCE), found(case, SMALL)
+    for number, (right, cheap, mine) in enumerate(zip(exact, plain, ours, strict=True)):
+        budget = 2.5 if dtype == torch.bfloat16 and number >= 4 else 1.5
+        assert relative_rms(mine, right) <= budget * relative_rms(cheap, right) + 1e-6, number
+
+
+@EVERY
+def test_terms_are_those_of_the_long_way(options):
+    case = head_case(torch.float64, apart=1.0, tokens=(3, 13), words=601, bias=True, softcap=6.0)
+    _, terms = run(case, lambda terms, rows: terms.kl, options)
+    right = statistics_the_long_way(case)
+    for a, b in zip(terms, (right.token_logp, right.token_logq, right.kl_pq, right.entropy_p), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        assert a.shape == (3, 13) and not a.requires_grad
+
+
+@EVERY
+def test_weighted_kl_is_the_kl_loss(options):
+    case = head_case(torch.float64, tokens=(19,), words=47, bias=True)
+    weights = torch.linspace(-1, 2.2, 19, dtype=torch.float64)
+    tensors = leaves(case)
+    loss, terms = run(case, lambda terms, rows: weights[rows] * terms.kl, options, tensors)
+    heads = Head(tensors[1], tensors[2]), Head(tensors[4], tensors[5])
+    other = linear_kl_loss(tensors[0], heads[0], tensors[3], heads[1], weights=weights, options=options)
+    torch.testing.assert_close(loss, other.loss)
+    torch.testing.assert_close(terms.kl, other.per_token)
+    pairs = torch.autograd.grad(loss, tensors), torch.autograd.grad(other.loss, tensors)
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_say_which_tokens_a_chunk_holds():
+    case = head_case(torch.float32, tokens=(5, 7))
+    seen = []
+
+    def objective(terms, rows):
+        seen.append((rows.start, rows.stop, len(terms.kl)))
+        return terms.kl
+
+    run(case, objective, TINY)
+    assert seen == [(n, n + 1, 1) for n in range(35)]
+    seen.clear()
+    run(case, objective, CHUNKED)
+    assert seen == [(0, 35, 35)]
+
+
+@EVERY
+def test_a_token_that_does_not_count_harms_no_gradient(options):
+    case = head_case(torch.float32, tokens=(6,), bias=True)
+    case.hidden_p[2] = torch.nan
+    case.hidden_q[4] = torch.inf
+    counts = torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
+
+    def objective(terms, rows):
+        return torch.where(
+            counts[rows], terms.kl - terms.token_logp - 0.1 * terms.entropy + terms.token_logq, 0.0
+        )
+
+    tensors = leaves(case)
+    loss, _ = run(case, objective, options, tensors)
+    found = torch.autograd.grad(loss, tensors)
+    assert loss.isfinite() and all(x.isfinite().all() for x in found)
+    assert (found[0][~counts] == 0).all() and (found[3][~counts] == 0).all()
+    assert found[0][counts].abs().amin(0).max() > 0
+
+
+@EVERY
+def test_forbidden_words_and_far_pairs(options):
+    """Logits of minus infinity on both sides, and of q where p underflows."""
+    never = -torch.inf
+    z = torch.tensor(
+        [[0.0, 1.0, never, 2.0], [0.0, 90.0, 5.0, -30.0], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float32
+    )
+    y = torch.tensor(
+        [[1.0, 0.0, never, 2.0], [99.0, -50.0, 5.0, 0.0], [0.1, 1.0, 2.0, 3.0]], dtype=torch.float32
+    )
+    ids = torch.tensor([1, 0, 3])
+    grads = []
+    for dtype, choice in ((torch.float64, REFERENCE), (torch.float32, options)):
+        zp, zq = z.to(dtype).requires_grad_(), y.to(dtype).requires_grad_()
+        loss, terms = linear_objective(
+            zp, Head(None), ids, zq, Head(None),
+            lambda t, rows: t.kl + 0.5 * t.token_logp - 0.3 * t.entropy + 0.2 * t.token_logq, options=choice,
+        )  # fmt: skip
+        grads.append((*terms, *torch.autograd.grad(loss, (zp, zq))))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b.double(), a, rtol=1e-4, atol=1e-5)
+
+
+def test_an_objective_that_wants_no_gradient():
+    case = head_case(torch.float32, tokens=(4,))
+    tensors = leaves(case)
+    loss, _ = run(case, lambda terms, rows: terms.kl.detach(), CHUNKED, tensors)
+    (gradient,) = torch.autograd.grad(loss, tensors[0])
+    assert loss > 0 and (gradient == 0).all()
+
+
+def test_a_second_backward_raises():
+    case = head_case(torch.float32, tokens=(3,))
+    tensors = leaves(case)
+    loss, _ = run(case, lambda terms, rows: terms.kl, CHUNKED, tensors)
+    loss.backward()
+    with pytest.raises(CannotRunError, match="has been given away"):
+        loss.backward()
+
+
+def test_what_is_refused(unhooked):
+    case = head_case(torch.float32, tokens=(4,))
+    with pytest.raises(ShapeError, match=r"was given 4 tokens and gave losses of shape \(\)"):
+        run(case, lambda terms, rows: terms.kl.mean(), CHUNKED)
+    case.tokens = torch.tensor([0, 1, 2, 101])
+    with pytest.raises(VocabularyMismatchError, match="from 0 to 101 and the heads cover 101"):
+        run(case, lambda terms, rows: terms.kl, CHUNKED)
+    case.tokens = torch.tensor([0, 1])
+    with pytest.raises(ShapeError, match=r"\(2,\) tokens and \(4,\) hidden states"):
+        run(case, lambda terms, rows: terms.kl, CHUNKED)
+
+
+def test_the_gradient_is_0_where_reward_and_kl_balance():
+    """The optimum of E_p r - beta KL(p || q) is p ~ q exp(r / beta); the expectation is a finite sum."""
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(6, generator=random, dtype=torch.float64)
+    reward, beta = torch.tensor([0.0, 1.0, 0.0, 0.3, -1.0, 0.0], dtype=torch.float64), 0.5
+    ids = torch.arange(6)
+    for start, balanced in ((q + reward / beta, True), (q, False), (q + reward, False)):
+        z = start.clone().requires_grad_()
+        p = start.softmax(-1)
+
+        def objective(terms, rows, p=p):
+            return p[rows] * (beta * terms.kl - reward[rows] * terms.token_logp)
+
+        rows = z.expand(6, 6)
+        loss, _ = linear_objective(rows, Head(None), ids, q.expand(6, 6), Head(None), objective)
+        loss.backward()
+        assert bool(z.grad.abs().max() < 1e-12) is balanced

@@ -1,0 +1,236 @@
+"""The ways through the engine: shared heads, frozen heads, near and far rows, autocast, checkpointing."""
+
+import pytest
+import torch
+from linear_cases import CHUNKED, REFERENCE, SMALL, TINY, head_case, relative_rms
+from torch.utils.checkpoint import checkpoint
+
+from kleash.divergences import kl
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    linear_divergence_loss,
+    linear_kl,
+    linear_kl_loss,
+    linear_objective,
+)
+from kleash.linear.impl import chunked, lean
+from kleash.linear.impl.careful import careful_gradient_, careful_kl
+from kleash.linear.impl.project import narrow
+from kleash.linear.impl.rows import gradient_rows
+
+
+def logits(apart, rows=9, words=257, dtype=torch.float32, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    zp = 2 * torch.randn(rows, words, generator=random, dtype=torch.float64)
+    zq = zp + apart * torch.randn(rows, words, generator=random, dtype=torch.float64) + 3.0
+    return zp.to(dtype), zq.to(dtype)
+
+
+def truth(zp, zq, weight):
+    """Value and gradients by autograd in float64."""
+    rows = [z.double().detach().clone().requires_grad_() for z in (zp, zq)]
+    value = kl(*(z - z.logsumexp(-1, keepdim=True) for z in rows))
+    return value.detach(), *torch.autograd.grad(value, rows, weight.double())
+
+
+@pytest.mark.parametrize("apart", [8.0, 1.0, 0.05, 1e-3, 1e-4])
+def test_the_lean_core_and_the_steady_one_agree(apart):
+    zp, zq = logits(apart)
+    weight = torch.linspace(-1, 2, 9)
+    exact, steady = truth(zp, zq, weight), gradient_rows(zp, zq, weight)
+    found = lean.kl_gradient_rows(zp, zq, weight)
+    careful_gradient_(found, zp, zq, weight, apart=False)
+    (value,) = lean.kl_rows(zp, zq)
+    value = torch.where(value.isfinite(), value, careful_kl(zp, zq)[0])
+    for number, (right, theirs, ours) in enumerate(zip(exact, steady, found, strict=True)):
+        assert relative_rms(ours, right) <= 1.5 * relative_rms(theirs, right) + 1e-6, number
+    torch.testing.assert_close(value, found[0], rtol=1e-4, atol=0)
+
+
+def test_the_lean_core_says_what_it_cannot_do():
+    never = -torch.inf
+    zp = torch.tensor(
+        [[0.0, 1.0, 2.0], [0.0, -60.0, 0.0], [0.0, never, 1.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
+    )
+    zq = torch.tensor(
+        [[0.0, 1.0, 2.0], [0.0, 0.0, 0.0], [0.0, never, 0.0], [0.0, 1.0, 2.000001], [1.0, 0.5, 2.0]]
+    )
+    (found,) = lean.kl_rows(zp, zq)
+    assert found[0] == 0 and found[1].isnan() and found[2].isnan() and found[3] == -torch.inf and found[4] > 0
+    (mended,) = careful_kl(zp, zq)
+    right = truth(zp, zq, torch.ones(5))[0]
+    torch.testing.assert_close(mended.double(), right, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("apart", [5.0, 1e-2, 1e-6])
+def test_a_difference_serves_as_well_as_logits(apart):
+    """Given ``zq - zp`` itself, which float32 keeps to far more digits than the difference of two logits."""
+    zp, zq = logits(apart, dtype=torch.float64)
+    zq = zq - 3.0
+    ahead = zq - zp
+    weight = torch.linspace(-1, 2, 9)
+    exact = truth(zp, zq, weight)
+    found = lean.kl_gradient_rows(zp.float(), ahead.float(), weight, apart=True)
+    careful_gradient_(found, zp.float(), ahead.float(), weight, apart=True)
+    for right, ours in zip(exact, found, strict=True):
+        assert relative_rms(ours, right) < 3e-6
+    (value,) = lean.kl_rows(zp.float(), ahead.float(), apart=True)
+    value = torch.where(value.isfinite(), value, careful_kl(zp.float(), ahead.float(), apart=True)[0])
+    assert relative_rms(value, exact[0]) < 3e-6
+
+
+def shared(dtype, apart, **traits):
+    case = head_case(dtype, apart, tokens=(29,), words=211, bias=True, **traits)
+    case.hidden_q = (case.hidden_p.double() + apart * torch.randn(29, 13, dtype=torch.float64)).to(dtype)
+    case.head_q = case.head_p
+    return case
+
+
+@pytest.mark.parametrize("traits", [{}, {"scale": 0.7}, {"softcap": 3.0}, {"temperature": 1.6}], ids=str)
+@pytest.mark.parametrize("options", [CHUNKED, SMALL, TINY], ids=["chunked", "small", "tiny"])
+def test_one_head_for_both_models(options, traits):
+    torch.manual_seed(0)
+    case = shared(torch.float64, 0.5, **traits)
+    hidden = [x.clone().requires_grad_() for x in (case.hidden_p, case.hidden_q)]
+    weight, bias = case.head_p.weight.clone().requires_grad_(), case.head_p.bias.clone().requires_grad_()
+    head = Head(weight, bias, scale=case.head_p.scale, softcap=case.head_p.softcap)
+    leaves = *hidden, weight, bias
+    weights = torch.linspace(-1, 2.1, 29, dtype=torch.float64)
+    objective = lambda t, rows: weights[rows] * (t.kl + t.token_logp - t.entropy + t.token_logq)  # noqa: E731
+    results = []
+    for choice in (REFERENCE, options):
+        given = {"temperature": case.temperature, "options": choice}
+        loss = linear_kl_loss(hidden[0], head, hidden[1], head, weights=weights, **given).loss
+        values = (linear_kl(hidden[0], head, hidden[1], head, **given) * weights).sum()
+        other, _ = linear_objective(hidden[0], head, case.tokens, hidden[1], head, objective, **given)
+        results.append([x for y in (loss, values, other) for x in (y, *torch.autograd.grad(y, leaves))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_one_head_for_both_keeps_digits_that_two_products_lose():
+    torch.manual_seed(0)
+    case = shared(torch.float32, 1e-4)
+    case.hidden_q = case.hidden_p + 1e-4 * torch.randn(29, 13)
+    wide = Head(case.head_p.weight.double(), case.head_p.bias.double())
+    exact = linear_kl(case.hidden_p.double(), wide, case.hidden_q.double(), wide, options=REFERENCE)
+    copy = Head(case.head_p.weight.clone(), case.head_p.bias.clone())
+    one = linear_kl(case.hidden_p, case.head_p, case.hidden_q, case.head_p)
+    two = linear_kl(case.hidden_p, case.head_p, case.hidden_q, copy)
+    assert exact.max() < 1e-6
+    assert relative_rms(one, exact) < 1e-5 and relative_rms(one, exact) < relative_rms(two, exact) / 20
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
+def test_with_frozen_heads_the_backward_pass_makes_no_products(name, monkeypatch):
+    """The gradient in the hidden states is formed with the values, and is scaled row by row."""
+    case = head_case(torch.float64, 1.0, tokens=(17,), words=31, bias=True)
+    weights = torch.linspace(-1, 2, 17, dtype=torch.float64)
+    case.hidden_p[3] = torch.nan
+    weights[3] = 0.0
+    grads = []
+    for options in (REFERENCE, SMALL):
+        hidden = case.hidden_p.clone().requires_grad_(), case.hidden_q.clone().requires_grad_()
+        from kleash.linear import linear_divergence
+
+        values = linear_divergence(
+            hidden[0], case.head_p, hidden[1], case.head_q, divergence=name, options=options
+        )
+        total = torch.where(weights != 0, values * weights, 0.0).sum()
+        with monkeypatch.context() as patch:
+            if options is SMALL:
+                patch.setattr(chunked, "gradients", None)
+            grads.append(torch.autograd.grad(total, hidden))
+    read = weights != 0
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a[read], b[read])
+        assert (b[~read] == 0).all()
+
+
+def test_values_and_gradients_do_not_depend_on_where_chunks_end():
+    case = head_case(torch.float64, tokens=(31,), words=70, bias=True)
+    weights = torch.linspace(-1, 2.2, 31, dtype=torch.float64)
+    case.head_p.weight.requires_grad_()
+    found = []
+    for bytes_ in (10**9, 1, 2_000, 9_001, 33_333):
+        options = LinearOptions(buffer_bytes=bytes_)
+        loss = linear_kl_loss(*case.models, weights=weights, options=options).loss
+        found.append(torch.autograd.grad(loss, case.head_p.weight)[0])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["kl", "jensen_shannon"])
+def test_autocast_rounds_neither_loss_nor_gradient(name):
+    case = head_case(torch.float32, 0.05, tokens=(11,))
+    found = []
+    for inside in (False, True):
+        leaf = case.head_p.weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            loss, per_token = linear_divergence_loss(
+                case.hidden_p, Head(leaf), case.hidden_q, case.head_q, weights=torch.ones(11), divergence=name
+            )
+            values = linear_kl(case.hidden_p, Head(leaf), case.hidden_q, case.head_q).sum()
+            grads = *torch.autograd.grad(loss, leaf), *torch.autograd.grad(values, leaf)
+        found.append((loss.detach(), per_token, *grads))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b) and a.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    case = head_case(torch.float64, 1.0, tokens=(11,), words=31)
+    body = torch.nn.Linear(13, 13, dtype=torch.float64)
+    weights = torch.linspace(0.1, 1, 11, dtype=torch.float64)
+
+    def loss(x):
+        return linear_kl_loss(body(x), case.head_p, case.hidden_q, case.head_q, weights=weights).loss
+
+    def mean(x):
+        return (linear_kl(body(x), case.head_p, case.hidden_q, case.head_q) * weights).sum()
+
+    case.head_p.weight.requires_grad_()
+    grads = []
+    for function, kept in ((loss, True), (mean, True), (loss, False), (mean, False)):
+        x = case.hidden_p.clone().requires_grad_()
+        body.zero_grad()
+        case.head_p.weight.grad = None
+        found = function(x) if kept else checkpoint(function, x, use_reentrant=reentrant)
+        found.backward()
+        grads.append((found.detach(), x.grad, body.weight.grad.clone(), case.head_p.weight.grad))
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_which_gradients_are_taken_in_bfloat16():
+    def model(dtype, head):
+        from kleash.linear.checks import checked_pair
+
+        hidden = torch.zeros(2, 3, dtype=dtype)
+        return checked_pair((hidden, head), (hidden, head), 1.0).p
+
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    both = torch.bfloat16
+    assert narrow(model(both, Head(torch.zeros(5, 3, dtype=both)))) is fast
+    assert not narrow(model(both, Head(torch.zeros(5, 3))))
+    assert not narrow(model(torch.float32, Head(torch.zeros(5, 3, dtype=both))))
+    assert not narrow(model(torch.float16, Head(torch.zeros(5, 3, dtype=torch.float16))))
+    assert not narrow(model(both, Head(None)))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_bfloat16_gradient_where_the_processor_is_slow_at_it(fast, monkeypatch):
+    monkeypatch.setattr("kleash.linear.impl.project._cpu_is_fast_at_bfloat16", lambda: fast)
+    case = head_case(torch.bfloat16, 1.0, tokens=(23,), words=301)
+    leaves = case.hidden_p.clone().requires_grad_(), case.head_p.weight.clone().requires_grad_()
+    right = case.hidden_p.double().requires_grad_(), case.head_p.weight.double().requires_grad_()
+    found = []
+    for (hidden, weight), dtype in ((right, torch.float64), (leaves, torch.bfloat16)):
+        other = case.hidden_q.to(dtype), Head(case.head_q.weight.to(dtype))
+        loss = linear_kl_loss(hidden, Head(weight), *other, weights=torch.ones(23), options=SMALL).loss
+        found.append(torch.autograd.grad(loss, (hidden, weight)))
+    for a, b in zip(*found, strict=True):
+        assert b.dtype == torch.bfloat16
+        assert relative_rms(b, a) < (4e-3 if fast else 2e-3)
