@@ -10,7 +10,6 @@ from kleash.auditing.running import audit
 from kleash.auditing.targets.case import Case
 from kleash.auditing.targets.dotted import (
     arguments_of,
-    find_what_lies_here,
     function_at,
 )
 from kleash.auditing.targets.peers import TARGETS
@@ -102,7 +101,6 @@ def _known(package: str, name: str, convention: str | None, words: Sequence[str]
 
 
 def _at_path(target: str, convention: str | None, words: Sequence[str]) -> Case:
-    find_what_lies_here()
     function = function_at(target)
     if convention is None:
         raise OptionError(
