@@ -19,7 +19,8 @@ from kleash.linear.checks import (
     in_a_row,
 )
 from kleash.linear.head import Head, gathered
-from kleash.linear.impl.pair import OneModel
+from kleash.linear.impl.choice import chosen
+from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.impl.project import logits, normalised
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenStatistics
@@ -106,7 +107,7 @@ def linear_divergence(
     record = as_record(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     options = options or LinearOptions()
-    engine = implementation(options)
+    engine = implementation(options, pair, record)
     with torch.autocast(hidden_p.device.type, enabled=False):
         if options.impl == "reference" or not autograd.wanted(pair):
             found = engine.divergence(pair, record, options)
@@ -160,7 +161,7 @@ def token_statistics(
         check_ids(tokens, pair.p.vocabulary)
         flat = tokens.reshape(-1).to(torch.int64)
         options = options or LinearOptions()
-        found = implementation(options).token_statistics(pair, flat, options)
+        found = implementation(options, pair).token_statistics(pair, flat, options)
     return TokenStatistics(*(numbers.reshape(tokens.shape) for numbers in found))
 
 
@@ -200,6 +201,10 @@ def as_record(divergence: str | Divergence) -> Divergence:
     return look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
 
 
-def implementation(options: LinearOptions) -> Any:
-    """The module that was asked for."""
-    return import_module(f"kleash.linear.impl.{'chunked' if options.impl == 'auto' else options.impl}")
+def implementation(options: LinearOptions, pair: Pair, record: Divergence | None = None) -> Any:
+    """The module that was asked for.
+
+    Raises:
+        CannotRunError: if it cannot do this.
+    """
+    return import_module(f"kleash.linear.impl.{chosen(options, pair, record)}")

@@ -50,7 +50,7 @@ def given(
     )
 
 
-def together(given: Given) -> tuple[Pair, LinearOptions, Any]:
+def together(given: Given, record: Divergence | None = None) -> tuple[Pair, LinearOptions, Any]:
     """The two models, the options, and the implementation."""
     hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile = given
     number, scale_p, softcap_p, scale_q, softcap_q = numbers
@@ -59,7 +59,7 @@ def together(given: Given) -> tuple[Pair, LinearOptions, Any]:
     options = LinearOptions(impl=impl, buffer_bytes=buffer_bytes, compile=compile)
     temperature = number if temperatures is None else temperatures
     pair = checked_pair((hp, head_p), (hp if shared[0] else hq, head_q), temperature)
-    return pair, options, implementation(options)
+    return pair, options, implementation(options, pair, record)
 
 
 @contextmanager
@@ -129,9 +129,10 @@ def for_each(needs: Sequence[bool], x: Sequence[Any]) -> list[Tensor]:
 @operation("linear_divergence", ", str divergence", "Tensor", lambda *x: per_token(*x))
 def linear_divergence(*x: Any) -> Tensor:
     """Values per token."""
-    pair, options, engine = together(x[:COUNT])
+    record = DIVERGENCES[x[COUNT]]
+    pair, options, engine = together(x[:COUNT], record)
     with as_usual(x[0].device.type):
-        return engine.divergence(pair, DIVERGENCES[x[COUNT]], options).reshape(x[0].shape[:-1])
+        return engine.divergence(pair, record, options).reshape(x[0].shape[:-1])
 
 
 @operation(
@@ -143,9 +144,10 @@ def linear_divergence(*x: Any) -> Tensor:
 def linear_divergence_gradient(*x: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The weighted sum, values per token, and the gradients of the sum."""
     name, weights, needs = x[COUNT:]
-    pair, options, engine = together(x[:COUNT])
+    record = DIVERGENCES[name]
+    pair, options, engine = together(x[:COUNT], record)
     with as_usual(x[0].device.type):
-        formed = engine.gradients(pair, DIVERGENCES[name], weights.reshape(-1), tuple(needs), options)
+        formed = engine.gradients(pair, record, weights.reshape(-1), tuple(needs), options)
     shares = torch.where(weights != 0, weights.to(formed.per_token.dtype), 0.0)
     values = formed.per_token.reshape(weights.shape)
     return (values * shares).sum(), values, answered(formed.gradients, x)

@@ -9,9 +9,10 @@ from kleash.registry import look_up
 
 IMPLS = MappingProxyType(
     {
-        "auto": "chunked",
+        "auto": "triton where it can run on a GPU, else chunked",
         "reference": "all logits at once, in a few lines: what the others have to equal",
         "chunked": "a few tokens at a time, within buffer_bytes",
+        "triton": "the same with kernels for CUDA tensors",
     }
 )
 COMPILE = MappingProxyType({"auto": "where it pays", "always": "or an error", "never": "eager"})
@@ -28,7 +29,8 @@ class LinearOptions:
     """
 
     impl: str = "auto"
-    """Which implementation: auto, reference or chunked. All mean the same number."""
+    """Which implementation: auto, reference, chunked or triton. All mean the same number; auto takes triton for
+    what it can do of CUDA tensors, chunked otherwise. A triton that cannot run is an error."""
     buffer_bytes: int = 128 * 2**20
     """Memory for the logits of a chunk of tokens, of both models together; a chunk is one token at least."""
     compile: Literal["auto", "always", "never"] | bool = "auto"
@@ -39,8 +41,6 @@ class LinearOptions:
 
     def __post_init__(self) -> None:
         """Refuse what means nothing or is not here yet."""
-        if self.impl == "triton":
-            raise CannotRunError("there is no triton implementation yet; ask for 'chunked'")
         look_up(IMPLS, self.impl, "implementation of the linear functions")
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "always" if self.compile else "never")

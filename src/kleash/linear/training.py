@@ -102,7 +102,9 @@ def linear_divergence_loss(
     options = options or LinearOptions()
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = weights.reshape(-1)
-        loss, per_token = autograd.weighted(implementation(options), pair, record, flat, options)
+        loss, per_token = autograd.weighted(
+            implementation(options, pair, record), pair, record, flat, options
+        )
     return LinearLoss(loss, per_token.reshape(weights.shape))
 
 
@@ -164,7 +166,7 @@ def linear_objective(
     options = options or LinearOptions()
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)
-        loss, terms = autograd.judged(implementation(options), pair, flat, objective, options)
+        loss, terms = autograd.judged(implementation(options, pair), pair, flat, objective, options)
     return loss, TokenTerms(*(x.reshape(tokens.shape) for x in terms))
 
 

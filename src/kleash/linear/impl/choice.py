@@ -1,0 +1,51 @@
+"""Which implementation does what is asked for, and why triton cannot."""
+
+from importlib.util import find_spec
+from os import environ
+
+import torch
+
+from kleash.divergences import DIVERGENCES, Divergence
+from kleash.errors import CannotRunError
+from kleash.linear.impl.pair import Pair
+from kleash.linear.options import LinearOptions
+
+COVERED = DIVERGENCES["kl"], DIVERGENCES["reverse_kl"]
+"""The divergences that there are kernels for."""
+
+
+def chosen(options: LinearOptions, pair: Pair, record: Divergence | None) -> str:
+    """The name of the module that does it; ``record`` is None where no divergence is chosen.
+
+    Raises:
+        CannotRunError: if triton is asked for by its name and cannot.
+    """
+    if options.impl not in ("auto", "triton"):
+        return options.impl
+    if options.impl == "auto" and pair.p.hidden.device.type != "cuda":
+        return "chunked"
+    obstacle = triton_obstacle(options, pair, record)
+    if obstacle is None:
+        return "triton"
+    if options.impl == "auto":
+        return "chunked"
+    raise CannotRunError(f"impl='triton' {obstacle}; ask for 'chunked'")
+
+
+def triton_obstacle(options: LinearOptions, pair: Pair, record: Divergence | None) -> str | None:
+    """Why the kernels cannot do this; None if they can."""
+    if find_spec("triton") is None:
+        return "needs triton, which is not installed"
+    device = pair.p.hidden.device.type
+    if device != "cuda" and not (device == "cpu" and environ.get("TRITON_INTERPRET") == "1"):
+        return f"runs on CUDA tensors and these are on {device}"
+    if pair.p.dtype != torch.float32:
+        return f"computes in float32 and something given is {pair.p.dtype}"
+    if record is not None and record not in COVERED:
+        return "has kernels for KL in both directions and for no other divergence"
+    for model in (pair.p, pair.q):
+        if model.head.vocabulary_group is not None:
+            return "cannot use a head split over a vocabulary_group"
+    if options.skip_below != 0.0:
+        return f"leaves nothing out and skip_below is {options.skip_below}"
+    return None
