@@ -177,6 +177,10 @@ FAULTS: dict[str, Planted] = {
     "total variation": Planted(
         lambda p, q: kleash.total_variation(p, q), WHOLE, {"other_divergence", "wrong_gradient"}
     ),
+    "always 0": Planted(lambda p, q: 0 * (p - q), "loss", {"other_divergence", "zero_gradient"}),
+    "bounded as it should be": Planted(
+        kleash.jensen_shannon, replace(WHOLE, name="js", claims="jensen_shannon"), set(), {"flat_value"}
+    ),
     "symmetric in name": Planted(
         not_symmetric,
         JEFFREYS,

@@ -181,6 +181,7 @@ def test_one_world_alone_names_nothing():
     assert str(name_values((2.0, 4.0, 6.0), candidates, MODEST, "a")) == "2 x a"
     assert str(name_values((1.5, 5.5, 6.5), candidates, MODEST, "a")) == "b + 0.5"
     assert str(name_values((-1.0, -5.0, -6.0), candidates, MODEST, "a")) == "-b"
+    assert str(name_values((1e-8, -1e-8, 0.0), {"a": (0.0, 0.0, 0.0)}, MODEST, "a")) == "a"
     assert name_values((nan, 5.0, 6.0), candidates, MODEST, "a") is None
 
 
