@@ -8,8 +8,8 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_O
 hook=--jaxtyping-packages=kleash,beartype.beartype
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
-step $bin/ruff format --check src tests benchmarks tools
-step $bin/ruff check src tests benchmarks tools
+step $bin/ruff format --check src tests benchmarks tools examples
+step $bin/ruff check src tests benchmarks tools examples
 step $bin/pyright
 step $bin/lint-imports --no-cache
 step $bin/python -m pytest -q -n 2 --dist loadfile -m 'not compiler and not browser' $hook

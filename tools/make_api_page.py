@@ -14,7 +14,17 @@ from typing import Any
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 PACKAGES = (
     *("divergences", "estimators", "linear", "losses", "leash", "uncertainty", "masking", "precision"),
-    *("records", "models", "engines", "measuring", "auditing", "integrations.verl", "reports", "shipped"),
+    *(
+        "records",
+        "models",
+        "engines",
+        "measuring",
+        "auditing",
+        "auditing.study",
+        "integrations.verl",
+        "reports",
+        "shipped",
+    ),
     "errors",
 )
 HEAD = """# Public names

@@ -28,6 +28,7 @@ PACKAGES = [
             "reports",
             "measuring",
             "auditing",
+            "auditing.study",
             "integrations.verl",
             "engines",
             "shipped",
