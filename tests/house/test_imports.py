@@ -70,7 +70,16 @@ def test_what_only_reads_files_never_imports_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "measure --help", "report --help", "compare --help", "cache --help", "--version"]
+    "words",
+    [
+        "--help",
+        "measure --help",
+        "report --help",
+        "compare --help",
+        "cache --help",
+        "audit --help",
+        "--version",
+    ],
 )
 def test_help_never_imports_torch(words: str) -> None:
     done = run(
