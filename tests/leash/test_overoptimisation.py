@@ -152,6 +152,8 @@ def test_doubts():
     few = fit_overoptimisation(KLS[:4], measured("best_of_n", kls=KLS[:4], noise=0.001), curve="best_of_n")
     assert few.a.doubts == ("only 4 points for two parameters",)
     assert any("lies beyond the largest KL measured, 2" in doubt for doubt in few.peak_kl_nats.doubts)
+    nearly = fit_overoptimisation(KLS[:6], measured("best_of_n", kls=KLS[:6], noise=0.001), curve="best_of_n")
+    assert any("lies beyond the largest KL measured, 8" in doubt for doubt in nearly.peak_kl_nats.doubts)
     assert fit_overoptimisation(KLS, measured("rl", noise=0.01), curve="rl").peak_kl_nats.doubts == ()
 
 
@@ -161,6 +163,7 @@ def test_the_table(name):
     assert d * (1.5 - 0.4 * CURVES[name].bend(d)) == pytest.approx(FORMS[name](d * d, 1.5, 0.4))
     slope = (CURVES[name].peak(1.3 + step) - CURVES[name].peak(1.3 - step)) / (2 * step)
     assert CURVES[name].peak_slope(1.3) == pytest.approx(slope, rel=1e-6)
+    assert CURVES["rl"].peak(1e4) == math.inf and CURVES["rl"].peak(-1e4) == 0
 
 
 def fit(kls, rewards, curve="rl", errors=None):

@@ -187,7 +187,7 @@ def _shortfall(counts: NDArray[np.int64], n: int) -> float:
 
 def _gap_per_mass(below: Array, mass: Array, n: int) -> Array:
     """What rewards spread over (below, below + mass) would cost more than one reward there, over ``mass``."""
-    top = np.minimum(below + mass, 1.0)
+    top = below + mass
     won = top**n * -np.expm1(n * _log_or_least(below / top))
     spread = (n - 1) * (_x_log_x(top, n) - _x_log_x(below, n)) + best_of_n_bound(n) * won
     together = won * (_log_or_least(won) - np.log(mass))
