@@ -1,4 +1,4 @@
-"""A weight sharded over processes, as FSDP keeps it: gathered, and its gradient summed over the ranks' tokens."""
+"""Weights sharded over processes: gathered here, or by FSDP before they come here."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ WORKER = """
 import os, sys, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
 
@@ -38,6 +39,26 @@ for run in (
     torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
     dist.all_reduce(loss.detach())
     torch.testing.assert_close(loss.detach(), right.loss.detach())
+
+class Student(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = (torch.nn.Linear(8, size, dtype=torch.float64) for size in (8, 21))
+
+    def forward(self, x, hidden_q, weights):
+        head = Head(self.head.weight, self.head.bias)
+        return linear_kl_loss(self.body(x), head, hidden_q, Head(other), weights=weights).loss
+
+students = []
+for _ in range(2):
+    torch.manual_seed(1)
+    students.append(Student())
+students[0](hidden_p, hidden_q, weights).backward()
+fully_shard(students[1], mesh=mesh)
+students[1](hidden_p[mine], hidden_q[mine], 2 * weights[mine]).backward()  # FSDP takes the mean of the ranks
+for mine_, right_ in zip(students[1].parameters(), students[0].parameters(), strict=True):
+    assert isinstance(mine_.grad, DTensor) and right_.grad.abs().max() > 0
+    torch.testing.assert_close(mine_.grad.full_tensor(), right_.grad)
 dist.destroy_process_group()
 print("equal")
 """
