@@ -109,6 +109,23 @@ def test_a_reward_of_k1_follows_whole_responses():
     error = next(r.relative_error for r in found.gradients if r.target == "sequence KL(p || q)")
     assert error < 1e-9
     assert "token by token and between whole responses" in found.verdict[1]
+    assert {f.kind for f in found.findings} == {"off_policy_value", "negative_values"}, (
+        "its trainer weighs it"
+    )
+
+
+def test_the_nearest_divergence_is_the_one_with_the_largest_cosine():
+    found = audit(lambda p, q: u_of(p, q).square() / 2, "reward")
+    rows = [r for r in found.gradients if r.world == "far" and r.sampling == "on-policy"]
+    best = max(rows, key=lambda row: row.cosine)
+    assert found.gradient == "none of the table"
+    assert f"{best.target} is nearest, with a cosine of {best.cosine:.3g}" in found.verdict[1]
+
+
+def test_a_zone_is_one_though_its_value_rounds_differently_here_and_there():
+    found = audit(lambda p, q: kleash.kl(p, q.clamp(min=-10)), "log_probabilities")
+    (zone,) = [zone for zone in found.zones if zone.of == "value"]
+    assert 9.5 < zone.low < 11 and zone.high == torch.inf
 
 
 @pytest.mark.parametrize(

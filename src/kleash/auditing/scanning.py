@@ -130,9 +130,14 @@ def broken(scan: Scan) -> Bool[Tensor, " points"]:
 
 
 def flat(scan: Scan, look: Look) -> Bool[Tensor, " points"]:
-    """Where the value is what it is a hundredth of a nat farther out, to the last bit."""
+    """Where the value is what it is a hundredth of a nat farther out."""
     farther = look(scan.log_ratios * (1 + 1e-2 / scan.log_ratios.abs()))
-    return scan.values.isfinite() & (scan.values == farther.values)
+    return _alike(scan.values, farther.values)
+
+
+def _alike(one: Tensor, other: Tensor) -> Bool[Tensor, " points"]:
+    """Finite, and the same but for the last bits."""
+    return one.isfinite() & ((one - other).abs() <= 8 * torch.finfo(torch.float32).eps * one.abs())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,14 +156,13 @@ class Search:
 def standing(scan: Scan) -> Bool[Tensor, " points"]:
     """Where the value is that of a neighbour on the grid, on the same side of 0."""
     u, values = scan.log_ratios, scan.values
-    same = (values[1:] == values[:-1]) & values[1:].isfinite() & (u[1:] * u[:-1] > 0)
+    same = _alike(values[1:], values[:-1]) & (u[1:] * u[:-1] > 0)
     nowhere = same.new_zeros(1)
     return torch.cat([same, nowhere]) | torch.cat([nowhere, same])
 
 
 def zones(search: Search, scan: Scan, held: Bool[Tensor, " points"]) -> tuple[ZoneRow, ...]:
     """The ranges of the log ratio that hold on the grid, their ends found by cutting them ever finer."""
-    held[1:-1] |= held[:-2] & held[2:]  # one point between two others may differ by its rounding
     found: list[ZoneRow] = []
     start: int | None = None
     for i in range(len(held) + 1):
