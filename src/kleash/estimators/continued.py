@@ -69,7 +69,7 @@ def _k3_of_part(u: Tensor, wide: Tensor, grown: Tensor) -> Tensor:
     if not u.min() >= -largest_log_ratio(u.dtype):  # or NaN
         return continued_k3(u)
     torch.expm1(wide.copy_(u).neg_(), out=grown)
-    return grown.sub_(wide).clamp_(min=0)
+    return grown.sub_(wide).clamp_(min=0)  # for an expm1 that is a rounding off, next to 0
 
 
 def bounded_k3(lower: float) -> Estimator:
