@@ -4,7 +4,7 @@ import torch
 from compiling import compiles
 from linear_cases import head_case, in_float64, relative_rms
 
-from kleash.linear import LinearOptions, TokenStatistics
+from kleash.linear import LinearOptions, TokenStatistics, linear_kl_loss, linear_objective
 
 COMPILED = LinearOptions(compile="always", buffer_bytes=2**20)
 EAGER = LinearOptions(compile="never", buffer_bytes=2**20)
@@ -33,3 +33,26 @@ def test_the_compiled_kl_is_exactly_zero_for_a_model_against_itself(compiler, un
     case = head_case(torch.float32, tokens=(67,), words=1009)
     case.hidden_q, case.head_q = case.hidden_p.clone(), case.head_p
     assert torch.equal(case.kl(COMPILED), torch.zeros(67))
+
+
+@compiles
+def test_compiled_and_eager_losses_agree(compiler, unhooked):
+    weights = torch.linspace(-1, 2.2, 259)
+
+    def objective(terms, rows):
+        return weights[rows] * (terms.kl - terms.token_logp - 0.3 * terms.entropy)
+
+    for apart in (2.0, 0.01):
+        case = head_case(torch.float32, apart, tokens=(259,), words=1009, bias=True)
+        wide = in_float64(case)
+        results = []
+        for each, options in ((wide, EAGER), (case, EAGER), (case, COMPILED)):
+            each.hidden_p.requires_grad_()
+            loss, per_token = linear_kl_loss(*each.models, weights=weights, options=options)
+            other, terms = linear_objective(
+                *each.models[:2], each.tokens, *each.models[2:], objective, options=options
+            )
+            gradients = (torch.autograd.grad(x, each.hidden_p)[0] for x in (loss, other))
+            results.append((per_token, *terms, *gradients))
+        for number, (right, plain, ours) in enumerate(zip(*results, strict=True)):
+            assert relative_rms(ours, right) <= 1.5 * relative_rms(plain, right) + 1e-6, number

@@ -234,3 +234,18 @@ def test_a_bfloat16_gradient_where_the_processor_is_slow_at_it(fast, monkeypatch
     for a, b in zip(*found, strict=True):
         assert b.dtype == torch.bfloat16
         assert relative_rms(b, a) < (4e-3 if fast else 2e-3)
+
+
+def test_one_bfloat16_weight_trained_on_both_sides_keeps_its_direction():
+    """What the two sides add to its gradient nearly cancels."""
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 16).bfloat16()
+    other = (hidden.float() + 0.01 * torch.randn(40, 16)).bfloat16()
+    weight = torch.randn(211, 16).bfloat16()
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        leaf = weight.to(dtype).requires_grad_()
+        head = Head(leaf)
+        loss = linear_kl_loss(hidden.to(dtype), head, other.to(dtype), head, weights=torch.ones(40)).loss
+        found.append(torch.autograd.grad(loss, leaf)[0].double().flatten())
+    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.9999
