@@ -32,6 +32,16 @@ def test_so_do_those_that_were_subtracted_in_their_own_precision(dtype):
     assert require_log_probabilities(logp, torch.ones(50, dtype=torch.bool)) is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "little", "much"), [(torch.float32, 2e-6, 1e-3), (torch.bfloat16, 0.125, 0.5)]
+)
+def test_a_few_roundings_above_zero_are_no_logits(dtype, little, much):
+    mask = torch.tensor([True, True])
+    assert require_log_probabilities(torch.tensor([little, -2.0]).to(dtype), mask) is None
+    with pytest.raises(NotProbabilitiesError, match="is positive, up to"):
+        require_log_probabilities(torch.tensor([much, -2.0]).to(dtype), mask)
+
+
 def test_probabilities():
     said = refused(LOGP.exp(), name="ref_logp")
     assert said.startswith("ref_logp lies between") and said.endswith("give their natural logarithms")
