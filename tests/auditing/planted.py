@@ -121,6 +121,12 @@ FAULTS: dict[str, Planted] = {
         "loss_with_behaviour",
         {"off_policy_value", "off_policy_gradient"},
     ),
+    "the weight in the gradient only": Planted(
+        lambda p, q, b: k3(p, q).detach() + (rho(p, b) * u_of(p, q)).detach() * (up(p) - up(p).detach()),
+        "loss_with_behaviour",
+        set(),
+        {"off_policy_value"},
+    ),
     "no weight to drop": Planted(right, "loss", set(), {"off_policy_value", "off_policy_gradient"}),
     "multiplied mask": Planted(
         lambda p, q, mask: right(p * mask, q * mask), "loss_with_mask", {"nan_from_padding"}

@@ -39,9 +39,16 @@ def test_what_is_left_out_is_said(planted):
     assert dropped.value == "KL(p || q) of q's 3 likeliest tokens, the rest dropped"
 
 
+def test_a_value_of_the_wrong_sign_is_not_called_negative_as_well(planted):
+    assert not planted["wrong sign"].failing({"negative_values"})
+    assert planted["k1 in the loss"].failing({"negative_values"})
+
+
 def test_every_finding_is_in_the_verdict(planted):
     for found in planted.values():
         assert all(finding.sentence in found.verdict for finding in found.findings)
+        severities = [finding.severity for finding in found.findings]
+        assert severities == sorted(severities), "faults come first"
         assert ("No fault was found." in found.verdict) is (not found.faults)
         assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in found.verdict)
 
