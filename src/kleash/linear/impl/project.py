@@ -32,7 +32,11 @@ def multiply_(
     out: Float[Tensor, "tokens vocab"], model: OneModel, hidden: Float[Tensor, "tokens dim"], tile: int
 ) -> None:
     """Write ``hidden W^T`` into ``out``, upcasting ``tile`` rows of the weight at a time."""
-    weight, hidden = model.head.weight, hidden.to(model.dtype)
+    weight = model.head.weight
+    if weight is not None and widens(hidden, weight, out):
+        torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+        return
+    hidden = hidden.to(model.dtype)
     if weight is None:
         out.copy_(hidden)
     elif weight.dtype == model.dtype:
@@ -99,8 +103,18 @@ def into_weight_(
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
         return
+    # Until torch 2.10, addmm could not add what it widens to what is float32 already.
+    if widens(gradient, hidden, total) and torch.__version__ >= "2.10":
+        torch.addmm(total, gradient.T, hidden, out_dtype=total.dtype, out=total)
+        return
     for start in range(0, len(total), tile):
         total[start : start + tile].add_(gradient[:, start : start + tile].T @ hidden)
+
+
+def widens(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether the device multiplies these two as they are and adds up, and gives out, in float32."""
+    half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    return half and out.dtype == torch.float32 and out.device.type == "cuda" and torch.__version__ >= "2.8"
 
 
 def narrow(model: OneModel) -> bool:
