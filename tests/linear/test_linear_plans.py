@@ -249,3 +249,34 @@ def test_one_bfloat16_weight_trained_on_both_sides_keeps_its_direction():
         loss = linear_kl_loss(hidden.to(dtype), head, other.to(dtype), head, weights=torch.ones(40)).loss
         found.append(torch.autograd.grad(loss, leaf)[0].double().flatten())
     assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.9999
+
+
+@pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
+def test_one_head_for_both_models_however_far_apart(options):
+    torch.manual_seed(0)
+    case = shared(torch.float64, 0.5)
+    case.hidden_q[3], case.hidden_p[5], case.hidden_q[7] = (
+        40 * case.hidden_q[3],
+        -60 * case.hidden_p[5],
+        torch.nan,
+    )
+    hidden = [x.clone().requires_grad_() for x in (case.hidden_p, case.hidden_q)]
+    weights = torch.linspace(0.1, 1, 29, dtype=torch.float64)
+    objective = lambda t, rows: weights[rows] * (t.kl + t.token_logp + t.token_logq)  # noqa: E731
+    results = []
+    for choice in (REFERENCE, options):
+        values = linear_kl(hidden[0], case.head_p, hidden[1], case.head_p, options=choice)
+        with torch.no_grad():
+            plain = linear_kl(hidden[0], case.head_p, hidden[1], case.head_p, options=choice)
+        other, terms = linear_objective(
+            hidden[0], case.head_p, case.tokens, hidden[1], case.head_p, objective, options=choice
+        )
+        gradients = (
+            *torch.autograd.grad((values * weights).sum(), hidden),
+            *torch.autograd.grad(other, hidden),
+        )
+        results.append((values, plain, *terms, *gradients))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, equal_nan=True)
+    assert results[0][0][3] > 40 and results[0][0][5] > 40 and results[0][0][7].isnan()
+    assert results[0][0].isnan().sum() == 1

@@ -1,0 +1,334 @@
+"""What impl='triton' owes, run on the CPU by triton's interpreter: ``test_linear_triton.py`` starts this in a process.
+
+The interpreter has to be asked for before triton is imported, and would be everybody's from then on.
+"""
+
+import os
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+
+import pytest
+import torch
+from linear_cases import REFERENCE, TRAITS, Case, head_case, in_float64, leaves_of, relative_rms
+from linear_cases import statistics_the_long_way as long_way
+
+from kleash.errors import CannotRunError
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    TokenStatistics,
+    linear_divergence,
+    linear_kl,
+    linear_kl_loss,
+    linear_objective,
+    token_statistics,
+)
+from kleash.linear.impl.triton import rows as triton_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+TRITON = LinearOptions(impl="triton")
+SMALL = LinearOptions(impl="triton", buffer_bytes=20_000)
+FLOATS = [name for name in TokenStatistics._fields if name not in ("top1_p", "top1_q", "rank_q")]
+
+
+@pytest.fixture(autouse=True)
+def narrow_tiles(monkeypatch):
+    """Rows of several tiles, the last of them not full."""
+    monkeypatch.setattr(triton_rows, "WIDTH", 32)
+
+
+@pytest.mark.parametrize("apart", [2.0, 0.05, 0.002], ids=["far", "near", "nearer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_statistics_mean_the_same(dtype, apart):
+    case = head_case(dtype, apart, bias=True)
+    exact = in_float64(case).statistics(REFERENCE)
+    plain, found = case.statistics(REFERENCE), case.statistics(TRITON)
+    assert exact.kl_pq.median() > 1e-6, "so small a divergence would hide a wrong sign"
+    for name, right, cheap, ours in zip(TokenStatistics._fields, exact, plain, found, strict=True):
+        if name in FLOATS:
+            assert ours.dtype == torch.float32
+            assert relative_rms(ours, right) <= 1.5 * relative_rms(cheap, right) + 2e-7, name
+        else:
+            assert torch.equal(ours, right), name
+    assert torch.equal(case.kl(TRITON), found.kl_pq)
+
+
+@pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS.keys())
+def test_every_kind_of_head(traits):
+    case = head_case(torch.float32, 0.5, words=70, **traits)
+    for name, ours, right in zip(
+        TokenStatistics._fields, case.statistics(TRITON), long_way(case), strict=True
+    ):
+        if name in FLOATS:
+            torch.testing.assert_close(
+                ours, right.float(), rtol=2e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("apart", [0.03, 0.001])
+def test_float32_is_right_to_a_thousandth_down_to_a_millionth_of_a_nat(apart):
+    case = head_case(torch.float32, apart, words=301)
+    exact = in_float64(case).statistics(REFERENCE)
+    for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation"):
+        right, found = getattr(exact, name), getattr(case.statistics(TRITON), name).double()
+        assert ((found - right).abs() / right).max() < 1e-3, name
+
+
+def test_a_peaked_p_whose_likeliest_token_comes_late():
+    """The centre that the first tiles suggest is wrong by far more than d spreads: its square must not be left over."""
+    random = torch.Generator().manual_seed(0)
+    zp = torch.randn(24, 101, generator=random)
+    zp[:, 90] = 25.0
+    zq = zp + 0.01 * torch.randn(24, 101, generator=random)
+    zq[:, 90] += 2.0
+    zq[:, :90] += 2.0
+    case = Case(zp, Head(None), zq, Head(None), torch.zeros(24, dtype=torch.long))
+    exact = in_logits(case)
+    assert exact.max() < 1e-9
+    assert ((case.kl(TRITON) - exact).abs() / exact).max() < 2e-2
+    zq[:, 90] -= 2.0
+    exact = in_logits(case)
+    assert ((case.kl(TRITON) - exact).abs() / exact).max() < 1e-4
+
+
+def in_logits(case):
+    return linear_kl(
+        case.hidden_p.double(), Head(None), case.hidden_q.double(), Head(None), options=REFERENCE
+    )
+
+
+def gradients(case, options, divergence="kl", weights=None):
+    tensors, of = leaves_of(case, divergence, weights=weights)
+    found = of(options)(*tensors)
+    values = found if weights is None else found.per_token
+    return values.detach(), *torch.autograd.grad(found.sum() if weights is None else found.loss, tensors)
+
+
+@pytest.mark.parametrize("divergence", ["kl", "reverse_kl"])
+@pytest.mark.parametrize("apart", [2.0, 0.002], ids=["far", "near"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_mean_the_same(dtype, apart, divergence):
+    case = head_case(dtype, apart, bias=True, softcap=6.0, scale=1.3, temperature=0.8)
+    weights = torch.linspace(-1, 2, 37)
+    weights[[0, 8, 9]] = 0.0
+    exact = gradients(in_float64(case), REFERENCE, divergence, weights.double())
+    plain = gradients(case, REFERENCE, divergence, weights)
+    for options in (TRITON, SMALL):
+        found = gradients(case, options, divergence, weights)
+        for place, (right, cheap, ours) in enumerate(zip(exact, plain, found, strict=True)):
+            assert ours.dtype == cheap.dtype
+            # Where the gradient's products are of bfloat16; the interpreter cuts digits off instead of rounding.
+            budget = 3.5 if place and dtype == torch.bfloat16 else 1.5
+            assert relative_rms(ours, right) <= budget * relative_rms(cheap, right) + 1e-6, place
+
+
+@pytest.mark.parametrize("kind", ["values", "hidden only", "one head", "one product"])
+def test_every_plan_has_the_same_gradient(kind):
+    case = head_case(torch.float32, 0.3)
+    if kind.startswith("one"):
+        case.hidden_q = case.hidden_p + (0.05 if kind == "one head" else 0.0)
+        bias = torch.randn(101) if kind == "one product" else None
+        if kind == "one product":
+            case.hidden_q = case.hidden_p
+        case.head_q = Head(case.head_p.weight, bias)
+    results = []
+    for options in (REFERENCE, TRITON, SMALL):
+        leaves = [case.hidden_p, case.head_p.weight, case.hidden_q, case.head_q.weight]
+        unique = {id(x): x.detach().clone().requires_grad_() for x in leaves}
+        hp, wp, hq, wq = (unique[id(x)] for x in leaves)
+        if kind == "hidden only":
+            wp, wq = wp.detach(), wq.detach()
+        values = linear_kl(hp, Head(wp), hq, Head(wq, case.head_q.bias), options=options)
+        wanted = [x for x in {id(x): x for x in (hp, wp, hq, wq)}.values() if x.requires_grad]
+        results.append([values.detach(), *torch.autograd.grad((values * torch.arange(37.0)).sum(), wanted)])
+    for found in results[1:]:
+        for right, ours in zip(results[0], found, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-4, atol=2e-5)
+
+
+def objective(terms, rows):
+    share = torch.linspace(0.5, 2, 37)[rows]
+    ratio = (terms.token_logp - terms.token_logq).clamp(-1, 1).exp()
+    losses = share * ratio + 0.3 * terms.kl * share + 0.1 * terms.kl**2 - 0.2 * terms.entropy * share
+    return torch.where(share < 1.9, losses, 0.0)
+
+
+def test_an_objective_has_the_same_terms_and_gradient():
+    case = head_case(torch.float32, 0.4, bias=True, softcap=5.0, temperature=1.2)
+    results = []
+    for options in (REFERENCE, TRITON, SMALL):
+        tensors, _ = leaves_of(case)
+        hp, wp, bp, hq, wq, bq = tensors
+        loss, terms = linear_objective(
+            hp, Head(wp, bp, softcap=5.0), case.tokens, hq, Head(wq, bq, softcap=5.0), objective,
+            temperature=1.2, options=options,
+        )  # fmt: skip
+        results.append([loss.detach(), *terms, *torch.autograd.grad(loss, tensors)])
+    for found in results[1:]:
+        for right, ours in zip(results[0], found, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-4, atol=2e-5)
+
+
+def test_tokens_of_weight_0_are_not_read():
+    case, dirty = (head_case(torch.float32, tokens=(3, 4), bias=True) for _ in range(2))
+    weights = torch.tensor([[1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 1.0, -1.0], [0.5, 1.0, 0.0, 0.0]])
+    dirty.hidden_p[weights == 0], dirty.hidden_q[weights == 0] = torch.nan, torch.inf
+    clean, found = (gradients(each, TRITON, weights=weights) for each in (case, dirty))
+    for a, b in zip(clean, found, strict=True):
+        assert torch.equal(a, b)
+
+    def only(terms, rows):
+        return torch.where((weights != 0).reshape(-1)[rows], terms.kl + terms.token_logp, 0.0)
+
+    for each in (case, dirty):
+        each.hidden_p.requires_grad_()
+        each.head_p.weight.requires_grad_()
+        p, head_p, q, head_q = each.models
+        linear_objective(p, head_p, each.tokens, q, head_q, only, options=TRITON)[0].backward()
+    assert torch.equal(case.hidden_p.grad, dirty.hidden_p.grad)
+    assert torch.equal(case.head_p.weight.grad, dirty.head_p.weight.grad)
+    assert case.head_p.weight.grad.abs().max() > 0.1
+
+
+def test_nan_stays_with_its_token():
+    case = head_case(torch.float32, tokens=(9,))
+    whole = case.statistics(TRITON)
+    case.hidden_q[4, 2] = torch.nan
+    spoilt, others = case.statistics(TRITON), torch.arange(9) != 4
+    for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation", "token_logq", "entropy_q"):
+        assert getattr(spoilt, name)[4].isnan(), name
+    for before, after in zip(whole, spoilt, strict=True):
+        assert torch.equal(after[others], before[others])
+    assert torch.equal(case.kl(TRITON).isnan(), ~others)
+
+
+def test_rows_with_infinite_logits_are_right_and_harm_no_other():
+    never = -torch.inf
+    zp = torch.tensor(
+        [[0.0, 1.0, never, never], [1.0, 2.0, never, 0.5], [0.0, 1.0, 2.0, 3.0], [never, 0, 1, 2]]
+    )
+    zq = torch.tensor(
+        [[never, never, 0.0, 1.0], [2.0, 1.0, never, 0.5], [0.0, 1.0, 2.0, 2.5], [-9, 0.1, 1, 2]]
+    )
+    # The same with forbidden tiles at either end.
+    ends = torch.full((4, 40), never)
+    for pair in ((zp, zq), (torch.cat([ends, zp, ends], -1), torch.cat([ends, zq, ends], -1))):
+        shift = pair[0].shape[-1] // 2 - 2
+        case = Case(pair[0], Head(None), pair[1], Head(None), torch.tensor([0, 1, 3, 0]) + shift)
+        found = case.statistics(TRITON)
+        assert found.kl_pq[0] == found.kl_qp[0] == found.kl_qp[3] == torch.inf
+        for name, numbers, right in zip(TokenStatistics._fields, found, long_way(case), strict=True):
+            torch.testing.assert_close(
+                numbers, right.to(numbers.dtype), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_a_tile_that_only_p_forbids_costs_no_digits():
+    case = head_case(torch.float32, apart=0.01, tokens=(20,), words=70)
+    random = torch.Generator().manual_seed(3)
+    zp, zq = (h @ head.weight.T for h, head in (case.models[:2], case.models[2:]))
+    faint = torch.randn(20, 40, generator=random) - 16
+    for where in (0, 1):
+        parts = [(torch.full_like(faint, -torch.inf), faint), (zp, zq)]
+        sides = [torch.cat(x, -1) for x in zip(*(parts if where else parts[::-1]), strict=True)]
+        found = Case(sides[0], Head(None), sides[1], Head(None), case.tokens)
+        exact = in_logits(found)
+        assert exact.min() < 1e-4
+        assert ((found.kl(TRITON) - exact).abs() / exact).max() < 1e-3
+
+
+def test_far_apart_does_not_overflow():
+    zp, zq = torch.tensor([[0.0, 500.0, -300.0]]), torch.tensor([[400.0, -600.0, 0.0]])
+    case = Case(zp.repeat(1, 30), Head(None), zq.repeat(1, 30), Head(None), torch.tensor([0]))
+    found = case.statistics(TRITON)
+    torch.testing.assert_close(found.kl_pq, torch.tensor([1000.0]))
+    torch.testing.assert_close(found.kl_qp, torch.tensor([500.0]))
+    assert found.total_variation == 1 and found.rank_q == 0
+    value, in_p, in_q = kl_of_logits(zp, zq, TRITON)
+    right, right_p, right_q = kl_of_logits(zp, zq, REFERENCE)
+    torch.testing.assert_close((value, in_p, in_q), (right, right_p, right_q))
+
+
+def kl_of_logits(zp, zq, options):
+    zp, zq = zp.clone().requires_grad_(), zq.clone().requires_grad_()
+    value = linear_kl(zp, Head(None), zq, Head(None), options=options)
+    return value.detach(), *torch.autograd.grad(value.sum(), (zp, zq))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_against_itself_is_exactly_zero(dtype):
+    case = head_case(dtype, bias=True, softcap=3.0, scale=1.3, temperature=0.7)
+    copy = Head(case.head_p.weight.clone(), case.head_p.bias.clone(), softcap=3.0, scale=1.3)
+    case.hidden_q, case.head_q = case.hidden_p.clone(), copy
+    found = case.statistics(TRITON)
+    for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation"):
+        assert torch.equal(getattr(found, name), torch.zeros(37)), name
+    for gradient in gradients(case, TRITON)[1:]:
+        assert (gradient == 0).all()
+
+
+def test_nothing_is_ever_negative():
+    for apart in (1e-5, 1e-6, 1e-7, 3e-8):
+        case = head_case(torch.float32, apart, tokens=(60,))
+        for name, numbers in zip(TokenStatistics._fields, case.statistics(TRITON), strict=True):
+            assert name.startswith("token") or numbers.min() >= 0, (name, apart)
+
+
+@pytest.mark.parametrize("tokens", [(0,), (1,), (2, 0)], ids=str)
+def test_no_token_and_one(tokens):
+    case = head_case(torch.bfloat16, tokens=tokens, bias=True)
+    found, right = case.statistics(TRITON), case.statistics(REFERENCE)
+    for a, b in zip(found, right, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+    torch.testing.assert_close(found.kl_pq, right.kl_pq, rtol=1e-4, atol=1e-5)
+    for numbers in gradients(case, TRITON, weights=torch.ones(tokens)):
+        assert numbers.isfinite().all()
+
+
+def test_inputs_may_lie_anyhow_and_temperatures_differ():
+    case = head_case(torch.float32, 0.3, tokens=(3, 5), bias=True)
+    temperature = torch.linspace(0.5, 2, 15).reshape(3, 5)
+    right = linear_kl(*case.models, temperature=temperature, options=REFERENCE)
+
+    def strewn(x):
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+    def turned(x):
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+    for change in (strewn, turned):
+        heads = [Head(change(h.weight), strewn(h.bias)) for h in (case.head_p, case.head_q)]
+        given = change(case.hidden_p), heads[0], change(case.hidden_q), heads[1]
+        found = linear_kl(*given, temperature=strewn(temperature), options=TRITON)
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+    weights = strewn(torch.rand(3, 5) + 0.1)
+    loss = linear_kl_loss(*case.models, weights=weights, temperature=temperature, options=TRITON).loss
+    torch.testing.assert_close(loss, (weights * right).sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_ties_go_to_the_first_and_do_not_lower_the_rank():
+    z = torch.zeros(2, 103)
+    z[0, [30, 70, 102]] = 2.0
+    z[1, 101:] = 1.0
+    found = token_statistics(z, Head(None), z, Head(None), torch.tensor([70, 5]), options=TRITON)
+    assert found.top1_p.tolist() == [30, 101] == found.top1_q.tolist()
+    assert found.rank_q.tolist() == [0, 2]
+
+
+def test_a_program_of_one_row_finds_what_one_of_many_does(monkeypatch):
+    case = head_case(torch.float32, 0.3, tokens=(3,), bias=True)
+    many = case.statistics(TRITON), gradients(case, TRITON)
+    monkeypatch.setitem(triton_rows.HEIGHTS, "cpu", 1)
+    one = case.statistics(TRITON), gradients(case, TRITON)
+    for a, b in zip([*many[0], *many[1]], [*one[0], *one[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_what_the_kernels_cannot_do_is_refused():
+    case = head_case(torch.float64, tokens=(2,))
+    with pytest.raises(CannotRunError, match=r"computes in float32 and something given is torch.float64"):
+        case.kl(TRITON)
+    case = head_case(torch.float32, tokens=(2,))
+    with pytest.raises(CannotRunError, match="KL in both directions and for no other divergence"):
+        linear_divergence(*case.models, divergence="jeffreys", options=TRITON)
