@@ -278,5 +278,5 @@ def test_one_head_for_both_models_however_far_apart(options):
         results.append((values, plain, *terms, *gradients))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, equal_nan=True)
-    assert results[0][0][3] > 40 and results[0][0][5] > 40 and results[0][0][7].isnan()
+    assert results[0][0][[3, 5]].min() > 20 and results[0][0][7].isnan()
     assert results[0][0].isnan().sum() == 1
