@@ -238,3 +238,17 @@ def test_the_gradient_is_0_where_reward_and_kl_balance():
         loss, _ = linear_objective(rows, Head(None), ids, q.expand(6, 6), Head(None), objective)
         loss.backward()
         assert bool(z.grad.abs().max() < 1e-12) is balanced
+
+
+@pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
+def test_large_logits_cost_no_digits_of_log_probabilities(options):
+    random = torch.Generator().manual_seed(0)
+    z = 110 + 15 * torch.rand(64, 1, generator=random) + torch.randn(64, 40, generator=random)
+    y = z + 0.1 * torch.randn(64, 40, generator=random)
+    ids = z.argmax(-1)
+    _, found = linear_objective(
+        z, Head(None), ids, y, Head(None), lambda terms, rows: terms.kl, options=options
+    )
+    exact = [x.double().log_softmax(-1).gather(-1, ids[:, None])[:, 0] for x in (z, y)]
+    assert (found.token_logp - exact[0]).abs().max() < 5e-7
+    assert (found.token_logq - exact[1]).abs().max() < 2e-6
