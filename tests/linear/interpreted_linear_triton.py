@@ -5,8 +5,6 @@ The interpreter has to be asked for before triton is imported, and would be ever
 
 import os
 
-assert os.environ["TRITON_INTERPRET"] == "1"
-
 import pytest
 import torch
 from linear_cases import REFERENCE, TRAITS, Case, head_case, in_float64, leaves_of, relative_rms
@@ -23,9 +21,12 @@ from kleash.linear import (
     linear_objective,
     token_statistics,
 )
+from kleash.linear.impl.triton import fused
 from kleash.linear.impl.triton import rows as triton_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+assert os.environ["TRITON_INTERPRET"] == "1"
+# From numpy in the interpreter, about numbers that are selected away: both sides of a where are computed.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TRITON = LinearOptions(impl="triton")
 SMALL = LinearOptions(impl="triton", buffer_bytes=20_000)
 FLOATS = [name for name in TokenStatistics._fields if name not in ("top1_p", "top1_q", "rank_q")]
@@ -33,8 +34,9 @@ FLOATS = [name for name in TokenStatistics._fields if name not in ("top1_p", "to
 
 @pytest.fixture(autouse=True)
 def narrow_tiles(monkeypatch):
-    """Rows of several tiles, the last of them not full."""
-    monkeypatch.setattr(triton_rows, "WIDTH", 32)
+    """Rows of several tiles, the last of them not full; and few programs, for each costs time here."""
+    monkeypatch.setattr(triton_rows, "WIDTH", 64)
+    monkeypatch.setitem(triton_rows.HEIGHTS, "cpu", 64)
 
 
 @pytest.mark.parametrize("apart", [2.0, 0.05, 0.002], ids=["far", "near", "nearer"])
@@ -51,6 +53,8 @@ def test_statistics_mean_the_same(dtype, apart):
         else:
             assert torch.equal(ours, right), name
     assert torch.equal(case.kl(TRITON), found.kl_pq)
+    budget = 1.5 * relative_rms(plain.kl_pq, exact.kl_pq) + 2e-7
+    assert relative_rms(case.kl(SMALL), exact.kl_pq) <= budget, "fused"
 
 
 @pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS.keys())
@@ -65,13 +69,45 @@ def test_every_kind_of_head(traits):
             )
 
 
+def test_without_logits_every_kind_of_head_and_share(monkeypatch):
+    """The fused kernel: shares of the vocabulary, tiles of tokens and dimensions, none of which fits."""
+    monkeypatch.setattr(fused, "SHARE", 48)
+    monkeypatch.setattr(fused, "HEIGHT", 32)
+    monkeypatch.setattr(fused, "WIDTH", 32)
+    monkeypatch.setattr(fused, "DEPTH", 16)
+    for traits in TRAITS.values():
+        case = head_case(torch.float32, 0.5, **traits)
+        torch.testing.assert_close(case.kl(SMALL), long_way(case).kl_pq.float(), rtol=2e-5, atol=1e-6)
+    case.head_p = Head(case.head_p.weight.T.contiguous().T, torch.full((101,), -torch.inf))
+    case.head_p.bias[60:] = 0.5
+    case.hidden_q[4, 2] = torch.nan
+    found = case.kl(SMALL)
+    assert found.isnan().tolist() == [n == 4 for n in range(37)]
+    others = torch.arange(37) != 4
+    torch.testing.assert_close(found[others], long_way(case).kl_pq.float()[others], rtol=2e-5, atol=1e-6)
+
+
+def test_the_fused_kernel_is_taken_where_memory_is_for_few_tokens(monkeypatch):
+    case, seen = head_case(torch.bfloat16, 0.5), []
+    monkeypatch.setattr(
+        fused, "divergence", lambda pair: seen.append(pair.tokens) or torch.zeros(pair.tokens)
+    )
+    assert case.kl(TRITON).min() > 0 and not seen
+    case.kl(SMALL)
+    assert seen == [37]
+    case.hidden_q = case.hidden_q.float()
+    assert case.kl(SMALL).min() > 0 and len(seen) == 1
+
+
 @pytest.mark.parametrize("apart", [0.03, 0.001])
 def test_float32_is_right_to_a_thousandth_down_to_a_millionth_of_a_nat(apart):
     case = head_case(torch.float32, apart, words=301)
-    exact = in_float64(case).statistics(REFERENCE)
+    exact, found = in_float64(case).statistics(REFERENCE), case.statistics(TRITON)
     for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation"):
-        right, found = getattr(exact, name), getattr(case.statistics(TRITON), name).double()
-        assert ((found - right).abs() / right).max() < 1e-3, name
+        right, ours = getattr(exact, name), getattr(found, name).double()
+        # An error in a logit enters total variation at first order and the others at second.
+        bound = 3e-3 if name == "total_variation" else 1e-3
+        assert ((ours - right).abs() / right).max() < bound, name
 
 
 def test_a_peaked_p_whose_likeliest_token_comes_late():
@@ -104,9 +140,17 @@ def gradients(case, options, divergence="kl", weights=None):
     return values.detach(), *torch.autograd.grad(found.sum() if weights is None else found.loss, tensors)
 
 
-@pytest.mark.parametrize("divergence", ["kl", "reverse_kl"])
-@pytest.mark.parametrize("apart", [2.0, 0.002], ids=["far", "near"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "apart", "divergence"),
+    [
+        (torch.float32, 2.0, "kl"),
+        (torch.float32, 0.002, "reverse_kl"),
+        (torch.bfloat16, 2.0, "reverse_kl"),
+        (torch.bfloat16, 0.002, "kl"),
+        (torch.float16, 0.1, "kl"),
+    ],
+    ids=str,
+)
 def test_gradients_mean_the_same(dtype, apart, divergence):
     case = head_case(dtype, apart, bias=True, softcap=6.0, scale=1.3, temperature=0.8)
     weights = torch.linspace(-1, 2, 37)
@@ -243,7 +287,8 @@ def test_far_apart_does_not_overflow():
     found = case.statistics(TRITON)
     torch.testing.assert_close(found.kl_pq, torch.tensor([1000.0]))
     torch.testing.assert_close(found.kl_qp, torch.tensor([500.0]))
-    assert found.total_variation == 1 and found.rank_q == 0
+    torch.testing.assert_close(found.total_variation, torch.tensor([1.0]))
+    assert found.rank_q == 0
     value, in_p, in_q = kl_of_logits(zp, zq, TRITON)
     right, right_p, right_q = kl_of_logits(zp, zq, REFERENCE)
     torch.testing.assert_close((value, in_p, in_q), (right, right_p, right_q))

@@ -164,15 +164,14 @@ def empty(height: tl.constexpr):
 
 @triton.jit
 def concluded(top, total, centre, a, y, below, top_q, total_q):
-    """KL, E_p d, p's log-sum-exp, by how much q's is larger, and p's entropy."""
+    """KL, E_p d, by how much q's log-sum-exp is larger, p's entropy, and the logs of both masses over their tops."""
     x = tl.where(tl.abs(a) < ALWAYS, a / total, 0.0)
     y = y / total
     near = tl.where(y > x * x, x + log1p(y - x), log1p(y))
-    log_total = tl.log(total)
-    lse_p = top + log_total
-    lse_q = top_q + tl.log(total_q)
+    log_p, log_q = tl.log(total), tl.log(total_q)
+    larger = (top_q - top) + (log_q - log_p)
     mean = centre + x
     is_near = near < 1.0
-    kl = tl.where(is_near, near, mean + (lse_q - lse_p))
-    more = tl.where(is_near, near - mean, lse_q - lse_p)
-    return kl, mean, lse_p, more, log_total + below / total
+    kl = tl.where(is_near, near, mean + larger)
+    more = tl.where(is_near, near - mean, larger)
+    return kl, mean, more, log_p + below / total, log_p, log_q

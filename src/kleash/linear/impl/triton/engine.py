@@ -1,7 +1,8 @@
 """The loop of ``chunked`` with a kernel for each row: matmuls by the vendor's library, two reads of the logits.
 
 A chunk's products are made as there, then one kernel reads them for all that is to be known about a row and one
-reads them again for the gradient, which it writes over them. The host waits for nothing in between.
+reads them again for the gradient, which it writes over them. The host waits for nothing in between. Values
+alone are fused with their products where the memory is for few tokens at a time.
 """
 
 from collections.abc import Callable
@@ -15,16 +16,23 @@ from kleash.linear.impl.gradient import REVERSE_KL, Sums, Turn, both_sums, forme
 from kleash.linear.impl.loop import Chunk, Plan, chunks, plan
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.results import Formed, Judged, Needed, Objective, asked
+from kleash.linear.impl.triton import fused
 from kleash.linear.impl.triton.rows import measured, statistics, turned
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenStatistics, TokenTerms
+
+FEW = 512
+"""Tokens in a chunk below which reading the weights costs a GPU more than multiplying by them."""
 
 
 def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
     """KL of each token, of p from q or of q from p."""
     pair = pair.swapped if record == REVERSE_KL else pair
+    cut = cut_for(pair, options)
+    if cut.chunk < min(FEW, pair.tokens) and fused.possible(pair):
+        return fused.divergence(pair)
     found = torch.empty(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
-    for chunk in chunks(pair, cut_for(pair, options), apart=shared_exactly(pair)):
+    for chunk in chunks(pair, cut, apart=shared_exactly(pair)):
         found[chunk.where] = measured(chunk).kl
     return found
 

@@ -58,7 +58,7 @@ def measure_kernel(
     product_p, product_q, outer_p, outer_q, inner_p, inner_q, bias_p, bias_q, tokens, found,
     rows, words, row_stride, found_stride, apart: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """KL, E_p d, p's log-sum-exp, by how much q's is larger, p's entropy; the token under p and under q."""
+    """KL, E_p d, by how much q's log-sum-exp is larger, p's entropy, tops and masses; log p and log q of the token."""
     row = tl.program_id(0) * height + tl.arange(0, height)
     used = row < rows
     of_p, of_q = tl.load(outer_p + row, mask=used, other=0), tl.load(outer_q + row, mask=used, other=0)
@@ -74,22 +74,25 @@ def measure_kernel(
         top, s, c, a, y, below, top_q, s_q = joined(
             top, s, c, a, y, below, top_q, s_q, top_t, s_t, c_t, a_t, y_t, below_t, top_qt, s_qt
         )
-    kl, mean, lse, more, entropy = concluded(top, s, c, a, y, below, top_q, s_q)
+    kl, mean, more, entropy, log_p, log_q = concluded(top, s, c, a, y, below, top_q, s_q)
     tl.store(found + row, kl, mask=used)
     tl.store(found + found_stride + row, mean, mask=used)
-    tl.store(found + 2 * found_stride + row, lse, mask=used)
-    tl.store(found + 3 * found_stride + row, more, mask=used)
-    tl.store(found + 4 * found_stride + row, entropy, mask=used)
+    tl.store(found + 2 * found_stride + row, more, mask=used)
+    tl.store(found + 3 * found_stride + row, entropy, mask=used)
+    tl.store(found + 4 * found_stride + row, top, mask=used)
+    tl.store(found + 5 * found_stride + row, log_p, mask=used)
+    tl.store(found + 6 * found_stride + row, top_q, mask=used)
+    tl.store(found + 7 * found_stride + row, log_q, mask=used)
     if tokens is not None:
         token = tl.load(tokens + row, mask=used, other=0)
         zp, zq, d = read_token(
             product_p, product_q, of_p, of_q, inner_p, inner_q, bias_p, bias_q, row, row_stride, token, used, apart
         )  # fmt: skip
-        logp, ahead = zp - lse, d + more
+        logp, ahead = (zp - top) - log_p, d + more
         # Near p, log q is log p less the difference, which has more digits than the two; with no log p, it is not.
-        logq = tl.where(logp == NEVER, zq - (lse + more), logp - ahead)
-        tl.store(found + 5 * found_stride + row, logp, mask=used)
-        tl.store(found + 6 * found_stride + row, logq, mask=used)
+        logq = tl.where(logp == NEVER, (zq - top_q) - log_q, logp - ahead)
+        tl.store(found + 8 * found_stride + row, logp, mask=used)
+        tl.store(found + 9 * found_stride + row, logq, mask=used)
 
 
 @triton.jit
@@ -134,9 +137,12 @@ def gradient_kernel(
     logq_c, entropy_c = coefficient(c_logq, row, here, height), coefficient(c_entropy, row, here, height)
     used = (kl_c != 0.0) | (logp_c != 0.0) | (logq_c != 0.0) | (entropy_c != 0.0)
     mean = tl.load(found + found_stride + row, mask=here, other=0)[:, None]
-    lse = tl.load(found + 2 * found_stride + row, mask=here, other=0)[:, None]
-    more = tl.load(found + 3 * found_stride + row, mask=here, other=0)[:, None]
-    entropy = tl.load(found + 4 * found_stride + row, mask=here, other=0)[:, None]
+    more = tl.load(found + 2 * found_stride + row, mask=here, other=0)[:, None]
+    entropy = tl.load(found + 3 * found_stride + row, mask=here, other=0)[:, None]
+    top_p = tl.load(found + 4 * found_stride + row, mask=here, other=0)[:, None]
+    log_p = tl.load(found + 5 * found_stride + row, mask=here, other=0)[:, None]
+    top_q = tl.load(found + 6 * found_stride + row, mask=here, other=0)[:, None]
+    log_q = tl.load(found + 7 * found_stride + row, mask=here, other=0)[:, None]
     of_p, of_q = tl.load(outer_p + row, mask=here, other=0), tl.load(outer_q + row, mask=here, other=0)
     for start in range(0, words, width):
         columns = start + tl.arange(0, width)
@@ -147,7 +153,7 @@ def gradient_kernel(
             apart,
         )  # fmt: skip
         tl.debug_barrier()
-        logp = zp - lse
+        logp = (zp - top_p) - log_p
         p = tl.exp(logp)
         if in_p is not None:
             by = kl_c[:, None] * (d - mean) - logp_c[:, None]
@@ -166,7 +172,7 @@ def gradient_kernel(
                 in_p + row.to(tl.int64)[:, None] * stride_p + columns[None, :], by, mask=there & here[:, None]
             )
         if in_q is not None:
-            q = tl.exp(zq - (lse + more))
+            q = tl.exp((zq - top_q) - log_q)
             u = d + more
             # q - p from the larger of the two, which neither cancels nor overflows.
             change = expm1(-tl.abs(u))
@@ -189,6 +195,7 @@ def gradient_kernel(
 @triton.jit
 def likelier(best, where, z, columns):
     """The largest logit of a row so far and its first place, having seen a tile."""
+    z = tl.where(z == z, z, NEVER)
     top = tl.max(z, 1)
     place = tl.argmax(z, 1) + tl.min(columns, 0)
     return tl.where(top > best, top, best), tl.where(top > best, place, where)
@@ -201,13 +208,16 @@ def compare_kernel(
 ):  # fmt: skip
     """What ``measure_kernel`` leaves over of a measurement, once the log-sum-exps are known.
 
-    Numbers: KL(q || p), Jensen-Shannon, total variation, q's entropy, both largest logits. Places: theirs, and
-    how many of q's logits are greater than the token's.
+    Numbers: KL(q || p), Jensen-Shannon, total variation, q's entropy. Places: of both largest logits, and how many
+    of q's are greater than the token's.
     """
     row = tl.program_id(0) * height + tl.arange(0, height)
     used = row < rows
-    lse = tl.load(found + 2 * found_stride + row, mask=used, other=0)[:, None]
-    more = tl.load(found + 3 * found_stride + row, mask=used, other=0)[:, None]
+    more = tl.load(found + 2 * found_stride + row, mask=used, other=0)[:, None]
+    top_p = tl.load(found + 4 * found_stride + row, mask=used, other=0)[:, None]
+    log_p = tl.load(found + 5 * found_stride + row, mask=used, other=0)[:, None]
+    top_q = tl.load(found + 6 * found_stride + row, mask=used, other=0)[:, None]
+    log_q = tl.load(found + 7 * found_stride + row, mask=used, other=0)[:, None]
     of_p, of_q = tl.load(outer_p + row, mask=used, other=0), tl.load(outer_q + row, mask=used, other=0)
     token = tl.load(tokens + row, mask=used, other=0)
     _, of_token, _ = read_token(
@@ -224,8 +234,8 @@ def compare_kernel(
             product_p, product_q, of_p, of_q, inner_p, inner_q, bias_p, bias_q, row, row_stride, columns, inside, used,
             apart,
         )  # fmt: skip
-        logq = zq - (lse + more)
-        p, q = tl.exp(zp - lse), tl.exp(logq)
+        logq = (zq - top_q) - log_q
+        p, q = tl.exp((zp - top_p) - log_p), tl.exp(logq)
         u = tl.where((zp == NEVER) & (zq == NEVER), 0.0, d + more)
         size = tl.abs(u)
         qu = tl.where(q == 0.0, 0.0, q * u)
@@ -244,8 +254,6 @@ def compare_kernel(
     tl.store(numbers + found_stride + row, jensen_shannon, mask=used)
     tl.store(numbers + 2 * found_stride + row, 0.5 * variation, mask=used)
     tl.store(numbers + 3 * found_stride + row, entropy, mask=used)
-    tl.store(numbers + 4 * found_stride + row, best_p, mask=used)
-    tl.store(numbers + 5 * found_stride + row, best_q, mask=used)
     tl.store(places + row, where_p, mask=used)
     tl.store(places + found_stride + row, where_q, mask=used)
     tl.store(places + 2 * found_stride + row, rank, mask=used)

@@ -17,7 +17,7 @@ WIDTH = 4096
 HEIGHTS = {"cuda": 1, "cpu": 16}
 """Rows that a program takes at a time; triton's interpreter has no use for many programs."""
 KERNELS = cast("Any", kernels)
-FIELDS = 7
+FIELDS = 10
 """Numbers of a row that the first kernel finds."""
 
 
@@ -27,7 +27,8 @@ class Rows:
 
     chunk: Chunk
     found: Float[Tensor, "fields chunk"]
-    """KL, E_p[zp - zq], p's log-sum-exp, by how much q's is larger, p's entropy; log p and log q of the token."""
+    """KL, E_p[zp - zq], by how much q's log-sum-exp is larger than p's, p's entropy; the largest logit and the log
+    of the mass relative to it, of p and of q; log p and log q of the token."""
     tokens: Int[Tensor, " chunk"] | None
 
     @property
@@ -39,7 +40,7 @@ class Rows:
     def terms(self) -> TokenTerms:
         """What an objective is made of."""
         return TokenTerms(
-            token_logp=self.found[5], token_logq=self.found[6], kl=self.kl, entropy=self.found[4]
+            token_logp=self.found[8], token_logq=self.found[9], kl=self.kl, entropy=self.found[3]
         )
 
 
@@ -55,9 +56,9 @@ def statistics(rows: Rows) -> TokenStatistics:
     numbers, count = torch.empty_like(rows.found), len(rows.chunk.zp)
     places = torch.empty((FIELDS, count), dtype=torch.int32, device=numbers.device)
     launch(KERNELS.compare_kernel, rows.chunk, rows.tokens, rows.found, numbers, places)
-    kl_qp, jensen_shannon, total_variation, entropy_q, best_p, best_q = numbers[:6]
+    kl_qp, jensen_shannon, total_variation, entropy_q = numbers[:4]
     top1_p, top1_q, rank = places[:3].to(torch.int64)
-    lse_p, more, terms = rows.found[2], rows.found[3], rows.terms
+    log_p, log_q, terms = rows.found[5], rows.found[7], rows.terms
     return TokenStatistics(
         token_logp=terms.token_logp,
         token_logq=terms.token_logq,
@@ -69,8 +70,8 @@ def statistics(rows: Rows) -> TokenStatistics:
         entropy_q=entropy_q,
         top1_p=top1_p,
         top1_q=top1_q,
-        top1_probability_p=(best_p - lse_p).exp(),
-        top1_probability_q=(best_q - (lse_p + more)).exp(),
+        top1_probability_p=log_p.neg().exp(),
+        top1_probability_q=log_q.neg().exp(),
         rank_q=rank,
     )
 
