@@ -123,12 +123,12 @@ def memory(work: Path) -> dict[str, Any]:
     """Peak resident memory of caching over more and more documents, and of measuring with and without."""
     same = ["--window", "256", "--quiet"]
     peaks: dict[str, float] = {}
-    for count in (50, 200, 800):
+    for count in (25, 100, 400):
         text = ["--text", str(documents(work / f"{count}.jsonl", count, 256))]
         out = ["--out", str(work / f"cache-{count}")]
         peaks[f"cache {count}"] = peak([sys.executable, "-m", "kleash", "cache", *text, *same, *out])
-    cached = ["--reference-cache", str(work / "cache-200")]
-    text = ["--text", str(work / "200.jsonl")]
+    cached = ["--reference-cache", str(work / "cache-100")]
+    text = ["--text", str(work / "100.jsonl")]
     for name, more in (("measure without", []), ("measure with", cached)):
         out = ["--out", str(work / name.replace(" ", "-"))]
         peaks[name] = peak([sys.executable, "-m", "kleash", "measure", *text, *same, *more, *out])

@@ -199,6 +199,9 @@ def test_responses_and_another_temperature(
     assert main(["cache", *same, "--out", str(cache), "--temperature", "0.5"]) == 0
     printed = capsys.readouterr().out
     assert "in 6 sequences are cached in" in printed
+    said_times = int(printed.split("hidden states, ")[1].split(" times")[0])
+    kept = json.loads((cache / "contents.json").read_text())
+    assert said_times == round(kept["tokens"] * 320 * 4 / kept["hidden_bytes"]) > 5
     assert f"kleash measure --policy POLICY --reference {pair[1]} --responses {source}" in printed
     assert "--temperature 0.5" in printed and f"--reference-cache {cache}" in printed
     for name, more in (("plain", []), ("run", ["--reference-cache", str(cache)])):
