@@ -91,7 +91,8 @@ def test_what_is_there_is_not_read_again(folders, tmp_path: Path) -> None:
 def test_a_sequence_that_is_not_there_is_named(folders, tmp_path: Path) -> None:
     stored = made(tmp_path, folders("llama")[1], given()[:3])
     where = replace(given()[3], where="file, line 7")
-    assert stored.lacking([*given()[:3], where, given(((2, 2),), seed=5)[0]]) == (2, 5, "prompt 3, sample 0 (file, line 7)")
+    (other,) = given(((2, 2),), seed=5)
+    assert stored.lacking([*given()[:3], where, other]) == (2, 5, "prompt 3, sample 0 (file, line 7)")
     assert stored.lacking([]) == (0, 0, "")
     with pytest.raises(ModelError, match=r"holds no hidden states of prompt 3, sample 0 \(file, line 7\)"):
         stored.read([given()[0], where])
