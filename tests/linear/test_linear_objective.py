@@ -252,3 +252,18 @@ def test_large_logits_cost_no_digits_of_log_probabilities(options):
     exact = [x.double().log_softmax(-1).gather(-1, ids[:, None])[:, 0] for x in (z, y)]
     assert (found.token_logp - exact[0]).abs().max() < 5e-7
     assert (found.token_logq - exact[1]).abs().max() < 2e-6
+
+
+@EVERY
+def test_a_term_that_is_not_asked_for_may_be_infinite(options):
+    """q forbids what p says: KL is inf, and the loss does not read it."""
+    z = torch.tensor([[0.0, 1.0, 2.0], [0.5, 0.0, 1.0]], dtype=torch.float64).requires_grad_()
+    y = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
+    ids = torch.tensor([2, 0])
+    loss, terms = linear_objective(
+        z, Head(None), ids, y, Head(None), lambda t, rows: -t.token_logp, options=options
+    )
+    (found,) = torch.autograd.grad(loss, z)
+    right = z.detach().softmax(-1) - torch.nn.functional.one_hot(ids, 3)
+    assert terms.kl[0] == torch.inf and terms.kl[1] > 0
+    torch.testing.assert_close(found, right)
