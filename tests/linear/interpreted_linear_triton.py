@@ -127,6 +127,23 @@ def test_a_peaked_p_whose_likeliest_token_comes_late():
     assert ((case.kl(TRITON) - exact).abs() / exact).max() < 1e-4
 
 
+@pytest.mark.parametrize(("offset", "in_value", "in_gradient"), [(0, 1e-5, 2e-6), (1000, 1e-3, 3e-2)])
+def test_near_logits_are_told_apart_to_the_last_digit(offset, in_value, in_gradient):
+    """Logits on a grid, so that their difference is exact: what is left is the rounding of its mean."""
+    random = torch.Generator().manual_seed(0)
+    zp = torch.randint(-3000, 3000, (24, 301), generator=random) / 1024
+    zq = zp + offset + torch.randint(-2, 3, (24, 301), generator=random) / 1024
+    case = Case(zp, Head(None), zq, Head(None), torch.zeros(24, dtype=torch.long))
+    exact = in_logits(case)
+    assert exact.max() < 2e-6
+    assert ((case.kl(TRITON) - exact).abs() / exact).max() < in_value
+    right, found = (
+        kl_of_logits(zp.to(x), zq.to(x), o) for x, o in ((torch.float64, REFERENCE), (zp.dtype, TRITON))
+    )
+    for ours, gradient in zip(found, right, strict=True):
+        assert relative_rms(ours, gradient) < in_gradient
+
+
 def in_logits(case):
     return linear_kl(
         case.hidden_p.double(), Head(None), case.hidden_q.double(), Head(None), options=REFERENCE
@@ -255,7 +272,7 @@ def test_rows_with_infinite_logits_are_right_and_harm_no_other():
         [[never, never, 0.0, 1.0], [2.0, 1.0, never, 0.5], [0.0, 1.0, 2.0, 2.5], [-9, 0.1, 1, 2]]
     )
     # The same with forbidden tiles at either end.
-    ends = torch.full((4, 40), never)
+    ends = torch.full((4, 64), never)
     for pair in ((zp, zq), (torch.cat([ends, zp, ends], -1), torch.cat([ends, zq, ends], -1))):
         shift = pair[0].shape[-1] // 2 - 2
         case = Case(pair[0], Head(None), pair[1], Head(None), torch.tensor([0, 1, 3, 0]) + shift)
@@ -271,7 +288,7 @@ def test_a_tile_that_only_p_forbids_costs_no_digits():
     case = head_case(torch.float32, apart=0.01, tokens=(20,), words=70)
     random = torch.Generator().manual_seed(3)
     zp, zq = (h @ head.weight.T for h, head in (case.models[:2], case.models[2:]))
-    faint = torch.randn(20, 40, generator=random) - 16
+    faint = torch.randn(20, 64, generator=random) - 16
     for where in (0, 1):
         parts = [(torch.full_like(faint, -torch.inf), faint), (zp, zq)]
         sides = [torch.cat(x, -1) for x in zip(*(parts if where else parts[::-1]), strict=True)]
@@ -279,6 +296,24 @@ def test_a_tile_that_only_p_forbids_costs_no_digits():
         exact = in_logits(found)
         assert exact.min() < 1e-4
         assert ((found.kl(TRITON) - exact).abs() / exact).max() < 1e-3
+
+
+def test_words_that_are_forbidden_add_nothing_to_the_gradient():
+    case = head_case(torch.float32, 0.5, tokens=(9,), words=80)
+    p, head_p, q, head_q = case.models
+    never = torch.zeros(80)
+    never[66:] = -torch.inf
+    for both in (True, False):
+        hidden_p, hidden_q = (x.clone().requires_grad_() for x in (p, q))
+        cut = Head(head_q.weight, never if both else None)
+        found = linear_kl(hidden_p, Head(head_p.weight, never), hidden_q, cut, options=TRITON)
+        ours = torch.autograd.grad(found.sum(), (hidden_p, hidden_q))
+        leaves = [x.double().requires_grad_() for x in (p, q)]
+        zp, zq = leaves[0] @ head_p.weight.double()[:66].T, leaves[1] @ head_q.weight.double().T
+        logp, logq = zp.log_softmax(-1), (zq[:, :66] if both else zq).log_softmax(-1)[:, :66]
+        right = torch.autograd.grad((logp.exp() * (logp - logq)).sum(), leaves)
+        for a, b in zip(ours, right, strict=True):
+            assert relative_rms(a, b) < 1e-5
 
 
 def test_far_apart_does_not_overflow():
@@ -317,6 +352,14 @@ def test_nothing_is_ever_negative():
         case = head_case(torch.float32, apart, tokens=(60,))
         for name, numbers in zip(TokenStatistics._fields, case.statistics(TRITON), strict=True):
             assert name.startswith("token") or numbers.min() >= 0, (name, apart)
+    z = torch.randn(200, 90, generator=torch.Generator().manual_seed(0))
+    assert linear_kl(z, Head(None), z + 1000.0 * z[:, :1], Head(None), options=TRITON).min() >= 0
+
+
+def test_a_softcap_far_above_the_logits_costs_no_digits():
+    case = head_case(torch.float32, 0.002, softcap=3000.0)
+    exact, plain = in_float64(case).kl(REFERENCE), case.kl(REFERENCE)
+    assert relative_rms(case.kl(TRITON), exact) <= 1.5 * relative_rms(plain, exact)
 
 
 @pytest.mark.parametrize("tokens", [(0,), (1,), (2, 0)], ids=str)

@@ -10,7 +10,7 @@ tile's own mean, and two tiles' sums join as variances do, so that nothing cance
 
     Y' = sum e phi(r - s) = exp(s) Y + S phi(-s) - A expm1(s)        S = sum e, A = sum e r, Y = sum e phi(r)
 
-A is 0 but for rounding. Where the two are far apart (KL >= 1, or infinite), ``c + lse_q - lse_p`` is taken.
+A is 0 but for rounding. Where q is so far ahead of p on a token that Y overflows, ``c + lse_q - lse_p`` is taken.
 
 Everything is a function of Triton: no reduction may drop a NaN, and ``tl.minimum`` and ``tl.maximum`` do.
 """
@@ -83,14 +83,14 @@ def logits_of(product, bias, there, inner, outer):
 def both_logits(
     product_p, product_q, bias_p, bias_q, there, inner_p, inner_q, outer_p, outer_q, apart: tl.constexpr
 ):
-    """A tile of both models' logits, and zp - zq: 0 where both are -inf."""
+    """A tile of both models' logits, and zp - zq, which is NaN where both are -inf."""
     zp = logits_of(product_p, bias_p, there, inner_p, outer_p)
     if apart:
         d = tl.where(there, -product_q * outer_q, 0.0)
         zq = zp - d
     else:
         zq = logits_of(product_q, bias_q, there, inner_q, outer_q)
-        d = tl.where((zp == NEVER) & (zq == NEVER), 0.0, zp - zq)
+        d = zp - zq
     return zp, zq, d
 
 
@@ -167,11 +167,15 @@ def concluded(top, total, centre, a, y, below, top_q, total_q):
     """KL, E_p d, by how much q's log-sum-exp is larger, p's entropy, and the logs of both masses over their tops."""
     x = tl.where(tl.abs(a) < ALWAYS, a / total, 0.0)
     y = y / total
-    near = tl.where(y > x * x, x + log1p(y - x), log1p(y))
+    # log1p(v) + x = y - (v - log1p(v)): for small v the latter, by its series, has no x left to cancel.
+    v = y - x
+    series = y - v * v * (1.0 / 2.0 - v * (1.0 / 3.0 - v * (1.0 / 4.0 - v / 5.0)))
+    near = tl.where(tl.abs(v) < 0.01, series, x + log1p(v))
+    near = tl.where(near < 0.0, 0.0, near)  # p and q are the same then, and this is y's rounding
     log_p, log_q = tl.log(total), tl.log(total_q)
     larger = (top_q - top) + (log_q - log_p)
     mean = centre + x
-    is_near = near < 1.0
-    kl = tl.where(is_near, near, mean + larger)
-    more = tl.where(is_near, near - mean, larger)
+    is_finite = near < ALWAYS
+    kl = tl.where(is_finite, near, mean + larger)
+    more = tl.where(is_finite, near - mean, larger)
     return kl, mean, more, log_p + below / total, log_p, log_q
