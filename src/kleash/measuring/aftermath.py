@@ -9,7 +9,6 @@ import numpy as np
 from kleash.engines import LocalEngine
 from kleash.measuring.ledger import Ledger
 from kleash.measuring.rows import sequence_starts
-from kleash.measuring.scales import number
 from kleash.measuring.shards import given_sequences
 from kleash.models import Pair, Sequence, read_prompts, retokenisation_doubts
 from kleash.records import Drifted, MeasureJob, Number, RunFolder
@@ -96,7 +95,7 @@ def _mean(columns: dict[str, np.ndarray] | None) -> Number | None:
         return None
     ledger = Ledger(on_text=False)
     ledger.add(columns)
-    return number(ledger.kl())
+    return Number.of(ledger.kl())
 
 
 def _temperature_doubts(job: MeasureJob, others: set[float]) -> tuple[str, ...]:

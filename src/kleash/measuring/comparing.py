@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.measuring.rows import sequence_starts
-from kleash.measuring.scales import number, scale_of
+from kleash.measuring.scales import scale_of
 from kleash.records import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
 from kleash.records.comparison import COMPARED
 from kleash.uncertainty import paired_difference
@@ -102,7 +102,7 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
     here, there = (_by_cluster(labels, sums) for sums in (here, there))
     differences: dict[str, Number] = {}
     for place, column in enumerate(COMPARED, start=1):
-        differences[column] = number(
+        differences[column] = Number.of(
             paired_difference(
                 here[:, place], here[:, 0], there[:, place], there[:, 0], unit=scale_of(column).unit
             )

@@ -6,7 +6,7 @@ import numpy as np
 
 from kleash.measuring.ledger import Clusters
 from kleash.measuring.rows import sequence_starts
-from kleash.measuring.scales import number, scale_of
+from kleash.measuring.scales import scale_of
 from kleash.measuring.tally import neighbours_together
 from kleash.records import Number, RunFolder
 from kleash.uncertainty import CoarseCounts
@@ -36,5 +36,5 @@ def climb(folder: RunFolder, clusters: Clusters) -> tuple[Mapping[str, Mapping[s
         scale = scale_of(name)
         upper = np.inf if scale.upper is None else scale.upper
         estimates = counts.estimates(unit=scale.unit, lower=0.0, upper=upper)
-        quantiles[name] = {rung: number(estimate) for rung, estimate in zip(RUNGS, estimates, strict=True)}
+        quantiles[name] = {rung: Number.of(estimate) for rung, estimate in zip(RUNGS, estimates, strict=True)}
     return quantiles, fine[HEADLINE].top_share(0.01)

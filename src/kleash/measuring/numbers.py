@@ -7,7 +7,7 @@ import numpy as np
 
 from kleash.measuring.columns import CONFIDENCES, POSITIONS
 from kleash.measuring.ledger import Clusters
-from kleash.measuring.scales import number, scale_of
+from kleash.measuring.scales import scale_of
 from kleash.measuring.tally import ClusterSums, SequenceTerms
 from kleash.records import Bin, EstimatorRecord, Number, SequenceTotal
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, transformed
@@ -27,7 +27,7 @@ def perplexities(sums: ClusterSums) -> dict[str, Number]:
         "ratio": ("log_ratio", -1.0),
     }
     return {
-        name: number(_exponential(ratio_of_sums(sign * sums[column], sums["tokens"], unit="nats")))
+        name: Number.of(_exponential(ratio_of_sums(sign * sums[column], sums["tokens"], unit="nats")))
         for name, (column, sign) in ways.items()
     }
 
@@ -40,8 +40,8 @@ def probability_changes(sums: ClusterSums) -> dict[str, Number]:
     """The mean, and the root mean square, of p - q of the observed token."""
     square = mean_per_token(sums, "probability_change_squared")
     return {
-        "mean": number(mean_per_token(sums, "probability_change")),
-        "rms": number(
+        "mean": Number.of(mean_per_token(sums, "probability_change")),
+        "rms": Number.of(
             transformed(square, math.sqrt, lambda value: 0.5 / math.sqrt(value), unit="probability")
         ),
     }
@@ -62,7 +62,7 @@ def estimator_records(sums: ClusterSums, names: tuple[str, ...]) -> dict[str, Es
             standard_error=said.standard_error,
             ci95=said.ci95,
             doubts=said.doubts,
-            bias=number(bias),
+            bias=Number.of(bias),
             spread=float(np.sqrt(np.maximum(square - bias.value**2, 0.0))),
         )
     return records
@@ -84,7 +84,7 @@ def bins(sums: ClusterSums, kind: str) -> tuple[Bin, ...]:
                 high=float(high),
                 tokens=int(tokens.sum()),
                 share_of_kl=share(kl.sum(), whole),
-                kl_policy_reference=number(ratio_of_sums(kl[here], tokens[here], unit="nats", lower=0.0)),
+                kl_policy_reference=Number.of(ratio_of_sums(kl[here], tokens[here], unit="nats", lower=0.0)),
             )
         )
     return tuple(found)
@@ -101,8 +101,8 @@ def sequence_total(terms: SequenceTerms, clusters: Clusters) -> SequenceTotal:
     """The KL between whole responses, by the combination of its two estimates that varies least."""
     total = controlled_total(terms.log_ratio, terms.exact, clusters.labels, unit="nats")
     return SequenceTotal(
-        kl_policy_reference=number(total.estimate),
+        kl_policy_reference=Number.of(total.estimate),
         control_variate_weight=total.weight,
-        monte_carlo=number(total.monte_carlo),
-        exact_terms=number(total.exact_sum),
+        monte_carlo=Number.of(total.monte_carlo),
+        exact_terms=Number.of(total.exact_sum),
     )

@@ -7,13 +7,12 @@ from time import monotonic
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted
 from kleash.measuring.ledger import Ledger
-from kleash.measuring.scales import number
 from kleash.measuring.shards import plan, source_sha256
 from kleash.measuring.sides import filled_cache, load_models
 from kleash.measuring.summary import Run, summarise
 from kleash.measuring.watching import Nobody, Watcher
 from kleash.models import Pair
-from kleash.records import MeasureJob, Measurement, RunFolder, RunHeader
+from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
 from kleash.version import __version__
 
@@ -102,7 +101,7 @@ def run_shards(
             ledger.add(result.tokens)
             watching.scored(len(result.sequences["prompt_id"]), len(result.tokens["token_id"]))
         sofar = ledger.kl()
-        watching.shard_written(number(sofar))
+        watching.shard_written(Number.of(sofar))
         wanted = job.until_relative_error
         if wanted is not None and sofar.clusters >= FEWEST_CLUSTERS and sofar.relative_error <= wanted:
             break

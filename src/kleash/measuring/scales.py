@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kleash.records import Number
-from kleash.uncertainty import Estimate
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -35,14 +32,3 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
 def scale_of(name: str) -> Scale:
     """The scale of a quantity."""
     return SCALES.get(name, NATS)
-
-
-def number(estimate: Estimate) -> Number:
-    """What of an estimate is written."""
-    return Number(
-        value=estimate.value,
-        unit=estimate.unit,
-        standard_error=estimate.standard_error,
-        ci95=estimate.ci95,
-        doubts=estimate.doubts,
-    )

@@ -25,11 +25,10 @@ from kleash.measuring.numbers import (
     sequence_total,
 )
 from kleash.measuring.rows import sequence_starts
-from kleash.measuring.scales import number
 from kleash.measuring.tally import ClusterSums, SequenceTerms, sequence_terms, token_sums
 from kleash.measuring.worst import Worst
 from kleash.models import Pair
-from kleash.records import Counts, MeasureJob, Measurement, RunFolder, RunningMean
+from kleash.records import Counts, MeasureJob, Measurement, Number, RunFolder, RunningMean
 from kleash.uncertainty import running_mean
 from kleash.version import __version__
 
@@ -81,7 +80,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
             truncated_sequences=sequences.truncated,
             shards=run.folder.finished_shards(),
         ),
-        per_token={name: number(mean_per_token(sums, name)) for name in PER_TOKEN},
+        per_token={name: Number.of(mean_per_token(sums, name)) for name in PER_TOKEN},
         per_sequence=(
             sequence_total(counted.terms, sequences.clusters) if estimand.between_sequences else None
         ),
@@ -90,7 +89,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         quantiles=quantiles,
         by_position=bins(sums, "position"),
         by_confidence=bins(sums, "confidence"),
-        top1_agreement=number(mean_per_token(sums, "top1_agreement")),
+        top1_agreement=Number.of(mean_per_token(sums, "top1_agreement")),
         perplexity=perplexities(sums),
         probability_change=probability_changes(sums),
         top_percent_share=top_share,

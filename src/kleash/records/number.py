@@ -2,6 +2,23 @@
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Estimated(Protocol):
+    """An estimate, wherever it was made: what ``kleash.uncertainty.Estimate`` has."""
+
+    @property
+    def value(self) -> float: ...  # noqa: D102
+    @property
+    def unit(self) -> str: ...  # noqa: D102
+    @property
+    def standard_error(self) -> float: ...  # noqa: D102
+    @property
+    def ci95(self) -> tuple[float, float]: ...  # noqa: D102
+    @property
+    def doubts(self) -> tuple[str, ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +35,17 @@ class Number:
     """The 95 % confidence interval: its lower and its upper end."""
     doubts: tuple[str, ...] = ()
     """What a careful reader would hold against it, in sentences."""
+
+    @classmethod
+    def of(cls, estimate: Estimated) -> "Number":
+        """What of an estimate is written."""
+        return cls(
+            value=estimate.value,
+            unit=estimate.unit,
+            standard_error=estimate.standard_error,
+            ci95=estimate.ci95,
+            doubts=estimate.doubts,
+        )
 
     def __str__(self) -> str:
         """The number to the digits that its error supports, with the error and the unit."""

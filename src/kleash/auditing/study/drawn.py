@@ -10,7 +10,7 @@ from kleash.auditing.study.candidates import candidates
 from kleash.auditing.study.worlds import known
 from kleash.records import Number
 from kleash.records.study import EstimatorRow
-from kleash.uncertainty import Estimate, clustered_mean, transformed
+from kleash.uncertainty import clustered_mean, transformed
 
 Floats = Float64[np.ndarray, "tokens"]
 
@@ -44,7 +44,7 @@ def exact_row_from(exact: Floats, clusters: Shaped[np.ndarray, "tokens"]) -> Est
     """The exact KL at the same positions: it varies between prefixes, and at none of them."""
     return EstimatorRow(
         name="exact",
-        value=measured(clustered_mean(exact, clusters, lower=0.0)),
+        value=Number.of(clustered_mean(exact, clusters, lower=0.0)),
         bias=known(0.0),
         spread=known(0.0),
         negative=known(0.0, "probability"),
@@ -61,20 +61,9 @@ def _row(name: str, values: Floats, exact: Floats, clusters: Shaped[np.ndarray, 
     )
     return EstimatorRow(
         name=name,
-        value=measured(clustered_mean(values, clusters)),
-        bias=measured(bias),
-        spread=measured(transformed(square, math.sqrt, lambda value: 0.5 / math.sqrt(value), unit="nats")),
-        negative=measured(negative),
+        value=Number.of(clustered_mean(values, clusters)),
+        bias=Number.of(bias),
+        spread=Number.of(transformed(square, math.sqrt, lambda value: 0.5 / math.sqrt(value), unit="nats")),
+        negative=Number.of(negative),
         gradient_error=None,
-    )
-
-
-def measured(estimate: Estimate) -> Number:
-    """What of an estimate is recorded."""
-    return Number(
-        value=estimate.value,
-        unit=estimate.unit,
-        standard_error=estimate.standard_error,
-        ci95=estimate.ci95,
-        doubts=estimate.doubts,
     )

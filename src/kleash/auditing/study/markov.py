@@ -8,7 +8,6 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from kleash.auditing.study.candidates import EXACT, candidates
-from kleash.auditing.study.drawn import measured
 from kleash.auditing.study.worlds import World, known, relative_error
 from kleash.divergences.enumeration import MarkovModel, random_markov
 from kleash.records import Number
@@ -195,7 +194,7 @@ def _negative_shares(world: World, terms: Terms, a: float, steps: int) -> list[N
     below = torch.cat([sums, (u - a * (u - c)).unsqueeze(0), c.unsqueeze(0)]) < 0
     each = np.arange(below.shape[1])
     return [
-        measured(clustered_mean(row.astype(np.float64), each, unit="probability", lower=0.0, upper=1.0))
+        Number.of(clustered_mean(row.astype(np.float64), each, unit="probability", lower=0.0, upper=1.0))
         for row in below.numpy()
     ]
 
