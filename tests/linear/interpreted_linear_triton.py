@@ -60,6 +60,10 @@ def test_statistics_mean_the_same(dtype, apart):
 @pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS.keys())
 def test_every_kind_of_head(traits):
     case = head_case(torch.float32, 0.5, words=70, **traits)
+    back = linear_divergence(
+        *case.models, divergence="reverse_kl", temperature=case.temperature, options=TRITON
+    )
+    torch.testing.assert_close(back, long_way(case).kl_qp.float(), rtol=2e-5, atol=1e-6)
     for name, ours, right in zip(
         TokenStatistics._fields, case.statistics(TRITON), long_way(case), strict=True
     ):
@@ -324,6 +328,11 @@ def test_far_apart_does_not_overflow():
     torch.testing.assert_close(found.kl_qp, torch.tensor([500.0]))
     torch.testing.assert_close(found.total_variation, torch.tensor([1.0]))
     assert found.rank_q == 0
+    forbidden = Case(
+        torch.cat([torch.full((1, 64), -torch.inf), zp / 100], -1), Head(None),
+        torch.cat([torch.full((1, 64), 200.0), zq / 100], -1), Head(None), torch.tensor([65]),
+    )  # fmt: skip
+    torch.testing.assert_close(forbidden.kl(TRITON), long_way(forbidden).kl_pq.float())
     value, in_p, in_q = kl_of_logits(zp, zq, TRITON)
     right, right_p, right_q = kl_of_logits(zp, zq, REFERENCE)
     torch.testing.assert_close((value, in_p, in_q), (right, right_p, right_q))
@@ -390,8 +399,19 @@ def test_inputs_may_lie_anyhow_and_temperatures_differ():
         found = linear_kl(*given, temperature=strewn(temperature), options=TRITON)
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
     weights = strewn(torch.rand(3, 5) + 0.1)
-    loss = linear_kl_loss(*case.models, weights=weights, temperature=temperature, options=TRITON).loss
-    torch.testing.assert_close(loss, (weights * right).sum(), rtol=1e-4, atol=1e-5)
+    case.hidden_p.requires_grad_()
+    found = []
+    for own in (weights, weights.contiguous()):
+        loss = linear_kl_loss(*case.models, weights=own, temperature=temperature, options=TRITON).loss
+        torch.testing.assert_close(loss, (weights * right).sum(), rtol=1e-4, atol=1e-5)
+        found.append(torch.autograd.grad(loss, case.hidden_p)[0])
+    assert torch.equal(*found)
+    # What autograd says about a plain sum is one number, expanded.
+    ones = torch.ones(3, 5)
+    whole = linear_kl_loss(*case.models, weights=ones, options=TRITON).loss
+    p, head_p, q, head_q = case.models
+    summed, _ = linear_objective(p, head_p, case.tokens, q, head_q, lambda x, rows: x.kl, options=TRITON)
+    assert torch.equal(*(torch.autograd.grad(x, case.hidden_p)[0] for x in (whole, summed)))
 
 
 def test_ties_go_to_the_first_and_do_not_lower_the_rank():

@@ -167,10 +167,7 @@ def concluded(top, total, centre, a, y, below, top_q, total_q):
     """KL, E_p d, by how much q's log-sum-exp is larger, p's entropy, and the logs of both masses over their tops."""
     x = tl.where(tl.abs(a) < ALWAYS, a / total, 0.0)
     y = y / total
-    # log1p(v) + x = y - (v - log1p(v)): for small v the latter, by its series, has no x left to cancel.
-    v = y - x
-    series = y - v * v * (1.0 / 2.0 - v * (1.0 / 3.0 - v * (1.0 / 4.0 - v / 5.0)))
-    near = tl.where(tl.abs(v) < 0.01, series, x + log1p(v))
+    near = x + log1p(y - x)
     near = tl.where(near < 0.0, 0.0, near)  # p and q are the same then, and this is y's rounding
     log_p, log_q = tl.log(total), tl.log(total_q)
     larger = (top_q - top) + (log_q - log_p)
