@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import rel_entr
 
-from kleash.errors import OptionError, ShapeError, UnknownNameError
+from kleash.errors import NotProbabilitiesError, OptionError, ShapeError, UnknownNameError
 from kleash.integrations.verl import NAMES, install, kl_penalty
 
 SPELLINGS = ["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
@@ -166,6 +166,18 @@ def test_installed_verl_loses_its_clamp(installed, spelling, gradient):
     assert to_policy[0, 1] != 0, "verl's own clamp has no gradient here"
     with pytest.raises(ShapeError, match="verl hands over the sampled tokens"):
         imported_by_name(logprob, ref_logprob, "full")
+
+
+def test_the_first_batch_must_be_able_to_be_log_probabilities(installed):
+    with pytest.raises(
+        NotProbabilitiesError, match=r"^ref_logprob lies between 0.2\d* and 0.5, as probabilities do"
+    ):
+        installed.kl_penalty(torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.5, 0.25]]), "k1")
+    with pytest.raises(NotProbabilitiesError, match=r"^logprob is positive, up to 3"):
+        installed.kl_penalty(torch.tensor([[-1.0, 3.0]]), torch.tensor([[-1.0, -2.0]]), "k1")
+    padded = torch.tensor([[-1.0, torch.nan]])
+    assert installed.kl_penalty(padded, padded - 1, "k1")[0, 0] == 1, "verl does not say what is padding"
+    assert installed.kl_penalty(padded.abs(), padded, "k1")[0, 0] == 2, "only the first batch is looked at"
 
 
 def packed(*numbers):

@@ -11,6 +11,7 @@ from torch import Tensor
 from kleash.divergences import kl
 from kleash.errors import MissingExtraError, OptionError, ShapeError
 from kleash.estimators import sampled_kl
+from kleash.losses import require_log_probabilities
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
@@ -130,11 +131,14 @@ _VERL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
 
 
 def install() -> None:
-    """Let verl compute its KL penalty here, in this process: no clamp, and no other change.
+    """Let verl compute its KL penalty here, in this process: no clamp, and no other change to its numbers.
 
     Replaces ``verl.trainer.ppo.core_algos.kl_penalty_forward``, which verl's ``kl_penalty`` looks up when it
     is called, so that modules which imported ``kl_penalty`` by name follow too. The ``+`` stays verl's own.
     Each process of verl needs it: put it into a module that ``VERL_USE_EXTERNAL_MODULES`` names.
+
+    The first batch is looked at: what verl hands over must be able to be log-probabilities, or a
+    NotProbabilitiesError says what it is instead. NaN is left alone, since verl does not say which tokens count.
 
     Raises:
         MissingExtraError: if verl, or something that it imports, is not installed.
@@ -147,7 +151,13 @@ def install() -> None:
             "run: pip install --no-deps verl, and pip install what it imports"
         ) from error
 
+    unseen = ["the first batch"]
+
     def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
+        if unseen:
+            for side, values in (("logprob", logprob), ("ref_logprob", ref_logprob)):
+                require_log_probabilities(values, ~values.isnan(), side)
+            unseen.clear()
         return kl_penalty(logprob, ref_logprob, name)
 
     vars(core)["kl_penalty_forward"] = kl_penalty_forward
