@@ -71,10 +71,19 @@ def test_killed_twice_and_resumed_it_is_the_same(
             assert (out / kind / part.name).read_bytes() == part.read_bytes()
 
 
+def heed_interrupts() -> None:
+    """As at a terminal: what a shell starts in the background ignores them, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_says_how_to_go_on(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
+    long = ["--samples-per-prompt", "40"]  # it must not be done before the signal arrives
     process = subprocess.Popen(
-        [sys.executable, "-m", "kleash", *words(pair, prompts, out)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "kleash", *words(pair, prompts, out), *long],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
     wait_for(out / "sequences" / "part-00000.parquet", process)
     process.send_signal(signal.SIGINT)
