@@ -44,7 +44,6 @@ class Numbers:
 def of(target: str, situation: Situation, carrier: str = "token_logp") -> tuple[Tensor, Tensor]:
     """Value, and gradient of its sum in one of the policy's fields, of a case called by its convention."""
     (case,) = cases_of(target)
-    assert case.convention is not None
     leaf = getattr(situation, carrier).clone().requires_grad_()
     fields = {name: getattr(situation, name) for name in situation.__dataclass_fields__}
     given = Situation(**{**fields, carrier: leaf})

@@ -1,6 +1,7 @@
 """``kleash audit`` and the pytest fixture, as whoever types them meets them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kleash.auditing import audits_of, cases_of
+from kleash.auditing.targets import TARGETS
 from kleash.cli import main
 from kleash.errors import CannotRunError, OptionError, UnknownNameError
 
@@ -104,6 +106,13 @@ def test_one_case_of_a_known_package_by_its_name() -> None:
     assert len(cases_of("kleash")) > 5
     with pytest.raises(UnknownNameError, match="kleash has no 'sampled_k9'"):
         cases_of("kleash:sampled_k9", "loss")
+
+
+def test_the_case_that_the_help_names_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["audit", "--help"])
+    named = re.findall(rf"\b({'|'.join(TARGETS)}):([\w+]+)", capsys.readouterr().out)
+    assert named
+    assert all(name in {case.name for case in TARGETS[package].cases} for package, name in named)
 
 
 def test_among_several_the_one_that_cannot_be_called_is_a_finding(here: Path) -> None:

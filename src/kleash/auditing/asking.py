@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from kleash.auditing.conventions import CONVENTIONS, Convention, convention_called
+from kleash.auditing.conventions import CONVENTIONS, convention_called
 from kleash.auditing.running import audit
 from kleash.auditing.targets.case import Case
 from kleash.auditing.targets.dotted import (
@@ -22,7 +22,7 @@ def cases_of(target: str, convention: str | None = None, words: Sequence[str] = 
     """What there is to audit.
 
     Args:
-        target: a key of ``TARGETS`` for all that is known of that package, ``"verl:k3"`` for one case of it, or
+        target: a key of ``TARGETS`` for all that is known of that package, ``"verl:low_var_kl"`` for one case of it, or
             ``"package.module:function"``.
         convention: how a function at a dotted path is called; the known packages bring their own.
         words: keyword arguments as typed, ``"kl_penalty=k3"``.
@@ -53,20 +53,18 @@ def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
         CannotRunError, ShapeError: if the only case cannot be called by its convention.
     """
     for case in cases:
-        convention = case.convention
-        if convention is None:
-            raise OptionError(f"how is {case.name} called? give a convention")
         try:
-            found = audit(case.function, convention, name=case.name, arguments=case.arguments)
+            found = audit(case.function, case.convention, name=case.name, arguments=case.arguments)
         except (CannotRunError, ShapeError) as error:
             if len(cases) == 1:
                 raise
-            found = _unanswered(case, convention, str(error))
+            found = _unanswered(case, str(error))
         yield replace(found, notes=(*case.notes, *found.notes), versions={**found.versions, **case.versions})
 
 
-def _unanswered(case: Case, convention: Convention, sentence: str) -> Audit:
+def _unanswered(case: Case, sentence: str) -> Audit:
     """The audit of a function that gives no number."""
+    convention = case.convention
     return Audit(
         target=case.name,
         convention=convention.name,

@@ -64,7 +64,7 @@ class Audit:
 
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")] = "kleash"
     """package.module:function; or kleash, liger, openrlhf, trl or verl, all the KL code that is known of
-    that package; or one case of it, "verl:k3"."""
+    that package; or one case of it, "verl:low_var_kl"."""
     convention: str | None = None
     """How package.module:function is called and what it returns: "loss", "reward", "logits" ...; without it,
     they are listed."""

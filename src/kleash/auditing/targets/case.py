@@ -16,8 +16,8 @@ class Case:
     name: str
     function: Function
     """Takes what its convention says; imports what it needs when it is called."""
-    convention: Convention | None = None
-    """How it is called; None where only whoever asks for the audit can say it."""
+    convention: Convention
+    """How it is called."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments bound to it."""
     audits: str = ""

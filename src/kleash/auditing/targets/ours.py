@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from kleash.auditing.targets.dotted import import_target
-from kleash.divergences import kl
 from kleash.estimators import importance_weights
 from kleash.losses.relative_entropy import kl_loss
 
@@ -14,11 +13,6 @@ def weighted_kl_loss(
     """``kl_loss`` with token weights from ``importance_weights``, as off-policy training calls it."""
     weights = importance_weights(token_logp, behaviour_logp, mask).values
     return kl_loss(token_logp, token_logq, mask, estimator=estimator, weights=weights)
-
-
-def kl_of_logits(logits_p: Tensor, logits_q: Tensor) -> Tensor:
-    """``kl`` of two sets of logits."""
-    return kl(logits_p.log_softmax(-1), logits_q.log_softmax(-1))
 
 
 def verl_kl_penalty(token_logp: Tensor, token_logq: Tensor, *, kl_penalty: str = "low_var_kl+") -> Tensor:
