@@ -22,6 +22,7 @@ PACKAGES = (
         "auditing",
         "auditing.study",
         "integrations.verl",
+        "training",
         "reports",
         "shipped",
     ),

@@ -30,6 +30,7 @@ PACKAGES = [
             "auditing",
             "auditing.study",
             "integrations.verl",
+            "training",
             "engines",
             "shipped",
         )
