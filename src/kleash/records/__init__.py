@@ -1,5 +1,6 @@
 """Jobs, results and run folders: what is asked for, what came out, and how both lie on disk. No torch."""
 
+from kleash.records.algorithms import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob
 from kleash.records.atomic import write_atomically
 from kleash.records.audit import (
     AUDIT_SCHEMA,
@@ -28,11 +29,15 @@ from kleash.records.measurement import (
     RunningMean,
     SequenceTotal,
 )
+from kleash.records.metrics import METRICS, Metric, metric_of, spelt
 from kleash.records.number import Number
+from kleash.records.training import OnlineJob, RewardJob, TrainJob
+from kleash.records.training_result import TrainingResult
 
 __all__ = [
     "AUDIT_SCHEMA",
     "COMPARED",
+    "METRICS",
     "SCHEMA",
     "SHIPPED_POLICY",
     "SHIPPED_PROMPTS",
@@ -47,23 +52,35 @@ __all__ = [
     "ComparedRun",
     "Comparison",
     "Counts",
+    "DPOJob",
+    "DistillJob",
     "Drifted",
     "EdgeRow",
     "EstimatorRecord",
     "Finding",
+    "GRPOJob",
     "GradientRow",
     "MaskRow",
     "MeasureJob",
     "Measurement",
+    "Metric",
     "ModelRecord",
     "Number",
+    "OnlineJob",
+    "PPOJob",
     "PromptDrift",
+    "RLOOJob",
+    "RewardJob",
     "RunDifference",
     "RunFolder",
     "RunHeader",
     "RunningMean",
     "SequenceTotal",
+    "TrainJob",
+    "TrainingResult",
     "ValueRow",
     "ZoneRow",
+    "metric_of",
+    "spelt",
     "write_atomically",
 ]

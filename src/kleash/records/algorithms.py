@@ -1,0 +1,196 @@
+"""The jobs of ``kleash train``: one for each way of training."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kleash.errors import OptionError
+from kleash.records.job import SHIPPED_POLICY, SHIPPED_REFERENCE
+from kleash.records.training import OnlineJob, RewardJob, TrainJob
+
+SHIPPED_TEACHER = SHIPPED_POLICY
+DIVERGENCES_OF_TEACHING = ("policy_teacher", "teacher_policy", "jensen_shannon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOJob(RewardJob):
+    """Train by PPO: the policy answers, is rewarded, and is kept near the reference.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+    algorithm: ClassVar[str] = "ppo"
+
+    kl_scope: str = "sequence"
+    """token: each token's KL where it stands. sequence: the KL between responses, so that a token also answers
+    for the KL after it."""
+    epochs: int = 2
+    """Times that a step's responses are learned from."""
+    minibatches: int = 2
+    """Parts that the responses are learned from in; each part is one update."""
+    discount: float = 1.0
+    """Of the reward, per token: gamma."""
+    decay: float = 0.95
+    """Of the advantages' reach, per token: lambda of GAE."""
+    clip: float = 0.2
+    """A token's probability ratio gains nothing beyond 1 - clip and 1 + clip."""
+    value_coefficient: float = 0.1
+    """Of the value loss."""
+    value_clip: float | None = 0.2
+    """A new value gains nothing further than so much from the old one; None for no such bound."""
+    entropy_coefficient: float = 0.0
+    """Of the entropy's bonus."""
+    whiten: bool = True
+    """Bring the advantages of a step to mean 0 and standard deviation 1."""
+    early_stop_nats: float | None = None
+    """A step's updates end once KL(before || now) per token is above it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing; raises OptionError."""
+        super().__post_init__()
+        self._at_least_1("epochs", "minibatches")
+        self._above_0("clip", "value_clip", "early_stop_nats")
+        for name in ("discount", "decay"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise OptionError(f"--{name} must lie between 0 and 1; it is {value}")
+        for name in ("value_coefficient", "entropy_coefficient"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise OptionError(f"--{name.replace('_', '-')} must be a number of 0 or more; it is {value}")
+        responses = self.prompts_per_step * self.samples_per_prompt
+        if self.minibatches > responses:
+            raise OptionError(
+                f"--minibatches {self.minibatches} cannot be made of {responses} responses; draw more, or take fewer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOJob(RewardJob):
+    """Train by GRPO (TRL's): the answers to one prompt are compared with each other.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+    algorithm: ClassVar[str] = "grpo"
+
+    samples_per_prompt: int = 8
+    """Responses drawn for each prompt: the group that is compared, at least 2."""
+    epochs: int = 1
+    """Times that a step's responses are learned from."""
+    clip: float = 0.2
+    """A token's probability ratio gains nothing beyond 1 - clip and 1 + clip."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing; raises OptionError."""
+        super().__post_init__()
+        require_group(self)
+        self._at_least_1("epochs")
+        self._above_0("clip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOJob(RewardJob):
+    """Train by RLOO (TRL's): each answer is compared with the others to the same prompt.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+    algorithm: ClassVar[str] = "rloo"
+
+    samples_per_prompt: int = 4
+    """Responses drawn for each prompt: the group that is compared, at least 2."""
+    kl_scope: str = "sequence"
+    """token: each token's KL where it stands. sequence: the KL between responses, so that a token also answers
+    for the KL after it."""
+    epochs: int = 1
+    """Times that a step's responses are learned from."""
+    clip: float = 0.2
+    """A response's probability ratio gains nothing beyond 1 - clip and 1 + clip."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing; raises OptionError."""
+        super().__post_init__()
+        require_group(self)
+        self._at_least_1("epochs")
+        self._above_0("clip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOJob(TrainJob):
+    """Train by DPO (TRL's): from pairs of a chosen and a rejected answer."""
+
+    algorithm: ClassVar[str] = "dpo"
+
+    pairs: str | None = None
+    """JSONL with "prompt", "chosen" and "rejected": texts, or lists of messages."""
+    beta: float = 0.1
+    """The leash of DPO: how much log-probability, against the reference, one nat of reward is worth."""
+    pairs_per_step: int = 16
+    """Pairs learned from in a step, by all processes together."""
+    max_tokens: int = 1024
+    """Longer pairs are cut off."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing; raises OptionError."""
+        super().__post_init__()
+        if self.pairs is None:
+            raise OptionError(
+                "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected"
+            )
+        self._at_least_1("pairs_per_step", "max_tokens")
+        self._above_0("beta")
+        require_no_tightening(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillJob(OnlineJob):
+    """Train a policy to say what a teacher would: it answers, and learns from the teacher's distributions.
+
+    Without arguments: the two models that ship with kleash.
+    """
+
+    algorithm: ClassVar[str] = "distill"
+
+    teacher: str | None = None
+    """The model to learn from: a folder, a hub id, or a PEFT adapter's folder, with the policy's tokenizer."""
+    divergence: str = "policy_teacher"
+    """What is made small at each token: policy_teacher, KL(policy || teacher), which settles on a mode;
+    teacher_policy, KL(teacher || policy), which covers them all; or jensen_shannon."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing; raises OptionError."""
+        super().__post_init__()
+        self._one_of("divergence", DIVERGENCES_OF_TEACHING)
+        if self.teacher is None and self.policy != SHIPPED_REFERENCE:
+            raise OptionError(f"say which model {self.policy} learns from: --teacher")
+        require_no_tightening(self)
+
+    @property
+    def teacher_name(self) -> str:
+        """The model to learn from."""
+        return SHIPPED_TEACHER if self.teacher is None else self.teacher
+
+
+def require_group(job: RewardJob) -> None:
+    """See that there is something to compare an answer with.
+
+    Raises:
+        OptionError: if not.
+    """
+    if job.samples_per_prompt < 2:
+        raise OptionError(
+            f"{job.algorithm} compares the answers to one prompt; --samples-per-prompt must be at least 2, "
+            f"and is {job.samples_per_prompt}"
+        )
+
+
+def require_no_tightening(job: TrainJob) -> None:
+    """See that nothing is asked to tighten a leash that is not there.
+
+    Raises:
+        OptionError: if it is.
+    """
+    if job.watch == "tighten":
+        raise OptionError(
+            f"{job.algorithm} has no beta that could be tightened during training; take another --watch"
+        )

@@ -1,0 +1,227 @@
+"""What is asked of a training run: the command lines of ``kleash train`` are made from these records."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from kleash.errors import OptionError
+from kleash.records.codec import encode
+from kleash.records.job import DTYPES, HOW_IT_IS_SHOWN, SHIPPED_PROMPTS, SHIPPED_REFERENCE
+from kleash.records.training_kl import KL_PLACES, KL_SCOPES, KLS, kl_clash
+
+CONTROLLERS = ("fixed", "ziegler", "pid", "dual")
+TARGETS_PER = ("sequence", "token")
+WATCHES = ("say", "stop", "halve_learning_rate", "tighten")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+METRIC_NAMES = ("kleash", "verl", "trl")
+SHIPPED_REWARD = "kleash.training.example_rewards:exclamations"
+"""What the shipped policy is rewarded for when nothing else is asked: easy to hack."""
+
+HOW_IT_GOES_ON = frozenset({*HOW_IT_IS_SHOWN, "steps", "checkpoint_every", "trackers", "metric_names"})
+"""Fields that a resumed run may change: where it goes, how long it is, how it is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """What every way of training is asked."""
+
+    algorithm: ClassVar[str]
+    """What it is called on the command line."""
+
+    policy: str = SHIPPED_REFERENCE
+    """The model that training starts from: a folder, a hub id, or a PEFT adapter's folder."""
+    reference: str | None = None
+    """The model that it is kept near; the policy as it starts, if not given."""
+    limit: int | None = None
+    """Read only so many prompts or pairs."""
+    steps: int = 100
+    """Steps in all: fresh data, and its updates. A finished run goes on with more of them and --resume."""
+    learning_rate: float = 1e-5
+    """Of AdamW."""
+    max_gradient_norm: float = 1.0
+    """Longer gradients are scaled down to it."""
+    lora_rank: int = 0
+    """Rank of the LoRA adapter that is trained; 0 trains every weight."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16 or float64; auto is float32 on a CPU, elsewhere that of the checkpoint."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps …; auto is the first GPU if there is one."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model. It can do anything that you can do."""
+    batch_tokens: int = 4096
+    """Tokens that go through a model at once, padding counted."""
+    seed: int = 0
+    """Decides every draw, together with the step, the prompt, the sample and the position."""
+    checkpoint_every: int = 10
+    """Steps from one checkpoint to the next; the last step has one too."""
+    watch: str = "say"
+    """What a warning of reward hacking does: say; stop; halve_learning_rate; or tighten, which doubles beta."""
+    trackers: tuple[str, ...] = ()
+    """Where the metrics go besides steps.jsonl: tensorboard, wandb, trackio, mlflow."""
+    metric_names: str = "kleash"
+    """How trackers see them spelt: kleash, verl or trl. steps.jsonl always has kleash's names."""
+    out: str | None = None
+    """Folder for the results; kleash-runs/<date-time> if not given."""
+    resume: bool = False
+    """Go on with an interrupted run in --out from its last checkpoint."""
+    quiet: bool = False
+    """Print nothing but errors."""
+    json: bool = False
+    """Print the result as JSON instead of a summary."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing.
+
+        Raises:
+            OptionError: naming the option, what it was and what it may be.
+        """
+        self._at_least_1("limit", "steps", "batch_tokens", "checkpoint_every")
+        self._above_0("learning_rate", "max_gradient_norm")
+        self._one_of("dtype", DTYPES)
+        self._one_of("watch", WATCHES)
+        self._one_of("metric_names", METRIC_NAMES)
+        for tracker in self.trackers:
+            require_word("--trackers", tracker, TRACKERS)
+        if self.lora_rank < 0:
+            raise OptionError(
+                f"--lora-rank must be 0, which trains every weight, or more; it is {self.lora_rank}"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"--seed must be a whole number from 0 to 2^63 - 1; it is {self.seed}")
+
+    @property
+    def reference_name(self) -> str:
+        """The model that the policy is kept near."""
+        return self.policy if self.reference is None else self.reference
+
+    def settings(self) -> dict[str, object]:
+        """The fields that decide the result, ready for JSON: two runs that agree in them can be one."""
+        names = [field.name for field in fields(self) if field.name not in HOW_IT_GOES_ON]
+        return {"algorithm": self.algorithm, **{name: encode(getattr(self, name)) for name in names}}
+
+    def _at_least_1(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{option(name)} must be at least 1; it is {value}")
+
+    def _above_0(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise OptionError(f"{option(name)} must be a number above 0; it is {value}")
+
+    def _one_of(self, name: str, words: Sequence[str]) -> None:
+        require_word(option(name), getattr(self, name), words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineJob(TrainJob):
+    """What is asked where the policy answers prompts and learns from its own answers."""
+
+    prompts: str | None = None
+    """JSONL with "prompt" or "messages", or plain text, a prompt a line."""
+    prompts_per_step: int = 16
+    """Prompts answered in a step, by all processes together."""
+    samples_per_prompt: int = 1
+    """Responses drawn for each prompt."""
+    max_new_tokens: int = 64
+    """Tokens after which a response is cut off."""
+    temperature: float = 1.0
+    """Divides the logits of policy and reference, where responses are drawn and where they are scored."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing; raises OptionError."""
+        super().__post_init__()
+        self._at_least_1("prompts_per_step", "samples_per_prompt", "max_new_tokens")
+        self._above_0("temperature")
+        if self.prompts is None and self.policy != SHIPPED_REFERENCE:
+            raise OptionError(f"say what {self.policy} should answer: --prompts")
+
+    @property
+    def source(self) -> str:
+        """Where the prompts lie."""
+        return SHIPPED_PROMPTS if self.prompts is None else self.prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardJob(OnlineJob):
+    """What is asked where answers are rewarded, on a leash to the reference."""
+
+    reward: tuple[str, ...] = ()
+    """What is rewarded: package.module:function, called with prompts and responses (lists of texts) and
+    returning a number for each; or the folder of a sequence-classification model; several are added, "0.5*…"
+    with a weight."""
+    kl: str = "exact"
+    """How KL(policy || reference) is taken: exact, from whole distributions; or from the sampled tokens by k1,
+    k2 or k3."""
+    kl_place: str = "loss"
+    """loss: differentiated. reward: taken from the reward."""
+    kl_scope: str = "token"
+    """token: each token's KL where it stands. sequence: the KL between responses, so that a token also answers
+    for the KL after it."""
+    beta: float = 0.05
+    """Nats of reward that one nat of KL costs; where a controller begins. 0 lets the policy off the leash."""
+    controller: str = "fixed"
+    """What moves beta: fixed (nothing), ziegler, pid, or dual."""
+    target_nats: float | None = None
+    """The KL that a controller steers to; with a fixed beta, what the watch compares with."""
+    target_per: str = "sequence"
+    """Whether the target is per sequence or per token."""
+    beta_min: float = 1e-4
+    """No controller goes below."""
+    beta_max: float = 10.0
+    """No controller goes above."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing; raises OptionError."""
+        super().__post_init__()
+        for name, words in (
+            *(("kl", KLS), ("kl_place", KL_PLACES), ("kl_scope", KL_SCOPES)),
+            *(("controller", CONTROLLERS), ("target_per", TARGETS_PER)),
+        ):
+            self._one_of(name, words)
+        reason = kl_clash(self.kl, self.kl_place, self.kl_scope)
+        if reason is not None:
+            raise OptionError(reason)
+        self._above_0("target_nats", "beta_min", "beta_max")
+        self._check_beta()
+        if not self.reward and self.policy != SHIPPED_REFERENCE:
+            raise OptionError(
+                f"say what {self.policy} is rewarded for: --reward package.module:function or a folder"
+            )
+
+    def _check_beta(self) -> None:
+        if not (math.isfinite(self.beta) and self.beta >= 0):
+            raise OptionError(f"--beta must be a number of 0 or more; it is {self.beta}")
+        if self.beta == 0 and self.watch == "tighten":
+            raise OptionError("--watch tighten doubles beta, and --beta is 0; give a beta, or another watch")
+        if self.controller == "fixed":
+            return
+        if self.target_nats is None:
+            raise OptionError(f"the controller {self.controller} steers to a target; give --target-nats")
+        if not self.beta_min <= self.beta <= self.beta_max:
+            raise OptionError(
+                f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}"
+            )
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """What is rewarded."""
+        return self.reward or (SHIPPED_REWARD,)
+
+
+def require_word(name: str, word: str, words: Sequence[str]) -> None:
+    """See that an option is one of the words it knows.
+
+    Raises:
+        OptionError: if not.
+    """
+    if word not in words:
+        raise OptionError(f"{name} must be one of {', '.join(words)}; it is {word!r}")
+
+
+def option(name: str) -> str:
+    """A field's name as it is typed."""
+    return "--" + name.replace("_", "-")
