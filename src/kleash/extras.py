@@ -1,9 +1,16 @@
-"""Importing what only some installations have."""
+"""Importing what only some installations have, and seeing that it is what kleash was written for."""
 
-from importlib import import_module
+import inspect
+import re
+import warnings
+from collections.abc import Mapping
+from importlib import import_module, metadata
 from types import ModuleType
+from typing import Any
 
-from kleash.errors import MissingExtraError
+from kleash.errors import CannotRunError, MissingExtraError
+
+NOT_THERE = object()
 
 
 def need(module: str, extra: str) -> ModuleType:
@@ -23,3 +30,82 @@ def need(module: str, extra: str) -> ModuleType:
             raise
         package = module.partition(".")[0]
         raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'") from error
+
+
+def check_version(package: str, *, at_least: str, below: str) -> str | None:
+    """What has to be said about the installed version of ``package``; None if it is a known one.
+
+    Versions in ``[at_least, below)`` are those that kleash was run with. Another one may work: whoever asks
+    warns with the sentence (``warn_of_version``) and then looks at what it needs (``require_seams``).
+
+    Raises:
+        MissingExtraError: if it is not installed.
+    """
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError as error:
+        raise MissingExtraError(f"{package} is not installed; run: pip install {package}") from error
+    if _numbers(at_least) <= _numbers(found) < _numbers(below):
+        return None
+    return (
+        f"{package} {found} is installed, and kleash was run with {at_least} and what follows up to, not "
+        f"including, {below}: it may work, and is not known to"
+    )
+
+
+def warn_of_version(package: str, *, at_least: str, below: str) -> None:
+    """Warn, once for each place it is called from, if the version is not a known one.
+
+    Raises:
+        MissingExtraError: if it is not installed.
+    """
+    said = check_version(package, at_least=at_least, below=below)
+    if said is not None:
+        warnings.warn(said, stacklevel=2)
+
+
+def require_seams(package: str, seams: Mapping[str, tuple[str, ...]]) -> None:
+    """See that what kleash takes hold of is there and takes the arguments it is called with.
+
+    Args:
+        package: whose they are, for the error.
+        seams: "module:name" or "module:Class.name" -> names of arguments that it must have; none for
+            anything, function or not.
+
+    Raises:
+        CannotRunError: naming all that is missing.
+    """
+    missing: list[str] = []
+    for place, arguments in seams.items():
+        found = _found(place)
+        if found is NOT_THERE:
+            missing.append(place)
+        elif arguments:
+            there = _arguments(found)
+            missing += [f"argument {name!r} of {place}" for name in arguments if name not in there]
+    if missing:
+        raise CannotRunError(
+            f"the installed {package} lacks what kleash takes hold of: {', '.join(missing)}; install a version "
+            "that its documentation names"
+        )
+
+
+def _found(place: str) -> Any:
+    module, _, path = place.partition(":")
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError:
+        return NOT_THERE
+    for name in filter(None, path.split(".")):
+        found = getattr(found, name, NOT_THERE)
+    return found
+
+
+def _arguments(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version, as numbers: (1, 16, 0) of "1.16.0.dev1"."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in release.group().split(".")) if release else ()
