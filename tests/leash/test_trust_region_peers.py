@@ -1,0 +1,175 @@
+"""The same decisions as verl's and TRL's own functions, and where they are not the same."""
+
+import math
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kleash.leash import (
+    binary_divergence_mask,
+    geometric_mask,
+    kl_mask,
+    off_policy_sequence_mask,
+    truncated_weights,
+    window_weights,
+)
+
+NAN = float("nan")
+LOG2 = math.log(2)
+
+
+@pytest.fixture(scope="module")
+def verl():
+    """verl's trust regions: ``rollout_corr_helper`` and ``core_algos``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+        helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
+        return SimpleNamespace(corr=helper, core=pytest.importorskip("verl.trainer.ppo.core_algos"))
+
+
+@pytest.fixture(scope="module")
+def trl():
+    """TRL's GRPO trainer, of which one method is asked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """(policy, behaviour, mask, advantage of each sequence); every sequence has a token."""
+    generator = torch.Generator().manual_seed(4)
+    behaviour = -2.5 * torch.rand(64, 6, generator=generator)
+    policy = (behaviour + 0.6 * torch.randn(64, 6, generator=generator)).clamp(max=-0.01)
+    mask = torch.arange(6) < torch.randint(1, 7, (64, 1), generator=generator)
+    return policy, behaviour, mask, torch.randn(64, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold", "asked"),
+    [
+        ("token_k1", "0.5_1.8", {"estimator": "k1", "bounds": (-LOG2, math.log(1.8))}),
+        ("token_k2", "0.1", {"estimator": "k2", "bounds": (0.0, 0.1)}),
+        ("token_k3", "0.1", {"estimator": "k3", "bounds": (0.0, 0.1)}),
+        ("seq_sum_k1", "0.5_1.8", {"estimator": "k1", "over": "sequence_sum"}),
+        ("seq_sum_k2", "0.6", {"estimator": "k2", "over": "sequence_sum", "bounds": (0.0, 0.6)}),
+        ("seq_sum_k3", "0.6", {"estimator": "k3", "over": "sequence_sum", "bounds": (0.0, 0.6)}),
+        ("seq_mean_k1", "0.8_1.2", {"estimator": "k1", "over": "sequence_mean"}),
+        ("seq_mean_k2", "0.2", {"estimator": "k2", "over": "sequence_mean", "bounds": (0.0, 0.2)}),
+        ("seq_mean_k3", "0.2", {"estimator": "k3", "over": "sequence_mean", "bounds": (0.0, 0.2)}),
+        ("seq_max_k2", "0.3", {"estimator": "k2", "over": "sequence_max", "bounds": (0.0, 0.3)}),
+        ("seq_max_k3", "0.3", {"estimator": "k3", "over": "sequence_max", "bounds": (0.0, 0.3)}),
+    ],
+)
+def test_verls_rejection(verl, batch, option, threshold, asked):
+    policy, behaviour, mask, _ = batch
+    theirs, metrics = verl.corr.compute_rollout_rejection_mask(
+        policy - behaviour, mask.long(), option, threshold
+    )
+    if "bounds" not in asked:
+        asked = asked | {"bounds": tuple(math.log(float(x)) for x in threshold.split("_"))}
+    ours = kl_mask(policy, behaviour, mask, **asked)
+    assert torch.equal(ours.kept, theirs.bool()) and 0.05 < ours.removed_share < 0.95
+    share = "masked_fraction" if option.startswith("token") else "seq_masked_fraction"
+    assert ours.removed_share.item() == pytest.approx(metrics[f"rollout_rs_{option}_{share}"], rel=1e-5)
+
+
+def test_verls_ratio_bounds_for_k1_are_those_of_behaviour_over_policy(verl, batch):
+    """Its docs call them ratio bounds, where a ratio is elsewhere policy / behaviour: an uneven pair shows it."""
+    policy, behaviour, mask, _ = batch
+    theirs, _ = verl.corr.compute_rollout_rejection_mask(
+        policy - behaviour, mask.long(), "token_k1", "0.9_4.0"
+    )
+    upside_down = window_weights(policy, behaviour, mask, bounds=(1 / 4.0, 1 / 0.9)).kept
+    as_written = window_weights(policy, behaviour, mask, bounds=(0.9, 4.0)).kept
+    assert torch.equal(theirs.bool(), upside_down) and not torch.equal(theirs.bool(), as_written)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_verls_truncated_weights(verl, batch, level):
+    policy, behaviour, mask, _ = batch
+    theirs, metrics = verl.corr.compute_rollout_correction_weights(
+        policy - behaviour, mask.long(), level, "1.5"
+    )
+    ours = truncated_weights(policy, behaviour, mask, cap=1.5, level=level)
+    torch.testing.assert_close(ours.weights, theirs, rtol=1e-5, atol=0)
+    high = metrics["rollout_is_ratio_fraction_high"]
+    assert high > 0.05 and ours.capped_share.item() == pytest.approx(high, rel=1e-5)
+    if level == "token":
+        size = metrics["rollout_is_eff_sample_size"] * mask.sum().item()
+        assert ours.effective_sample_size.item() == pytest.approx(size, rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_verls_icepop(verl, batch, level):
+    policy, behaviour, mask, _ = batch
+    theirs, metrics = verl.corr.compute_rollout_correction_weights(
+        policy - behaviour, mask.long(), level, "0.6_1.8"
+    )
+    ours = window_weights(policy, behaviour, mask, bounds=(0.6, 1.8), level=level)
+    torch.testing.assert_close(ours.weights, theirs, rtol=1e-5, atol=0)
+    assert 0.1 < ours.removed_share < 0.9
+    if level == "token":
+        assert ours.removed_share.item() == pytest.approx(metrics["rollout_is_oob_ratio"], rel=1e-5)
+        size = metrics["rollout_is_eff_sample_size"] * mask.sum().item()
+        assert ours.effective_sample_size.item() == pytest.approx(size, rel=1e-4)
+
+
+def test_where_nothing_is_left_or_padding_is_nan_verl_is_left_without_a_number(verl):
+    """Sequences without weight: a division by zero. NaN where masked: NaN in the weights."""
+    apart, mask = torch.full((2, 2), 5.0), torch.ones(2, 2, dtype=torch.long)
+    with pytest.raises(ZeroDivisionError):
+        verl.corr.compute_rollout_correction_weights(apart, mask, "sequence", "0.5_2.0")
+    ours = window_weights(apart - 9, apart * 0 - 9, mask, bounds=(0.5, 2.0), level="sequence")
+    assert ours.effective_sample_size == 0 and ours.removed_share == 1
+    padded, mask = torch.tensor([[0.1, NAN]]), torch.tensor([[1, 0]])
+    theirs, _ = verl.corr.compute_rollout_correction_weights(padded, mask, "token", "2.0")
+    assert theirs.isnan().tolist() == [[False, True]]
+    assert not truncated_weights(padded - 1, padded * 0 - 1, mask, cap=2.0).weights.isnan().any()
+
+
+@pytest.mark.parametrize("divergence", ["kl", "total_variation"])
+def test_verls_dppo(verl, batch, divergence):
+    """Which tokens its loss gives a gradient to."""
+    policy, behaviour, mask, advantages = batch
+    most = {"kl": 0.02, "total_variation": 0.1}[divergence]
+    config = SimpleNamespace(clip_ratio=most, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={})
+    config.get = lambda name, default: default
+    loss = {
+        "kl": verl.core.compute_policy_loss_dppo_kl,
+        "total_variation": verl.core.compute_policy_loss_dppo_tv,
+    }
+    leaf, each = policy.clone().requires_grad_(), advantages[:, None].expand(policy.shape)
+    value, metrics = loss[divergence](behaviour, leaf, each, mask.float(), config=config)
+    (slope,) = torch.autograd.grad(value, leaf)
+    ours = binary_divergence_mask(policy, behaviour, advantages, mask, most=most, divergence=divergence)
+    assert torch.equal(ours.kept, slope != 0) and 0.05 < ours.removed_share < 0.95
+    assert ours.removed_share.item() == pytest.approx(metrics["actor/pg_clipfrac"], rel=1e-5)
+
+
+def test_trls_off_policy_sequence_mask(trl, batch):
+    policy, behaviour, mask, advantages = batch
+    theirs = trl.get_off_policy_mask(advantages[:, None], policy, behaviour, mask.float(), 0.1)
+    ours = off_policy_sequence_mask(policy, behaviour, advantages, mask, most=0.1)
+    assert torch.equal(ours.kept, mask & theirs.bool()) and 0.05 < ours.removed_share < 0.9
+
+
+def test_what_trl_takes_for_no_drift_is_here_said_by_the_mask(trl):
+    """It reads NaN as a log ratio of 0, and counts the token; leaving the token out gives the others' mean."""
+    policy, behaviour = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.4, NAN]])
+    bad, both = torch.tensor([-1.0]), torch.ones(1, 2)
+    assert trl.get_off_policy_mask(bad[:, None], policy, behaviour, both, 0.5).item() == 1
+    assert off_policy_sequence_mask(policy, behaviour, bad, both.bool(), most=0.5).removed_share == 1
+    scored = ~behaviour.isnan()
+    assert off_policy_sequence_mask(policy, behaviour, bad, scored, most=0.5).removed_share == 1
+    assert off_policy_sequence_mask(policy, behaviour, bad, scored, most=0.7).removed_share == 0
+
+
+def test_openrlhfs_window_of_the_geometric_mean(batch):
+    """By its formula: the exponential of each sequence's mean log ratio lies within the window."""
+    policy, behaviour, mask, _ = batch
+    means = torch.tensor([(p - b)[m].mean() for p, b, m in zip(policy, behaviour, mask, strict=True)]).exp()
+    region = geometric_mask(policy, behaviour, mask, bounds=(0.8, 1.2))
+    assert torch.equal(region.kept, mask & ((means >= 0.8) & (means <= 1.2))[:, None])
