@@ -31,6 +31,16 @@ from kleash.records.measurement import (
 )
 from kleash.records.metrics import METRICS, Metric, metric_of, spelt
 from kleash.records.number import Number
+from kleash.records.steps import (
+    Sample,
+    SampleRecord,
+    StepRecord,
+    StepWarning,
+    append_step,
+    keep_steps,
+    read_samples,
+    read_steps,
+)
 from kleash.records.training import OnlineJob, RewardJob, TrainJob
 from kleash.records.training_result import TrainingResult
 
@@ -75,12 +85,20 @@ __all__ = [
     "RunFolder",
     "RunHeader",
     "RunningMean",
+    "Sample",
+    "SampleRecord",
     "SequenceTotal",
+    "StepRecord",
+    "StepWarning",
     "TrainJob",
     "TrainingResult",
     "ValueRow",
     "ZoneRow",
+    "append_step",
+    "keep_steps",
     "metric_of",
+    "read_samples",
+    "read_steps",
     "spelt",
     "write_atomically",
 ]

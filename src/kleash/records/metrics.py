@@ -148,6 +148,10 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             unit="probability",
             meaning="share of three-word runs that occurred before in the same response, over all responses",
         ),
+        "response/distinct": Metric(
+            unit="probability",
+            meaning="different three-word runs over all of them, in all responses of the step together",
+        ),
         "sampling/k3": Metric(
             unit="nats",
             meaning="KL(as generated ‖ as trained) per token by k3: the same weights, computed twice",

@@ -18,7 +18,8 @@ def kl_clash(kl: str, place: str, scope: str) -> str | None:
             "own token averages to zero; take --kl-scope sequence, --kl-place loss, or --kl k1"
         )
     if kl in ("k2", "k3"):
-        return f"{kl} as a reward does not have the gradient of KL(policy || reference); take --kl k1, or --kl-place loss"
+        meant = "the gradient of KL(policy || reference)"
+        return f"{kl} as a reward does not have {meant}; take --kl k1, or --kl-place loss"
     if scope == "token":
         return (
             "a KL in the reward is part of what every earlier token is paid for, which is scope sequence; "

@@ -1,0 +1,156 @@
+"""The journal of a training run: every step's numbers to disk, terminal and trackers, and to the watch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from kleash.records import (
+    Sample,
+    StepRecord,
+    StepWarning,
+    TrainJob,
+    append_step,
+    keep_steps,
+    metric_of,
+    read_steps,
+    spelt,
+)
+from kleash.training.trackers import Tracker, open_trackers
+from kleash.training.watching import Watch, distinct, repetition
+
+SAMPLES_KEPT = 4
+"""Responses of a step that are kept as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What a trainer is to do after a step."""
+
+    warnings: tuple[StepWarning, ...] = ()
+    """What the watch said."""
+    act: str | None = None
+    """"stop", "halve_learning_rate" or "tighten" (beta is doubled), as the job's ``watch`` wants it when there is
+    a warning; None: go on."""
+
+
+@runtime_checkable
+class Display(Protocol):
+    """Shows a run to whoever waits for it."""
+
+    def said(self, sentence: str) -> None:
+        """Something worth knowing was decided."""
+        ...
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step is done and on the disk."""
+        ...
+
+
+class NoDisplay:
+    """Shows nothing."""
+
+    def said(self, sentence: str) -> None:
+        """Not shown."""
+
+    def stepped(self, record: StepRecord) -> None:
+        """Not shown."""
+
+
+class Journal:
+    """Keeps a run's history. Only one process of a run has one.
+
+    ::
+
+        journal = Journal(folder, job)
+        journal.begin(checkpoint_step)      # 0 for a new run
+        for step in range(checkpoint_step + 1, job.steps + 1):
+            ...
+            advice = journal.step(step, metrics, samples, events)
+        journal.close()
+
+    Every step is a line of ``steps.jsonl``, on the disk when ``step`` returns, and a few of its responses are lines
+    of ``samples.jsonl``. A run that is killed and goes on from a checkpoint has lines beyond it: ``begin`` cuts them
+    off, and a line that was half written.
+    """
+
+    def __init__(
+        self, folder: Path, job: TrainJob, *, display: Display | None = None, watch: Watch | None = None
+    ) -> None:
+        """Open nothing before ``begin``.
+
+        Args:
+            folder: the run's folder, which exists.
+            job: whose target is watched, and who says what a warning does, and where else numbers go.
+            display: shows the steps.
+            watch: other thresholds than those of ``Watch``; its target is the job's.
+        """
+        self.folder, self.job = folder, job
+        self.display: Display = display if display is not None else NoDisplay()
+        target = getattr(job, "target_nats", None)
+        self.watch = replace(
+            watch if watch is not None else Watch(),
+            target_nats=target,
+            target_per=getattr(job, "target_per", "sequence"),
+        )
+        self.history: list[StepRecord] = []
+        """The steps so far."""
+        self._trackers: list[Tracker] = []
+
+    def begin(self, step: int) -> None:
+        """Go on after ``step``, the last one that a checkpoint holds; 0 begins anew.
+
+        Raises:
+            RunFolderError: if the files of the run cannot be read or written.
+            MissingExtraError: if a tracker is not installed.
+        """
+        keep_steps(self.folder, step)
+        self.history = list(read_steps(self.folder))
+        self._trackers = open_trackers(self.job, self.folder, after=step)
+
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        samples: Sequence[Sample] = (),
+        events: Sequence[str] = (),
+    ) -> Advice:
+        """Write a step down, show it, and say what is to be done.
+
+        Args:
+            step: its number, from 1.
+            metrics: by kleash's names. ``response/repetition`` and ``response/distinct`` are added.
+            samples: all its responses; the first few are kept.
+            events: what else happened, in words.
+
+        Raises:
+            UnknownNameError: if ``METRICS`` does not have a metric.
+            RunFolderError: if the disk is full.
+        """
+        texts = [sample.response for sample in samples]
+        said = (
+            {"response/repetition": repetition(texts), "response/distinct": distinct(texts)} if texts else {}
+        )
+        values = {name: float(value) for name, value in {**metrics, **said}.items()}
+        for name in values:
+            metric_of(name)  # a number that no table explains is refused
+        record = StepRecord(step=step, metrics=values, events=tuple(events))
+        warnings = self.watch.look([*self.history, record])
+        record = replace(record, warnings=warnings)
+        append_step(self.folder, record, samples[:SAMPLES_KEPT])
+        self.history.append(record)
+        for tracker in self._trackers:
+            tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
+        self.display.stepped(record)
+        acts = bool(warnings) and self.job.watch != "say"
+        return Advice(warnings=warnings, act=self.job.watch if acts else None)
+
+    def said(self, sentence: str) -> None:
+        """Show a sentence: which base an adapter took, where a run goes on."""
+        self.display.said(sentence)
+
+    def close(self) -> None:
+        """Let the trackers finish."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []

@@ -1,0 +1,168 @@
+"""Reward hacking, as far as it can be seen from a run's own numbers: said in words, with the numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kleash.records import StepRecord, StepWarning
+
+PER = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """What is looked for, and how far it must go before it is said.
+
+    Everything is judged on means over the last ``steps`` steps, so that one noisy batch raises no alarm, and
+    where possible against the run's own first steps. What was said once is not said again for ``silence`` steps.
+    """
+
+    target_nats: float | None = None
+    """The KL that was asked for; None if none was."""
+    target_per: str = "sequence"
+    """"sequence" or "token"."""
+    steps: int = 3
+    """Steps that are averaged."""
+    silence: int = 10
+    """Steps until the same thing is said again."""
+    far: float = 2.0
+    """Times the target from which KL is far above it."""
+    runaway_nats: float = 0.3
+    """KL per token below which nothing runs away; a policy that is kept near has some hundredths."""
+    runaway_growth: float = 1.5
+    """Times by which KL per token grew, from the steps before to the last ones, to run away."""
+    entropy_left: float = 1 / 3
+    """Share of the first steps' entropy below which it has collapsed."""
+    repeated: float = 0.3
+    """Share of repeated three-word runs from which responses are repetitive, if it also doubled."""
+    distinct: float = 0.3
+    """Share of different three-word runs below which responses are all alike, if it also halved."""
+    tail_share: float = 0.5
+    """Share of the KL that the top 1 % of tokens hold from which its tail is heavy."""
+    tail_nats: float = 4.0
+    """KL of the worst token below which no tail is heavy."""
+
+    def look(self, history: Sequence[StepRecord]) -> tuple[StepWarning, ...]:
+        """What there is to say after the last step of ``history``; nothing before there are enough steps.
+
+        Args:
+            history: all steps of a run, from its first on, with what was said about them.
+        """
+        if len(history) < self.steps:
+            return ()
+        recent = {warning.kind for record in history[-self.silence - 1 : -1] for warning in record.warnings}
+        found = (
+            ("far_from_target", self._far_from_target(history)),
+            ("runaway", self._runaway(history)),
+            ("entropy_collapse", self._entropy_collapse(history)),
+            ("repetition", self._repetition(history)),
+            ("heavy_tail", self._heavy_tail(history)),
+        )
+        return tuple(
+            StepWarning(kind=kind, sentence=sentence)
+            for kind, sentence in found
+            if sentence is not None and kind not in recent
+        )
+
+    def _far_from_target(self, history: Sequence[StepRecord]) -> str | None:
+        now = self._last(history, PER[self.target_per])
+        if self.target_nats is None or not now > self.far * self.target_nats:
+            return None
+        return (
+            f"KL(policy || reference) is {now:.3g} nats per {self.target_per} over the last {self.steps} steps, "
+            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}: the leash does not hold"
+        )
+
+    def _runaway(self, history: Sequence[StepRecord]) -> str | None:
+        window = max(self.steps, 5)
+        if len(history) < 2 * window:
+            return None
+        before, after = history[-2 * window : -window], history[-window:]
+        kl_before, kl_after = (_mean(part, "kl/exact_per_token") for part in (before, after))
+        if not (kl_after > self.runaway_nats and kl_after > self.runaway_growth * kl_before):
+            return None
+        if self.target_nats is not None and _mean(after, PER[self.target_per]) <= self.target_nats:
+            return None
+        rise = _mean(after, "reward/score") - _mean(before, "reward/score")
+        noise = math.sqrt(sum(_variance_of_mean(part, "reward/score") for part in (before, after)))
+        if not rise > 2 * noise:
+            return None
+        return (
+            f"the reward rose by {rise:.3g} within {2 * window} steps while KL(policy || reference) per token ran from "
+            f"{kl_before:.3g} to {kl_after:.3g} nats: what is gained is gained by leaving the reference; read the "
+            "samples, and tighten the leash"
+        )
+
+    def _entropy_collapse(self, history: Sequence[StepRecord]) -> str | None:
+        first, now = _mean(history[: self.steps], "policy/entropy"), self._last(history, "policy/entropy")
+        if not now < self.entropy_left * first:
+            return None
+        return (
+            f"the policy's entropy is {now:.3g} nats per token over the last {self.steps} steps, and was {first:.3g} "
+            "in the first ones: it hardly chooses any more"
+        )
+
+    def _repetition(self, history: Sequence[StepRecord]) -> str | None:
+        name = "response/repetition"
+        first, now = _mean(history[: self.steps], name), self._last(history, name)
+        if now > self.repeated and now > 2 * first:
+            return (
+                f"{now:.0%} of the three-word runs in a response have occurred in it before, and {first:.0%} had in "
+                "the first steps: responses repeat themselves"
+            )
+        name = "response/distinct"
+        first, now = _mean(history[: self.steps], name), self._last(history, name)
+        if now < self.distinct and now < first / 2:
+            return (
+                f"only {now:.0%} of the three-word runs of a step's responses are different ones, and {first:.0%} were "
+                "in the first steps: responses are all alike"
+            )
+        return None
+
+    def _heavy_tail(self, history: Sequence[StepRecord]) -> str | None:
+        share, worst = self._last(history, "kl/top_percent_share"), self._last(history, "kl/max_token")
+        if not (share > self.tail_share and worst > self.tail_nats):
+            return None
+        return (
+            f"1 % of the tokens hold {share:.0%} of the KL(policy || reference), up to {worst:.3g} nats on one: "
+            "its mean says little, and single tokens carry the updates"
+        )
+
+    def _last(self, history: Sequence[StepRecord], name: str) -> float:
+        return _mean(history[-self.steps :], name)
+
+
+def _values(records: Sequence[StepRecord], name: str) -> list[float]:
+    return [record.metrics[name] for record in records if name in record.metrics]
+
+
+def _mean(records: Sequence[StepRecord], name: str) -> float:
+    """NaN, which is above and below nothing, where a step lacks the number."""
+    values = _values(records, name)
+    return sum(values) / len(values) if len(values) == len(records) else math.nan
+
+
+def _variance_of_mean(records: Sequence[StepRecord], name: str) -> float:
+    values, mean = _values(records, name), _mean(records, name)
+    return sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1) / max(1, len(values))
+
+
+def repetition(responses: Sequence[str]) -> float:
+    """Share of three-word runs that occurred before in the same response; NaN if no response has three words."""
+    runs = [_runs(response) for response in responses]
+    total = sum(map(len, runs))
+    return 1 - sum(len(set(of_one)) for of_one in runs) / total if total else math.nan
+
+
+def distinct(responses: Sequence[str]) -> float:
+    """Different three-word runs over all of them, in all responses together; NaN if there are none."""
+    runs = [run for response in responses for run in _runs(response)]
+    return len(set(runs)) / len(runs) if runs else math.nan
+
+
+def _runs(text: str) -> list[tuple[str, ...]]:
+    """Every three words in a row; single characters stand in for words where a text has hardly any spaces."""
+    words = text.split()
+    if len(text) > 40 * max(1, len(words)):
+        words = list(text)
+    return list(zip(words, words[1:], words[2:], strict=False))
