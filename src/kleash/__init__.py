@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from kleash.estimators import importance_weights as importance_weights
     from kleash.estimators import kl_bounds as kl_bounds
     from kleash.estimators import sampled_kl as sampled_kl
+    from kleash.leash import DualBeta as DualBeta
+    from kleash.leash import FixedBeta as FixedBeta
+    from kleash.leash import PIDBeta as PIDBeta
+    from kleash.leash import ZieglerBeta as ZieglerBeta
+    from kleash.leash import shape_rewards as shape_rewards
     from kleash.linear import Head as Head
     from kleash.linear import LinearOptions as LinearOptions
     from kleash.linear import linear_divergence as linear_divergence
@@ -64,6 +69,7 @@ HOMES = {
         *("jensen_shannon", "kl", "kl_from_probs", "kl_gaussian", "renyi", "skew_kl", "total_variation"),
     ),
     "estimators": ("ESTIMATORS", "importance_weights", "kl_bounds", "sampled_kl"),
+    "leash": ("DualBeta", "FixedBeta", "PIDBeta", "ZieglerBeta", "shape_rewards"),
     "linear": (
         *("Head", "LinearOptions", "linear_divergence", "linear_divergence_loss", "linear_kl"),
         *("linear_kl_loss", "linear_objective", "token_statistics"),

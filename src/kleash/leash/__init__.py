@@ -1,38 +1,52 @@
-"""Reward against KL: what best-of-n costs, and where optimising a proxy stops paying."""
+"""Reward against KL: rewards and advantages with the leash in them, what steers beta, what best-of-n costs."""
 
+from kleash.leash.advantages import Advantages, generalised_advantages, rewards_to_go
 from kleash.leash.best_of_n import (
     best_of_n_bound,
     best_of_n_kl,
     best_of_n_kl_from_rewards,
     best_of_n_kl_from_winners,
 )
+from kleash.leash.controllers import DualBeta, FixedBeta, Leash, ZieglerBeta
 from kleash.leash.curves import CURVES, Curve
-from kleash.leash.divergence_masks import (
-    binary_divergence,
-    binary_divergence_mask,
-    off_policy_sequence_mask,
-)
+from kleash.leash.early_stop import EarlyStop
+from kleash.leash.groups import group_advantages, leave_one_out_advantages, whiten
+from kleash.leash.kinds import CONTROLLERS, beta_from_dict
 from kleash.leash.overoptimisation import Overoptimisation, RewardAt, fit_overoptimisation
-from kleash.leash.regions import TrustRegion, intersection
-from kleash.leash.trust_region import geometric_mask, kl_mask, truncated_weights, window_weights
+from kleash.leash.pid import PIDBeta
+from kleash.leash.rewards import ControlledKL, controlled_kl, measured_kl, sequence_rewards, shape_rewards
+from kleash.leash.schedules import SHAPES, BetaSchedule, TargetSchedule
 
 __all__ = [
+    "CONTROLLERS",
     "CURVES",
+    "SHAPES",
+    "Advantages",
+    "BetaSchedule",
+    "ControlledKL",
     "Curve",
+    "DualBeta",
+    "EarlyStop",
+    "FixedBeta",
+    "Leash",
     "Overoptimisation",
+    "PIDBeta",
     "RewardAt",
-    "TrustRegion",
+    "TargetSchedule",
+    "ZieglerBeta",
     "best_of_n_bound",
     "best_of_n_kl",
     "best_of_n_kl_from_rewards",
     "best_of_n_kl_from_winners",
-    "binary_divergence",
-    "binary_divergence_mask",
+    "beta_from_dict",
+    "controlled_kl",
     "fit_overoptimisation",
-    "geometric_mask",
-    "intersection",
-    "kl_mask",
-    "off_policy_sequence_mask",
-    "truncated_weights",
-    "window_weights",
+    "generalised_advantages",
+    "group_advantages",
+    "leave_one_out_advantages",
+    "measured_kl",
+    "rewards_to_go",
+    "sequence_rewards",
+    "shape_rewards",
+    "whiten",
 ]

@@ -7,13 +7,11 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.errors import ShapeError
+from kleash.estimators.control import weights_of_the_others
 from kleash.losses.relative_entropy import future_kl_loss, kl_loss
 from kleash.losses.surrogate import counted, require_one_shape
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
-
-FEWEST = 3
-"""Other sequences that a weight is fitted on, at least."""
 
 
 class ControlledLoss(NamedTuple):
@@ -75,23 +73,6 @@ def controlled_kl_loss(
     exact = torch.where(counts, at_least_float32(token_kl), 0.0)
     exact = exact if selected is None else selected * exact
     exact = (exact + future_kl_loss(token_logp, token_kl, mask, weights=weights)).sum(-1)
-    a = _weights_of_the_others(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
+    a = weights_of_the_others(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
     mixed = torch.where(a == 1, exact, (1 - a) * sampled + a * exact)
     return ControlledLoss(mixed, a, sampled.detach(), exact.detach())
-
-
-def _weights_of_the_others(sampled: Tensor, exact: Tensor, counts: Tensor) -> Tensor:
-    """For each sequence the regression weight of all the others that have tokens."""
-    usable = counts & sampled.isfinite() & exact.isfinite()
-    others = (usable.unsqueeze(0) & ~torch.eye(len(counts), dtype=torch.bool, device=counts.device)).to(
-        sampled.dtype
-    )
-    n = others.sum(-1)
-    u = torch.where(usable, sampled, 0.0)
-    d = torch.where(usable, sampled - exact, 0.0)
-    mean_u, mean_d = (others @ u) / n.clamp(min=1), (others @ d) / n.clamp(min=1)
-    spread_u, spread_d = u - mean_u.unsqueeze(-1), d - mean_d.unsqueeze(-1)
-    variance = (others * spread_d.square()).sum(-1)
-    covariance = (others * spread_u * spread_d).sum(-1)
-    fitted = (n >= FEWEST) & (variance > 0) & usable
-    return torch.where(fitted, covariance / torch.where(fitted, variance, 1.0), 1.0)

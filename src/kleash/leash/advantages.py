@@ -1,0 +1,129 @@
+"""Advantages over time: what a token led to, against what a critic expected."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from kleash.errors import OptionError, ShapeError
+from kleash.masking import as_mask
+from kleash.precision import at_least_float32
+
+
+class Advantages(NamedTuple):
+    """What multiplies the gradient of log p, and what the critic learns; no gradient flows through either."""
+
+    advantages: Float[Tensor, "sequences steps"]
+    """How much better each token was than expected; 0 where masked."""
+    returns: Float[Tensor, "sequences steps"]
+    """The critic's targets, advantages + values; 0 where masked."""
+
+
+def generalised_advantages(
+    rewards: Float[Tensor, "sequences steps"],
+    values: Float[Tensor, "sequences_v steps_v"],
+    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    *,
+    discount: float = 1.0,
+    decay: float = 0.95,
+) -> Advantages:
+    """Generalised advantage estimation (GAE) over the tokens that count.
+
+        delta_t = reward_t + discount value_next(t) - value_t
+        advantage_t = delta_t + discount decay advantage_next(t),    return_t = advantage_t + value_t
+
+    ``next(t)`` is the next token that *counts*: tool output in the middle of a response is no step, takes
+    no discount and needs no value; credit passes over it. After the last one the value is 0: the response
+    is over, also where a length limit cut it.
+
+    decay 1 is the return less the value, whose gradient is unbiased whatever the critic says; below 1, a critic
+    that is wrong biases it. decay 0 trusts the critic about everything after the next token.
+
+    Where masked, rewards and values are not read (NaN), and the results are 0.
+
+    Args:
+        rewards: one per token (``shape_rewards``).
+        values: what the critic expected of the rest, before each token was drawn.
+        mask: true (or 1) for the tokens that the policy chose.
+        discount: gamma, 0 to 1.
+        decay: lambda, 0 to 1.
+
+    Raises:
+        OptionError: if ``discount`` or ``decay`` is outside 0 to 1.
+        ShapeError: if the three differ in shape, or are not [sequences, steps].
+
+    References:
+        Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (2015),
+        https://arxiv.org/abs/1506.02438
+    """
+    _require_steps(rewards=rewards, values=values, mask=mask)
+    _require_shares(discount=discount, decay=decay)
+    counts = as_mask(mask)
+    given, expected = _counting(rewards, counts), _counting(values, counts)
+    delta = given + discount * _of_the_next(expected, counts) - expected
+    advantages = _from_here(torch.where(counts, delta, 0.0), counts, discount * decay)
+    return Advantages(advantages, torch.where(counts, advantages + expected, 0.0))
+
+
+def rewards_to_go(
+    rewards: Float[Tensor, "sequences steps"],
+    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    *,
+    discount: float = 1.0,
+) -> Float[Tensor, "sequences steps"]:
+    """From each token on, the sum of the rewards of the tokens that count, discounted per such token.
+
+        to_go_t = reward_t + discount to_go_next(t)
+
+    Detached; 0 where masked, where nothing is read.
+
+    Raises:
+        OptionError: if ``discount`` is outside 0 to 1.
+        ShapeError: if the two differ in shape, or are not [sequences, steps].
+    """
+    _require_steps(rewards=rewards, mask=mask)
+    _require_shares(discount=discount)
+    counts = as_mask(mask)
+    return _from_here(_counting(rewards, counts), counts, discount)
+
+
+def _from_here(gains: Tensor, counts: Tensor, factor: float) -> Tensor:
+    """``x_t = gains_t + (factor if t counts else 1) * x_t+1``, and 0 where nothing counts.
+
+    By doubling: after each round an entry holds twice as many steps, and ``reach`` what the next ones still
+    weigh; so 8192 steps are 13 rounds over the whole batch, and not 8192 small ones.
+    """
+    total, reach = gains, torch.where(counts, factor, 1.0).to(gains.dtype)
+    steps, ahead = gains.shape[-1], 1
+    while ahead < steps:
+        later, further = (torch.nn.functional.pad(x[..., ahead:], (0, ahead)) for x in (total, reach))
+        total, reach = total + reach * later, reach * further
+        ahead *= 2
+    return torch.where(counts, total, 0.0)
+
+
+def _of_the_next(values: Tensor, counts: Tensor) -> Tensor:
+    """The value of the next step that counts; 0 after the last."""
+    steps = counts.shape[-1]
+    places = torch.where(counts, torch.arange(steps, device=counts.device), steps)
+    from_here = places.flip(-1).cummin(-1).values.flip(-1)
+    after = torch.nn.functional.pad(from_here[..., 1:], (0, 1), value=steps)
+    return torch.nn.functional.pad(values, (0, 1)).gather(-1, after)
+
+
+def _counting(values: Tensor, counts: Tensor) -> Tensor:
+    return torch.where(counts, at_least_float32(values.detach()), 0.0)
+
+
+def _require_steps(**tensors: Tensor) -> None:
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
+        said = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ShapeError(f"the steps do not fit together: {said}; give all of them as [sequences, steps]")
+
+
+def _require_shares(**given: float) -> None:
+    for name, value in given.items():
+        if not 0 <= value <= 1:
+            raise OptionError(f"{name} is {value}; give a number from 0 to 1")

@@ -1,0 +1,168 @@
+"""Beta as a value: each controller is frozen, and a measured KL makes the next one of it."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, SupportsFloat
+
+from kleash.errors import OptionError
+from kleash.leash.steering import (
+    LARGEST_COUNT,
+    Per,
+    Steered,
+    growth,
+    moved,
+    read,
+    require_above,
+    require_gains,
+    saved_fields,
+    within,
+)
+
+
+class Leash(Protocol):
+    """What holds beta: any controller or schedule."""
+
+    @property
+    def beta(self) -> float:
+        """Nats of reward paid for one nat of KL, now."""
+        ...
+
+    @property
+    def event(self) -> str | None:
+        """Why the last step was bounded or ignored; None where nothing was."""
+        ...
+
+    @property
+    def target_nats(self) -> float | None:
+        """The KL it steers at; None if at none."""
+        ...
+
+    @property
+    def per(self) -> Per:
+        """What a KL is counted per: "sequence" or "token"."""
+        ...
+
+    def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "Leash":
+        """The leash for the next update, having measured this KL over that many sequences in this one."""
+        ...
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything there is to it, as JSON takes it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedBeta:
+    """The same beta for ever, whatever is measured. It may be 0: no leash."""
+
+    kind: ClassVar[str] = "fixed"
+
+    beta: float
+    """Nats of reward paid for one nat of KL; finite, at least 0."""
+    per: Per = "sequence"
+    """What the measurements count per; nothing comes of it."""
+
+    def __post_init__(self) -> None:
+        """Raise OptionError unless beta is finite and at least 0."""
+        if not 0 <= self.beta < math.inf:
+            raise OptionError(f"beta is {self.beta}; give a finite number, at least 0")
+
+    @property
+    def event(self) -> None:
+        """None: no step is ever made."""
+        return None
+
+    @property
+    def target_nats(self) -> None:
+        """None: it steers at nothing."""
+        return None
+
+    def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "FixedBeta":
+        """Itself."""
+        return self
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
+        return {"kind": self.kind, **saved_fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZieglerBeta(Steered):
+    """Beta steered so that the measured KL settles at a target: the published rule, with bounds.
+
+        e = clip(KL / target - 1, -0.2, 0.2),    beta <- beta (1 + e sequences / horizon)
+
+    As it is usually copied it has no bounds: a NaN stays for ever, and a batch of more than five horizons
+    makes beta negative. Within ``largest_step`` and the two bounds it is the published rule to the last digit.
+
+    How fast it is depends on ``sequences / horizon`` alone: at most a fifth of that per update. At .1 it
+    meets the target from a beta 10 times off within 200 updates; slower ones arrive later, faster ones overshoot.
+
+    References:
+        Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2,
+        https://arxiv.org/abs/1909.08593
+    """
+
+    kind: ClassVar[str] = "ziegler"
+
+    horizon: int = 10_000
+    """Sequences over which a KL 20 % off (or more) is answered by 20 % of beta."""
+
+    def __post_init__(self) -> None:
+        """Raise OptionError where a number means nothing."""
+        super().__post_init__()
+        require_above(0, horizon=self.horizon)
+
+    def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "ZieglerBeta":
+        """The leash for the next update, having measured this KL over that many sequences in this one.
+
+        Raises:
+            OptionError: if ``sequences`` is negative.
+        """
+        ratio, event = read(measured_nats, self.target_nats, sequences)
+        if ratio is None:
+            return replace(self, event=event)
+        return moved(self, 1 + within(ratio - 1, 0.2) * self.share(sequences), event)
+
+    def share(self, sequences: int) -> float:
+        """How much of the horizon so many sequences are."""
+        return min(sequences, LARGEST_COUNT) / self.horizon
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualBeta(Steered):
+    """Beta as the price of a budget: ascent on the dual of "reward, subject to KL <= budget".
+
+        log beta <- log beta + rate clip(KL / target - 1, -largest_error, largest_error)
+
+    The derivative of the Lagrangian ``reward - beta (KL - budget)`` in beta is how far the KL is over the
+    budget; ``target_nats`` is the budget. The ascent is made in log beta (mirror ascent), so that ``rate`` has no
+    unit and beta stays above 0. While the KL keeps below the budget beta falls, down to the floor
+    ``beta_min``: the constraint costs nothing where it does not bind.
+
+    ``sequences`` plays no part, but that none is no measurement.
+    """
+
+    kind: ClassVar[str] = "dual"
+
+    rate: float = 0.03
+    """What a KL at twice the budget would add to log beta, were it not for ``largest_error``."""
+    largest_error: float = 0.5
+    """The most of (KL / target - 1) that is answered, to either side."""
+
+    def __post_init__(self) -> None:
+        """Raise OptionError where a number means nothing."""
+        super().__post_init__()
+        require_gains(rate=self.rate)
+        require_above(0, largest_error=self.largest_error)
+
+    def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "DualBeta":
+        """The leash for the next update, having measured this KL in this one.
+
+        Raises:
+            OptionError: if ``sequences`` is negative.
+        """
+        ratio, event = read(measured_nats, self.target_nats, sequences)
+        if ratio is None:
+            return replace(self, event=event)
+        return moved(self, growth(self.rate * within(ratio - 1, self.largest_error)), event)

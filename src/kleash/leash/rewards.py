@@ -1,0 +1,208 @@
+"""Rewards with the leash in them: what a response scored, less what its distance from the reference costs."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from kleash.errors import OptionError, ShapeError
+from kleash.estimators.control import weights_of_the_others
+from kleash.leash.steering import PERS, Per
+from kleash.masking import Mean, as_mask, mean_of
+from kleash.precision import at_least_float32
+
+
+def shape_rewards(
+    scores: Float[Tensor, "sequences"],
+    token_kl: Float[Tensor, "sequences_k steps"],
+    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    *,
+    beta: float,
+) -> Float[Tensor, "sequences_k steps"]:
+    """The reward of each token: ``-beta * KL`` on every one that counts, and the score on the last of them.
+
+        reward_t = -beta token_kl_t + [t is the last] score
+
+    Detached: a reward is a number that multiplies the gradient of log p. Which KL is right for that:
+
+    | token_kl | expected gradient of the rewards to go |
+    | k1 | that of score - beta KL between responses |
+    | exact D | short of it by each token's own gradient of D: D is the same whichever token is drawn |
+    | exact D, and beta times D with its gradient added to the loss | that of score - beta KL between responses |
+    | k1 - a (k1 - D) | short by a times the gradient of D: add beta a D to the loss (``controlled_kl``) |
+    | k2, k3 | wrong: k3's is short of it by the gradient of KL(reference, policy) |
+
+    So exact KLs take away the noise of what comes *later*, and their own gradient belongs into the loss.
+
+    Where masked the reward is exactly 0, and nothing is read (NaN). A response without a token that counts
+    has only zeros: its score has nowhere to go, and no token that it could teach. With beta 0 no KL is
+    read; else an infinite one gives a reward of -inf.
+
+    Args:
+        scores: one per response, of the whole of it.
+        token_kl: in nats, of each token: policy against reference, not yet multiplied by beta.
+        mask: true (or 1) for the tokens that the policy chose; neither padding nor tool output.
+        beta: nats of reward paid for one nat of KL, at least 0.
+
+    Returns:
+        In float32, or float64 where one of the inputs is.
+
+    Raises:
+        OptionError: if beta is negative or not finite.
+        ShapeError: if the tensors do not fit together.
+
+    References:
+        Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019),
+        https://arxiv.org/abs/1909.08593
+    """
+    _require_rewards(scores, token_kl, mask, beta)
+    counts = as_mask(mask)
+    left = counts.to(torch.int64).flip(-1).cumsum(-1).flip(-1)
+    given = at_least_float32(scores.detach()).unsqueeze(-1)
+    cost = _cost(token_kl, counts)
+    paid = torch.zeros_like(cost) if beta == 0 else -beta * cost
+    return paid + torch.where(counts & (left == 1), given, 0.0)
+
+
+def sequence_rewards(
+    scores: Float[Tensor, "sequences"],
+    token_kl: Float[Tensor, "sequences_k steps"],
+    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    *,
+    beta: float,
+) -> Float[Tensor, "sequences"]:
+    """The reward of each response: ``score - beta * sum of its tokens' KL``; detached.
+
+    For trainers that weigh a whole response by one number (RLOO, GRPO). Which KL is right is as in
+    ``shape_rewards``: k1; or the exact one together with beta times its own gradient in the loss; or
+    ``controlled_kl(...).per_token`` with its share of that. As a *value* all three are right.
+
+    A response without a token that counts has its score. With beta 0 no KL is read.
+
+    Args:
+        scores: one per response.
+        token_kl: in nats, of each token: policy against reference, not yet multiplied by beta.
+        mask: true (or 1) for the tokens that the policy chose.
+        beta: nats of reward paid for one nat of KL, at least 0.
+
+    Raises:
+        OptionError: if beta is negative or not finite.
+        ShapeError: if the tensors do not fit together.
+    """
+    _require_rewards(scores, token_kl, mask, beta)
+    given = at_least_float32(scores.detach())
+    return given if beta == 0 else given - beta * _cost(token_kl, as_mask(mask)).sum(-1)
+
+
+class ControlledKL(NamedTuple):
+    """Per token ``u - a (u - D)``, detached, and what is to be known of it."""
+
+    per_token: Float[Tensor, "sequences steps"]
+    """In nats; 0 where masked. Its sum over a response is U - a (U - C)."""
+    weight: Float[Tensor, "sequences"]
+    """Each response's a: 0 is the sampled KL alone, 1 the exact one alone."""
+    sampled: Float[Tensor, "sequences"]
+    """U: the sum of log ratios."""
+    exact: Float[Tensor, "sequences"]
+    """C: the sum of exact per-token KLs."""
+
+
+def controlled_kl(
+    log_ratio: Float[Tensor, "sequences steps"],
+    token_kl: Float[Tensor, "sequences_k steps_k"],
+    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    *,
+    weight: float | None = None,
+) -> ControlledKL:
+    """The KL of responses as a reward, varying as little as the sampled and the exact one allow.
+
+        sum over the response = U - a (U - C),    U = sum_t u_t,    C = sum_t D_t
+
+    U and C have the same mean, so the value is unbiased for every a. As a detached reward it lacks a
+    times the tokens' own gradients of D. The loss that makes it right, to be added to the policy's,
+    per response:
+
+        beta * weight * sum_t D_t, with the gradient of D
+
+    Without ``weight`` each response's a is fitted on the *others* of the batch. That biases neither the value nor
+    the gradient as long as each response is weighed by its own reward alone. A baseline made of the other
+    rewards (leave-one-out, group mean) is another matter: their weights were fitted on this response, so that the
+    baseline knows it, and the gradient is biased by the order of 1 / batch. Then give ``weight``: the last
+    batch's ``.weight.mean()``, or 1.
+
+    Args:
+        log_ratio: log policy - log reference of the sampled tokens (k1).
+        token_kl: the exact KL of the whole distribution each token was drawn from.
+        mask: true (or 1) for the tokens that the policy chose.
+        weight: one a for all, fixed before these responses were drawn.
+
+    Raises:
+        OptionError: if ``weight`` is not finite.
+        ShapeError: if the three differ in shape, or are not [sequences, steps].
+    """
+    shapes = [tuple(x.shape) for x in (log_ratio, token_kl, mask)]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
+        raise ShapeError(
+            f"log_ratio is {shapes[0]}, token_kl {shapes[1]} and mask {shapes[2]}; give all three as [sequences, steps]"
+        )
+    counts = as_mask(mask)
+    u, d = _cost(log_ratio, counts), _cost(token_kl, counts)
+    sampled, exact = u.sum(-1), d.sum(-1)
+    if weight is None:
+        a = weights_of_the_others(sampled, exact, counts.any(-1))
+    elif math.isfinite(weight):
+        a = torch.full_like(sampled, weight)
+    else:
+        raise OptionError(f"weight is {weight}; give a finite number, or leave it out to have it fitted")
+    each = a.unsqueeze(-1)
+    mixed = torch.where(each == 1, d, torch.where(each == 0, u, (1 - each) * u + each * d))
+    return ControlledKL(mixed, a, sampled, exact)
+
+
+def measured_kl(
+    token_kl: Float[Tensor, "sequences steps"],
+    mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
+    *,
+    per: Per = "sequence",
+) -> Mean:
+    """The KL that a controller is told: a mean over responses of their sums, or over tokens, as a ``Mean``.
+
+    One number for all: add the micro-batches, then ``.across_ranks()``, then hand ``.value`` and, for
+    ``per="sequence"``, ``.count`` to ``controller.after``. Ranks that each told their own part would part ways.
+    A response without a token that counts is none.
+
+    Args:
+        token_kl: in nats; the exact KL, or an unbiased estimate (k1, k3), whatever the reward is made of.
+        mask: true (or 1) for the tokens that the policy chose.
+        per: the controller's ``per``.
+
+    Raises:
+        OptionError: if there is no such ``per``.
+        ShapeError: if the two differ in shape, or are not [sequences, steps].
+    """
+    if token_kl.shape != mask.shape or token_kl.ndim != 2:
+        raise ShapeError(
+            f"token_kl is {tuple(token_kl.shape)} and mask {tuple(mask.shape)}; give both as [sequences, steps]"
+        )
+    if per not in PERS:
+        raise OptionError(f"per is {per!r}; there are {', '.join(PERS)}")
+    tokens = mean_of(at_least_float32(token_kl.detach()), mask)
+    return tokens if per == "token" else Mean(total=tokens.total, count=as_mask(mask).any(-1).sum())
+
+
+def _cost(token_kl: Tensor, counts: Tensor) -> Tensor:
+    """Detached, in at least float32; 0 where nothing counts."""
+    return torch.where(counts, at_least_float32(token_kl.detach()), 0.0)
+
+
+def _require_rewards(scores: Tensor, token_kl: Tensor, mask: Tensor, beta: float) -> None:
+    shapes = [tuple(x.shape) for x in (scores, token_kl, mask)]
+    if len(shapes[1]) != 2 or shapes[1] != shapes[2] or shapes[0] != shapes[1][:1]:
+        raise ShapeError(
+            f"scores are {shapes[0]}, token_kl {shapes[1]} and mask {shapes[2]}; "
+            "give [sequences], and [sequences, steps] twice"
+        )
+    if not 0 <= beta < math.inf:
+        raise OptionError(f"beta is {beta}; give a finite number, at least 0")
