@@ -1,26 +1,21 @@
-"""From what was typed to a function: ``package.module:function``, and ``name=value`` after it."""
+"""From what was typed to what is audited: ``package.module:function``, and ``name=value`` after it."""
 
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from importlib import import_module, invalidate_caches, metadata
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+from kleash import dotted
 from kleash.auditing.targets.installing import INSTALLATIONS
-from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
-
-Function = Callable[..., Any]
+from kleash.dotted import Function
+from kleash.errors import OptionError
 
 
 def function_at(path: str) -> Function:
     """The function at ``package.module:function``; a dot after the colon goes into a class.
-
-    The current folder is put first on ``sys.path``, as ``python -m`` does, and stays there, so
-    that a file of one's own is found too.
 
     Raises:
         OptionError: if ``path`` is not written so, or what is there cannot be called.
@@ -28,60 +23,12 @@ def function_at(path: str) -> Function:
         UnknownNameError: if the package has no such module, or the module no such name.
         CannotRunError: if importing the module raises.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
-        raise OptionError(f"a target is written package.module:function, and {path!r} is not")
-    find_what_lies_here()
-    found: Any = import_target(module_name)
-    for part in name.split("."):
-        found = attribute(found, part, module_name)
-    if not callable(found):
-        raise OptionError(
-            f"{path} is of type {type(found).__name__}, which cannot be called; name a function"
-        )
-    return found
+    return dotted.function_at(path, "a target", INSTALLATIONS)
 
 
 def import_target(name: str) -> ModuleType:
     """The module called ``name``, or a sentence about why there is none."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise without_module(name, error.name or "") from error
-    except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        raise CannotRunError(f"{name} cannot be imported; it raises {said}") from error
-
-
-def find_what_lies_here() -> None:
-    """Put the current folder first on ``sys.path``, and look at it afresh."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    invalidate_caches()
-
-
-def without_module(name: str, missing: str) -> MissingExtraError | UnknownNameError:
-    """Which part of ``name``, or of what it imports, is not there."""
-    package = name.partition(".")[0]
-    if missing == package and package in INSTALLATIONS:
-        return MissingExtraError(f"{package} is not installed; run: {INSTALLATIONS[package]}")
-    if missing == package:
-        return UnknownNameError(f"{package} is not installed, and no {package}.py lies in the current folder")
-    if name == missing or name.startswith(f"{missing}."):
-        parent = missing.rpartition(".")[0]
-        return UnknownNameError(f"{parent} is installed and has no module {missing.rpartition('.')[2]!r}")
-    return MissingExtraError(f"{name} imports {missing}, which is not installed")
-
-
-def attribute(holder: Any, name: str, where: str) -> Any:
-    """What ``holder`` calls ``name``, or the names that are nearest."""
-    if hasattr(holder, name):
-        return getattr(holder, name)
-    near = get_close_matches(name, dir(holder), n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    owner = where if isinstance(holder, ModuleType) else f"{holder.__name__} in {where}"
-    raise UnknownNameError(f"{owner} has no {name!r}{hint}")
+    return dotted.import_target(name, INSTALLATIONS)
 
 
 def arguments_of(function: Function, words: Sequence[str]) -> dict[str, Any]:
