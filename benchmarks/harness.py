@@ -5,8 +5,12 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -14,16 +18,59 @@ import torch
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def write_result(name: str, figures: dict[str, Any]) -> Path:
-    """Write ``results/name.json`` and return its path."""
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"figures": figures, **circumstances()}, indent=2) + "\n")
+def write_result(
+    name: str, figures: dict[str, Any], folder: Path = RESULTS, packages: Iterable[str] = ()
+) -> Path:
+    """Write ``name.json`` into the folder of results, or another, and return its path."""
+    path = folder / f"{name}.json"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps({"figures": figures, **circumstances(packages)}, indent=2) + "\n")
     return path
 
 
-def circumstances() -> dict[str, Any]:
-    """Date, machine, versions, commit and command."""
+def interleaved(
+    jobs: dict[str, Callable[[], Any]],
+    rounds: int,
+    minutes: float = float("inf"),
+    clock: Callable[[], float] = perf_counter,
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds of each job in each round, and the load before each; ends where a round would end after ``minutes``.
+
+    There is one round at least. Warm the jobs up before.
+    """
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    loads: list[float] = []
+    began = monotonic()
+    while not loads or (len(loads) < rounds and (monotonic() - began) * (1 + 1 / len(loads)) < minutes * 60):
+        loads.append(os.getloadavg()[0])
+        for name, job in jobs.items():
+            start = clock()
+            job()
+            times[name].append(clock() - start)
+    return times, loads
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of the rounds' ratios."""
+    return round(median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
+
+
+def resident(what: str) -> float:
+    """VmRSS (now) or VmHWM (at most so far) of this process, in MB of a million bytes; needs Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024 / 1e6
+
+
+def peak_of(job: Callable[[], Any]) -> float:
+    """What the process holds at most during the job beyond what it held before, in MB."""
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    job()
+    return round(resident("VmHWM") - before, 1)
+
+
+def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Date, machine, versions (also of these packages), commit and command."""
     return {
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -35,7 +82,11 @@ def circumstances() -> dict[str, Any]:
             "system": platform.system(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: version(name) for name in packages},
+        },
     }
 
 

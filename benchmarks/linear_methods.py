@@ -1,0 +1,210 @@
+"""What the linear benchmarks compare: ways to a KL, or another loss of the head, and its gradient.
+
+Each takes `Inputs` and returns the mean over the tokens as a scalar to be backpropagated into the hidden
+states and the head of p; q is frozen. Installed packages are called as they are, at their defaults. The way
+of torchtune (logits in eight chunks, all kept for the backward pass) and checkpointing are written out here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn import LinearCrossEntropyOptions
+from torch.nn.functional import cosine_similarity, kl_div, linear_cross_entropy, log_softmax
+from torch.utils.checkpoint import checkpoint
+
+from kleash.divergences import phi
+from kleash.linear import Head, LinearOptions, linear_kl_loss, token_statistics
+
+
+@dataclass
+class Inputs:
+    """Two models, one step apart, and some tokens."""
+
+    hidden_p: Tensor
+    weight_p: Tensor
+    hidden_q: Tensor
+    weight_q: Tensor
+    ids: Tensor
+
+    @property
+    def models(self) -> tuple[Tensor, Head, Tensor, Head]:
+        return self.hidden_p, Head(self.weight_p), self.hidden_q, Head(self.weight_q)
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """The same numbers in another dtype, new leaves."""
+        p, wp, q, wq = (
+            x.detach().to(dtype) for x in (self.hidden_p, self.weight_p, self.hidden_q, self.weight_q)
+        )
+        return Inputs(p.requires_grad_(), wp.requires_grad_(), q, wq, self.ids)
+
+    def at(self, token: int) -> "Inputs":
+        """One of the tokens."""
+        here = slice(token, token + 1)
+        return replace(
+            self, hidden_p=self.hidden_p.detach()[here], hidden_q=self.hidden_q[here], ids=self.ids[here]
+        )
+
+    def forget(self) -> None:
+        self.hidden_p.grad = self.weight_p.grad = None
+
+
+def make_inputs(
+    tokens: int, hidden: int, vocabulary: int, apart: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Inputs:
+    """Random inputs whose KL grows with ``apart``; logits have a standard deviation of 1.6 in any size."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    size = 1.6 / hidden**0.5
+    p, w = normal(tokens, hidden), normal(vocabulary, hidden) * size
+    q = p + 0.05 * apart * normal(tokens, hidden)
+    wq = w + 0.02 * size * min(apart, 1.0) * normal(vocabulary, hidden)
+    ids = torch.randint(vocabulary, (tokens,), generator=random)
+    return Inputs(p, w, q, wq, ids).to(dtype)
+
+
+def bare(x: Inputs, size: int = 512) -> Callable[[], None]:
+    """The four matmuls that any such gradient needs, in chunks of tokens into buffers that exist."""
+    rooms = torch.empty(2, size, len(x.weight_p), dtype=x.weight_p.dtype)
+    in_weight, in_hidden = torch.empty_like(x.weight_p), torch.empty_like(x.hidden_p)
+
+    @torch.no_grad()
+    def run() -> None:
+        in_weight.zero_()
+        for start in range(0, len(x.hidden_p), size):
+            here = slice(start, start + size)
+            zp, zq = rooms[:, : len(x.hidden_p[here])]
+            torch.mm(x.hidden_p[here], x.weight_p.T, out=zp)
+            torch.mm(x.hidden_q[here], x.weight_q.T, out=zq)
+            torch.mm(zp, x.weight_p, out=in_hidden[here])
+            in_weight.addmm_(zp.T, x.hidden_p[here])
+
+    return run
+
+
+def kleash(x: Inputs, options: LinearOptions | None = None) -> Tensor:
+    weights = torch.full((len(x.ids),), 1 / len(x.ids))
+    return linear_kl_loss(*x.models, weights=weights, options=options).loss
+
+
+def trl(x: Inputs) -> Tensor:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    per_token, _ = ChunkedDivergenceFunction.apply(
+        x.hidden_p, x.weight_p, None, x.hidden_q, x.weight_q, None, 1.0
+    )
+    return per_token.mean()
+
+
+def liger(x: Inputs) -> Tensor:
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0)
+    return loss(x.hidden_p, x.weight_p, x.hidden_q, x.weight_q, x.ids)
+
+
+def torchtune(x: Inputs, chunks: int = 8) -> Tensor:
+    """The head turns eight chunks into logits; then the loss takes float32 softmaxes of each, under autograd."""
+    of_p = [hidden @ x.weight_p.T for hidden in x.hidden_p.chunk(chunks)]
+    with torch.no_grad():
+        of_q = [hidden @ x.weight_q.T for hidden in x.hidden_q.chunk(chunks)]
+    total = x.hidden_p.new_zeros((), dtype=torch.float32)
+    for zp, zq in zip(of_p, of_q, strict=True):
+        p = zp.softmax(-1, dtype=torch.float32)
+        cross = (p * zq.log_softmax(-1, dtype=torch.float32)).sum(-1)
+        total = total + ((p * zp.log_softmax(-1, dtype=torch.float32)).sum(-1) - cross).sum()
+    return total / len(x.ids)
+
+
+def checkpointed(x: Inputs, size: int = 512) -> Tensor:
+    """`F.kl_div` of 512 tokens at a time, each chunk computed again in the backward pass."""
+
+    def of(p: Tensor, wp: Tensor, q: Tensor, wq: Tensor) -> Tensor:
+        logp, logq = (log_softmax(z, -1, dtype=torch.float32) for z in (p @ wp.T, q @ wq.T))
+        return kl_div(logq, logp, log_target=True, reduction="sum")
+
+    parts = zip(x.hidden_p.split(size), x.hidden_q.split(size), strict=True)
+    sums = [checkpoint(of, p, x.weight_p, q, x.weight_q, use_reentrant=False) for p, q in parts]
+    return torch.stack(sums).sum() / len(x.ids)
+
+
+def naive(x: Inputs) -> tuple[Tensor, Tensor]:
+    """All log-probabilities of both models."""
+    logp = log_softmax(x.hidden_p @ x.weight_p.T, -1, dtype=torch.float32)
+    with torch.no_grad():
+        return logp, log_softmax(x.hidden_q @ x.weight_q.T, -1, dtype=torch.float32)
+
+
+def naive_exact(x: Inputs) -> Tensor:
+    logp, logq = naive(x)
+    return kl_div(logq, logp, log_target=True, reduction="none").sum(-1).mean()
+
+
+def naive_k3(x: Inputs) -> Tensor:
+    logp, logq = (each.gather(-1, x.ids[:, None]) for each in naive(x))
+    return phi(logp - logq).mean()
+
+
+def cross_entropy(x: Inputs) -> Tensor:
+    return linear_cross_entropy(x.hidden_p, x.weight_p, x.ids, options=LinearCrossEntropyOptions())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to a loss."""
+
+    of: Callable[[Inputs], Tensor]
+    words: str
+    what: str = "kl"
+    """kl, k3 or cross_entropy: what its value is the mean of."""
+    package: str | None = None
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "kleash": Method(of=kleash, words="`linear_kl_loss`"),
+        "kleash compiled": Method(
+            of=lambda x: kleash(x, LinearOptions(compile="always")),
+            words='`linear_kl_loss`, `compile="always"`',
+        ),
+        "trl": Method(of=trl, words="TRL `chunked_divergence`", package="trl"),
+        "liger": Method(of=liger, words="Liger chunked JSD, beta = 1", package="liger-kernel"),
+        "torchtune": Method(of=torchtune, words="torchtune-style chunks"),
+        "checkpointing": Method(of=checkpointed, words="checkpointing per chunk"),
+        "naive exact": Method(of=naive_exact, words="naive exact: all logits, `F.kl_div`"),
+        "naive k3": Method(of=naive_k3, words="naive k3: all logits, `gather`", what="k3"),
+        "cross entropy": Method(
+            of=cross_entropy,
+            words="`F.linear_cross_entropy`, chunked; no q, no KL",
+            what="cross_entropy",
+        ),
+    }
+)
+PACKAGES = tuple(method.package for method in METHODS.values() if method.package)
+
+
+@torch.no_grad()
+def expected(x: Inputs) -> dict[str, float]:
+    """What the values should be, by kleash's own token statistics."""
+    found = token_statistics(*x.models, x.ids)
+    k3 = phi(found.token_logp - found.token_logq)
+    means = {"kl": found.kl_pq, "k3": k3, "cross_entropy": -found.token_logp}
+    return {name: float(of.mean()) for name, of in means.items()}
+
+
+def gradients(x: Inputs, loss: Tensor) -> tuple[Tensor, Tensor]:
+    """In the hidden states and the head of p; takes them off the inputs."""
+    loss.backward()
+    found = x.hidden_p.grad, x.weight_p.grad
+    assert found[0] is not None and found[1] is not None
+    x.forget()
+    return found[0], found[1]
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
