@@ -17,11 +17,13 @@ from kleash.leash.divergence_masks import (
 from kleash.leash.early_stop import EarlyStop
 from kleash.leash.groups import group_advantages, leave_one_out_advantages, whiten
 from kleash.leash.kinds import CONTROLLERS, beta_from_dict
+from kleash.leash.mismatch_record import Mismatch, ProbabilityGaps, SequenceMeans
 from kleash.leash.overoptimisation import Overoptimisation, RewardAt, fit_overoptimisation
 from kleash.leash.pid import PIDBeta
 from kleash.leash.regions import TrustRegion, intersection
 from kleash.leash.rewards import ControlledKL, controlled_kl, measured_kl, sequence_rewards, shape_rewards
 from kleash.leash.schedules import SHAPES, BetaSchedule, TargetSchedule
+from kleash.leash.trainer_engine import mismatch
 from kleash.leash.trust_region import geometric_mask, kl_mask, truncated_weights, window_weights
 
 __all__ = [
@@ -36,9 +38,12 @@ __all__ = [
     "EarlyStop",
     "FixedBeta",
     "Leash",
+    "Mismatch",
     "Overoptimisation",
     "PIDBeta",
+    "ProbabilityGaps",
     "RewardAt",
+    "SequenceMeans",
     "TargetSchedule",
     "TrustRegion",
     "ZieglerBeta",
@@ -58,6 +63,7 @@ __all__ = [
     "kl_mask",
     "leave_one_out_advantages",
     "measured_kl",
+    "mismatch",
     "off_policy_sequence_mask",
     "rewards_to_go",
     "sequence_rewards",
