@@ -8,6 +8,7 @@ from kleash.models.cache import ReferenceCache
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
 from kleash.models.lines import source_path
+from kleash.models.live import at_rest, live_model
 from kleash.models.loading import Loading, load_pair
 from kleash.models.noise import exponentials
 from kleash.models.one_side import load_beside, load_reference
@@ -32,6 +33,7 @@ __all__ = [
     "Sequence",
     "StoredReference",
     "alternatives",
+    "at_rest",
     "compare_tokenizers",
     "count_documents",
     "disagreement",
@@ -43,6 +45,7 @@ __all__ = [
     "hash_tokens",
     "head_tensors",
     "length_batches",
+    "live_model",
     "load_beside",
     "load_pair",
     "load_reference",

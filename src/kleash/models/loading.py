@@ -116,7 +116,7 @@ def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple
         parameters=loaded.parameters,
         vocabulary=0,
         context=getattr(network.config, "max_position_embeddings", None),
-        ends=_ends(network, tokenizer),
+        ends=ends_of(network, tokenizer),
         head=Head(weight=None),
         fingerprint=side.fingerprint(),
         tokenizer=tokenizer,
@@ -126,12 +126,13 @@ def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple
         adapter=loaded.adapter,
     )
     check_rows(model, len(network.get_input_embeddings().weight), "embeddings")
-    anatomy = _anatomy(model)
+    anatomy = anatomy_of(model)
     said = [*loaded.notes, *([anatomy.note] if anatomy.note else [])]
     return replace(model, head=anatomy.head, vocabulary=anatomy.rows), said
 
 
-def _anatomy(model: Model) -> Anatomy:
+def anatomy_of(model: Model) -> Anatomy:
+    """What the network of ``model`` comes apart into, tried on a few tokens."""
     probe = model.tokenizer(" ".join(PROBES), add_special_tokens=False, verbose=False)["input_ids"][:24]
     with model.switched():
         ids = torch.tensor([probe, probe[::-1]], device=model.device)
@@ -193,7 +194,8 @@ def _taken(sides: dict[str, Checkpoint]) -> list[str]:
     return notes
 
 
-def _ends(network: Any, tokenizer: Any) -> tuple[int, ...]:
+def ends_of(network: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which a response ends."""
     generation = getattr(network, "generation_config", None)
     ends = getattr(generation, "eos_token_id", None)
     if ends is None:

@@ -1,0 +1,129 @@
+"""A network in memory, perhaps in training, as a model that can be measured, and left as it was found."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kleash.errors import ModelError
+from kleash.linear import Head
+from kleash.models.loading import DTYPES, anatomy_of, check_rows, ends_of
+from kleash.models.pairs import Model
+
+IN_USE = "the one in use"
+"""Of an adapter: what a PEFT model has active, whatever it is called."""
+
+
+def live_model(
+    network: Any,
+    tokenizer: Any,
+    *,
+    role: str = "policy",
+    adapter: str | None = IN_USE,
+    name: str | None = None,
+) -> Model:
+    """A transformers model that is already in memory, or a PEFT model around one, as one side of a pair.
+
+    Nothing is copied: it is measured with the weights that it has at that moment. An adapter on the
+    output embedding is the exception, which is merged when this is called; so call it anew for each
+    measurement. The network must be in evaluation mode (``at_rest``), since dropout would be measured too.
+
+    Args:
+        network: not wrapped for distribution (``accelerator.unwrap_model``).
+        tokenizer: its own.
+        role: "policy" or "reference", for errors.
+        adapter: of a PEFT model, the name of the adapter that counts; None for its base, all adapters off.
+        name: what it is called in errors and records; the name it was loaded by, if not given.
+
+    Raises:
+        ModelError: if it is no causal language model of text, is in training mode, or is sharded over processes.
+    """
+    adapters = network if hasattr(network, "get_base_model") else None
+    inner = network if adapters is None else adapters.get_base_model()
+    if adapters is None and adapter not in (IN_USE, None):
+        raise ModelError(f"the {role} has no adapter {adapter!r}: it is no PEFT model")
+    if adapters is not None and adapter == IN_USE:
+        adapter = _active(adapters, role)
+    _check_at_rest(inner, role)
+    embedding = inner.get_input_embeddings().weight
+    model = Model(
+        role=role,
+        path=name or getattr(inner.config, "_name_or_path", "") or type(inner).__name__,
+        revision=None,
+        dtype=inner.dtype,
+        device=embedding.device,
+        parameters=sum(p.numel() for p in inner.parameters()),
+        vocabulary=0,
+        context=getattr(inner.config, "max_position_embeddings", None),
+        ends=ends_of(inner, tokenizer),
+        head=Head(weight=None),
+        fingerprint="",
+        tokenizer=tokenizer,
+        network=inner,
+        body=inner.base_model,
+        adapters=adapters,
+        adapter=None if adapters is None else adapter,
+    )
+    check_rows(model, len(embedding), "embeddings")
+    anatomy = anatomy_of(model)
+    return replace(model, head=anatomy.head, vocabulary=anatomy.rows)
+
+
+@contextmanager
+def at_rest(*networks: Any) -> Iterator[None]:
+    """Inside, the networks are in evaluation mode; afterwards everything that training goes by is as before.
+
+    Put back are the mode of every module by itself (some may have been frozen into evaluation on purpose), which
+    adapter is active and which parameters are trained, and the random states of Python, NumPy, and PyTorch on
+    the CPU and on the devices of the networks: a training that was looked at goes on bit for bit as one
+    that was not.
+    """
+    modes = [(module, module.training) for network in networks for module in network.modules()]
+    trained = [(p, p.requires_grad) for network in networks for p in network.parameters()]
+    active = [(n, n.active_adapter) for n in networks if isinstance(getattr(n, "active_adapter", None), str)]
+    devices = {p.device for network in networks for p in network.parameters() if p.device.type == "cuda"}
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what others draw from)
+    with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
+        try:
+            for network in networks:
+                network.eval()
+            yield
+        finally:
+            for network, adapter in active:
+                if network.active_adapter != adapter:
+                    network.set_adapter(adapter)
+            for module, training in modes:
+                module.training = training
+            for parameter, requires_grad in trained:
+                parameter.requires_grad_(requires_grad)
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _active(adapters: Any, role: str) -> str:
+    active = adapters.active_adapter
+    if not isinstance(active, str):
+        raise ModelError(
+            f"the {role} has {len(active)} adapters at work at once; name the one to be measured"
+        )
+    return active
+
+
+def _check_at_rest(network: Any, role: str) -> None:
+    if network.training:
+        raise ModelError(
+            f"the {role} is in training mode, so that dropout would be measured; put it at_rest first"
+        )
+    embedding = network.get_input_embeddings().weight
+    whole = embedding.dim() == 2 and embedding.numel() > 0 and not hasattr(embedding, "device_mesh")
+    if not whole or hasattr(embedding, "ds_id"):
+        raise ModelError(
+            f"the weights of the {role} are sharded over processes, of which each holds a part; a live network is "
+            "measured where every process holds it whole (one process, or DistributedDataParallel)"
+        )
+    if network.dtype not in DTYPES.values():
+        raise ModelError(f"the {role} has weights in {network.dtype}; kleash runs {', '.join(DTYPES)}")

@@ -1,0 +1,126 @@
+"""Networks in memory as models, and training that goes on as if nobody had looked."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_tiny, tiny_adapter
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kleash.errors import ModelError
+from kleash.models import Pair, at_rest, live_model, load_pair, score
+from kleash.models.sequences import Sequence
+
+ANSWERS = [
+    Sequence(
+        prompt_id=0,
+        sample_id=0,
+        prompt_ids=(0, 40, 41),
+        response_ids=(50, 61, 72, 83),
+        prompt_text="",
+        response_text="",
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapter_folder(folder, tmp_path_factory):
+    return tiny_adapter(tmp_path_factory.mktemp("adapter"), folder)
+
+
+@pytest.fixture
+def network(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def adapted(network, adapter_folder):
+    from peft import PeftModel
+
+    with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(network, str(adapter_folder), is_trainable=True)
+
+
+def kl(policy, reference, tokenizer):
+    return score(Pair(policy=policy, reference=reference, tokenizer=tokenizer), ANSWERS)[
+        "kl_policy_reference"
+    ]
+
+
+def test_it_is_measured_with_the_weights_of_the_moment(network, folder, tokenizer):
+    reference = load_pair(str(folder), str(folder)).reference
+    with at_rest(network):
+        before = kl(live_model(network, tokenizer), reference, tokenizer)
+    with torch.no_grad():
+        network.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with at_rest(network):
+        model = live_model(network, tokenizer)
+        after = kl(model, reference, tokenizer)
+    assert (before == 0).all() and (after > 1e-3).all()
+    assert model.path == str(folder) and model.ends == (1,) and model.context == 128
+    assert model.head.weight.data_ptr() == network.lm_head.weight.data_ptr()
+
+
+def test_adapter_on_and_off_agree_with_the_folders(adapted, folder, adapter_folder, tokenizer):
+    pair = load_pair(str(adapter_folder), str(folder))
+    expected = kl(pair.policy, pair.reference, tokenizer)
+    with at_rest(adapted):
+        policy, base = live_model(adapted, tokenizer), live_model(adapted, tokenizer, adapter=None)
+        found = kl(policy, base, tokenizer)
+    assert policy.adapter == "default" and base.adapter is None and (expected > 1e-3).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def everything(network):
+    modes = [module.training for module in network.modules()]
+    trained = [p.requires_grad for p in network.parameters()]
+    return modes, trained
+
+
+def test_everything_is_put_back(adapted, tokenizer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.add_adapter("other", adapted.peft_config["default"])
+    adapted.train()
+    adapted.base_model.model.model.layers[1].eval()
+    next(p for name, p in adapted.named_parameters() if ".default." in name).requires_grad_(False)
+    before = everything(adapted)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+    with pytest.raises(KeyError), at_rest(adapted):
+        assert not any(module.training for module in adapted.modules())
+        kl(
+            live_model(adapted, tokenizer, adapter="other"),
+            live_model(adapted, tokenizer, adapter=None),
+            tokenizer,
+        )
+        assert adapted.active_adapter == "other"
+        torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002
+        raise KeyError
+    assert everything(adapted) == before and adapted.active_adapter == "default"
+    assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_what_cannot_be_measured_is_refused(network, adapted, tokenizer):
+    network.train()
+    with pytest.raises(ModelError, match="training mode"):
+        live_model(network, tokenizer)
+    network.eval()
+    with pytest.raises(ModelError, match="no adapter 'some'"):
+        live_model(network, tokenizer, adapter="some")
+    network.get_input_embeddings().weight.ds_id = 3
+    with pytest.raises(ModelError, match="sharded over processes"):
+        live_model(network, tokenizer)
