@@ -2,7 +2,7 @@
 
 from kleash.linear.api import linear_divergence, linear_kl, log_probabilities, token_statistics
 from kleash.linear.head import Head
-from kleash.linear.options import LinearOptions
+from kleash.linear.options import LinearOptions, Skipped
 from kleash.linear.statistics import TokenStatistics, TokenTerms
 from kleash.linear.training import LinearLoss, linear_divergence_loss, linear_kl_loss, linear_objective
 
@@ -10,6 +10,7 @@ __all__ = [
     "Head",
     "LinearLoss",
     "LinearOptions",
+    "Skipped",
     "TokenStatistics",
     "TokenTerms",
     "linear_divergence",

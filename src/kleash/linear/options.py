@@ -1,10 +1,14 @@
 """How the numbers are computed, which changes their cost and not their meaning."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from kleash.errors import CannotRunError, OptionError
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import OptionError
 from kleash.registry import look_up
 
 IMPLS = MappingProxyType(
@@ -18,14 +22,30 @@ IMPLS = MappingProxyType(
 COMPILE = MappingProxyType({"auto": "where it pays", "always": "or an error", "never": "eager"})
 
 
+class Skipped(NamedTuple):
+    """What ``skip_below`` left out of a gradient, for all tokens in a row.
+
+    With W the weight and h the hidden states of p (of q likewise), what is missing from the gradient in a token's
+    hidden states is no longer than ``left_out_p`` times the longest row of W, and what is missing from the gradient
+    in W no longer, all its numbers taken together, than the sum over the tokens of ``left_out_p`` times h's length.
+    """
+
+    left_out_p: Float[Tensor, " tokens"] | None
+    """Sizes of all entries left out of the gradient in p's ``hidden W^T``, added up, in nats; of the token's
+    loss, or of its value where what comes in for it is not known yet. None if no product was needed."""
+    left_out_q: Float[Tensor, " tokens"] | None
+    """The same for q."""
+    multiplied: float
+    """The share of the entries that were multiplied, with hidden states and weight; 1 is all of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearOptions:
     """Implementation, memory and compilation of the functions that start from hidden states.
 
     Raises:
         UnknownNameError: if there is no such implementation or way to compile.
-        OptionError: if ``buffer_bytes`` is not positive.
-        CannotRunError: if this version lacks what was asked for.
+        OptionError: if ``buffer_bytes`` is not positive, or ``skip_below`` not a share below 1.
     """
 
     impl: str = "auto"
@@ -37,7 +57,11 @@ class LinearOptions:
     """Whether the elementwise core of the values is compiled, which takes about 10 seconds in a process:
     auto does so if a C++ compiler is there and this call alone has enough work to win that back."""
     skip_below: float = 0.0
-    """Leave out vocabulary tiles whose mass is below this; only 0, nothing left out, is possible yet."""
+    """Share of a token's gradient in the logits, by the sum of its entries' sizes, that may be left out of the
+    products with weight and hidden states: its smallest entries, nearly as many as fit. Values stay exact.
+    0 leaves nothing out. Only chunked can: triton and reference refuse."""
+    report: Callable[[Skipped], None] | None = None
+    """Called with what each gradient left out, if ``skip_below`` is above 0."""
 
     def __post_init__(self) -> None:
         """Refuse what means nothing or is not here yet."""
@@ -47,5 +71,5 @@ class LinearOptions:
         look_up(COMPILE, str(self.compile), "way to compile")
         if self.buffer_bytes <= 0:
             raise OptionError(f"buffer_bytes is {self.buffer_bytes}; give the chunks at least one byte")
-        if self.skip_below != 0.0:
-            raise CannotRunError(f"skip_below={self.skip_below} cannot be done yet; leave it at 0")
+        if not 0.0 <= self.skip_below < 1.0:
+            raise OptionError(f"skip_below is a share from 0 to below 1, not {self.skip_below}")

@@ -19,17 +19,23 @@ Given: TypeAlias = tuple[Any, ...]
 """The arguments that all operations begin with."""
 COMMON = (
     "Tensor hidden_p, Tensor? weight_p, Tensor? bias_p, Tensor hidden_q, Tensor? weight_q, Tensor? bias_q, "
-    "Tensor? temperatures, float[] numbers, bool[] shared, str impl, int buffer_bytes, str compile"
+    "Tensor? temperatures, float[] numbers, bool[] shared, str impl, int buffer_bytes, str compile, float skip_below"
 )
-COUNT = 12
+COUNT = 13
 DEFAULT = LinearOptions()
 
 
 def given(
     p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor, options: LinearOptions | None
 ) -> Given:
-    """Two models and the options, taken apart."""
+    """Two models and the options, taken apart.
+
+    Raises:
+        CannotRunError: if they have a function in them, which no compiled graph could call.
+    """
     options = DEFAULT if options is None else options
+    if options.report is not None:
+        raise CannotRunError("inside torch.compile nothing can be reported; leave report out of the options")
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     shared = [hidden_p is hidden_q, head_p.weight is head_q.weight, head_p.bias is head_q.bias]
     head_p, head_q = gathered(head_p, head_q)
@@ -39,17 +45,17 @@ def given(
         temperature if isinstance(temperature, Tensor) else None,
         [number, head_p.scale, head_p.softcap or 0.0, head_q.scale, head_q.softcap or 0.0],
         shared,
-        *(options.impl, options.buffer_bytes, str(options.compile)),
+        *(options.impl, options.buffer_bytes, str(options.compile), options.skip_below),
     )
 
 
 def together(given: Given, record: Divergence | None = None) -> tuple[Pair, LinearOptions, Any]:
     """The two models, the options, and the implementation."""
-    hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile = given
+    hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile, skip_below = given
     number, scale_p, softcap_p, scale_q, softcap_q = numbers
     head_p = Head(wp, bp, scale=scale_p, softcap=softcap_p or None)
     head_q = Head(wp if shared[1] else wq, bp if shared[2] else bq, scale=scale_q, softcap=softcap_q or None)
-    options = LinearOptions(impl=impl, buffer_bytes=buffer_bytes, compile=compile)
+    options = LinearOptions(impl=impl, buffer_bytes=buffer_bytes, compile=compile, skip_below=skip_below)
     temperature = number if temperatures is None else temperatures
     pair = checked_pair((hp, head_p), (hp if shared[0] else hq, head_q), temperature)
     return pair, options, implementation(options, pair, record)

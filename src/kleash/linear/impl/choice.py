@@ -18,8 +18,12 @@ def chosen(options: LinearOptions, pair: Pair, record: Divergence | None) -> str
     """The name of the module that does it; ``record`` is None where no divergence is chosen.
 
     Raises:
-        CannotRunError: if triton is asked for by its name and cannot.
+        CannotRunError: if triton or reference is asked for by its name and cannot.
     """
+    if options.impl == "reference" and options.skip_below != 0.0:
+        raise CannotRunError(
+            f"impl='reference' leaves nothing out and skip_below is {options.skip_below}; ask for 'chunked'"
+        )
     if options.impl not in ("auto", "triton"):
         return options.impl
     if options.impl == "auto" and pair.p.hidden.device.type != "cuda":

@@ -16,6 +16,7 @@ from kleash.linear.impl.project import into_hidden, into_weight_, narrow, pull_b
 from kleash.linear.impl.record_rows import ROOMS as RECORD_ROOMS
 from kleash.linear.impl.record_rows import plain_rows, record_gradient_rows
 from kleash.linear.impl.results import Formed, Needed
+from kleash.linear.impl.skipping import Cutter, flipped, tell
 from kleash.linear.options import LinearOptions
 
 Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[Sums, Sums]"], Tensor]
@@ -24,13 +25,20 @@ Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor 
 """From a few rows of both logits, their weights, and whether q's are a difference, to each row's value and
 the gradients of ``weight value`` in both logits. It may not write where the logits are."""
 REVERSE_KL = DIVERGENCES["reverse_kl"]
+WHOLE = LinearOptions()
 
 
 class Sums:
     """The gradients of one model's tensors, while they are being added up."""
 
     def __init__(
-        self, model: OneModel, needed: Needed, weight: Tensor | None = None, *, wide: bool = False
+        self,
+        model: OneModel,
+        needed: Needed,
+        options: LinearOptions,
+        weight: Tensor | None = None,
+        *,
+        wide: bool = False,
     ) -> None:
         """Zeros where a gradient is needed; ``weight`` is a sum to go on with; ``wide`` forbids bfloat16."""
 
@@ -42,6 +50,8 @@ class Sums:
         self.hidden = zeros(model.hidden, needed[0], model.hidden.dtype)
         self.weight = zeros(model.head.weight, needed[1], model.dtype) if weight is None else weight
         self.bias = zeros(model.head.bias, needed[2], model.dtype)
+        multiplied = model.head.weight is not None and any(needed[:2])
+        self.cutter = Cutter(options, model) if options.skip_below and multiplied else None
 
     def room(self, z: Float[Tensor, "chunk vocab"]) -> Float[Tensor, "chunk vocab"]:
         """Where a chunk's gradient is put: where its logits are, as narrow as may be."""
@@ -51,13 +61,15 @@ class Sums:
         return z.view(torch.bfloat16).flatten()[: z.numel()].view(z.shape)
 
     def add(self, where: Where, gradient: Float[Tensor, "chunk vocab"], hidden: Tensor, tile: int) -> None:
-        """Take in the gradient in a chunk's ``hidden W^T + bias``."""
+        """Take in the gradient in a chunk's ``hidden W^T + bias``; of its products only what counts."""
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
+        if self.cutter is not None and self.cutter.add_(where, gradient, hidden, (self.hidden, self.weight)):
+            return
         if self.hidden is not None:
             self.hidden[where] = into_hidden(gradient, self.model, tile).to(self.hidden.dtype)
         if self.weight is not None:
             into_weight_(self.weight, gradient, hidden, tile)
-        if self.bias is not None:
-            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
     @property
     def done(self) -> tuple[Tensor | None, ...]:
@@ -67,14 +79,14 @@ class Sums:
         return tuple(None if s is None or x is None else s.to(x.dtype) for s, x in pairs)
 
 
-def both_sums(pair: Pair, needed: Needed) -> tuple[Sums, Sums]:
+def both_sums(pair: Pair, needed: Needed, options: LinearOptions = WHOLE) -> tuple[Sums, Sums]:
     """For p and for q; one weight that is both heads' is summed once, as p's.
 
     In float32 then: what the two sides add to it nearly cancels where they nearly agree.
     """
     one = pair.p.head.weight is pair.q.head.weight and needed[1] and needed[4]
-    sums_p = Sums(pair.p, needed[:3], wide=one)
-    return sums_p, Sums(pair.q, needed[3:], sums_p.weight if one else None, wide=one)
+    sums_p = Sums(pair.p, needed[:3], options, wide=one)
+    return sums_p, Sums(pair.q, needed[3:], options, sums_p.weight if one else None, wide=one)
 
 
 def gradients(
@@ -82,7 +94,7 @@ def gradients(
 ) -> Formed:
     """The divergence of each token, and the gradient of ``sum weights D``."""
     if record == REVERSE_KL:
-        formed = gradients(pair.swapped, KL, weights, needed[3:] + needed[:3], options)
+        formed = gradients(pair.swapped, KL, weights, needed[3:] + needed[:3], flipped(options))
         return Formed(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
     needs = any(needed[:3]), any(needed[3:])
 
@@ -91,7 +103,7 @@ def gradients(
         step = kl_step(pair, cut, options, needs) if record == KL else record_step(record, needs)
         return cut, lambda chunk, weights, sums: in_place(chunk, step, weights, cut, sums)
 
-    return formed_by(pair, weights, needed, begin, apart=record == KL)
+    return formed_by(pair, weights, needed, begin, apart=record == KL, options=options)
 
 
 def formed_by(
@@ -101,6 +113,7 @@ def formed_by(
     begin: Callable[[int], tuple[Plan, Turn]],
     *,
     apart: bool,
+    options: LinearOptions = WHOLE,
 ) -> Formed:
     """What ``begin`` makes of each chunk, for so many tokens as are read; sums of weights in float32.
 
@@ -110,10 +123,11 @@ def formed_by(
     read = weights != 0
     positions = None if bool(read.all()) else read.nonzero()[:, 0]
     cut, turn = begin(pair.tokens if positions is None else len(positions))
-    sums = both_sums(pair, needed)
+    sums = both_sums(pair, needed, options)
     per_token = torch.zeros_like(weights)
     for chunk in chunks(pair, cut, positions=positions, apart=apart):
         per_token[chunk.where] = turn(chunk, weights[chunk.where], sums)
+    tell(options, needed, (sums[0].cutter, sums[1].cutter))
     return Formed(per_token, sums[0].done + sums[1].done)
 
 

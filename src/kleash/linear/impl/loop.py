@@ -42,6 +42,8 @@ def plan(pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = No
     """
     tokens = pair.tokens if tokens is None else tokens
     size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
+    if options.skip_below:
+        budget -= options.buffer_bytes // 4
     rows = max(1, min(ROW_BLOCK // words, budget // 4 // (rooms * words * size)))
     budget -= rows * rooms * words * size
     tile = 1

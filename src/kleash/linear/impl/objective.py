@@ -22,6 +22,7 @@ from kleash.linear.impl.project import normalised, pull_back_
 from kleash.linear.impl.reference import terms_of_logits
 from kleash.linear.impl.results import Judged, Needed, Objective, asked, combined
 from kleash.linear.impl.rows import LOG2_E, Room
+from kleash.linear.impl.skipping import tell
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
 
@@ -71,7 +72,7 @@ def judged(
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
     cut = plan(pair, options, lean.ROOMS + 1)
     fast = in_room(terms_rows, pair, cut, options)
-    sums = both_sums(pair, needed)
+    sums = both_sums(pair, needed, options)
     dtype, device = pair.p.dtype, pair.p.hidden.device
     loss = torch.zeros((), dtype=dtype, device=device)
     found = TokenTerms(*(torch.empty(pair.tokens, dtype=dtype, device=device) for _ in TokenTerms._fields))
@@ -89,6 +90,7 @@ def judged(
         loss += part
         if any(needed):
             turn_(chunk, ids, known, coefficients, cut, sums)
+    tell(options, needed, (sums[0].cutter, sums[1].cutter))
     return Judged(loss, found, sums[0].done + sums[1].done)
 
 
