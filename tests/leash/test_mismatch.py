@@ -1,0 +1,180 @@
+"""Trainer against engine, on a batch in which every sequence is as frequent as it is probable."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import rel_entr
+from scipy.stats import pearsonr
+
+from kleash.divergences.enumeration import MarkovModel, every_sequence
+from kleash.errors import OptionError, ShapeError
+from kleash.leash import Mismatch, mismatch
+
+NAN, INF = float("nan"), float("inf")
+STEPS, ROWS = 3, 64
+ENGINE = MarkovModel(
+    first=torch.tensor([2.0, 1, 1]).double().div(4).log(),
+    then=torch.tensor([[1.0, 1, 2], [2, 1, 1], [1, 2, 1]]).double().div(4).log(),
+)
+TRAINER = ENGINE.moved(0, apart=0.4)
+EACH = every_sequence(3, STEPS)
+TIMES = (ROWS * ENGINE.token_logp(EACH).sum(-1).exp()).round().long()
+DRAWN = EACH.repeat_interleave(TIMES, dim=0)
+ALL = torch.ones(DRAWN.shape, dtype=torch.bool)
+
+
+def sides():
+    return TRAINER.token_logp(DRAWN), ENGINE.token_logp(DRAWN)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return mismatch(*sides(), ALL)
+
+
+def along_the_prefixes(of_pair):
+    """Mean over steps of a divergence of (engine, trainer), at prefixes as the engine draws them."""
+    engine, trainer = (model.next_logp(DRAWN).exp().numpy() for model in (ENGINE, TRAINER))
+    return of_pair(engine, trainer).sum(-1).mean()
+
+
+def test_the_batch_is_the_engines_distribution():
+    assert len(DRAWN) == ROWS and TIMES.min() == 1
+
+
+def test_each_mean_is_the_divergence_it_is_called(found):
+    expected = {
+        "kl_engine_trainer": along_the_prefixes(rel_entr),
+        "kl_engine_trainer_k1": along_the_prefixes(rel_entr),
+        "kl_trainer_engine": along_the_prefixes(lambda e, t: rel_entr(t, e)),
+        "jensen_shannon": along_the_prefixes(
+            lambda e, t: (rel_entr(e, (e + t) / 2) + rel_entr(t, (e + t) / 2)) / 2
+        ),
+        "chi_squared": along_the_prefixes(lambda e, t: (t - e) ** 2 / e),
+        "mean_weight": 1.0,
+        "sequence_mean_weight": 1.0,
+    }
+    for name, value in expected.items():
+        assert getattr(found, name).value == pytest.approx(value, rel=1e-12), name
+    apart = expected["kl_engine_trainer"] / expected["kl_trainer_engine"]
+    assert abs(apart - 1) > 0.02, "so alike that a wrong direction would not be seen"
+
+
+def test_whole_sequences(found):
+    engine, trainer = (model.token_logp(EACH).sum(-1).exp().numpy() for model in (ENGINE, TRAINER))
+    assert found.sequence_kl_engine_trainer.value == pytest.approx(rel_entr(engine, trainer).sum())
+    chi_squared = ((trainer - engine) ** 2 / engine).sum()
+    assert found.sequence_chi_squared.value == pytest.approx(chi_squared)
+    assert found.effective_sequences == pytest.approx(ROWS / (1 + chi_squared))
+    assert found.effective_sample_size == pytest.approx(ROWS * STEPS / (1 + found.chi_squared.value))
+    assert (found.tokens, found.sequences, found.ruled_out) == (ROWS * STEPS, ROWS, 0)
+
+
+def test_k3_the_other_way_up_is_neither_kl(found):
+    """exp(-u) for exp(u): a mean over the engine's tokens that is read as KL(trainer || engine) at times."""
+    trainer, engine = sides()
+    wrong = (torch.expm1(engine - trainer) + (trainer - engine)).mean().item()
+    for right in (found.kl_engine_trainer.value, found.kl_trainer_engine.value):
+        assert abs(wrong / right - 1) > 0.05
+
+
+def test_perplexities_and_probabilities(found):
+    trainer, engine = (x.numpy() for x in sides())
+    assert found.perplexity_trainer.value == pytest.approx(np.exp(-trainer.mean()))
+    assert found.perplexity_engine.value == pytest.approx(np.exp(-engine.mean()))
+    assert found.perplexity_ratio.value == pytest.approx(np.exp((engine - trainer).mean()))
+    means, gap = found.over_sequences, (engine - trainer).mean(-1)
+    assert means.perplexity_trainer == pytest.approx(np.exp(-trainer.mean(-1)).mean())
+    assert means.perplexity_engine == pytest.approx(np.exp(-engine.mean(-1)).mean())
+    assert means.perplexity_ratio == pytest.approx(np.exp(gap).mean())
+    assert means.log_perplexity_gap == pytest.approx(gap.mean())
+    assert (means.largest_gap, means.least_gap) == pytest.approx((gap.max(), gap.min()))
+    assert means.absolute_gap == pytest.approx(abs(gap).mean())
+    apart = abs(np.exp(trainer) - np.exp(engine))
+    pearson = pearsonr(np.exp(trainer).ravel(), np.exp(engine).ravel()).statistic
+    assert found.probabilities == pytest.approx((pearson, apart.max(), apart.mean(), apart.std(ddof=1)))
+    assert found.largest_log_ratio == pytest.approx(abs(trainer - engine).max())
+
+
+def test_the_error_is_that_of_the_sequences_or_of_the_prompts(found):
+    """sqrt(C / (C - 1) sum of squared residuals) / total, by hand."""
+    u = (sides()[1] - sides()[0]).numpy()
+
+    def error(groups):
+        sums, counts = u.reshape(groups, -1).sum(-1), np.full(groups, u.size / groups)
+        residual = sums - u.mean() * counts
+        return math.sqrt(groups / (groups - 1) * (residual**2).sum()) / u.size
+
+    assert found.kl_engine_trainer_k1.standard_error == pytest.approx(error(ROWS))
+    assert found.kl_engine_trainer_k1.clusters == ROWS
+    grouped = mismatch(*sides(), ALL, prompts=torch.arange(ROWS) // 2 * 7)
+    assert grouped.kl_engine_trainer_k1.standard_error == pytest.approx(error(ROWS // 2))
+    assert grouped.sequence_chi_squared.clusters == ROWS // 2
+    assert found.kl_engine_trainer.ci95[0] > 0 and found.perplexity_ratio.ci95[1] > 1
+
+
+def test_one_model_against_itself_is_exactly_nothing():
+    engine = ENGINE.token_logp(DRAWN).float()
+    same = mismatch(engine, engine, ALL)
+    for name in ("kl_engine_trainer", "kl_engine_trainer_k1", "kl_trainer_engine", "jensen_shannon"):
+        assert (getattr(same, name).value, getattr(same, name).standard_error) == (0.0, 0.0)
+    assert same.chi_squared.value == 0 and same.sequence_chi_squared.value == 0
+    assert same.perplexity_ratio.value == 1 and same.effective_sample_size == pytest.approx(ROWS * STEPS)
+    assert same.probabilities.pearson == pytest.approx(1)
+
+
+def test_what_is_masked_is_not_read_and_an_empty_sequence_is_none():
+    trainer, engine = sides()
+    mask = torch.ones(ROWS, STEPS, dtype=torch.long)
+    mask[:, 2], mask[5] = 0, 0
+    rows = [i for i in range(ROWS) if i != 5]
+    short = mismatch(trainer[rows, :2], engine[rows, :2], ALL[rows, :2])
+    hidden = mismatch(trainer.where(mask == 1, NAN), engine.where(mask == 1, INF), mask)
+    assert hidden.effective_sample_size == pytest.approx(short.effective_sample_size)
+    assert replace(hidden, effective_sample_size=short.effective_sample_size) == short
+    assert isinstance(short, Mismatch) and hidden.sequences == ROWS - 1
+
+
+def test_impossible_and_unknown_tokens():
+    trainer, engine = sides()
+    trainer[3, 1] = -INF
+    found = mismatch(trainer, engine, ALL)
+    assert found.kl_engine_trainer.value == INF and found.ruled_out == 1
+    assert math.isfinite(found.kl_trainer_engine.value) and math.isfinite(found.jensen_shannon.value)
+    assert found.chi_squared.value < 1 and found.effective_sequences < ROWS
+    assert found.perplexity_trainer.value == INF and found.kl_engine_trainer.doubts
+    trainer[3, 1] = NAN
+    unknown = mismatch(trainer, engine, ALL)
+    for name in ("kl_engine_trainer", "kl_trainer_engine", "jensen_shannon", "chi_squared"):
+        assert math.isnan(getattr(unknown, name).value) and getattr(unknown, name).doubts
+    assert math.isnan(unknown.probabilities.pearson) and math.isnan(unknown.largest_log_ratio)
+
+
+def test_over_nothing_everything_is_nan():
+    nothing = torch.zeros(2, 3)
+    for given in ((nothing, nothing, nothing.bool()), (nothing[:0],) * 2 + (ALL[:0],)):
+        found = mismatch(*given)
+        assert math.isnan(found.kl_engine_trainer.value) and math.isnan(found.effective_sample_size)
+        assert math.isnan(found.over_sequences.largest_gap) and found.sequences == 0
+    alone = mismatch(nothing[:1, :1] - 1, nothing[:1, :1] - 2, ALL[:1, :1])
+    assert alone.kl_engine_trainer.value > 0 and math.isnan(alone.probabilities.pearson)
+
+
+def test_half_precision_is_read_as_it_is_and_gradients_do_not_matter():
+    trainer, engine = (x.bfloat16().requires_grad_() for x in sides())
+    exact = mismatch(trainer.detach().double(), engine.detach().double(), ALL)
+    assert mismatch(trainer, engine, ALL) == exact
+
+
+def test_what_means_nothing_is_refused(found, unhooked):
+    with pytest.raises(OptionError, match="'verl'"):
+        found.renamed("trl")
+    trainer, engine = sides()
+    for wrong in ((trainer[:1], engine, ALL), (trainer, engine, ALL[:, :1]), (trainer[0], engine[0], ALL[0])):
+        with pytest.raises(ShapeError, match=r"\[batch, time\]"):
+            mismatch(*wrong)
+    with pytest.raises(ShapeError, match="label for each"):
+        mismatch(trainer, engine, ALL, prompts=torch.arange(3))

@@ -1,0 +1,79 @@
+"""verl's own metrics, by its own functions: where ours are the same, and where they are not."""
+
+import math
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kleash.leash import mismatch
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def verl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+        helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
+        debug = pytest.importorskip("verl.utils.debug.metrics")
+    return SimpleNamespace(offpolicy=helper.compute_offpolicy_metrics, debug=debug.calculate_debug_metrics)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(6)
+    engine = -3 * torch.rand(40, 7, generator=generator)
+    trainer = (engine + 0.3 * torch.randn(40, 7, generator=generator)).clamp(max=0)
+    mask = torch.arange(7) < torch.randint(1, 8, (40, 1), generator=generator)
+    return trainer, engine, mask
+
+
+def test_every_metric_under_its_name(verl):
+    trainer, engine, mask = batch()
+    given = {"rollout_log_probs": engine, "old_log_probs": trainer, "response_mask": mask.long()}
+    theirs = {f"rollout_corr/{k}": v for k, v in verl.offpolicy(trainer, engine, mask.long()).items()}
+    theirs |= verl.debug(SimpleNamespace(batch=given | {"responses": mask}))
+    assert theirs.pop("training/rollout_probs_diff_valid") == 1
+    ours = mismatch(trainer, engine, mask).renamed("verl")
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    assert set(ours) == set(theirs)
+
+
+def test_a_sequence_without_tokens_is_counted_by_verl_as_one_of_perplexity_1(verl):
+    trainer, engine, mask = batch()
+    emptied = mask.clone()
+    emptied[:20] = False
+    theirs = verl.offpolicy(trainer, engine, emptied.long())
+    of_the_rest = verl.offpolicy(trainer[20:], engine[20:], mask[20:].long())
+    for name in ("training_ppl", "rollout_ppl", "ppl_ratio"):
+        assert theirs[name] == pytest.approx((of_the_rest[name] + 1) / 2, rel=1e-4)
+    assert theirs["chi2_seq"] == pytest.approx(of_the_rest["chi2_seq"] / 2, rel=1e-3)
+    ours = mismatch(trainer, engine, emptied).renamed("verl")
+    for name, value in of_the_rest.items():
+        assert ours[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
+
+
+def test_log_ratios_beyond_20_nats_are_cut_by_verl(verl):
+    engine, trainer = torch.tensor([[-25.0], [-1.0]]), torch.tensor([[-1.0], [-1.0]])
+    mask = torch.ones(2, 1, dtype=torch.long)
+    ours = mismatch(trainer, engine, mask).renamed("verl")["rollout_corr/chi2_seq"]
+    assert ours == pytest.approx((math.exp(48) + 1) / 2 - 1)
+    assert verl.offpolicy(trainer, engine, mask)["chi2_seq"] == pytest.approx((math.exp(40) + 1) / 2 - 1)
+
+
+def test_chi_squared_in_verls_form_is_negative_at_times_and_the_variance_is_not(verl):
+    trainer, engine = torch.tensor([[-1.5, -1.4]]), torch.tensor([[-1.0, -1.0]])
+    mask = torch.ones(1, 2, dtype=torch.long)
+    assert verl.offpolicy(trainer, engine, mask)["chi2_token"] < -0.5
+    assert mismatch(trainer, engine, mask).chi_squared.value > 0.1
+
+
+def test_verls_kl_is_of_rollout_against_training(verl):
+    trainer, engine = torch.tensor([[-2.0]]), torch.tensor([[-1.0]])
+    mask = torch.ones(1, 1, dtype=torch.long)
+    theirs = verl.offpolicy(trainer, engine, mask)
+    found = mismatch(trainer, engine, mask)
+    assert theirs["kl"] == pytest.approx(1.0) == pytest.approx(found.kl_engine_trainer_k1.value)
+    assert theirs["k3_kl"] == pytest.approx(math.exp(-1)) == pytest.approx(found.kl_engine_trainer.value)
+    assert found.kl_trainer_engine.value == pytest.approx(1 - 2 * math.exp(-1))
