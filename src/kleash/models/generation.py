@@ -133,6 +133,7 @@ class _Row:
             logp_sampled=np.asarray(self.logp, dtype=np.float32),
             prompt_hash=self.prompt.prompt_hash,
             where=self.prompt.where,
+            messages=self.prompt.messages,
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -28,9 +29,33 @@ def read_prompts(name: str, pair: Pair, *, limit: int | None = None) -> list[Pro
             there is no prompt at all.
     """
     path = source_path(name)
+    prompts = _prompts(islice(json_lines(path) if is_jsonl(path) else plain_lines(path), limit), pair)
+    if not prompts:
+        raise SourceError(f"{name} holds no prompt, only blank lines")
+    return prompts
+
+
+def prompts_of(given: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
+    """Prompts that are at hand: texts, or lists of messages; tokenised as ``read_prompts`` does it.
+
+    Raises:
+        SourceError: as ``read_prompts``.
+    """
+    lines = [
+        Line(number=number, where=f"prompt {number}", text=one)
+        if isinstance(one, str)
+        else Line(number=number, where=f"prompt {number}", text="", record={"messages": one})
+        for number, one in enumerate(given, start=1)
+    ]
+    if not lines:
+        raise SourceError("there is no prompt among those given")
+    return _prompts(lines, pair)
+
+
+def _prompts(lines: Iterable[Line], pair: Pair) -> list[Prompt]:
     copies: Counter[str] = Counter()
     prompts: list[Prompt] = []
-    for line in islice(json_lines(path) if is_jsonl(path) else plain_lines(path), limit):
+    for line in lines:
         token_ids, text = prompt_tokens(line, pair)
         check_length(line, "prompt", len(token_ids), pair)
         key = hash_tokens(token_ids)
@@ -42,11 +67,10 @@ def read_prompts(name: str, pair: Pair, *, limit: int | None = None) -> list[Pro
                 prompt_hash=key,
                 copy=copies[key],
                 where=line.where,
+                messages=_messages(line),
             )
         )
         copies[key] += 1
-    if not prompts:
-        raise SourceError(f"{name} holds no prompt, only blank lines")
     return prompts
 
 
@@ -126,6 +150,13 @@ def _from_text(line: Line, text: str, tokenizer: Any) -> tuple[int, ...]:
     if not token_ids:
         raise SourceError(f"{line.where}: the prompt {shorten(text)} has no tokens")
     return tuple(token_ids)
+
+
+def _messages(line: Line) -> tuple[dict[str, Any], ...] | None:
+    """The messages that a prompt is made from, if it is."""
+    given = (line.record or {}).get("messages")
+    from_ids = (line.record or {}).get("prompt_token_ids") is not None
+    return None if given is None or from_ids else tuple(given)
 
 
 def _from_messages(line: Line, messages: list[Any], tokenizer: Any) -> tuple[tuple[int, ...], str]:

@@ -1,7 +1,9 @@
 """What is asked and what was answered, as token ids: the records between sources, generation and scoring."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -21,6 +23,8 @@ class Prompt:
     """How many prompts of the same tokens came before it: a further copy draws further samples."""
     where: str = ""
     """File and line, for errors."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """What the text was made from, where that was messages."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,6 +51,8 @@ class Sequence:
     """Whether its tokens came from text, and so may not be those that were drawn."""
     where: str = ""
     """File and line, for errors."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """What the prompt was made from, where that was messages; known of what was generated here."""
 
     @property
     def read(self) -> int:

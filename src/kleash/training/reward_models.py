@@ -1,0 +1,130 @@
+"""Reward models: sequence classification with one label, out of a folder."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kleash.errors import CannotRunError, ModelError
+from kleash.extras import need
+from kleash.models import find_checkpoint, length_batches
+from kleash.models.loading import dtype_of, place_of
+from kleash.models.networks import load_tokenizer
+from kleash.models.quiet import first_line, quiet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialogue:
+    """A prompt and the response to it, as texts."""
+
+    prompt: str
+    """What the policy read, its chat template included."""
+    response: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """What the prompt was made from, where it was messages."""
+    name: str = ""
+    """How errors call it."""
+
+
+def load_reward_model(
+    name: str, *, device: str = "auto", dtype: str = "auto", batch_tokens: int = 4096
+) -> Callable[[Sequence[Dialogue]], list[float]]:
+    """The scores of a sequence-classification model with one label.
+
+    A prompt of messages is written with the model's own chat template, the response as the assistant's; a plain
+    prompt and its response are one text, and so are messages where the model has no template. The model's own
+    tokenizer cuts them. Weights come from safetensors alone, and no code of the checkpoint's runs.
+
+    Args:
+        name: folder, hub id, or an adapter's folder.
+        device: "auto" is the first GPU, or else the CPU.
+        dtype: "auto" is float32 on a CPU and the checkpoint's own on an accelerator.
+        batch_tokens: tokens that go through it at once, padding counted.
+
+    Raises:
+        ModelError: if it cannot be loaded whole, or has another number of labels than one.
+    """
+    model = _load(name, device, dtype)
+    return lambda dialogues: model.scores(dialogues, batch_tokens)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _RewardModel:
+    name: str
+    network: Any
+    tokenizer: Any
+
+    @property
+    def context(self) -> int | None:
+        return getattr(self.network.config, "max_position_embeddings", None)
+
+    @torch.inference_mode()
+    def scores(self, dialogues: Sequence[Dialogue], batch_tokens: int) -> list[float]:
+        texts = [self._tokens(dialogue) for dialogue in dialogues]
+        lengths = [len(text) for text in texts]
+        padding = self.network.config.pad_token_id
+        scores = [0.0] * len(texts)
+        for batch in length_batches(lengths, batch_tokens, rows=1 if padding is None else len(texts)):
+            longest = max(lengths[at] for at in batch)
+            ids = torch.full((len(batch), longest), 0 if padding is None else padding)
+            mask = torch.zeros_like(ids)
+            for row, at in enumerate(batch):
+                ids[row, : lengths[at]] = torch.tensor(texts[at])
+                mask[row, : lengths[at]] = 1
+            place = self.network.device
+            logits = self.network(input_ids=ids.to(place), attention_mask=mask.to(place)).logits
+            for at, score in zip(batch, logits[:, 0].tolist(), strict=True):
+                scores[at] = score
+        return scores
+
+    def _tokens(self, dialogue: Dialogue) -> list[int]:
+        if dialogue.messages is not None and getattr(self.tokenizer, "chat_template", None):
+            messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
+            text, special = self.tokenizer.apply_chat_template(messages, tokenize=False), False
+        else:
+            text, special = dialogue.prompt + dialogue.response, True
+        tokens = list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        if self.context is not None and len(tokens) > self.context:
+            raise CannotRunError(
+                f"the reward model {self.name} reads at most {self.context} tokens and {dialogue.name} has "
+                f"{len(tokens)}; lower --max-new-tokens, or take shorter prompts"
+            )
+        if not tokens:
+            raise CannotRunError(
+                f"the tokenizer of the reward model {self.name} makes nothing of {dialogue.name}"
+            )
+        return tokens
+
+
+def _load(name: str, device: str, dtype: str) -> _RewardModel:
+    transformers = need("transformers", "models")
+    side = find_checkpoint(name)
+    what = f"the reward model {name}"
+    if side.adapter is not None:
+        raise ModelError(f"{what} is an adapter; merge it into its base, and save that")
+    place = place_of(device, None)
+    with quiet():
+        tokenizer = load_tokenizer(side, "reward model", False)
+        try:
+            network, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+                side.folder,
+                dtype=dtype_of(dtype, place),
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{what} cannot be loaded: {first_line(error)}") from error
+    missing = sorted([*report["missing_keys"], *(str(key) for key in report.get("mismatched_keys", ()))])
+    if missing:
+        raise ModelError(
+            f"{what} lacks {len(missing)} of its weights, which would be random: {', '.join(missing[:3])}; give a "
+            "model that was trained for sequence classification"
+        )
+    if network.config.num_labels != 1:
+        raise ModelError(
+            f"{what} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
+        )
+    network.to(place).eval()
+    return _RewardModel(name=name, network=network, tokenizer=tokenizer)
