@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
+from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.lean import faint_kl
 from kleash.linear.impl.record_rows import plain_rows
 from kleash.linear.impl.reference import divergence_of_logits
@@ -13,41 +14,41 @@ from kleash.linear.impl.rows import gradient_rows, kl_rows
 KL = DIVERGENCES["kl"]
 
 
-def careful_kl(zp: Tensor, zq: Tensor, *, apart: bool = False) -> tuple[Tensor]:
+def careful_kl(zp: Tensor, zq: Tensor, *, apart: bool = False, across: Alone = ALONE) -> tuple[Tensor]:
     """By phi where the two nearly agree, else by the steady core, and where that fails by the specification."""
-    kl = faint_kl(zp, zq, apart)
-    far = ~(kl < 1)
-    if far.any():
+    kl = faint_kl(zp, zq, apart, across)
+    for far in across.parts(~(kl < 1)):
         ours, theirs = zp[far], zp[far] + zq[far] if apart else zq[far]
-        (steady,) = kl_rows(ours, theirs)
-        rare = ~steady.isfinite()
-        if rare.any():
-            steady[rare] = divergence_of_logits(KL, ours[rare], theirs[rare])
+        (steady,) = kl_rows(ours, theirs, across=across)
+        for rare in across.parts(~steady.isfinite()):
+            steady[rare] = divergence_of_logits(KL, ours[rare], theirs[rare], across)
         kl[far] = steady
     return (kl,)
 
 
 def careful_gradient_(
-    found: tuple[Tensor | None, ...], zp: Tensor, zq: Tensor, weight: Float[Tensor, " rows"], apart: bool
+    found: tuple[Tensor | None, ...],
+    zp: Tensor,
+    zq: Tensor,
+    weight: Float[Tensor, " rows"],
+    apart: bool,
+    across: Alone = ALONE,
 ) -> None:
     """Mend what the fast core found: values of rows too near, values and gradients of the others."""
     value = found[0]
     assert value is not None
-    near = value == -torch.inf
-    if near.any():
-        value[near] = faint_kl(zp[near], zq[near], apart)
-    rare = ~value.isfinite()
-    if rare.any():
+    for near in across.parts(value == -torch.inf):
+        value[near] = faint_kl(zp[near], zq[near], apart, across)
+    for rare in across.parts(~value.isfinite()):
         theirs = zp[rare] + zq[rare] if apart else zq[rare]
-        replace_(found, rare, steady(zp[rare], theirs, weight[rare]))
+        replace_(found, rare, steady(zp[rare], theirs, weight[rare], across))
 
 
-def steady(zp: Tensor, zq: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+def steady(zp: Tensor, zq: Tensor, weight: Tensor, across: Alone) -> tuple[Tensor, ...]:
     """KL(p || q) and its gradients of rows however near or far, then of rows of any kind."""
-    found = gradient_rows(zp, zq, weight)
-    rare = ~found[0].isfinite()
-    if rare.any():
-        replace_(found, rare, plain_rows(KL, zp[rare], zq[rare], weight[rare]))
+    found = gradient_rows(zp, zq, weight, across=across)
+    for rare in across.parts(~found[0].isfinite()):
+        replace_(found, rare, plain_rows(KL, zp[rare], zq[rare], weight[rare], across))
     return found
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kleash.divergences import Divergence
 from kleash.linear.impl import lean, record_rows, rows
+from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.careful import KL, careful_kl
 from kleash.linear.impl.gradient import REVERSE_KL, gradients
 from kleash.linear.impl.loop import Core, RowCore, per_token
@@ -20,8 +21,8 @@ __all__ = ["divergence", "gradients", "judged", "token_statistics"]
 def plainly(record: Divergence) -> RowCore:
     """The record's divergence, by the specification."""
 
-    def rows(zp: Tensor, zq: Tensor) -> tuple[Tensor]:
-        return (divergence_of_logits(record, zp, zq),)
+    def rows(zp: Tensor, zq: Tensor, across: Alone = ALONE) -> tuple[Tensor]:
+        return (divergence_of_logits(record, zp, zq, across),)
 
     return rows
 

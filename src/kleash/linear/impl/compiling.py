@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kleash.errors import CannotRunError
+from kleash.linear.impl.across import ALONE
 from kleash.linear.impl.pair import Pair
 from kleash.linear.options import LinearOptions
 
@@ -28,6 +29,12 @@ def wanted(pair: Pair, options: LinearOptions) -> bool:
         CannotRunError: if it has to and something is missing.
     """
     if options.compile == "never":
+        return False
+    if pair.across is not ALONE:
+        if options.compile == "always":
+            raise CannotRunError(
+                "compile='always' cannot compile what the ranks of a vocabulary_group exchange; ask for 'auto'"
+            )
         return False
     missing = missing_for(pair.p.hidden.device.type)
     if options.compile == "always":

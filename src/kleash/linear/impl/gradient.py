@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES, Divergence
+from kleash.linear.impl.across import Alone
 from kleash.linear.impl.careful import KL, careful_gradient_, replace_
 from kleash.linear.impl.lean import ROOMS, kl_gradient_rows
 from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
@@ -100,7 +101,7 @@ def gradients(
 
     def begin(tokens: int) -> tuple[Plan, Turn]:
         cut = plan(pair, options, ROOMS + 1 if record == KL else RECORD_ROOMS, tokens)
-        step = kl_step(pair, cut, options, needs) if record == KL else record_step(record, needs)
+        step = kl_step(pair, cut, options, needs) if record == KL else record_step(record, needs, pair.across)
         return cut, lambda chunk, weights, sums: in_place(chunk, step, weights, cut, sums)
 
     return formed_by(pair, weights, needed, begin, apart=record == KL, options=options)
@@ -163,22 +164,21 @@ def kl_step(pair: Pair, cut: Plan, options: LinearOptions, needs: tuple[bool, bo
         zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         found = core(zp, zq, weight, apart=apart, needs=needs)
-        careful_gradient_(found, zp, zq, weight, apart)
+        careful_gradient_(found, zp, zq, weight, apart, pair.across)
         return found[0], found[1], found[2]
 
     return step
 
 
-def record_step(record: Divergence, needs: tuple[bool, bool]) -> Step:
+def record_step(record: Divergence, needs: tuple[bool, bool], across: Alone) -> Step:
     """The core made from the record, and the specification for rows that it cannot do."""
 
     def step(
         zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        found = record_gradient_rows(record, zp, zq, weight, needs)
-        rare = ~found[0].isfinite()
-        if rare.any():
-            replace_(found, rare, plain_rows(record, zp[rare], zq[rare], weight[rare]))
+        found = record_gradient_rows(record, zp, zq, weight, needs, across)
+        for rare in across.parts(~found[0].isfinite()):
+            replace_(found, rare, plain_rows(record, zp[rare], zq[rare], weight[rare], across))
         return found
 
     return step

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import phi
+from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.rows import LOG2_E, Room, polynomial, unless_small
 
 FAR = 40.0
@@ -43,20 +44,23 @@ class Rows(NamedTuple):
     """The sum of ``mass``."""
     shift: Float[Tensor, "rows 1"]
     """x."""
+    furthest: Float[Tensor, "rows 1"]
+    """The largest of r."""
     mass: Float[Tensor, "rows vocab"]
     """exp(zp - top)."""
     ahead: Float[Tensor, "rows vocab"]
     """r."""
 
 
-def measured(zp: Tensor, zq: Tensor, room: Room, apart: bool) -> Rows:
+def measured(zp: Tensor, zq: Tensor, room: Room, apart: bool, across: Alone = ALONE) -> Rows:
     """Two models' logits, or, if ``apart``, those of p and by how much q's are larger."""
-    top = zp.amax(-1, keepdim=True)
-    mass = torch.add(top * -LOG2_E, zp, alpha=LOG2_E, out=room[1]).exp2_()
-    total = mass.sum(-1, keepdim=True)
     difference = zq if apart else torch.sub(zq, zp, out=room[0])
-    shift = torch.mul(mass, difference, out=room[2]).sum(-1, keepdim=True) / total
-    return Rows(top, total, shift, mass, torch.sub(difference, shift, out=room[0]))
+    top, most = across.highest(zp.amax(-1, keepdim=True), difference.amax(-1, keepdim=True))
+    mass = torch.add(top * -LOG2_E, zp, alpha=LOG2_E, out=room[1]).exp2_()
+    moment = torch.mul(mass, difference, out=room[2]).sum(-1, keepdim=True)
+    total, moment = across.added(mass.sum(-1, keepdim=True), moment)
+    shift = moment / total
+    return Rows(top, total, shift, most - shift, mass, torch.sub(difference, shift, out=room[0]))
 
 
 def trusted(kl: Float[Tensor, "rows 1"], furthest: Float[Tensor, "rows 1"]) -> Float[Tensor, " rows"]:
@@ -69,11 +73,12 @@ def trusted(kl: Float[Tensor, "rows 1"], furthest: Float[Tensor, "rows 1"]) -> F
     return torch.where((kl < FAINT[kl.dtype]) & ~same, -torch.inf, kl)[:, 0]
 
 
-def faint_kl(zp: Tensor, zq: Tensor, apart: bool) -> Float[Tensor, " rows"]:
+def faint_kl(zp: Tensor, zq: Tensor, apart: bool, across: Alone = ALONE) -> Float[Tensor, " rows"]:
     """KL(p || q) of rows where the two nearly agree: a sum of terms none of which is negative."""
-    x = measured(zp, zq, NO_ROOM, apart)
-    y = (torch.expm1(x.ahead) * x.mass).sum(-1, keepdim=True) / x.total
-    return (phi(torch.log1p(y) - x.ahead).mul_(x.mass).sum(-1, keepdim=True) / x.total)[:, 0]
+    x = measured(zp, zq, NO_ROOM, apart, across)
+    (y,) = across.added((torch.expm1(x.ahead) * x.mass).sum(-1, keepdim=True))
+    (kl,) = across.added(phi(torch.log1p(y / x.total) - x.ahead).mul_(x.mass).sum(-1, keepdim=True))
+    return (kl / x.total)[:, 0]
 
 
 def gap(x: Rows, room: Room) -> Float[Tensor, "rows vocab"]:
@@ -99,12 +104,12 @@ class Sums(NamedTuple):
     """y."""
 
 
-def summed(x: Rows, gaps: Float[Tensor, "rows 1"], slack: Float[Tensor, "rows 1"], furthest: Tensor) -> Sums:
+def summed(x: Rows, gaps: Float[Tensor, "rows 1"], slack: Float[Tensor, "rows 1"]) -> Sums:
     """From the sums of ``mass phi(-r)`` and ``mass r``."""
     total = x.total.double()
     slack, excess = slack.double() / total, (gaps.double() + slack.double()) / total
     kl = (torch.log1p(excess) - slack).to(x.total.dtype)
-    return Sums(trusted(kl, furthest), slack.to(kl.dtype), excess.to(kl.dtype))
+    return Sums(trusted(kl, x.furthest), slack.to(kl.dtype), excess.to(kl.dtype))
 
 
 def kl_rows(
@@ -113,12 +118,13 @@ def kl_rows(
     room: Room = NO_ROOM,
     *,
     apart: bool = False,
+    across: Alone = ALONE,
 ) -> tuple[Tensor]:
     """KL(p || q) of each row, alone in its tuple; not finite for rows that this core cannot do."""
-    x = measured(zp, zq, room, apart)
-    furthest = x.ahead.amax(-1, keepdim=True)
+    x = measured(zp, zq, room, apart, across)
     gaps = gap(x, room).mul_(x.mass).sum(-1, keepdim=True)
-    return (summed(x, gaps, x.ahead.mul_(x.mass).sum(-1, keepdim=True), furthest).kl,)
+    gaps, slack = across.added(gaps, x.ahead.mul_(x.mass).sum(-1, keepdim=True))
+    return (summed(x, gaps, slack).kl,)
 
 
 def kl_gradient_rows(
@@ -129,13 +135,13 @@ def kl_gradient_rows(
     *,
     apart: bool = False,
     needs: tuple[bool, bool] = (True, True),
+    across: Alone = ALONE,
 ) -> tuple[Tensor | None, ...]:
     """KL(p || q) of each row, and the gradients of ``weight KL`` in p's logits and q's, where needed."""
-    x = measured(zp, zq, room, apart)
-    furthest = x.ahead.amax(-1, keepdim=True)
+    x = measured(zp, zq, room, apart, across)
     gaps = gap(x, room).mul_(x.mass)
     ahead = x.ahead.mul_(x.mass)
-    found = summed(x, gaps.sum(-1, keepdim=True), ahead.sum(-1, keepdim=True), furthest)
+    found = summed(x, *across.added(gaps.sum(-1, keepdim=True), ahead.sum(-1, keepdim=True)))
     share = weight[:, None] / x.total
     in_p = in_q = None
     if needs[1]:

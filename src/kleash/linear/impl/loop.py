@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.compiling import compiled, wanted
 from kleash.linear.impl.pair import Pair, Where
 from kleash.linear.impl.project import finish_, multiply_, stretch_
@@ -19,6 +20,9 @@ ROW_BLOCK = 2**18
 
 ENOUGH_TOKENS = 1024
 """Tokens in a chunk beyond which a matmul gets no faster, however much memory the budget leaves."""
+
+REDONE = 5
+"""Buffers like the logits for rows that are done again, where they are not just a few."""
 
 
 class Plan(NamedTuple):
@@ -44,8 +48,6 @@ def plan(pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = No
     size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
     if options.skip_below:
         budget -= options.buffer_bytes // 4
-    rows = max(1, min(ROW_BLOCK // words, budget // 4 // (rooms * words * size)))
-    budget -= rows * rooms * words * size
     tile = 1
     for model in (pair.p, pair.q):
         weight = model.head.weight
@@ -53,8 +55,16 @@ def plan(pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = No
             row_bytes = max(1, weight.shape[1]) * size
             tile = max(tile, min(len(weight), options.buffer_bytes // 8 // row_bytes))
             budget -= tile * row_bytes // 2
-    widths = 2 * words + 2 * (pair.p.hidden.shape[1] + pair.q.hidden.shape[1])
-    most = min(ENOUGH_TOKENS, max(1, budget // (widths * size)))
+    dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
+    if pair.across is not ALONE:
+        # A message is for many tokens: the elementwise work of a whole chunk is done at once.
+        most = min(ENOUGH_TOKENS, max(1, budget // (((2 + rooms + REDONE) * words + 2 * dims) * size)))
+        most = pair.across.least(most, tokens)
+        even = max(1, -(-tokens // max(1, -(-tokens // most))))
+        return Plan(even, even, tile, rooms)
+    rows = max(1, min(ROW_BLOCK // words, budget // 4 // (rooms * words * size)))
+    budget -= rows * rooms * words * size
+    most = min(ENOUGH_TOKENS, max(1, budget // ((2 * words + 2 * dims) * size)))
     rows = min(rows, most)
     most -= most % rows
     even = -(-tokens // max(1, -(-tokens // most)))
@@ -135,7 +145,7 @@ class Core(NamedTuple):
     fast: RowCore
     """The usual way; where its ``decisive`` numbers are not finite, nothing it said counts."""
     careful: RowCore
-    """For logits of any kind; if ``apart``, it takes that keyword, too."""
+    """For logits of any kind, on whatever rank: the keyword ``across``; if ``apart``, it takes that, too."""
     decisive: slice
     """Which of the numbers tell whether the usual way worked."""
     rooms: int
@@ -158,7 +168,7 @@ def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) ->
         known, result = ([x[chunk.where] for x in xs] for xs in (given, out))
         for here in blocks(chunk, cut.rows):
             rows = chunk.zp[here], chunk.zq[here], *(x[here] for x in known)
-            found = checked(core, fast(*rows, **traits), rows, chunk.apart)
+            found = checked(core, fast(*rows, **traits), rows, chunk.apart, pair.across)
             for numbers, new in zip(result, found, strict=True):
                 numbers[here] = new
     return out
@@ -171,8 +181,10 @@ def in_room(
     shape = (cut.rooms, min(cut.rows, cut.chunk), pair.p.vocabulary)
     room = torch.empty(shape, dtype=pair.p.dtype, device=pair.p.hidden.device).unbind()
 
-    def run(*rows: Tensor, **traits: Any) -> tuple[Any, ...]:
-        return core(*rows, room=[buffer[: len(rows[0])] for buffer in room], **traits)
+    traits = {} if pair.across is ALONE else {"across": pair.across}
+
+    def run(*rows: Tensor, **more: Any) -> tuple[Any, ...]:
+        return core(*rows, room=[buffer[: len(rows[0])] for buffer in room], **traits, **more)
 
     if not (compiles and wanted(pair, options)):
         return run
@@ -181,12 +193,11 @@ def in_room(
 
 
 def checked(
-    core: Core, found: tuple[Tensor, ...], rows: tuple[Tensor, ...], apart: bool
+    core: Core, found: tuple[Tensor, ...], rows: tuple[Tensor, ...], apart: bool, across: Alone
 ) -> tuple[Tensor, ...]:
     """What the fast way says, or the careful one about the rows that it cannot do."""
-    rare = ~torch.stack(found[core.decisive]).isfinite().all(0)
-    if rare.any():
-        traits = {"apart": apart} if core.apart else {}
+    traits: dict[str, Any] = {"across": across, "apart": apart} if core.apart else {"across": across}
+    for rare in across.parts(~torch.stack(found[core.decisive]).isfinite().all(0)):
         for numbers, right in zip(found, core.careful(*(x[rare] for x in rows), **traits), strict=True):
             numbers[rare] = right
     return found

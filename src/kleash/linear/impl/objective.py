@@ -13,12 +13,13 @@ from torch import Tensor
 
 from kleash.divergences import entropy
 from kleash.linear.impl import lean
+from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.careful import careful_kl, replace_
 from kleash.linear.impl.gradient import Sums, both_sums
 from kleash.linear.impl.lean import gap, measured, summed
 from kleash.linear.impl.loop import Chunk, Core, Plan, blocks, checked, chunks, in_room, plan, runs
 from kleash.linear.impl.pair import Pair
-from kleash.linear.impl.project import normalised, pull_back_
+from kleash.linear.impl.project import pull_back_
 from kleash.linear.impl.reference import terms_of_logits
 from kleash.linear.impl.results import Judged, Needed, Objective, asked, combined
 from kleash.linear.impl.rows import LOG2_E, Room
@@ -34,17 +35,21 @@ def terms_rows(
     room: Room = lean.NO_ROOM,
     *,
     apart: bool = False,
+    across: Alone = ALONE,
 ) -> tuple[Tensor, ...]:
     """The fields of TokenTerms, the log-sum-exp of p's logits, and by how much q's is larger."""
-    x = measured(zp, zq, room, apart)
-    furthest = x.ahead.amax(-1, keepdim=True)
+    x = measured(zp, zq, room, apart, across)
+    (largest,) = across.highest(x.mass.amax(-1, keepdim=True))
     gaps = gap(x, room).mul_(x.mass).sum(-1, keepdim=True)
     below = torch.sub(x.top, zp, out=room[2]).mul_(x.mass).sum(-1, keepdim=True)
-    found = summed(x, gaps, x.ahead.mul_(x.mass).sum(-1, keepdim=True), furthest)
+    slack = x.ahead.mul_(x.mass).sum(-1, keepdim=True)
+    gaps, slack, below, token_zp, token_zq = across.added(
+        gaps, slack, below, across.own(zp, tokens), across.own(zq, tokens)
+    )
+    found = summed(x, gaps, slack)
     # The largest mass is 1 but for the rounding of exp's argument, which all of a row's masses share.
-    log_total = (x.total / x.mass.amax(-1, keepdim=True)).log()
-    excess, column = torch.log1p(found.excess), tokens[:, None]
-    token_zp, token_zq = zp.gather(-1, column), zq.gather(-1, column)
+    log_total = (x.total / largest).log()
+    excess = torch.log1p(found.excess)
     token_logp = token_zp - x.top - log_total
     ahead = token_zq if apart else token_zq - token_zp
     token_logq = token_logp + (ahead - x.shift - excess)
@@ -53,14 +58,17 @@ def terms_rows(
     return logp, logq, found.kl, entropies, sums, more
 
 
-def careful_terms_rows(zp: Tensor, zq: Tensor, tokens: Tensor, *, apart: bool = False) -> tuple[Tensor, ...]:
+def careful_terms_rows(
+    zp: Tensor, zq: Tensor, tokens: Tensor, *, apart: bool = False, across: Alone = ALONE
+) -> tuple[Tensor, ...]:
     """The same for rows of any kind."""
-    (kl,) = careful_kl(zp, zq, apart=apart)
+    (kl,) = careful_kl(zp, zq, apart=apart, across=across)
     zq = zp + zq if apart else zq
-    column, logp, logq = tokens[:, None], normalised(zp), normalised(zq)
-    token_logp, token_logq = logp.gather(-1, column)[:, 0], logq.gather(-1, column)[:, 0]
-    sum_p, sum_q = zp.logsumexp(-1), zq.logsumexp(-1)
-    return token_logp, token_logq, kl, entropy(logp), sum_p, sum_q - sum_p
+    sum_p, sum_q = across.log_sum_exp(zp, zq)
+    logp = zp - sum_p
+    own = across.own(logp, tokens)[:, 0], across.own(zq - sum_q, tokens)[:, 0]
+    token_logp, token_logq, entropies = across.added(*own, entropy(logp))
+    return token_logp, token_logq, kl, entropies, sum_p[:, 0], (sum_q - sum_p)[:, 0]
 
 
 TERMS = Core(terms_rows, careful_terms_rows, slice(2, 3), lean.ROOMS, apart=True)
@@ -83,7 +91,7 @@ def judged(
         known = [x[where] for x in found] + [found[0].new_empty(len(ids)) for _ in range(2)]
         for here in blocks(chunk, cut.rows):
             rows = chunk.zp[here], chunk.zq[here], ids[here]
-            new = checked(TERMS, fast(*rows, apart=chunk.apart), rows, chunk.apart)
+            new = checked(TERMS, fast(*rows, apart=chunk.apart), rows, chunk.apart, pair.across)
             for numbers, part in zip(known, new, strict=True):
                 numbers[here] = part
         part, coefficients = asked(objective, TokenTerms(*known[:4]), where)
@@ -109,7 +117,9 @@ def turn_(
         local = TokenTerms(*(x[here] for x in c))
         apart = chunk.apart and not needs[1]
         facts = [x[here] for x in known]
-        found = pulled_rows(zp, zq, ids[here], facts, local, needs, apart=apart, with_entropy=with_entropy)
+        found = pulled_rows(
+            zp, zq, ids[here], facts, local, needs, chunk.pair.across, apart=apart, with_entropy=with_entropy
+        )
         for side, gradient in enumerate(found):
             if gradient is not None:
                 gradient[unused[here]] = 0.0
@@ -132,6 +142,7 @@ def pulled_rows(
     known: list[Tensor],
     c: TokenTerms,
     needs: tuple[bool, bool],
+    across: Alone,
     *,
     apart: bool,
     with_entropy: bool,
@@ -140,15 +151,15 @@ def pulled_rows(
     in_p = in_q = None
     rare = torch.zeros(len(zp), dtype=torch.bool, device=zp.device)
     if needs[0]:
-        in_p = into_p(zp, zq, ids, known, c, apart=apart, with_entropy=with_entropy)
+        in_p = into_p(zp, zq, ids, known, c, across, apart=apart, with_entropy=with_entropy)
         rare |= ~in_p.sum(-1).isfinite()
     if needs[1]:
-        in_q = into_q(zp, zq, ids, known, c)
+        in_q = into_q(zp, zq, ids, known, c, across)
         rare |= ~in_q.sum(-1).isfinite()
-    if rare.any():
-        theirs = zp[rare] + zq[rare] if apart else zq[rare]
-        right = plain_pulled_rows(zp[rare], theirs, ids[rare], TokenTerms(*(x[rare] for x in c)))
-        replace_((in_p, in_q), rare, right)
+    for some in across.parts(rare):
+        theirs = zp[some] + zq[some] if apart else zq[some]
+        right = plain_pulled_rows(zp[some], theirs, ids[some], TokenTerms(*(x[some] for x in c)), across)
+        replace_((in_p, in_q), some, right)
     return in_p, in_q
 
 
@@ -158,6 +169,7 @@ def into_p(
     ids: Tensor,
     known: list[Tensor],
     c: TokenTerms,
+    across: Alone,
     *,
     apart: bool,
     with_entropy: bool,
@@ -170,10 +182,10 @@ def into_p(
     if with_entropy:
         by.sub_((zp - (sum_p - entropies)).mul_(c_entropy))
     by.mul_(torch.add(sum_p * -LOG2_E, zp, alpha=LOG2_E).exp2_())
-    return by.scatter_add_(-1, ids[:, None], c_logp)
+    return across.put_(by, ids, c_logp)
 
 
-def into_q(zp: Tensor, zq: Tensor, ids: Tensor, known: list[Tensor], c: TokenTerms) -> Tensor:
+def into_q(zp: Tensor, zq: Tensor, ids: Tensor, known: list[Tensor], c: TokenTerms, across: Alone) -> Tensor:
     """``c_logq (1_x - q) + c_kl (q - p)``; the difference as ``max(p, q) (1 - exp(-|u|))`` with its sign."""
     sum_p, more = (x[:, None] for x in known[4:])
     logp, logq = zp - sum_p, zq - (sum_p + more)
@@ -181,13 +193,15 @@ def into_q(zp: Tensor, zq: Tensor, ids: Tensor, known: list[Tensor], c: TokenTer
     larger = torch.maximum(logp, logq).mul_(LOG2_E).exp2_()
     by = torch.expm1(u.abs().neg_()).mul_(larger).mul_(u.sign_()).mul_(c.kl[:, None])
     by.sub_(logq.mul_(LOG2_E).exp2_().mul_(c.token_logq[:, None]))
-    return by.scatter_add_(-1, ids[:, None], c.token_logq[:, None])
+    return across.put_(by, ids, c.token_logq[:, None])
 
 
-def plain_pulled_rows(zp: Tensor, zq: Tensor, ids: Tensor, c: TokenTerms) -> tuple[Tensor, Tensor]:
+def plain_pulled_rows(
+    zp: Tensor, zq: Tensor, ids: Tensor, c: TokenTerms, across: Alone
+) -> tuple[Tensor, Tensor]:
     """The same by the specification and autograd; a term whose coefficient is 0 is left out."""
     with torch.enable_grad():
         rows = zp.detach().requires_grad_(), zq.detach().requires_grad_()
-        total = combined(terms_of_logits(*rows, ids), c).sum()
+        total = combined(terms_of_logits(*rows, ids, across), c).sum()
         in_p, in_q = torch.autograd.grad(total, rows, allow_unused=True, materialize_grads=True)
     return in_p, in_q

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.head import Head
+from kleash.linear.impl.across import ALONE, Alone
 
 Where: TypeAlias = slice | Tensor
 """Which tokens: a run of them, or their positions."""
@@ -24,6 +25,8 @@ class OneModel:
     temperature: float | Float[Tensor, "*tokens"]
     dtype: torch.dtype
     """What logits are computed in: float32, or float64 if anything given is float64."""
+    across: Alone = ALONE
+    """The ranks that the words are spread over."""
 
     @property
     def tensors(self) -> Tensors:
@@ -32,7 +35,7 @@ class OneModel:
 
     @property
     def vocabulary(self) -> int:
-        """How many logits a token has."""
+        """How many logits a token has here."""
         return self.head.vocabulary(self.hidden)
 
     def at(self, where: Where) -> "OneModel":
@@ -55,6 +58,16 @@ class Pair:
     def tokens(self) -> int:
         """How many tokens are asked about."""
         return len(self.p.hidden)
+
+    @property
+    def across(self) -> Alone:
+        """The ranks that the words of both are spread over."""
+        return self.p.across
+
+    @property
+    def words(self) -> int:
+        """How many words there are, on all ranks together."""
+        return self.across.words or self.p.vocabulary
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -12,10 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.divergences import Divergence, divergence
+from kleash.divergences import Divergence
 from kleash.divergences.record import Side, weigh
+from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.loop import RowCore
-from kleash.linear.impl.project import normalised
+from kleash.linear.impl.project import both_normalised
+from kleash.linear.impl.reference import divergence_of_logits
 
 ROOMS = 20
 """Tensors shaped like a block's logits that exist together while a record's functions run."""
@@ -24,18 +26,19 @@ ROOMS = 20
 def record_rows(record: Divergence) -> RowCore:
     """The core that gives each row's value alone in a tuple; not finite where it cannot do a row."""
 
-    def rows(zp: Tensor, zq: Tensor, room: object = None) -> tuple[Tensor]:
-        logp, logq = normalised(zp), normalised(zq)
-        return (record.finish(summed(record, logp, logq)),)
+    def rows(zp: Tensor, zq: Tensor, room: object = None, across: Alone = ALONE) -> tuple[Tensor]:
+        logp, logq = both_normalised(zp, zq, across)
+        return (record.finish(summed(record, logp, logq, across)),)
 
     return rows
 
 
-def summed(record: Divergence, logp: Tensor, logq: Tensor) -> Float[Tensor, " rows"]:
+def summed(record: Divergence, logp: Tensor, logq: Tensor, across: Alone) -> Float[Tensor, " rows"]:
     """E_p f(u) of each row, of logits that are all finite."""
     lead = logp - logq
     of_p = weigh(record.from_p, logp, lead.clamp(min=0))
-    return of_p.add_(weigh(record.from_q, logq, lead.neg_().clamp_(min=0))).sum(-1)
+    of_p.add_(weigh(record.from_q, logq, lead.neg_().clamp_(min=0)))
+    return across.added(of_p.sum(-1))[0]
 
 
 def record_gradient_rows(
@@ -44,32 +47,33 @@ def record_gradient_rows(
     zq: Float[Tensor, "rows vocab"],
     weight: Float[Tensor, " rows"],
     needs: tuple[bool, bool],
+    across: Alone = ALONE,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The value of each row, and the gradients of ``weight D`` in both logits, where they are needed.
 
     The value is NaN for a row of which anything said here is not finite.
     """
-    logp, logq = normalised(zp), normalised(zq)
+    logp, logq = both_normalised(zp, zq, across)
     with torch.enable_grad():
-        total = summed(record, logp, logq).detach().requires_grad_()
+        total = summed(record, logp, logq, across).detach().requires_grad_()
         value = record.finish(total)
         (slope,) = torch.autograd.grad(value, total, weight)
     value, right = value.detach(), value.detach().isfinite()
     u = logp - logq
     in_p = in_q = None
     if needs[0]:
-        in_p, mean = pulled(record.from_p, logp, u, slope)
+        in_p, mean = pulled(record.from_p, logp, u, slope, across)
         right &= mean.isfinite()
     if needs[1]:
-        in_q, mean = pulled(record.from_q, logq, u.neg_(), slope)
+        in_q, mean = pulled(record.from_q, logq, u.neg_(), slope, across)
         right &= mean.isfinite()
     return torch.where(right, value, torch.nan), in_p, in_q
 
 
-def pulled(side: Side, log_mass: Tensor, gap: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+def pulled(side: Side, log_mass: Tensor, gap: Tensor, slope: Tensor, across: Alone) -> tuple[Tensor, Tensor]:
     """``slope mass (s - E s)``, and ``E s``."""
     mass, score = log_mass.exp(), side.score(gap)
-    mean = (mass * score).sum(-1)
+    (mean,) = across.added((mass * score).sum(-1))
     return mass.mul_(score - mean[:, None]).mul_(slope[:, None]), mean
 
 
@@ -78,10 +82,11 @@ def plain_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     weight: Float[Tensor, " rows"],
+    across: Alone = ALONE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by the specification and autograd, for logits of any kind."""
     with torch.enable_grad():
         rows = [z.detach().requires_grad_() for z in (zp, zq)]
-        value = divergence(record, normalised(rows[0]), normalised(rows[1]))
+        value = divergence_of_logits(record, rows[0], rows[1], across)
         in_p, in_q = torch.autograd.grad(value, rows, weight)
     return value.detach(), in_p, in_q

@@ -26,6 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
+from kleash.linear.impl.across import ALONE, Alone
+
 Room: TypeAlias = Sequence[Tensor | None]
 """ROOMS tensors shaped like the logits, to write into; or None that often, to leave it to the compiler."""
 ROOMS = 11
@@ -68,6 +70,14 @@ def side(z: Float[Tensor, "rows vocab"], out: Tensor | None) -> Side:
     top = z.amax(-1, keepdim=True)
     mass = exp_(torch.sub(z, top, out=out))
     return Side(top, mass, mass.sum(-1, keepdim=True))
+
+
+def both_sides(zp: Tensor, zq: Tensor, room: Room, across: Alone) -> tuple[Side, Side]:
+    """``side`` of p's logits and of q's, of all words on whatever rank."""
+    tops = across.highest(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
+    masses = [exp_(torch.sub(z, top, out=out)) for z, top, out in zip((zp, zq), tops, room, strict=True)]
+    totals = across.added(*(mass.sum(-1, keepdim=True) for mass in masses))
+    return Side(tops[0], masses[0], totals[0]), Side(tops[1], masses[1], totals[1])
 
 
 def log_ratio(p: Side, q: Side, zp: Tensor, zq: Tensor, out: Tensor | None) -> Float[Tensor, "rows vocab"]:
@@ -130,14 +140,17 @@ def tanh_half(d: Float[Tensor, "rows vocab"], room: Room) -> Tanh:
 
 
 def kl_rows(
-    zp: Float[Tensor, "rows vocab"], zq: Float[Tensor, "rows vocab"], room: Room = NO_ROOM
-) -> tuple[Tensor]:
+    zp: Float[Tensor, "rows vocab"],
+    zq: Float[Tensor, "rows vocab"],
+    room: Room = NO_ROOM,
+    across: Alone = ALONE,
+) -> tuple[Tensor, ...]:
     """KL(p || q) of each row, alone in its tuple; not finite where a logit or the KL is not."""
-    p, q = side(zp, room[0]), side(zq, room[1])
+    p, q = both_sides(zp, zq, room[:2], across)
     d = log_ratio(p, q, zp, zq, room[2])
     w = half_masses(p, q, room[0])
     x = tanh_half(d, (room[1], *room[3:10]))
-    return (x.t.mul_(d).add_(x.rest).mul_(w).sum(-1),)
+    return across.added(x.t.mul_(d).add_(x.rest).mul_(w).sum(-1))
 
 
 def jensen_shannon_terms_(x: Tanh) -> Float[Tensor, "rows vocab"]:
@@ -165,10 +178,9 @@ def largest(z: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
     return torch.where(better[:, 0], tail, best)
 
 
-def entropy_rows(z: Float[Tensor, "rows vocab"], one: Side, out: Tensor | None) -> Float[Tensor, " rows"]:
-    """-sum p log p."""
-    below = torch.sub(one.top, z, out=out).mul_(one.mass).sum(-1, keepdim=True)
-    return (one.total.log() + below / one.total)[:, 0]
+def beneath(z: Float[Tensor, "rows vocab"], one: Side, out: Tensor | None) -> Float[Tensor, "rows 1"]:
+    """The sum of the masses times how far below the largest logit they are: of it, the entropy is made."""
+    return torch.sub(one.top, z, out=out).mul_(one.mass).sum(-1, keepdim=True)
 
 
 def statistics_rows(
@@ -176,15 +188,17 @@ def statistics_rows(
     zq: Float[Tensor, "rows vocab"],
     tokens: Int[Tensor, " rows"],
     room: Room = NO_ROOM,
+    across: Alone = ALONE,
 ) -> tuple[Tensor, ...]:
     """The fields of TokenStatistics for each row, in one pass; the divergences as in ``kl_rows``."""
-    p, q = side(zp, room[0]), side(zq, room[1])
-    column = tokens[:, None]
-    token_zq = zq.gather(-1, column)
-    token_logp = (zp.gather(-1, column) - p.top - p.total.log())[:, 0]
+    p, q = both_sides(zp, zq, room[:2], across)
+    below = beneath(zp, p, room[2]), beneath(zq, q, room[2])
+    token_zp, token_zq, *below = across.added(across.own(zp, tokens), across.own(zq, tokens), *below)
+    token_logp = (token_zp - p.top - p.total.log())[:, 0]
     token_logq = (token_zq - q.top - q.total.log())[:, 0]
-    entropies = entropy_rows(zp, p, room[2]), entropy_rows(zq, q, room[2])
-    tops = largest(zp), largest(zq), 1 / p.total[:, 0], 1 / q.total[:, 0]
+    entropies = [(x.total.log() + b / x.total)[:, 0] for x, b in zip((p, q), below, strict=True)]
+    likeliest = across.earliest((zp, zq), (largest(zp), largest(zq)), (p.top, q.top))
+    tops = *likeliest, 1 / p.total[:, 0], 1 / q.total[:, 0]
     rank = greater(zq, token_zq, room[2])
     d = log_ratio(p, q, zp, zq, room[2])
     w = half_masses(p, q, room[0])
@@ -194,7 +208,8 @@ def statistics_rows(
     even = x.t.mul_(d)
     kl_qp = torch.sub(even, x.rest, out=x.far).mul_(w).sum(-1)
     kl_pq = even.add_(x.rest).mul_(w).sum(-1)
-    return (token_logp, token_logq, kl_pq, kl_qp, jensen_shannon, total_variation, *entropies, *tops, rank)
+    *divergences, rank = across.added(kl_pq, kl_qp, jensen_shannon, total_variation, rank)
+    return (token_logp, token_logq, *divergences, *entropies, *tops, rank)
 
 
 def greater(
@@ -209,16 +224,17 @@ def gradient_rows(
     zq: Float[Tensor, "rows vocab"],
     weight: Float[Tensor, " rows"],
     room: Room = NO_ROOM,
+    across: Alone = ALONE,
 ) -> tuple[Tensor, ...]:
     """KL(p || q) of each row, and the gradients of ``weight KL`` in both logits.
 
     weight p (d - KL) and weight (q - p), the latter as -2 w t: no difference of two softmaxes.
     """
-    p, q = side(zp, room[0]), side(zq, room[1])
+    p, q = both_sides(zp, zq, room[:2], across)
     d = log_ratio(p, q, zp, zq, room[2])
     w = half_masses(p, q, room[10])
     x = tanh_half(d, (room[1], *room[3:10]))
-    kl = torch.mul(x.t, d, out=x.far).add_(x.rest).mul_(w).sum(-1)
+    (kl,) = across.added(torch.mul(x.t, d, out=x.far).add_(x.rest).mul_(w).sum(-1))
     in_q = x.t.mul_(w).mul_(-2 * weight[:, None])
     in_p = d.sub_(kl[:, None]).mul_(p.mass).mul_((weight / p.total[:, 0])[:, None])
     return kl, in_p, in_q
