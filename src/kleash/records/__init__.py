@@ -42,6 +42,7 @@ from kleash.records.steps import (
     read_steps,
 )
 from kleash.records.training import OnlineJob, RewardJob, TrainJob
+from kleash.records.training_folder import TrainingFolder
 from kleash.records.training_result import TrainingResult
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "StepRecord",
     "StepWarning",
     "TrainJob",
+    "TrainingFolder",
     "TrainingResult",
     "ValueRow",
     "ZoneRow",

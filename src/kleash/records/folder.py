@@ -1,7 +1,7 @@
 """A run folder: what a run writes, shard by shard, so that it can be killed at any moment and go on."""
 
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,59 @@ class RunHeader:
         }
 
 
+def check_root(root: Path, *, resume: bool, begun: bool, leftovers: Collection[str]) -> None:
+    """See, without touching anything, whether a run may be written to ``root``.
+
+    Args:
+        root: a folder, or nothing yet.
+        resume: whether it is to be gone on with.
+        begun: whether there is something in it to go on with.
+        leftovers: what a run may leave behind that was killed before it had begun.
+
+    Raises:
+        RunFolderError: if not.
+    """
+    if not root.exists():
+        return
+    if not root.is_dir():
+        raise RunFolderError(f"{root} is a file; --out names a folder")
+    if (root / "run.json").exists():
+        if not resume and begun:
+            raise RunFolderError(
+                f"{root} holds a run already; go on with it with --resume, or give another --out"
+            )
+        return
+    strangers = sorted(found.name for found in root.iterdir() if found.name not in leftovers)
+    if strangers:
+        raise RunFolderError(
+            f"{root} exists and is not a run of kleash (it holds {strangers[0]}); give another --out"
+        )
+
+
+def require_same(root: Path, held: RunHeader, header: RunHeader) -> None:
+    """See that the run a folder holds is the one that is to go on.
+
+    Raises:
+        RunFolderError: naming what differs, if it is another.
+    """
+    differences = held.differences(header)
+    if differences:
+        raise RunFolderError(f"{root} holds another run: {'; '.join(differences)}; give another --out")
+
+
+def read_header(root: Path) -> RunHeader:
+    """What the run in a folder is.
+
+    Raises:
+        RunFolderError: if it is none, or damaged.
+    """
+    path = root / "run.json"
+    try:
+        return decode(RunHeader, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunFolderError(f"{path} cannot be read as the header of a run: {error}") from error
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The files of one run.
@@ -80,21 +133,7 @@ class RunFolder:
         Raises:
             RunFolderError: if not.
         """
-        if not self.root.exists():
-            return
-        if not self.root.is_dir():
-            raise RunFolderError(f"{self.root} is a file; --out names a folder")
-        if (self.root / "run.json").exists():
-            if not resume and self.finished_shards():
-                raise RunFolderError(
-                    f"{self.root} holds a run already; go on with it with --resume, or give another --out"
-                )
-            return
-        strangers = sorted(found.name for found in self.root.iterdir() if found.name not in BEFORE_A_RUN)
-        if strangers:
-            raise RunFolderError(
-                f"{self.root} exists and is not a run of kleash (it holds {strangers[0]}); give another --out"
-            )
+        check_root(self.root, resume=resume, begun=self.finished_shards() > 0, leftovers=BEFORE_A_RUN)
 
     def _begin(self, header: RunHeader, *, resume: bool) -> None:
         self.check(resume=resume)
@@ -102,11 +141,7 @@ class RunFolder:
         path = self.root / "run.json"
         kept = self.finished_shards()
         if kept:
-            differences = self.header().differences(header)
-            if differences:
-                raise RunFolderError(
-                    f"{self.root} holds another run: {'; '.join(differences)}; give another --out"
-                )
+            require_same(self.root, self.header(), header)
         for folder in folders:
             folder.mkdir(exist_ok=True)
             for left in folder.glob(f"{TEMPORARY}*"):
@@ -120,11 +155,7 @@ class RunFolder:
         Raises:
             RunFolderError: if it is none, or damaged.
         """
-        path = self.root / "run.json"
-        try:
-            return decode(RunHeader, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunFolderError(f"{path} cannot be read as the header of a run: {error}") from error
+        return read_header(self.root)
 
     def finished_shards(self) -> int:
         """How many shards are there, from the first on without a gap."""
