@@ -31,7 +31,7 @@ H = torch.randn(5, 4)
         (lambda: Head(W, torch.randn(8)), ShapeError, "9 rows and its bias 8"),
         (lambda: Head(W, softcap=0.0), OptionError, "positive number, not 0.0"),
         (lambda: Head(W, scale=float("nan")), OptionError, "finite number, not nan"),
-        (lambda: Head(W, vocabulary_group=object()), CannotRunError, "vocabulary_group cannot be used yet"),
+        (lambda: Head(W, vocabulary_group=object()), OptionError, "one dimension, not object"),
         (
             lambda: linear_kl(H, Head(W), H, Head(W), options=LinearOptions(impl="triton")),
             CannotRunError,

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES, Divergence
+from kleash.errors import CannotRunError
 from kleash.linear import autograd
 from kleash.linear.checks import (
     check_ids,
@@ -158,7 +159,7 @@ def token_statistics(
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
         check_tokens(tokens, hidden_p)
-        check_ids(tokens, pair.p.vocabulary)
+        check_ids(tokens, pair.words)
         flat = tokens.reshape(-1).to(torch.int64)
         options = options or LinearOptions()
         found = implementation(options, pair).token_statistics(pair, flat, options)
@@ -186,6 +187,11 @@ def log_probabilities(
     Raises:
         ShapeError, OptionError, CannotRunError: as ``linear_kl``.
     """
+    if head.vocabulary_group is not None:
+        raise CannotRunError(
+            "log_probabilities holds the whole vocabulary and this head's rows are spread over a vocabulary_group; "
+            "give it a head of all rows"
+        )
     head, _ = gathered(head, head)
     check_temperature(temperature, hidden)
     check_side("the model", hidden, head)

@@ -1,15 +1,19 @@
 """What the public doors refuse, and what they make of the rest."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import CannotRunError, OptionError, ShapeError, VocabularyMismatchError
+from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, gathered
+from kleash.linear.impl.across import ALONE, Alone, Ranks
 from kleash.linear.impl.pair import OneModel, Pair
+from kleash.linear.sharding import WHOLE, common_group, met
 
 
 def checked_pair(
@@ -18,18 +22,68 @@ def checked_pair(
     """Both sides with their tokens in a row, if they fit together."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     head_p, head_q = gathered(head_p, head_q)
-    check_temperature(temperature, hidden_p)
-    check_side("p", hidden_p, head_p)
-    check_side("q", hidden_q, head_q)
-    check_fit(hidden_p, head_p, hidden_q, head_q)
+    group = common_group(head_p.vocabulary_group, head_q.vocabulary_group)
+    across: Alone = ALONE
+    if group is None:
+        check_each((hidden_p, head_p), (hidden_q, head_q), temperature)
+    else:
+        across = over_ranks(group, (hidden_p, head_p), (hidden_q, head_q), temperature)
+        hidden_p, head_p = part("p", hidden_p, head_p, across)
+        hidden_q, head_q = part("q", hidden_q, head_q, across)
+    check_words(head_p.vocabulary(hidden_p), head_q.vocabulary(hidden_q))
     dtype = common_dtype((hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias))
     flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
     flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
     divisor = in_a_row(temperature, dtype)
     return Pair(
-        p=OneModel(hidden=flat_p, head=head_p, temperature=divisor, dtype=dtype),
-        q=OneModel(hidden=flat_q, head=head_q, temperature=divisor, dtype=dtype),
+        p=OneModel(hidden=flat_p, head=head_p, temperature=divisor, dtype=dtype, across=across),
+        q=OneModel(hidden=flat_q, head=head_q, temperature=divisor, dtype=dtype, across=across),
     )
+
+
+def check_each(p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor) -> None:
+    """Refuse either side by itself, or hidden states that are not of the same tokens."""
+    check_temperature(temperature, p[0])
+    check_side("p", *p)
+    check_side("q", *q)
+    check_fit(p[0], q[0])
+
+
+def over_ranks(
+    group: Any, p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor
+) -> Ranks:
+    """The ranks that p's head or q's is split over, if all of them were given what fits together."""
+    problem, facts = None, [0, 0, 0, 0, 0]
+    try:
+        check_each(p, q, temperature)
+        tensors = [x for hidden, head in (p, q) for x in (hidden, head.weight, head.bias)]
+        needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+        facts = [
+            *(WHOLE if head.vocabulary_group is None else head.vocabulary(hidden) for hidden, head in (p, q)),
+            p[0].numel() // max(1, p[0].shape[-1]),
+            common_dtype(tensors).itemsize,
+            sum(needs << n for n, needs in enumerate(needed)),
+        ]
+    except KleashError as error:
+        problem = error
+    return met(group, p[0].device, facts, problem)
+
+
+def part(name: str, hidden: Tensor, head: Head, across: Ranks) -> tuple[Tensor, Head]:
+    """A side as it is, or, if it is whole, the words of it that this rank has of the other."""
+    if head.vocabulary_group is not None:
+        return hidden, head
+    check_words_of(name, head.vocabulary(hidden), across)
+    trained = (hidden, head.bias) if head.weight is None else (head.weight, head.bias)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained):
+        raise CannotRunError(
+            f"the head of {name} is whole and requires a gradient, of which each rank would form its own "
+            f"{across.here} of {across.words} rows; split it over the vocabulary_group, too, or detach it"
+        )
+    words = slice(across.offset, across.offset + across.here)
+    weight = None if head.weight is None else head.weight[words]
+    bias = None if head.bias is None else head.bias[words]
+    return hidden[..., words] if weight is None else hidden, replace(head, weight=weight, bias=bias)
 
 
 def in_a_row(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
@@ -82,25 +136,37 @@ def check_side(name: str, hidden: Tensor, head: Head) -> None:
         )
     if head.weight is None and head.bias is not None and len(head.bias) != width:
         raise ShapeError(f"logits of {name} cover {width} tokens and its head's bias {len(head.bias)}")
-    if head.vocabulary(hidden) == 0:
+    if head.vocabulary(hidden) == 0 and head.vocabulary_group is None:
         raise ShapeError(f"the head of {name} covers no token at all")
 
 
-def check_fit(hidden_p: Tensor, head_p: Head, hidden_q: Tensor, head_q: Head) -> None:
-    """Refuse two sides that are not about the same tokens of the same vocabulary."""
+def check_fit(hidden_p: Tensor, hidden_q: Tensor) -> None:
+    """Refuse two sides that are not about the same tokens."""
     if hidden_p.shape[:-1] != hidden_q.shape[:-1]:
         raise ShapeError(
             f"hidden states are of {tuple(hidden_p.shape[:-1])} tokens under p and "
             f"{tuple(hidden_q.shape[:-1])} under q; give both models the same tokens"
         )
-    words_p, words_q = head_p.vocabulary(hidden_p), head_q.vocabulary(hidden_q)
+    if hidden_p.device != hidden_q.device:
+        raise CannotRunError(f"p is on {hidden_p.device} and q on {hidden_q.device}; move one of them")
+
+
+def check_words(words_p: int, words_q: int) -> None:
+    """Refuse two vocabularies."""
     if words_p != words_q:
         raise VocabularyMismatchError(
             f"the head of p covers {words_p} tokens and that of q {words_q}; cut the rows that are padding, "
             "or project one onto the other's vocabulary"
         )
-    if hidden_p.device != hidden_q.device:
-        raise CannotRunError(f"p is on {hidden_p.device} and q on {hidden_q.device}; move one of them")
+
+
+def check_words_of(name: str, words: int, across: Ranks) -> None:
+    """Refuse a whole head that covers another vocabulary than one that is split."""
+    if words != across.words:
+        raise VocabularyMismatchError(
+            f"the head of {name} is whole and covers {words} tokens, and the ranks of the other's vocabulary_group "
+            f"hold {across.words} rows together; give it the vocabulary_group if it is split, too"
+        )
 
 
 def check_tokens(tokens: Tensor, hidden: Tensor) -> None:

@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import CannotRunError, OptionError, ShapeError
+from kleash.errors import OptionError, ShapeError
+from kleash.linear.sharding import check_group, own_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +22,13 @@ class Head:
 
     ``weight=None`` means that the hidden states already are ``hidden W^T``: the slower way, for a
     model whose head cannot be taken apart. A weight that is sharded over ranks (a ``DTensor``) is
-    gathered when it is used. Two heads are equal only if they are the same object.
+    gathered when it is used, unless a ``vocabulary_group`` says that its rows stay where they are.
+    Two heads are equal only if they are the same object.
 
     Raises:
         ShapeError: if weight is not a matrix, bias not a vector, or the two differ in length.
         OptionError: if the scale is not finite or the softcap not positive.
-        CannotRunError: if a ``vocabulary_group`` is given.
+        OptionError, CannotRunError: if the ``vocabulary_group`` is none, or this process is not in it.
     """
 
     weight: Float[Tensor, "vocab dim"] | None
@@ -37,7 +40,10 @@ class Head:
     softcap: float | None = None
     """The size that no logit exceeds (Gemma 2)."""
     vocabulary_group: Any = None
-    """The ranks that each hold some rows of the weight for the same tokens; not possible yet."""
+    """The ranks that each hold some rows of weight and bias for the *same* tokens: their process group, or a
+    device mesh of one dimension. Ranks hold runs of the vocabulary, in the order of the ranks, as many rows each as
+    they like. Each gives the same hidden states (or, if weight is None, its own words' logits), gets the same
+    results, and its own rows' gradients; hidden states get the sum over the ranks."""
 
     def __post_init__(self) -> None:
         """Refuse what is no head."""
@@ -51,27 +57,32 @@ class Head:
             raise OptionError(f"a head's scale is a finite number, not {self.scale}")
         if self.softcap is not None and not (isfinite(self.softcap) and self.softcap > 0):
             raise OptionError(f"a softcap is a positive number, not {self.softcap}; leave it out for none")
-        if self.vocabulary_group is not None:
-            raise CannotRunError(
-                "a head split over a vocabulary_group cannot be used yet; leave it out to have it gathered"
-            )
+        if self.vocabulary_group is not None and not torch.compiler.is_compiling():
+            check_group(self.vocabulary_group)
 
     def vocabulary(self, hidden: Float[Tensor, "*tokens dim"]) -> int:
-        """How many tokens these hidden states give a logit to."""
+        """How many tokens these hidden states give a logit to, of those that this rank has."""
         return hidden.shape[-1] if self.weight is None else self.weight.shape[0]
 
 
 def gathered(first: Head, second: Head) -> tuple[Head, Head]:
-    """Both heads with their whole weight and bias on every rank; what they share is gathered once."""
-    weight, bias = _whole(first.weight), _whole(first.bias)
-    weight_2 = weight if second.weight is first.weight else _whole(second.weight)
-    bias_2 = bias if second.bias is first.bias else _whole(second.bias)
+    """Both heads' tensors as plain ones, whole or a rank's own rows; what the two share is gathered once."""
+    alike = (first.vocabulary_group is None) == (second.vocabulary_group is None)
+    weight, bias = (_plain(x, first.vocabulary_group) for x in (first.weight, first.bias))
+    weight_2, bias_2 = (
+        mine if alike and its is other else _plain(its, second.vocabulary_group)
+        for mine, its, other in ((weight, second.weight, first.weight), (bias, second.bias, first.bias))
+    )
     return _with(first, weight, bias), _with(second, weight_2, bias_2)
 
 
 def _with(head: Head, weight: Tensor | None, bias: Tensor | None) -> Head:
     same = weight is head.weight and bias is head.bias
     return head if same else replace(head, weight=weight, bias=bias)
+
+
+def _plain(tensor: Tensor | None, group: Any) -> Tensor | None:
+    return _whole(tensor) if group is None else own_rows(tensor, group)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

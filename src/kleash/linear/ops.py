@@ -102,7 +102,7 @@ def token_statistics(*x: Any) -> list[Tensor]:
     """The fields of TokenStatistics."""
     tokens = x[COUNT]
     pair, options, engine = together(x[:COUNT])
-    check_ids(tokens, pair.p.vocabulary)
+    check_ids(tokens, pair.words)
     with as_usual(x[0].device.type):
         found = engine.token_statistics(pair, tokens.reshape(-1).to(torch.int64), options)
     return [numbers.reshape(tokens.shape) for numbers in found]
@@ -123,7 +123,7 @@ def token_terms(*x: Any) -> tuple[Tensor, ...]:
     """The fields of TokenTerms."""
     tokens = x[COUNT]
     pair, options, engine = together(x[:COUNT])
-    check_ids(tokens, pair.p.vocabulary)
+    check_ids(tokens, pair.words)
     flat = tokens.reshape(-1).to(torch.int64)
     with as_usual(x[0].device.type):
         found = engine.judged(pair, flat, nothing, (False,) * 6, options)

@@ -14,14 +14,16 @@ from kleash.linear.checks import checked_pair
 from kleash.linear.head import Head, gathered
 from kleash.linear.impl.pair import Pair
 from kleash.linear.options import LinearOptions
+from kleash.linear.sharding import name_of, named_group
 
 Given: TypeAlias = tuple[Any, ...]
 """The arguments that all operations begin with."""
 COMMON = (
     "Tensor hidden_p, Tensor? weight_p, Tensor? bias_p, Tensor hidden_q, Tensor? weight_q, Tensor? bias_q, "
-    "Tensor? temperatures, float[] numbers, bool[] shared, str impl, int buffer_bytes, str compile, float skip_below"
+    "Tensor? temperatures, float[] numbers, bool[] shared, str impl, int buffer_bytes, str compile, float skip_below, "
+    "str[] groups"
 )
-COUNT = 13
+COUNT = 14
 DEFAULT = LinearOptions()
 
 
@@ -46,15 +48,20 @@ def given(
         [number, head_p.scale, head_p.softcap or 0.0, head_q.scale, head_q.softcap or 0.0],
         shared,
         *(options.impl, options.buffer_bytes, str(options.compile), options.skip_below),
+        [name_of(head_p.vocabulary_group), name_of(head_q.vocabulary_group)],
     )
 
 
 def together(given: Given, record: Divergence | None = None) -> tuple[Pair, LinearOptions, Any]:
     """The two models, the options, and the implementation."""
-    hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile, skip_below = given
+    hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile, skip_below, groups = (
+        given
+    )
     number, scale_p, softcap_p, scale_q, softcap_q = numbers
-    head_p = Head(wp, bp, scale=scale_p, softcap=softcap_p or None)
-    head_q = Head(wp if shared[1] else wq, bp if shared[2] else bq, scale=scale_q, softcap=softcap_q or None)
+    group_p, group_q = (named_group(name) for name in groups)
+    head_p = Head(wp, bp, scale=scale_p, softcap=softcap_p or None, vocabulary_group=group_p)
+    wq, bq = wp if shared[1] else wq, bp if shared[2] else bq
+    head_q = Head(wq, bq, scale=scale_q, softcap=softcap_q or None, vocabulary_group=group_q)
     options = LinearOptions(impl=impl, buffer_bytes=buffer_bytes, compile=compile, skip_below=skip_below)
     temperature = number if temperatures is None else temperatures
     pair = checked_pair((hp, head_p), (hp if shared[0] else hq, head_q), temperature)

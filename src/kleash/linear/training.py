@@ -162,7 +162,7 @@ def linear_objective(
         return losses.sum(), TokenTerms(*(t.detach() for t in terms))
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_tokens(tokens, hidden_p)
-    check_ids(tokens, pair.p.vocabulary)
+    check_ids(tokens, pair.words)
     options = options or LinearOptions()
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)

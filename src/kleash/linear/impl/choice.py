@@ -7,6 +7,7 @@ import torch
 
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError
+from kleash.linear.impl.across import ALONE
 from kleash.linear.impl.pair import Pair
 from kleash.linear.options import LinearOptions
 
@@ -23,6 +24,10 @@ def chosen(options: LinearOptions, pair: Pair, record: Divergence | None) -> str
     if options.impl == "reference" and options.skip_below != 0.0:
         raise CannotRunError(
             f"impl='reference' leaves nothing out and skip_below is {options.skip_below}; ask for 'chunked'"
+        )
+    if pair.across is not ALONE and options.skip_below != 0.0:
+        raise CannotRunError(
+            f"skip_below is {options.skip_below}, and with a vocabulary_group nothing is left out; leave it at 0"
         )
     if options.impl not in ("auto", "triton"):
         return options.impl
@@ -47,9 +52,8 @@ def triton_obstacle(options: LinearOptions, pair: Pair, record: Divergence | Non
         return f"computes in float32 and something given is {pair.p.dtype}"
     if record is not None and record not in COVERED:
         return "has kernels for KL in both directions and for no other divergence"
-    for model in (pair.p, pair.q):
-        if model.head.vocabulary_group is not None:
-            return "cannot use a head split over a vocabulary_group"
+    if pair.across is not ALONE:
+        return "cannot use a head split over a vocabulary_group"
     if options.skip_below != 0.0:
         return f"leaves nothing out and skip_below is {options.skip_below}"
     return None
