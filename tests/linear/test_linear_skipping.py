@@ -42,7 +42,7 @@ def loss_of(case, options, divergence="kl", weights=WEIGHTS):
     return loss.detach(), per_token, torch.autograd.grad(loss, tensors)
 
 
-def in_logits(case, divergence="kl"):
+def in_logits(case, weights, divergence):
     """The gradients in both ``hidden W^T``, by autograd of the plain version in float64."""
     products = [
         (h.double() @ head.weight.double().T).requires_grad_()
@@ -57,7 +57,7 @@ def in_logits(case, divergence="kl"):
     values = linear_divergence(
         products[0], heads[0], products[1], heads[1], divergence=divergence, options=REFERENCE
     )
-    return torch.autograd.grad((values * WEIGHTS).sum(), products)
+    return torch.autograd.grad((values * weights).sum(), products)
 
 
 @KINDS
@@ -66,12 +66,14 @@ def in_logits(case, divergence="kl"):
 def test_the_error_stays_within_what_was_reported_and_that_within_what_was_asked(
     below, divergence, apart, peak
 ):
-    case = peaked(torch.float64, apart, peak, scale=0.8, softcap=40.0)
-    seen = []
-    whole, cheap = (loss_of(case, options, divergence) for options in (CHUNKED, skipped(below, seen)))
+    case = peaked(torch.float64, apart, peak, tokens=(40,), words=4999, scale=0.8, softcap=40.0)
+    weights, seen = WEIGHTS[20:60], []
+    whole, cheap = (
+        loss_of(case, options, divergence, weights) for options in (CHUNKED, skipped(below, seen))
+    )
     assert torch.equal(whole[0], cheap[0]) and torch.equal(whole[1], cheap[1])
     (found,) = seen
-    truth = in_logits(case, divergence)
+    truth = in_logits(case, weights, divergence)
     heads, states = (case.head_p, case.head_q), (case.hidden_p, case.hidden_q)
     for side, left_out in enumerate((found.left_out_p, found.left_out_q)):
         size = truth[side].abs()
@@ -115,6 +117,36 @@ def test_a_flat_gradient_is_multiplied_whole():
     linear_kl_loss(*case.models, weights=WEIGHTS.float(), options=skipped(0.01, seen))
     assert seen[0].multiplied == 1.0 and seen[0].left_out_q is None
     assert seen[0].left_out_p.min() > 0
+
+
+def multiplied(logits, below):
+    """The share of products of a loss whose logits under p these are; under q they are flatter."""
+    words, seen = logits.shape[1], []
+    weight = torch.eye(words).requires_grad_()
+    other = Head(torch.eye(words))
+    weights = torch.ones(len(logits))
+    loss = linear_kl_loss(
+        logits, Head(weight), 0.5 * logits, other, weights=weights, options=skipped(below, seen)
+    ).loss
+    (found,) = torch.autograd.grad(loss, weight)
+    assert found.abs().sum() > 0
+    return seen[0].multiplied
+
+
+def test_tokens_that_keep_similarly_many_words_share_a_product():
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(2 * skipping.GROUP, 400, generator=random)
+    logits[::2] *= 0.5
+    logits[1::2, :10] += 20.0
+    assert 0.4 < multiplied(logits, 1e-3) < 0.6
+
+
+def test_where_gathering_would_not_pay_everything_is_multiplied():
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 400, generator=random)
+    for words, share in ((360, 1.0), (200, 0.5)):
+        logits[:, words:] = -30.0
+        assert multiplied(logits, 1e-9) == share
 
 
 @pytest.mark.parametrize("plan", ["loss", "recomputed", "objective", "frozen heads", "operation"])
