@@ -94,7 +94,7 @@ def _from_here(gains: Tensor, counts: Tensor, factor: float) -> Tensor:
     By doubling: after each round an entry holds twice as many steps, and ``reach`` what the next ones still
     weigh; so 8192 steps are 13 rounds over the whole batch, and not 8192 small ones.
     """
-    total, reach = gains, torch.where(counts, factor, 1.0).to(gains.dtype)
+    total, reach = gains, torch.ones_like(gains).masked_fill(counts, factor)
     steps, ahead = gains.shape[-1], 1
     while ahead < steps:
         later, further = (torch.nn.functional.pad(x[..., ahead:], (0, ahead)) for x in (total, reach))

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, SupportsFloat
+from typing import ClassVar, Protocol, SupportsFloat, runtime_checkable
 
 from kleash.errors import OptionError
 from kleash.leash.steering import (
@@ -19,6 +19,7 @@ from kleash.leash.steering import (
 )
 
 
+@runtime_checkable
 class Leash(Protocol):
     """What holds beta: any controller or schedule."""
 

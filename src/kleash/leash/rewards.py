@@ -126,17 +126,16 @@ def controlled_kl(
 
         beta * weight * sum_t D_t, with the gradient of D
 
-    Without ``weight`` each response's a is fitted on the *others* of the batch. That biases neither the value nor
-    the gradient as long as each response is weighed by its own reward alone. A baseline made of the other
-    rewards (leave-one-out, group mean) is another matter: their weights were fitted on this response, so that the
-    baseline knows it, and the gradient is biased by the order of 1 / batch. Then give ``weight``: the last
-    batch's ``.weight.mean()``, or 1.
+    Without ``weight`` each response's a is fitted on the *others* of the batch (``controlled_kl_loss`` does
+    the same). That biases neither the value nor the gradient, nor does a baseline made of the others' rewards
+    (leave-one-out): U - C has mean 0 whatever weight the others give it. It is 1, not fitted, with fewer than three
+    others, where U - C does not vary among them, and where a sum is infinite.
 
     Args:
         log_ratio: log policy - log reference of the sampled tokens (k1).
         token_kl: the exact KL of the whole distribution each token was drawn from.
         mask: true (or 1) for the tokens that the policy chose.
-        weight: one a for all, fixed before these responses were drawn.
+        weight: one a for all, chosen before these responses were drawn: the last batch's ``.weight.mean()``.
 
     Raises:
         OptionError: if ``weight`` is not finite.

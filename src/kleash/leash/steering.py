@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar, cast
 
 from kleash.errors import OptionError
 
@@ -99,7 +99,9 @@ class Steered:
 def saved_fields(record: Any) -> dict[str, object]:
     """The fields of a flat dataclass, tuples as lists."""
     values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {name: list[Any](x) if isinstance(x, tuple) else x for name, x in values.items()}
+    return {
+        name: list(cast("tuple[Any, ...]", x)) if isinstance(x, tuple) else x for name, x in values.items()
+    }
 
 
 def moved(controller: AnySteered, factor: float, event: str | None) -> AnySteered:

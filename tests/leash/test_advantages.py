@@ -1,0 +1,174 @@
+"""Advantages over time: against the recursion token by token, and against verl's."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from compiling import compiles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kleash.errors import OptionError, ShapeError
+from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards
+
+NAN = math.nan
+
+
+def recursion(rewards, values, mask, discount, decay):
+    """GAE of one response by the book, over a list of the tokens that count."""
+    steps = [i for i, counts in enumerate(mask) if counts]
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    next_value = next_advantage = 0.0
+    for i in reversed(steps):
+        delta = rewards[i] + discount * next_value - values[i]
+        next_advantage = delta + discount * decay * next_advantage
+        next_value = values[i]
+        advantages[i], returns[i] = next_advantage, next_advantage + values[i]
+    return advantages, returns
+
+
+@st.composite
+def batches(draw):
+    rows, steps = draw(st.integers(0, 3)), draw(st.integers(0, 9))
+
+    def table(of):
+        return [draw(st.lists(of, min_size=steps, max_size=steps)) for _ in range(rows)]
+
+    share = st.sampled_from([0.0, 0.3, 0.95, 1.0])
+    numbers = st.floats(-20, 20)
+    return table(numbers), table(numbers), table(st.booleans()), draw(share), draw(share), (rows, steps)
+
+
+@given(batches())
+@settings(max_examples=100)
+def test_agrees_with_the_recursion(batch):
+    rewards, values, mask, discount, decay, shape = batch
+    where = torch.tensor(mask, dtype=torch.bool).reshape(shape)
+    given_, critic = (torch.tensor(x, dtype=torch.float64).reshape(shape) for x in (rewards, values))
+    given_[~where], critic[~where] = NAN, math.inf
+    got = generalised_advantages(given_, critic, where, discount=discount, decay=decay)
+    for i in range(shape[0]):
+        advantages, returns = recursion(rewards[i], values[i], mask[i], discount, decay)
+        assert got.advantages[i].tolist() == pytest.approx(advantages, rel=1e-10, abs=1e-10)
+        assert got.returns[i].tolist() == pytest.approx(returns, rel=1e-10, abs=1e-10)
+    zeros = [[0.0] * shape[1]] * shape[0]
+    to_go = rewards_to_go(given_, where, discount=discount)
+    for i in range(shape[0]):
+        expected = recursion(rewards[i], zeros[i], mask[i], discount, 1.0)[0]
+        assert to_go[i].tolist() == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+def test_by_hand():
+    rewards, values = torch.tensor([[1.0, NAN, 2.0, NAN]]), torch.tensor([[0.5, NAN, 3.0, NAN]])
+    mask = torch.tensor([[1, 0, 1, 0]])
+    got = generalised_advantages(rewards, values, mask, discount=0.5, decay=0.5)
+    torch.testing.assert_close(got.advantages, torch.tensor([[1 + 1.5 - 0.5 - 0.25, 0.0, -1.0, 0.0]]))
+    torch.testing.assert_close(got.returns, torch.tensor([[2.25, 0.0, 2.0, 0.0]]))
+    assert rewards_to_go(rewards, mask, discount=0.5).tolist() == [[2.0, 0.0, 2.0, 0.0]]
+
+
+def test_tool_output_is_no_step():
+    """A response with tool output in it has the advantages of the same response without."""
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 6), torch.randn(2, 6)
+    spread = torch.tensor([0, 1, 4, 5, 9, 10])
+    mask = torch.zeros(2, 12, dtype=torch.bool)
+    mask[:, spread] = True
+    wide = [torch.full((2, 12), NAN) for _ in "rv"]
+    wide[0][:, spread], wide[1][:, spread] = rewards, values
+    apart = generalised_advantages(*wide, mask, discount=0.9, decay=0.8)
+    together = generalised_advantages(
+        rewards, values, torch.ones(2, 6, dtype=torch.bool), discount=0.9, decay=0.8
+    )
+    torch.testing.assert_close(apart.advantages[:, spread], together.advantages)
+    torch.testing.assert_close(apart.returns[:, spread], together.returns)
+    assert (apart.advantages[~mask] == 0).all() and (apart.returns[~mask] == 0).all()
+
+
+def test_a_long_response_in_float32():
+    torch.manual_seed(1)
+    steps = 5000
+    rewards, values = torch.randn(1, steps), torch.randn(1, steps)
+    mask = torch.rand(1, steps) < 0.8
+    got = generalised_advantages(rewards, values, mask)
+    expected = recursion(rewards[0].tolist(), values[0].tolist(), mask[0].tolist(), 1.0, 0.95)
+    torch.testing.assert_close(
+        got.advantages[0].double(), torch.tensor(expected[0], dtype=torch.float64), rtol=1e-4, atol=1e-4
+    )
+    undiscounted = rewards_to_go(rewards, mask)[0, 0].item()
+    assert undiscounted == pytest.approx(rewards.double()[mask].sum().item(), abs=1e-2)
+
+
+def test_no_gradient_and_precision():
+    rewards = torch.ones(1, 3, dtype=torch.bfloat16, requires_grad=True)
+    values = torch.full((1, 3), 256.5, requires_grad=True)
+    got = generalised_advantages(rewards, values, torch.ones(1, 3, dtype=torch.bool), decay=1.0)
+    assert not got.advantages.requires_grad and not got.returns.requires_grad
+    assert got.returns.tolist() == [[3.0, 2.0, 1.0]]
+    assert got.advantages.dtype == torch.float32
+
+
+@compiles
+def test_one_graph(compiler):
+    torch.manual_seed(2)
+    given_ = torch.randn(2, 5), torch.randn(2, 5), torch.rand(2, 5) < 0.7
+    compiled = torch.compile(generalised_advantages, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*given_), generalised_advantages(*given_))
+
+
+ONES = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: generalised_advantages(ONES, ONES[:1], ONES.bool()), ShapeError, r"values \(1, 3\)"),
+        (
+            lambda: generalised_advantages(ONES[0], ONES[0], ONES[0].bool()),
+            ShapeError,
+            r"as \[sequences, steps\]",
+        ),
+        (lambda: rewards_to_go(ONES, ONES[:, :2].bool()), ShapeError, r"mask \(2, 2\)"),
+        (lambda: rewards_to_go(ONES, ONES), ShapeError, "a mask is bool"),
+        (lambda: generalised_advantages(ONES, ONES, ONES.bool(), decay=1.1), OptionError, "decay is 1.1"),
+        (
+            lambda: generalised_advantages(ONES, ONES, ONES.bool(), discount=NAN),
+            OptionError,
+            "discount is nan",
+        ),
+        (
+            lambda: rewards_to_go(ONES, ONES.bool(), discount=-0.1),
+            OptionError,
+            "discount is -0.1; give a number",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unhooked")
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.fixture(scope="module")
+def verl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+        return pytest.importorskip("verl.trainer.ppo.core_algos")
+
+
+@pytest.mark.parametrize(("discount", "decay"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7)])
+def test_agrees_with_verl(verl, discount, decay):
+    """verl whitens its advantages, and leaves the returns as they are."""
+    torch.manual_seed(3)
+    mask = torch.rand(4, 9, dtype=torch.float64) < 0.7
+    mask[:, 0] = True
+    values = torch.where(mask, torch.randn(4, 9, dtype=torch.float64), 0.0)
+    rewards = shape_rewards(
+        torch.randn(4, dtype=torch.float64), torch.rand(4, 9, dtype=torch.float64), mask, beta=0.2
+    )
+    theirs = verl.compute_gae_advantage_return(rewards, values, mask.double(), discount, decay)
+    ours = generalised_advantages(rewards, values, mask, discount=discount, decay=decay)
+    torch.testing.assert_close(ours.returns[mask], theirs[1][mask])
+    theirs_again = (ours.advantages[mask] - ours.advantages[mask].mean()) / ours.advantages[mask].std()
+    torch.testing.assert_close(theirs_again, theirs[0][mask], rtol=1e-6, atol=1e-6)

@@ -1,0 +1,216 @@
+"""Advantages against the others of a group, and whitening: against loops, verl, and two processes."""
+
+import math
+import socket
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from compiling import compiles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from whitening_ranks import batches, of_rank
+
+from kleash.errors import OptionError, ShapeError
+from kleash.leash import group_advantages, leave_one_out_advantages, whiten
+
+NAN = math.nan
+
+
+def others_of(rewards, groups, counts, i):
+    return [r for j, r in enumerate(rewards) if groups[j] == groups[i] and counts[j] and j != i]
+
+
+def by_loops(rewards, groups, counts, scale, corrected):
+    """One response at a time, with numpy's mean and std of its group."""
+    found = []
+    for i, reward in enumerate(rewards):
+        if not counts[i]:
+            found.append(0.0)
+            continue
+        others = others_of(rewards, groups, counts, i)
+        group = [reward, *others]
+        if not others:
+            found.append(0.0 if scale == "none" and not corrected else NAN)
+        elif len(set(group)) == 1:
+            found.append(0.0)
+        else:
+            advantage = reward - (np.mean(others) if corrected else np.mean(group))
+            found.append(advantage / (np.std(group, ddof=1) if scale == "std" else 1.0))
+    return found
+
+
+@st.composite
+def ragged_groups(draw):
+    size = draw(st.integers(0, 9))
+    rewards = draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, -2.5, 7.25]), min_size=size, max_size=size))
+    groups = draw(st.lists(st.sampled_from([-5, 0, 3, 10**9]), min_size=size, max_size=size))
+    return rewards, groups, draw(st.lists(st.booleans(), min_size=size, max_size=size))
+
+
+@given(ragged_groups(), st.sampled_from(["none", "std"]), st.booleans())
+@settings(max_examples=150)
+def test_agrees_with_loops_over_groups_of_any_size_in_any_order(batch, scale, corrected):
+    rewards, groups, counts = batch
+    tensors = (
+        torch.tensor([r if c else NAN for r, c in zip(rewards, counts, strict=True)], dtype=torch.float64),
+        torch.tensor(groups, dtype=torch.int64),
+        torch.tensor(counts, dtype=torch.bool),
+    )
+    got = group_advantages(*tensors, scale=scale, corrected=corrected).tolist()
+    assert got == pytest.approx(by_loops(*batch, scale, corrected), rel=1e-9, abs=1e-9, nan_ok=True)
+    alone = leave_one_out_advantages(*tensors).tolist()
+    assert alone == pytest.approx(by_loops(*batch, "none", True), rel=1e-9, abs=1e-9, nan_ok=True)
+
+
+def test_by_hand():
+    rewards = torch.tensor([1.0, 2.0, 6.0, 0.0, 4.0, 8.0])
+    assert leave_one_out_advantages(rewards, 3).tolist() == [-3.0, -1.5, 4.5, -6.0, 0.0, 6.0]
+    assert group_advantages(rewards, 3, corrected=False).tolist() == [-2.0, -1.0, 3.0, -4.0, 0.0, 4.0]
+    assert group_advantages(rewards[3:], 3, scale="std", corrected=False).tolist() == [-1.0, 0.0, 1.0]
+    assert group_advantages(rewards[3:], 3, scale="std").tolist() == [-1.5, 0.0, 1.5]
+    unequal = torch.tensor([9, 7, 9, 9, 7, 7], dtype=torch.int32)
+    assert leave_one_out_advantages(rewards, unequal).tolist() == pytest.approx([-2, -4, 5.5, -3.5, -1, 5])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_0_whatever_rounding_does_to_their_mean(dtype):
+    rewards = torch.full((21,), 0.1, dtype=dtype)
+    for scale in ("none", "std"):
+        assert (group_advantages(rewards, 7, scale=scale) == 0).all()
+    assert (whiten(rewards, torch.ones(21, dtype=torch.bool)) == 0).all()
+    nearly = rewards.float()
+    nearly[0] += 1e-6
+    assert group_advantages(nearly, 7, scale="std", corrected=False)[0].item() == pytest.approx(
+        2.268, rel=0.1
+    )
+
+
+def test_a_group_of_one_and_one_whose_rewards_are_no_numbers():
+    rewards = torch.tensor([5.0, NAN, 1.0, math.inf, math.inf, 2.0, 3.0])
+    groups = torch.tensor([0, 1, 1, 2, 2, 3, 3])
+    assert leave_one_out_advantages(rewards, groups).tolist() == pytest.approx(
+        [NAN] * 5 + [-1, 1], nan_ok=True
+    )
+    assert group_advantages(rewards, groups, corrected=False)[0] == 0
+    assert group_advantages(rewards, groups, scale="std", corrected=False)[0].isnan()
+    counts = torch.tensor([0, 0, 0, 0, 0, 1, 1])
+    assert leave_one_out_advantages(rewards, groups, counts).tolist() == [0.0] * 5 + [-1, 1]
+    assert leave_one_out_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_no_gradient():
+    rewards = torch.tensor([1.0, 2.0, 4.0, 5.0], requires_grad=True)
+    assert not leave_one_out_advantages(rewards, 2).requires_grad
+    assert not whiten(rewards, torch.ones(4, dtype=torch.bool)).requires_grad
+
+
+@compiles
+def test_one_graph(compiler):
+    rewards, groups = torch.tensor([1.0, 2.0, 4.0, 5.0]), torch.tensor([1, 0, 1, 0])
+    compiled = torch.compile(group_advantages, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(rewards, groups, scale="std"), group_advantages(rewards, groups, scale="std")
+    )
+
+
+@pytest.fixture(scope="module")
+def verl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+        return pytest.importorskip("verl.trainer.ppo.core_algos")
+
+
+def test_agrees_with_verl(verl):
+    torch.manual_seed(0)
+    rewards, ids = torch.randn(7, dtype=torch.float64), [4, 4, 2, 4, 2, 2, 2]
+    given_ = {
+        "response_mask": torch.ones(7, 1, dtype=torch.float64),
+        "index": np.array([str(i) for i in ids], dtype=object),
+    }
+    groups = torch.tensor(ids)
+
+    def theirs(function, **options):  # both change their argument
+        return function(rewards.clone().unsqueeze(-1), **given_, **options)[0].squeeze(-1)
+
+    grpo, rloo = verl.compute_grpo_outcome_advantage, verl.compute_rloo_outcome_advantage
+    published = group_advantages(rewards, groups, scale="std", corrected=False)
+    torch.testing.assert_close(theirs(grpo, epsilon=0.0), published)
+    centred = group_advantages(rewards, groups, corrected=False)
+    torch.testing.assert_close(theirs(grpo, norm_adv_by_std_in_grpo=False), centred)
+    torch.testing.assert_close(theirs(rloo), leave_one_out_advantages(rewards, groups))
+
+
+# --- whitening ---
+
+
+def test_whitening_by_hand():
+    values = torch.tensor([[1.0, NAN, 3.0], [5.0, math.inf, NAN]])
+    mask = torch.tensor([[1, 0, 1], [1, 0, 0]])
+    assert whiten(values, mask).tolist() == [[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    assert whiten(values[0], mask[0]).tolist() == pytest.approx([-math.sqrt(0.5), 0.0, math.sqrt(0.5)])
+    assert whiten(torch.tensor([3.0, NAN]), torch.tensor([1, 0])).tolist() == [0.0, 0.0]
+    assert whiten(values, torch.zeros(2, 3, dtype=torch.bool)).eq(0).all()
+    assert whiten(torch.zeros(0), torch.zeros(0, dtype=torch.bool)).shape == (0,)
+    unreadable = whiten(torch.tensor([1.0, NAN, 2.0]), torch.tensor([1, 1, 0]))
+    assert unreadable[:2].isnan().all() and unreadable[2] == 0
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20))
+@settings(max_examples=50)
+def test_whitened_values_have_mean_0_and_std_1(numbers):
+    values = torch.tensor(numbers, dtype=torch.float64)
+    got = whiten(values, torch.ones(len(values), dtype=torch.bool))
+    if np.ptp(numbers) > 1e-6:
+        assert got.mean().item() == pytest.approx(0, abs=1e-6)
+        assert got.std().item() == pytest.approx(1)
+        np.testing.assert_allclose(
+            got, (values - values.mean()) / np.std(numbers, ddof=1), rtol=1e-6, atol=1e-6
+        )
+
+
+def test_two_processes_whiten_by_what_both_have(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(of_rank, args=(port, tmp_path), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for name, (values, mask) in batches().items():
+        together = torch.cat([ranks[0][name][0], ranks[1][name][0]])
+        kept = values[mask].numpy()
+        spread = np.std(kept, ddof=1) if np.ptp(kept) else 1.0
+        expected = np.where(mask, (values.numpy() - kept.mean()) / spread, 0.0)
+        np.testing.assert_allclose(together, expected, rtol=1e-9, atol=1e-8 if name == "all equal" else 1e-12)
+        assert name != "all equal" or (together == 0).all()
+        for rank in ranks:
+            assert rank[name][1].item() == pytest.approx(kept.sum() / mask.any(-1).sum().item())
+            assert rank[name][2] == mask.any(-1).sum()
+
+
+FOUR = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: group_advantages(FOUR, 3), OptionError, "4 responses in groups of 3; give a size"),
+        (lambda: leave_one_out_advantages(FOUR, 1), OptionError, "in groups of 1"),
+        (lambda: group_advantages(FOUR, 0), OptionError, "in groups of 0"),
+        (lambda: group_advantages(FOUR, torch.ones(3, dtype=torch.int64)), ShapeError, r"groups \(3,\)"),
+        (lambda: group_advantages(FOUR, 2, torch.ones(3).bool()), ShapeError, r"mask \(3,\)"),
+        (lambda: group_advantages(torch.ones(2, 2), 2), ShapeError, r"rewards are \(2, 2\)"),
+        (
+            lambda: group_advantages(FOUR, 2, scale="batch"),
+            OptionError,
+            "scale is 'batch'; there are none, std",
+        ),
+        (lambda: whiten(FOUR, torch.ones(3).bool()), ShapeError, r"their mask is \(3,\)"),
+        (lambda: whiten(FOUR, FOUR), ShapeError, "a mask is bool"),
+    ],
+)
+@pytest.mark.usefixtures("unhooked")
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
