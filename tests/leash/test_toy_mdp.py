@@ -1,0 +1,127 @@
+"""What training does in expectation, exactly, in a world small enough to sum over; and the numbers that docs print."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from toy_algorithms import DEVIATING, REGIONS, RIGHT
+from toy_mdp import (
+    BETA,
+    GROUP,
+    MASK,
+    OLD,
+    POLICY,
+    SCORES,
+    TOKENS,
+    analytic_gradient,
+    apart,
+    chances,
+    said,
+)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+TRUTH = analytic_gradient()
+EVERY = torch.arange(len(TOKENS))
+
+
+@cache
+def update(name):
+    return DEVIATING[name]()
+
+
+def test_the_world():
+    """15 responses whose probabilities add up to 1, under all three tables."""
+    assert len(TOKENS) == 15 and MASK.sum(-1).bincount().tolist() == [0, 1, 2, 12]
+    for logits in (POLICY, OLD):
+        torch.testing.assert_close(chances(logits).sum(), torch.tensor(1.0).double())
+
+
+def test_the_analytic_gradient_is_that_of_the_objective():
+    """Against finite differences of the sum, in which no gradient is taken."""
+
+    def objective(logits):
+        every = said(logits, EVERY)
+        p, q = (torch.where(MASK, x, 0.0).sum(-1) for x in (every.token_logp, every.reference_logp))
+        return (p.exp() * (SCORES - BETA * (p - q))).sum()
+
+    step, flat = 1e-5, torch.eye(POLICY.numel(), dtype=torch.float64).view(-1, *POLICY.shape)
+    slopes = torch.stack(
+        [(objective(POLICY + step * d) - objective(POLICY - step * d)) / (2 * step) for d in flat]
+    )
+    torch.testing.assert_close(slopes, TRUTH, rtol=1e-6, atol=1e-9)
+    assert TRUTH.norm() > 0.1
+
+
+def test_both_parts_of_the_objective_matter():
+    """A gradient of the reward alone, or of the KL alone, is far from that of both."""
+    assert apart(analytic_gradient(1.0, 0.0), TRUTH)[0] > 0.5
+    assert apart(analytic_gradient(0.0, BETA), TRUTH)[0] > 0.5
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_algorithms_follow_the_gradient_of_reward_less_beta_kl(name):
+    error, cosine = apart(RIGHT[name](), TRUTH)
+    assert error < 1e-12 and cosine == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", DEVIATING)
+def test_others_do_not(name):
+    assert apart(update(name), TRUTH)[0] > 0.03
+
+
+def test_group_centring_is_right_after_its_factor():
+    centred = update("GRPO, group mean, k1 in the reward")
+    assert apart(centred * GROUP / (GROUP - 1), TRUTH)[0] < 1e-12
+
+
+def test_centring_makes_a_kl_in_the_loss_count_more():
+    """The reward loses 1/G of its gradient and the loss nothing: beta acts G/(G - 1) times."""
+    found = update("GRPO, group mean, exact KL in the loss")
+    torch.testing.assert_close(found, analytic_gradient((GROUP - 1) / GROUP, BETA), rtol=1e-12, atol=1e-15)
+
+
+def test_backpropagated_k1_is_no_penalty_at_all():
+    torch.testing.assert_close(
+        update("k1 backpropagated"), analytic_gradient(1.0, 0.0), rtol=1e-12, atol=1e-15
+    )
+
+
+def test_the_exact_kl_and_kl_loss_have_one_gradient():
+    torch.testing.assert_close(
+        update("exact KL in the loss, token scope"),
+        update("kl_loss in the loss, token scope"),
+        rtol=1e-12,
+        atol=1e-15,
+    )
+
+
+def rows(heading):
+    """Of the table under a heading of the page: name -> the cells beside it."""
+    section = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    table = re.findall(r"^\| (.+?) \|$", section, re.MULTILINE)[1:]
+    cells = [[cell.strip() for cell in row.split(" | ")] for row in table]
+    return {name: rest for name, *rest in cells if set(name) != {"-", "|"} and not name.startswith("--")}
+
+
+def test_the_page_lists_the_right_ones():
+    section = PAGE.read_text(encoding="utf-8").split("## Right\n")[1].split("\n## ")[0]
+    assert re.findall(r"^- (.+)$", section, re.MULTILINE) == list(RIGHT)
+
+
+@pytest.mark.parametrize("name", DEVIATING)
+def test_the_page_prints_the_deviation(name):
+    error, cosine = apart(update(name), TRUTH)
+    assert rows("Not right")[name][:2] == [f"{error:.3f}", f"{cosine:.3f}"]
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_the_page_prints_what_a_trust_region_costs(name):
+    found, removed = REGIONS[name]()
+    error, cosine = apart(found, TRUTH)
+    assert rows("Trust regions")[name][:3] == [f"{error:.3f}", f"{cosine:.3f}", f"{removed:.1%}"]
+
+
+def test_the_page_has_no_other_rows():
+    assert set(rows("Not right")) == set(DEVIATING) and set(rows("Trust regions")) == set(REGIONS)
