@@ -184,7 +184,13 @@ def main() -> int:
         )  # fmt: skip
         print("{name:24} {what:9} {seconds:8.4f} s  rate {rate:5.2f}  {peak_mib:8.0f} MiB".format(
             **figures["results"][-1]))  # fmt: skip
-    print(f"written to {write_result('linear_gpu', figures)}")
+    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "vocabulary")}
+    usual = all(size == parser.get_default(name) for name, size in sizes.items())
+    name = "linear_gpu" if usual else "linear_gpu_{tokens}_{hidden}_{vocabulary}".format(**sizes)
+    packages = [
+        package for package in ("trl", "liger-kernel", "triton") if find_spec(package.replace("-", "_"))
+    ]
+    print(f"written to {write_result(name, figures, packages=packages)}")
     return 0
 
 

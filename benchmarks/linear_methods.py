@@ -68,13 +68,16 @@ def make_inputs(
     return Inputs(p, w, q, wq, ids).to(dtype)
 
 
-def bare(x: Inputs, size: int = 512) -> Callable[[], None]:
-    """The four matmuls that any such gradient needs, in chunks of tokens into buffers that exist."""
+def bare(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The four matmuls that any such gradient needs, in chunks of tokens into buffers that exist.
+
+    p's logits take the place of their gradient: returned are logits·W and logitsᵀ·hidden, of p.
+    """
     rooms = torch.empty(2, size, len(x.weight_p), dtype=x.weight_p.dtype)
     in_weight, in_hidden = torch.empty_like(x.weight_p), torch.empty_like(x.hidden_p)
 
     @torch.no_grad()
-    def run() -> None:
+    def run() -> tuple[Tensor, Tensor]:
         in_weight.zero_()
         for start in range(0, len(x.hidden_p), size):
             here = slice(start, start + size)
@@ -83,6 +86,7 @@ def bare(x: Inputs, size: int = 512) -> Callable[[], None]:
             torch.mm(x.hidden_q[here], x.weight_q.T, out=zq)
             torch.mm(zp, x.weight_p, out=in_hidden[here])
             in_weight.addmm_(zp.T, x.hidden_p[here])
+        return in_hidden, in_weight
 
     return run
 
@@ -180,7 +184,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "naive k3": Method(of=naive_k3, words="naive k3: all logits, `gather`", what="k3"),
         "cross entropy": Method(
             of=cross_entropy,
-            words="`F.linear_cross_entropy`, chunked; no q, no KL",
+            words="`F.linear_cross_entropy`, chunked",
             what="cross_entropy",
         ),
     }

@@ -71,7 +71,7 @@ def compared(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Of every way, its ratio to the matmuls, and ours to it."""
     found: dict[str, dict[str, float]] = {}
     for name, own in times.items():
-        found[name] = {"seconds": round(median(own), 4)}
+        found[name] = {"seconds": round(median(own), 6)}
         if "matmuls" in times:
             found[name]["of_matmuls"] = ratio(own, times["matmuls"])
         for ours in OURS:

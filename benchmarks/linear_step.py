@@ -174,8 +174,8 @@ def main() -> None:
             rounds.append(step.run(name)[1])
     results: dict[str, Any] = {}
     for name, rounds in times.items():
-        results[name] = {part: round(median(r[part] for r in rounds), 4) for part in PARTS}
-        results[name]["step"] = round(median(sum(r.values()) for r in rounds), 4)
+        results[name] = {part: round(median(r[part] for r in rounds), 6) for part in PARTS}
+        results[name]["step"] = round(median(sum(r.values()) for r in rounds), 6)
         results[name]["loss_share"] = round(median(r["loss"] / sum(r.values()) for r in rounds), 4)
         print(f"{name:12}", results[name])
     figures = {name: value for name, value in vars(args).items() if name != "out"}

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from harness import RESULTS, interleaved, ratio, write_result
@@ -112,7 +113,7 @@ def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], 
         return lambda: kleash(of, options).backward()
 
     eager = LinearOptions(compile="never")
-    found: dict[str, Callable[[], None]] = {
+    found: dict[str, Callable[[], Any]] = {
         "matmuls": bare(x),
         "exact eager": exact(x, "never"),
         "k3 eager": lambda: k3_at_once(x),
@@ -125,7 +126,7 @@ def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], 
     if args.compile:
         found["exact compiled"] = exact(x, "always")
 
-    def clean(run: Callable[[], None]) -> Callable[[], None]:
+    def clean(run: Callable[[], Any]) -> Callable[[], None]:
         def both() -> None:
             x.forget()
             thin.forget()

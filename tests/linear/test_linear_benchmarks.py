@@ -1,0 +1,160 @@
+"""Every way that the benchmarks time computes what it is said to compute; the benchmarks run."""
+
+import json
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from compiling import OF_TORCH_ITSELF
+from scipy.special import log_softmax, rel_entr
+
+NAMES = ["kleash", "kleash compiled", "trl", "liger", "torchtune", "checkpointing", "naive exact", "naive k3"]
+NAMES += ["cross entropy"]
+MODULES = ["methods", "training", "peers", "accuracy", "peaks", "step"]
+pytestmark = pytest.mark.filterwarnings(*OF_TORCH_ITSELF)
+
+
+@pytest.fixture(scope="module")
+def benchmarks(root: Path) -> Iterator[SimpleNamespace]:
+    """The modules of the benchmarks by the last word of their name; nothing is compiled, and one thread is enough."""
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
+        patch.syspath_prepend(root / "benchmarks")
+        yield SimpleNamespace(**{name: import_module(f"linear_{name}") for name in MODULES})
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def inputs(benchmarks: SimpleNamespace):
+    return benchmarks.methods.make_inputs(37, 24, 301)
+
+
+@pytest.fixture(scope="module")
+def right(inputs) -> dict[str, tuple[float, np.ndarray, np.ndarray]]:
+    """Value and gradients of each loss in float64, by their formulas."""
+    p, wp, q, wq = (
+        x.detach().double().numpy()
+        for x in (inputs.hidden_p, inputs.weight_p, inputs.hidden_q, inputs.weight_q)
+    )
+    logp, logq = log_softmax(p @ wp.T, -1), log_softmax(q @ wq.T, -1)
+    rows, ids = np.arange(len(p)), inputs.ids.numpy()
+    mass, chosen = np.exp(logp), np.eye(len(wp))[ids]
+    kl = rel_entr(mass, np.exp(logq)).sum(-1)
+    ratio = (logp - logq)[rows, ids]
+    found = {
+        "kl": (kl, mass * (logp - logq - kl[:, None])),
+        "k3": (np.expm1(-ratio) + ratio, -np.expm1(-ratio)[:, None] * (chosen - mass)),
+        "cross_entropy": (-logp[rows, ids], mass - chosen),
+    }
+    return {
+        what: (value.mean(), in_logits @ wp / len(p), in_logits.T @ p / len(p))
+        for what, (value, in_logits) in found.items()
+    }
+
+
+def assert_right(found, expected: tuple[float, np.ndarray, np.ndarray], value: float | None = None) -> None:
+    for ours, theirs in zip(found, expected[1:], strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-4 * np.abs(theirs).max())
+    if value is not None:
+        np.testing.assert_allclose(value, expected[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.compiler if n == "kleash compiled" else ()) for n in NAMES]
+)
+def test_every_way_computes_what_it_says(benchmarks, inputs, right, name):
+    method = benchmarks.methods.METHODS[name]
+    loss = method.of(inputs)
+    value = loss.item()
+    assert_right(benchmarks.methods.gradients(inputs, loss), right[method.what], value)
+
+
+def test_no_way_is_left_out(benchmarks):
+    assert list(benchmarks.methods.METHODS) == NAMES
+
+
+def test_the_bare_matmuls_are_the_four_of_the_gradient(benchmarks, inputs):
+    p, w = (x.detach().double() for x in (inputs.hidden_p, inputs.weight_p))
+    in_hidden, in_weight = benchmarks.methods.bare(inputs, size=16)()
+    torch.testing.assert_close(in_hidden.double(), (p @ w.T) @ w, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(in_weight.double(), (p @ w.T).T @ p, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("exact eager", "kl"), ("exact recomputed", "kl"), ("k3 eager", "k3"), ("k3 recomputed", "k3")],
+)
+def test_the_engines_own_ways_do_too(benchmarks, inputs, right, name, what, monkeypatch):
+    monkeypatch.setattr(benchmarks.training, "make_inputs", lambda *_: inputs)
+    args = SimpleNamespace(hidden=24, vocabulary=301, compile=False)
+    benchmarks.training.candidates(args, 37)[name]()
+    found = inputs.hidden_p.grad, inputs.weight_p.grad
+    inputs.forget()
+    assert_right(found, right[what])
+
+
+def test_a_way_that_computes_something_else_is_not_timed(benchmarks, inputs, monkeypatch):
+    methods = dict(benchmarks.methods.METHODS)
+    wrong = benchmarks.methods.Method(of=lambda x: 1.01 * benchmarks.methods.naive_exact(x), words="wrong")
+    backwards = benchmarks.methods.Method(
+        of=lambda x: 2 * benchmarks.methods.naive_exact(x).detach() - benchmarks.methods.naive_exact(x),
+        words="",
+    )
+    monkeypatch.setattr(benchmarks.peers, "METHODS", {**methods, "wrong": wrong, "backwards": backwards})
+    benchmarks.peers.checked(["kleash", "naive exact"], inputs)
+    for name in ("wrong", "backwards"):
+        with pytest.raises(AssertionError, match=name):
+            benchmarks.peers.checked(["kleash", name], inputs)
+        inputs.forget()
+
+
+def test_inputs_are_as_far_apart_as_asked(benchmarks):
+    x = benchmarks.accuracy.at_distance(2.6e-4, (16, 64, 512))
+    p, q = (
+        log_softmax(h.detach().double().numpy() @ w.detach().double().numpy().T, -1)
+        for h, w in ((x.hidden_p, x.weight_p), (x.hidden_q, x.weight_q))
+    )
+    assert x.hidden_p.dtype == x.weight_q.dtype == torch.bfloat16
+    assert 0.9 < rel_entr(np.exp(p), np.exp(q)).sum(-1).mean() / 2.6e-4 < 1.1
+
+
+RUNS = {
+    "peers": ["--shape", "tiny", "--only", "matmuls", *(name for name in NAMES if name != "kleash compiled")],
+    "accuracy": ["--tokens", "8", "--hidden", "64", "--vocabulary", "512", "--single", "4", "--only", "kleash",
+                 "naive exact", "naive upcast"],
+    "step": ["--sequences", "2", "--length", "16", "--hidden", "64", "--layers", "1", "--vocabulary", "512",
+             "--rounds", "1"],
+    "peaks": ["--tiny", "--part", "main", "--only", "kleash"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_benchmarks_run_and_write(benchmarks, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", [f"linear_{name}.py", "--threads", "1", "--out", str(tmp_path), *RUNS[name]]
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    getattr(benchmarks, name).main()
+    (path,) = tmp_path.glob("*.json")
+    written = json.loads(path.read_text())
+    assert {"figures", "command", "date", "commit", "machine", "versions"} == set(written)
+    assert str(path) in capsys.readouterr().out
+    figures = written["figures"]
+    if name == "peers":
+        rows = figures["results"]
+        assert set(rows) == {"matmuls", *NAMES} - {"kleash compiled"}
+        assert rows["kleash"]["of_matmuls"] == pytest.approx(rows["matmuls"]["kleash of it"])
+        assert written["versions"].keys() >= {"trl", "liger-kernel"}
+    elif name == "accuracy":
+        ours, naive = (next(r for r in figures["rows"] if r["name"] == n) for n in ("kleash", "naive exact"))
+        assert ours["nats"] == 1e-6 and ours["relative_error"] < 1e-3 < naive["relative_error"]
+    elif name == "step":
+        row = figures["results"]["exact"]
+        assert row["loss_share"] == pytest.approx(row["loss"] / row["step"], rel=0.02)
+    else:
+        assert figures["rows"][0]["gradient_megabytes"] == pytest.approx(8 * 4 * (64 + 512) / 1e6, abs=0.06)

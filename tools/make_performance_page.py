@@ -1,0 +1,151 @@
+"""Writes docs/performance.md and its pictures from what the benchmarks left in benchmarks/results.
+
+python tools/make_performance_page.py                        write them
+python tools/make_performance_page.py --check                exit 1 if they are not what would be written
+python tools/make_performance_page.py --results R --docs D   from other results, into another folder
+
+A result that is not there is said to be not measured yet, with the command that measures it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import performance_bars
+import performance_words as words
+from performance_bars import COMPILED, EAGER
+from svg_charts import bars, lines
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAD = """# What the exact KL costs
+
+Seconds, memory and accuracy of the exact KL and its gradient from hidden states ([linear.md](linear.md)), beside other
+packages, the naive ways, and the bare matmuls that none of them can do without. Every number is from
+`benchmarks/results/`; the last section says when, where and by which command it was made. This page is written by
+`python tools/make_performance_page.py`.
+
+- One job for all: KL(p‖q), its mean over the tokens, and the gradients for hidden states and head of p; q is frozen.
+  Packages are called as they are, at their defaults. Before anything is timed, the value and the gradient of each
+  are compared with ours.
+- *The four matmuls*: two make the logits of both models, two make the gradients. They are run bare, in chunks of 512
+  tokens, into memory that is there.
+- *Eager* is what `linear_kl_loss` does by itself for a call of this size, *compiled* is
+  `LinearOptions(compile="always")`.
+- Ratios are medians over interleaved rounds, in which every way runs once, after a first call of each.
+
+## What was to be reached, and what was
+"""
+PARALLEL = """## More than one process
+
+What the ranks of a vocabulary-parallel head exchange is counted by a test: [parallel.md](parallel.md).
+"""
+CURVES = {
+    EAGER: "kleash",
+    "trl": "TRL",
+    "naive exact": "naive, bfloat16 logits",
+    "naive upcast": "naive, float32 logits",
+}
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results, by the name of their file."""
+    paths = [path for path in sorted(folder.glob("linear_*.json")) if used(path.stem)]
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def used(name: str) -> bool:
+    """Whether the page has a place for it."""
+    return name in words.COMMANDS or name.startswith("linear_gpu")
+
+
+def made(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The page and its pictures, by their path in the folder of the documentation."""
+    figures = {name: result["figures"] for name, result in results.items()}
+    parts = (words.time, words.shapes, words.narrow, words.memory, words.accuracy, words.step)
+    body = [*performance_bars.table(figures), *(line for part in parts for line in part(figures))]
+    text = "\n".join([HEAD, *body, PARALLEL, *words.gpu(figures), *origins(results)])
+    return {"performance.md": text.rstrip() + "\n", **pictures(figures)}
+
+
+def origins(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """When, where and by which command each result was made."""
+    rows: list[list[str]] = []
+    for name, result in results.items():
+        machine = result["machine"]
+        where = machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
+        versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
+        link = f"[{name}](../benchmarks/results/{name}.json)"
+        command = f"`{result['command']}`"
+        rows.append([link, command, result["date"][:10], result["commit"], where, versions])
+    heads = ["result", "command", "date", "commit", "machine", "versions"]
+    return ["## How it was measured", "", *words.grid(heads, rows)]
+
+
+def pictures(figures: words.Results) -> dict[str, str]:
+    """The charts whose results are there."""
+    found: dict[str, str] = {}
+    if "linear_peers_main" in figures:
+        main = figures["linear_peers_main"]
+        rows = sorted(
+            (
+                (main["words"][name].replace("`", ""), row["of_matmuls"], name in (EAGER, COMPILED))
+                for name, row in main["results"].items()
+                if name != "matmuls"
+            ),
+            key=lambda row: row[1],
+        )
+        title = "Forward and backward pass, as a multiple of the four matmuls (shorter is faster)"
+        found["images/performance_time.svg"] = bars(title, rows, (1.0, "the matmuls alone"))
+    for what in ("tokens", "vocabulary"):
+        if f"linear_peaks_{what}" in figures:
+            part = figures[f"linear_peaks_{what}"]
+            drawn = {
+                CURVES[name].partition(",")[0]: curve(part["rows"], name, what, "extra_megabytes")
+                for name in part["words"]
+            }
+            title = "Peak memory beyond inputs and gradients, MB"
+            found[f"images/performance_memory_{what}.svg"] = lines(title, what, drawn)
+    if "linear_accuracy" in figures:
+        part = figures["linear_accuracy"]
+        key = "median_error_of_a_token"
+        drawn = {CURVES[n]: curve(part["rows"], n, "nats", key) for n in CURVES if n in part["words"]}
+        title = "Relative error of one token's KL, from bfloat16 inputs"
+        found["images/performance_accuracy.svg"] = lines(title, "KL, nats", drawn)
+    return found
+
+
+def curve(rows: list[dict[str, Any]], name: str, across: str, up: str) -> list[tuple[float, float]]:
+    """One way's points; a height of nothing is drawn at one part in a thousand million, for the axis is logarithmic."""
+    return [(row[across], max(row[up], 1e-9)) for row in rows if row["name"] == name]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    files = {args.docs / path: text for path, text in made(load(args.results)).items()}
+    if args.check:
+        old = [
+            path.name
+            for path, text in files.items()
+            if not path.exists() or path.read_text(encoding="utf-8") != text
+        ]
+        print(
+            f"out of date: {', '.join(old)}; python tools/make_performance_page.py" if old else "up to date"
+        )
+        return 1 if old else 0
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

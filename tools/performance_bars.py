@@ -1,0 +1,213 @@
+"""What was to be reached, beside what benchmarks/results says was reached, and why not where it was not."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Figures = Mapping[str, Any]
+Found = dict[str, float]
+EAGER, COMPILED = "kleash", "kleash compiled"
+MAIN, TRAINING = "linear_peers_main", "linear_training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One thing to reach."""
+
+    words: str
+    limit: float
+    result: str
+    """The name of the file that holds it."""
+    found: Callable[[Figures], Found]
+    """Eager and compiled, or one of them."""
+    because: Callable[[Figures], str]
+    """What to say where it is missed."""
+    least: bool = False
+    """Whether more is better."""
+    form: str = "{:.2f} ×"
+
+    def reached(self, value: float) -> bool:
+        """Whether this is good enough."""
+        return value >= self.limit if self.least else value <= self.limit
+
+
+def of_matmuls(*names: str) -> Callable[[Figures], Found]:
+    """Ours to the four matmuls."""
+    return lambda figures: {
+        name: figures["results"][name]["of_matmuls"] for name in names if name in figures["results"]
+    }
+
+
+def of_peer(peer: str) -> Callable[[Figures], Found]:
+    """Ours to a peer."""
+    return lambda figures: {
+        name: figures["results"][peer][f"{name} of it"]
+        for name in (EAGER, COMPILED)
+        if f"{name} of it" in figures["results"].get(peer, {})
+    }
+
+
+def of_training(**ratios: tuple[str, str]) -> Callable[[Figures], Found]:
+    """Ratios from the benchmark of the engine alone; by column, what to what."""
+    names = {"eager": EAGER, "compiled": COMPILED}
+    return lambda figures: {
+        names[column]: figures["ratios"][ours][rival]
+        for column, (ours, rival) in ratios.items()
+        if rival in figures["ratios"].get(ours, {})
+    }
+
+
+def beside(peer: str, limit: float) -> Callable[[Figures], str]:
+    """How much room a peer leaves above the matmuls."""
+
+    def said(figures: Figures) -> str:
+        alone = 1 / figures["results"][peer]["of_matmuls"]
+        least = f"The four matmuls alone take {alone:.2f} × its time on this machine"
+        return f"{least}: no gradient made of them can be as fast as asked." if alone > limit else f"{least}."
+
+    return said
+
+
+def peer(words: str, name: str, limit: float) -> Bar:
+    """A bar against another package."""
+    return Bar(words=words, limit=limit, result=MAIN, found=of_peer(name), because=beside(name, limit))
+
+
+def shape(words: str, name: str) -> Bar:
+    """The bar on the matmuls at another shape."""
+    return Bar(
+        words=f"the four bare matmuls, {words}", limit=1.10, result=f"linear_peers_{name}",
+        found=of_matmuls(EAGER, COMPILED), because=lambda _: ELEMENTWISE,
+    )  # fmt: skip
+
+
+def near(*columns: str) -> Callable[[Figures], Found]:
+    """The least of some columns of the nearest pair's accuracy."""
+
+    def found(figures: Figures) -> Found:
+        nearest = min(row["nats"] for row in figures["rows"])
+        rows = [row for row in figures["rows"] if row["nats"] == nearest and row["name"] == EAGER]
+        return {EAGER: min(rows[0][column] for column in columns)}
+
+    return found
+
+
+def gpu(name: str | None = None) -> Callable[[Figures], Found]:
+    """On a GPU: the rate, or the ratio to a peer's seconds."""
+
+    def found(figures: Figures) -> Found:
+        rows = {row["name"]: row for row in figures["results"] if row["what"] == "gradient"}
+        if name is None:
+            return {EAGER: rows["triton"]["rate"]}
+        return {EAGER: rows["triton"]["seconds"] / rows[name]["seconds"]} if name in rows else {}
+
+    return found
+
+
+ELEMENTWISE = "What is on top of the matmuls is elementwise work on the logits, which no chunk size saves."
+UNFUSED = "Uncompiled, the elementwise work passes over a block of rows once for each operation."
+BARS = (
+    Bar(
+        words="the four bare matmuls, compiled core", limit=1.06, result=MAIN, found=of_matmuls(COMPILED),
+        because=lambda _: ELEMENTWISE,
+    ),
+    Bar(
+        words="the four bare matmuls, eager", limit=1.18, result=MAIN, found=of_matmuls(EAGER),
+        because=lambda _: UNFUSED,
+    ),
+    Bar(
+        words="our own k3, gradient formed in the forward pass in both", limit=1.03, result=TRAINING,
+        found=of_training(eager=("exact eager", "k3 eager")),
+        because=lambda _: "Beyond k3, which reads q's logits once for one number, the exact KL reads them again.",
+    ),
+    Bar(
+        words="our own k3, both recomputed", limit=1.22, result=TRAINING,
+        found=of_training(eager=("exact recomputed", "k3 recomputed")),
+        because=lambda _: "Six matmuls against five are 1.20 × by themselves; "
+        "the rest is that both models' logits pass through the elementwise work twice.",
+    ),
+    peer("naive exact", "naive exact", 0.75),
+    peer("naive k3", "naive k3", 0.98),
+    peer("TRL `chunked_divergence`", "trl", 0.40),
+    peer("Liger chunked JSD, beta = 1", "liger", 0.70),
+    peer("torchtune-style chunks", "torchtune", 0.50),
+    peer("checkpointing per chunk", "checkpointing", 0.50),
+    Bar(
+        words="from bfloat16 inputs, our own float32 run on the same inputs", limit=0.90, result=TRAINING,
+        found=of_training(eager=("exact bf16", "exact eager")),
+        because=lambda _: "This CPU has no matmul from bfloat16 to float32: heads are made float32 by tiles.",
+    ),
+    shape("hidden size 4096", "h4096"),
+    shape("1024 tokens", "n1k"),
+    shape("8192 tokens", "n8k"),
+    Bar(
+        words="peak memory beyond inputs and gradients: 128 MiB", limit=128 * 2**20 / 1e6,
+        result="linear_peaks_main", form="{:.0f} MB",
+        found=lambda figures: {
+            row["name"]: row["extra_megabytes"] for row in figures["rows"] if row["name"] in (EAGER, COMPILED)
+        },
+        because=lambda _: "Beside the budget, which holds the logits, there are a few rows for the elementwise work "
+        "and what the matrix library takes.",
+    ),
+    Bar(
+        words="relative error of the mean, bfloat16 inputs, at the smallest KL", limit=1e-3,
+        result="linear_accuracy", found=near("relative_error"), form="{:.0e}", because=lambda _: "",
+    ),
+    Bar(
+        words="cosine of the gradient with the right one there", limit=0.999, least=True,
+        result="linear_accuracy", found=near("cosine_hidden", "cosine_weight"), form="{:.4f}", because=lambda _: "",
+    ),
+    Bar(
+        words="GPU, bfloat16: share of the bare matmuls' rate", limit=0.80, least=True, result="linear_gpu",
+        found=gpu(), form="{:.2f}", because=lambda _: "",
+    ),
+    Bar(
+        words="GPU, bfloat16: Liger `fused_linear_jsd`", limit=0.50, result="linear_gpu",
+        found=gpu("liger fused_linear_jsd"), because=lambda _: "",
+    ),
+    Bar(
+        words="GPU, bfloat16: TRL `chunked_divergence`", limit=0.70, result="linear_gpu",
+        found=gpu("trl chunked_divergence"), because=lambda _: "",
+    ),
+)  # fmt: skip
+
+
+def table(results: Mapping[str, Figures]) -> list[str]:
+    """A row for each bar, and a sentence for each that was missed."""
+    rows = ["| against | to reach | eager | compiled | |", "|---|---|---|---|---|"]
+    missed: list[str] = []
+    for bar in BARS:
+        found = bar.found(results[bar.result]) if bar.result in results else {}
+        cells = [shown(bar, found[name]) if name in found else "" for name in (EAGER, COMPILED)]
+        verdicts = {name: bar.reached(value) for name, value in found.items()}
+        rows.append(f"| {bar.words} | {'≥' if bar.least else '≤'} {written(bar, bar.limit)} | "
+                    f"{' | '.join(cells)} | {verdict(verdicts)} |")  # fmt: skip
+        if not all(verdicts.values()):
+            how = {EAGER: "eager", COMPILED: "compiled"}
+            short = " and ".join(
+                f"{shown(bar, found[n])} {how[n]}" for n, good in verdicts.items() if not good
+            )
+            said = f"{short} instead of {written(bar, bar.limit)}. {bar.because(results[bar.result])}"
+            missed.append(f"- **{bar.words}**: {said}".strip())
+    return [*rows, "", *(["What was missed, and why:", "", *missed, ""] if missed else [])]
+
+
+def shown(bar: Bar, value: float) -> str:
+    """The value, with a digit more where rounding would seem to decide."""
+    text, limit = written(bar, value), written(bar, bar.limit)
+    return f"{value:.3f} ×" if text == limit and not bar.reached(value) and "×" in text else text
+
+
+def verdict(reached: Mapping[str, bool]) -> str:
+    """In a word."""
+    if not reached:
+        return "not measured yet"
+    if all(reached.values()):
+        return "reached"
+    good = [name for name, yes in reached.items() if yes]
+    return "**missed**" if not good else "reached " + ("compiled" if good == [COMPILED] else "eager")
+
+
+def written(bar: Bar, value: float) -> str:
+    """As the bar writes its numbers."""
+    return bar.form.format(value).replace("e-0", "e-")

@@ -1,0 +1,237 @@
+"""The sections of docs/performance.md, from the figures of the benchmarks; nothing here knows a number."""
+
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+from performance_bars import COMPILED, EAGER, Figures
+
+COMMANDS = {
+    "linear_peers_main": "linear_peers.py",
+    "linear_training": "linear_training.py",
+    "linear_peaks_main": "linear_peaks.py --part main",
+    "linear_peaks_tokens": "linear_peaks.py --part tokens",
+    "linear_peaks_vocabulary": "linear_peaks.py --part vocabulary",
+    "linear_memory": "linear_memory.py",
+    "linear_accuracy": "linear_accuracy.py",
+    "linear_step": "linear_step.py",
+    "linear_peers_main_bfloat16": "linear_peers.py --dtype bfloat16 --rounds 3",
+    "linear_peers_h4096": "linear_peers.py --shape h4096",
+    "linear_peers_v152k": "linear_peers.py --shape v152k",
+    "linear_peers_v128k": "linear_peers.py --shape v128k",
+    "linear_peers_n1k": "linear_peers.py --shape n1k",
+    "linear_peers_n8k": "linear_peers.py --shape n8k",
+    "linear_gpu": "linear_gpu.py",
+}
+SHAPES = [name for name in COMMANDS if name.startswith("linear_peers_") and "main" not in name]
+Results = Mapping[str, Figures]
+Row = Mapping[str, Any]
+
+
+def absent(*names: str) -> list[str]:
+    """What is said of results that are not there."""
+    commands = ", ".join(f"`python benchmarks/{COMMANDS[name]}`" for name in names)
+    return [*said(f"Not measured yet: {commands}.")] if names else []
+
+
+def said(words: str, /, **values: Any) -> list[str]:
+    """A paragraph, folded, and the empty line behind it."""
+    text = words.format(**values) if values else words
+    return [*wrap(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False), ""]
+
+
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table and the empty line behind it."""
+    return [*(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)), ""]
+
+
+def size(found: Row) -> str:
+    """The shape of the inputs."""
+    return f"{found['tokens']} tokens, hidden size {found['hidden']}, vocabulary {found['vocabulary']}"
+
+
+def ratio(row: Row, key: str) -> str:
+    """A ratio, or nothing."""
+    return f"{row[key]:.2f}" if key in row else ""
+
+
+def peers(found: Figures) -> list[str]:
+    """A row for every way: seconds, to the matmuls, and ours to it."""
+    words = {"matmuls": "the four bare matmuls", **found["words"]}
+    keys = ("of_matmuls", f"{EAGER} of it", f"{COMPILED} of it")
+    rows = [
+        [words[name], f"{row['seconds']:.2f}", *(ratio(row, key) for key in keys)]
+        for name, row in found["results"].items()
+    ]
+    return grid(["", "seconds", "× the four matmuls", "ours, eager, ÷ it", "ours, compiled, ÷ it"], rows)
+
+
+def time(results: Results) -> list[str]:
+    """The main comparison."""
+    if "linear_peers_main" not in results:
+        return ["## Time", "", *absent("linear_peers_main")]
+    found = results["linear_peers_main"]
+    words = """{size}, {dtype}, median of {rounds} rounds. k3 is another job (one sampled token for each position), and
+        cross-entropy yet another; they are here for scale."""
+    picture = "![Seconds of each way as a multiple of the four matmuls](images/performance_time.svg)"
+    return ["## Time", "", picture, "", *said(words, size=size(found), **found), *peers(found)]
+
+
+def shapes(results: Results) -> list[str]:
+    """Other sizes, each as a multiple of its own four matmuls."""
+    there = [results[name] for name in SHAPES if name in results]
+    missing = absent(*(name for name in SHAPES if name not in results))
+    if not there:
+        return ["## Other shapes", "", *missing]
+    words = {way: text for found in there for way, text in found["words"].items()}
+    rows = [
+        [
+            *(str(found[key]) for key in ("tokens", "hidden", "vocabulary")),
+            *(ratio(found["results"].get(way, {}), "of_matmuls") for way in words),
+            str(found["rounds"]),
+        ]
+        for found in there
+    ]
+    heads = ["tokens", "hidden", "vocabulary", *words.values(), "rounds"]
+    head = said("Each as a multiple of the four matmuls of that shape, float32.")
+    return ["## Other shapes", "", *head, *grid(heads, rows), *missing]
+
+
+def narrow(results: Results) -> list[str]:
+    """From bfloat16 inputs."""
+    name = "linear_peers_main_bfloat16"
+    if name not in results:
+        return ["## bfloat16 inputs", "", *absent(name)]
+    found = results[name]
+    words = """{size}, median of {rounds} rounds; the four matmuls are in bfloat16, too. The ways do not compute equally
+        well here: [accuracy](#accuracy) says what it costs to round the logits."""
+    return ["## bfloat16 inputs", "", *said(words, size=size(found), **found), *peers(found)]
+
+
+def memory(results: Results) -> list[str]:
+    """The main shape, the curves, and the value alone at a large size."""
+    lines = ["## Memory", ""]
+    if "linear_peaks_main" in results:
+        found = results["linear_peaks_main"]
+        words = """{size}, float32: resident memory at most during a call, beyond what its process held before and
+            beyond the gradients, each way in a process of its own. Our buffers have a budget of
+            {budget_megabytes:.0f} MB (`LinearOptions.buffer_bytes`)."""
+        lines += said(words, size=size(found["rows"][0]), **found)
+        rows = [[found["words"][row["name"]], f"{row['extra_megabytes']:.0f}"] for row in found["rows"]]
+        lines += grid(["", "MB"], rows)
+    for what, other in (("tokens", "vocabulary"), ("vocabulary", "tokens")):
+        if f"linear_peaks_{what}" in results:
+            first = results[f"linear_peaks_{what}"]["rows"][0]
+            lines += [f"![Peak memory over {what}](images/performance_memory_{what}.svg)", ""]
+            lines += said(f"Hidden size {first['hidden']}, {other} {first[other]}.")
+    if "linear_memory" in results:
+        found = results["linear_memory"]
+        words = """The value alone, `linear_kl`, at {size}: {extra:.0f} MB beyond its inputs, the compiler included,
+            where the logits of each model would be {logits_of_each_model_megabytes:.0f} MB."""
+        lines += said(words, size=size(found), extra=found["kl"]["extra_megabytes"], **found)
+    wanted = [name for name in COMMANDS if name.startswith(("linear_peaks", "linear_memory"))]
+    return lines + absent(*(name for name in wanted if name not in results))
+
+
+def accuracy(results: Results) -> list[str]:
+    """Errors of value and gradient, near and far."""
+    if "linear_accuracy" not in results:
+        return ["## Accuracy", "", *absent("linear_accuracy")]
+    found = results["linear_accuracy"]
+    words = """Hidden states and heads in bfloat16, {size}; what is right is computed in float64 from the same rounded
+        numbers. A mean over tokens flatters a way whose errors have both signs, so the first table has the median
+        relative error of one token's own KL, and the share of tokens whose KL came out negative where there are any."""
+    picture = "![Relative error of one token's KL](images/performance_accuracy.svg)"
+    lines = ["## Accuracy", "", picture, "", *said(words, size=size(found))]
+    tables: dict[str, Callable[[Row], str]] = {
+        "error of one token's KL": token_error,
+        "error of the mean KL": lambda row: error(row["relative_error"]),
+        "cosine of the gradient with the right one": gradient_cosine,
+    }
+    distances = [f"{nats:g} nats" for nats in sorted({row["nats"] for row in found["rows"]})]
+    for title, cell in tables.items():
+        rows = [
+            [text, *(cell(row) for row in found["rows"] if row["name"] == name)]
+            for name, text in found["words"].items()
+        ]
+        lines += grid([title, *distances], rows)
+    return [
+        *lines,
+        *said("Of the gradients' two cosines, for hidden states and for the head, it is the worse one."),
+    ]
+
+
+def token_error(row: Row) -> str:
+    """The error, and how many are negative."""
+    negative = f" ({row['negative_share']:.0%} negative)" if row["negative_share"] else ""
+    return f"{error(row['median_error_of_a_token'])}{negative}"
+
+
+def error(relative: float) -> str:
+    """In per cent where that is readable."""
+    return (
+        f"{relative:.2g}".replace("e-0", "e-")
+        if relative < 1e-3
+        else f"{100 * relative:.2g} %"
+        if relative < 1
+        else f"{relative:.0%}".replace("%", " %")
+    )
+
+
+def gradient_cosine(row: Row) -> str:
+    """The worse of the two."""
+    return f"{min(row['cosine_hidden'], row['cosine_weight']):.4f}"
+
+
+def step(results: Results) -> list[str]:
+    """The share of a whole training step."""
+    title = ["## A whole training step", ""]
+    if "linear_step" not in results:
+        return [*title, *absent("linear_step")]
+    found = results["linear_step"]
+    words = """A Llama of {million:.0f} million parameters beside embedding and head; {sequences} responses of {length}
+        tokens, hidden size {hidden}, vocabulary {vocabulary}, float32, median of {rounds} rounds: both models' forward
+        pass, a clipped policy loss with 0.05 KL, the backward pass, AdamW. “Loss” is all between the hidden states and
+        their gradient."""
+    names = {
+        "exact": "exact KL, `linear_objective`", "k3": "k3, `linear_objective`",
+        "naive exact": "exact KL, naive", "naive k3": "k3, naive", "no KL": "no KL and no reference, naive",
+    }  # fmt: skip
+    rows = [
+        [names[name], f"{row['step']:.2f}", f"{row['loss']:.2f}", f"{row['loss_share']:.0%}"]
+        for name, row in found["results"].items()
+    ]
+    counted = "; ".join(
+        f"{name}: the head's four matmuls are {row['head_share']:.1%} of a step's multiplications, one of them "
+        f"{row['one_matmul_share']:.1%}"
+        for name, row in found["counted"].items()
+    )
+    tail = """A small model has a large head. Counted, not measured, with 8 operations for each token and parameter of
+        the transformer (policy forward and backward, reference forward): {counted}. One matmul more is what the exact
+        KL costs where the reference's log-probabilities would otherwise come out of a store; [a store of its hidden
+        states](cache.md) serves the exact KL."""
+    table = grid(["", "step, s", "loss, s", "loss's share"], rows)
+    lines = said(words, million=found["body_parameters"] / 1e6, **found)
+    return [*title, *lines, *table, *said(tail, counted=counted)]
+
+
+def gpu(results: Results) -> list[str]:
+    """On a GPU, if there was one."""
+    there = [found for name, found in results.items() if name.startswith("linear_gpu")]
+    lines = ["## GPU", ""]
+    if not there:
+        return [
+            *lines,
+            *said("Not yet measured on a GPU: `python benchmarks/linear_gpu.py` does it where there is one."),
+        ]
+    for found in there:
+        rows = [
+            [
+                row["name"], row["what"], f"{row['seconds'] * 1e3:.1f}", f"{row['rate']:.2f}",
+                f"{row['teraflops']:.0f}", f"{row['peak_mib']:.0f}",
+            ]
+            for row in found["results"]
+        ]  # fmt: skip
+        lines += said("{size}, bfloat16, median of {rounds} rounds.", size=size(found), **found)
+        lines += grid(["", "", "ms", "share of the bare matmuls' rate", "TFLOP/s", "peak, MiB"], rows)
+    return lines

@@ -1,0 +1,117 @@
+"""Small charts as SVG text, the same bytes for the same numbers, readable on light and dark pages."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import ceil, floor, log10
+
+COLOURS = ("#0969da", "#bc4c00", "#8250df", "#57606a")
+INK, RULE = "#1f2328", "#d0d7de"
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+Point = tuple[float, float]
+
+
+def bars(title: str, rows: Sequence[tuple[str, float, bool]], mark: tuple[float, str]) -> str:
+    """Horizontal bars from 0; those with True stand out; a dotted line marks a value."""
+    left, width, step = 270, 360, 26
+    top = max(value for _, value, _ in rows)
+    height = 70 + step * len(rows)
+    at = left + width * mark[0] / top
+    parts = [
+        text(16, 26, title, weight=600, size=14),
+        text(at, 46, mark[1], anchor="middle", size=11),
+    ]
+    for number, (label, value, ours) in enumerate(rows):
+        y = 58 + step * number
+        colour = COLOURS[0] if ours else "#8c959f"
+        parts += [
+            text(left - 8, y + 14, label, anchor="end", weight=600 if ours else 400),
+            f'<rect x="{left}" y="{y}" width="{width * value / top:.1f}" height="18" rx="2" fill="{colour}"/>',
+            text(left + width * value / top + 6, y + 14, f"{value:.2f}", weight=600 if ours else 400),
+        ]
+    line = f'<line x1="{at:.1f}" y1="52" x2="{at:.1f}" y2="{height - 12}" stroke="{INK}" stroke-dasharray="2 3"/>'
+    return page(700, height, title, [*parts, line])
+
+
+def lines(title: str, across: str, series: Mapping[str, Sequence[Point]], size: Point = (700, 330)) -> str:
+    """Lines on logarithmic axes, each labelled at its end; ticks across are the points' own."""
+    wide, high = size
+    points = [point for line in series.values() for point in line]
+    low, top = (turn(log10(side(y for _, y in points))) for turn, side in ((floor, min), (ceil, max)))
+    xs = sorted({x for x, _ in points})
+    frame = (64.0, 48.0, wide - 190.0, high - 54.0)
+
+    def place(point: Point) -> Point:
+        x0, y0, x1, y1 = frame
+        along = log10(point[0] / xs[0]) / (log10(xs[-1] / xs[0]) or 1)
+        up = (log10(point[1]) - low) / ((top - low) or 1)
+        return x0 + (x1 - x0) * along, y1 - (y1 - y0) * up
+
+    parts = [text(16, 26, title, weight=600, size=14), *axes(xs, range(low, top + 1), place, frame, across)]
+    ends = spread([place(line[-1])[1] for line in series.values()])
+    for (label, line), colour, end in zip(series.items(), COLOURS, ends, strict=False):
+        drawn = [place(point) for point in line]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in drawn]
+        parts.append(text(drawn[-1][0] + 12, end + 4, label, colour=colour, weight=600))
+    return page(wide, high, title, parts)
+
+
+def axes(xs: Sequence[float], powers: range, place, frame: tuple[float, ...], across: str) -> list[str]:
+    """A rule for every power of ten, a tick for every point across."""
+    x0, _, x1, y1 = frame
+    parts = []
+    for power in powers:
+        y = place((xs[0], 10.0**power))[1]
+        parts.append(f'<line x1="{x0}" y1="{y:.1f}" x2="{x1}" y2="{y:.1f}" stroke="{RULE}"/>')
+        parts.append(text(x0 - 8, y + 4, power_of_ten(power), anchor="end"))
+    for x in xs:
+        at = place((x, 10.0 ** powers[0]))[0]
+        parts.append(f'<line x1="{at:.1f}" y1="{y1}" x2="{at:.1f}" y2="{y1 + 5}" stroke="{INK}"/>')
+        parts.append(text(at, y1 + 19, tick(x), anchor="middle"))
+    return [*parts, text((x0 + x1) / 2, y1 + 42, across, anchor="middle")]
+
+
+def spread(heights: Sequence[float], apart: float = 16.0) -> list[float]:
+    """The same heights, moved down until labels there do not overlap."""
+    found, last = dict[int, float](), -1e9
+    for index in sorted(range(len(heights)), key=lambda i: heights[i]):
+        last = found[index] = max(heights[index], last + apart)
+    return [found[index] for index in range(len(heights))]
+
+
+def power_of_ten(power: int) -> str:
+    """1, 10 and 100 as they are, the others with an exponent."""
+    return str(10**power) if 0 <= power <= 4 else "10" + str(power).translate(SUPERSCRIPTS)
+
+
+def tick(x: float) -> str:
+    """A short number."""
+    return f"{x:,.0f}".replace(",", " ") if x >= 1 else f"{x:.1e}".replace("e-0", "e-").replace(".0e", "e")
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    anchor: str = "start",
+    weight: int = 400,
+    size: int = 12,
+    colour: str = INK,
+) -> str:
+    """One line of text."""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" '
+        f'font-size="{size}" fill="{colour}">{escape(words)}</text>'
+    )
+
+
+def page(wide: float, high: float, title: str, parts: Sequence[str]) -> str:
+    """The whole picture on a white ground."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {high:g}" width="{wide:g}" height="{high:g}" '
+        f'role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'
+    )
+    ground = f'<rect width="{wide:g}" height="{high:g}" rx="6" fill="#ffffff"/>'
+    return "\n".join([head, f"<title>{escape(title)}</title>", ground, *parts, "</svg>"]) + "\n"
