@@ -7,12 +7,15 @@ from kleash.records import CacheContents, CacheJob, MeasureJob, Measurement
 if TYPE_CHECKING:
     from kleash.measuring.caching import cache_reference, default_cache
     from kleash.measuring.comparing import compare
+    from kleash.measuring.drift import Drift, DriftPart, draw_drift, drift_of
     from kleash.measuring.running import default_out, measure
     from kleash.measuring.watching import Nobody, Watcher
 
 __all__ = [
     "CacheContents",
     "CacheJob",
+    "Drift",
+    "DriftPart",
     "MeasureJob",
     "Measurement",
     "Nobody",
@@ -21,6 +24,8 @@ __all__ = [
     "compare",
     "default_cache",
     "default_out",
+    "draw_drift",
+    "drift_of",
     "measure",
 ]
 
@@ -28,6 +33,10 @@ HOMES = {
     "cache_reference": "caching",
     "default_cache": "caching",
     "compare": "comparing",
+    "Drift": "drift",
+    "DriftPart": "drift",
+    "draw_drift": "drift",
+    "drift_of": "drift",
     "default_out": "running",
     "measure": "running",
     "Nobody": "watching",

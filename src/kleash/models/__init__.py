@@ -9,11 +9,11 @@ from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
 from kleash.models.lines import source_path
 from kleash.models.live import at_rest, live_model
-from kleash.models.loading import Loading, load_pair
+from kleash.models.loading import Loading, fit_together, load_pair
 from kleash.models.noise import exponentials
 from kleash.models.one_side import load_beside, load_reference
 from kleash.models.pairs import Model, Pair
-from kleash.models.prompts import read_prompts
+from kleash.models.prompts import prompts_of, read_prompts
 from kleash.models.responses import read_responses
 from kleash.models.scoring import finite_reader, score
 from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
@@ -41,6 +41,7 @@ __all__ = [
     "find_checkpoint",
     "finish",
     "finite_reader",
+    "fit_together",
     "generate",
     "hash_tokens",
     "head_tensors",
@@ -49,6 +50,7 @@ __all__ = [
     "load_beside",
     "load_pair",
     "load_reference",
+    "prompts_of",
     "read_prompts",
     "read_responses",
     "read_text",

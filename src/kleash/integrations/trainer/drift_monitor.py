@@ -1,0 +1,180 @@
+"""How far a policy drifts while a transformers ``Trainer`` trains it."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from kleash.errors import ModelError, OptionError
+from kleash.extras import need
+from kleash.integrations.trainer.attached import Attached
+from kleash.measuring import Drift, DriftPart, draw_drift, drift_of
+from kleash.models import (
+    Loading,
+    Model,
+    Pair,
+    Prompt,
+    Sampling,
+    at_rest,
+    compare_tokenizers,
+    fit_together,
+    live_model,
+    load_reference,
+    prompts_of,
+    read_prompts,
+)
+
+LOG = logging.getLogger(__name__)
+
+
+class DriftMonitor(Attached):
+    """Measures KL(policy || reference) on fixed prompts, every so many steps of a training, and logs it.
+
+    The policy as it is then answers the prompts; both models score each answer, over the whole vocabulary. The
+    draws are the same at every step, so that steps differ by the policy alone. Training does not notice: modes,
+    adapters and random states are put back, and the trajectory is bit for bit what it is without the monitor.
+
+    Logged are ``drift/kl_per_token``, ``drift/kl_per_sequence``, each with ``_error`` (standard error, prompts
+    being the clusters), and ``drift/tokens_per_sequence``; ``last`` holds the whole Drift with its doubts. In a
+    run of several processes each answers its share of the prompts; all see the same numbers.
+    """
+
+    # More arguments than elsewhere: they are options of a measurement, all by name.
+    def __init__(
+        self,
+        *,
+        prompts: str | Sequence[str | list[dict[str, Any]]],
+        reference: Any = None,
+        every: int = 100,
+        sampling: Sampling | None = None,
+        limit: int | None = None,
+        stop_at_nats: float | None = None,
+        per: str = "sequence",
+        batch_tokens: int = 4096,
+        name: str = "drift",
+    ) -> None:
+        """Say what is measured and when.
+
+        Args:
+            prompts: a file as ``kleash measure --prompts`` reads it, "shipped:prompts", texts, or lists of messages.
+            reference: a folder, hub id or "shipped:…"; a model in memory; or None for what the trainer
+                compares with: the base with its adapters off, the adapter "ref", or its ``ref_model``.
+            every: steps between measurements; also before the first step.
+            sampling: how answers are drawn; 64 new tokens at temperature 1 if not given.
+            limit: the most prompts.
+            stop_at_nats: training stops when the KL has passed this budget.
+            per: what the budget is per: "sequence" or "token".
+            batch_tokens: the most tokens that a model reads at once.
+            name: before the slash in what is logged; give another to a second monitor.
+
+        Raises:
+            OptionError: if an option means nothing.
+        """
+        if every < 1:
+            raise OptionError(f"every is {every}; give a number of steps, at least 1")
+        if per not in ("sequence", "token"):
+            raise OptionError(f"a budget is per sequence or per token, not per {per}")
+        if stop_at_nats is not None and not stop_at_nats > 0:
+            raise OptionError(f"stop_at_nats is {stop_at_nats}; give a budget above 0, or None")
+        self.prompts, self.reference, self.limit, self.name = prompts, reference, limit, name
+        self.sampling = sampling or Sampling(max_new_tokens=64)
+        self.every, self.batch_tokens = every, batch_tokens
+        self.stop_at_nats, self.per = stop_at_nats, per
+        self.last: Drift | None = None
+        self.stopped: str | None = None
+        self._loaded: Pair | None = None
+        self._asked: list[Prompt] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Measure where training starts, unless it goes on."""
+        super().on_train_begin(args, state, control, **more)
+        if state.global_step == 0:
+            self._look(control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Measure every so many steps, and stop training where the budget is spent."""
+        if state.global_step % self.every == 0:
+            self._look(control)
+
+    def measure(self) -> Drift:
+        """The drift as it is now.
+
+        Raises:
+            ModelError: if the two models cannot be compared, or the weights are sharded.
+            NonFiniteError: if a model gives NaN or infinities.
+        """
+        network = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        other = self._other_network()
+        with at_rest(network, *([] if other is None else [other])):
+            pair = self._pair(network, other)
+            if self._asked is None:
+                self._asked = self._read(pair)
+            rank, ranks = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
+            mine = self._asked[rank::ranks]
+            part = draw_drift(pair, mine, self.sampling, batch_tokens=self.batch_tokens) if mine else None
+        parts: list[DriftPart | None] = need("accelerate.utils", "models").gather_object([part])
+        return drift_of([part for part in parts if part is not None])
+
+    def _look(self, control: Any) -> None:
+        self.last = drift = self.measure()
+        self.say(
+            control,
+            {
+                f"{self.name}/kl_per_token": drift.per_token.value,
+                f"{self.name}/kl_per_token_error": drift.per_token.standard_error,
+                f"{self.name}/kl_per_sequence": drift.per_sequence.value,
+                f"{self.name}/kl_per_sequence_error": drift.per_sequence.standard_error,
+                f"{self.name}/tokens_per_sequence": drift.tokens / drift.sequences,
+            },
+        )
+        spent = drift.per(self.per).value
+        if self.stop_at_nats is not None and spent > self.stop_at_nats:
+            self.stopped = (
+                f"KL(policy || reference) is {spent:.4g} nats per {self.per}, beyond the budget of "
+                f"{self.stop_at_nats:g}; training stops"
+            )
+            LOG.warning(self.stopped)
+            control.should_training_stop = True
+
+    def _other_network(self) -> Any:
+        """The reference that is in memory beside the policy, if one is."""
+        if self.reference is not None:
+            return None if isinstance(self.reference, str) else self.reference
+        held = getattr(self.trainer, "ref_model", None)
+        return None if held is None else self.trainer.accelerator.unwrap_model(held)
+
+    def _pair(self, network: Any, other: Any) -> Pair:
+        tokenizer = _tokenizer(self.trainer)
+        policy = live_model(network, tokenizer)
+        if isinstance(self.reference, str):
+            reference = self._load(policy, self.reference).reference
+        elif other is not None:
+            reference = live_model(other, tokenizer, role="reference")
+        elif policy.adapters is not None:
+            adapter = "ref" if "ref" in policy.adapters.peft_config else None
+            reference = live_model(network, tokenizer, role="reference", adapter=adapter)
+        else:
+            raise OptionError(
+                "the trainer holds no reference (no adapter, no ref_model); give DriftMonitor a reference: the "
+                "folder or hub id that training started from"
+            )
+        return fit_together(policy, reference, ())
+
+    def _load(self, policy: Model, name: str) -> Pair:
+        if self._loaded is None:
+            how = Loading(dtype=str(policy.dtype).removeprefix("torch."), device=str(policy.device))
+            self._loaded = load_reference(name, None, how)
+            compare_tokenizers(policy.tokenizer, self._loaded.tokenizer)
+        return self._loaded
+
+    def _read(self, pair: Pair) -> list[Prompt]:
+        if isinstance(self.prompts, str):
+            return read_prompts(self.prompts, pair, limit=self.limit)
+        return prompts_of(self.prompts[: self.limit], pair)
+
+
+def _tokenizer(trainer: Any) -> Any:
+    found = getattr(trainer, "processing_class", None)
+    found = getattr(found, "tokenizer", found)
+    if found is None:
+        raise ModelError("the trainer has no processing_class; give it the policy's tokenizer")
+    return found
