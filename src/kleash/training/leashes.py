@@ -1,0 +1,42 @@
+"""The controller of beta that a job asks for."""
+
+from dataclasses import replace
+from typing import Any
+
+from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
+from kleash.records import RewardJob
+
+HORIZON_STEPS = 10
+"""Steps that make up the horizon of Ziegler's rule: fast enough for a run of hundreds of steps."""
+
+
+def leash_of(job: RewardJob) -> Leash:
+    """The controller as it is before the first step."""
+    if job.controller == "fixed":
+        return FixedBeta(beta=job.beta, per=_per(job))
+    steered: dict[str, Any] = {
+        "beta": job.beta,
+        "target_nats": job.target_nats,
+        "per": _per(job),
+        "beta_min": job.beta_min,
+        "beta_max": job.beta_max,
+    }
+    match job.controller:
+        case "ziegler":
+            return ZieglerBeta(
+                **steered, horizon=HORIZON_STEPS * job.prompts_per_step * job.samples_per_prompt
+            )
+        case "pid":
+            return PIDBeta(**steered)
+        case _:
+            return DualBeta(**steered)
+
+
+def tightened(leash: Leash, job: RewardJob) -> Leash:
+    """The same with twice the beta, within the job's bound."""
+    held: Any = leash
+    return replace(held, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))
+
+
+def _per(job: RewardJob) -> Any:
+    return job.target_per

@@ -1,0 +1,218 @@
+"""Checkpoints: all that a run needs to go on as if it had never been stopped, there whole or not at all."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kleash.errors import RunFolderError
+from kleash.extras import need
+from kleash.leash import Leash, beta_from_dict
+from kleash.records.atomic import TEMPORARY, cannot_write
+from kleash.records.codec import decode, to_json
+from kleash.training.ppo.policy import Policy
+from kleash.training.ppo.setting import Setting
+
+STATE, PROGRESS, POLICY = "state.safetensors", "progress.json", "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run is, beside its weights. Its prompts, draws and minibatches follow from the step."""
+
+    step: int = 0
+    """The last step that was taken."""
+    leash: Mapping[str, Any]
+    """The controller as it stands after it."""
+    learning_rate: float
+    """Of the next step."""
+    metrics: Mapping[str, float]
+    """Of the last step."""
+    warnings: tuple[str, ...] = ()
+    """What the watch has said so far."""
+    stopped: str | None = None
+    """Why the run ended early, if it did."""
+
+    @property
+    def controller(self) -> Leash:
+        """The controller, made again."""
+        return beta_from_dict(self.leash)
+
+
+def save(setting: Setting, root: Path, progress: Progress) -> None:
+    """Write ``checkpoints/step-…``, and then let the checkpoints before it go. A collective.
+
+    It is written under another name, and gets its own once every byte is on the disk: whoever is killed meanwhile
+    has the last one.
+
+    Raises:
+        RunFolderError: if it cannot be written.
+    """
+    tensors = _tensors(setting)
+    generators = setting.ranks.told(_generators())
+    if setting.ranks.first:
+        folder = root / "checkpoints"
+        final = folder / f"step-{progress.step:06d}"
+        unfinished = folder / f"{TEMPORARY}{final.name}"
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            _write(setting, unfinished, tensors, {"progress": progress, "generators": generators})
+            shutil.rmtree(final, ignore_errors=True)
+            unfinished.rename(final)
+            _sync(folder)
+        except OSError as error:
+            raise cannot_write(final, error) from error
+        for older in folder.iterdir():
+            if older.name < final.name:
+                shutil.rmtree(older, ignore_errors=True)
+    setting.ranks.wait()
+
+
+def last_checkpoint(root: Path) -> Path | None:
+    """The newest finished checkpoint of a run's folder."""
+    return max((root / "checkpoints").glob("step-*"), default=None)
+
+
+def load_progress(checkpoint: Path) -> Progress:
+    """Where the run was.
+
+    Raises:
+        RunFolderError: if the checkpoint is damaged.
+    """
+    return decode(Progress, _read_json(checkpoint)["progress"])
+
+
+def restore(setting: Setting, checkpoint: Path) -> None:
+    """Put weights, optimiser and generators back as they were.
+
+    Raises:
+        RunFolderError: if the checkpoint is damaged, or another model's.
+    """
+    load_file = need("safetensors.torch", "models").load_file
+    try:
+        tensors: dict[str, Tensor] = load_file(checkpoint / STATE)
+        policy: Policy = setting.trainee.policy
+        trained = {name: x for name, x in policy.named_parameters() if x.requires_grad}
+        optimizer = _bare(setting.optimizer)
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(_placed(tensors[f"weight/{name}"], parameter))
+        for name, parameter in trained.items():
+            start = f"optimizer/{name}/"
+            found = {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}
+            if found:
+                optimizer.state[parameter] = {
+                    key: x if x.shape != parameter.shape else _placed(x, parameter)
+                    for key, x in found.items()
+                }
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise RunFolderError(f"the checkpoint {checkpoint} cannot be read: {error}") from error
+    generators = _read_json(checkpoint)["generators"]
+    if len(generators) == setting.ranks.count:
+        _set_generators(generators[setting.ranks.index])
+
+
+def _tensors(setting: Setting) -> dict[str, Tensor]:
+    """What changes in training, whole and on the CPU. A collective where weights are sharded."""
+    policy: Policy = setting.trainee.policy
+    optimizer = _bare(setting.optimizer)
+    found: dict[str, Tensor] = {}
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad:
+            found[f"weight/{name}"] = _whole(parameter)
+            for key, state in optimizer.state.get(parameter, {}).items():
+                found[f"optimizer/{name}/{key}"] = _whole(state)
+    return found
+
+
+def _write(setting: Setting, folder: Path, tensors: dict[str, Tensor], notes: Mapping[str, Any]) -> None:
+    save_file = need("safetensors.torch", "models").save_file
+    save_file(tensors, folder / STATE)
+    (folder / PROGRESS).write_text(to_json(notes), encoding="utf-8")
+    start = "weight/network."
+    weights = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+    save_policy(setting, folder / POLICY, weights)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o644)
+        _sync(path)
+    _sync(folder)
+
+
+def save_policy(setting: Setting, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write the model (or the adapter) with its tokenizer, as ``kleash measure --policy`` and transformers read it."""
+    policy: Policy = setting.trainee.policy
+    (adapters,) = policy.adapters
+    if adapters is not None:
+        state = {f"base_model.model.{name}": x for name, x in weights.items()}
+        adapters.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+    else:
+        own = policy.network.state_dict()
+        policy.network.save_pretrained(
+            folder, state_dict={name: weights.get(name, x) for name, x in own.items()}
+        )
+    setting.trainee.pair.tokenizer.save_pretrained(folder)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A tensor that may lie in parts on all processes, in one piece."""
+    gather = getattr(x, "full_tensor", None)
+    return (x if gather is None else gather()).detach().cpu().contiguous()
+
+
+def _placed(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` where ``like`` is, in parts if that is."""
+    mesh: Any = getattr(like, "device_mesh", None)
+    if mesh is None:
+        return x.to(like.device, like.dtype)
+    from torch.distributed.tensor import distribute_tensor
+
+    placements: Any = like.placements  # pyright: ignore[reportAttributeAccessIssue]
+    return distribute_tensor(x.to(like.device, like.dtype), mesh, placements)
+
+
+def _bare(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _generators() -> dict[str, Any]:
+    """Where the process's generators of random numbers stand."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+    }
+
+
+def _set_generators(state: Mapping[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+
+
+def _read_json(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / PROGRESS
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}; take the checkpoint before it") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""The losses of an update: the clipped policy loss with its leash, and the critic's. Plain functions of tensors."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kleash.linear.statistics import TokenTerms
+from kleash.losses import kl_loss
+from kleash.records import PPOJob
+from kleash.training.ppo.policy import Objective
+
+
+class Past(NamedTuple):
+    """What was known of a batch's tokens before the step's updates, one response after the other."""
+
+    token_logp: Float[Tensor, " tokens"]
+    values: Float[Tensor, " tokens"]
+    advantages: Float[Tensor, " tokens"]
+    returns: Float[Tensor, " tokens"]
+    counts: Bool[Tensor, " tokens"]
+    """Which are learned from: all, or none where a process only keeps the others company."""
+
+
+def objective(past: Past, job: PPOJob, price: float) -> Objective:
+    """The policy's loss of each token.
+
+        ratio = p(x) / p_old(x)
+        loss  = - min(ratio A, clip(ratio, 1 - c, 1 + c) A) + price KL - entropy_coefficient H
+
+    A holds all that a token leads to: its reward and, at scope "sequence", the KL after it. KL is the token's own:
+
+    | kl | value | gradient |
+    | exact | D, over the whole vocabulary | its own: right on and off the policy that drew the token |
+    | k2, k3 | ratio k2, ratio k3 | ratio u on log p: that of D in expectation, whoever drew it |
+    | k1 (in the reward) | 0 | none: it is in A |
+
+    Args:
+        past: what the tokens were when they were drawn.
+        job: clip, entropy coefficient, which KL.
+        price: of a nat of KL, on the scale of the advantages.
+    """
+
+    def of_chunk(terms: TokenTerms, rows: slice) -> Tensor:
+        ratio = torch.exp(terms.token_logp - past.token_logp[rows])
+        loss = -clipped_gain(ratio, past.advantages[rows], job.clip)
+        if price > 0 and job.kl == "exact":
+            loss = loss + price * terms.kl
+        elif price > 0 and job.kl != "k1":
+            drawn_by_another = ratio.detach()
+            loss = loss + price * kl_loss(
+                terms.token_logp,
+                terms.token_logq,
+                past.counts[rows],
+                estimator=job.kl,
+                weights=drawn_by_another,
+            )
+        if job.entropy_coefficient > 0:
+            loss = loss - job.entropy_coefficient * terms.entropy
+        return torch.where(past.counts[rows], loss, 0.0)
+
+    return of_chunk
+
+
+def clipped_gain(
+    ratio: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"], clip: float
+) -> Float[Tensor, " tokens"]:
+    """``min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)``: nothing more is gained by going further.
+
+    References:
+        Schulman et al., "Proximal Policy Optimization Algorithms" (2017), https://arxiv.org/abs/1707.06347
+    """
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+
+
+def value_losses(
+    values: Float[Tensor, " tokens"], past: Past, clip: float | None
+) -> Float[Tensor, " tokens"]:
+    """Half the squared error of each value; with ``clip``, of the value or of it kept near the old one: the larger.
+
+    A value gains nothing from moving further than ``clip`` from the old one.
+    """
+    errors = (values - past.returns).square()
+    if clip is not None:
+        kept = past.values + (values - past.values).clamp(-clip, clip)
+        errors = torch.maximum(errors, (kept - past.returns).square())
+    return torch.where(past.counts, errors / 2, 0.0)
+
+
+def sums_of(terms: TokenTerms, values: Tensor, past: Past, job: PPOJob) -> dict[str, float]:
+    """What a pass tells about its tokens, summed over those that count; "ratio_most" is their largest ratio."""
+    counts = past.counts
+    log_ratio = torch.where(counts, terms.token_logp - past.token_logp, 0.0).double()
+    ratio, advantages = log_ratio.exp(), past.advantages.double()
+    gain = clipped_gain(ratio, advantages, job.clip)
+    new_values = values.detach()
+    moved = (new_values - past.values).abs() > (torch.inf if job.value_clip is None else job.value_clip)
+    found = {
+        "tokens": counts.double(),
+        "policy_loss": -gain,
+        "value_loss": value_losses(new_values, past, job.value_clip).double(),
+        "ratio": ratio,
+        "clipped": (gain < ratio * advantages).double(),
+        "value_clipped": moved.double(),
+        "moved": torch.expm1(log_ratio) - log_ratio,
+    }
+    sums = {name: torch.where(counts, x, 0.0).sum().item() for name, x in found.items()}
+    return {**sums, "ratio_most": torch.where(counts, ratio, 0.0).max().item()}

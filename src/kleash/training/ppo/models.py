@@ -1,0 +1,169 @@
+"""The models of a run: the policy that moves, and a reference that does not."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import ModelError, OptionError
+from kleash.extras import need
+from kleash.linear import Head
+from kleash.models import Model, Pair, find_checkpoint, load_pair
+from kleash.models.anatomy import cut
+from kleash.models.quiet import first_line, quiet
+from kleash.records import TrainJob
+from kleash.training.ppo.policy import Batch, Policy
+
+LORA_SCALE = 2
+"""Alpha over rank: what the adapter's product is multiplied by."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reference:
+    """The model that the policy is kept near: its weights are never those that are trained."""
+
+    model: Model | None
+    """A network of its own, frozen; None where it is the policy's network with the adapter off."""
+
+    @property
+    def head(self) -> Head | None:
+        """Its head; None where it is the policy's own, which then is not trained."""
+        return None if self.model is None else self.model.head
+
+    def hidden(self, wrapped: Any, batch: Batch) -> Float[Tensor, "tokens dim"]:
+        """Its hidden states at the batch's places.
+
+        Args:
+            wrapped: the policy as Accelerate wrapped it, which is asked where there is no other network.
+            batch: what to read.
+        """
+        if self.model is None:
+            return wrapped(Policy.reference, batch)
+        with torch.no_grad(), self.model.switched():
+            hidden = self.model.body(input_ids=batch.ids, use_cache=False).last_hidden_state
+            return hidden[batch.rows, batch.cols]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Trainee:
+    """What a run is about."""
+
+    policy: Policy
+    speaker: Model
+    """The policy as whoever generates sees it; its head is to be taken from ``policy`` each time."""
+    reference: Reference
+    pair: Pair
+    """Policy and reference as they were loaded: tokenizer, context, notes, fingerprints."""
+    base: str
+    """What the adapter that is trained calls its base; "" where every weight is trained."""
+
+    def speaking(self, policy: Policy) -> Model:
+        """The policy as it is now, ready to generate."""
+        return replace(self.speaker, head=policy.head(detached=True))
+
+
+def load(job: TrainJob, device: torch.device) -> Trainee:
+    """Load policy and reference, see that they can be compared, and set apart what is trained.
+
+    With ``lora_rank`` the reference is the policy's own network with the adapter off, unless another one was
+    named. Otherwise every weight of the policy is trained, in at least float32, and the reference is another
+    copy. A policy that is an adapter is merged into its base first.
+
+    Raises:
+        ModelError: if a model cannot be loaded, compared or trained.
+        OptionError: if the dtype is one that nothing can be trained in.
+        CannotRunError: if the device is not there.
+    """
+    if job.dtype == "float16":
+        raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
+    adapted = find_checkpoint(job.policy).adapter is not None
+    if adapted and job.lora_rank:
+        raise ModelError(
+            f"the policy {job.policy} is an adapter, and --lora-rank {job.lora_rank} would put another one on it; "
+            "merge it into its base and give that folder, or take --lora-rank 0"
+        )
+    pair = _pair(job, job.policy, job.reference_name, device)
+    policy, reference = pair.policy, pair.reference
+    shared = bool(job.lora_rank) and policy.is_same_as(reference)
+    if policy.network is reference.network and not shared:
+        policy = _alone(job, job.policy, pair, device)
+        reference = replace(_alone(job, job.reference_name, pair, device), role="reference")
+    _require_parts(policy, reference)
+    network, adapters, base = _trained(job, policy, adapted)
+    if not shared:
+        reference.network.requires_grad_(False)
+    return Trainee(
+        policy=Policy(network, policy.head, adapters=adapters).eval(),
+        speaker=replace(
+            policy,
+            network=network,
+            body=network.base_model,
+            adapters=None,
+            adapter=None,
+            context=pair.context,
+        ),
+        reference=Reference(model=None if shared else reference),
+        pair=pair,
+        base=base,
+    )
+
+
+def _pair(job: TrainJob, policy: str, reference: str, device: torch.device) -> Pair:
+    return load_pair(
+        policy, reference, dtype=job.dtype, device=str(device), trust_remote_code=job.trust_remote_code
+    )
+
+
+def _alone(job: TrainJob, name: str, pair: Pair, device: torch.device) -> Model:
+    """A model with a network that nobody shares, covering the tokens that the pair covers."""
+    model = _pair(job, name, name, device).policy
+    if model.head.weight is None or model.vocabulary == pair.vocabulary:
+        return model
+    return replace(model, head=cut(model.head, pair.vocabulary), vocabulary=pair.vocabulary)
+
+
+def _require_parts(policy: Model, reference: Model) -> None:
+    for side in (policy, reference):
+        if side.head.weight is None:
+            raise ModelError(
+                f"the {side.role} {side.path} does not come apart into hidden states and a head, off which critic and "
+                "exact KL are read; take another model"
+            )
+
+
+def _trained(job: TrainJob, policy: Model, adapted: bool) -> tuple[Any, Any, str]:
+    """The network with what is trained in it, the PEFT model around it, and what that calls its base."""
+    if job.lora_rank:
+        adapters = _with_adapter(policy, job.lora_rank)
+        return policy.network, adapters, adapters.peft_config["default"].base_model_name_or_path
+    network = policy.adapters.merge_and_unload() if adapted else policy.network
+    wide = torch.promote_types(policy.dtype, torch.float32)
+    return network.to(wide).requires_grad_(True), None, ""
+
+
+def _with_adapter(policy: Model, rank: int) -> Any:
+    """Put a LoRA adapter on every linear layer but the head; it changes nothing yet."""
+    peft = need("peft", "models")
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=LORA_SCALE * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with quiet():
+            adapters = peft.get_peft_model(policy.network, settings)
+    except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"no LoRA adapter can be put on {policy.path}: {first_line(error)}") from error
+    adapters.peft_config["default"].base_model_name_or_path = base_name(policy)
+    return adapters
+
+
+def base_name(policy: Model) -> str:
+    """What an adapter calls its base so that it is found again: a whole path, or the name that was given."""
+    folder = Path(policy.path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else policy.path

@@ -1,0 +1,194 @@
+"""The module that is trained: a network with its value head, whose forward does all that touches its weights."""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.linear import Head, linear_kl, linear_objective
+from kleash.linear.statistics import TokenTerms
+from kleash.models import Sequence
+from kleash.models.scoring import padded
+
+T = TypeVar("T")
+Objective = Callable[[TokenTerms, slice], Tensor]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch:
+    """Sequences as a network reads them: padded on the right, where a causal network does not look."""
+
+    ids: Int[Tensor, "rows time"]
+    """Prompt and response without its last token, which is predicted and not read."""
+    rows: Int[Tensor, " tokens"]
+    cols: Int[Tensor, " tokens"]
+    """Where each response token is *predicted*: one position before it would be read."""
+    tokens: Int[Tensor, " tokens"]
+    """The response tokens, one sequence after the other."""
+    temperature: float
+
+    @classmethod
+    def of(cls, sequences: Many[Sequence], temperature: float, device: torch.device) -> "Batch":
+        """The batch of these sequences."""
+        ids, rows, cols = padded(sequences)
+        tokens = torch.tensor([token for one in sequences for token in one.response_ids])
+        ids, rows, cols, tokens = (x.to(device) for x in (ids, rows, cols, tokens))
+        return cls(ids=ids, rows=rows, cols=cols, tokens=tokens, temperature=temperature)
+
+
+class Scored(NamedTuple):
+    """What the policy says of the tokens of a batch; nothing carries a gradient."""
+
+    terms: TokenTerms
+    """Log-probability under policy and reference, exact KL(policy || reference) and entropy."""
+    values: Float[Tensor, " tokens"]
+    """What the critic expects of the rest, before each token is drawn."""
+    hidden: Float[Tensor, "tokens dim"]
+
+
+class Learnt(NamedTuple):
+    """What a training pass makes of a batch."""
+
+    loss: Float[Tensor, ""]
+    """The sum of the objective over the tokens; carries its gradient."""
+    values: Float[Tensor, " tokens"]
+    """Of the critic; they carry theirs."""
+    terms: TokenTerms
+    """Detached."""
+
+
+class Policy(torch.nn.Module):
+    """A causal language model and its critic: one linear layer, 0 to begin with, on the final hidden states.
+
+    ``forward`` is the only way to the weights: what wraps a module to gather sharded weights, or to reduce
+    gradients (DistributedDataParallel, FSDP), wraps this one and needs to know nothing else. It is told
+    which of the methods to run: ``wrapped(Policy.score, batch, ...)``.
+
+    The network stays in evaluation mode, in training passes too: with dropout a token's probability would be
+    another one in each pass, and the ratio of two of them would mean nothing.
+    """
+
+    def __init__(self, network: Any, head: Head, *, adapters: Any = None) -> None:
+        """Put the critic beside the network.
+
+        Args:
+            network: the transformers causal language model.
+            head: how its hidden states become logits; of its weight, only the number of rows is kept.
+            adapters: the PEFT model around the network, if it is an adapter that is trained.
+        """
+        super().__init__()
+        assert head.weight is not None
+        self.network = network
+        self.value = torch.nn.Linear(
+            head.weight.shape[1], 1, dtype=torch.promote_types(head.weight.dtype, torch.float32)
+        )
+        torch.nn.init.zeros_(self.value.weight)
+        torch.nn.init.zeros_(self.value.bias)
+        self.rows = head.weight.shape[0]
+        self.shape = replace(head, weight=None, bias=None)
+        self.adapters = (adapters,)  # a tuple hides it: its parameters are the network's, and no others
+        self._no_split_modules = getattr(network, "_no_split_modules", None)
+
+    def forward(self, what: Callable[..., T], *given: Any) -> T:
+        """Run one of the methods below, with the weights at hand."""
+        return what(self, *given)
+
+    def score(self, batch: Batch, hidden_q: Float[Tensor, "tokens dim_q"], head_q: Head | None) -> Scored:
+        """What the policy says of a batch, beside its reference; without a gradient.
+
+        Args:
+            batch: the sequences.
+            hidden_q: the reference's hidden states at the same places.
+            head_q: the reference's head; None where it is the policy's own, which is not trained.
+        """
+        with torch.no_grad():
+            hidden, head = self.read(batch), self.head(detached=True)
+            _, terms = linear_objective(
+                hidden,
+                head,
+                batch.tokens,
+                hidden_q,
+                head_q or head,
+                lambda terms, rows: torch.zeros_like(terms.kl),
+                temperature=batch.temperature,
+            )
+            return Scored(terms, self.expected(hidden), hidden)
+
+    def learn(
+        self, batch: Batch, hidden_q: Float[Tensor, "tokens dim_q"], head_q: Head | None, objective: Objective
+    ) -> Learnt:
+        """The objective's sum over a batch, with its gradient; otherwise as ``score``."""
+        hidden, head = self.read(batch), self.head()
+        loss, terms = linear_objective(
+            hidden,
+            head,
+            batch.tokens,
+            hidden_q,
+            head_q or self.head(detached=True),
+            objective,
+            temperature=batch.temperature,
+        )
+        return Learnt(loss, self.expected(hidden), terms)
+
+    def moved(
+        self, batch: Batch, hidden_before: Float[Tensor, "tokens dim"], head_before: Head
+    ) -> Float[Tensor, " tokens"]:
+        """KL(policy before || policy now) of each token of a batch, in nats, exact; without a gradient."""
+        with torch.no_grad():
+            now, head = self.read(batch), self.head(detached=True)
+            return linear_kl(hidden_before, head_before, now, head, temperature=batch.temperature)
+
+    def reference(self, batch: Batch) -> Float[Tensor, "tokens dim"]:
+        """Hidden states with the adapter off: of the network that the adapter was put on."""
+        with torch.no_grad(), self.adapters[0].disable_adapter():
+            return self.read(batch)
+
+    def read(self, batch: Batch) -> Float[Tensor, "tokens dim"]:
+        """Final hidden states where the batch's tokens are predicted."""
+        hidden = self.network.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
+        return hidden[batch.rows, batch.cols]
+
+    def expected(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, " tokens"]:
+        """The critic's values, in at least float32 whatever autocast would like."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.value(hidden.to(self.value.weight.dtype))[:, 0]
+
+    def head(self, *, detached: bool = False) -> Head:
+        """The network's head as it is now."""
+        layer = self.network.get_output_embeddings()
+        parts = [layer.weight, getattr(layer, "bias", None)]
+        weight, bias = (x if x is None or len(x) == self.rows else x[: self.rows] for x in parts)
+        if detached:
+            weight, bias = (x if x is None else x.detach() for x in (weight, bias))
+        return replace(self.shape, weight=weight, bias=bias)
+
+    def tie_weights(self) -> None:
+        """Tie what the network ties; asked for by whoever moves its weights elsewhere."""
+        self.network.tie_weights()
+
+
+@contextmanager
+def whole(wrapped: Any) -> Iterator[Policy]:
+    """Inside, the policy without its wrapping and with all of its weights, on every process: to generate.
+
+    Processes generate for different lengths of time, so no pass may need another process: sharded weights
+    (FSDP2) are gathered once and kept until the end.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    policy = getattr(wrapped, "module", wrapped)
+    sharded = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield policy
+    finally:
+        for module in sharded:
+            module.set_reshard_after_forward(module is not policy, recurse=False)
+            module.reshard()
