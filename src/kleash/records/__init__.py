@@ -15,6 +15,7 @@ from kleash.records.audit import (
 )
 from kleash.records.caching import CacheContents, CachedSource, CacheJob, CacheLabel
 from kleash.records.comparison import COMPARED, ComparedRun, Comparison, RunDifference
+from kleash.records.demonstration import BestOf, Demonstration, DemonstrationJob, Leash
 from kleash.records.folder import RunFolder, RunHeader
 from kleash.records.job import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE, MeasureJob
 from kleash.records.measurement import (
@@ -55,6 +56,7 @@ __all__ = [
     "SHIPPED_REFERENCE",
     "AccuracyRow",
     "Audit",
+    "BestOf",
     "Bin",
     "CacheContents",
     "CacheJob",
@@ -64,6 +66,8 @@ __all__ = [
     "Comparison",
     "Counts",
     "DPOJob",
+    "Demonstration",
+    "DemonstrationJob",
     "DistillJob",
     "Drifted",
     "EdgeRow",
@@ -71,6 +75,7 @@ __all__ = [
     "Finding",
     "GRPOJob",
     "GradientRow",
+    "Leash",
     "MaskRow",
     "MeasureJob",
     "Measurement",

@@ -2,7 +2,16 @@
 
 from kleash.reports.audits import write_audits
 from kleash.reports.comparison import write_comparison
+from kleash.reports.demonstration import write_demonstration
 from kleash.reports.measurement import write_report
 from kleash.reports.study import write_study
+from kleash.reports.training import write_training_report
 
-__all__ = ["write_audits", "write_comparison", "write_report", "write_study"]
+__all__ = [
+    "write_audits",
+    "write_comparison",
+    "write_demonstration",
+    "write_report",
+    "write_study",
+    "write_training_report",
+]

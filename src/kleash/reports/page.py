@@ -83,6 +83,7 @@ def _environment() -> Any:
     environment.filters.update(
         visible=words.visible,
         excerpt=words.excerpt,
+        ending=words.ending,
         plain=words.plain,
         count=words.count,
         percent=words.percent,

@@ -3,8 +3,8 @@
 import math
 import shlex
 import unicodedata
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -171,13 +171,23 @@ def excerpt(text: str, length: int = 240) -> str:
 
 
 def command_line(job: Mapping[str, Any]) -> str:
-    """The command that makes a run again: the options that are not the default's."""
-    words = ["kleash", "measure"]
-    for option in fields(MeasureJob):
+    """The command that makes a measurement again."""
+    return command_of(("kleash", "measure"), fields(MeasureJob), job)
+
+
+def command_of(words: Sequence[str], options: Sequence[Field[Any]], job: Mapping[str, Any]) -> str:
+    """A command with the options that are not the default's."""
+    said = list(words)
+    for option in options:
         value = job.get(option.name, option.default)
-        if value == option.default or option.name == "resume":
+        plainly = list(option.default) if isinstance(option.default, tuple) else option.default
+        if value == plainly or option.name == "resume":
             continue
-        words.append("--" + option.name.replace("_", "-"))
-        if not isinstance(value, bool):
-            words.append(shlex.quote(str(value)))
-    return " ".join(words)
+        said.append("--" + option.name.replace("_", "-"))
+        if isinstance(value, (list, tuple)):
+            said += [shlex.quote(str(one)) for one in value]
+        elif not isinstance(value, bool):
+            said.append(shlex.quote(str(value)))
+        elif not value:  # a switch that is on unless it is turned off
+            said.append("False")
+    return " ".join(said)

@@ -1,0 +1,102 @@
+"""How training is going, on the terminal, while it goes."""
+
+import math
+import sys
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from kleash.records import StepRecord
+
+SHOWN = 12
+"""Steps that a terminal shows at once."""
+COLUMNS = (
+    ("reward", "reward/score", "reward/score_error"),
+    ("adjusted", "reward/adjusted", None),
+    ("KL/sequence", "kl/exact_per_sequence", "kl/exact_per_sequence_error"),
+    ("KL/token", "kl/exact_per_token", None),
+    ("target", "kl/target", None),
+    ("beta", "beta", None),
+    ("entropy", "policy/entropy", None),
+    ("length", "response/length", None),
+    ("accuracy", "pairs/accuracy", None),
+    ("margin", "pairs/margin", None),
+    ("divergence", "teacher/divergence", None),
+    ("repeated", "response/repetition", None),
+)
+"""Heading, metric, and its error; those that a run does not have are left out."""
+
+
+class Steps:
+    """Shows every step on standard error: a table that rolls on a terminal, elsewhere a line for each."""
+
+    def __init__(self, steps: int) -> None:
+        """Draw nothing before the first of so many ``steps``."""
+        self._steps = steps
+        self._console = Console(file=sys.stderr, highlight=False)
+        self._recent: deque[StepRecord] = deque(maxlen=SHOWN)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "Steps":
+        """Begin to draw."""
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the last steps standing."""
+        if self._console.is_terminal:
+            self._live.stop()
+            if self._recent:
+                self._console.print(self._table())
+
+    def said(self, sentence: str) -> None:
+        """Print the sentence above the table."""
+        self._console.print(escape(sentence), style="dim", soft_wrap=True)
+
+    def stepped(self, record: StepRecord) -> None:
+        """Show a step, and what is to be said about it."""
+        self._recent.append(record)
+        for event in record.events:
+            self._console.print(f"step {record.step}: {escape(event)}", style="dim", soft_wrap=True)
+        for warning in record.warnings:
+            sentence = escape(warning.sentence)
+            self._console.print(f"[yellow]watch, step {record.step}:[/yellow] {sentence}", soft_wrap=True)
+        if self._console.is_terminal:
+            self._live.update(self._table(), refresh=True)
+        else:
+            self._console.print(f"step {record.step}/{self._steps}: {_in_a_line(record)}", soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        there = [column for column in COLUMNS if any(column[1] in record.metrics for record in self._recent)]
+        table.add_column(f"step of {self._steps}", justify="right")
+        for heading, _, _ in there:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for record in self._recent:
+            table.add_row(str(record.step), *(_cell(record, name, error) for _, name, error in there))
+        return table
+
+
+def _in_a_line(record: StepRecord) -> str:
+    there = [
+        (heading, _cell(record, name, error)) for heading, name, error in COLUMNS if name in record.metrics
+    ]
+    return ", ".join(f"{heading} {cell}" for heading, cell in there)
+
+
+def _cell(record: StepRecord, name: str, error: str | None) -> str:
+    value = record.metrics.get(name)
+    if value is None:
+        return ""
+    uncertain = record.metrics.get(error) if error else None
+    if uncertain is None or not math.isfinite(uncertain) or uncertain <= 0:
+        return f"{value:.3g}"
+    digits = max(0, 1 - math.floor(math.log10(uncertain)))
+    return f"{value:.{digits}f} ± {uncertain:.{digits}f}"

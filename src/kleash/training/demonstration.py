@@ -1,0 +1,181 @@
+"""What a leash does, to be seen in two minutes: one reward, three leashes, and best-of-n beside them."""
+
+from dataclasses import dataclass, replace
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from kleash.errors import Interrupted, RunFolderError
+from kleash.leash import best_of_n_bound, best_of_n_kl_from_rewards
+from kleash.measuring import default_out
+from kleash.models import Sampling, generate, load_pair, read_prompts
+from kleash.records import (
+    SHIPPED_PROMPTS,
+    SHIPPED_REFERENCE,
+    BestOf,
+    Demonstration,
+    DemonstrationJob,
+    Leash,
+    Number,
+    PPOJob,
+    Sample,
+    write_atomically,
+)
+from kleash.records.demonstration import DEMONSTRATION
+from kleash.records.training import SHIPPED_REWARD
+from kleash.reports import write_demonstration
+from kleash.training.journal import Display
+from kleash.training.rewards import load_rewards
+from kleash.training.running import train
+from kleash.uncertainty import Estimate, clustered_mean
+from kleash.version import __version__
+
+MEANT = "the number of kind words in a response, which is meant to make continuations friendlier"
+TARGET_NATS = 6.0
+"""The KL per response that the good leash steers to."""
+PROMPTS = 32
+DRAWS = 64
+"""Responses that the reference gives to each prompt for best-of-n."""
+BEST_OF = (1, 2, 4, 8, 16)
+SAMPLES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How much is done; tests do less."""
+
+    steps: int = 30
+    prompts: int = PROMPTS
+    draws: int = DRAWS
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 2
+    max_new_tokens: int = 24
+    learning_rate: float = 1e-3
+
+    def job(self, asked: DemonstrationJob, **leash: Any) -> PPOJob:
+        """A run of it."""
+        return PPOJob(
+            limit=self.prompts,
+            steps=self.steps,
+            prompts_per_step=self.prompts_per_step,
+            samples_per_prompt=self.samples_per_prompt,
+            max_new_tokens=self.max_new_tokens,
+            learning_rate=self.learning_rate,
+            checkpoint_every=self.steps,
+            seed=asked.seed,
+            device=asked.device,
+            **leash,
+        )
+
+
+def demonstrate(
+    asked: DemonstrationJob, display: Display | None = None, setting: Setting | None = None
+) -> Demonstration:
+    """Train the shipped reference three times on a reward that is easily hacked, and write a page about it.
+
+    Args:
+        asked: where to, and by which seed.
+        display: shown every step.
+        setting: how much is done.
+
+    Returns:
+        What was done; the numbers of each step lie in the folders of the runs.
+
+    Raises:
+        RunFolderError: if the folder holds something already, or cannot be written.
+        Interrupted: at Ctrl-C; finished runs are kept.
+    """
+    how = setting if setting is not None else Setting()
+    root = Path(asked.out if asked.out is not None else default_out())
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise RunFolderError(f"{root} holds something already; give another --out")
+    root.mkdir(parents=True, exist_ok=True)
+    best_of, samples = what_the_reference_does(asked, how)
+    found = Demonstration(
+        kleash=__version__,
+        reward=SHIPPED_REWARD,
+        meant=MEANT,
+        target_nats=TARGET_NATS,
+        runs=(),
+        best_of=best_of,
+        samples=samples,
+    )
+    for leash, job in leashes(asked, how):
+        if display is not None:
+            display.said(f"{leash.title}: {leash.said}")
+        try:
+            train(replace(job, out=str(root / leash.name)), display)
+        except Interrupted as stop:
+            raise Interrupted(f"interrupted; the runs that had finished are kept in {root}") from stop
+        found = replace(found, runs=(*found.runs, leash))
+        write_atomically(root / DEMONSTRATION, found.to_json())
+        write_demonstration(root)
+    return found
+
+
+def leashes(asked: DemonstrationJob, how: Setting) -> list[tuple[Leash, PPOJob]]:
+    """The three runs."""
+    return [
+        (
+            Leash(name="off", title="off the leash", said="beta is 0: KL costs nothing"),
+            how.job(asked, beta=0.0),
+        ),
+        (
+            Leash(
+                name="good",
+                title="a good leash",
+                said=f"a PID controller moves beta so that KL settles at {TARGET_NATS:g} nats per response",
+            ),
+            how.job(asked, beta=0.1, controller="pid", target_nats=TARGET_NATS),
+        ),
+        (
+            Leash(
+                name="tight", title="too tight a leash", said="beta is 5: a nat of KL costs five kind words"
+            ),
+            how.job(asked, beta=5.0),
+        ),
+    ]
+
+
+def what_the_reference_does(
+    asked: DemonstrationJob, how: Setting
+) -> tuple[tuple[BestOf, ...], tuple[Sample, ...]]:
+    """Best-of-n of the reference, and some of its responses."""
+    pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE, device=asked.device)
+    prompts = read_prompts(SHIPPED_PROMPTS, pair, limit=how.prompts)
+    sampling = Sampling(samples_per_prompt=how.draws, max_new_tokens=how.max_new_tokens, seed=asked.seed)
+    drawn = generate(pair.policy, prompts, sampling)
+    scores = load_rewards([SHIPPED_REWARD], tokenizer=pair.tokenizer).of(drawn).total
+    rewards = scores.reshape(len(prompts), how.draws)
+    samples = tuple(
+        Sample(prompt=one.prompt_text, response=one.response_text, reward=float(scores[at]), kl=0.0)
+        for at, one in enumerate(drawn)
+        if at % how.draws == 0
+    )
+    points = tuple(
+        BestOf(
+            n=n,
+            reward=Number.of(best_of_n_reward(rewards, n)),
+            kl=Number.of(best_of_n_kl_from_rewards(rewards, n)),
+            bound=best_of_n_bound(n),
+        )
+        for n in BEST_OF
+        if n <= how.draws
+    )
+    return points, samples[:SAMPLES]
+
+
+def best_of_n_reward(rewards: Float64[np.ndarray, "prompts draws"], n: int) -> Estimate:
+    """Mean reward of the best of ``n`` responses: over all choices of n among each prompt's draws.
+
+        sum over k of r_(k) C(k - 1, n - 1) / C(draws, n),    r_(1) <= r_(2) <= …
+
+    Unbiased for n up to the number of draws; prompts are the clusters.
+    """
+    draws = rewards.shape[1]
+    chosen = np.array([comb(k, n - 1) / comb(draws, n) for k in range(draws)])
+    best = np.sort(rewards, axis=1) @ chosen
+    return clustered_mean(best, np.arange(len(best)), unit="none")

@@ -1,0 +1,104 @@
+"""A training job from its options to its files."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import Interrupted, OptionError
+from kleash.measuring import default_out
+from kleash.models import find_checkpoint, source_path
+from kleash.records import (
+    DistillJob,
+    OnlineJob,
+    PPOJob,
+    RunHeader,
+    TrainingFolder,
+    TrainingResult,
+    TrainJob,
+)
+from kleash.reports import write_training_report
+from kleash.training.journal import Display, Journal
+from kleash.version import __version__
+
+Trainer = Callable[[Any, Journal | None], TrainingResult]
+
+
+def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
+    """Train a policy on its leash.
+
+    Writes ``steps.jsonl``, ``samples.jsonl``, ``checkpoints/``, ``policy/``, ``training.json`` and ``report.html``
+    into ``job.out``. Killed at any moment, it goes on with ``resume=True`` from the last checkpoint. Of several
+    processes (``accelerate launch``) each calls this; the first of them writes.
+
+    Args:
+        job: how to train, and what.
+        display: shown every step.
+
+    Returns:
+        What it came to, as it stands in ``training.json``.
+
+    Raises:
+        SourceError: if the prompts or pairs cannot be read.
+        ModelError: if a model cannot be loaded.
+        NonFiniteError: if a loss or a reward is NaN.
+        RunFolderError: if ``job.out`` cannot be written or gone on with.
+        OptionError, UnknownNameError, CannotRunError, MissingExtraError: if the job asks for what cannot be.
+        Interrupted: at Ctrl-C, saying what was kept.
+    """
+    trainer = trainer_of(job)
+    if job.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise OptionError("several processes must agree on the run's folder; give --out")
+    job = replace(job, out=job.out if job.out is not None else default_out())
+    if int(os.environ.get("RANK", "0")) > 0:
+        return trainer(job, None)
+    folder = TrainingFolder(Path(str(job.out)))
+    folder.check(resume=job.resume)
+    with folder.writing(header_of(job), resume=job.resume):
+        journal = Journal(folder.root, job, display=display)
+        try:
+            result = trainer(job, journal)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(
+                f"interrupted after step {len(journal.history)}; the last checkpoint is kept: go on with "
+                f"--resume --out {folder.root}"
+            ) from stop
+        finally:
+            journal.close()
+        said = tuple(warning.sentence for record in journal.history for warning in record.warnings)
+        result = replace(result, warnings=said)
+        folder.write_result(result)
+        write_training_report(folder.root)
+    return result
+
+
+def trainer_of(job: TrainJob) -> Trainer:
+    """What carries out a job of this kind."""
+    match job:
+        case PPOJob():
+            from kleash.training.ppo import train_ppo
+
+            return train_ppo
+        case _:
+            raise OptionError(f"nothing here trains a {type(job).__name__}")
+
+
+def header_of(job: TrainJob) -> RunHeader:
+    """What decides the run's result.
+
+    Raises:
+        SourceError: if there are no prompts or pairs.
+        ModelError: if there is no such model.
+    """
+    source = job.source if isinstance(job, OnlineJob) else str(getattr(job, "pairs", ""))
+    names = {"policy": job.policy, "reference": job.reference_name}
+    if isinstance(job, DistillJob):
+        names["teacher"] = job.teacher_name
+    return RunHeader(
+        kleash=__version__,
+        settings=job.settings(),
+        source_sha256=sha256(source_path(source).read_bytes()).hexdigest(),
+        fingerprints={role: find_checkpoint(name).fingerprint() for role, name in names.items()},
+    )
