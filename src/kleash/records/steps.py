@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kleash.errors import RunFolderError
 from kleash.records.atomic import cannot_write, write_atomically
@@ -58,12 +58,7 @@ class SampleRecord:
     sample: Sample
 
 
-class _OfAStep(Protocol):
-    @property
-    def step(self) -> int: ...
-
-
-T = TypeVar("T", bound=_OfAStep)
+T = TypeVar("T", StepRecord, SampleRecord)
 
 
 def read_steps(folder: Path) -> tuple[StepRecord, ...]:
