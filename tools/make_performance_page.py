@@ -17,6 +17,7 @@ from typing import Any
 import performance_bars
 import performance_words as words
 from performance_bars import COMPILED, EAGER
+from performance_frame import COMMANDS, Results, grid
 from svg_charts import bars, lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,13 +59,13 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
 
 def used(name: str) -> bool:
     """Whether the page has a place for it."""
-    return name in words.COMMANDS or name.startswith("linear_gpu")
+    return name in COMMANDS or name.startswith("linear_gpu")
 
 
 def made(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The page and its pictures, by their path in the folder of the documentation."""
     figures = {name: result["figures"] for name, result in results.items()}
-    parts = (words.time, words.shapes, words.narrow, words.memory, words.accuracy, words.step)
+    parts = (words.time, words.shapes, words.narrow, words.memory, words.accuracy, words.step, words.skipping)
     body = [*performance_bars.table(figures), *(line for part in parts for line in part(figures))]
     text = "\n".join([HEAD, *body, PARALLEL, *words.gpu(figures), *origins(results)])
     return {"performance.md": text.rstrip() + "\n", **pictures(figures)}
@@ -81,10 +82,10 @@ def origins(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         command = f"`{result['command']}`"
         rows.append([link, command, result["date"][:10], result["commit"], where, versions])
     heads = ["result", "command", "date", "commit", "machine", "versions"]
-    return ["## How it was measured", "", *words.grid(heads, rows)]
+    return ["## How it was measured", "", *grid(heads, rows)]
 
 
-def pictures(figures: words.Results) -> dict[str, str]:
+def pictures(figures: Results) -> dict[str, str]:
     """The charts whose results are there."""
     found: dict[str, str] = {}
     if "linear_peers_main" in figures:

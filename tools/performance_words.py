@@ -1,58 +1,9 @@
 """The sections of docs/performance.md, from the figures of the benchmarks; nothing here knows a number."""
 
-from collections.abc import Callable, Mapping, Sequence
-from textwrap import wrap
-from typing import Any
+from collections.abc import Callable
 
 from performance_bars import COMPILED, EAGER, Figures
-
-COMMANDS = {
-    "linear_peers_main": "linear_peers.py",
-    "linear_training": "linear_training.py",
-    "linear_peaks_main": "linear_peaks.py --part main",
-    "linear_peaks_tokens": "linear_peaks.py --part tokens",
-    "linear_peaks_vocabulary": "linear_peaks.py --part vocabulary",
-    "linear_memory": "linear_memory.py",
-    "linear_accuracy": "linear_accuracy.py",
-    "linear_step": "linear_step.py",
-    "linear_peers_main_bfloat16": "linear_peers.py --dtype bfloat16 --rounds 3",
-    "linear_peers_h4096": "linear_peers.py --shape h4096",
-    "linear_peers_v152k": "linear_peers.py --shape v152k",
-    "linear_peers_v128k": "linear_peers.py --shape v128k",
-    "linear_peers_n1k": "linear_peers.py --shape n1k",
-    "linear_peers_n8k": "linear_peers.py --shape n8k",
-    "linear_gpu": "linear_gpu.py",
-}
-SHAPES = [name for name in COMMANDS if name.startswith("linear_peers_") and "main" not in name]
-Results = Mapping[str, Figures]
-Row = Mapping[str, Any]
-
-
-def absent(*names: str) -> list[str]:
-    """What is said of results that are not there."""
-    commands = ", ".join(f"`python benchmarks/{COMMANDS[name]}`" for name in names)
-    return [*said(f"Not measured yet: {commands}.")] if names else []
-
-
-def said(words: str, /, **values: Any) -> list[str]:
-    """A paragraph, folded, and the empty line behind it."""
-    text = words.format(**values) if values else words
-    return [*wrap(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False), ""]
-
-
-def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table and the empty line behind it."""
-    return [*(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)), ""]
-
-
-def size(found: Row) -> str:
-    """The shape of the inputs."""
-    return f"{found['tokens']} tokens, hidden size {found['hidden']}, vocabulary {found['vocabulary']}"
-
-
-def ratio(row: Row, key: str) -> str:
-    """A ratio, or nothing."""
-    return f"{row[key]:.2f}" if key in row else ""
+from performance_frame import COMMANDS, SHAPES, Results, Row, absent, grid, ratio, said, size
 
 
 def peers(found: Figures) -> list[str]:
@@ -170,7 +121,7 @@ def token_error(row: Row) -> str:
 def error(relative: float) -> str:
     """In per cent where that is readable."""
     return (
-        f"{relative:.2g}".replace("e-0", "e-")
+        f"{relative:.1e}".replace("e-0", "e-")
         if relative < 1e-3
         else f"{100 * relative:.2g} %"
         if relative < 1
@@ -213,6 +164,27 @@ def step(results: Results) -> list[str]:
     table = grid(["", "step, s", "loss, s", "loss's share"], rows)
     lines = said(words, million=found["body_parameters"] / 1e6, **found)
     return [*title, *lines, *table, *said(tail, counted=counted)]
+
+
+def skipping(results: Results) -> list[str]:
+    """What `skip_below` saves and costs."""
+    title = ["## Leaving small entries out", ""]
+    if "linear_skipping" not in results:
+        return [*title, *absent("linear_skipping")]
+    found = results["linear_skipping"]
+    words = """`LinearOptions(skip_below=…)`, off by default; {size}, float32. The sharper the distributions, the
+        more it saves: entropy is the median of p's. Errors are those of the gradients for hidden states and head, relative to
+        the gradients with nothing left out."""
+    rows = [
+        [
+            f"{each['median_entropy_nats']:.2g}", below, f"{row['multiplied']:.0%}", f"{row['time']:.2f}",
+            f"{error(row['error_in_hidden'])}, {error(row['error_in_weight'])}",
+        ]
+        for key, each in found.items() if key.startswith("spread ")
+        for below, row in each.items() if isinstance(row, dict) and "multiplied" in row
+    ]  # fmt: skip
+    heads = ["entropy, nats", "`skip_below`", "entries multiplied", "× the time", "errors"]
+    return [*title, *said(words, size=size(found)), *grid(heads, rows)]
 
 
 def gpu(results: Results) -> list[str]:
