@@ -31,8 +31,10 @@ Row = Mapping[str, Any]
 
 def absent(*names: str) -> list[str]:
     """What is said of results that are not there."""
-    commands = ", ".join(f"`python benchmarks/{COMMANDS[name]}`" for name in names)
-    return [*said(f"Not measured yet: {commands}.")] if names else []
+    commands = [f"`python benchmarks/{COMMANDS[name]}`" for name in names]
+    if len(commands) > 1:
+        return ["Not measured yet:", "", *(f"- {command}" for command in commands), ""]
+    return [f"Not measured yet: {command}." for command in commands] + [""] * len(commands)
 
 
 def said(words: str, /, **values: Any) -> list[str]:

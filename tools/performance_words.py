@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from performance_bars import COMPILED, EAGER, Figures
 from performance_frame import COMMANDS, SHAPES, Results, Row, absent, grid, ratio, said, size
+from svg_charts import tick
 
 
 def peers(found: Figures) -> list[str]:
@@ -99,7 +100,7 @@ def accuracy(results: Results) -> list[str]:
         "error of the mean KL": lambda row: error(row["relative_error"]),
         "cosine of the gradient with the right one": gradient_cosine,
     }
-    distances = [f"{nats:g} nats" for nats in sorted({row["nats"] for row in found["rows"]})]
+    distances = [f"{tick(nats)} nats" for nats in sorted({row["nats"] for row in found["rows"]})]
     for title, cell in tables.items():
         rows = [
             [text, *(cell(row) for row in found["rows"] if row["name"] == name)]
@@ -120,13 +121,9 @@ def token_error(row: Row) -> str:
 
 def error(relative: float) -> str:
     """In per cent where that is readable."""
-    return (
-        f"{relative:.1e}".replace("e-0", "e-")
-        if relative < 1e-3
-        else f"{100 * relative:.2g} %"
-        if relative < 1
-        else f"{relative:.0%}".replace("%", " %")
-    )
+    if relative < 1e-3:
+        return f"{relative:.1e}".replace("e-0", "e-")
+    return f"{100 * relative:.2g} %" if relative < 1 else f"{100 * relative:.0f} %"
 
 
 def gradient_cosine(row: Row) -> str:
@@ -173,8 +170,8 @@ def skipping(results: Results) -> list[str]:
         return [*title, *absent("linear_skipping")]
     found = results["linear_skipping"]
     words = """`LinearOptions(skip_below=…)`, off by default; {size}, float32. The sharper the distributions, the
-        more it saves: entropy is the median of p's. Errors are those of the gradients for hidden states and head, relative to
-        the gradients with nothing left out."""
+        more it saves: entropy is the median of p's. Errors are those of the gradients for hidden states and head,
+        relative to the gradients with nothing left out."""
     rows = [
         [
             f"{each['median_entropy_nats']:.2g}", below, f"{row['multiplied']:.0%}", f"{row['time']:.2f}",
