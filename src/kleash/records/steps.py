@@ -58,7 +58,7 @@ class SampleRecord:
     sample: Sample
 
 
-T = TypeVar("T", StepRecord, SampleRecord)
+T = TypeVar("T", bound=StepRecord | SampleRecord)
 
 
 def read_steps(folder: Path) -> tuple[StepRecord, ...]:
