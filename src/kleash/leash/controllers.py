@@ -14,6 +14,7 @@ from kleash.leash.steering import (
     read,
     require_above,
     require_gains,
+    require_per,
     saved_fields,
     within,
 )
@@ -65,6 +66,7 @@ class FixedBeta:
 
     def __post_init__(self) -> None:
         """Raise OptionError unless beta is finite and at least 0."""
+        require_per(self.per)
         if not 0 <= self.beta < math.inf:
             raise OptionError(f"beta is {self.beta}; give a finite number, at least 0")
 
@@ -112,7 +114,7 @@ class ZieglerBeta(Steered):
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
         super().__post_init__()
-        require_above(0, horizon=self.horizon)
+        require_above(0.0, horizon=self.horizon)
 
     def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "ZieglerBeta":
         """The leash for the next update, having measured this KL over that many sequences in this one.
@@ -146,16 +148,16 @@ class DualBeta(Steered):
 
     kind: ClassVar[str] = "dual"
 
-    rate: float = 0.03
+    rate: float = 0.035
     """What a KL at twice the budget would add to log beta, were it not for ``largest_error``."""
-    largest_error: float = 0.5
+    largest_error: float = 0.4
     """The most of (KL / target - 1) that is answered, to either side."""
 
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
         super().__post_init__()
         require_gains(rate=self.rate)
-        require_above(0, largest_error=self.largest_error)
+        require_above(0.0, largest_error=self.largest_error)
 
     def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "DualBeta":
         """The leash for the next update, having measured this KL in this one.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import SupportsFloat
 
 from kleash.errors import OptionError
-from kleash.leash.steering import PERS, Per, require_above
+from kleash.leash.steering import Per, require_above, require_per
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,10 @@ class EarlyStop:
 
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
-        require_above(0, target_nats=self.target_nats)
+        require_above(0.0, target_nats=self.target_nats)
         if not 1 <= self.factor < math.inf:
             raise OptionError(f"factor is {self.factor}; give a finite number, at least 1")
-        if self.per not in PERS:
-            raise OptionError(f"per is {self.per!r}; there are {', '.join(PERS)}")
+        require_per(self.per)
 
     def stops(self, measured_nats: SupportsFloat) -> bool:
         """Whether to leave the update; a KL that is NaN does, since nothing holds it."""

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, SupportsFloat
 
+from kleash.errors import OptionError
 from kleash.leash.steering import Steered, growth, moved, read, require_above, require_gains, within
 
 
@@ -43,7 +44,11 @@ class PIDBeta(Steered):
         """Raise OptionError where a number means nothing."""
         super().__post_init__()
         require_gains(proportional=self.proportional, integral=self.integral, derivative=self.derivative)
-        require_above(0, largest_error=self.largest_error)
+        require_above(0.0, largest_error=self.largest_error)
+        if len(self.levels) > 2 or not all(map(math.isfinite, self.levels)):
+            raise OptionError(
+                f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
+            )
 
     def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "PIDBeta":
         """The leash for the next update, having measured this KL in this one.

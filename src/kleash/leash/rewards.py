@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators.control import weights_of_the_others
-from kleash.leash.steering import PERS, Per
+from kleash.leash.steering import Per, require_per
 from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32
 
@@ -185,8 +185,7 @@ def measured_kl(
         raise ShapeError(
             f"token_kl is {tuple(token_kl.shape)} and mask {tuple(mask.shape)}; give both as [sequences, steps]"
         )
-    if per not in PERS:
-        raise OptionError(f"per is {per!r}; there are {', '.join(PERS)}")
+    require_per(per)
     tokens = mean_of(at_least_float32(token_kl.detach()), mask)
     return tokens if per == "token" else Mean(total=tokens.total, count=as_mask(mask).any(-1).sum())
 

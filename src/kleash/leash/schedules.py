@@ -9,7 +9,7 @@ from typing import ClassVar, SupportsFloat
 from kleash.errors import OptionError
 from kleash.leash.controllers import DualBeta, ZieglerBeta
 from kleash.leash.pid import PIDBeta
-from kleash.leash.steering import Per, require_above, saved_fields
+from kleash.leash.steering import Per, require_above, require_per, saved_fields
 from kleash.registry import look_up
 
 SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
@@ -44,6 +44,7 @@ class BetaSchedule:
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
         require_way(self.updates, self.done, self.shape)
+        require_per(self.per)
         if not (0 <= self.begin < math.inf and 0 <= self.end < math.inf):
             raise OptionError(f"beta goes from {self.begin} to {self.end}; give finite numbers, at least 0")
 
@@ -93,7 +94,7 @@ class TargetSchedule:
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
         require_way(self.updates, self.done, self.shape)
-        require_above(0, begin_nats=self.begin_nats, end_nats=self.end_nats)
+        require_above(0.0, begin_nats=self.begin_nats, end_nats=self.end_nats)
 
     @property
     def beta(self) -> float:

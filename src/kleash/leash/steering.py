@@ -78,8 +78,7 @@ class Steered:
 
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
-        if self.per not in PERS:
-            raise OptionError(f"per is {self.per!r}; there are {', '.join(PERS)}")
+        require_per(self.per)
         if not 0 < self.beta_min <= self.beta_max < math.inf:
             raise OptionError(
                 f"beta_min is {self.beta_min} and beta_max {self.beta_max}; give finite bounds above 0, in order"
@@ -88,8 +87,8 @@ class Steered:
             raise OptionError(
                 f"beta is {self.beta}, outside {self.beta_min:g} to {self.beta_max:g}; start within the bounds"
             )
-        require_above(0, target_nats=self.target_nats)
-        require_above(1, largest_step=self.largest_step)
+        require_above(0.0, target_nats=self.target_nats)
+        require_above(1.0, largest_step=self.largest_step)
 
     def to_dict(self) -> dict[str, object]:
         """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
@@ -119,7 +118,13 @@ def moved(controller: AnySteered, factor: float, event: str | None) -> AnySteere
     return replace(controller, beta=beta, event="; ".join(events) or None)
 
 
-def require_above(least: float, **given: float) -> None:
+def require_per(per: str) -> None:
+    """Raise unless it is one of ``PERS``."""
+    if per not in PERS:
+        raise OptionError(f"per is {per!r}; there are {', '.join(PERS)}")
+
+
+def require_above(least: float, **given: float | int) -> None:
     """Raise unless each is finite and above ``least``."""
     for name, value in given.items():
         if not least < value < math.inf:

@@ -1,0 +1,89 @@
+"""No sequence of measurements drives a controller out of its bounds, or leaves what a dict cannot hold."""
+
+import json
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kleash.leash import BetaSchedule, DualBeta, PIDBeta, TargetSchedule, ZieglerBeta, beta_from_dict
+
+ANY_NUMBER = st.floats(allow_nan=True, allow_infinity=True)
+MEASURED = (
+    ANY_NUMBER | st.floats(0, 20) | st.sampled_from([0.0, -1.0, math.inf, -math.inf, math.nan, 5e-324, 1e308])
+)
+SEQUENCES = st.integers(0, 4096) | st.integers(0, 10**400)
+GAIN = st.floats(0, 1e308)
+ABOVE_0 = st.floats(5e-324, 1e308)
+
+
+@st.composite
+def steered(draw):
+    """A record of a controller with any options that it accepts."""
+    low, high = sorted((draw(st.floats(1e-300, 1e300)), draw(st.floats(1e-300, 1e300))))
+    record = {
+        "kind": draw(st.sampled_from(["ziegler", "pid", "dual"])),
+        "beta": draw(st.floats(low, high)),
+        "beta_min": low,
+        "beta_max": high,
+        "target_nats": draw(ABOVE_0),
+        "largest_step": draw(st.floats(1, 1e308, exclude_min=True)),
+        "per": draw(st.sampled_from(["sequence", "token"])),
+    }
+    if record["kind"] == "ziegler":
+        return {**record, "horizon": draw(st.integers(1, 10**6))}
+    gains = ("rate",) if record["kind"] == "dual" else ("proportional", "integral", "derivative")
+    return {**record, **{name: draw(GAIN) for name in gains}, "largest_error": draw(ABOVE_0)}
+
+
+@st.composite
+def scheduled(draw):
+    inner = draw(steered())
+    kind = draw(st.sampled_from(["none", "schedule", "target_schedule"]))
+    if kind == "none":
+        return inner
+    ends = {"begin": draw(st.floats(1e-300, 1e300)), "end": draw(st.floats(1e-300, 1e300))}
+    record = {"kind": kind, "updates": draw(st.integers(1, 5))}
+    record["shape"] = draw(st.sampled_from(["constant", "linear", "cosine"]))
+    if kind == "schedule":
+        return {**record, **ends}
+    return {**record, "controller": inner, **{f"{name}_nats": value for name, value in ends.items()}}
+
+
+def bounds(controller):
+    if isinstance(controller, BetaSchedule):
+        return min(controller.begin, controller.end), max(controller.begin, controller.end)
+    inner = controller.controller if isinstance(controller, TargetSchedule) else controller
+    return inner.beta_min, inner.beta_max
+
+
+@given(scheduled(), st.lists(st.tuples(MEASURED, SEQUENCES), max_size=12))
+@settings(max_examples=200)
+def test_no_history_leads_out_of_bounds_and_any_goes_through_a_dict(record, history):
+    controller = beta_from_dict(record)
+    low, high = bounds(controller)
+    for measured, sequences in history:
+        before = controller
+        controller = controller.after(measured, sequences=sequences)
+        assert type(controller.beta) is float and low <= controller.beta <= high
+        steps = isinstance(controller, ZieglerBeta | PIDBeta | DualBeta)
+        if steps and (sequences == 0 or not measured > 0 or measured == math.inf):
+            assert controller.event, "what is no KL is said"
+        if steps and (sequences == 0 or math.isnan(measured) or measured == -math.inf):
+            assert controller.beta == before.beta and "ignored" in controller.event
+        again = beta_from_dict(json.loads(json.dumps(controller.to_dict(), allow_nan=False)))
+        assert again == controller
+
+
+@given(steered(), MEASURED, st.integers(1, 4096))
+@settings(max_examples=200)
+def test_one_step_goes_the_right_way_and_no_further_than_it_may(record, measured, sequences):
+    controller = beta_from_dict(record)
+    after = controller.after(measured, sequences=sequences)
+    factor = after.beta / controller.beta
+    limit = controller.largest_step * (1 + 1e-12)
+    assert 1 / limit <= factor <= limit or factor == 0 or math.isinf(limit)
+    if measured > controller.target_nats:
+        assert after.beta >= controller.beta
+    if measured < controller.target_nats:
+        assert after.beta <= controller.beta

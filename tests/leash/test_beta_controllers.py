@@ -1,0 +1,361 @@
+"""What each controller answers, by hand and against the published rule; what is no measurement; dicts."""
+
+import json
+import math
+import warnings
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+
+from kleash.errors import OptionError, UnknownNameError
+from kleash.leash import (
+    CONTROLLERS,
+    SHAPES,
+    BetaSchedule,
+    DualBeta,
+    EarlyStop,
+    FixedBeta,
+    Leash,
+    PIDBeta,
+    TargetSchedule,
+    ZieglerBeta,
+    beta_from_dict,
+)
+
+NAN, INF = math.nan, math.inf
+STEERED = {"ziegler": ZieglerBeta, "pid": PIDBeta, "dual": DualBeta}
+every_steered = pytest.mark.parametrize("kind", STEERED.values(), ids=STEERED)
+
+
+def published(beta, target, horizon, measured, sequences):
+    """Ziegler et al. 2019, section 2.2, in its own words."""
+    error = min(max((measured - target) / target, -0.2), 0.2)
+    return beta * (1 + error * sequences / horizon)
+
+
+@pytest.mark.parametrize("measured", [0.01, 4.9, 5.9, 6.0, 6.5, 7.3, 100.0])
+@pytest.mark.parametrize("sequences", [1, 64, 512, 10_000])
+def test_ziegler_is_the_published_rule(measured, sequences):
+    controller = ZieglerBeta(beta=0.15, target_nats=6.0).after(measured, sequences=sequences)
+    assert controller.beta == pytest.approx(published(0.15, 6.0, 10_000, measured, sequences), rel=1e-14)
+    assert controller.event is None
+
+
+@pytest.fixture(scope="module")
+def verl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+        return pytest.importorskip("verl.trainer.ppo.core_algos")
+
+
+def test_ziegler_agrees_with_verl_within_the_bounds_and_goes_on_where_verl_breaks(verl):
+    ours = ZieglerBeta(beta=0.15, target_nats=6.0, horizon=3000)
+    theirs = verl.AdaptiveKLController(0.15, 6.0, 3000)
+    draw = torch.Generator().manual_seed(0)
+    for measured in (12 * torch.rand(200, generator=draw)).tolist():
+        ours = ours.after(measured, sequences=256)
+        theirs.update(measured, 256)
+        assert ours.beta == pytest.approx(theirs.value, rel=1e-12) and ours.event is None
+    theirs.update(NAN, 256)
+    assert math.isnan(theirs.value) and ours.after(NAN, sequences=256).beta == ours.beta
+    theirs = verl.AdaptiveKLController(0.15, 6.0, 300)
+    ours = ZieglerBeta(beta=0.15, target_nats=6.0, horizon=300)
+    for _ in range(3):
+        theirs.update(0.1, 2048)
+        ours = ours.after(0.1, sequences=2048)
+    assert theirs.value < 0 < ours.beta == 0.15 / 8
+    assert ours.event == "a step of times -0.3653 bounded to 0.5"
+
+
+def test_pid_by_hand():
+    gains = {"proportional": 0.4, "integral": 0.1, "derivative": 0.2, "largest_error": 2.0}
+    controller, log_beta, errors = PIDBeta(beta=1.0, target_nats=2.0, **gains), 0.0, []
+    for measured in (3.0, 5.0, 1.0, 1.5, 0.1, 100.0):
+        errors.append(max(-2.0, min(2.0, math.log(measured / 2.0))))
+        push = 0.1 * errors[-1]
+        if len(errors) > 1:
+            push += 0.4 * (errors[-1] - errors[-2])
+        if len(errors) > 2:
+            push += 0.2 * (errors[-1] - 2 * errors[-2] + errors[-3])
+        log_beta += max(-math.log(2), min(math.log(2), push))
+        controller = controller.after(measured)
+        assert math.log(controller.beta) == pytest.approx(log_beta, abs=1e-12)
+    assert "bounded to 2" in controller.event
+
+
+def test_dual_by_hand():
+    controller = DualBeta(beta=0.5, target_nats=2.0, rate=0.1, largest_error=0.6)
+    assert controller.after(2.4).beta == pytest.approx(0.5 * math.exp(0.1 * 0.2))
+    assert controller.after(0.0).beta == pytest.approx(0.5 * math.exp(-0.1 * 0.6))
+    assert controller.after(50.0).beta == pytest.approx(0.5 * math.exp(0.1 * 0.6))
+
+
+def test_a_budget_that_does_not_bind_costs_nothing_in_the_end():
+    controller = DualBeta(beta=0.1, target_nats=5.0, beta_min=0.01)
+    for _ in range(200):
+        controller = controller.after(1.0)
+    assert controller.beta == 0.01 and "bounded to beta_min 0.01" in controller.event
+
+
+@every_steered
+def test_at_the_target_nothing_moves_and_off_it_beta_goes_against(kind):
+    controller = kind(beta=0.3, target_nats=2.5)
+    still = controller.after(2.5, sequences=64)
+    assert (still.beta, still.event) == (0.3, None)
+    assert controller.after(2.6, sequences=64).beta > 0.3 > controller.after(2.4, sequences=64).beta
+
+
+@every_steered
+@pytest.mark.parametrize(
+    ("measured", "sequences", "direction", "event"),
+    [
+        (NAN, 8, 0, "ignored: the measured KL is nan"),
+        (-INF, 8, 0, "ignored: the measured KL is -inf"),
+        (3.0, 0, 0, "ignored: no sequence was measured"),
+        (INF, 8, 1, "the measured KL is infinite: answered as the largest error"),
+        (0.0, 8, -1, "the measured KL is 0: answered as the largest error below the target"),
+        (-0.25, 8, -1, "the measured KL is -0.25 and none is below 0: answered as 0"),
+    ],
+)
+def test_what_no_kl_can_be(kind, measured, sequences, direction, event):
+    before = kind(beta=0.3, target_nats=1.0).after(1.0, sequences=8)
+    after = before.after(measured, sequences=sequences)
+    assert after.event == event
+    assert (after.beta > before.beta) - (after.beta < before.beta) == direction
+    assert after.after(1.0, sequences=8).event is None
+    if direction == 0:
+        assert replace(after, event=None) == before, "what is ignored leaves no trace"
+
+
+@every_steered
+def test_bounds_are_met_and_said_and_left_again(kind):
+    controller = kind(beta=0.3, target_nats=1.0, beta_min=0.25, beta_max=0.4)
+    for _ in range(30):
+        controller = controller.after(9.0, sequences=2000)
+    assert controller.beta == 0.4 and controller.event.endswith("bounded to beta_max 0.4")
+    for _ in range(60):
+        controller = controller.after(0.2, sequences=2000)
+    assert controller.beta == 0.25 and controller.event.endswith("bounded to beta_min 0.25")
+    assert controller.after(9.0, sequences=2000).beta > 0.25, "nothing was wound up"
+
+
+def test_what_was_cut_off_by_a_bound_is_not_wound_up():
+    """After a thousand updates against the bound, PID leaves it as fast as after five."""
+
+    def leaving(updates_against):
+        controller, betas = PIDBeta(beta=0.3, target_nats=1.0, beta_max=0.4), []
+        for measured in [9.0] * updates_against + [0.5] * 3:
+            controller = controller.after(measured)
+            betas.append(controller.beta)
+        return betas[-3:]
+
+    assert leaving(1000) == leaving(20)
+    assert leaving(20)[0] < 0.4
+
+
+def test_huge_batches_are_bounded():
+    for sequences in (10**6, 10**30, 10**400):
+        up = ZieglerBeta(beta=0.1, target_nats=1.0).after(2.0, sequences=sequences)
+        down = ZieglerBeta(beta=0.1, target_nats=1.0).after(0.5, sequences=sequences)
+        assert (up.beta, down.beta) == (0.2, 0.05)
+        assert "bounded to 2" in up.event and "bounded to 0.5" in down.event
+
+
+def test_a_moving_target_gives_no_kick():
+    """The proportional part answers the KL; that the target moved is left to the integral."""
+    steady = PIDBeta(beta=0.3, target_nats=2.0).after(2.0)
+    nearer = replace(steady, target_nats=1.5)
+    assert nearer.after(2.0).beta == pytest.approx(0.3 * math.exp(0.03 * math.log(2 / 1.5)))
+
+
+def test_a_beta_that_somebody_sets_is_where_it_goes_on_from():
+    steady = PIDBeta(beta=0.3, target_nats=2.0).after(2.0)
+    assert replace(steady, beta=0.6).after(2.0).beta == 0.6
+
+
+def test_tensors_and_numpy_are_measurements_too():
+    for measured in (torch.tensor(3.0), torch.tensor(3, dtype=torch.int32), 3):
+        after = PIDBeta(beta=0.3, target_nats=2.0).after(measured)
+        assert after == PIDBeta(beta=0.3, target_nats=2.0).after(3.0)
+        assert type(after.beta) is float
+
+
+def test_fixed_stays_and_may_be_0():
+    fixed = FixedBeta(beta=0.0)
+    assert fixed.after(NAN, sequences=0) is fixed and fixed.beta == 0
+    assert fixed.event is None and fixed.target_nats is None and fixed.per == "sequence"
+
+
+def test_a_frozen_value_changes_nothing():
+    controller = PIDBeta(beta=0.3, target_nats=2.0)
+    controller.after(5.0)
+    assert controller == PIDBeta(beta=0.3, target_nats=2.0)
+    with pytest.raises(FrozenInstanceError):
+        controller.beta = 1.0
+
+
+# --- schedules ---
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("linear", [0.2, 0.175, 0.15, 0.125, 0.1, 0.1]),
+        (
+            "cosine",
+            [0.2, 0.2 - 0.1 * (1 - math.sqrt(0.5)) / 2, 0.15, 0.1 + 0.1 * (1 - math.sqrt(0.5)) / 2, 0.1, 0.1],
+        ),
+        ("constant", [0.2] * 6),
+    ],
+)
+def test_schedules_of_beta(shape, expected):
+    schedule, betas = BetaSchedule(begin=0.2, end=0.1, updates=4, shape=shape), []
+    for _ in range(6):
+        betas.append(schedule.beta)
+        schedule = schedule.after(NAN)
+    assert betas == pytest.approx(expected, abs=1e-15) and set(SHAPES) == {"linear", "cosine", "constant"}
+    assert shape == "constant" or betas[-1] == 0.1
+    assert (schedule.event, schedule.target_nats, schedule.per) == (None, None, "sequence")
+
+
+@every_steered
+def test_schedules_of_the_target(kind):
+    inner = kind(beta=0.3, target_nats=99.0, per="token")
+    schedule = TargetSchedule(controller=inner, begin_nats=1.0, end_nats=3.0, updates=2)
+    assert (schedule.beta, schedule.target_nats, schedule.per) == (0.3, 1.0, "token")
+    first = schedule.after(1.0, sequences=64)
+    assert (first.beta, first.target_nats) == (0.3, 2.0), "held against the target it was measured under"
+    second = first.after(NAN)
+    assert (second.target_nats, second.event) == (3.0, "ignored: the measured KL is nan")
+    third = second.after(3.0, sequences=64)
+    assert third.target_nats == 3.0 and third.event is None
+    aimed = replace(second.controller, target_nats=3.0)
+    assert second.after(4.0, sequences=64).controller == aimed.after(4.0, sequences=64)
+
+
+# --- early stop ---
+
+
+@pytest.mark.parametrize(
+    ("measured", "stops"),
+    [(0.0, False), (0.03, False), (0.0301, True), (INF, True), (NAN, True), (-0.01, False)],
+)
+def test_early_stop(measured, stops):
+    assert EarlyStop(target_nats=0.02).stops(measured) is stops
+    assert EarlyStop(target_nats=0.02).stops(torch.tensor(measured, dtype=torch.float64)) is stops
+    assert EarlyStop(target_nats=0.03, factor=1.0, per="sequence").stops(measured) is stops
+
+
+# --- dicts ---
+
+EVERYTHING = [
+    FixedBeta(beta=0.0, per="token"),
+    ZieglerBeta(beta=0.1, target_nats=6.0, horizon=300).after(NAN),
+    PIDBeta(beta=0.1, target_nats=6.0, derivative=0.1).after(5.0).after(INF),
+    DualBeta(beta=100.0, target_nats=6.0).after(9.0),
+    BetaSchedule(begin=0.2, end=0.1, updates=4, shape="cosine").after(1.0),
+    TargetSchedule(
+        controller=PIDBeta(beta=0.1, target_nats=6.0), begin_nats=1.0, end_nats=3.0, updates=2
+    ).after(0.0),
+]
+
+
+@pytest.mark.parametrize("controller", EVERYTHING, ids=lambda one: one.kind)
+def test_through_a_dict_and_on(controller):
+    record = json.loads(json.dumps(controller.to_dict(), allow_nan=False))
+    again = beta_from_dict(record)
+    assert again == controller and type(again) is type(controller) and isinstance(again, Leash)
+    assert record["kind"] == controller.kind and CONTROLLERS[controller.kind] is type(controller)
+    assert again.after(4.0, sequences=8) == controller.after(4.0, sequences=8)
+
+
+def test_a_configuration_need_not_say_everything():
+    assert beta_from_dict({"kind": "pid", "beta": 0.1, "target_nats": 6.0}) == PIDBeta(
+        beta=0.1, target_nats=6.0
+    )
+
+
+PID = {"beta": 0.1, "target_nats": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: beta_from_dict({"beta": 0.1}),
+            OptionError,
+            "has no kind; there are fixed, ziegler, pid, dual",
+        ),
+        (lambda: beta_from_dict({"kind": "pdi", **PID}), UnknownNameError, "did you mean 'pid'"),
+        (
+            lambda: beta_from_dict({"kind": "pid", **PID, "gain": 1.0}),
+            OptionError,
+            "PIDBeta has no gain; it has beta",
+        ),
+        (lambda: beta_from_dict({"kind": "pid", "beta": 0.1}), OptionError, "target_nats"),
+        (
+            lambda: beta_from_dict({"kind": "pid", **PID, "beta": NAN}),
+            OptionError,
+            "beta is nan, outside 0.0001 to 100",
+        ),
+        (
+            lambda: PIDBeta(beta=0.1, target_nats=0.0),
+            OptionError,
+            "target_nats is 0.0; give a finite number above 0",
+        ),
+        (lambda: PIDBeta(beta=0.1, target_nats=INF), OptionError, "target_nats is inf"),
+        (lambda: PIDBeta(beta=0.0, target_nats=1.0), OptionError, "beta is 0.0, outside"),
+        (lambda: PIDBeta(**PID, beta_min=0.0), OptionError, "beta_min is 0.0 and beta_max 100.0"),
+        (lambda: DualBeta(**PID, beta_max=INF), OptionError, "beta_max inf"),
+        (
+            lambda: DualBeta(**PID, beta_min=2.0, beta_max=1.0),
+            OptionError,
+            "beta_min is 2.0 and beta_max 1.0",
+        ),
+        (lambda: DualBeta(**PID, per="word"), OptionError, "per is 'word'; there are sequence, token"),
+        (
+            lambda: DualBeta(**PID, largest_step=1.0),
+            OptionError,
+            "largest_step is 1.0; give a finite number above 1",
+        ),
+        (lambda: DualBeta(**PID, rate=-1.0), OptionError, "rate is -1.0; give a finite gain"),
+        (lambda: DualBeta(**PID, largest_error=0.0), OptionError, "largest_error is 0.0"),
+        (lambda: PIDBeta(**PID, integral=NAN), OptionError, "integral is nan"),
+        (lambda: PIDBeta(**PID, proportional=INF), OptionError, "proportional is inf"),
+        (lambda: PIDBeta(**PID, derivative=-0.1), OptionError, "derivative is -0.1"),
+        (lambda: PIDBeta(**PID, largest_error=NAN), OptionError, "largest_error is nan"),
+        (lambda: PIDBeta(**PID, levels=(NAN,)), OptionError, r"levels are \(nan,\)"),
+        (lambda: PIDBeta(**PID, levels=(1.0, 2.0, 3.0)), OptionError, "levels are"),
+        (lambda: ZieglerBeta(**PID, horizon=0), OptionError, "horizon is 0"),
+        (lambda: ZieglerBeta(**PID).after(1.0, sequences=-1), OptionError, "sequences is -1"),
+        (lambda: FixedBeta(beta=-0.1), OptionError, "beta is -0.1"),
+        (lambda: FixedBeta(beta=NAN), OptionError, "beta is nan"),
+        (lambda: FixedBeta(beta=0.1, per="word"), OptionError, "per is 'word'"),
+        (lambda: BetaSchedule(begin=-1.0, end=0.1, updates=4), OptionError, "beta goes from -1.0 to 0.1"),
+        (lambda: BetaSchedule(begin=1.0, end=INF, updates=4), OptionError, "beta goes from 1.0 to inf"),
+        (lambda: BetaSchedule(begin=1.0, end=0.1, updates=0), OptionError, "0 of 0 updates"),
+        (lambda: BetaSchedule(begin=1.0, end=0.1, updates=4, done=-1), OptionError, "-1 of 4 updates"),
+        (
+            lambda: BetaSchedule(begin=1.0, end=0.1, updates=4, shape="line"),
+            UnknownNameError,
+            "did you mean 'linear'",
+        ),
+        (
+            lambda: TargetSchedule(controller=PIDBeta(**PID), begin_nats=0.0, end_nats=1.0, updates=4),
+            OptionError,
+            "begin_nats is 0.0",
+        ),
+        (lambda: EarlyStop(target_nats=0.0), OptionError, "target_nats is 0.0"),
+        (
+            lambda: EarlyStop(target_nats=1.0, factor=0.5),
+            OptionError,
+            "factor is 0.5; give a finite number, at least 1",
+        ),
+        (lambda: EarlyStop(target_nats=1.0, per="word"), OptionError, "per is 'word'"),
+    ],
+)
+@pytest.mark.usefixtures("unhooked")
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
