@@ -8,15 +8,15 @@ to cut; what counts is the exact sum of what lies below, which is taken before a
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl.loop import ROW_BLOCK
 from kleash.linear.impl.pair import OneModel, Where
-from kleash.linear.impl.project import into_weight_, widens
+from kleash.linear.impl.project import widens
 from kleash.linear.options import LinearOptions, Skipped
 
 GROUP = 128
@@ -25,8 +25,12 @@ SAMPLE = 2048
 """Words among which the place to cut is sought."""
 CAUTION = 0.75
 """How much of what may be given up is aimed at, where only a sample of the words is looked at."""
+STEPS = 10
+"""Halvings of the range in which the place to cut is sought."""
 OVERHEAD = 1.3
 """What an entry costs in a product over gathered words, beside one in a product over all."""
+
+_vecdot = cast("Any", torch.linalg).vecdot
 
 
 class Group(NamedTuple):
@@ -42,7 +46,7 @@ class Cutter:
     def __init__(self, options: LinearOptions, model: OneModel) -> None:
         """Nothing has been cut yet."""
         self.model, self.below = model, options.skip_below
-        self.width = words_at_once(model, options.buffer_bytes)
+        self.room = options.buffer_bytes // 8
         self.left_out = torch.zeros(len(model.hidden), dtype=model.dtype, device=model.hidden.device)
         self.entries, self.multiplied = 0, 0
 
@@ -67,7 +71,7 @@ class Cutter:
         into, total = sums
         part = None if into is None else into.new_zeros(hidden.shape, dtype=self.model.dtype)
         for group in groups:
-            add_group_(group, gradient, self.model, (hidden, self.width), (part, total))
+            add_group_(group, gradient, self.model, (hidden, self.room), (part, total))
         if into is not None and part is not None:
             into[where] = part.to(into.dtype)
         return True
@@ -78,45 +82,54 @@ class Cutter:
         left_out: list[Tensor] = []
         block = max(1, ROW_BLOCK // gradient.shape[1])
         for rows in in_parts(gradient, block):
-            small, left = cut(rows, self.below, self.left_out.dtype)
-            rows.masked_fill_(small, 0.0)
+            kept, left = cut(rows, self.below, self.left_out.dtype)
+            rows.mul_(kept)
             left_out.append(left)
-            need.append((~small).sum(-1))
+            need.append(kept.sum(-1))
         self.left_out[where] = torch.cat(left_out)
         order = torch.cat(need).argsort(stable=True)
         return [Group(rows, kept_words(gradient, rows, block)) for rows in in_parts(order, GROUP)]
 
 
-def words_at_once(model: OneModel, buffer_bytes: int) -> int:
-    """Words whose products are taken together: they, and rows of the weight and of its sum, fill an eighth."""
-    width = 0 if model.head.weight is None else model.head.weight.shape[1]
-    return max(1, buffer_bytes // 8 // ((GROUP + 3 * width) * model.dtype.itemsize))
-
-
 def cut(
     gradient: Float[Tensor, "rows vocab"], below: float, dtype: torch.dtype
-) -> tuple[Bool[Tensor, "rows vocab"], Float[Tensor, " rows"]]:
-    """Which entries are left out of each row, and the sum of their sizes; nothing of a row that is not finite."""
+) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, " rows"]]:
+    """What to multiply each entry by, 0 or 1, and the sum of the sizes of those by 0.
+
+    A row that is not finite keeps everything. Comparisons write numbers: they are faster than truth values.
+    """
     size = gradient.abs().to(dtype)
     total = size.sum(-1, keepdim=True)
+    finite = total.isfinite()
+    if not finite.all():
+        size, total = torch.where(finite, size, 0.0), torch.where(finite, total, 0.0)
     allowed = below * total
-    bound = torch.where(total.isfinite(), proposed(size, allowed), 0.0)
+    bound, small = proposed(size, allowed), torch.empty_like(size)
     while True:
-        small = size < bound
-        left = torch.where(small, size, 0.0).sum(-1, keepdim=True)
+        left = below_sum(size, bound, small)
         over = left > allowed
         if not over.any():
-            return small, left[:, 0]
+            return torch.ge(size, bound, out=small), left[:, 0]
         bound = torch.where(over, bound / 2, bound)
 
 
+def below_sum(size: Tensor, bound: Float[Tensor, "rows 1"], small: Tensor) -> Float[Tensor, "rows 1"]:
+    """The sum of the sizes below a bound; ``small`` is room."""
+    return _vecdot(size, torch.lt(size, bound, out=small))[:, None]
+
+
 def proposed(size: Float[Tensor, "rows vocab"], allowed: Float[Tensor, "rows 1"]) -> Float[Tensor, "rows 1"]:
-    """Below which size the entries of each row probably come to what is allowed."""
-    step = max(1, size.shape[1] // SAMPLE)
-    ordered = size[:, ::step].sort(-1).values
-    aim = allowed if step == 1 else CAUTION / step * allowed
-    fitting = (ordered.cumsum(-1) <= aim).sum(-1, keepdim=True)
-    return ordered.gather(-1, fitting.clamp(max=ordered.shape[1] - 1))
+    """Below which size the entries of each row probably come to what is allowed, from a sample of the words."""
+    words = size.shape[1]
+    step = max(1, words // SAMPLE)
+    sample = size[:, ::step].contiguous()
+    aim, small = (allowed if step == 1 else CAUTION / step * allowed), torch.empty_like(sample)
+    low, high = (allowed / words).log(), allowed.log()
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        fits = below_sum(sample, middle.exp(), small) <= aim
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+    return low.exp()
 
 
 def kept_words(
@@ -125,7 +138,7 @@ def kept_words(
     """The words at which any of these rows is not 0."""
     kept = torch.zeros(gradient.shape[1], dtype=torch.bool, device=gradient.device)
     for some in in_parts(rows, block):
-        kept |= (gradient[some] != 0).any(0)
+        kept |= gradient.index_select(0, some).abs_().amax(0) != 0
     return kept.nonzero()[:, 0]
 
 
@@ -136,18 +149,31 @@ def add_group_(
     given: tuple[Float[Tensor, "chunk dim"], int],
     sums: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """Add ``gradient W`` and ``gradient^T hidden`` to the sums, so many words at a time."""
-    (hidden, width), (into, total), rows = given, sums, group.rows
-    weight, own = model.head.weight, hidden[rows]
+    """Add ``gradient W`` and ``gradient^T hidden`` to the sums, in pieces for which there is room twice."""
+    (hidden, room), (into, total), rows = given, sums, group.rows
+    weight, own = model.head.weight, hidden.index_select(0, rows).to(gradient.dtype)
     assert weight is not None
-    for words in in_parts(group.words, width):
-        piece = gradient[rows[:, None], words]
-        if into is not None:
-            into.index_add_(0, rows, product(piece, weight[words].to(piece.dtype)).to(into.dtype))
-        if total is not None:
-            part = total[words]
-            into_weight_(part, piece, own, len(words))
-            total[words] = part
+    size = model.dtype.itemsize
+    at_once = max(1, room // (GROUP * size)), max(1, room // (3 * max(1, weight.shape[1]) * size))
+    for words in in_parts(group.words, at_once[0]):
+        piece = gathered(gradient, rows, words)
+        for part, some in zip(in_parts(piece.T, at_once[1]), in_parts(words, at_once[1]), strict=True):
+            if into is not None:
+                rows_of_weight = weight.index_select(0, some).to(gradient.dtype)
+                into.index_add_(0, rows, product(part.T, rows_of_weight).to(into.dtype))
+            if total is not None:
+                total.index_add_(0, some, product(part, own).to(total.dtype))
+
+
+def gathered(
+    gradient: Float[Tensor, "chunk vocab"], rows: Int[Tensor, " rows"], words: Int[Tensor, " words"]
+) -> Float[Tensor, "rows words"]:
+    """Some words of some rows, a few rows at a time, because words are found faster in memory that is near."""
+    piece = gradient.new_empty(len(rows), len(words))
+    block = max(1, ROW_BLOCK // gradient.shape[1])
+    for some, out in zip(in_parts(rows, block), in_parts(piece, block), strict=True):
+        torch.index_select(gradient.index_select(0, some), 1, words, out=out)
+    return piece
 
 
 def in_parts(x: Tensor, size: int) -> Iterator[Tensor]:
