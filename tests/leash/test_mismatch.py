@@ -136,6 +136,10 @@ def test_what_is_masked_is_not_read_and_an_empty_sequence_is_none():
     assert hidden.effective_sample_size == pytest.approx(short.effective_sample_size)
     assert replace(hidden, effective_sample_size=short.effective_sample_size) == short
     assert isinstance(short, Mismatch) and hidden.sequences == ROWS - 1
+    prompts = torch.arange(ROWS) // 3
+    labelled = mismatch(trainer, engine, mask, prompts=prompts)
+    expected = mismatch(trainer[rows, :2], engine[rows, :2], ALL[rows, :2], prompts=prompts[rows])
+    assert labelled.kl_engine_trainer == expected.kl_engine_trainer != hidden.kl_engine_trainer
 
 
 def test_impossible_and_unknown_tokens():

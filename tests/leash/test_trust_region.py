@@ -168,6 +168,14 @@ def test_the_geometric_mask_is_that_of_k1():
     assert torch.equal(ratios.kept, nats.kept) and 0 < ratios.removed_share < 1
 
 
+def test_padding_is_no_candidate_for_the_maximum():
+    p, b = torch.tensor([[-1.0, -1.0, 0.0]]), torch.tensor([[-2.0, -1.7, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    for most, kept in ((-0.69, True), (-0.71, False)):
+        region = kl_mask(p, b, mask, bounds=(-INF, most), estimator="k1", over="sequence_max")
+        assert region.kept.any().item() is kept
+
+
 def test_an_estimator_may_be_a_record():
     p, b = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-9.0, -1.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
@@ -232,6 +240,10 @@ def test_no_gradient_flows_and_half_precision_is_converted():
         assert not any(part.requires_grad for part in region)
         assert region.weights.dtype == torch.float32
     assert window_weights(p.double(), b.double(), mask, bounds=(0.0, 5.0)).weights.dtype == torch.float64
+    far, near = torch.tensor([[-3.02, -0.011]]).bfloat16(), torch.tensor([[-0.0052, -1.41]]).bfloat16()
+    exact = window_weights(far.float(), near.float(), mask, bounds=(0.0, 5.0))
+    assert torch.equal(window_weights(far, near, mask, bounds=(0.0, 5.0)).weights, exact.weights)
+    assert not torch.equal((far - near).float().exp(), exact.weights)
 
 
 def test_an_intersection_keeps_what_all_keep_and_multiplies():
@@ -243,6 +255,8 @@ def test_an_intersection_keeps_what_all_keep_and_multiplies():
     both = intersection(sequences, tokens, mask=mask)
     assert torch.equal(both.kept, sequences.kept)
     torch.testing.assert_close(both.weights, sequences.weights * tokens.weights)
+    squared = intersection(tokens, tokens, sequences, mask=mask)
+    torch.testing.assert_close(squared.weights, tokens.weights.square() * sequences.weights)
     assert both.removed_share.item() == pytest.approx(1 - sequences.kept.sum().item() / mask.sum().item())
     assert both.effective_sample_size.item() == pytest.approx(
         kish(both.weights[both.kept].tolist()), rel=1e-5
