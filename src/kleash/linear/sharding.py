@@ -11,6 +11,7 @@ from kleash.errors import CannotRunError, KleashError, OptionError, VocabularyMi
 from kleash.linear.impl.across import Ranks
 
 dist: Any = torch.distributed
+MESH: Any = getattr(dist, "DeviceMesh", ())
 FACTS = "refusals", "rows of p", "rows of q", "tokens", "bytes a logit", "tensors that require a gradient"
 """What each rank tells the others before anything is computed, as whole numbers."""
 WHOLE = -1
@@ -24,7 +25,7 @@ def check_group(group: Any) -> None:
         OptionError: if it is something else, or a device mesh of several dimensions.
         CannotRunError: if this process is not in it.
     """
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+    if isinstance(group, MESH):
         if group.ndim != 1:
             raise OptionError(
                 f"a vocabulary_group is a device mesh of one dimension and this one has {group.ndim}; take the "
@@ -46,7 +47,7 @@ def check_group(group: Any) -> None:
 
 def process_group(group: Any) -> Any:
     """The process group that was given, or that a device mesh is of; None for none."""
-    return group.get_group() if hasattr(group, "get_group") and hasattr(group, "ndim") else group
+    return group.get_group() if isinstance(group, MESH) else group
 
 
 def name_of(group: Any) -> str:

@@ -1,0 +1,149 @@
+"""Heads whose rows are spread over ranks, and tokens that are: real processes, two and four of them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import vocabulary_ranks
+from linear_cases import REFERENCE, SMALL, head_case
+
+from kleash.errors import CannotRunError
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    linear_divergence_loss,
+    linear_kl,
+    linear_objective,
+    token_statistics,
+)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict[str, object]]:
+    """What each of four processes says about each check."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", vocabulary_ranks.__file__]
+    said = [folder / f"rank{rank}.json" for rank in range(4)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder / "store"), str(out)], stderr=subprocess.PIPE)
+        for rank, out in enumerate(said)
+    ]
+    errors = [process.communicate(timeout=170)[1].decode()[-2000:] for process in ranks]
+    assert all(out.exists() for out in said), errors
+    return [json.loads(out.read_text()) for out in said]
+
+
+@pytest.mark.parametrize("name", vocabulary_ranks.CHECKS)
+def test_in_groups_of_two_and_of_four(results, name):
+    for rank, said in enumerate(results):
+        assert name in said, f"rank {rank} did not come so far"
+        assert not isinstance(said[name], str), f"rank {rank}: {said[name]}"
+
+
+def test_the_page_tells_how_much_is_exchanged(results):
+    table = results[0]["messages"]["2"]
+    assert all(said["messages"][size] == table for said in results for size in ("2", "4"))
+    rows = re.findall(
+        r"^\| (`.*?) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    # The page leaves the hidden states' own gradient out: a message of 5 numbers a token here.
+    trained = [name for name in table if "gradient" in name or "loss" in name or "objective" in name]
+    for name, *numbers in rows:
+        dim = 5 if name in trained else 0
+        expected = table[name]
+        assert [int(x) for x in numbers] == [
+            expected["numbers a token"] - dim,
+            expected["bytes a token"] - 4 * dim,
+            expected["messages a chunk"] - (name in trained),
+            expected["messages a call"],
+        ], name
+    assert [row[0] for row in rows] == list(table)
+
+
+@pytest.fixture
+def alone():
+    """A group of this process only: all that is exchanged, with nobody."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def split(case, group):
+    heads = (
+        Head(h.weight, h.bias, scale=h.scale, softcap=h.softcap, vocabulary_group=group)
+        for h in (case.head_p, case.head_q)
+    )
+    head_p, head_q = heads
+    return case.hidden_p, head_p, case.hidden_q, head_q
+
+
+@pytest.mark.parametrize(
+    "options", [LinearOptions(), SMALL, REFERENCE], ids=["chunked", "small", "reference"]
+)
+def test_a_group_of_one_is_no_group(alone, options):
+    case = head_case(torch.float64, bias=True, softcap=3.0)
+    case.head_p.bias[5] = -torch.inf
+    given = split(case, alone)
+    torch.testing.assert_close(linear_kl(*given, options=options), case.kl(REFERENCE))
+    for ours, theirs in zip(
+        token_statistics(*given, case.tokens, options=options), case.statistics(REFERENCE), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    weights = torch.linspace(-1, 1, 37, dtype=torch.float64)
+    found = linear_divergence_loss(*given, weights=weights, divergence="hellinger", options=options)
+    right = linear_divergence_loss(*case.models, weights=weights, divergence="hellinger", options=REFERENCE)
+    torch.testing.assert_close(found, right)
+
+    def objective(terms, rows):
+        return terms.kl + weights[rows] * terms.token_logp
+
+    hidden_p, head_p, hidden_q, head_q = given
+    loss, _ = linear_objective(hidden_p, head_p, case.tokens, hidden_q, head_q, objective, options=options)
+    p, head, q, other = case.models
+    right, _ = linear_objective(p, head, case.tokens, q, other, objective, options=REFERENCE)
+    torch.testing.assert_close(loss, right)
+
+
+def test_a_group_that_is_gone_is_refused(alone, unhooked):
+    case = head_case(torch.float32)
+    group = dist.new_group([0])
+    given = split(case, group)
+    linear_kl(*given)
+    dist.destroy_process_group(group)
+    with pytest.raises(CannotRunError, match="does not know the vocabulary_group"):
+        linear_kl(*given)
+    dist.destroy_process_group()
+    with pytest.raises(CannotRunError, match="does not know the vocabulary_group"):
+        linear_kl(*given)
+
+
+def test_the_memory_is_for_rows_that_are_done_again_too(alone):
+    """A bias of -inf sends all rows the long way: the budget holds all the same."""
+    case = head_case(torch.float32, words=4096, tokens=(64,), bias=True)
+    case.head_p.bias[3] = case.head_q.bias[3] = -torch.inf
+    budget = 8 * 2**20
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as seen:
+        linear_kl(*split(case, alone), options=LinearOptions(buffer_bytes=budget, compile="never"))
+    assert 0.5 * budget < peak(seen) < 1.25 * budget
+
+
+def peak(seen) -> int:
+    """The most memory that was held at once."""
+    held = most = 0
+    for event in sorted(
+        (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e.start_ns(),
+    ):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
