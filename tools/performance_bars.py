@@ -87,7 +87,7 @@ def near(*columns: str) -> Callable[[Figures], Found]:
     def found(figures: Figures) -> Found:
         nearest = min(row["nats"] for row in figures["rows"])
         rows = [row for row in figures["rows"] if row["nats"] == nearest and row["name"] == EAGER]
-        return {EAGER: min(rows[0][column] for column in columns)}
+        return {EAGER: min(rows[0][column] for column in columns)} if rows else {}
 
     return found
 

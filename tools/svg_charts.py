@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import cycle
 from math import ceil, floor, log10
 
 COLOURS = ("#0969da", "#bc4c00", "#8250df", "#57606a")
@@ -48,7 +49,7 @@ def lines(title: str, across: str, series: Mapping[str, Sequence[Point]], size: 
 
     parts = [text(16, 26, title, weight=600, size=14), *axes(xs, range(low, top + 1), place, frame, across)]
     ends = spread([place(line[-1])[1] for line in series.values()])
-    for (label, line), colour, end in zip(series.items(), COLOURS, ends, strict=False):
+    for (label, line), colour, end in zip(series.items(), cycle(COLOURS), ends, strict=False):
         drawn = [place(point) for point in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')

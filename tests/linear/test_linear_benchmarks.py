@@ -17,6 +17,9 @@ NAMES = ["kleash", "kleash compiled", "trl", "liger", "torchtune", "checkpointin
 NAMES += ["cross entropy"]
 MODULES = ["methods", "training", "peers", "accuracy", "peaks", "step"]
 pytestmark = pytest.mark.filterwarnings(*OF_TORCH_ITSELF)
+on_linux = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux' /proc"
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,8 @@ def benchmarks(root: Path) -> Iterator[SimpleNamespace]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.syspath_prepend(root / "benchmarks")
-        yield SimpleNamespace(**{name: import_module(f"linear_{name}") for name in MODULES})
+        found = {name: import_module(f"linear_{name}") for name in MODULES}
+        yield SimpleNamespace(harness=import_module("harness"), **found)
     torch.set_num_threads(threads)
 
 
@@ -123,6 +127,28 @@ def test_inputs_are_as_far_apart_as_asked(benchmarks):
     assert 0.9 < rel_entr(np.exp(p), np.exp(q)).sum(-1).mean() / 2.6e-4 < 1.1
 
 
+def test_rounds_are_interleaved_and_end_in_time(benchmarks):
+    calls: list[str] = []
+    seconds = iter(range(100))
+    jobs = {name: lambda n=name: calls.append(n) for name in "ab"}
+    times, loads = benchmarks.harness.interleaved(jobs, 3, clock=lambda: next(seconds) ** 2)
+    assert calls == list("ababab") and len(loads) == 3
+    assert times == {"a": [1, 9, 17], "b": [5, 13, 21]}
+    assert len(benchmarks.harness.interleaved(jobs, 3, minutes=0.0)[1]) == 1
+    assert benchmarks.harness.ratio([2.0, 3.0, 40.0], [1.0, 1.0, 10.0]) == 3.0
+
+
+@on_linux
+def test_a_peak_is_what_was_held_at_most(benchmarks):
+    kept = []
+
+    def job() -> None:
+        torch.zeros(15_000_000).add_(1)
+        kept.append(torch.ones(5_000_000))
+
+    assert 58 < benchmarks.harness.peak_of(job) < 90
+
+
 RUNS = {
     "peers": ["--shape", "tiny", "--only", "matmuls", *(name for name in NAMES if name != "kleash compiled")],
     "accuracy": ["--tokens", "8", "--hidden", "64", "--vocabulary", "512", "--single", "4", "--only", "kleash",
@@ -133,7 +159,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=on_linux if n == "peaks" else ()) for n in RUNS])
 def test_benchmarks_run_and_write(benchmarks, name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv", [f"linear_{name}.py", "--threads", "1", "--out", str(tmp_path), *RUNS[name]]
@@ -148,7 +174,10 @@ def test_benchmarks_run_and_write(benchmarks, name, tmp_path, monkeypatch, capsy
     if name == "peers":
         rows = figures["results"]
         assert set(rows) == {"matmuls", *NAMES} - {"kleash compiled"}
-        assert rows["kleash"]["of_matmuls"] == pytest.approx(rows["matmuls"]["kleash of it"])
+        ratios = np.divide(figures["all_seconds"]["kleash"], figures["all_seconds"]["matmuls"])
+        assert len(ratios) == figures["rounds"] == 2
+        expected = pytest.approx(np.median(ratios), abs=1e-3)
+        assert rows["kleash"]["of_matmuls"] == expected and rows["matmuls"]["kleash of it"] == expected
         assert written["versions"].keys() >= {"trl", "liger-kernel"}
     elif name == "accuracy":
         ours, naive = (next(r for r in figures["rows"] if r["name"] == n) for n in ("kleash", "naive exact"))

@@ -190,6 +190,9 @@ def test_pictures_are_drawn_to_scale(results):
     assert [w / max(widths) for w in widths] == pytest.approx(
         sorted(of / 2.8 for of in OF_MATMULS.values()), abs=1e-3
     )
+    (mark,) = trees["time"].iter(f"{tag}line")
+    left = float(next(bar.attrib["x"] for bar in trees["time"].iter(f"{tag}rect") if "x" in bar.attrib))
+    assert (float(mark.attrib["x1"]) - left) / max(widths) == pytest.approx(1 / 2.8, abs=1e-3)
     lines = [line.attrib["points"].split() for line in trees["memory_tokens"].iter(f"{tag}polyline")]
     heights = [[float(point.split(",")[1]) for point in line] for line in lines]
     # Both double, so on a logarithmic axis both rise alike; 987 lies above 133.
