@@ -1,4 +1,4 @@
-"""The same decisions as verl's and TRL's own functions, and where they are not the same."""
+"""The same decisions as verl's, TRL's and OpenRLHF's own functions, and where they are not the same."""
 
 import math
 import warnings
@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kleash.auditing.targets.installing import quiet, stand_ins
 from kleash.leash import (
     binary_divergence_mask,
     geometric_mask,
+    intersection,
     kl_mask,
     off_policy_sequence_mask,
     truncated_weights,
@@ -167,9 +169,54 @@ def test_what_trl_takes_for_no_drift_is_here_said_by_the_mask(trl):
     assert off_policy_sequence_mask(policy, behaviour, bad, scored, most=0.7).removed_share == 0
 
 
-def test_openrlhfs_window_of_the_geometric_mean(batch):
-    """By its formula: the exponential of each sequence's mean log ratio lies within the window."""
+@pytest.fixture(scope="module")
+def openrlhf():
+    """OpenRLHF's policy loss, of a policy that has not moved: what is left is its correction for the engine."""
+    with stand_ins(("deepspeed", "flash_attn", "pylatexenc")), quiet():
+        policy_loss = pytest.importorskip("openrlhf.models.loss").PolicyLoss
+
+    def correction(trainer, engine, mask, **asked):
+        """The slope of each token's loss, with advantage 1 and no average: its weight."""
+        options = {f"is_correction_{name}": value for name, value in asked.items()}
+        leaf = trainer.clone().requires_grad_()
+        loss, *_ = policy_loss(**options)(
+            leaf, trainer, torch.ones_like(trainer), mask.float(), engine, batch_num_tokens=1.0
+        )
+        return -torch.autograd.grad(loss, leaf)[0]
+
+    return correction
+
+
+@pytest.mark.parametrize("level", ["token", "seq"])
+def test_openrlhfs_windows(openrlhf, batch, level):
+    """Sequences by the geometric mean of their ratios; survivors keep the ratio of each token."""
     policy, behaviour, mask, _ = batch
-    means = torch.tensor([(p - b)[m].mean() for p, b, m in zip(policy, behaviour, mask, strict=True)]).exp()
-    region = geometric_mask(policy, behaviour, mask, bounds=(0.8, 1.2))
-    assert torch.equal(region.kept, mask & ((means >= 0.8) & (means <= 1.2))[:, None])
+    bounds = (0.8, 1.2)
+    theirs = openrlhf(policy, behaviour, mask, level=level, mode="mask", gating="ratio", threshold=bounds)
+    if level == "token":
+        ours = window_weights(policy, behaviour, mask, bounds=bounds)
+    else:
+        every_ratio = window_weights(policy, behaviour, mask, bounds=(0.0, math.inf))
+        ours = intersection(geometric_mask(policy, behaviour, mask, bounds=bounds), every_ratio, mask=mask)
+    torch.testing.assert_close(ours.weights, theirs, rtol=1e-5, atol=0)
+    assert 0.05 < ours.removed_share < 0.95
+
+
+def test_openrlhfs_truncated_weights(openrlhf, batch):
+    policy, behaviour, mask, _ = batch
+    asked = {"level": "token", "mode": "clip", "gating": "ratio", "threshold": (0.0, 1.3)}
+    theirs = openrlhf(policy, behaviour, mask, **asked)
+    ours = truncated_weights(policy, behaviour, mask, cap=1.3)
+    torch.testing.assert_close(ours.weights, theirs, rtol=1e-5, atol=0)
+    assert ours.capped_share > 0.05
+
+
+@pytest.mark.parametrize(("gating", "divergence"), [("binary_kl", "kl"), ("tv", "total_variation")])
+def test_openrlhfs_binary_divergences_whichever_way_they_push(openrlhf, batch, gating, divergence):
+    policy, behaviour, mask, _ = batch
+    most = {"kl": 0.02, "total_variation": 0.1}[divergence]
+    theirs = openrlhf(
+        policy, behaviour, mask, level="token", mode="mask", gating=gating, threshold=(0.0, most)
+    )
+    ours = binary_divergence_mask(policy, behaviour, None, mask, most=most, divergence=divergence)
+    assert torch.equal(ours.kept, theirs != 0) and 0.05 < ours.removed_share < 0.95
