@@ -100,9 +100,9 @@ class GRPOLeash(OwnKL):
         passes = self._passes
         if not passes:
             return [0.0] * len(prompts)
-        reference = passes[-1]
-        policy = passes[0] if len(passes) > 1 else self._policy_pass(reference)
-        (_, attention_mask, length, *_), _ = reference.given
+        reference: Pass = passes[-1]
+        policy: Pass = passes[0] if len(passes) > 1 else self._policy_pass(reference)
+        attention_mask, length = reference.given[0][1:3]
         mask = attention_mask[:, -length:].bool() & self._own_tokens(length, attention_mask)
         per_token = self._term.per_token(policy.logp, reference.logp, mask)
         kl = per_token.sum(-1)

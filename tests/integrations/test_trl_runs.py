@@ -1,0 +1,221 @@
+"""Short real runs of TRL's trainers with the KL taken over."""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import save_tiny, tiny_adapter
+from trl_batches import PROMPT, TIME, batch, counted, make, moved, score, whole_logp
+
+from kleash.errors import CannotRunError
+from kleash.leash import PIDBeta
+from kleash.shipped import shipped_folder, shipped_prompts
+
+# What TRL and PEFT read that transformers has renamed.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def trl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl as package
+
+        import kleash.integrations.trl as ours
+        from kleash.integrations.trainer import BetaController
+    return SimpleNamespace(
+        GRPOConfig=package.GRPOConfig,
+        RLOOConfig=package.RLOOConfig,
+        BetaController=BetaController,
+        **vars(ours),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def steps(trainer):
+    return [entry for entry in trainer.state.log_history if "kl" in entry]
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [
+        ({}, {"loss_type": "grpo", "gradient_accumulation_steps": 2}),
+        ({"kl_scope": "sequence", "kl_cap": 2.0}, {"num_iterations": 2, "gradient_checkpointing": True}),
+        ({"kl": "k3", "kl_scope": "sequence"}, {"loss_type": "dr_grpo"}),
+        ({"kl": "k1", "kl_place": "reward"}, {"scale_rewards": "none"}),
+    ],
+)
+def test_grpo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
+    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of=settings, **asked)
+    before = trainer.model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    trainer.train()
+    first, second = steps(trainer)
+    assert first["kl"] == 0 and second["kl"] != 0 and abs(second["kl/per_sequence"]) < 5
+    assert second["beta"] == 0.3 and trainer.beta == 0.3
+    assert not torch.equal(before, trainer.model.model.layers[0].mlp.up_proj.weight)
+    assert ("rewards/kl_penalty/mean" in second) is (asked.get("kl_place") == "reward")
+    assert ("kl/effective_share" in second) is ("num_iterations" in settings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [({}, {}), ({"kl_scope": "sequence"}, {"num_iterations": 2}), ({"kl": "k1", "kl_place": "reward"}, {})],
+)
+def test_rloo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
+    asked = {**asked, **({"kl_scope": "sequence"} if asked.get("kl") == "k1" else {})}
+    trainer = make(trl.LeashedRLOOTrainer, trl.RLOOConfig, str(folder), tmp_path, config_of=settings, **asked)
+    trainer.train()
+    first, second = steps(trainer)
+    assert first["kl"] == 0 and second["kl"] != 0
+    if not settings:  # lengths differ, so only a sum over each response gives both
+        assert second["kl"] == pytest.approx(second["kl/per_sequence"], rel=1e-5)
+        length = second["completions/mean_length"]
+        assert second["kl/per_sequence"] == pytest.approx(second["kl/per_token"] * length, rel=1e-4)
+
+
+def test_evaluation_has_its_own_kl(trl, folder, tmp_path):
+    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of={"max_steps": 1})
+    moved(trainer.model, 0.1)
+    found = trainer.evaluate(trainer.train_dataset.select(range(4)))
+    (entry,) = [entry for entry in trainer.state.log_history if "eval_kl" in entry]
+    assert entry["eval_kl/per_token"] > 0.01 and "kl" not in entry and found["eval_loss"] > 0
+
+
+def test_without_a_leash_trls_trainer_is_as_it_was(trl, folder, tmp_path):
+    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of={"beta": 0.0})
+    assert trainer.ref_model is None
+    trainer.train()
+    assert not steps(trainer) and trainer.state.global_step == 2
+
+
+def test_the_reference_of_an_adapter_is_its_base(trl, folder, tmp_path):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    settings = {"gradient_checkpointing": True, "temperature": 0.7}
+    trainer = make(
+        trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of=settings, peft_config=lora
+    )
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, weight in trainer.model.named_parameters():
+            if "lora" in name:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=draw))
+    inputs = batch()
+    reference = trainer._reference_pass(inputs)
+    inputs |= {"ref_per_token_logps": reference.logp, "kleash_reference_hidden": reference.hidden}
+    trainer._compute_loss(trainer.model, inputs)
+    logp = whole_logp(trainer.model, inputs, 0.7)
+    with trainer.model.disable_adapter():
+        logq = whole_logp(trainer.model, inputs, 0.7)
+    kl = (logp.exp() * (logp - logq)).sum(-1)[counted(inputs)].mean().item()
+    assert trainer._metrics["train"]["kl/per_token"][-1] == pytest.approx(kl, rel=1e-4) and kl > 1e-3
+    trainer.train()
+    first, second = steps(trainer)
+    assert first["kl"] > 0 and second["kl"] > 0
+
+
+def test_the_reference_of_a_trained_adapter_is_that_adapter(trl, folder, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapter = tiny_adapter(tmp_path / "adapter", folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        network = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    trainer = make(trl.LeashedRLOOTrainer, trl.RLOOConfig, network, tmp_path)
+    trainer.train()
+    first, second = steps(trainer)
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 0
+
+
+def test_a_head_that_is_adapted_itself_is_refused(trl, folder, tmp_path):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    with pytest.raises(CannotRunError, match="the head of the policy is adapted itself"):
+        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, peft_config=lora)
+
+
+def rollout(prompts, trainer):
+    """Responses of TIME tokens, of which somebody else wrote two."""
+    draw = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, 300, (len(prompts), PROMPT + TIME), generator=draw).tolist()
+    return {
+        "prompt_ids": [row[:PROMPT] for row in ids],
+        "completion_ids": [row[PROMPT:] for row in ids],
+        "logprobs": None,
+        "env_mask": [[1, 1, 0, 0, 1, 1, 1] for _ in prompts],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*rollout_func.*")
+@pytest.mark.parametrize("scored", ["all", "all but one"])
+def test_the_kl_in_the_reward_is_the_sum_of_k1_over_own_tokens(trl, folder, tmp_path, scored):
+    def reward(completions, **_):
+        found = score(completions)
+        return found if scored == "all" else [None, *found[1:]]
+
+    settings = {"scale_rewards": "none", "temperature": 0.7}
+    trainer = make(
+        trl.LeashedGRPOTrainer,
+        trl.GRPOConfig,
+        str(folder),
+        tmp_path,
+        config_of=settings,
+        reward_funcs=[reward],
+        kl="k1",
+        kl_place="reward",
+        rollout_func=rollout,
+    )
+    moved(trainer.model, 0.2)
+    trainer.beta = 0.7  # as a controller sets it
+    output = trainer._generate_and_score_completions([{"prompt": "the sea was"}] * 4)
+    at = output["completion_ids"].unsqueeze(-1)
+    u = sum(
+        sign * whole_logp(model, output, 0.7).gather(-1, at)[..., 0].detach()
+        for sign, model in ((1, trainer.model), (-1, trainer.ref_model))
+    )
+    kl = (u * torch.tensor([1, 1, 0, 0, 1, 1, 1])).sum(-1)
+    texts = trainer.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
+    rewards = torch.tensor(score(texts)) - 0.7 * kl
+    if scored != "all":
+        rewards[0] = torch.nan
+    expected = rewards.reshape(2, 2) - rewards.reshape(2, 2).nanmean(1, keepdim=True)
+    torch.testing.assert_close(output["advantages"], expected.flatten().nan_to_num(0), rtol=1e-4, atol=1e-5)
+    assert trainer._metrics["train"]["kl"][-1] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert trainer._metrics["train"]["kl/per_token"][-1] == pytest.approx(kl.sum().item() / 20, rel=1e-4)
+
+
+def test_a_pid_controller_holds_the_kl_at_its_target(trl, tmp_path):
+    """36 updates of the shipped reference: the mean KL of the last ten lies within 40 % of the target."""
+    from datasets import Dataset
+    from trl_batches import config
+
+    lines = shipped_prompts().read_text().splitlines()[:32]
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 3e-4}
+    settings |= {"max_completion_length": 8, "max_steps": 36, "beta": 2.0, "seed": 42}
+    trainer = trl.LeashedGRPOTrainer(
+        model=str(shipped_folder("reference")),
+        reward_funcs=lambda completions, **_: [text.count("e") / (1 + len(text)) for text in completions],
+        args=config(trl.GRPOConfig, tmp_path, **settings),
+        train_dataset=Dataset.from_dict({"prompt": [json.loads(line)["prompt"] for line in lines]}),
+    )
+    pid = PIDBeta(beta=2.0, target_nats=0.06, per="token", proportional=1.0, integral=0.15, beta_min=1.0)
+    controller = trl.BetaController(pid, metric="kl/per_token").attach(trainer)
+    trainer.train()
+    reached = [entry["kl/per_token"] for entry in steps(trainer)]
+    assert sum(reached[-10:]) / 10 == pytest.approx(0.06, rel=0.4)
+    betas = [entry["beta"] for entry in steps(trainer)]
+    assert max(betas) > 1.5 * min(betas) and trainer.beta == controller.controller.beta

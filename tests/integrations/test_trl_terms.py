@@ -1,0 +1,259 @@
+"""The KL that TRL's trainers train, against dense recomputation and against TRL's own code."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import save_tiny
+from trl_batches import batch, counted, gradients, logged, make, moved, whole_logp
+
+from kleash.errors import OptionError, UnknownNameError
+
+# TRL reads an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+TYPES = ["grpo", "sapo", "bnpo", "dapo", "cispo", "vespo", "dr_grpo", "luspo"]
+SUMS = ["bnpo", "dapo", "dr_grpo", "luspo"]
+TEMPERATURE, LENGTH = 0.7, 7
+
+
+@pytest.fixture(scope="module")
+def trl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl as package
+
+        import kleash.integrations.trl as ours
+    return SimpleNamespace(
+        GRPO=package.GRPOTrainer, GRPOConfig=package.GRPOConfig, RLOOConfig=package.RLOOConfig, **vars(ours)
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def grpo(trl, folder, tmp_path):
+    def build(loss_type="dapo", *, accumulate=2, **more):
+        settings = {"loss_type": loss_type, "temperature": TEMPERATURE, **more.pop("config_of", {})}
+        settings["gradient_accumulation_steps"] = accumulate
+        if loss_type == "vespo":
+            settings["num_iterations"] = 2
+        kind = more.pop("trainer", trl.LeashedGRPOTrainer)
+        made = make(kind, trl.GRPOConfig, str(folder), tmp_path, config_of=settings, **more)
+        moved(made.model, 0.2)
+        return made
+
+    return build
+
+
+@pytest.fixture
+def rloo(trl, folder, tmp_path):
+    def build(**more):
+        settings = {"temperature": TEMPERATURE, **more.pop("config_of", {})}
+        made = make(trl.LeashedRLOOTrainer, trl.RLOOConfig, str(folder), tmp_path, config_of=settings, **more)
+        moved(made.model, 0.2)
+        return made
+
+    return build
+
+
+def shares(loss_type, mask, *, parts, items):
+    """What a token adds to the loss of an update: each of TRL's formulas, written out."""
+    mask = mask.double()
+    rows = len(mask)
+    if loss_type in ("grpo", "sapo"):
+        return torch.stack([row / max(row.sum(), 1) for row in mask]) / rows / parts
+    if loss_type == "bnpo":
+        return mask / mask.sum() / parts
+    if loss_type in ("dapo", "cispo", "vespo"):
+        return mask / items
+    if loss_type == "dr_grpo":
+        return mask / (rows * LENGTH * parts)
+    return mask / (rows * parts)
+
+
+def dense(trainer, inputs):
+    """(exact KL per token with its gradient, log p and log q of the sampled tokens), by whole distributions."""
+    logp = whole_logp(trainer.model, inputs, TEMPERATURE)
+    with torch.no_grad():
+        logq = whole_logp(trainer.ref_model, inputs, TEMPERATURE)
+    kl = (logp.exp() * (logp - logq)).sum(-1)
+    at = inputs["completion_ids"].unsqueeze(-1)
+    return kl, logp.gather(-1, at)[..., 0], logq.gather(-1, at)[..., 0]
+
+
+def with_reference(trainer, inputs):
+    """The batch, with what the trainer keeps of the reference's pass."""
+    reference = trainer._reference_pass(inputs)
+    return {**inputs, "ref_per_token_logps": reference.logp, "kleash_reference_hidden": reference.hidden}
+
+
+def both(trainer, inputs):
+    """The whole loss and the policy's part of it alone: (gradients of the difference, value of the difference)."""
+    with_kl = trainer._compute_loss(trainer.model, inputs)
+    grads = gradients(with_kl, trainer.model)
+    beta, trainer.beta = trainer.beta, 0.0
+    without = trainer._compute_loss(trainer.model, inputs)
+    trainer.beta = beta
+    rest = gradients(without, trainer.model)
+    return [a - b for a, b in zip(grads, rest, strict=True)], (with_kl - without).item()
+
+
+def assert_close(ours, theirs, scale=1.0):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            a, b.to(a.dtype), rtol=2e-3, atol=2e-5 * scale * float(b.abs().max() + 1e-3)
+        )
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_trls_own_term_comes_out_when_it_is_asked_for(trl, grpo, loss_type):
+    """k3 times the attached ratio is what TRL trains: same loss and gradient, whatever the loss type."""
+    inputs = batch()
+    theirs = grpo(loss_type, trainer=trl.GRPO, accumulate=2)
+    ours = grpo(loss_type, kl="k3", kl_gradient="ratio_attached", accumulate=2)
+    _, logp, logq = dense(ours, inputs)
+    drift = torch.randn(logp.shape, generator=torch.Generator().manual_seed(0)) * 0.2
+    inputs |= {"ref_per_token_logps": logq, "old_per_token_logps": logp.detach() + drift}
+    expected = theirs._compute_loss(theirs.model, inputs)
+    found = ours._compute_loss(ours.model, inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert_close(gradients(found, ours.model), gradients(expected, theirs.model))
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_exact_kl_is_averaged_as_the_policy_term_is_and_logged_as_trained(grpo, loss_type):
+    trainer = grpo(loss_type)
+    inputs = with_reference(trainer, batch())
+    if loss_type == "vespo":
+        inputs["old_per_token_logps"] = dense(trainer, inputs)[1].detach()
+    kl, _, _ = dense(trainer, inputs)
+    mask = counted(inputs)
+    steps, per_generation = 2, trainer.args.steps_per_generation
+    items = inputs["num_items_in_batch"].item() * steps / per_generation
+    weights = shares(loss_type, mask, parts=steps, items=items)
+    expected = (weights * torch.where(mask, kl, 0.0)).sum()
+    found, value = both(trainer, inputs)
+    assert value == pytest.approx(0.3 * expected.item(), rel=1e-4)
+    assert_close(found, gradients(0.3 * expected, trainer.model))
+    assert logged(trainer, "kl") == pytest.approx(expected.item() * steps, rel=1e-4)
+    assert logged(trainer, "kl/per_token") == pytest.approx(kl[mask].mean().item(), rel=1e-4)
+    assert logged(trainer, "kl/per_sequence") == pytest.approx(kl[mask].sum().item() / 4, rel=1e-4)
+    assert expected > 1e-3, "so small a KL would hide a wrong weight"
+
+
+@pytest.mark.parametrize("kl", ["exact", "k3"])
+@pytest.mark.parametrize("loss_type", SUMS)
+def test_sequence_scope_off_policy_carries_the_ratio_of_the_prefix(grpo, loss_type, kl):
+    trainer = grpo(loss_type, kl=kl, kl_scope="sequence", config_of={"num_iterations": 2})
+    inputs = with_reference(trainer, batch())
+    exact, logp, logq = dense(trainer, inputs)
+    mask = counted(inputs)
+    older = logp.detach() + 0.2 * torch.randn(logp.shape, generator=torch.Generator().manual_seed(1))
+    inputs["old_per_token_logps"] = older
+    step = torch.where(mask, logp.detach() - older, 0.0)
+    upto = step.cumsum(-1).exp()
+    u = torch.where(mask, logp - logq, 0.0)
+    cost = exact if kl == "exact" else (-u).exp() - 1 + u
+    rho = (step.cumsum(-1) - step).exp() if kl == "exact" else upto
+    cost = torch.where(mask, cost * rho, 0.0)
+    direct = cost if kl == "exact" else torch.where(mask, rho * (u.detach() * u), 0.0)
+    later = cost.detach().flip(-1).cumsum(-1).flip(-1) - cost.detach()
+    surrogate = torch.where(mask, direct + logp * later, 0.0)
+    steps = trainer.args.gradient_accumulation_steps
+    items = inputs["num_items_in_batch"].item() * steps / trainer.args.steps_per_generation
+    weights = shares(loss_type, mask, parts=steps, items=items)
+    found, value = both(trainer, inputs)
+    assert value == pytest.approx(0.3 * (weights * cost).sum().item(), rel=1e-3)
+    assert_close(found, gradients(0.3 * (weights * surrogate).sum(), trainer.model))
+    assert 0 < logged(trainer, "kl/effective_share") < 1
+
+
+def test_token_scope_off_policy_weighs_sampled_estimators_and_not_the_exact_kl(grpo):
+    inputs = batch()
+    values = {}
+    for kl in ("exact", "k2"):
+        trainer = grpo("dapo", kl=kl, config_of={"num_iterations": 2})
+        given = with_reference(trainer, inputs)
+        exact, logp, logq = dense(trainer, given)
+        given["old_per_token_logps"] = logp.detach() - 0.5
+        values[kl] = both(trainer, given)[1]
+        mask = counted(given)
+        u = (logp - logq)[mask]
+        expected = exact[mask].sum() if kl == "exact" else (torch.tensor(0.5).exp() * u**2 / 2).sum()
+        items = given["num_items_in_batch"].item()
+        items *= trainer.args.gradient_accumulation_steps / trainer.args.steps_per_generation
+        assert values[kl] == pytest.approx(0.3 * expected.item() / items, rel=1e-3)
+
+
+def test_rollout_engines_log_probabilities_count_where_they_are_known(grpo):
+    trainer = grpo("dapo", kl="k2", config_of={"num_iterations": 2})
+    inputs = with_reference(trainer, batch())
+    _, logp, _ = dense(trainer, inputs)
+    older = logp.detach() - 0.3
+    engine = torch.full_like(older, torch.nan)
+    inputs["old_per_token_logps"] = older
+    known = both(trainer, inputs)[1]
+    assert both(trainer, {**inputs, "sampling_per_token_logps": engine})[1] == pytest.approx(known)
+    inputs["sampling_per_token_logps"] = older - 0.4
+    assert both(trainer, inputs)[1] == pytest.approx(known * torch.tensor(0.4).exp().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+def test_rloo_adds_the_mean_over_responses_of_the_sum(rloo, scope):
+    trainer = rloo(kl_scope=scope)
+    inputs = with_reference(trainer, batch(tools=False))
+    kl, logp, _ = dense(trainer, inputs)
+    mask = counted(inputs)
+    inputs["old_logps"] = torch.where(mask, logp.detach(), 0.0).sum(-1)
+    kl = torch.where(mask, kl, 0.0)
+    later = kl.detach().flip(-1).cumsum(-1).flip(-1) - kl.detach()
+    surrogate = kl + (torch.where(mask, logp, 0.0) * later if scope == "sequence" else 0.0)
+    found, value = both(trainer, inputs)
+    assert value == pytest.approx(0.3 * kl.sum().item() / 4, rel=1e-4)
+    assert_close(found, gradients(0.3 * surrogate.sum() / 4, trainer.model))
+    assert logged(trainer, "kl") == pytest.approx(kl.sum().item() / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "reason"),
+    [
+        ({"kl": "k1"}, {}, "k1 backpropagated trains nothing"),
+        ({"kl": "k3", "kl_gradient": "backpropagated"}, {}, r"follows KL\(q \|\| p\)"),
+        (
+            {"kl": "k3", "kl_place": "reward"},
+            {"scale_rewards": "none"},
+            "as a reward does not have the gradient",
+        ),
+        ({"kl": "exact", "kl_place": "reward"}, {}, "averages to zero"),
+        ({"kl": "k2", "kl_scope": "sequence"}, {}, "the value of k2 part of the gradient"),
+        ({"kl_scope": "sequence"}, {"loss_type": "grpo"}, "divides each response by its own length"),
+        ({"kl": "k1", "kl_place": "reward"}, {}, "scale_rewards is 'group'"),
+        (
+            {"kl": "k1", "kl_place": "reward"},
+            {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
+            "multi_objective_aggregation",
+        ),
+    ],
+)
+def test_what_would_train_something_else_is_refused(grpo, asked, settings, reason):
+    with pytest.raises(OptionError, match=reason):
+        grpo(settings.get("loss_type", "dapo"), config_of=settings, **asked)
+
+
+def test_rloo_with_a_normalised_reward_is_refused(rloo):
+    with pytest.raises(OptionError, match="normalize_advantages is True"):
+        rloo(kl="k1", kl_place="reward", kl_scope="sequence", config_of={"normalize_advantages": True})
+
+
+def test_an_unknown_loss_type_is_refused(trl, grpo):
+    trainer = grpo()
+    with pytest.raises(UnknownNameError, match="no loss type of TRL is called 'newer'"):
+        trl.terms.Wanted(
+            kl="exact", place="loss", scope="token", gradient=None, cap=None, loss_type="newer", length=3
+        ).term(off_policy=False)
+    assert trainer._term.estimator == "exact"
