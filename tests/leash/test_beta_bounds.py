@@ -33,7 +33,8 @@ def steered(draw):
     if record["kind"] == "ziegler":
         return {**record, "horizon": draw(st.integers(1, 10**6))}
     gains = ("rate",) if record["kind"] == "dual" else ("proportional", "integral", "derivative")
-    return {**record, **{name: draw(GAIN) for name in gains}, "largest_error": draw(ABOVE_0)}
+    limits = ("largest_error",) if record["kind"] == "dual" else ("largest_error", "reach")
+    return {**record, **{name: draw(GAIN) for name in gains}, **{name: draw(ABOVE_0) for name in limits}}
 
 
 @st.composite
