@@ -11,36 +11,23 @@ results, and whatever the matrix library and, where it is used, the compiler tak
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import write_result
+from harness import RESULTS, peak_of, resident, write_result
 
 from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
 
 
-def resident(what: str) -> int:
-    """VmRSS (now) or VmHWM (at most so far) of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(what):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("/proc/self/status does not say; this benchmark needs Linux")
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def measured(name: str, run, first) -> dict[str, float]:
+def measured(name: str, run: Callable[[], float], first: Callable[[], float]) -> dict[str, float]:
     first()
-    before = resident("VmRSS")
-    forget_peak()
+    found: list[float] = []
     start = time.perf_counter()
-    mean = run()
+    extra = peak_of(lambda: found.append(run()))
     seconds = time.perf_counter() - start
-    extra = (resident("VmHWM") - before) / 1e6
-    print(f"{name}: {extra:.0f} MB beyond the inputs, {seconds:.0f} s, mean KL {mean:.6f} nats")
-    return {"extra_megabytes": round(extra, 1), "seconds": round(seconds, 1), "mean_kl_nats": mean}
+    print(f"{name}: {extra:.0f} MB beyond the inputs, {seconds:.0f} s, mean KL {found[0]:.6f} nats")
+    return {"extra_megabytes": extra, "seconds": round(seconds, 1), "mean_kl_nats": found[0]}
 
 
 def main() -> None:
@@ -53,6 +40,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile", default="auto", choices=["auto", "always", "never"])
     parser.add_argument("--what", default="kl", choices=["kl", "statistics", "both"])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -70,9 +58,10 @@ def main() -> None:
         found = token_statistics(hidden_p[:n], head_p, hidden_q[:n], head_q, tokens[:n], options=options)
         return found.kl_pq.mean().item()
 
-    figures: dict[str, object] = vars(args) | {
+    figures = {name: value for name, value in vars(args).items() if name != "out"}
+    figures |= {
         "budget_megabytes": options.buffer_bytes / 1e6,
-        "inputs_megabytes": round(resident("VmRSS") / 1e6),
+        "inputs_megabytes": round(resident("VmRSS")),
         "logits_of_each_model_megabytes": args.tokens * args.vocabulary * 4 / 1e6,
     }
     print(f"logits of each model would take {figures['logits_of_each_model_megabytes']:.0f} MB")
@@ -80,7 +69,8 @@ def main() -> None:
         if args.what in (name, "both"):
             figures[name] = measured(name, lambda f=function: f(args.tokens), lambda f=function: f(3))
     whole = args.tokens == parser.get_default("tokens")
-    print(f"written to {write_result('linear_memory' if whole else 'linear_memory_small', figures)}")
+    name = "linear_memory" if whole else "linear_memory_small"
+    print(f"written to {write_result(name, figures, args.out)}")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ little: one thread and its processor time say more.
 """
 
 import argparse
-import os
 import time
+from pathlib import Path
 from statistics import median
 
 import torch
-from harness import write_result
+from harness import RESULTS, interleaved, ratio, write_result
 from torch import Tensor
 
 from kleash.divergences import phi
@@ -84,29 +84,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock, found = CLOCKS[args.clock], candidates(args)
-    times: dict[str, list[float]] = {name: [] for name in found}
     for run in found.values():
         run()
-    for _ in range(args.rounds):
-        for name, run in found.items():
-            start = clock()
-            run()
-            times[name].append(clock() - start)
-    figures: dict[str, object] = vars(args) | {"load": os.getloadavg()[0], "seconds": times}
+    times, loads = interleaved(found, args.rounds, clock=clock)
+    figures = {name: value for name, value in vars(args).items() if name != "out"}
+    figures |= {"load": loads, "seconds": times}
     ratios: dict[str, dict[str, float]] = {}
     for name in list(found)[1:]:
         rivals = {"of the matmuls": "matmuls", "of k3": f"k3 {name.split()[1]}"}
-        ratios[name] = {
-            words: round(median(a / b for a, b in zip(times[name], times[rival], strict=True)), 3)
-            for words, rival in rivals.items()
-        }
+        ratios[name] = {words: ratio(times[name], times[rival]) for words, rival in rivals.items()}
         print(f"{name:20} {median(times[name]):7.2f} s  {ratios[name]}")
     figures["ratios"] = ratios
     name = "linear_speed" if args.clock == "wall" else "linear_speed_one_thread"
-    print(f"matmuls {median(times['matmuls']):.2f} s; written to {write_result(name, figures)}")
+    print(f"matmuls {median(times['matmuls']):.2f} s; written to {write_result(name, figures, args.out)}")
 
 
 if __name__ == "__main__":
