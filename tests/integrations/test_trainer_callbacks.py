@@ -1,0 +1,342 @@
+"""Callbacks in a plain transformers ``Trainer``, on a tiny Llama with dropout."""
+
+import logging
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import save_tiny, tiny_adapter
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+
+from kleash.errors import ModelError, OptionError
+from kleash.integrations.trainer import BetaController, DriftMonitor
+from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
+from kleash.models import Sampling, generate, live_model, load_pair, prompts_of
+
+PROMPTS = ["the sea was calm", "she counted the birds", "a long road"]
+SHORT = Sampling(max_new_tokens=5, samples_per_prompt=2, temperature=0.8)
+
+pytestmark = [
+    # What TRL and PEFT read that transformers has renamed, and what reentrant checkpointing says.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), attention_dropout=0.2)
+
+
+class Steered(Trainer):
+    """A trainer with a beta, which reports what it was told to as its KL."""
+
+    beta = 0.5
+    kls = (0.1, 0.2, 0.4, 0.8, 0.4, 0.2, 0.1, 0.05)
+
+    def log(self, logs, start_time=None):
+        self.betas = [*getattr(self, "betas", ()), self.beta]
+        super().log({**logs, "kl": self.kls[self.state.global_step - 1]}, start_time)
+
+
+@pytest.fixture
+def training(folder, tmp_path):
+    def build(kind=Trainer, network=None, **more):
+        network = AutoModelForCausalLM.from_pretrained(folder) if network is None else network
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "logging_steps": 2,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 2,
+            "learning_rate": 3e-3,
+            "max_steps": 6,
+            "seed": 3,
+            **more,
+        }
+        ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return kind(
+            model=network, args=TrainingArguments(**settings), train_dataset=rows, processing_class=tokenizer
+        )
+
+    return build
+
+
+def monitor(folder, **more):
+    settings = {"prompts": PROMPTS, "reference": str(folder), "every": 2, "sampling": SHORT}
+    return DriftMonitor(**{**settings, **more})
+
+
+def drifts(trainer, name="drift"):
+    return [entry for entry in trainer.state.log_history if f"{name}/kl_per_token" in entry]
+
+
+def dense_kl(trainer, folder):
+    """(nats per token, mean over responses of their sum) on the monitor's answers, in float64."""
+    network = trainer.model.eval()
+    tokenizer = trainer.processing_class
+    pair = load_pair(str(folder), str(folder))
+    answers = generate(live_model(network, tokenizer), prompts_of(PROMPTS, pair), SHORT)
+    sums, tokens = [], 0
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    policy.load_state_dict(network.state_dict())
+    for one in answers:
+        ids = torch.tensor([[*one.prompt_ids, *one.response_ids]])
+        with torch.no_grad():
+            logp, logq = (
+                (model(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1] / 0.8).log_softmax(-1)
+                for model in (policy, reference)
+            )
+        sums.append((logp.exp() * (logp - logq)).sum().item())
+        tokens += len(one.response_ids)
+    return sum(sums) / tokens, sum(sums) / len(sums)
+
+
+def test_what_is_logged_is_the_exact_kl_with_an_error(training, folder):
+    trainer = training()
+    watch = monitor(folder).attach(trainer)
+    trainer.train()
+    entries = drifts(trainer)
+    assert [entry["step"] for entry in entries] == [0, 2, 4, 6]
+    assert entries[0]["drift/kl_per_token"] == 0 and entries[0]["drift/kl_per_sequence"] == 0
+    per_token, per_sequence = dense_kl(trainer, folder)
+    assert entries[-1]["drift/kl_per_token"] == pytest.approx(per_token, rel=1e-4)
+    assert watch.last.per_token.value == entries[-1]["drift/kl_per_token"]
+    error = entries[-1]["drift/kl_per_sequence_error"]
+    assert (
+        error > 0
+        and abs(entries[-1]["drift/kl_per_sequence"] - per_sequence) < 5 * error + 0.5 * per_sequence
+    )
+    assert watch.last.sequences == 6 and watch.last.per_token.clusters == 3
+    assert any("only 3 clusters" in doubt for doubt in watch.last.per_token.doubts)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_training_is_bit_for_bit_the_same_with_the_monitor(
+    training, folder, tmp_path, adapted, checkpointing
+):
+    weights, logs = [], []
+    for watched in (False, True):
+        network = None
+        if adapted:
+            network = lora(folder, tmp_path)
+        trainer = training(network=network, gradient_checkpointing=checkpointing)
+        if watched:
+            reference = None if adapted else str(folder)
+            monitor(folder, reference=reference, every=1).attach(trainer)
+        trainer.train()
+        assert trainer.model.training
+        weights.append([p.detach().clone() for p in trainer.model.parameters()])
+        rest = [entry for entry in trainer.state.log_history if "drift/kl_per_token" not in entry]
+        logs.append(
+            [{k: v for k, v in entry.items() if k in ("loss", "grad_norm", "step")} for entry in rest]
+        )
+        if watched:
+            assert len(drifts(trainer)) == 7 and drifts(trainer)[-1]["drift/kl_per_token"] > 1e-4
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert logs[0] == logs[1] and len(logs[0]) == 4
+
+
+def lora(folder, tmp_path):
+    from peft import PeftModel
+
+    adapter = tmp_path / "adapter"
+    if not adapter.exists():
+        tiny_adapter(adapter, folder, lora_dropout=0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        network = AutoModelForCausalLM.from_pretrained(folder)
+        network.enable_input_require_grads()
+        return PeftModel.from_pretrained(network, str(adapter), is_trainable=True)
+
+
+def test_reference_and_policy_are_not_swapped_for_an_adapter(training, folder, tmp_path):
+    trainer = training(network=lora(folder, tmp_path))
+    watch = monitor(folder, reference=None, sampling=Sampling(max_new_tokens=5)).attach(trainer)
+    by_adapter = watch.measure()
+    other = training(network=lora(folder, tmp_path))
+    by_folder = monitor(folder, sampling=Sampling(max_new_tokens=5)).attach(other).measure()
+    assert by_adapter.per_token.value == pytest.approx(by_folder.per_token.value, rel=1e-5)
+    base = training()
+    adapter = monitor(folder, reference=lora(folder, tmp_path), sampling=Sampling(max_new_tokens=5))
+    swapped = adapter.attach(base).measure()
+    assert abs(swapped.per_token.value / by_adapter.per_token.value - 1) > 0.01
+
+
+def test_a_budget_stops_training(training, folder, caplog):
+    trainer = training()
+    watch = monitor(folder, every=1, stop_at_nats=1e-3, per="token").attach(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    spent = [entry["drift/kl_per_token"] for entry in drifts(trainer)]
+    assert trainer.state.global_step == len(spent) - 1 < 6
+    assert spent[-1] > 1e-3 and max(spent[:-1]) <= 1e-3
+    assert "beyond the budget of 0.001" in watch.stopped and watch.stopped in caplog.text
+
+
+def test_processes_share_the_prompts(training, folder, monkeypatch):
+    trainer = training()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(1.3)
+    alone = monitor(folder).attach(trainer).measure()
+    parts = []
+    for rank in (0, 1):
+        one = monitor(folder)
+        one.trainer = SimpleNamespace(
+            accelerator=SimpleNamespace(unwrap_model=lambda x: x, process_index=rank, num_processes=2),
+            model=trainer.model,
+            processing_class=trainer.processing_class,
+        )
+        monkeypatch.setattr(
+            "accelerate.utils.gather_object", lambda given: parts.extend(given) or list(parts)
+        )
+        together = one.measure()
+    assert [len(part.tokens) for part in parts] == [4, 2]
+    assert together.per_token.value == pytest.approx(alone.per_token.value, rel=1e-6)
+    assert together.per_sequence.standard_error == pytest.approx(alone.per_sequence.standard_error, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"every": 0}, "every is 0"),
+        ({"per": "word"}, "per word"),
+        ({"stop_at_nats": 0.0}, "stop_at_nats is 0.0"),
+        ({"stop_at_nats": float("nan")}, "stop_at_nats is nan"),
+    ],
+)
+def test_monitors_that_mean_nothing(folder, asked, reason):
+    with pytest.raises(OptionError, match=reason):
+        monitor(folder, **asked)
+
+
+def test_a_monitor_needs_a_reference_and_a_temperature(training, folder):
+    trainer = training()
+    with pytest.raises(OptionError, match="the trainer holds no reference"):
+        monitor(folder, reference=None).attach(trainer).measure()
+    with pytest.raises(OptionError, match="a temperature above 0"):
+        monitor(folder, sampling=Sampling(temperature=0)).attach(trainer).measure()
+    trainer.ref_model = AutoModelForCausalLM.from_pretrained(folder)
+    assert monitor(folder, reference=None).attach(trainer).measure().per_token.value == 0
+    trainer.processing_class = None
+    with pytest.raises(ModelError, match="no processing_class"):
+        monitor(folder).attach(trainer).measure()
+
+
+def test_a_callback_has_to_be_attached_once(training, folder):
+    trainer = training()
+    trainer.add_callback(monitor(folder))
+    with pytest.raises(OptionError, match=r"call DriftMonitor\(…\).attach\(trainer\)"):
+        trainer.train()
+    watch = monitor(folder).attach(training())
+    with pytest.raises(OptionError, match="attached already"):
+        watch.attach(trainer)
+
+
+def after_each(controller, kls, sequences):
+    found = []
+    for kl in kls:
+        controller = controller.after(kl, sequences=sequences)
+        found.append(controller.beta)
+    return found
+
+
+def test_beta_follows_the_metric_and_is_logged(training):
+    start = ZieglerBeta(beta=0.7, target_nats=0.2, horizon=20)
+    trainer = training(Steered, gradient_accumulation_steps=2)
+    controller = BetaController(start, metric="kl").attach(trainer)
+    assert trainer.beta == 0.7
+    trainer.train()
+    seen = [Steered.kls[step - 1] for step in (2, 4, 6)]
+    expected = after_each(start, seen, sequences=2 * 2 * 2)
+    assert trainer.beta == controller.controller.beta == pytest.approx(expected[-1])
+    assert trainer.betas[:3] == pytest.approx([0.7, *expected[:2]])
+    logs = [entry for entry in trainer.state.log_history if "beta" in entry]
+    assert [entry["beta"] for entry in logs] == pytest.approx(expected[:2])
+    assert [entry["step"] for entry in logs] == [2, 4] and logs[0]["beta/event"] == 0
+
+
+def test_what_was_bounded_is_said(training, caplog):
+    trainer = training(Steered)
+    start = PIDBeta(beta=0.5, target_nats=1e-3, integral=3.0, beta_max=0.8)
+    BetaController(start, metric="kl").attach(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert (
+        trainer.beta == 0.8 and "beta at step 2" in caplog.text and "bounded to beta_max 0.8" in caplog.text
+    )
+    assert next(entry for entry in trainer.state.log_history if "beta" in entry)["beta/event"] == 1
+
+
+def test_a_resumed_controller_goes_on(training):
+    def run(until, resume):
+        trainer = training(Steered, max_steps=until, save_strategy="steps", save_steps=4)
+        start = PIDBeta(beta=0.5, target_nats=0.2)
+        controller = BetaController(start, metric="kl").attach(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, controller
+
+    whole, expected = run(8, False)
+    resumed, found = run(8, f"{whole.args.output_dir}/checkpoint-4")
+    assert found.controller == expected.controller and resumed.beta == whole.beta != 0.5
+    assert len(found.controller.levels) == 2
+    assert resumed.betas[0] == pytest.approx(whole.betas[2])
+
+
+def test_a_controller_can_follow_the_monitor(training, folder):
+    trainer = training(Steered)
+    watch = monitor(folder, every=3).attach(trainer)
+    start = DualBeta(beta=0.5, target_nats=1e-3, per="token")
+    BetaController(start, metric="drift/kl_per_token").attach(trainer)
+    trainer.train()
+    measured = [entry["drift/kl_per_token"] for entry in drifts(trainer)]
+    assert trainer.beta == pytest.approx(after_each(start, measured[1:], 1)[-1]) and trainer.beta > 0.5
+    assert watch.last.per_token.value == measured[-1]
+
+
+def test_a_metric_that_never_comes_is_said(training, caplog):
+    trainer = training(Steered)
+    BetaController(PIDBeta(beta=0.5, target_nats=1.0), metric="objective/kl").attach(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "nothing called 'objective/kl' was logged in 6 steps" in caplog.text and "grad_norm" in caplog.text
+
+
+def test_trainers_that_cannot_be_steered_are_refused(training):
+    pid = PIDBeta(beta=0.5, target_nats=1.0)
+    with pytest.raises(OptionError, match="Trainer has no number 'beta'"):
+        BetaController(pid, metric="kl").attach(training())
+    trainer = training(Steered)
+    trainer.beta = 0.0
+    with pytest.raises(OptionError, match="made with beta 0 and so without a reference"):
+        BetaController(pid, metric="kl").attach(trainer)
+    trainer.beta = 0.1
+    BetaController(pid, metric="kl").attach(trainer)
+    with pytest.raises(OptionError, match="has a BetaController already"):
+        BetaController(pid, metric="kl").attach(trainer)
+    other = training(Steered, restore_callback_states_from_checkpoint=True)
+    with pytest.raises(OptionError, match="restore_callback_states_from_checkpoint"):
+        BetaController(pid, metric="kl").attach(other)
+
+
+def test_the_monitor_takes_back_no_logging(training, folder):
+    """A measurement at a step at which the trainer logs, evaluates or saves leaves it to do so."""
+    seen = []
+
+    class Flow(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            seen.append(control.should_log)
+
+    trainer = training()
+    monitor(folder, every=1).attach(trainer)
+    trainer.add_callback(Flow)
+    trainer.train()
+    assert seen == [False, True] * 3
+    assert np.isfinite([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]).sum() == 3
