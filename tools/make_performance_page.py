@@ -25,8 +25,8 @@ HEAD = """# What the exact KL costs
 
 Seconds, memory and accuracy of the exact KL and its gradient from hidden states ([linear.md](linear.md)), beside other
 packages, the naive ways, and the bare matmuls that none of them can do without. Every number is from
-`benchmarks/results/`; the last section says when, where and by which command it was made. This page is written by
-`python tools/make_performance_page.py`.
+`benchmarks/results/`; the last section says when, where and by which command it was made. `python
+benchmarks/linear_all.py` makes them all, and then this page (`python tools/make_performance_page.py`).
 
 - One job for all: KL(p‖q), its mean over the tokens, and the gradients for hidden states and head of p; q is frozen.
   Packages are called as they are, at their defaults. Before anything is timed, the value and the gradient of each

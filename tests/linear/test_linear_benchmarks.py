@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from compiling import OF_TORCH_ITSELF
+from performance_frame import COMMANDS
 from scipy.special import log_softmax, rel_entr
 
 NAMES = ["kleash", "kleash compiled", "trl", "liger", "torchtune", "checkpointing", "naive exact", "naive k3"]
 NAMES += ["cross entropy"]
-MODULES = ["methods", "training", "peers", "accuracy", "peaks", "step"]
+MODULES = ["methods", "training", "peers", "accuracy", "peaks", "step", "all"]
 pytestmark = pytest.mark.filterwarnings(*OF_TORCH_ITSELF)
 on_linux = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux' /proc"
@@ -76,6 +77,11 @@ def test_every_way_computes_what_it_says(benchmarks, inputs, right, name):
     loss = method.of(inputs)
     value = loss.item()
     assert_right(benchmarks.methods.gradients(inputs, loss), right[method.what], value)
+
+
+def test_one_command_runs_all_that_the_page_shows(benchmarks):
+    assert set(COMMANDS.values()) - set(benchmarks.all.MINUTES) == {"linear_gpu.py"}
+    assert sum(list(benchmarks.all.MINUTES.values())[:5]) < 20
 
 
 def test_no_way_is_left_out(benchmarks):
