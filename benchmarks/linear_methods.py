@@ -7,6 +7,7 @@ of torchtune (logits in eight chunks, all kept for the backward pass) and checkp
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from types import MappingProxyType
 
 import torch
@@ -189,7 +190,12 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
     }
 )
-PACKAGES = tuple(method.package for method in METHODS.values() if method.package)
+PACKAGES = tuple(
+    method.package
+    for method in METHODS.values()
+    if method.package and find_spec(method.package.replace("-", "_"))
+)
+"""Those that are installed."""
 
 
 @torch.no_grad()

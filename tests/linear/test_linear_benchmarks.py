@@ -74,6 +74,8 @@ def assert_right(found, expected: tuple[float, np.ndarray, np.ndarray], value: f
 )
 def test_every_way_computes_what_it_says(benchmarks, inputs, right, name):
     method = benchmarks.methods.METHODS[name]
+    if method.package:
+        pytest.importorskip(method.package.replace("-", "_"))
     loss = method.of(inputs)
     value = loss.item()
     assert_right(benchmarks.methods.gradients(inputs, loss), right[method.what], value)
@@ -171,6 +173,9 @@ def test_benchmarks_run_and_write(benchmarks, name, tmp_path, monkeypatch, capsy
         "sys.argv", [f"linear_{name}.py", "--threads", "1", "--out", str(tmp_path), *RUNS[name]]
     )
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    if name == "peers":
+        pytest.importorskip("trl")
+        pytest.importorskip("liger_kernel")
     getattr(benchmarks, name).main()
     (path,) = tmp_path.glob("*.json")
     written = json.loads(path.read_text())
