@@ -65,7 +65,16 @@ def used(name: str) -> bool:
 def made(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The page and its pictures, by their path in the folder of the documentation."""
     figures = {name: result["figures"] for name, result in results.items()}
-    parts = (words.time, words.shapes, words.narrow, words.memory, words.accuracy, words.step, words.skipping)
+    parts = (
+        words.time,
+        words.shapes,
+        words.narrow,
+        words.values,
+        words.memory,
+        words.accuracy,
+        words.step,
+        words.skipping,
+    )
     body = [*performance_bars.table(figures), *(line for part in parts for line in part(figures))]
     text = "\n".join([HEAD, *body, PARALLEL, *words.gpu(figures), *origins(results)])
     return {"performance.md": text.rstrip() + "\n", **pictures(figures)}

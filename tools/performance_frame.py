@@ -9,6 +9,7 @@ from performance_bars import Figures
 COMMANDS = {
     "linear_peers_main": "linear_peers.py",
     "linear_training": "linear_training.py",
+    "linear_speed": "linear_speed.py",
     "linear_peaks_main": "linear_peaks.py --part main",
     "linear_peaks_tokens": "linear_peaks.py --part tokens",
     "linear_peaks_vocabulary": "linear_peaks.py --part vocabulary",

@@ -60,6 +60,21 @@ def narrow(results: Results) -> list[str]:
     return ["## bfloat16 inputs", "", *said(words, size=size(found), **found), *peers(found)]
 
 
+def values(results: Results) -> list[str]:
+    """Without a gradient."""
+    title = ["## Values alone", ""]
+    if "linear_speed" not in results:
+        return [*title, *absent("linear_speed")]
+    found = results["linear_speed"]
+    words = """{size}, float32, median of {rounds} rounds: no gradient, beside the two matmuls that any log-probability
+        needs, and beside a pass of the same engine that computes k3 only, eager or compiled likewise. `kl` is
+        `linear_kl`, `statistics` is `token_statistics`."""
+    rows = [
+        [name, f"{row['of the matmuls']:.2f}", f"{row['of k3']:.2f}"] for name, row in found["ratios"].items()
+    ]
+    return [*title, *said(words, size=size(found), **found), *grid(["", "× the two matmuls", "× k3"], rows)]
+
+
 def memory(results: Results) -> list[str]:
     """The main shape, the curves, and the value alone at a large size."""
     lines = ["## Memory", ""]

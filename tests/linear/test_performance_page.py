@@ -70,6 +70,7 @@ def results() -> dict[str, Any]:
                 "exact bf16": {"exact eager": 0.81},
             }
         ),
+        "linear_speed": result(**SIZE, rounds=5, ratios={"kl eager": {"of the matmuls": 1.14, "of k3": 1.07}}),
         "linear_peaks_main": result(words=WORDS, budget_megabytes=134.2, rows=peaks),
         "linear_peaks_tokens": result(words={n: WORDS[n] for n in ("kleash", "trl")}, rows=peaks + grown),
         "linear_memory": result(**SIZE, kl={"extra_megabytes": 297.0}, logits_of_each_model_megabytes=40_960.0),
@@ -156,6 +157,7 @@ def test_nothing_is_said_to_be_missed_where_all_was_reached(results):
         (("linear_peers_main", "results", "trl", "seconds"), 12.34, "| 12.34 |"),
         (("linear_peers_h4096", "results", "liger", "of_matmuls"), 1.77, "| 1.77 |"),
         (("linear_peers_main_bfloat16", "results", "liger", "kleash of it"), 0.123, "| 0.12 |"),
+        (("linear_speed", "ratios", "kl eager", "of k3"), 1.33, "| kl eager | 1.14 | 1.33 |"),
         (("linear_peaks_main", "rows", 1, "extra_megabytes"), 4321.0, "| 4321 |"),
         (("linear_memory", "kl", "extra_megabytes"), 111.0, "111 MB beyond its inputs"),
         (("linear_accuracy", "rows", 2, "median_error_of_a_token"), 0.777, "78 % (25% negative)"),
