@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import CHUNKED, REFERENCE, SMALL, TINY, head_case, relative_rms
+from linear_cases import CHUNKED, REFERENCE, SMALL, TINY, head_case, in_float64, leaves_of, relative_rms
 from torch.utils.checkpoint import checkpoint
 
 from kleash.divergences import kl
@@ -14,7 +14,7 @@ from kleash.linear import (
     linear_kl_loss,
     linear_objective,
 )
-from kleash.linear.impl import chunked, lean
+from kleash.linear.impl import chunked, lean, loop
 from kleash.linear.impl.careful import careful_gradient_, careful_kl
 from kleash.linear.impl.project import narrow
 from kleash.linear.impl.rows import gradient_rows
@@ -280,3 +280,62 @@ def test_one_head_for_both_models_however_far_apart(options):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, equal_nan=True)
     assert results[0][0][[3, 5]].min() > 20 and results[0][0][7].isnan()
     assert results[0][0].isnan().sum() == 1
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How many tokens' logits have been multiplied out, of both models together."""
+    counted = []
+    original = loop.multiply_
+
+    def multiply_(out, *rest):
+        counted.append(len(out))
+        original(out, *rest)
+
+    monkeypatch.setattr(loop, "multiply_", multiply_)
+    return counted
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
+@pytest.mark.parametrize(
+    ("buffer_bytes", "again"),
+    [(2**27, {0}), (90_000, set(range(20, 46, 2))), (1, {44})],
+    ids=["whole", "some", "one"],
+)
+def test_the_last_chunk_of_values_is_not_multiplied_out_again(buffer_bytes, again, name, products):
+    """Of the gradient that was kept only what the weights say counts, and a graph that stays gives the same again."""
+    case = head_case(torch.float64, 0.7, tokens=(25,), words=211, bias=True, softcap=5.0)
+    weights = torch.linspace(-1, 2.2, 25, dtype=torch.float64)
+    weights[[3, 23]] = 0.0
+    options = LinearOptions(buffer_bytes=buffer_bytes, compile="never")
+    tensors, of = leaves_of(case, name)
+    right = torch.autograd.grad((of(REFERENCE)(*tensors) * weights).sum(), tensors)
+    tensors[0].data[23] = torch.nan
+    products.clear()
+    values = of(options)(*tensors)
+    assert sum(products) == 50
+    for retain, cost in ((True, {46}), (True, {46}), (False, again)):
+        products.clear()
+        found = torch.autograd.grad(values, tensors, weights, retain_graph=retain)
+        assert sum(products) in cost
+        for a, b in zip(right, found, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_that_was_kept_is_multiplied_if_nothing_comes_in_for_it(products):
+    case = head_case(torch.float32, tokens=(4,), words=11)
+    case.hidden_p[2] = torch.nan
+    case.head_p.weight.requires_grad_()
+    (case.kl() * 0.0).nan_to_num().sum().backward()
+    assert (case.head_p.weight.grad == 0).all() and sum(products) == 8
+
+
+def test_what_was_kept_in_bfloat16_is_no_worse():
+    case = head_case(torch.bfloat16, 0.3, tokens=(30,), words=301, bias=True)
+    weights = torch.linspace(-1, 2, 30)
+    found = []
+    for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), (case, CHUNKED)):
+        tensors, of = leaves_of(each)
+        found.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
+    for right, plain, ours in zip(*found, strict=True):
+        assert relative_rms(ours, right) <= 2.0 * relative_rms(plain, right) + 1e-6

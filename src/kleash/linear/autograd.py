@@ -5,6 +5,7 @@
 | of a scalar loss: anything | in the forward pass, for the weights given | 4; 3 if no weight requires one |
 | of values per token: hidden states only | in the forward pass, scaled row by row in the backward pass | 3 |
 | of values per token: a weight or bias too | in the backward pass, from the logits computed again | 6 |
+| of the last chunk of these | in the forward pass, and weighed in the backward pass | 4 |
 
 (For each further tensor that requires one, 1 more.)
 """
@@ -86,7 +87,8 @@ class _PerToken(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.engine, ctx.pair, ctx.record, ctx.options, ctx.unit = engine, pair, record, options, None
         if any(needed[1:3]) or any(needed[4:]):
-            return engine.divergence(pair, record, options)
+            values, ctx.kept = engine.keeping(pair, record, needed, options)
+            return values
         ones = torch.ones(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
         formed = engine.gradients(pair, record, ones, needed, options)
         ctx.unit = formed.gradients
@@ -101,8 +103,17 @@ class _PerToken(torch.autograd.Function):
             return None, None, None, None, *(x if x is None else _scaled(x, column) for x in ctx.unit)
         with torch.autocast(weight.device.type, enabled=False):
             needed = ctx.needs_input_grad[4:]
-            found = ctx.engine.gradients(ctx.pair, ctx.record, weight, needed, ctx.options).gradients
+            # What is kept is used up: a graph that may be asked again computes all logits again, every time alike.
+            kept = {} if ctx.kept is None or _asked_again() else {"kept": ctx.kept}
+            ctx.kept = None if kept else ctx.kept
+            found = ctx.engine.gradients(ctx.pair, ctx.record, weight, needed, ctx.options, **kept).gradients
         return None, None, None, None, *found
+
+
+def _asked_again() -> bool:
+    """Whether the backward pass under way leaves its graph for another one; True where torch does not say."""
+    said = getattr(cast("Any", torch)._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return bool(said())
 
 
 def _scaled(gradient: Tensor, column: Tensor) -> Tensor:

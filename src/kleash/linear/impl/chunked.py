@@ -1,5 +1,6 @@
 """A chunk of tokens at a time, the elementwise work a few rows at a time: no ``[tokens, vocab]`` ever."""
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -7,15 +8,17 @@ from kleash.divergences import Divergence
 from kleash.linear.impl import lean, record_rows, rows
 from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.careful import KL, careful_kl
-from kleash.linear.impl.gradient import REVERSE_KL, gradients
+from kleash.linear.impl.gradient import REVERSE_KL, beginning, gradients, walked
+from kleash.linear.impl.keeping import Keep, Kept
 from kleash.linear.impl.loop import Core, RowCore, per_token
 from kleash.linear.impl.objective import judged
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.reference import divergence_of_logits, statistics_of_logits
+from kleash.linear.impl.results import Needed
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenStatistics
 
-__all__ = ["divergence", "gradients", "judged", "token_statistics"]
+__all__ = ["divergence", "gradients", "judged", "keeping", "token_statistics"]
 
 
 def plainly(record: Divergence) -> RowCore:
@@ -41,6 +44,29 @@ def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[
         record_rows.record_rows(record), plainly(record), slice(0, 1), record_rows.ROOMS, compiles=False
     )
     return per_token(core, pair, options)[0]
+
+
+def keeping(
+    pair: Pair, record: Divergence, needed: Needed, options: LinearOptions
+) -> tuple[Float[Tensor, " tokens"], Kept | None]:
+    """The divergence of each token, and of those of the last chunk the gradient too, for ``gradients`` to weigh.
+
+    Ranks that share a vocabulary keep nothing.
+    """
+    if record == REVERSE_KL:
+        return keeping(pair.swapped, KL, needed[3:] + needed[:3], options)
+    if pair.across is not ALONE or pair.tokens == 0:
+        return divergence(pair, record, options), None
+    begin = beginning(pair, record, needed, options)
+    cut, _ = begin(pair.tokens)
+    start = (pair.tokens - 1) // cut.chunk * cut.chunk
+    first, last = pair.at(slice(0, start)), pair.at(slice(start, None))
+    values = [divergence(first, record, options)] if start else []
+    keep = Keep(any(needed[:3])), Keep(any(needed[3:]))
+    ones = torch.ones(last.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
+    values.append(walked(last, ones, keep, begin, record == KL))
+    kept = Kept(start=start, last=last, gradients=(keep[0].gradient, keep[1].gradient), tile=cut.tile)
+    return torch.cat(values), kept
 
 
 def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:

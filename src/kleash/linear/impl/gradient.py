@@ -10,14 +10,16 @@ from torch import Tensor
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.linear.impl.across import Alone
 from kleash.linear.impl.careful import KL, careful_gradient_, replace_
+from kleash.linear.impl.keeping import Kept
 from kleash.linear.impl.lean import ROOMS, kl_gradient_rows
 from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
-from kleash.linear.impl.pair import OneModel, Pair, Where
-from kleash.linear.impl.project import into_hidden, into_weight_, narrow, pull_back_
+from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.project import pull_back_
 from kleash.linear.impl.record_rows import ROOMS as RECORD_ROOMS
 from kleash.linear.impl.record_rows import plain_rows, record_gradient_rows
 from kleash.linear.impl.results import Formed, Needed
-from kleash.linear.impl.skipping import Cutter, flipped, tell
+from kleash.linear.impl.skipping import flipped, tell
+from kleash.linear.impl.sums import WHOLE, Sums, both_sums
 from kleash.linear.options import LinearOptions
 
 Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[Sums, Sums]"], Tensor]
@@ -25,78 +27,32 @@ Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[Sums, Sums]"], Tensor]
 Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
 """From a few rows of both logits, their weights, and whether q's are a difference, to each row's value and
 the gradients of ``weight value`` in both logits. It may not write where the logits are."""
+Begin: TypeAlias = Callable[[int], "tuple[Plan, Turn]"]
+"""How so many tokens are cut, and what is done to a chunk of them."""
 REVERSE_KL = DIVERGENCES["reverse_kl"]
-WHOLE = LinearOptions()
-
-
-class Sums:
-    """The gradients of one model's tensors, while they are being added up."""
-
-    def __init__(
-        self,
-        model: OneModel,
-        needed: Needed,
-        options: LinearOptions,
-        weight: Tensor | None = None,
-        *,
-        wide: bool = False,
-    ) -> None:
-        """Zeros where a gradient is needed; ``weight`` is a sum to go on with; ``wide`` forbids bfloat16."""
-
-        def zeros(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
-            return torch.zeros_like(tensor, dtype=dtype) if wanted and tensor is not None else None
-
-        self.model, self.wanted, self.shared = model, any(needed), weight is not None
-        self.narrow = self.wanted and narrow(model) and not wide
-        self.hidden = zeros(model.hidden, needed[0], model.hidden.dtype)
-        self.weight = zeros(model.head.weight, needed[1], model.dtype) if weight is None else weight
-        self.bias = zeros(model.head.bias, needed[2], model.dtype)
-        multiplied = model.head.weight is not None and any(needed[:2])
-        self.cutter = Cutter(options, model) if options.skip_below and multiplied else None
-
-    def room(self, z: Float[Tensor, "chunk vocab"]) -> Float[Tensor, "chunk vocab"]:
-        """Where a chunk's gradient is put: where its logits are, as narrow as may be."""
-        if not self.narrow:
-            return z
-        # Row n of the narrow gradient lies on row n/2 of the logits, which has been read by then.
-        return z.view(torch.bfloat16).flatten()[: z.numel()].view(z.shape)
-
-    def add(self, where: Where, gradient: Float[Tensor, "chunk vocab"], hidden: Tensor, tile: int) -> None:
-        """Take in the gradient in a chunk's ``hidden W^T + bias``; of its products only what counts."""
-        if self.bias is not None:
-            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
-        if self.cutter is not None and self.cutter.add_(where, gradient, hidden, (self.hidden, self.weight)):
-            return
-        if self.hidden is not None:
-            self.hidden[where] = into_hidden(gradient, self.model, tile).to(self.hidden.dtype)
-        if self.weight is not None:
-            into_weight_(self.weight, gradient, hidden, tile)
-
-    @property
-    def done(self) -> tuple[Tensor | None, ...]:
-        """The gradients, each in its tensor's dtype."""
-        sums = (self.hidden, None if self.shared else self.weight, self.bias)
-        pairs = zip(sums, self.model.tensors, strict=True)
-        return tuple(None if s is None or x is None else s.to(x.dtype) for s, x in pairs)
-
-
-def both_sums(pair: Pair, needed: Needed, options: LinearOptions = WHOLE) -> tuple[Sums, Sums]:
-    """For p and for q; one weight that is both heads' is summed once, as p's.
-
-    In float32 then: what the two sides add to it nearly cancels where they nearly agree.
-    """
-    one = pair.p.head.weight is pair.q.head.weight and needed[1] and needed[4]
-    sums_p = Sums(pair.p, needed[:3], options, wide=one)
-    return sums_p, Sums(pair.q, needed[3:], options, sums_p.weight if one else None, wide=one)
 
 
 def gradients(
-    pair: Pair, record: Divergence, weights: Float[Tensor, " tokens"], needed: Needed, options: LinearOptions
+    pair: Pair,
+    record: Divergence,
+    weights: Float[Tensor, " tokens"],
+    needed: Needed,
+    options: LinearOptions,
+    kept: Kept | None = None,
 ) -> Formed:
-    """The divergence of each token, and the gradient of ``sum weights D``."""
+    """The divergence of each token, and the gradient of ``sum weights D``.
+
+    Of tokens whose gradient was ``kept``, and of those of weight 0, 0 is said and not the divergence.
+    """
     if record == REVERSE_KL:
-        formed = gradients(pair.swapped, KL, weights, needed[3:] + needed[:3], flipped(options))
+        formed = gradients(pair.swapped, KL, weights, needed[3:] + needed[:3], flipped(options), kept)
         return Formed(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
+    begin = beginning(pair, record, needed, options)
+    return formed_by(pair, weights, needed, begin, apart=record == KL, options=options, kept=kept)
+
+
+def beginning(pair: Pair, record: Divergence, needed: Needed, options: LinearOptions) -> Begin:
+    """How so many tokens are cut, and what is done to a chunk."""
     needs = any(needed[:3]), any(needed[3:])
 
     def begin(tokens: int) -> tuple[Plan, Turn]:
@@ -104,32 +60,43 @@ def gradients(
         step = kl_step(pair, cut, options, needs) if record == KL else record_step(record, needs, pair.across)
         return cut, lambda chunk, weights, sums: in_place(chunk, step, weights, cut, sums)
 
-    return formed_by(pair, weights, needed, begin, apart=record == KL, options=options)
+    return begin
 
 
 def formed_by(
     pair: Pair,
     weights: Float[Tensor, " tokens"],
     needed: Needed,
-    begin: Callable[[int], tuple[Plan, Turn]],
+    begin: Begin,
     *,
     apart: bool,
     options: LinearOptions = WHOLE,
+    kept: Kept | None = None,
 ) -> Formed:
-    """What ``begin`` makes of each chunk, for so many tokens as are read; sums of weights in float32.
+    """What ``begin`` makes of each chunk, and what was kept, weighed; sums of weights in float32."""
+    sums = both_sums(pair, needed, options)
+    weights = weights.detach().to(pair.p.dtype)
+    if kept is not None:
+        weights = kept.pour_(weights, sums)
+    per_token = walked(pair, weights, sums, begin, apart)
+    tell(options, needed, (sums[0].cutter, sums[1].cutter))
+    return Formed(per_token, sums[0].done + sums[1].done)
+
+
+def walked(
+    pair: Pair, weights: Float[Tensor, " tokens"], sums: tuple[Sums, Sums], begin: Begin, apart: bool
+) -> Float[Tensor, " tokens"]:
+    """The divergence of each token, whose gradients are taken in by the sums.
 
     A token of weight 0 is not read: 0 is what is said of it, and what its hidden states get.
     """
-    weights = weights.detach().to(pair.p.dtype)
     read = weights != 0
     positions = None if bool(read.all()) else read.nonzero()[:, 0]
     cut, turn = begin(pair.tokens if positions is None else len(positions))
-    sums = both_sums(pair, needed, options)
     per_token = torch.zeros_like(weights)
     for chunk in chunks(pair, cut, positions=positions, apart=apart):
         per_token[chunk.where] = turn(chunk, weights[chunk.where], sums)
-    tell(options, needed, (sums[0].cutter, sums[1].cutter))
-    return Formed(per_token, sums[0].done + sums[1].done)
+    return per_token
 
 
 def in_place(

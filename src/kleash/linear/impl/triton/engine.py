@@ -37,6 +37,13 @@ def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[
     return found
 
 
+def keeping(
+    pair: Pair, record: Divergence, needed: Needed, options: LinearOptions
+) -> tuple[Float[Tensor, " tokens"], None]:
+    """KL of each token; nothing of its gradient is kept."""
+    return divergence(pair, record, options), None
+
+
 def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:
     """The statistics of each token."""
     parts = [
