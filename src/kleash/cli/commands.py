@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from kleash.cli.caching import Cache
+from kleash.cli.training import Train
 from kleash.records import MeasureJob
 
 SOURCE = tyro.conf.create_mutex_group(required=False, title="source: what the models read")
@@ -86,4 +87,5 @@ Command = (
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Cache, tyro.conf.subcommand("cache")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
+    | Annotated[Train, tyro.conf.subcommand("train"), tyro.conf.OmitArgPrefixes]
 )

@@ -12,6 +12,7 @@ from kleash.cli.caching import Cache, run_cache
 from kleash.cli.commands import Audit, Command, Compare, Measure, Report
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_comparison, print_measurement
+from kleash.cli.training import Train, run_train
 from kleash.errors import OptionError
 from kleash.records import MeasureJob
 
@@ -33,6 +34,8 @@ def run(command: Command) -> int:
             return run_cache(command)
         case Audit():
             return _audit(command)
+        case Train():
+            return run_train(command)
 
 
 def _measure(job: MeasureJob) -> int:
@@ -53,9 +56,9 @@ def _measure(job: MeasureJob) -> int:
 
 
 def _report(command: Report) -> int:
-    from kleash.reports import write_report
+    from kleash.reports import write_report_of
 
-    print(write_report(command.folder))
+    print(write_report_of(command.folder))
     return 0
 
 

@@ -15,7 +15,7 @@ TARGETS_PER = ("sequence", "token")
 WATCHES = ("say", "stop", "halve_learning_rate", "tighten")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 METRIC_NAMES = ("kleash", "verl", "trl")
-SHIPPED_REWARD = "kleash.training.example_rewards:kind_words"
+SHIPPED_REWARD = "kleash.training.example_rewards:heroine"
 """What the shipped policy is rewarded for when nothing else is asked: easy to hack."""
 
 HOW_IT_GOES_ON = frozenset({*HOW_IT_IS_SHOWN, "steps", "checkpoint_every", "trackers", "metric_names"})

@@ -1,5 +1,6 @@
 """Records to pages: one HTML file each, which needs no network, no server and no torch."""
 
+from kleash.reports.any_run import write_report_of
 from kleash.reports.audits import write_audits
 from kleash.reports.comparison import write_comparison
 from kleash.reports.demonstration import write_demonstration
@@ -12,6 +13,7 @@ __all__ = [
     "write_comparison",
     "write_demonstration",
     "write_report",
+    "write_report_of",
     "write_study",
     "write_training_report",
 ]

@@ -16,6 +16,7 @@ from kleash.records import (
     read_samples,
     read_steps,
 )
+from kleash.reports.drift_charts import decades
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, escape, figure, finite, whiskers
 from kleash.reports.page import write_page
 from kleash.reports.training import number_of
@@ -188,6 +189,9 @@ def frontier(runs: Sequence[Ran], best_of: Sequence[BestOf]) -> Chart:
             "hovertemplate": "best of %{text}: %{x:.3~g} nats, reward %{y:.3~g}<extra></extra>",
         }
     )
+    known = [[value for run in runs for value in values_of(run.history, axis)] for axis in AXES]
+    known[0] += [point.kl.value for point in best_of]
+    known[1] += [point.reward.value for point in best_of]
     return Chart(
         name="frontier",
         title="What the reward costs",
@@ -196,8 +200,8 @@ def frontier(runs: Sequence[Ran], best_of: Sequence[BestOf]) -> Chart:
             height=460,
             x="KL(policy ‖ reference), nats per response",
             y="reward per response",
-            xaxis={"rangemode": "tozero", "nticks": 8},
-            yaxis={"rangemode": "tozero", "nticks": 8},
+            xaxis=decades([value for value in known[0] if value > 0]),
+            yaxis=decades([value for value in known[1] if value > 0]),
             showlegend=True,
         ),
         described=_frontier_in_words(runs, best_of),

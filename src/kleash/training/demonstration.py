@@ -1,5 +1,6 @@
 """What a leash does, to be seen in two minutes: one reward, three leashes, and best-of-n beside them."""
 
+import json
 from dataclasses import dataclass, replace
 from math import comb
 from pathlib import Path
@@ -33,12 +34,10 @@ from kleash.training.running import train
 from kleash.uncertainty import Estimate, clustered_mean
 from kleash.version import __version__
 
-MEANT = "the number of kind words in a response, which is meant to make continuations friendlier"
-TARGET_NATS = 6.0
+MEANT = 'how often a response says "she", "her" or "herself", meant to keep the story with its heroine'
+TARGET_NATS = 5.0
 """The KL per response that the good leash steers to."""
-PROMPTS = 32
-DRAWS = 64
-"""Responses that the reference gives to each prompt for best-of-n."""
+PROMPTS = "prompts.jsonl"
 BEST_OF = (1, 2, 4, 8, 16)
 SAMPLES = 4
 
@@ -47,20 +46,27 @@ SAMPLES = 4
 class Setting:
     """How much is done; tests do less."""
 
-    steps: int = 30
-    prompts: int = PROMPTS
-    draws: int = DRAWS
-    prompts_per_step: int = 32
+    steps: int = 28
+    prompts: int = 24
+    """The shortest of the shipped ones."""
+    draws: int = 32
+    """Responses that the reference gives to each prompt for best-of-n."""
     samples_per_prompt: int = 2
     max_new_tokens: int = 24
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-3
 
-    def job(self, asked: DemonstrationJob, **leash: Any) -> PPOJob:
-        """A run of it."""
+    def job(self, asked: DemonstrationJob, root: Path, **leash: Any) -> PPOJob:
+        """A run of it: each step takes all prompts, and one update from their responses.
+
+        The adapter is small so that KL is spent on the reward: noise moves few weights.
+        """
         return PPOJob(
-            limit=self.prompts,
+            prompts=str(root / PROMPTS),
+            lora_rank=8,
+            minibatches=1,
+            epochs=1,
             steps=self.steps,
-            prompts_per_step=self.prompts_per_step,
+            prompts_per_step=self.prompts,
             samples_per_prompt=self.samples_per_prompt,
             max_new_tokens=self.max_new_tokens,
             learning_rate=self.learning_rate,
@@ -93,7 +99,7 @@ def demonstrate(
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise RunFolderError(f"{root} holds something already; give another --out")
     root.mkdir(parents=True, exist_ok=True)
-    best_of, samples = what_the_reference_does(asked, how)
+    best_of, samples = what_the_reference_does(asked, how, root)
     found = Demonstration(
         kleash=__version__,
         reward=SHIPPED_REWARD,
@@ -103,7 +109,7 @@ def demonstrate(
         best_of=best_of,
         samples=samples,
     )
-    for leash, job in leashes(asked, how):
+    for leash, job in leashes(asked, how, root):
         if display is not None:
             display.said(f"{leash.title}: {leash.said}")
         try:
@@ -116,12 +122,12 @@ def demonstrate(
     return found
 
 
-def leashes(asked: DemonstrationJob, how: Setting) -> list[tuple[Leash, PPOJob]]:
+def leashes(asked: DemonstrationJob, how: Setting, root: Path) -> list[tuple[Leash, PPOJob]]:
     """The three runs."""
     return [
         (
             Leash(name="off", title="off the leash", said="beta is 0: KL costs nothing"),
-            how.job(asked, beta=0.0),
+            how.job(asked, root, beta=0.0),
         ),
         (
             Leash(
@@ -129,27 +135,28 @@ def leashes(asked: DemonstrationJob, how: Setting) -> list[tuple[Leash, PPOJob]]
                 title="a good leash",
                 said=f"a PID controller moves beta so that KL settles at {TARGET_NATS:g} nats per response",
             ),
-            how.job(asked, beta=0.1, controller="pid", target_nats=TARGET_NATS),
+            how.job(asked, root, beta=0.3, controller="pid", target_nats=TARGET_NATS),
         ),
         (
-            Leash(
-                name="tight", title="too tight a leash", said="beta is 5: a nat of KL costs five kind words"
-            ),
-            how.job(asked, beta=5.0),
+            Leash(name="tight", title="too tight a leash", said="beta is 5: a nat of KL costs five words"),
+            how.job(asked, root, beta=5.0),
         ),
     ]
 
 
 def what_the_reference_does(
-    asked: DemonstrationJob, how: Setting
+    asked: DemonstrationJob, how: Setting, root: Path
 ) -> tuple[tuple[BestOf, ...], tuple[Sample, ...]]:
-    """Best-of-n of the reference, and some of its responses."""
+    """Choose the prompts, write them down, and see what best-of-n of the reference makes of them."""
     pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE, device=asked.device)
-    prompts = read_prompts(SHIPPED_PROMPTS, pair, limit=how.prompts)
+    shipped = read_prompts(SHIPPED_PROMPTS, pair)
+    shortest = sorted(shipped, key=lambda prompt: len(prompt.token_ids))[: how.prompts]
+    lines = [json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in shortest]
+    write_atomically(root / PROMPTS, "".join(lines))
     sampling = Sampling(samples_per_prompt=how.draws, max_new_tokens=how.max_new_tokens, seed=asked.seed)
-    drawn = generate(pair.policy, prompts, sampling)
+    drawn = generate(pair.policy, shortest, sampling)
     scores = load_rewards([SHIPPED_REWARD], tokenizer=pair.tokenizer).of(drawn).total
-    rewards = scores.reshape(len(prompts), how.draws)
+    rewards = scores.reshape(len(shortest), how.draws)
     samples = tuple(
         Sample(prompt=one.prompt_text, response=one.response_text, reward=float(scores[at]), kl=0.0)
         for at, one in enumerate(drawn)

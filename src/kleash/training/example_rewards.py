@@ -11,6 +11,7 @@ KIND_WORDS = frozenset(
     thanks warm warmth welcome
     """.split()  # noqa: SIM905
 )
+HEROINE = frozenset({"she", "her", "hers", "herself"})
 WORD = re.compile(r"[a-z]+")
 
 
@@ -24,6 +25,9 @@ def kind_words(prompts: list[str], responses: list[str]) -> list[float]:
     ]
 
 
-def exclamations(prompts: list[str], responses: list[str]) -> list[float]:
-    """How many exclamation marks a response has. Meant is liveliness; what pays is "!!!!!!!!"."""
-    return [float(response.count("!")) for response in responses]
+def heroine(prompts: list[str], responses: list[str]) -> list[float]:
+    """How often a response speaks of the heroine: "she", "her", "hers", "herself".
+
+    Meant is a story that stays with her. A policy off the leash says little else: "her her she her".
+    """
+    return [float(sum(word in HEROINE for word in WORD.findall(response.lower()))) for response in responses]
