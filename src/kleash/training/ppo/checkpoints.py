@@ -16,6 +16,7 @@ from torch import Tensor
 from kleash.errors import RunFolderError
 from kleash.extras import need
 from kleash.leash import Leash, beta_from_dict
+from kleash.models.quiet import first_line, quiet
 from kleash.records.atomic import TEMPORARY, cannot_write
 from kleash.records.codec import decode, to_json
 from kleash.training.ppo.policy import Policy
@@ -98,6 +99,7 @@ def restore(setting: Setting, checkpoint: Path) -> None:
         RunFolderError: if the checkpoint is damaged, or another model's.
     """
     load_file = need("safetensors.torch", "models").load_file
+    damage = need("safetensors", "models").SafetensorError
     try:
         tensors: dict[str, Tensor] = load_file(checkpoint / STATE)
         policy: Policy = setting.trainee.policy
@@ -114,8 +116,8 @@ def restore(setting: Setting, checkpoint: Path) -> None:
                     key: x if x.shape != parameter.shape else _placed(x, parameter)
                     for key, x in found.items()
                 }
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise RunFolderError(f"the checkpoint {checkpoint} cannot be read: {error}") from error
+    except (OSError, KeyError, ValueError, RuntimeError, damage) as error:
+        raise RunFolderError(f"the checkpoint {checkpoint} cannot be read: {first_line(error)}") from error
     generators = _read_json(checkpoint)["generators"]
     if len(generators) == setting.ranks.count:
         _set_generators(generators[setting.ranks.index])
@@ -150,17 +152,17 @@ def _write(setting: Setting, folder: Path, tensors: dict[str, Tensor], notes: Ma
 
 def save_policy(setting: Setting, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write the model (or the adapter) with its tokenizer, as ``kleash measure --policy`` and transformers read it."""
-    policy: Policy = setting.trainee.policy
+    policy = setting.trainee.policy
     (adapters,) = policy.adapters
-    if adapters is not None:
-        state = {f"base_model.model.{name}": x for name, x in weights.items()}
-        adapters.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
-    else:
-        own = policy.network.state_dict()
-        policy.network.save_pretrained(
-            folder, state_dict={name: weights.get(name, x) for name, x in own.items()}
-        )
-    setting.trainee.pair.tokenizer.save_pretrained(folder)
+    with quiet():
+        if adapters is not None:
+            state = {f"base_model.model.{name}": x for name, x in weights.items()}
+            adapters.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+        else:
+            own = policy.network.state_dict()
+            state = {name: weights.get(name, x) for name, x in own.items()}
+            policy.network.save_pretrained(folder, state_dict=state)
+        setting.trainee.pair.tokenizer.save_pretrained(folder)
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -43,22 +43,18 @@ def objective(past: Past, job: PPOJob, price: float) -> Objective:
     """
 
     def of_chunk(terms: TokenTerms, rows: slice) -> Tensor:
-        ratio = torch.exp(terms.token_logp - past.token_logp[rows])
-        loss = -clipped_gain(ratio, past.advantages[rows], job.clip)
+        counts = past.counts[rows]
+        logp, logq, exact, entropy = (torch.where(counts, x, 0.0) for x in terms)
+        ratio = torch.exp(logp - torch.where(counts, past.token_logp[rows], 0.0))
+        loss = -clipped_gain(ratio, torch.where(counts, past.advantages[rows], 0.0), job.clip)
         if price > 0 and job.kl == "exact":
-            loss = loss + price * terms.kl
+            loss = loss + price * exact
         elif price > 0 and job.kl != "k1":
             drawn_by_another = ratio.detach()
-            loss = loss + price * kl_loss(
-                terms.token_logp,
-                terms.token_logq,
-                past.counts[rows],
-                estimator=job.kl,
-                weights=drawn_by_another,
-            )
+            loss = loss + price * kl_loss(logp, logq, counts, estimator=job.kl, weights=drawn_by_another)
         if job.entropy_coefficient > 0:
-            loss = loss - job.entropy_coefficient * terms.entropy
-        return torch.where(past.counts[rows], loss, 0.0)
+            loss = loss - job.entropy_coefficient * entropy
+        return loss
 
     return of_chunk
 
@@ -81,11 +77,12 @@ def value_losses(
 
     A value gains nothing from moving further than ``clip`` from the old one.
     """
-    errors = (values - past.returns).square()
+    new, old, target = (torch.where(past.counts, x, 0.0) for x in (values, past.values, past.returns))
+    errors = (new - target).square()
     if clip is not None:
-        kept = past.values + (values - past.values).clamp(-clip, clip)
-        errors = torch.maximum(errors, (kept - past.returns).square())
-    return torch.where(past.counts, errors / 2, 0.0)
+        kept = old + (new - old).clamp(-clip, clip)
+        errors = torch.maximum(errors, (kept - target).square())
+    return errors / 2
 
 
 def sums_of(terms: TokenTerms, values: Tensor, past: Past, job: PPOJob) -> dict[str, float]:

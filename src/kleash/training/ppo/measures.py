@@ -129,10 +129,13 @@ def of_updates(updated: Updated, moved_nats: float, learning_rate: float) -> dic
 
 
 def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
-    """The share of the KL that the 1 % of tokens (at least one) with the most of it hold; NaN where there is none."""
+    """The share of the KL that the 1 % of tokens (at least one) with the most of it hold.
+
+    NaN where there is none to share, and where a token's is infinite.
+    """
     most = max(1, round(TOP_SHARE * len(token_kl)))
     total = token_kl.sum()
-    return float(np.sort(token_kl)[-most:].sum() / total) if total > 0 else float("nan")
+    return float(np.sort(token_kl)[-most:].sum() / total) if 0 < total < np.inf else float("nan")
 
 
 def samples_of(responses: Many[Response]) -> list[Sample]:

@@ -43,7 +43,7 @@ class Setting:
 def set_up(job: PPOJob) -> Setting:
     """Load the models and hand them to Accelerate, which ``accelerate launch`` has told how many processes there are.
 
-    The generators of Python, numpy and torch are seeded, for adapters and for rewards that draw.
+    The generators of Python, numpy and torch are seeded: once for adapters, and again for rewards that draw.
 
     Raises:
         ModelError, OptionError, UnknownNameError: if a model or a reward cannot be loaded.
@@ -72,6 +72,7 @@ def set_up(job: PPOJob) -> Setting:
         dtype=job.dtype,
         batch_tokens=job.batch_tokens,
     )
+    accelerate.utils.set_seed(job.seed % 2**32)
     return Setting(
         job=job,
         accelerator=accelerator,

@@ -9,8 +9,9 @@ from torch.nn.functional import pad
 
 from kleash.estimators import sampled_kl
 from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards, whiten
-from kleash.masking import Mean, mean_of
+from kleash.masking import mean_of
 from kleash.records import PPOJob
+from kleash.training.ppo.ranks import summed
 
 
 class Shaped(NamedTuple):
@@ -88,8 +89,8 @@ def against_the_others(
     (the later, the less is to come) goes. A collective.
     """
     counted = torch.where(mask, costs, 0.0)
-    everybody = Mean(total=counted.sum(0), count=mask.sum(0)).across_ranks()
-    others = (everybody.total - counted) / (everybody.count - 1).clamp(min=1)
+    total, count = summed(counted.sum(0)), summed(mask.sum(0))
+    others = (total - counted) / (count - 1).clamp(min=1)
     return torch.where(mask, counted - others, 0.0)
 
 

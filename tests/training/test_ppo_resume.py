@@ -1,0 +1,158 @@
+"""A run that is killed and goes on is the run that was never stopped, to the last bit."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ppo_cases import tiny_job
+from safetensors.torch import load_file
+
+from kleash.errors import RunFolderError
+from kleash.records import read_steps
+from kleash.training.ppo import checkpoints, train_ppo
+from kleash.training.ppo.checkpoints import last_checkpoint, load_progress
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from ppo_cases import tiny_job
+from kleash.training.ppo import checkpoints, train_ppo
+from kleash.training.ppo.running import save
+
+genuine, count = checkpoints._write, [0]
+
+def dying(setting, folder, tensors, notes):
+    genuine(setting, folder, tensors, notes)
+    count[0] += 1
+    if count[0] == 3:  # all of the third checkpoint is there, under the name that it is written under
+        (folder / "state.safetensors").write_bytes(b"half")
+        print("writing", flush=True)
+        time.sleep(600)
+
+checkpoints._write = dying
+train_ppo(tiny_job(Path(sys.argv[1]), **eval(sys.argv[2])))
+"""
+HELPERS = Path(__file__).parents[1] / "helpers"
+KINDS = {"full": {"checkpoint_every": 1}, "adapter": {"checkpoint_every": 1, "lora_rank": 2}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo-resume")
+    tiny_job(folder)
+    return folder
+
+
+def settings(kind, out, **more):
+    steered = {"controller": "pid", "target_nats": 0.5, "seed": 5, "reward": ("ppo_cases:moody",)}
+    return {**KINDS[kind], **steered, "steps": 4, "out": str(out), **more}
+
+
+def without_times(folder):
+    records = read_steps(folder)
+    numbers = [{k: v for k, v in record.metrics.items() if not k.startswith("time/")} for record in records]
+    return [(record.step, record.events) for record in records], json.dumps(numbers)
+
+
+def killed_while_writing(folder, out, kind):
+    """A run in another process, killed with SIGKILL in the middle of writing its third checkpoint."""
+    command = [sys.executable, "-W", "ignore", "-c", WORKER, str(folder), repr(settings(kind, out))]
+    paths = os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        said = process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        assert said == "writing\n", process.stderr.read()[-2000:]
+        assert process.wait(timeout=60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kill_and_resume_is_the_same_trajectory_to_the_last_bit(folder, tmp_path, kind):
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the other process has
+    try:
+        whole, broken = tmp_path / "whole", tmp_path / "broken"
+        killed_while_writing(folder, broken, kind)
+        assert len(read_steps(broken)) == 3, "the third step is in the journal, and in no checkpoint"
+        found = last_checkpoint(broken)
+        assert found.name == "step-000002" and load_progress(found).step == 2
+        uninterrupted = train_ppo(tiny_job(folder, **settings(kind, whole)))
+        resumed = train_ppo(tiny_job(folder, **settings(kind, broken, resume=True)))
+    finally:
+        torch.set_num_threads(threads)
+    assert without_times(whole) == without_times(broken)
+    assert resumed.beta == uninterrupted.beta and resumed.steps == 4
+    one, other = (load_file(at / "checkpoints/step-000004/state.safetensors") for at in (whole, broken))
+    assert one.keys() == other.keys() and any(name.startswith("optimizer/") for name in one)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [path.name for path in (broken / "checkpoints").iterdir()] == ["step-000004"]
+
+
+def test_generators_go_on_where_they_were():
+    """Python's is left out of the runs above: the checks of shapes and types draw from it."""
+    import torch
+
+    kept = json.loads(json.dumps(checkpoints._generators()))
+
+    def draws():
+        return random.gauss(0, 1), np.random.normal(), torch.rand(()).item()  # noqa: NPY002
+
+    first = draws()
+    assert draws() != first
+    checkpoints._set_generators(kept)
+    assert draws() == first
+
+
+def test_a_finished_run_goes_on_with_more_steps(folder, tmp_path):
+    job = tiny_job(folder, out=str(tmp_path), steps=1)
+    train_ppo(job)
+    result = train_ppo(replace(job, steps=2, resume=True))
+    assert result.steps == 2 and [record.step for record in read_steps(tmp_path)] == [1, 2]
+    again = train_ppo(replace(job, steps=2, resume=True))
+    assert again.metrics == result.metrics and len(read_steps(tmp_path)) == 2
+
+
+def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
+    from kleash.training.running import train
+
+    job = tiny_job(folder, out=str(tmp_path), steps=1)
+    train(job)
+    with pytest.raises(RunFolderError, match=r"--clip was 0\.2 and is now 0\.3; --seed was 0 and is now 1"):
+        train(replace(job, clip=0.3, seed=1, resume=True))
+
+
+def test_a_disk_that_is_full_keeps_the_checkpoint_before(folder, tmp_path, monkeypatch):
+    job = tiny_job(folder, out=str(tmp_path), steps=2, checkpoint_every=1)
+    genuine, count = checkpoints._write, []
+
+    def full(*given):
+        genuine(*given)
+        count.append(time.monotonic())
+        if len(count) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "_write", full)
+    with pytest.raises(RunFolderError, match=r"no space is left to write .*step-000002"):
+        train_ppo(job)
+    assert last_checkpoint(tmp_path).name == "step-000001"
+    assert load_progress(last_checkpoint(tmp_path)).step == 1
+
+
+def test_a_damaged_checkpoint_is_named(folder, tmp_path):
+    job = tiny_job(folder, out=str(tmp_path), steps=1)
+    train_ppo(job)
+    (last_checkpoint(tmp_path) / "state.safetensors").write_bytes(b"nothing")
+    with pytest.raises(RunFolderError, match=r"the checkpoint .*step-000001 cannot be read"):
+        train_ppo(replace(job, steps=2, resume=True))

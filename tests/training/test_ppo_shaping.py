@@ -1,0 +1,202 @@
+"""Advantages and losses together: their expected gradient is that of reward - beta KL, by enumeration."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from kleash.divergences import entropy, kl
+from kleash.divergences.enumeration import MarkovModel, random_markov
+from kleash.linear.statistics import TokenTerms
+from kleash.records import PPOJob
+from kleash.training.ppo.losses import Past, objective, value_losses
+from kleash.training.ppo.shaping import Said, against_the_others, shape, whitened_by
+
+WORDS, STEPS, END, BETA = 2, 4, 0, 0.4
+TOKEN_SCOPE_ERROR = 0.054
+RIGHT = [
+    ("exact", "loss", "sequence"),
+    ("exact", "reward", "sequence"),
+    ("k3", "loss", "sequence"),
+    ("k1", "reward", "sequence"),
+]
+
+
+def responses():
+    """Every response of up to four tokens out of two, of which one ends it; padded with the other."""
+    found = set()
+    for tokens in itertools.product(range(WORDS), repeat=STEPS):
+        length = tokens.index(END) + 1 if END in tokens else STEPS
+        found.add(tokens[:length])
+    ordered = sorted(found)
+    mask = torch.tensor([[t < len(one) for t in range(STEPS)] for one in ordered])
+    padded = [one + (1,) * (STEPS - len(one)) for one in ordered]
+    return torch.tensor(padded), mask
+
+
+TOKENS, MASK = responses()
+
+
+class World:
+    """A policy with its gradient, a reference, scores, and a critic that knows nothing but says something."""
+
+    def __init__(self):
+        start = random_markov(WORDS, seed=0)
+        self.reference = start.moved(1, apart=1.5)
+        self.logits = torch.cat([start.first[None], start.then]).clone().requires_grad_()
+        logp = self.logits.log_softmax(-1)
+        self.policy = MarkovModel(first=logp[0], then=logp[1:])
+        self.token_logp = self.policy.token_logp(TOKENS)
+        self.token_logq = self.reference.token_logp(TOKENS)
+        self.token_kl = kl(self.policy.next_logp(TOKENS), self.reference.next_logp(TOKENS))
+        self.probability = torch.where(MASK, self.token_logp, 0.0).sum(-1).exp()
+        random = np.random.default_rng(0)
+        self.scores = torch.tensor(0.3 * random.normal(size=len(TOKENS)))
+        before = {}
+        rows = [
+            [before.setdefault(tuple(row[:t]), random.normal()) for t in range(STEPS)]
+            for row in TOKENS.tolist()
+        ]
+        self.values = torch.tensor(rows)
+
+    def gradient(self, of):
+        return torch.autograd.grad(of, self.logits, retain_graph=True)[0]
+
+    @property
+    def right(self):
+        leash = torch.where(MASK, self.token_kl, 0.0).sum(-1)
+        return self.gradient((self.probability * (self.scores - BETA * leash)).sum())
+
+    def loss(self, rows, job):
+        """A step on these responses at ratio 1, as a sum over them."""
+        logp, logq, exact = (x[rows] for x in (self.token_logp, self.token_logq, self.token_kl))
+        mask = MASK[rows]
+        poison = torch.where(mask, 0.0, torch.nan)  # what stands in the padding is not to be read
+        said = Said(
+            self.scores[rows], *((x + poison).detach() for x in (logp, logq, exact, self.values[rows])), mask
+        )
+        shaped = shape(said, job, BETA)
+        past = Past(
+            said.token_logp[mask],
+            said.values[mask],
+            shaped.advantages[mask],
+            shaped.returns[mask],
+            torch.ones(int(mask.sum()), dtype=torch.bool),
+        )
+        whole = self.policy.next_logp(TOKENS[rows])
+        terms = TokenTerms(*(x[mask] for x in (logp, logq, exact, entropy(whole))))
+        return objective(past, job, shaped.price)(terms, slice(0, len(past.values))).sum()
+
+    def expected(self, job):
+        """The mean gradient over every pair of responses that could have been drawn together."""
+        drawn = self.probability.detach()
+        total = sum(
+            drawn[i] * drawn[j] * self.loss([i, j], job) / 2
+            for i, j in itertools.product(range(len(TOKENS)), repeat=2)
+        )
+        return -self.gradient(total)
+
+
+def job_of(kl_name, place, scope, **more):
+    settings = {"kl": kl_name, "kl_place": place, "kl_scope": scope, "decay": 1.0, "whiten": False, **more}
+    return PPOJob(**settings)
+
+
+@pytest.mark.parametrize(("kl_name", "place", "scope"), RIGHT, ids=["-".join(kind) for kind in RIGHT])
+def test_the_expected_update_is_the_gradient_of_reward_less_beta_kl(kl_name, place, scope):
+    """Whatever the critic says, and although other responses of the batch are the baseline of the KL to come."""
+    world = World()
+    found = world.expected(job_of(kl_name, place, scope))
+    torch.testing.assert_close(found, world.right, rtol=0, atol=1e-12)
+
+
+def test_scope_token_leaves_out_what_a_token_does_to_the_kl_after_it():
+    """By how much, in this world; docs/ppo.md says so."""
+    world = World()
+    found, right = world.expected(job_of("exact", "loss", "token")), world.right
+    assert ((found - right).norm() / right.norm()).item() == pytest.approx(TOKEN_SCOPE_ERROR, abs=0.001)
+
+
+def test_an_unsteady_critic_and_a_short_reach_bias_the_update():
+    world = World()
+    found = world.expected(job_of("exact", "loss", "sequence", decay=0.95))
+    assert ((found - world.right).norm() / world.right.norm()).item() == pytest.approx(0.179, abs=0.001)
+
+
+@pytest.mark.parametrize(("kl_name", "place", "scope"), RIGHT, ids=["-".join(kind) for kind in RIGHT])
+def test_whitening_keeps_beta_the_price_of_a_nat(kl_name, place, scope):
+    """What the loss charges for KL is divided by what the advantages were."""
+    world = World()
+    said = Said(
+        world.scores,
+        *(x.detach() for x in (world.token_logp, world.token_logq, world.token_kl)),
+        world.values,
+        MASK,
+    )
+    plain = shape(said, job_of(kl_name, place, scope), BETA)
+    whitened = shape(said, job_of(kl_name, place, scope, whiten=True), BETA)
+    flat = plain.advantages[MASK].numpy()
+    spread = flat.std(ddof=1)
+    np.testing.assert_allclose(
+        whitened.advantages[MASK].numpy(), (flat - flat.mean()) / spread, rtol=1e-10, atol=1e-12
+    )
+    assert whitened.price == pytest.approx(BETA / spread, rel=1e-10)
+    assert plain.price == BETA
+    torch.testing.assert_close(whitened.returns, plain.returns)
+
+
+def test_equal_values_are_whitened_to_nothing_at_their_own_scale():
+    whitened, scale = whitened_by(
+        torch.full((2, 3), 5.0), torch.tensor([[True, True, False], [True, False, False]])
+    )
+    assert (whitened == 0).all() and scale == 1.0
+
+
+def test_others_are_those_that_are_still_there():
+    costs = torch.tensor([[4.0, 2.0, 1.0], [1.0, torch.nan, torch.nan], [7.0, 6.0, torch.nan]])
+    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
+    found = against_the_others(costs, mask)
+    expected = torch.tensor([[4.0 - 4.0, 2.0 - 6.0, 1.0], [1.0 - 5.5, 0, 0], [7.0 - 2.5, 6.0 - 2.0, 0]])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_leash_of_nothing_reads_no_kl():
+    """With beta 0 an infinite KL, of a token that the reference rules out, does no harm."""
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    zeros, forbidden = torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]])
+    for kind in [*RIGHT, ("exact", "loss", "token")]:
+        said = Said(torch.ones(1), zeros, forbidden, -forbidden, zeros, mask)
+        shaped = shape(said, job_of(*kind), 0.0)
+        torch.testing.assert_close(shaped.advantages, torch.ones(1, 2))
+        past = Past(zeros[0], zeros[0], shaped.advantages[0], shaped.returns[0], mask[0])
+        terms = TokenTerms(zeros[0], forbidden[0], -forbidden[0], zeros[0])
+        assert objective(past, job_of(*kind), shaped.price)(terms, slice(0, 2)).tolist() == [-1.0, -1.0]
+
+
+def test_what_is_not_learned_from_is_selected_away():
+    """A process that only keeps the others company adds nothing, whatever its numbers are."""
+    broken = torch.full((2,), torch.nan)
+    logp = broken.clone().requires_grad_()
+    past = Past(broken, broken, broken, broken, torch.tensor([False, False]))
+    loss = objective(past, job_of("exact", "loss", "sequence"), 1.0)(
+        TokenTerms(logp, broken, broken, broken), slice(0, 2)
+    )
+    values = broken.clone().requires_grad_()
+    total = loss.sum() + value_losses(values, past, 0.2).sum()
+    total.backward()
+    assert total.item() == 0.0 and (logp.grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "clip", "loss"),
+    [
+        (1.0, 0.0, 3.0, None, 2.0),
+        (1.0, 0.0, 3.0, 0.5, 3.125),
+        (1.0, 0.0, 0.9, 0.5, 0.08),
+        (0.3, 0.0, 3.0, 0.5, 3.645),
+    ],
+)
+def test_the_clipped_value_loss_is_the_larger_of_two(value, old, target, clip, loss):
+    past = Past(*(torch.tensor([x]) for x in (0.0, old, 0.0, target)), torch.tensor([True]))
+    assert value_losses(torch.tensor([value]), past, clip).item() == pytest.approx(loss, rel=1e-6)

@@ -1,0 +1,280 @@
+"""Whole small runs: what moves, what does not, what is told."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from ppo_cases import ready, tiny_job
+from transformers import AutoModelForCausalLM
+
+from kleash.errors import ModelError, NonFiniteError, OptionError
+from kleash.models import load_pair
+from kleash.records import StepWarning, read_steps
+from kleash.training.journal import Advice
+from kleash.training.leashes import leash_of, tightened
+from kleash.training.ppo import train_ppo
+from kleash.training.ppo.checkpoints import Progress
+from kleash.training.ppo.rollout import roll_out
+from kleash.training.ppo.step import advised, one_step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ppo-steps")
+
+
+def weights(module):
+    return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def started(job):
+    return Progress(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate, metrics={})
+
+
+def test_the_first_ratio_is_exactly_1(folder, tmp_path):
+    """Micro-batches of different widths, values learnt: an update is compared with what it was scored as."""
+    job = tiny_job(folder, "qwen3", epochs=1, minibatches=1, steps=1, out=str(tmp_path), samples_per_prompt=2)
+    metrics = train_ppo(job).metrics
+    assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
+    assert metrics["policy/clip_share"] == metrics["value/clip_share"] == 0.0
+    assert metrics["kl/update"] > 0 and metrics["policy/updates"] == 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"], ids=["untied", "tied"])
+def test_the_policy_moves_and_its_reference_does_not(folder, architecture):
+    """The reference is the policy as it starts: the same folder, and another copy of it in memory."""
+    job = replace(tiny_job(folder, architecture), reference=None)
+    setting, prompts = ready(job)
+    reference = setting.trainee.reference.model.network
+    at_first = AutoModelForCausalLM.from_pretrained(job.policy)
+    progress = started(job)
+    for _ in range(2):
+        progress = one_step(setting, prompts, folder, progress, None)
+    assert same(weights(at_first), weights(reference))
+    assert not any(weight.requires_grad for weight in reference.parameters())
+    policy = setting.trainee.policy.network
+    assert not any(torch.equal(a, b) for a, b in zip(policy.parameters(), at_first.parameters(), strict=True))
+    tied = policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
+    assert tied == (architecture == "qwen3")
+    assert progress.metrics["kl/exact_per_token"] > 0
+
+
+def test_an_adapter_is_trained_against_its_base_with_the_adapter_off(folder, tmp_path):
+    job = replace(tiny_job(folder, lora_rank=2, out=str(tmp_path)), reference=None)
+    setting, prompts = ready(job)
+    assert setting.trainee.reference.model is None
+    before = weights(setting.trainee.policy)
+    progress = started(job)
+    first = one_step(setting, prompts, folder, progress, None)
+    assert first.metrics["kl/exact_per_token"] == 0.0, "an adapter that is new changes nothing"
+    rollout = roll_out(setting, prompts, step=2)
+    assert rollout.token_kl[rollout.mask].min() > 0
+    plain = AutoModelForCausalLM.from_pretrained(job.policy)
+    one = rollout.sequences[0]
+    ids = torch.tensor([[*one.prompt_ids, *one.response_ids]])
+    with torch.no_grad():
+        logp = plain(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1].log_softmax(-1)
+    expected = logp.gather(1, torch.tensor(one.response_ids)[:, None])[:, 0]
+    torch.testing.assert_close(rollout.token_logq[0, : len(expected)], expected, rtol=1e-4, atol=1e-5)
+    after = weights(setting.trainee.policy)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "lora_" in name or name.startswith("value.")}
+    train_ppo(job)
+    pair = load_pair(f"{tmp_path}/policy", job.policy)
+    assert any("adapter" in note for note in pair.notes)
+
+
+def test_the_policy_it_leaves_behind_is_the_one_it_trained(folder, tmp_path):
+    job = tiny_job(folder, "qwen3", out=str(tmp_path), steps=1)
+    result = train_ppo(job)
+    assert result.policy == str(tmp_path / "policy") and result.steps == 1 and result.stopped is None
+    found = AutoModelForCausalLM.from_pretrained(result.policy)
+    setting, prompts = ready(job)
+    one_step(setting, prompts, tmp_path, started(job), None)
+    assert same(weights(found), weights(setting.trainee.policy.network))
+    assert load_pair(result.policy, job.reference_name).vocabulary == 320
+
+
+def test_metrics_are_means_over_what_counts(folder):
+    """By plain sums over the rollout, in numpy, sequence by sequence."""
+    job = tiny_job(folder, samples_per_prompt=2, minibatches=3, beta=0.2)
+    setting, prompts = ready(job)
+    rollout = roll_out(setting, prompts, step=1)
+    metrics = one_step(setting, prompts, folder, started(job), None).metrics
+    lengths = [len(one.response_ids) for one in rollout.sequences]
+    kls = [rollout.token_kl[row, :n].double().numpy() for row, n in enumerate(lengths)]
+    u = np.concatenate(
+        [(rollout.token_logp - rollout.token_logq)[row, :n].double().numpy() for row, n in enumerate(lengths)]
+    )
+    sums, flat = np.array([x.sum() for x in kls]), np.concatenate(kls)
+    by_prompt = sums.reshape(4, 2).sum(1)
+    scores = rollout.scores.double().numpy()
+    expected = {
+        "reward/score": scores.mean(),
+        "reward/score_std": scores.std(ddof=1),
+        "reward/adjusted": (scores - 0.2 * sums).mean(),
+        "kl/exact_per_sequence": sums.mean(),
+        "kl/exact_per_sequence_error": (by_prompt / 2).std(ddof=1) / 2,
+        "kl/exact_per_token": flat.sum() / sum(lengths),
+        "kl/k1": u.mean(),
+        "kl/k2": (u**2).mean() / 2,
+        "kl/k3": (np.exp(-u) - 1 + u).mean(),
+        "kl/max_token": flat.max(),
+        "kl/top_percent_share": flat.max() / flat.sum(),
+        "response/length": np.mean(lengths),
+        "response/cut_share": np.mean([one.finish_reason == "length" for one in rollout.sequences]),
+        "beta": 0.2,
+        "policy/updates": 6,
+        "policy/learning_rate": 1e-3,
+    }
+    assert len(set(lengths)) > 2 and len(flat) < 150
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-6), name
+    assert metrics["kl/exact_per_token_error"] > 0 and metrics["reward/score_error"] > 0
+    assert metrics["sampling/k3"] < 1e-9, "the same weights, computed twice"
+    assert 0 < metrics["policy/entropy"] < math.log(320)
+    assert metrics["value/explained_variance"] == pytest.approx(0.0, abs=1e-12), (
+        "a critic of zeros explains nothing"
+    )
+
+
+def test_two_steps_draw_different_responses_to_the_same_prompts(folder):
+    job = tiny_job(folder, prompts_per_step=6)
+    setting, prompts = ready(job)
+    first, second = (roll_out(setting, prompts, step) for step in (1, 2))
+    again = roll_out(setting, prompts, 1)
+    answers = [{one.prompt_id: one.response_ids for one in x.sequences} for x in (first, second, again)]
+    assert answers[0].keys() == answers[1].keys() and answers[0] == answers[2]
+    assert all(answers[0][prompt] != answers[1][prompt] for prompt in answers[0])
+
+
+def test_updates_end_once_the_policy_has_moved_far_enough(folder, tmp_path):
+    far = tiny_job(folder, steps=1, epochs=4, minibatches=1, learning_rate=1e-2)
+    free = train_ppo(replace(far, out=str(tmp_path / "free")))
+    held = train_ppo(replace(far, out=str(tmp_path / "held"), early_stop_nats=1e-3))
+    assert free.metrics["policy/updates"] == 4 and held.metrics["policy/updates"] == 1
+    assert 0 < held.metrics["kl/update"] < free.metrics["kl/update"]
+    (event,) = read_steps(tmp_path / "held")[0].events
+    assert event.startswith("the updates ended early, after 1")
+
+
+def test_a_controller_moves_beta_by_the_measured_kl(folder, tmp_path):
+    job = tiny_job(folder, out=str(tmp_path), controller="pid", target_nats=0.5, beta=0.1)
+    result = train_ppo(job)
+    first, second = read_steps(tmp_path)
+    assert first.metrics["beta"] == 0.1 and first.metrics["kl/target"] == 0.5
+    expected = leash_of(job).after(first.metrics["kl/exact_per_sequence"], sequences=4)
+    assert second.metrics["beta"] == pytest.approx(expected.beta, rel=1e-5) != 0.1
+    assert result.beta == pytest.approx(
+        expected.after(second.metrics["kl/exact_per_sequence"]).beta, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("controller", ["fixed", "ziegler", "pid", "dual"])
+def test_every_controller_can_be_asked_for_and_tightened(controller):
+    from kleash.records import PPOJob
+
+    job = PPOJob(controller=controller, target_nats=2.0, target_per="token", beta=0.3, beta_max=0.5)
+    leash = leash_of(job)
+    assert leash.to_dict()["kind"] == controller and leash.beta == 0.3 and leash.per == "token"
+    assert tightened(leash, job).beta == 0.5 and tightened(tightened(leash, job), job).beta == 0.5
+
+
+def test_what_the_watch_advises_is_done(folder):
+    setting, _ = ready(tiny_job(folder))
+    warnings = (StepWarning(kind="runaway", sentence="KL ran away"),)
+    progress = replace(started(setting.job), step=3)
+
+    def after(act):
+        return advised(progress, Advice(warnings=warnings, act=act), setting)
+
+    assert after(None).warnings == ("KL ran away",) and after(None).stopped is None
+    assert after("stop").stopped == "the watch stopped it after step 3: KL ran away"
+    assert after("halve_learning_rate").learning_rate == progress.learning_rate / 2
+    assert after("tighten").controller.beta == 2 * setting.job.beta
+
+
+def test_a_learning_rate_that_was_halved_is_the_one_that_is_used(folder):
+    setting, prompts = ready(tiny_job(folder))
+    progress = replace(started(setting.job), learning_rate=1e-30)
+    before = weights(setting.trainee.policy.network)
+    found = one_step(setting, prompts, folder, progress, None)
+    assert found.metrics["policy/learning_rate"] == 1e-30 and found.metrics["kl/update"] == 0.0
+    assert same(before, weights(setting.trainee.policy.network))
+
+
+def test_a_loss_that_is_no_number_stops_with_the_batch_saved(folder, tmp_path):
+    """And with the last good checkpoint as it was."""
+    job = tiny_job(folder, out=str(tmp_path), steps=1, checkpoint_every=1)
+    train_ppo(job)
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints/step-000001").glob("*.*")}
+    wild = replace(job, learning_rate=1e18, steps=2, resume=True)
+    checkpoint = tmp_path / "checkpoints/step-000001/progress.json"
+    state = json.loads(checkpoint.read_text())
+    state["progress"]["learning_rate"] = 1e18
+    checkpoint.write_text(json.dumps(state))
+    with pytest.raises(
+        NonFiniteError,
+        match=r"in step 2, epoch \d, minibatch \d; .*learning rate of 1e\+18.*failed-step-000002",
+    ):
+        train_ppo(wild)
+    saved = tmp_path / "failed-step-000002"
+    responses = json.loads((saved / "responses-0.json").read_text())["responses"]
+    assert len(responses) == 4 and responses[0]["response_ids"] and responses[0]["prompt"]
+    from safetensors.torch import load_file
+
+    tokens = load_file(saved / "tokens-0.safetensors")
+    assert tokens["mask"].sum() == sum(len(one["response_ids"]) for one in responses)
+    assert tokens["advantages"].isfinite().all() and {"token_logp", "token_kl", "returns"} <= tokens.keys()
+    left = {
+        path.name: path.read_bytes() for path in (tmp_path / "checkpoints/step-000001").glob("*.safetensors")
+    }
+    assert left == {name: kept[name] for name in left} and left
+
+
+def test_a_reference_that_rules_a_token_out_is_named(folder, monkeypatch):
+    """An infinite KL has no finite gradient; it is said where it came in."""
+    from kleash.training.ppo import step as module
+
+    setting, prompts = ready(tiny_job(folder))
+    genuine = module.roll_out
+
+    def forbidding(*given):
+        rollout = genuine(*given)
+        rollout.token_kl[1, 1] = torch.inf
+        return rollout
+
+    monkeypatch.setattr(module, "roll_out", forbidding)
+    with pytest.raises(
+        NonFiniteError, match=r"KL\(policy \|\| reference\) of prompt \d, sample 0.*response token 1, is inf"
+    ):
+        one_step(setting, prompts, folder, started(setting.job), None)
+
+
+def test_what_cannot_be_trained_is_refused(folder, tmp_path):
+    from tiny_models import tiny_adapter
+
+    with pytest.raises(OptionError, match="float16 loses gradients"):
+        ready(tiny_job(folder, dtype="float16"))
+    adapter = tiny_adapter(tmp_path / "adapter", folder / "llama-policy")
+    with pytest.raises(ModelError, match="would put another one on it"):
+        ready(tiny_job(folder, policy=str(adapter), lora_rank=2))
+
+
+def test_an_adapter_is_merged_where_every_weight_is_trained(folder, tmp_path):
+    from tiny_models import tiny_adapter
+
+    adapter = tiny_adapter(tmp_path / "adapter", folder / "llama-policy")
+    setting, prompts = ready(tiny_job(folder, policy=str(adapter), reference=None))
+    rollout = roll_out(setting, prompts, 1)
+    assert rollout.token_kl[rollout.mask].abs().max() < 1e-6, "merged, it says what it said as an adapter"
+    names = [name for name, weight in setting.trainee.policy.named_parameters() if weight.requires_grad]
+    assert len(names) == 23 and not any("lora" in name for name in names)
+    assert any("lora" in name for name, _ in setting.trainee.reference.model.network.named_parameters())
