@@ -112,7 +112,7 @@ def test_the_reference_of_an_adapter_is_its_base(trl, folder, tmp_path):
             if "lora" in name:
                 weight.add_(0.3 * torch.randn(weight.shape, generator=draw))
     inputs = batch()
-    reference = trainer._reference_pass(inputs)
+    reference = trainer._pass_over(inputs, reference=True, hidden=True)
     inputs |= {"ref_per_token_logps": reference.logp, "kleash_reference_hidden": reference.hidden}
     trainer._compute_loss(trainer.model, inputs)
     logp = whole_logp(trainer.model, inputs, 0.7)

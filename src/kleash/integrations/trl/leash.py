@@ -1,7 +1,5 @@
-"""What GRPO and RLOO have in common: catching TRL's passes, and the KL term beside TRL's own loss."""
+"""What GRPO and RLOO have in common: the KL term beside TRL's own loss."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +10,8 @@ from torch import Tensor
 from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.estimators.weights import ImportanceWeights
-from kleash.integrations.trl.passes import Pass, caught, head_of, inner, of_responses, reading_of
-from kleash.integrations.trl.seams import disable_gradient_checkpointing, use_adapter
+from kleash.integrations.trl.catching import Catching
+from kleash.integrations.trl.passes import Pass
 from kleash.integrations.trl.terms import Wanted, Window
 from kleash.linear import LinearOptions, linear_kl_loss
 from kleash.losses import future_kl_loss
@@ -21,10 +19,6 @@ from kleash.losses import future_kl_loss
 REFERENCE_HIDDEN = "kleash_reference_hidden"
 REFERENCE_LOGP = "ref_per_token_logps"
 BEHAVIOUR = "kleash_behaviour_logps"
-IMAGES = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
-    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
-)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,18 +33,15 @@ class Share:
     """Tokens that the importance weights leave, as a share of all; None without weights."""
 
 
-class OwnKL:
+class OwnKL(Catching):
     """In front of one of TRL's trainers: takes over its KL.
 
     ``kl`` "exact", "k1", "k2" or "k3"; ``kl_place`` "loss" or "reward"; ``kl_scope`` "token" or "sequence";
     ``kl_gradient`` and ``kl_cap`` as the fields of ``kleash.losses.KLTerm``. A combination that trains something
-    else than KL(policy || reference) raises OptionError and says what.
+    else than KL(policy || reference) raises OptionError and says what. ``reference`` is a model in memory that the
+    policy is kept near, in the place of the one that TRL would load: the checkpoint that the policy came from.
     """
 
-    accelerator: Any
-    args: Any
-    model: Any
-    ref_model: Any
     _metrics: Any
 
     # More arguments than elsewhere: they are options of a trainer, all by name, before those of TRL's own.
@@ -66,11 +57,7 @@ class OwnKL:
         **named: Any,
     ) -> None:
         """Make TRL's trainer, which is given everything else, and see that its KL makes sense."""
-        self._passes: list[Pass] | None = None
-        self._catching = False
         super().__init__(*given, **named)
-        self.beta: float
-        self.temperature: float
         self._linear = linear_options
         self._wanted = Wanted(
             kl=kl,
@@ -83,13 +70,7 @@ class OwnKL:
         )
         self._term = self._wanted.term(off_policy=self._off_policy)
         if self.beta != 0 and self._wanted.exact:
-            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            self._own_reading = reading_of(self._bare(self.model), tokenizer, "policy")
-            self._reference_reading = self._own_reading
-            if self.ref_model is not None:
-                self._reference_reading = reading_of(self._bare(self.ref_model), tokenizer, "reference")
-
-    processing_class: Any
+            self._readings()
 
     @property
     def _loss_type(self) -> str:
@@ -101,68 +82,6 @@ class OwnKL:
         """Whether some updates are made with samples of an older policy."""
         every = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % every != 0
-
-    def _bare(self, model: Any) -> Any:
-        return self.accelerator.unwrap_model(model)
-
-    @contextmanager
-    def _parent_has(self, beta: float) -> Iterator[None]:
-        """Inside, TRL's own code sees this beta."""
-        own, self.beta = self.beta, beta
-        try:
-            yield
-        finally:
-            self.beta = own
-
-    @contextmanager
-    def _watched(self, *, hidden: bool) -> Iterator[list[Pass]]:
-        """Inside, every pass that TRL makes is kept in the list, with its hidden states if asked for."""
-        self._passes, self._catching = [], hidden
-        try:
-            yield self._passes
-        finally:
-            self._passes = None
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        ask: Any = super()._get_per_token_logps_and_entropies  # pyright: ignore[reportAttributeAccessIssue]
-        given = (input_ids, attention_mask, logits_to_keep, *more)
-        if self._passes is None:
-            return ask(model, *given, **named)
-        hidden = None
-        if self._catching:
-            with caught(inner(self._bare(model)).base_model) as seen:
-                found = ask(model, *given, **named)
-            hidden = of_responses(seen, logits_to_keep)
-        else:
-            found = ask(model, *given, **named)
-        self._passes.append(Pass(logp=found[0], hidden=hidden, given=(given, named)))
-        return found
-
-    def _reference_pass(self, output: dict[str, Any]) -> Pass:
-        """The reference's own pass over what was generated, where TRL makes none."""
-        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        training = "train" if self.model.training else "eval"
-        batch = getattr(self.args, f"per_device_{training}_batch_size")
-        images = {name: output[name] for name in IMAGES if output.get(name) is not None}
-        quietly = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), quietly, self._watched(hidden=self._wanted.exact) as passes:
-            given = (ids, mask, output["completion_ids"].size(1), batch)
-            if self.ref_model is not None:
-                self._get_per_token_logps_and_entropies(self.ref_model, *given, **images)
-            else:
-                bare = self._bare(self.model)
-                with use_adapter(bare, adapter_name="ref" if "ref" in bare.peft_config else None):
-                    self._get_per_token_logps_and_entropies(self.model, *given, **images)
-        return passes[-1]
 
     def _share(self, own: Pass, inputs: dict[str, Any], window: Window) -> Share:
         """The KL of a micro-batch, from the policy's pass and what was kept of the reference's."""
@@ -184,14 +103,14 @@ class OwnKL:
         self, own: Pass, inputs: dict[str, Any], mask: Tensor, shares: Tensor, ratio: ImportanceWeights | None
     ) -> Share:
         weights = shares if ratio is None else shares * ratio.values
-        reference = self.model if self.ref_model is None else self.ref_model
         if own.hidden is None:
             raise OptionError("no hidden states were caught; the model's backbone was not run by its forward")
+        head_p, head_q = self._heads()
         found = linear_kl_loss(
             own.hidden[mask],
-            head_of(self._bare(self.model), self._own_reading, trained=True),
+            head_p,
             inputs[REFERENCE_HIDDEN][mask],
-            head_of(self._bare(reference), self._reference_reading, trained=False),
+            head_q,
             weights=weights[mask].detach(),
             temperature=self.temperature,
             options=self._linear,

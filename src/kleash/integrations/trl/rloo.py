@@ -39,7 +39,7 @@ class RLOOLeash(OwnKL):
             return output
         with self._parent_has(0.0), self._watched(hidden=False) as passes:
             output = parent._generate_and_score_completions(inputs)
-        reference = self._reference_pass(output)
+        reference = self._pass_over(output, reference=True, hidden=self._wanted.exact)
         output[REFERENCE_LOGP] = reference.logp
         if self._off_policy:
             output[BEHAVIOUR] = passes[0].logp

@@ -23,6 +23,7 @@ require_seams(
     | {
         f"{GRPO}._generate": ("prompts",),
         "trl.trainer.utils:use_adapter": ("model", "adapter_name"),
+        "trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
         "trl.models.utils:disable_gradient_checkpointing": (),
     },
 )
@@ -30,6 +31,12 @@ require_seams(
 from trl.models.utils import disable_gradient_checkpointing  # noqa: E402 (after it is known to be the right one)
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
-from trl.trainer.utils import use_adapter  # noqa: E402
+from trl.trainer.utils import add_fused_lm_head, use_adapter  # noqa: E402
 
-__all__ = ["GRPOTrainer", "RLOOTrainer", "disable_gradient_checkpointing", "use_adapter"]
+__all__ = [
+    "GRPOTrainer",
+    "RLOOTrainer",
+    "add_fused_lm_head",
+    "disable_gradient_checkpointing",
+    "use_adapter",
+]

@@ -1,0 +1,137 @@
+"""In front of one of TRL's trainers: its passes through policy and reference, caught with their hidden states."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kleash.errors import OptionError
+from kleash.integrations.trl.passes import Pass, caught, head_of, inner, of_responses, reading_of
+from kleash.integrations.trl.seams import add_fused_lm_head, disable_gradient_checkpointing, use_adapter
+from kleash.linear import Head
+
+IMAGES = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+
+
+class Catching:
+    """Catches what TRL's trainer computes, and runs the reference where TRL does not."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    ref_model: Any
+    processing_class: Any
+    beta: float
+    temperature: float
+
+    def __init__(self, *given: Any, reference: Any = None, **named: Any) -> None:
+        """Make TRL's trainer, with another reference than the checkpoint of the policy if one is given."""
+        self._passes: list[Pass] | None = None
+        self._catching = False
+        self._known: tuple[Head, Head] | None = None
+        if reference is None:
+            super().__init__(*given, **named)
+            return
+        if named.get("args") is None:
+            raise OptionError("a reference of one's own needs the configuration by name: args=…")
+        beta, named["args"] = named["args"].beta, copy(named["args"])
+        named["args"].beta = 0.0  # so that TRL does not load one
+        super().__init__(*given, **named)
+        self.beta = self.args.beta = beta
+        reference.requires_grad_(False)
+        add_fused_lm_head(
+            reference, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32
+        )
+        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def _bare(self, model: Any) -> Any:
+        return self.accelerator.unwrap_model(model)
+
+    @contextmanager
+    def _parent_has(self, beta: float) -> Iterator[None]:
+        """Inside, TRL's own code sees this beta."""
+        own, self.beta = self.beta, beta
+        try:
+            yield
+        finally:
+            self.beta = own
+
+    @contextmanager
+    def _watched(self, *, hidden: bool) -> Iterator[list[Pass]]:
+        """Inside, every pass that TRL makes is kept in the list, with its hidden states if asked for."""
+        self._passes, self._catching = [], hidden
+        try:
+            yield self._passes
+        finally:
+            self._passes = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        ask: Any = super()._get_per_token_logps_and_entropies  # pyright: ignore[reportAttributeAccessIssue]
+        given = (input_ids, attention_mask, logits_to_keep, *more)
+        if self._passes is None:
+            return ask(model, *given, **named)
+        hidden = None
+        if self._catching:
+            with caught(inner(self._bare(model)).base_model) as seen:
+                found = ask(model, *given, **named)
+            hidden = of_responses(seen, logits_to_keep)
+        else:
+            found = ask(model, *given, **named)
+        self._passes.append(Pass(logp=found[0], hidden=hidden, given=(given, named)))
+        return found
+
+    def _pass_over(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> Pass:
+        """A pass of the policy or of its reference over what was generated, without a gradient."""
+        ids, mask = (
+            torch.cat([output[f"prompt_{what}"], output[f"completion_{what}"]], dim=1)
+            for what in ("ids", "mask")
+        )
+        training = "train" if self.model.training else "eval"
+        batch = getattr(self.args, f"per_device_{training}_batch_size")
+        images = {name: output[name] for name in IMAGES if output.get(name) is not None}
+        quietly = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), quietly, self._watched(hidden=hidden) as passes:
+            given = (ids, mask, output["completion_ids"].size(1), batch)
+            if not reference:
+                self._get_per_token_logps_and_entropies(self.model, *given, **images)
+            elif self.ref_model is not None:
+                self._get_per_token_logps_and_entropies(self.ref_model, *given, **images)
+            else:
+                bare = self._bare(self.model)
+                with use_adapter(bare, adapter_name="ref" if "ref" in bare.peft_config else None):
+                    self._get_per_token_logps_and_entropies(self.model, *given, **images)
+        return passes[-1]
+
+    def _readings(self) -> tuple[Head, Head]:
+        """How the heads of policy and reference are read; found out once."""
+        if self._known is None:
+            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            own = reading_of(self._bare(self.model), tokenizer, "policy")
+            other = own
+            if self.ref_model is not None:
+                other = reading_of(self._bare(self.ref_model), tokenizer, "reference")
+            self._known = own, other
+        return self._known
+
+    def _heads(self) -> tuple[Head, Head]:
+        """Both heads as they are now: the policy's with its gradient."""
+        own, other = self._readings()
+        reference = self.model if self.ref_model is None else self.ref_model
+        return (
+            head_of(self._bare(self.model), own, trained=True),
+            head_of(self._bare(reference), other, trained=False),
+        )
