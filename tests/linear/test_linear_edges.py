@@ -1,0 +1,182 @@
+"""Every function and implementation at the edges: NaN, no overlap, no token, one token, odd shapes, all dtypes."""
+
+import pytest
+import torch
+from linear_cases import EVERY, REFERENCE, SMALL, Case, head_case, in_float64, relative_rms
+
+from kleash.divergences import DIVERGENCES
+from kleash.errors import ShapeError, VocabularyMismatchError
+from kleash.linear import (
+    Head,
+    linear_divergence,
+    linear_divergence_loss,
+    linear_kl,
+    linear_kl_loss,
+    linear_objective,
+    log_probabilities,
+    token_statistics,
+)
+
+
+def weights_of(case):
+    shape = case.tokens.shape
+    return torch.linspace(0.3, 1.7, case.tokens.numel()).reshape(shape).to(case.hidden_p.dtype)
+
+
+def every_term(case):
+    weights = weights_of(case).reshape(-1)
+
+    def objective(terms, rows):
+        return weights[rows] * (terms.kl - terms.token_logp - 0.3 * terms.entropy + 0.2 * terms.token_logq)
+
+    return objective
+
+
+DOORS = {
+    "linear_kl": lambda case, options: linear_kl(*case.models, options=options),
+    "linear_kl_loss": lambda case, options: (
+        linear_kl_loss(*case.models, weights=weights_of(case), options=options).per_token
+    ),
+    "linear_objective": lambda case, options: (
+        linear_objective(*case.models[:2], case.tokens, *case.models[2:], every_term(case), options=options)[
+            1
+        ].kl
+    ),
+    "token_statistics": lambda case, options: (
+        token_statistics(*case.models, case.tokens, options=options).kl_pq
+    ),
+    **{
+        name: lambda case, options, name=name: linear_divergence(
+            *case.models, divergence=name, options=options
+        )
+        for name in DIVERGENCES
+        if name != "kl"
+    },
+}
+THROUGH = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS.keys())
+
+
+@THROUGH
+@EVERY
+def test_nan_stays_with_its_token(options, door):
+    case = head_case(torch.float32, tokens=(7,), words=67, bias=True)
+    whole = door(case, options)
+    case.hidden_q[4, 2] = torch.nan
+    case.hidden_p[2, 1] = torch.inf
+    spoilt, others = door(case, options), torch.tensor([0, 1, 3, 5, 6])
+    assert spoilt[4].isnan() and not spoilt[2].isfinite()
+    torch.testing.assert_close(spoilt[others], whole[others])
+    assert whole.min() > 0
+
+
+def test_nan_stays_with_its_token_in_log_probabilities():
+    case = head_case(torch.float32, tokens=(3,))
+    case.hidden_p[1, 0] = torch.nan
+    found = log_probabilities(case.hidden_p, case.head_p)
+    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+
+
+GRADIENTS = {
+    "values": lambda case, options: (linear_kl(*case.models, options=options) * weights_of(case)).sum(),
+    "loss": lambda case, options: (
+        linear_kl_loss(*case.models, weights=weights_of(case), options=options).loss
+    ),
+    "objective": lambda case, options: linear_objective(
+        *case.models[:2], case.tokens, *case.models[2:], every_term(case), options=options
+    )[0],
+    "jensen_shannon": lambda case, options: (
+        linear_divergence_loss(
+            *case.models, weights=weights_of(case), divergence="jensen_shannon", options=options
+        ).loss
+    ),
+}
+LEARNING = pytest.mark.parametrize("loss", GRADIENTS.values(), ids=GRADIENTS.keys())
+
+
+def with_leaves(case, weights_too=True) -> tuple[Case, list[torch.Tensor]]:
+    """The case made of leaves, and these."""
+    hidden = [x.detach().clone().requires_grad_() for x in (case.hidden_p, case.hidden_q)]
+    heads, tensors = [], list(hidden)
+    for head in (case.head_p, case.head_q):
+        pair = [None if x is None else x.detach().clone() for x in (head.weight, head.bias)]
+        tensors += [x.requires_grad_() for x in pair if x is not None and weights_too]
+        heads.append(Head(*pair, scale=head.scale, softcap=head.softcap))
+    return Case(hidden[0], heads[0], hidden[1], heads[1], case.tokens, case.temperature), tensors
+
+
+@LEARNING
+@EVERY
+def test_a_token_that_is_nan_or_overlaps_nowhere_spoils_no_other_tokens_gradient(options, loss):
+    case = head_case(torch.float32, 1.0, tokens=(6,), words=29)
+    grads = []
+    for spoilt in (False, True):
+        if spoilt:
+            case.hidden_q[1] = torch.nan
+            case.hidden_p[4] = 1e30 * torch.sign(case.hidden_p[4])
+        each, tensors = with_leaves(case, weights_too=False)
+        grads.append(torch.autograd.grad(loss(each, options), tensors))
+    others = torch.tensor([0, 2, 3, 5])
+    for whole, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found[others], whole[others], rtol=1e-4, atol=1e-6)
+        assert whole.abs().amax(-1).min() > 0
+    assert grads[1][1][1].isnan().all()
+
+
+@THROUGH
+@EVERY
+@pytest.mark.parametrize("tokens", [(0,), (2, 0), (1,), (1, 1)], ids=str)
+def test_no_token_and_one(tokens, options, door):
+    case = head_case(torch.bfloat16, tokens=tokens, words=31)
+    found = door(case, options)
+    assert found.shape == tokens and found.dtype == torch.float32
+    assert (found > 0).all()
+
+
+@LEARNING
+@EVERY
+@pytest.mark.parametrize("tokens", [(0,), (1, 1)], ids=str)
+def test_the_gradient_of_no_token_and_of_one(tokens, options, loss):
+    case, tensors = with_leaves(head_case(torch.float64, 1.0, tokens=tokens, words=31, bias=True))
+    total = loss(case, options)
+    found = torch.autograd.grad(total, tensors)
+    assert total.shape == ()
+    for tensor, gradient in zip(tensors, found, strict=True):
+        assert gradient.shape == tensor.shape and gradient.isfinite().all()
+        assert bool(gradient.abs().sum() > 0) is (0 not in tokens)
+
+
+@LEARNING
+@pytest.mark.parametrize("words", [1, 2, 127, 1025])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_odd_shapes_and_all_dtypes(dtype, words, loss):
+    """Three axes of tokens, more or fewer words than a vector has; no worse than the plain version."""
+    case = head_case(dtype, 0.5, tokens=(2, 1, 5), words=words, bias=True, softcap=20.0)
+    found = []
+    for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), (case, SMALL)):
+        each, tensors = with_leaves(each)
+        total = loss(each, options)
+        found.append((total.detach(), *torch.autograd.grad(total, tensors)))
+    for number, (right, plain, ours) in enumerate(zip(*found, strict=True)):
+        assert ours.shape == right.shape
+        assert number == 0 or ours.dtype == dtype
+        if words == 1:
+            assert ours.abs().max() <= (1e-5 if loss is GRADIENTS["objective"] else 0.0)
+            continue
+        slack = {torch.float64: 1e-12, torch.float32: 3e-6}.get(dtype, 2.0 ** (-6 if number else -18))
+        assert relative_rms(ours, right) <= 2 * relative_rms(plain, right) + slack, number
+
+
+H, W = torch.randn(5, 4), torch.randn(9, 4)
+
+
+@THROUGH
+def test_every_door_refuses_what_does_not_fit(door, unhooked):
+    ids = torch.zeros(5, dtype=torch.long)
+    with pytest.raises(VocabularyMismatchError, match="p covers 9 tokens and that of q 7"):
+        door(Case(H, Head(W), H, Head(W[:7]), ids), None)
+    with pytest.raises(ShapeError, match="hidden states of q have 3 dimensions and its head 4"):
+        door(Case(H, Head(W), H[:, :3], Head(W), ids), None)
+    with pytest.raises(ShapeError, match=r"\(5,\) tokens under p and \(3,\) under q"):
+        door(Case(H, Head(W), H[:3], Head(W), ids), None)
+    with pytest.raises(ShapeError, match=r"weight of q are torch\.int64"):
+        door(Case(H, Head(W), H, Head(W.long()), ids), None)
