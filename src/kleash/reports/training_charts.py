@@ -157,7 +157,13 @@ def curves(
 
 
 def trace(
-    x: Sequence[int] | Sequence[float], y: Sequence[float], label: str, *, color: str, dash: str = "solid", **more: Any
+    x: Sequence[int] | Sequence[float],
+    y: Sequence[float],
+    label: str,
+    *,
+    color: str,
+    dash: str = "solid",
+    **more: Any,
 ) -> dict[str, Any]:
     """A curve."""
     return {
