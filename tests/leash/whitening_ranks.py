@@ -9,7 +9,7 @@ from kleash.leash import measured_kl, whiten
 
 
 def batches():
-    """Values and masks: ragged with an empty row, all equal, and everything on one rank."""
+    """Values and masks: ragged with an empty row, all equal, equal on each rank, everything on one rank."""
     torch.manual_seed(0)
     values = torch.randn(5, 4, dtype=torch.float64)
     ragged = torch.arange(4) < torch.tensor([4, 1, 0, 3, 2]).unsqueeze(-1)
@@ -18,6 +18,7 @@ def batches():
     return {
         "ragged": (torch.where(ragged, values, torch.nan), ragged),
         "all equal": (torch.full((5, 4), 0.1), torch.ones(5, 4, dtype=torch.bool)),
+        "each rank has one number": (torch.arange(5.0).unsqueeze(-1).expand(5, 4).floor_divide(3), ~ragged),
         "one rank has nothing": (values, one_sided),
     }
 
