@@ -339,3 +339,17 @@ def test_what_was_kept_in_bfloat16_is_no_worse():
         found.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
     for right, plain, ours in zip(*found, strict=True):
         assert relative_rms(ours, right) <= 2.0 * relative_rms(plain, right) + 1e-6
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "hellinger"])
+@pytest.mark.parametrize("place", [1, 5], ids=["weight_p", "bias_q"])
+def test_what_was_kept_of_one_side(place, name):
+    case = head_case(torch.float64, 0.7, tokens=(9,), words=31, bias=True)
+    weights, found = torch.linspace(-1, 2.2, 9, dtype=torch.float64), []
+    for options in (REFERENCE, CHUNKED):
+        tensors, of = leaves_of(case, name)
+        tensors = [x if n == place else x.detach() for n, x in enumerate(tensors)]
+        (gradient,) = torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors[place])
+        found.append(gradient)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+    assert found[0].abs().sum() > 0
