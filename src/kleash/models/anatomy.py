@@ -54,7 +54,7 @@ def take_apart(network: Any, body: Any, probe: Int[Tensor, "batch time"], who: s
         bare = _plain_head(network, rows)
         if bare is not None and body is not network:
             hidden = body(input_ids=probe, use_cache=False).last_hidden_state
-            for head in _readings(network.config, bare):
+            for head in readings(network.config, bare):
                 if disagreement(own, hidden, head) <= 1:
                     return Anatomy(head=head, rows=rows, note=None)
     note = (
@@ -147,7 +147,7 @@ def _effective(layer: Any) -> tuple[Any, Any]:
     return getattr(layer, "weight", None), getattr(layer, "bias", None)
 
 
-def _readings(config: Any, bare: Head) -> Iterator[Head]:
+def readings(config: Any, bare: Head) -> Iterator[Head]:
     """The heads that a configuration may mean, the most usual reading first."""
     text = config.get_text_config(decoder=True)
     caps = [getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]

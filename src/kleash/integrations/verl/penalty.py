@@ -1,7 +1,6 @@
-"""verl's KL penalty by verl's own names, with the true value where verl clamps it, and an exact "full"."""
+"""verl's KL penalty by verl's own names, with the true value where verl clamps it, and an exact one."""
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from types import MappingProxyType
 
 import torch
@@ -9,13 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import kl
-from kleash.errors import MissingExtraError, OptionError, ShapeError
+from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
-from kleash.losses import require_log_probabilities
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
-__all__ = ["NAMES", "install", "kl_penalty"]
+__all__ = ["NAMES", "kl_penalty"]
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -26,10 +24,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "k2": "k2",
         "low_var_kl": "k3",
         "k3": "k3",
-        "full": "full",
+        "full": "exact",
+        "exact": "exact",
     }
 )
-"""verl's spelling -> kleash's. A ``+`` behind any of them asks for the gradient of KL(policy || reference)."""
+"""verl's spelling -> kleash's; "exact" is new. A ``+`` behind any asks for the gradient of KL(policy || reference)."""
 
 
 def kl_penalty(
@@ -46,7 +45,7 @@ def kl_penalty(
     | abs                | abs(u)                                 | of sum abs(p - q) |
     | mse, k2            | u^2 / 2                                | of KL(policy || reference) |
     | low_var_kl, k3     | exp(-u) - 1 + u                        | of KL(reference || policy) |
-    | full               | exact: sum of p (log p - log q)        | of KL(policy || reference) |
+    | exact, full        | exact: sum of p (log p - log q)        | of KL(policy || reference) |
     | any of them with + | as without                             | of KL(policy || reference), by k2 |
 
     Value and gradient are verl's wherever verl does not clamp, up to rounding: the subtraction is done,
@@ -55,16 +54,16 @@ def kl_penalty(
     Where u is infinite, a ``+`` passes on no gradient.
 
     Args:
-        logprob: log-probabilities of the sampled tokens under the policy; for "full", log-probabilities or
+        logprob: log-probabilities of the sampled tokens under the policy; for "exact", log-probabilities or
             logits of every token, ``[batch, time, vocab]``.
         ref_logprob: the same under the reference, in the same shape: nothing is broadcast.
-        kl_penalty: one of the names; "full+" is "full", whose gradient is right as it is.
+        kl_penalty: one of the names; "exact+" is "exact", whose gradient is right as it is.
         clamp: "verl" for verl's clamps and dtype, bit for bit, in value and gradient; None for none.
 
     Raises:
         UnknownNameError: for a name that verl does not know.
-        OptionError: if ``clamp`` is neither None nor "verl", or asks for verl's "full": there is none.
-        ShapeError: if the two differ in shape, or "full" is given sampled tokens.
+        OptionError: if ``clamp`` is neither None nor "verl", or asks for verl's "full", of which there is none.
+        ShapeError: if the two differ in shape, or "exact" is given sampled tokens.
 
     References:
         verl 0.9.1, https://github.com/verl-project/verl
@@ -78,8 +77,8 @@ def kl_penalty(
             f"logprob is {tuple(logprob.shape)} and ref_logprob {tuple(ref_logprob.shape)}; "
             "give the same tokens under both"
         )
-    if name == "full":
-        return _full(logprob, ref_logprob, clamp)
+    if name == "exact":
+        return _exact(logprob, ref_logprob, clamp)
     if clamp is not None:
         return _as_verl(logprob, ref_logprob, name, kl_penalty)
     value = sampled_kl(logprob, ref_logprob, name)
@@ -91,15 +90,15 @@ def kl_penalty(
     return value.detach() + here * (log_ratio - here)
 
 
-def _full(logprob: Tensor, ref_logprob: Tensor, clamp: str | None) -> Tensor:
+def _exact(logprob: Tensor, ref_logprob: Tensor, clamp: str | None) -> Tensor:
     if clamp is not None:
         raise OptionError(
             "verl raises NotImplementedError for 'full', so there is nothing to reproduce; omit clamp"
         )
     if logprob.ndim != 3:
         raise ShapeError(
-            f"'full' sums over the vocabulary and was given {tuple(logprob.shape)}; verl hands over the sampled "
-            "tokens' log-probabilities alone, so call it with [batch, time, vocab], or ask for 'k3+' here"
+            f"the exact KL sums over the vocabulary and was given {tuple(logprob.shape)}; verl hands over the sampled "
+            "tokens' log-probabilities alone, so let its engine do it (install(exact=True)), or ask for 'k3+' here"
         )
     logp, logq = (at_least_float32(x).log_softmax(-1) for x in (logprob, ref_logprob))
     return kl(logp, logq)
@@ -128,36 +127,3 @@ _VERL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
         "k3": _clamped_k3,
     }
 )
-
-
-def install() -> None:
-    """Let verl compute its KL penalty here, in this process: no clamp, and no other change to its numbers.
-
-    Replaces ``verl.trainer.ppo.core_algos.kl_penalty_forward``, which verl's ``kl_penalty`` looks up when it
-    is called, so that modules which imported ``kl_penalty`` by name follow too. The ``+`` stays verl's own.
-    Each process of verl needs it: put it into a module that ``VERL_USE_EXTERNAL_MODULES`` names.
-
-    The first batch is looked at: what verl hands over must be able to be log-probabilities, or a
-    NotProbabilitiesError says what it is instead. NaN is left alone, since verl does not say which tokens count.
-
-    Raises:
-        MissingExtraError: if verl, or something that it imports, is not installed.
-    """
-    try:
-        core = import_module("verl.trainer.ppo.core_algos")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"{str(error.name).partition('.')[0]} is not installed; "
-            "run: pip install --no-deps verl, and pip install what it imports"
-        ) from error
-
-    unseen = ["the first batch"]
-
-    def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
-        if unseen:
-            for side, values in (("logprob", logprob), ("ref_logprob", ref_logprob)):
-                require_log_probabilities(values, ~values.isnan(), side)
-            unseen.clear()
-        return kl_penalty(logprob, ref_logprob, name)
-
-    vars(core)["kl_penalty_forward"] = kl_penalty_forward

@@ -1,0 +1,233 @@
+"""The exact KL in verl's FSDP engine: from its own logits, and from hidden states kept when the reference ran."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.divergences import kl
+from kleash.errors import CannotRunError
+from kleash.integrations.verl.penalty import NAMES
+from kleash.linear import Head, linear_kl
+from kleash.models.anatomy import logits, readings
+
+__all__ = ["REFERENCE_HIDDEN", "ExactKL"]
+
+REFERENCE_HIDDEN = "kleash_reference_hidden"
+"""What the reference's hidden states are called in the data that verl hands on."""
+
+PER_TOKEN = "kleash_exact_kl"
+MOST_NATS_OFF = 0.01
+
+
+@dataclass(eq=False)
+class Caught:
+    """What the reference's head was called with."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class ExactKL:
+    """What one process of verl keeps for the exact KL, and the wrappers around verl's functions that use it.
+
+    The reference's pass: its final hidden states go into the engine's output, as ``REFERENCE_HIDDEN``,
+    ``[tokens, dim]``, and travel to the update in verl's own data; its head, ``[vocab, dim]``, stays in
+    this process. The update: the policy's logits are read where the engine reads them, before it may write over
+    them, and the reference's are made from hidden states and head, for a few tokens at a time.
+    """
+
+    def __init__(self, padded: Callable[[Tensor, Any], Tensor]) -> None:
+        """Know verl's ``no_padding_2_padding``, which says where in packed rows the responses are."""
+        self._padded = padded
+        self._head: Head | None = None
+        self._caught: Caught | None = None
+        self._without_adapter: list[Any] = []
+        self.in_flight: Float[Tensor, "batch time"] | None = None
+        """The KL of the micro-batch whose loss verl is computing; None without one."""
+
+    def disable_adapter(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """verl's ``FSDPEngine.disable_adapter``: inside, what the engine runs is the reference."""
+
+        @wraps(theirs)
+        def disable_adapter(engine: Any) -> AbstractContextManager[None]:
+            return self._as_reference(engine, theirs(engine))
+
+        return disable_adapter
+
+    @contextmanager
+    def _as_reference(self, engine: Any, without: AbstractContextManager[Any]) -> Iterator[None]:
+        self._without_adapter.append(engine)
+        try:
+            with without:
+                yield
+        finally:
+            self._without_adapter.remove(engine)
+
+    def forward_step(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """verl's ``FSDPEngineWithLMHead.forward_step``: watches what the reference's head is given."""
+
+        @wraps(theirs)
+        def forward_step(engine: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+            is_reference = engine in self._without_adapter or engine.engine_config.forward_only
+            if not is_reference or loss_function is not None:
+                return theirs(engine, micro_batch, loss_function, forward_only)
+            with self._watched(engine.module):
+                return theirs(engine, micro_batch, loss_function, forward_only)
+
+        return forward_step
+
+    @contextmanager
+    def _watched(self, module: Any) -> Iterator[None]:
+        """Inside, ``self._caught`` holds what the head of ``module`` was last called with."""
+        seen = self._caught = Caught()
+
+        def look(layer: Any, given: tuple[Any, ...]) -> None:
+            seen.hidden, seen.weight, seen.bias = given[0], layer.weight, getattr(layer, "bias", None)
+
+        layer = module.get_output_embeddings()
+        handle = None if layer is None else layer.register_forward_pre_hook(look)
+        try:
+            yield
+        finally:
+            self._caught = None
+            if handle is not None:
+                handle.remove()
+
+    def prepare_model_outputs(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """verl's ``FSDPEngineWithLMHead.prepare_model_outputs``: adds hidden states, or the KL, to its output."""
+
+        @wraps(theirs)
+        def prepare_model_outputs(
+            engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+        ) -> Any:
+            given = (engine, output, output_args, micro_batch, logits_processor_func)
+            if self._caught is not None:
+                kept = self._keep(engine, output, micro_batch, self._caught)
+                return theirs(*given) | {REFERENCE_HIDDEN: kept}
+            if not is_exact(logits_processor_func):
+                return theirs(*given)
+            per_token = self._per_token(engine, output, output_args, micro_batch)
+            return theirs(*given) | {PER_TOKEN: per_token}
+
+        return prepare_model_outputs
+
+    def ppo_loss(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """verl's ``ppo_loss``: while it runs, ``in_flight`` is the KL of its micro-batch."""
+
+        @wraps(theirs)
+        def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            per_token = model_output.get(PER_TOKEN)
+            self.in_flight = None if per_token is None else self._padded(per_token, data)
+            try:
+                return theirs(config=config, model_output=model_output, data=data, dp_group=dp_group)
+            finally:
+                self.in_flight = None
+
+        return ppo_loss
+
+    def _keep(self, engine: Any, output: Any, micro_batch: Any, seen: Caught) -> Tensor:
+        """The hidden states of all tokens, packed as verl packs them; the head is kept if it is a new one."""
+        rows = packed_logits(engine, output, micro_batch).detach()
+        if seen.hidden is None or seen.weight is None:
+            raise CannotRunError(
+                f"the head of the reference ({type(engine.module).__name__}) was not called with hidden states, which "
+                "the exact KL is computed from; ask for kl_loss_type=k3+"
+            )
+        hidden = packed(engine, seen.hidden, micro_batch).detach()
+        if self._head is None or nats_off(rows, hidden, self._head) > MOST_NATS_OFF:
+            self._head = head_of(engine.module, seen, rows, hidden)
+        return torch.nested.nested_tensor_from_jagged(hidden.clone(), micro_batch["input_ids"].offsets())
+
+    def _per_token(self, engine: Any, output: Any, output_args: Any, micro_batch: Any) -> Tensor:
+        """KL(policy || reference) where responses are predicted, 0 elsewhere; packed as verl packs it."""
+        self._require(REFERENCE_HIDDEN in micro_batch.keys(), "its hidden states are not in the data")  # noqa: SIM118
+        self._require(self._head is not None, "its head is not in this process")
+        assert self._head is not None
+        rows = packed_logits(engine, output, micro_batch)
+        places = self._padded(torch.arange(1, len(rows) + 1, device=rows.device), micro_batch)
+        places = places[places > 0] - 1
+        found = linear_kl(
+            rows[places],
+            Head(None),
+            micro_batch[REFERENCE_HIDDEN].values()[places],
+            self._head,
+            temperature=temperatures(output_args, micro_batch)[places],
+        )
+        per_token = torch.zeros(len(rows), dtype=found.dtype, device=rows.device).index_put((places,), found)
+        return torch.nested.nested_tensor_from_jagged(per_token, micro_batch["input_ids"].offsets())
+
+    def _require(self, there: bool, lacking: str) -> None:
+        if not there:
+            raise CannotRunError(
+                f"the exact KL needs what the reference's pass kept, and {lacking}; install(exact=True) in every "
+                "worker, with actor and reference in the same processes and trainer.use_v1=True, or ask for kl_loss_type=k3+"
+            )
+
+
+def is_exact(loss_function: Any) -> bool:
+    """Whether verl's loss function, a partial of its configuration, asks for the exact KL."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    if config is None or not config.use_kl_loss:
+        return False
+    return NAMES.get(config.kl_loss_type.removesuffix("+")) == "exact"
+
+
+def packed_logits(engine: Any, output: Any, micro_batch: Any) -> Float[Tensor, "tokens vocab"]:
+    """The engine's logits, as it reads them, one row for each token that is not padding."""
+    found = getattr(output, "logits", None)
+    if found is None or hasattr(found, "full_tensor") or engine.use_ulysses_sp:
+        why = "no logits" if found is None else "logits sharded over ranks"
+        raise CannotRunError(
+            f"the engine has {why}, which the exact KL is computed from; set use_fused_kernels=False, "
+            "ulysses_sequence_parallel_size=1 and no tensor parallelism, or ask for kl_loss_type=k3+"
+        )
+    return packed(engine, found, micro_batch)
+
+
+def packed(engine: Any, given: Tensor, micro_batch: Any) -> Tensor:
+    """What a model gave for each token, ``[1, packed, …]`` or ``[batch, time, …]``, without padding."""
+    offsets = micro_batch["input_ids"].offsets()
+    total = int(offsets[-1])
+    if given.shape[0] == 1 and given.shape[1] >= total:
+        return given[0, :total]
+    return given[torch.arange(given.shape[1], device=given.device) < offsets.diff().unsqueeze(1)]
+
+
+def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]:
+    """The temperature of each token, as verl's own ``prepare_model_inputs`` laid it out."""
+    lengths = micro_batch["input_ids"].offsets().diff()
+    if "temperature_rmpad" in output_args:
+        return output_args["temperature_rmpad"][: int(lengths.sum())]
+    return output_args["temperature"].repeat_interleave(lengths)
+
+
+def head_of(module: Any, seen: Caught, rows: Tensor, hidden: Tensor) -> Head:
+    """A copy of the reference's head, read as its configuration says and as its logits confirm."""
+    assert seen.weight is not None
+    if hasattr(seen.weight, "full_tensor"):
+        raise CannotRunError(
+            "the reference's head is sharded over ranks while it runs; the exact KL takes no tensor parallelism"
+        )
+    bias = None if seen.bias is None else seen.bias.detach().clone()
+    bare = Head(seen.weight.detach().clone(), bias)
+    best = min(readings(module.config, bare), key=lambda head: nats_off(rows, hidden, head))
+    off = nats_off(rows, hidden, best)
+    if not off <= MOST_NATS_OFF:
+        raise CannotRunError(
+            f"the reference ({type(module).__name__}) does not come apart into hidden states and head: what the head "
+            f"makes of them is {off:.3g} nats off its own logits; ask for kl_loss_type=k3+"
+        )
+    return best
+
+
+def nats_off(rows: Float[Tensor, "tokens vocab"], hidden: Int[Tensor, "tokens dim"], head: Head) -> float:
+    """How far, at the last token, the head's distribution is from the model's own."""
+    own = rows[-1:].float().log_softmax(-1)
+    return float(kl(own, logits(hidden[-1:], head).float().log_softmax(-1)))
