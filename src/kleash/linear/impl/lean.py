@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     shift: Float[Tensor, "rows 1"]
     """x."""
     furthest: Float[Tensor, "rows 1"]
-    """The largest of r."""
+    """The largest of r here: which rows are too far, all ranks have to agree on."""
     mass: Float[Tensor, "rows vocab"]
     """exp(zp - top)."""
     ahead: Float[Tensor, "rows vocab"]
@@ -55,12 +55,13 @@ class Rows(NamedTuple):
 def measured(zp: Tensor, zq: Tensor, room: Room, apart: bool, across: Alone = ALONE) -> Rows:
     """Two models' logits, or, if ``apart``, those of p and by how much q's are larger."""
     difference = zq if apart else torch.sub(zq, zp, out=room[0])
-    top, most = across.highest(zp.amax(-1, keepdim=True), difference.amax(-1, keepdim=True))
+    (top,) = across.highest(zp.amax(-1, keepdim=True))
     mass = torch.add(top * -LOG2_E, zp, alpha=LOG2_E, out=room[1]).exp2_()
     moment = torch.mul(mass, difference, out=room[2]).sum(-1, keepdim=True)
     total, moment = across.added(mass.sum(-1, keepdim=True), moment)
     shift = moment / total
-    return Rows(top, total, shift, most - shift, mass, torch.sub(difference, shift, out=room[0]))
+    ahead = torch.sub(difference, shift, out=room[0])
+    return Rows(top, total, shift, ahead.amax(-1, keepdim=True), mass, ahead)
 
 
 def trusted(kl: Float[Tensor, "rows 1"], furthest: Float[Tensor, "rows 1"]) -> Float[Tensor, " rows"]:
@@ -90,7 +91,14 @@ def gap(x: Rows, room: Room) -> Float[Tensor, "rows vocab"]:
     rest = unless_small(x.ahead, room[2])
     near = torch.sub(x.ahead, rest, out=room[3])
     value = polynomial(near, PHI[:terms], room[4]).mul_(near)
-    return value.add_(torch.expm1(rest, out=room[3]).sub_(rest))
+    return value.add_(grown(rest, room[3]).sub_(rest))
+
+
+def grown(rest: Float[Tensor, "rows vocab"], out: Tensor | None) -> Float[Tensor, "rows vocab"]:
+    """expm1 of what is 0 or far from it, so that nothing cancels; uncompiled by way of exp2, which is faster."""
+    if torch.compiler.is_compiling():
+        return torch.expm1(rest)
+    return torch.mul(rest, LOG2_E, out=out).exp2_().sub_(1.0)
 
 
 class Sums(NamedTuple):
