@@ -193,9 +193,7 @@ def picture(recorded: dict[str, Run]) -> str:
         for side in OFF
     ]
     ran = {name: run.kl for name, run in recorded.items()}, {name: run.beta for name, run in recorded.items()}
-    panels.append(
-        Panel("Recorded run of a small policy: KL, nats per response", ran[0], 0.03, 10.0, TARGET)
-    )
+    panels.append(Panel("Recorded run of a small policy: KL, nats per response", ran[0], 0.03, 10.0, TARGET))
     panels.append(Panel("Recorded run: beta", ran[1], 0.03, 10.0, None))
     body = []
     for i, panel in enumerate(panels):

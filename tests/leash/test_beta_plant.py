@@ -43,8 +43,8 @@ def start(kind, off, **options):
 
 @on_every_plant
 def test_pid_overshoots_little_and_settles(gain, lag, off):
-    assert overshoot(follow(start(PIDBeta, off), gain, lag), off) < 0.10
-    for seed in range(6):
+    assert overshoot(follow(start(PIDBeta, off), gain, lag), off) < 0.06
+    for seed in range(3):
         settled = follow(start(PIDBeta, off), gain, lag, noise=0.1, seed=seed)[199:]
         assert all(0.9 < kl < 1.1 for kl in settled)
 
@@ -53,7 +53,7 @@ def test_pid_overshoots_little_and_settles(gain, lag, off):
 def test_ziegler_at_a_tenth_of_its_horizon_and_dual_just_manage(gain, lag, off):
     for kind, most in ((ZieglerBeta, 0.2), (DualBeta, 0.12)):
         assert overshoot(follow(start(kind, off), gain, lag), off) < most
-        settled = [follow(start(kind, off), gain, lag, noise=0.1, seed=seed)[199] for seed in range(5)]
+        settled = [follow(start(kind, off), gain, lag, noise=0.1, seed=seed)[199] for seed in range(3)]
         assert all(0.9 < kl < 1.1 for kl in settled)
 
 
@@ -69,12 +69,10 @@ def test_ziegler_at_another_horizon_does_not(horizon, fails):
         assert max(overshoot(kls, off) for kls, off in runs) > 0.4
 
 
-def test_without_its_proportional_part_pid_overshoots():
-    only_integral = [
-        overshoot(follow(start(PIDBeta, off, proportional=0.0), *plant), off)
-        for *plant, off in (param.values for param in PLANTS)
-    ]
-    assert max(only_integral) > 0.2
+@pytest.mark.parametrize(("off", "least"), [(0.1, 0.2), (10.0, 0.15)])
+def test_without_its_proportional_part_pid_overshoots(off, least):
+    assert overshoot(follow(start(PIDBeta, off, proportional=0.0), 0.05, 3), off) > least
+    assert overshoot(follow(start(PIDBeta, off), 0.05, 3), off) < 0.06
 
 
 def test_a_fixed_beta_stays_where_it_began():
