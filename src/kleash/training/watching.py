@@ -3,9 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kleash.records import StepRecord, StepWarning
 
+CHARACTERS_IN_A_WORD = 20
+"""On average, from which a text is taken for one that is written without spaces."""
 PER = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 
 
@@ -31,6 +34,8 @@ class Watch:
     """KL per token below which nothing runs away; a policy that is kept near has some hundredths."""
     runaway_growth: float = 1.5
     """Times by which KL per token grew, from the steps before to the last ones, to run away."""
+    sure: float = 3.0
+    """Standard errors of its own by which the reward must have risen meanwhile."""
     entropy_left: float = 1 / 3
     """Share of the first steps' entropy below which it has collapsed."""
     repeated: float = 0.3
@@ -84,8 +89,8 @@ class Watch:
         if self.target_nats is not None and _mean(after, PER[self.target_per]) <= self.target_nats:
             return None
         rise = _mean(after, "reward/score") - _mean(before, "reward/score")
-        noise = math.sqrt(sum(_variance_of_mean(part, "reward/score") for part in (before, after)))
-        if not rise > 2 * noise:
+        noise = math.sqrt(sum(_variance_of_mean(part) for part in (before, after)))
+        if not rise > self.sure * noise:
             return None
         return (
             f"the reward rose by {rise:.3g} within {2 * window} steps while KL(policy || reference) per token ran from "
@@ -142,9 +147,14 @@ def _mean(records: Sequence[StepRecord], name: str) -> float:
     return sum(values) / len(values) if len(values) == len(records) else math.nan
 
 
-def _variance_of_mean(records: Sequence[StepRecord], name: str) -> float:
-    values, mean = _values(records, name), _mean(records, name)
-    return sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1) / max(1, len(values))
+def _variance_of_mean(records: Sequence[StepRecord]) -> float:
+    """Of the mean reward: from the steps' own errors, or else from how much one step differs from the next."""
+    errors = _values(records, "reward/score_error")
+    if len(errors) == len(records) and not any(map(math.isnan, errors)):
+        return sum(error**2 for error in errors) / len(errors) ** 2
+    values = _values(records, "reward/score")
+    squares = [(later - earlier) ** 2 for earlier, later in pairwise(values)]
+    return sum(squares) / (2 * len(squares) * len(values)) if squares else math.nan
 
 
 def repetition(responses: Sequence[str]) -> float:
@@ -163,6 +173,6 @@ def distinct(responses: Sequence[str]) -> float:
 def _runs(text: str) -> list[tuple[str, ...]]:
     """Every three words in a row; single characters stand in for words where a text has hardly any spaces."""
     words = text.split()
-    if len(text) > 40 * max(1, len(words)):
+    if len(text) > CHARACTERS_IN_A_WORD * max(1, len(words)):
         words = list(text)
     return list(zip(words, words[1:], words[2:], strict=False))

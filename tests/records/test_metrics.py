@@ -1,0 +1,71 @@
+"""The names of metrics: each explained, and spelt as others really spell them."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kleash.errors import UnknownNameError
+from kleash.records import METRICS, metric_of, spelt
+
+UNITS = {"nats", "probability", "tokens", "seconds", "reward", "none"}
+
+
+def source_of(package: str) -> str:
+    """All Python text of an installed package; importing it is not needed."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    folders = [root / "trainer", root / "workers"]
+    return "".join(path.read_text(errors="replace") for folder in folders for path in folder.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_says_what_it_is(name: str) -> None:
+    metric = METRICS[name]
+    assert metric.unit in UNITS
+    assert len(metric.meaning) > 10 and not metric.meaning.endswith(".")
+
+
+@pytest.mark.parametrize("name", [name for name in METRICS if name.startswith("kl/")])
+def test_every_kl_says_its_direction_and_what_it_is_per(name: str) -> None:
+    meaning = METRICS[name].meaning
+    if name.endswith("_error"):
+        assert name.removesuffix("_error") in meaning
+    elif name in ("kl/k2", "kl/target"):
+        assert "per" in meaning
+    else:
+        assert "‖" in meaning
+        assert any(word in meaning for word in ("token", "response"))
+
+
+def test_no_two_metrics_are_spelt_alike() -> None:
+    for spelling in ("kleash", "verl", "trl"):
+        names = [spelt(name, spelling) for name in METRICS]
+        assert len(set(names)) == len(names)
+
+
+def test_a_name_that_others_do_not_have_stays_as_it_is() -> None:
+    assert spelt("kl/k3", "verl") == "kl/k3"
+    assert spelt("beta", "kleash") == "beta"
+    assert spelt("beta", "verl") == "actor/reward_kl_penalty_coeff"
+    assert spelt("kl/exact_per_token", "trl") == "kl"
+
+
+def test_the_parts_of_a_reward_have_names_of_their_own() -> None:
+    assert metric_of("reward/part/helpful").unit == "reward"
+    assert spelt("reward/part/helpful", "trl") == "rewards/helpful/mean"
+    for name in ("reward/part/", "reward/parts/x", "kl"):
+        with pytest.raises(UnknownNameError):
+            metric_of(name)
+
+
+@pytest.mark.parametrize("package", ["verl", "trl"])
+def test_others_really_spell_them_so(package: str) -> None:
+    text = source_of(package)
+    for metric in METRICS.values():
+        name = getattr(metric, package)
+        if name is None or name in ("actor/lr", "rollout_corr/k3_kl", "beta", "learning_rate", "grad_norm"):
+            continue  # put together from parts there, or the Trainer's own
+        assert f'"{name}"' in text, f"{package} has no {name}"

@@ -1,0 +1,139 @@
+"""The lines of a run: whole or not there, and cut where a run goes on."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from kleash.errors import RunFolderError
+from kleash.records import (
+    RunHeader,
+    Sample,
+    StepRecord,
+    StepWarning,
+    TrainingFolder,
+    TrainingResult,
+    append_step,
+    keep_steps,
+    read_samples,
+    read_steps,
+)
+
+SAMPLE = Sample(prompt="“Well,\u2028", response='he said\n\x00"\ud83d', reward=-1.5, kl=math.inf)
+HEADER = RunHeader(kleash="1", settings={"seed": 0}, source_sha256="a", fingerprints={"policy": "p"})
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        metrics={"beta": 0.1 * step, "kl/k1": math.nan, "reward/score": -math.inf},
+        events=("beta was bounded",),
+        warnings=(StepWarning(kind="runaway", sentence="it runs"),),
+    )
+
+
+def written(folder: Path, steps: int) -> Path:
+    for step in range(1, steps + 1):
+        append_step(folder, record(step), [SAMPLE, SAMPLE])
+    return folder
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    first, second = read_steps(tmp_path)
+    assert (first.step, second.step) == (1, 2)
+    assert second.metrics["beta"] == 0.2 and math.isnan(second.metrics["kl/k1"])
+    assert second.metrics["reward/score"] == -math.inf
+    assert (second.events, second.warnings) == (record(2).events, record(2).warnings)
+    samples = read_samples(tmp_path)
+    assert [one.step for one in samples] == [1, 1, 2, 2]
+    assert samples[0].sample.prompt == SAMPLE.prompt and samples[0].sample.kl == math.inf
+
+
+def test_a_run_that_has_not_begun_has_no_steps(tmp_path: Path) -> None:
+    assert read_steps(tmp_path) == () and read_samples(tmp_path) == ()
+    keep_steps(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("left", [1, 10, 60])
+def test_a_line_that_was_half_written_is_dropped(tmp_path: Path, left: int) -> None:
+    path = written(tmp_path, 3) / "steps.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:left])
+    assert [one.step for one in read_steps(tmp_path)] == [1, 2]
+    keep_steps(tmp_path, 3)
+    append_step(tmp_path, record(3), [])
+    assert [one.step for one in read_steps(tmp_path)] == [1, 2, 3]
+
+
+def test_a_line_cut_inside_a_character_is_dropped_too(tmp_path: Path) -> None:
+    path = written(tmp_path, 1) / "samples.jsonl"
+    text = path.read_bytes()
+    path.write_bytes(text + text[: text.index("“".encode()) + 1])
+    assert len(read_samples(tmp_path)) == 2
+
+
+def test_going_on_cuts_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
+    keep_steps(written(tmp_path, 5), 3)
+    assert [one.step for one in read_steps(tmp_path)] == [1, 2, 3]
+    assert [one.step for one in read_samples(tmp_path)] == [1, 1, 2, 2, 3, 3]
+    keep_steps(tmp_path, 0)
+    assert read_steps(tmp_path) == () and read_samples(tmp_path) == ()
+
+
+def test_a_damaged_line_is_said_and_not_skipped(tmp_path: Path) -> None:
+    path = written(tmp_path, 3) / "steps.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:20], lines[2]]) + "\n")
+    with pytest.raises(RunFolderError, match=r"steps\.jsonl, line 2, cannot be read"):
+        read_steps(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        append_step(tmp_path / "nowhere", record(1), [])
+
+
+def test_a_training_run_is_gone_on_with_only_on_request(tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path / "run")
+    with folder.writing(HEADER, resume=False):
+        assert folder.header() == HEADER
+        with pytest.raises(RunFolderError, match="another process is writing"):
+            TrainingFolder(folder.root).writing(HEADER, resume=True).__enter__()
+    with folder.writing(HEADER, resume=False):  # no step was taken: nothing is lost
+        written(folder.root, 1)
+    with pytest.raises(RunFolderError, match="holds a run already; go on with it with --resume"):
+        folder.check(resume=False)
+    with folder.writing(HEADER, resume=True):
+        pass
+
+
+def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    with folder.writing(HEADER, resume=False):
+        written(folder.root, 1)
+    other = RunHeader(kleash="1", settings={"seed": 1}, source_sha256="a", fingerprints={"policy": "p"})
+    with pytest.raises(RunFolderError, match="holds another run: --seed was 0 and is now 1"):
+        folder.writing(other, resume=True).__enter__()
+
+
+def test_a_stranger_s_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RunFolderError, match=r"is not a run of kleash \(it holds thesis\.tex\)"):
+        TrainingFolder(tmp_path).check(resume=False)
+
+
+def test_the_result_is_there_once_the_run_has_ended(tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    assert folder.result() is None
+    result = TrainingResult(
+        kleash="1", algorithm="ppo", steps=3, metrics={"beta": math.nan}, policy="p", out="o", warnings=("w",)
+    )
+    folder.write_result(result)
+    again = folder.result()
+    assert again is not None and math.isnan(again.metrics["beta"])
+    assert (again.steps, again.stopped, again.warnings) == (3, None, ("w",))
+    (tmp_path / "training.json").write_text("{")
+    with pytest.raises(RunFolderError, match="cannot be read as the result"):
+        folder.result()

@@ -1,0 +1,175 @@
+"""The watch is silent on healthy runs, and says each thing once it is so."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from histories import bent, healthy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kleash.records import StepRecord
+from kleash.training.watching import Watch, distinct, repetition
+
+WATCH = Watch(target_nats=6.0)
+Metrics = Mapping[str, float]
+
+
+def said(history: list[StepRecord], watch: Watch = WATCH) -> list[tuple[int, str]]:
+    """Step and kind of all that is said as a run goes on."""
+    seen: list[StepRecord] = []
+    for record in history:
+        seen.append(record)
+        seen[-1] = replace(record, warnings=watch.look(seen))
+    return [(record.step, warning.kind) for record in seen for warning in record.warnings]
+
+
+def recorded(name: str) -> list[StepRecord]:
+    lines = (Path(__file__).parent / "recorded" / f"{name}.jsonl").read_text().splitlines()
+    return [StepRecord(step=at, metrics=json.loads(line)) for at, line in enumerate(lines, 1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("target", [6.0, None])
+def test_a_healthy_run_raises_no_alarm(seed: int, target: float | None) -> None:
+    history = healthy(seed=seed, target=target)
+    assert said(history, Watch(target_nats=target)) == []
+
+
+def test_a_recorded_run_on_a_good_leash_raises_no_alarm() -> None:
+    assert said(recorded("good"), Watch(target_nats=5.0)) == []
+
+
+def test_a_recorded_run_off_the_leash_is_called_what_it_is_while_it_happens() -> None:
+    first = {kind: step for step, kind in reversed(said(recorded("off"), Watch()))}
+    assert set(first) == {"runaway", "repetition", "entropy_collapse"}
+    assert first["runaway"] == 10  # the first step at which ten are there
+    assert first["repetition"] <= 13
+    assert first["entropy_collapse"] <= 14
+
+
+CASES: dict[str, Callable[[int, Metrics], Metrics]] = {
+    "far_from_target": lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at},
+    "runaway": lambda at, now: {
+        "reward/score": now["reward/score"] + 0.6 * at,
+        "kl/exact_per_token": 0.1 * 1.3**at,
+        "kl/exact_per_sequence": 6.4 * 1.3**at,
+    },
+    "entropy_collapse": lambda at, now: {"policy/entropy": 2.0 * 0.7**at},
+    "repetition": lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},
+    "heavy_tail": lambda at, now: {"kl/top_percent_share": 0.6, "kl/max_token": 9.0},
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_each_thing_is_said(kind: str) -> None:
+    target = 6.0 if kind == "far_from_target" else None
+    history = bent(healthy(60), 40, CASES[kind])
+    steps = [step for step, found in said(history, Watch(target_nats=target)) if found == kind]
+    assert steps and 40 < steps[0] <= 56
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_nothing_else_is_said_with_it(kind: str) -> None:
+    target = 6.0 if kind == "far_from_target" else None
+    assert {found for _, found in said(bent(healthy(60), 40, CASES[kind]), Watch(target_nats=target))} == {
+        kind
+    }
+
+
+def test_responses_that_are_all_alike_are_repetition_too() -> None:
+    history = bent(healthy(60), 40, lambda at, now: {"response/distinct": 0.1})
+    assert [kind for _, kind in said(history)] == ["repetition", "repetition"]
+
+
+def test_short_answers_that_were_alike_from_the_first_step_on_are_none() -> None:
+    history = bent(healthy(60), 0, lambda at, now: {"response/distinct": 0.1, "response/repetition": 0.4})
+    assert said(history) == []
+
+
+def test_a_warning_tells_the_numbers() -> None:
+    history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 15.0})
+    (warning,) = WATCH.look(history)
+    assert warning.sentence == (
+        "KL(policy || reference) is 15 nats per sequence over the last 3 steps, 2.5 times its target of 6: "
+        "the leash does not hold"
+    )
+
+
+def test_a_target_per_token_is_compared_with_kl_per_token() -> None:
+    history = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_token": 0.5})
+    watch = Watch(target_nats=0.2, target_per="token")
+    assert (43, "far_from_target") in said(history, watch)
+    assert said(history, Watch(target_nats=0.2 * 64, target_per="sequence")) == []
+
+
+def test_one_bad_step_is_not_enough() -> None:
+    def spike(at: int, now: Metrics) -> Metrics:
+        return (
+            {"kl/exact_per_sequence": 13.5, "policy/entropy": 1.0, "response/repetition": 0.5}
+            if at == 1
+            else {}
+        )
+
+    assert said(bent(healthy(60), 40, spike)) == []
+
+
+def test_the_same_is_said_again_only_after_a_while() -> None:
+    history = bent(healthy(70), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
+    steps = [step for step, _ in said(history)]
+    assert steps[0] == 41  # the mean of three steps is over twice the target at once
+    assert [later - earlier for earlier, later in itertools.pairwise(steps)] == [11, 11]
+
+
+def test_kl_that_grows_below_its_target_does_not_run_away() -> None:
+    def grow(at: int, now: Metrics) -> Metrics:
+        kl = 0.1 * 1.2**at
+        return {"kl/exact_per_token": kl, "kl/exact_per_sequence": 64 * kl, "reward/score": 3 + 0.6 * at}
+
+    history = bent(healthy(52, target=None), 40, grow)
+    assert [kind for _, kind in said(history, Watch(target_nats=100.0))] == []
+    assert [kind for _, kind in said(history, Watch())] == ["runaway"]
+
+
+def test_kl_that_grows_without_any_reward_does_not_run_away() -> None:
+    history = bent(healthy(60, target=None), 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at})
+    assert said(history, Watch()) == []
+
+
+def test_metrics_that_a_trainer_does_not_have_are_not_judged() -> None:
+    bare = [StepRecord(step=at, metrics={"pairs/accuracy": 0.5}) for at in range(1, 30)]
+    assert said(bare) == []
+    nothing = [
+        StepRecord(step=at, metrics=dict.fromkeys(healthy(1)[0].metrics, math.nan)) for at in range(1, 30)
+    ]
+    assert said(nothing) == []
+
+
+def test_repetition_is_the_share_of_three_words_that_were_there_before() -> None:
+    assert repetition(["a b c d e"]) == 0
+    assert repetition(["a a a a a a"]) == 0.75  # four runs, one of them new
+    assert repetition(["a b c a b c", "a b c"]) == pytest.approx(
+        1 / 5
+    )  # between responses nothing is repeated
+    assert math.isnan(repetition(["a b", ""]))
+
+
+def test_distinct_sees_that_responses_are_alike() -> None:
+    assert distinct(["a b c d", "e f g h"]) == 1
+    assert distinct(["a b c d"] * 4) == 0.25
+    assert math.isnan(distinct([]))
+
+
+def test_text_without_spaces_is_taken_by_its_characters() -> None:
+    assert repetition(["啊" * 60]) > 0.9
+    assert distinct(["天地玄黃宇宙洪荒日月盈昃辰宿列張寒來暑往秋收冬藏閏餘成歲律呂調陽雲騰致雨露"]) == 1
+
+
+@given(st.lists(st.text(), max_size=6))
+def test_shares_are_shares(responses: list[str]) -> None:
+    for share in (repetition(responses), distinct(responses)):
+        assert math.isnan(share) or 0 <= share <= 1
