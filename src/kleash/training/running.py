@@ -12,8 +12,11 @@ from kleash.measuring import default_out
 from kleash.models import find_checkpoint, source_path
 from kleash.records import (
     DistillJob,
+    DPOJob,
+    GRPOJob,
     OnlineJob,
     PPOJob,
+    RLOOJob,
     RunHeader,
     TrainingFolder,
     TrainingResult,
@@ -81,6 +84,22 @@ def trainer_of(job: TrainJob) -> Trainer:
             from kleash.training.ppo import train_ppo
 
             return train_ppo
+        case GRPOJob():
+            from kleash.training.with_trl import train_grpo
+
+            return train_grpo
+        case RLOOJob():
+            from kleash.training.with_trl import train_rloo
+
+            return train_rloo
+        case DPOJob():
+            from kleash.training.with_trl import train_dpo
+
+            return train_dpo
+        case DistillJob():
+            from kleash.training.with_trl import train_distill
+
+            return train_distill
         case _:
             raise OptionError(f"nothing here trains a {type(job).__name__}")
 

@@ -1,0 +1,74 @@
+"""A job's options as TRL's configurations spell them."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kleash.errors import OptionError
+from kleash.extras import need
+from kleash.models.loading import dtype_of, place_of
+from kleash.records import TrainJob
+
+CHECKPOINTS = "checkpoints"
+
+
+def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int = 1) -> dict[str, Any]:
+    """What every one of TRL's configurations is given.
+
+    A step's rows go through the model in micro-batches of equal size, as many rows at once as ``batch_tokens``
+    allows, whose gradients are added up.
+
+    Args:
+        job: the options.
+        rows: responses (or pairs) of a step, over all processes.
+        row_tokens: the most tokens of one.
+        updates: updates that are made of a step.
+
+    Raises:
+        OptionError: if the rows cannot be shared out to the processes, or nothing can be trained in the dtype.
+        CannotRunError: if the device is not there.
+    """
+    place = place_of(job.device, None)
+    if job.dtype == "float16":
+        raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
+    processes = need("accelerate", "trl").PartialState(cpu=place.type == "cpu").num_processes
+    if rows % processes:
+        raise OptionError(
+            f"{rows} rows a step cannot be shared out to {processes} processes evenly; give a multiple"
+        )
+    own = rows // processes
+    at_once = largest_divisor(own, at_most=max(1, job.batch_tokens // row_tokens))
+    return {
+        "output_dir": str(Path(str(job.out)) / CHECKPOINTS),
+        "per_device_train_batch_size": at_once,
+        "gradient_accumulation_steps": own // at_once,
+        "max_steps": job.steps * updates,
+        "logging_steps": updates,
+        "save_strategy": "steps",
+        "save_steps": job.checkpoint_every * updates,
+        "save_total_limit": 2,
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": job.max_gradient_norm,
+        "seed": job.seed % 2**32,
+        "bf16": dtype_of(job.dtype, place) == torch.bfloat16,
+        "use_cpu": place.type == "cpu",
+        "gradient_checkpointing": place.type != "cpu",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,
+    }
+
+
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """The largest divisor of ``number`` that is not above ``at_most`` (at least 1)."""
+    found = [
+        divisor
+        for small in range(1, math.isqrt(number) + 1)
+        if number % small == 0
+        for divisor in (small, number // small)
+        if divisor <= at_most
+    ]
+    return max(found, default=1)

@@ -1,0 +1,65 @@
+"""Distillation by TRL's trainer: the policy answers, and learns from the teacher's distributions."""
+
+from pathlib import Path
+
+from kleash.extras import need
+from kleash.models import read_prompts
+from kleash.records import DistillJob, TrainingResult
+from kleash.training.journal import Journal
+from kleash.training.with_trl.arguments import shared_arguments
+from kleash.training.with_trl.ending import run, silently
+from kleash.training.with_trl.journalling import SPELT, Journalling
+from kleash.training.with_trl.networks import load_networks
+from kleash.training.with_trl.online import data_set
+
+BETAS = {"policy_teacher": 1.0, "teacher_policy": 0.0, "jensen_shannon": 0.5}
+"""What TRL calls the divergences, as a number between the two directions of KL."""
+
+
+def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingResult:
+    """Train a policy to say what a teacher would, by TRL's on-policy distillation.
+
+    Its divergences are exact, over the whole vocabulary, and never hold all logits at once; ``kleash audit``
+    has looked at them. The step's divergence per token is in the journal.
+
+    Args:
+        job: what to train, and how; ``out`` is given.
+        journal: keeps the steps, on the first process.
+
+    Raises:
+        SourceError, ModelError, OptionError: if the job asks for what is not there.
+        NonFiniteError: if a loss is NaN or infinite.
+        CannotRunError, MissingExtraError: if something the job needs cannot run here.
+    """
+    with silently():
+        return _train(job, journal)
+
+
+def _train(job: DistillJob, journal: Journal | None) -> TrainingResult:
+    trl = need("trl", "trl")
+    import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)
+
+    networks = load_networks(job, job.teacher_name, role="teacher")
+    prompts = read_prompts(job.source, networks.pair, limit=job.limit)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + job.max_new_tokens
+    rows = job.prompts_per_step * job.samples_per_prompt
+    arguments = shared_arguments(job, rows=rows, row_tokens=longest)
+    Path(str(job.out)).mkdir(parents=True, exist_ok=True)
+    trainer = trl.DistillationTrainer(
+        model=networks.policy,
+        teacher_model=networks.other,
+        args=trl.DistillationConfig(
+            **arguments,
+            shuffle_dataset=False,
+            beta=BETAS[job.divergence],
+            temperature=job.temperature,
+            max_completion_length=job.max_new_tokens,
+        ),
+        train_dataset=data_set(prompts, job, networks, copies=job.samples_per_prompt),
+        processing_class=networks.pair.tokenizer,
+        peft_config=networks.lora,
+    )
+    spelt = {**SPELT, "loss": "teacher/divergence", "entropy": "policy/entropy"}
+    journalling = Journalling(job, journal, spelt=spelt)
+    journalling.attach(trainer)
+    return run(trainer, journalling, job)

@@ -1,0 +1,149 @@
+"""TRL's logs as steps of a journal, and the watch's advice as what the trainer does next."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kleash.errors import NonFiniteError
+from kleash.extras import need
+from kleash.integrations.trainer import BetaController
+from kleash.integrations.trainer.attached import Attached
+from kleash.records import Sample, TrainJob
+from kleash.training.journal import Advice, Journal
+from kleash.training.leashes import tightened
+from kleash.training.ppo.ranks import Ranks
+
+SPELT = {
+    "beta": "beta",
+    "grad_norm": "policy/gradient_norm",
+    "learning_rate": "policy/learning_rate",
+    "clip_ratio/region_mean": "policy/clip_share",
+    "rewards/accuracies": "pairs/accuracy",
+    "rewards/margins": "pairs/margin",
+    "step_time": "time/step",
+}
+"""TRL's names -> kleash's, where they mean the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What was measured of a step's responses."""
+
+    metrics: Mapping[str, float]
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How the run stands."""
+
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    stopped: str | None = None
+
+
+class Journalling(Attached):
+    """Writes each step into the journal, on the first process, and does what the watch advises, on all."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        journal: Journal | None,
+        *,
+        updates: int = 1,
+        spelt: Mapping[str, str] = SPELT,
+        generated: Callable[[], Generated | None] = lambda: None,
+    ) -> None:
+        """Say what a step is.
+
+        Args:
+            job: whose watch decides what a warning does.
+            journal: of the first process; None on the others.
+            updates: of TRL's steps to one of ours.
+            spelt: TRL's names to kleash's.
+            generated: what was measured of the responses since the last step.
+        """
+        self.job, self.journal, self.updates, self.spelt = job, journal, updates, dict(spelt)
+        self.generated = generated
+        self.outcome = Outcome()
+
+    def attach(self, trainer: Any) -> "Journalling":
+        """Join the trainer's callbacks, in the place of the one that prints its logs; returns itself."""
+        trainer.remove_callback(need("transformers.trainer_callback", "trl").PrinterCallback)
+        super().attach(trainer)
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Begin the journal where training begins."""
+        super().on_train_begin(args, state, control, **more)
+        self.outcome.step = state.global_step // self.updates
+        if self.journal is not None:
+            self.journal.begin(self.outcome.step)
+            if self.outcome.step:
+                self.journal.said(f"going on after step {self.outcome.step}")
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Write down a step; other things that are logged are none.
+
+        Raises:
+            NonFiniteError: if the loss is NaN or infinite.
+        """
+        if logs is None or "loss" not in logs:
+            return
+        step = state.global_step // self.updates
+        if not abs(logs["loss"]) < float("inf"):
+            raise NonFiniteError(
+                f"the loss of step {step} is {logs['loss']}; lower --learning-rate, or look at the last checkpoint "
+                f"in {args.output_dir}"
+            )
+        measured = self.generated()
+        metrics = {
+            ours: float(logs[theirs]) for theirs, ours in self.spelt.items() if logs.get(theirs) is not None
+        }
+        if measured is not None:
+            metrics |= measured.metrics
+        target = getattr(self.job, "target_nats", None)
+        if target is not None:
+            metrics["kl/target"] = target
+        advice = None
+        if self.journal is not None:
+            samples = () if measured is None else measured.samples
+            advice = self.journal.step(step, metrics, samples, self._events())
+        self.outcome.step, self.outcome.metrics = step, metrics
+        ranks = Ranks(self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes)
+        self._do(ranks.agreed(advice) or Advice(), control)
+
+    def _controller(self) -> BetaController | None:
+        callbacks = self.trainer.callback_handler.callbacks
+        return next((one for one in callbacks if isinstance(one, BetaController)), None)
+
+    def _events(self) -> list[str]:
+        controller = self._controller()
+        event = None if controller is None else controller.controller.event
+        return [] if event is None else [event]
+
+    def _do(self, advice: Advice, control: Any) -> None:
+        match advice.act:
+            case "stop":
+                sentence = advice.warnings[0].sentence
+                self.outcome.stopped = f"the watch stopped it after step {self.outcome.step}: {sentence}"
+                control.should_training_stop = control.should_save = True
+            case "halve_learning_rate":
+                scheduler = self.trainer.lr_scheduler
+                scheduler = getattr(scheduler, "scheduler", scheduler)
+                scheduler.base_lrs = [rate / 2 for rate in scheduler.base_lrs]
+                for group in self.trainer.optimizer.param_groups:
+                    group["lr"] /= 2
+            case "tighten":
+                self._tighten()
+            case _:
+                pass
+
+    def _tighten(self) -> None:
+        controller: Any = self._controller()
+        if controller is not None:
+            job: Any = self.job
+            controller.controller = tightened(controller.controller, job)
+            self.trainer.beta = controller.controller.beta

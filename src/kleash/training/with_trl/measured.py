@@ -1,0 +1,114 @@
+"""A leashed trainer that measures what it generates before it learns from it."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kleash.integrations.trl.responses import response_statistics
+from kleash.models import Prompt
+from kleash.training.ppo.measures import Response, of_responses, samples_of
+from kleash.training.ppo.ranks import Ranks
+from kleash.training.rewards import Rewards
+from kleash.training.with_trl.journalling import Generated
+from kleash.training.with_trl.online import KEY
+
+NOT_OURS = ("value/explained_variance", "sampling/k3")
+"""Metrics of a critic, and of log-probabilities that TRL does not keep."""
+STEERED_BY = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
+"""What a controller follows, by what its target is per."""
+
+
+class Measuring:
+    """In front of a leashed trainer: exact KL, entropy and rewards of each generated batch."""
+
+    accelerator: Any
+    model: Any
+    processing_class: Any
+    beta: float
+
+    def told_apart(self, prompts: list[Prompt], rewards: Rewards) -> None:
+        """Say which prompts the column of the data set numbers, and how rewards are called and weighed."""
+        self._prompts, self._rewards = prompts, rewards
+        self._generated: Generated | None = None
+        self._scores: Any = None
+
+    def take_generated(self) -> Generated | None:
+        """What was measured since it was last asked for."""
+        found, self._generated = self._generated, None
+        return found
+
+    def _calculate_rewards(self, *given: Any, **named: Any) -> Any:
+        parent: Any = super()
+        self._scores = parent._calculate_rewards(*given, **named)
+        return self._scores
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        parent: Any = super()
+        output = parent._generate_and_score_completions(inputs)
+        if self.model.training:
+            self._generated = self._measure(inputs, output)
+        return output
+
+    def _measure(self, inputs: Any, output: dict[str, Any]) -> Generated:
+        trainer: Any = self
+        told = response_statistics(trainer, output)
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        own = self._responses(inputs, output, told, ranks.index)
+        responses = [one for part in ranks.told(own) for one in part]
+        metrics = of_responses(responses, self.beta)
+        kept = {name: value for name, value in metrics.items() if name not in NOT_OURS}
+        trainer._log(**{name: kept[name] for name in STEERED_BY.values()})
+        return Generated(metrics=kept, samples=tuple(samples_of(responses)))
+
+    def _responses(self, inputs: Any, output: dict[str, Any], told: Any, rank: int) -> list[Response]:
+        lengths = told.mask.sum(-1).tolist()
+        columns = {
+            "token_kl": told.statistics.kl_pq,
+            "token_logp": told.statistics.token_logp,
+            "token_logq": told.statistics.token_logq,
+            "behaviour_logp": told.statistics.token_logp,
+            "entropy": told.statistics.entropy_p,
+        }
+        arrays = {name: x.double().cpu().numpy() for name, x in columns.items()}
+        nothing = np.zeros(sum(lengths))
+        arrays |= {"values": nothing, "returns": nothing}
+        ends = np.cumsum(lengths)
+        names = [one.name for one in self._rewards.rewards]
+        weights = torch.tensor([one.weight for one in self._rewards.rewards], device=self._scores.device)
+        first = rank * len(inputs)
+        ids, cut = output["completion_ids"], self._cut(output)
+        responses: list[Response] = []
+        for row, (one, end, length) in enumerate(zip(inputs, ends, lengths, strict=True)):
+            parts = self._scores[first + row, : len(names)]
+            responses.append(
+                Response(
+                    place=first + row,
+                    prompt_id=one[KEY],
+                    score=float((parts * weights).sum()),
+                    parts=dict(zip(names, parts.tolist(), strict=True)),
+                    cut=cut[row],
+                    tokens={name: x[end - length : end] for name, x in arrays.items()},
+                    prompt=self._prompts[one[KEY]].text,
+                    response=self.processing_class.decode(ids[row][told.mask[row]], skip_special_tokens=True),
+                )
+            )
+        return responses
+
+    def _cut(self, output: dict[str, Any]) -> list[bool]:
+        """Whether a response stopped for another reason than an end token."""
+        trainer: Any = self
+        ends = torch.tensor(sorted(_ends(trainer)), device=output["completion_ids"].device)
+        lengths = output["completion_mask"].sum(-1)
+        last = output["completion_ids"].gather(-1, (lengths - 1).clamp(min=0).unsqueeze(-1))[..., 0]
+        return [not found for found in torch.isin(last, ends).tolist()]
+
+
+def _ends(trainer: Any) -> set[int]:
+    found = trainer.eos_token_ids
+    return set(found) if isinstance(found, list | tuple | set) else {found}
+
+
+def measured(kind: type) -> Any:
+    """The class of leashed trainer that measures what it generates."""
+    return type(f"Measured{kind.__name__}", (Measuring, kind), {})

@@ -1,0 +1,71 @@
+"""The networks that TRL's trainers are given: one to be trained, and others that stay as they are."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kleash.errors import ModelError
+from kleash.extras import need
+from kleash.models import Model, Pair, find_checkpoint, load_pair
+from kleash.records import TrainJob
+from kleash.training.ppo.models import LORA_SCALE
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Networks:
+    """What a run of TRL's works with."""
+
+    policy: Any
+    """To be trained."""
+    other: Any
+    """Kept near, or learned from; None where it is the policy with its adapter off."""
+    lora: Any
+    """The adapter that TRL is to put on the policy; None to train every weight."""
+    pair: Pair
+    """Both as they were loaded: tokenizer, context, notes."""
+
+
+def load_networks(job: TrainJob, other: str, *, role: str = "reference") -> Networks:
+    """Load the policy, and beside it the model called ``other``, each as a network of its own.
+
+    Raises:
+        ModelError: if one cannot be loaded, is an adapter, or the two cannot be compared.
+        OptionError, CannotRunError: as ``load_pair``.
+    """
+    for who, name in (("policy", job.policy), (role, other)):
+        if find_checkpoint(name).adapter is not None:
+            raise ModelError(
+                f"the {who} {name} is an adapter, which TRL's trainers would train or compare in their own way; merge "
+                "it into its base and give that folder"
+            )
+    pair = _pair(job, job.policy, other)
+    alone = pair.policy.is_same_as(pair.reference)
+    shared = alone and bool(job.lora_rank) and role == "reference"
+    second = pair.reference if not alone else _pair(job, other, other).policy
+    policy = pair.policy.network.requires_grad_(True)
+    if not job.lora_rank:
+        policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
+    return Networks(
+        policy=policy.train(),
+        other=None if shared else second.network,
+        lora=_lora(job, pair.policy) if job.lora_rank else None,
+        pair=pair,
+    )
+
+
+def _pair(job: TrainJob, policy: str, reference: str) -> Pair:
+    return load_pair(
+        policy, reference, dtype=job.dtype, device=job.device, trust_remote_code=job.trust_remote_code
+    )
+
+
+def _lora(job: TrainJob, policy: Model) -> Any:
+    """A LoRA adapter on every linear layer but the head; it changes nothing yet."""
+    return need("peft", "models").LoraConfig(
+        r=job.lora_rank,
+        lora_alpha=LORA_SCALE * job.lora_rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )

@@ -1,0 +1,164 @@
+"""GRPO and RLOO by TRL's trainers, on a leash of ours."""
+
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import OptionError, SourceError
+from kleash.extras import need
+from kleash.integrations.trainer import BetaController
+from kleash.models import Prompt, read_prompts
+from kleash.records import GRPOJob, OnlineJob, RLOOJob, TrainingResult
+from kleash.training.journal import Journal
+from kleash.training.leashes import leash_of
+from kleash.training.ppo.sharing import shuffled
+from kleash.training.reward_models import Dialogue
+from kleash.training.rewards import Reward, Rewards, load_rewards
+from kleash.training.with_trl.arguments import shared_arguments
+from kleash.training.with_trl.ending import run, silently
+from kleash.training.with_trl.journalling import Journalling
+from kleash.training.with_trl.networks import Networks, load_networks
+
+KEY = "kleash_prompt"
+"""Column of the data set: which prompt it is."""
+
+
+def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
+    """Train a policy by TRL's GRPO on a leash to its reference.
+
+    TRL draws, compares and updates; rewards, KL, beta and journal are kleash's. The loss is TRL's "dapo", a mean
+    over all tokens; advantages are divided by the spread of their group, but with the KL in the reward.
+
+    Args:
+        job: what to train, and how; ``out`` is given.
+        journal: keeps the steps, on the first process.
+
+    Raises:
+        SourceError, ModelError, OptionError, UnknownNameError: if the job asks for what is not there.
+        NonFiniteError: if a loss or a reward is NaN or infinite.
+        CannotRunError, MissingExtraError: if something the job needs cannot run here.
+    """
+    from kleash.integrations.trl import LeashedGRPOTrainer
+    from kleash.training.with_trl.measured import measured
+
+    settings = {"scale_rewards": "none" if job.kl_place == "reward" else "group"}
+    config = need("trl", "trl").GRPOConfig
+    with silently():
+        return _train(job, journal, measured(LeashedGRPOTrainer), config, settings)
+
+
+def train_rloo(job: RLOOJob, journal: Journal | None = None) -> TrainingResult:
+    """Train a policy by TRL's RLOO on a leash to its reference; as ``train_grpo``, which see.
+
+    Each response is compared with the others to its prompt, and nothing is divided by any spread.
+    """
+    from kleash.integrations.trl import LeashedRLOOTrainer
+    from kleash.training.with_trl.measured import measured
+
+    with silently():
+        return _train(job, journal, measured(LeashedRLOOTrainer), need("trl", "trl").RLOOConfig, {})
+
+
+def _train(
+    job: GRPOJob | RLOOJob, journal: Journal | None, kind: Any, config: Any, settings: dict[str, Any]
+) -> TrainingResult:
+    networks = load_networks(job, job.reference_name)
+    prompts = read_prompts(job.source, networks.pair, limit=job.limit)
+    rewards = load_rewards(
+        job.rewards,
+        tokenizer=networks.pair.tokenizer,
+        device=job.device,
+        dtype=job.dtype,
+        batch_tokens=job.batch_tokens,
+    )
+    Path(str(job.out)).mkdir(parents=True, exist_ok=True)
+    trainer = kind(
+        model=networks.policy,
+        reward_funcs=[_reward_function(one, rewards, prompts) for one in rewards.rewards],
+        args=config(
+            **_arguments(job, prompts), **settings, reward_weights=[one.weight for one in rewards.rewards]
+        ),
+        train_dataset=data_set(prompts, job, networks),
+        processing_class=networks.pair.tokenizer,
+        peft_config=networks.lora,
+        reference=networks.other,
+        kl=job.kl,
+        kl_place=job.kl_place,
+        kl_scope=job.kl_scope,
+    )
+    trainer.told_apart(prompts, rewards)
+    if job.beta > 0:
+        BetaController(leash_of(job), metric=f"kl/exact_per_{job.target_per}").attach(trainer)
+    journalling = Journalling(job, journal, updates=job.epochs, generated=trainer.take_generated)
+    journalling.attach(trainer)
+    if journal is not None:
+        for note in networks.pair.notes:
+            journal.said(note)
+    return run(trainer, journalling, job)
+
+
+def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
+    longest = max(len(prompt.token_ids) for prompt in prompts) + job.max_new_tokens
+    rows = job.prompts_per_step * job.samples_per_prompt
+    return {
+        **shared_arguments(job, rows=rows, row_tokens=longest, updates=job.epochs),
+        "shuffle_dataset": False,
+        "num_generations": job.samples_per_prompt,
+        "max_completion_length": job.max_new_tokens,
+        "temperature": job.temperature,
+        "num_iterations": job.epochs,
+        "epsilon": job.clip,
+        "beta": job.beta,
+    }
+
+
+def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copies: int = 1) -> Any:
+    """The prompts of all steps as TRL reads them, in the order in which kleash's PPO takes them.
+
+    One pass over it is the whole run, unshuffled: a run that goes on finds its place by counting.
+
+    Raises:
+        SourceError: if TRL would make other tokens of a prompt than kleash.
+        OptionError: if some prompts are texts and some messages.
+    """
+    chats = {prompt.messages is not None for prompt in prompts}
+    if len(chats) > 1:
+        raise OptionError(
+            "some prompts are texts and some are messages, which TRL takes one kind of; part the file"
+        )
+    tokenizer = networks.pair.tokenizer
+    for prompt in prompts:
+        if prompt.messages is None and tokenizer(text=prompt.text)["input_ids"] != list(prompt.token_ids):
+            raise SourceError(
+                f"{prompt.where}: TRL tokenises the prompt anew and gets other tokens than those that were given; "
+                "give it as text that its tokens are the tokens of"
+            )
+    rows = [
+        {"prompt": prompt.text if prompt.messages is None else list(prompt.messages), KEY: number}
+        for number, prompt in enumerate(prompts)
+    ]
+    needed = job.steps * job.prompts_per_step
+    epochs = range(ceil(needed / len(prompts)))
+    order = [place for epoch in epochs for place in shuffled(len(prompts), job.seed, "prompts", epoch)]
+    places = [place for place in order[:needed] for _ in range(copies)]
+    return need("datasets", "trl").Dataset.from_list(rows).select(places)
+
+
+def _reward_function(reward: Reward, rewards: Rewards, prompts: list[Prompt]) -> Any:
+    """A reward as TRL calls one: by its name, with texts, and with the column that says whose they are."""
+    alone = Rewards(rewards=(reward,), tokenizer=rewards.tokenizer)
+
+    def function(*, completions: list[Any], **columns: Any) -> list[float]:
+        dialogues = [
+            Dialogue(
+                prompt=prompts[which].text,
+                response=one if isinstance(one, str) else one[-1]["content"],
+                messages=prompts[which].messages,
+                name=f"prompt {which}",
+            )
+            for which, one in zip(columns[KEY], completions, strict=True)
+        ]
+        return alone.of_dialogues(dialogues).parts[reward.name].tolist()
+
+    function.__name__ = reward.name
+    return function

@@ -1,0 +1,109 @@
+"""DPO by TRL's trainer, with the exact drift measured beside its implicit rewards."""
+
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import SourceError
+from kleash.extras import need
+from kleash.integrations.trainer import DriftMonitor
+from kleash.models import Sampling, source_path
+from kleash.models.lines import json_lines
+from kleash.records import DPOJob, TrainingResult
+from kleash.training.journal import Journal
+from kleash.training.with_trl.arguments import shared_arguments
+from kleash.training.with_trl.ending import run, silently
+from kleash.training.with_trl.journalling import Generated, Journalling
+from kleash.training.with_trl.networks import load_networks
+
+WATCHED_PROMPTS, WATCHED_TOKENS = 32, 32
+"""On so many of the pairs' prompts, and so many new tokens each, the drift is measured."""
+
+
+def train_dpo(job: DPOJob, journal: Journal | None = None) -> TrainingResult:
+    """Train a policy by TRL's DPO, from pairs of a chosen and a rejected answer.
+
+    DPO's own numbers are log-ratios on somebody else's answers, which are no KL. So after every
+    ``checkpoint_every`` steps the policy, as it is then, answers some of the prompts itself, and the exact KL to the
+    reference stands in the journal beside them.
+
+    Args:
+        job: what to train, and how; ``out`` is given.
+        journal: keeps the steps, on the first process.
+
+    Raises:
+        SourceError, ModelError, OptionError: if the job asks for what is not there.
+        NonFiniteError: if a loss is NaN or infinite.
+        CannotRunError, MissingExtraError: if something the job needs cannot run here.
+    """
+    with silently():
+        return _train(job, journal)
+
+
+def _train(job: DPOJob, journal: Journal | None) -> TrainingResult:
+    trl = need("trl", "trl")
+    import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)
+
+    rows = read_pairs(str(job.pairs), limit=job.limit)
+    networks = load_networks(job, job.reference_name)
+    Path(str(job.out)).mkdir(parents=True, exist_ok=True)
+    arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
+    trainer = trl.DPOTrainer(
+        model=networks.policy,
+        ref_model=networks.other,
+        args=trl.DPOConfig(**arguments, beta=job.beta, max_length=job.max_tokens),
+        train_dataset=need("datasets", "trl").Dataset.from_list(rows),
+        processing_class=networks.pair.tokenizer,
+        peft_config=networks.lora,
+    )
+    prompts: dict[str, Any] = {str(row["prompt"]): row["prompt"] for row in rows}
+    monitor = DriftMonitor(
+        prompts=list(prompts.values()),
+        limit=WATCHED_PROMPTS,
+        every=job.checkpoint_every,
+        sampling=Sampling(max_new_tokens=WATCHED_TOKENS, seed=job.seed),
+        batch_tokens=job.batch_tokens,
+    ).attach(trainer)
+    journalling = Journalling(job, journal, generated=lambda: drift_of_step(monitor))
+    journalling.attach(trainer)
+    return run(trainer, journalling, job)
+
+
+def drift_of_step(monitor: DriftMonitor) -> Generated | None:
+    """What the monitor measured since it was last asked, by kleash's names."""
+    drift, monitor.last = monitor.last, None
+    if drift is None:
+        return None
+    return Generated(
+        metrics={
+            "kl/exact_per_sequence": drift.per_sequence.value,
+            "kl/exact_per_sequence_error": drift.per_sequence.standard_error,
+            "kl/exact_per_token": drift.per_token.value,
+            "kl/exact_per_token_error": drift.per_token.standard_error,
+            "response/length": drift.tokens / drift.sequences,
+        }
+    )
+
+
+def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
+    """JSONL with "prompt", "chosen" and "rejected", each a text or a list of messages, all of one kind.
+
+    Raises:
+        SourceError: naming the line, if one of them is missing or of another kind.
+    """
+    rows: list[dict[str, Any]] = []
+    for line in json_lines(source_path(name)):
+        record = line.record or {}
+        row = {field: record.get(field) for field in ("prompt", "chosen", "rejected")}
+        kinds = {type(value) for value in row.values()}
+        if kinds not in ({str}, {list}) or not all(row.values()):
+            raise SourceError(
+                f"{line.where}: expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
+            )
+        if rows and type(row["prompt"]) is not type(rows[0]["prompt"]):
+            raise SourceError(f"{line.where}: texts and lists of messages in one file; part it")
+        rows.append(row)
+        if len(rows) == limit:
+            break
+    if not rows:
+        raise SourceError(f"{name} holds no pair")
+    return rows
