@@ -21,6 +21,7 @@ from kleash.linear import (
     linear_objective,
     token_statistics,
 )
+from kleash.linear.impl.across import Ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 
@@ -110,6 +111,18 @@ def test_a_group_of_one_is_no_group(alone, options):
     p, head, q, other = case.models
     right, _ = linear_objective(p, head, case.tokens, q, other, objective, options=REFERENCE)
     torch.testing.assert_close(loss, right)
+
+
+def test_nan_is_a_maximum_wherever_it_is(alone):
+    """Backends differ: some drop it, and a rank that holds one must not be the only one that knows."""
+    top, other = Ranks(alone, [1], 0, torch.device("cpu")).highest(
+        torch.tensor([torch.nan, 1.0, -torch.inf]), torch.tensor([[2.0], [torch.inf], [torch.nan]])
+    )
+    assert top.tolist() == [torch.inf, 1.0, -torch.inf] and other.tolist() == [
+        [2.0],
+        [torch.inf],
+        [torch.inf],
+    ]
 
 
 def test_a_group_that_is_gone_is_refused(alone, unhooked):
