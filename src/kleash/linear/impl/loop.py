@@ -47,7 +47,7 @@ def plan(pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = No
     tokens = pair.tokens if tokens is None else tokens
     size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
     if options.skip_below:
-        budget -= options.buffer_bytes // 4
+        budget -= options.buffer_bytes // 8
     tile = 1
     for model in (pair.p, pair.q):
         weight = model.head.weight
