@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from kleash.training.reward_models import Dialogue, load_reward_model
 
 WEIGHTED = re.compile(r"\s*(?P<weight>[^*\s]+)\s*\*\s*(?P<what>.+)")
 
-OfDialogues = Callable[[Sequence[Dialogue]], Iterable[Any]]
+OfDialogues = Callable[[Sequence[Dialogue]], Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -126,6 +126,10 @@ def load_rewards(
     for name, (weight, what) in zip(names, weighted, strict=True):
         if ":" in what and not Path(what).is_dir():
             of = _function(what)
+        elif not Path(what).is_dir() and "/" not in what:
+            raise OptionError(
+                f"a reward is package.module:function or a model's folder, and {what!r} is neither"
+            )
         else:
             of = load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
         rewards.append(Reward(name=name, weight=weight, spec=what, of=of))
@@ -166,7 +170,7 @@ def _names(specs: Sequence[str]) -> list[str]:
 def _function(path: str) -> OfDialogues:
     function = function_at(path, "a reward")
 
-    def of(dialogues: Sequence[Dialogue]) -> Iterable[Any]:
+    def of(dialogues: Sequence[Dialogue]) -> Any:
         return function([each.prompt for each in dialogues], [each.response for each in dialogues])
 
     return of
@@ -175,7 +179,8 @@ def _function(path: str) -> OfDialogues:
 def _numbers(reward: Reward, dialogues: Sequence[Dialogue]) -> Float64[np.ndarray, " responses"]:
     """What a reward says, seen to be one finite number for each response."""
     try:
-        said = list(reward.of(dialogues))
+        found = reward.of(dialogues)
+        said = found.tolist() if hasattr(found, "tolist") else list(found)  # a tensor may carry a gradient
     except Exception as error:  # a reward is other people's code, and may raise anything
         if isinstance(error, (CannotRunError, NonFiniteError)):
             raise
@@ -201,7 +206,7 @@ def _numbers(reward: Reward, dialogues: Sequence[Dialogue]) -> Float64[np.ndarra
 def _number(reward: Reward, dialogue: Dialogue, value: Any) -> float:
     if not isinstance(value, (str, bytes)):
         try:
-            return float(value)
+            return float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError, RuntimeError):
             pass
     raise CannotRunError(

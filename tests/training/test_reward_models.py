@@ -1,0 +1,121 @@
+"""Reward models out of folders: the numbers that transformers itself gives, one text at a time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONFIGS, save_tiny, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification
+
+from kleash.errors import CannotRunError, ModelError
+from kleash.models import Sequence
+from kleash.training import load_rewards
+from kleash.training.reward_models import Dialogue, load_reward_model
+
+TEXTS = (
+    (" was calm and the boat went out", "The sea"),
+    ("", "She counted"),
+    (" road leads out of the town", "A long"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("models") / "judge")
+
+
+def saved(folder: Path, labels: int = 1, chat: bool = True, **config: Any) -> Path:
+    torch.manual_seed(7)
+    network = AutoModelForSequenceClassification.from_config(CONFIGS["llama"](num_labels=labels, **config))
+    network.save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    template, tokenizer.chat_template = tokenizer.chat_template, tokenizer.chat_template if chat else None
+    tokenizer.save_pretrained(folder)
+    tokenizer.chat_template = template
+    return folder
+
+
+def alone(folder: Path, text: str, *, special: bool = True) -> float:
+    """The logit of a single text, unpadded, as transformers computes it."""
+    network = AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = tiny_tokenizer()(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
+    return network.eval()(input_ids=ids).logits.item()
+
+
+def plain() -> list[Dialogue]:
+    return [Dialogue(prompt=prompt, response=response) for response, prompt in TEXTS]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 4096])
+def test_each_text_has_the_score_that_it_has_alone(folder: Path, batch_tokens: int) -> None:
+    scores = load_reward_model(str(folder), batch_tokens=batch_tokens)(plain())
+    expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
+    assert scores == pytest.approx(expected, rel=1e-4)
+    assert len({round(score, 3) for score in scores}) == 3, (
+        "scores that are all alike would hide a wrong order"
+    )
+
+
+def test_messages_are_written_with_the_model_s_own_template(folder: Path) -> None:
+    messages = ({"role": "user", "content": "The sea?"},)
+    asked = Dialogue(prompt="<template of the policy>", response="It was calm.", messages=messages)
+    expected = alone(folder, "<s>user: The sea?\nassistant: It was calm.\n", special=False)
+    assert load_reward_model(str(folder))([asked]) == pytest.approx([expected], rel=1e-4)
+
+
+def test_messages_are_one_text_where_the_model_has_no_template(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "plain", chat=False)
+    asked = Dialogue(prompt="user: Sea?\n", response="Calm.", messages=({"role": "user", "content": "Sea?"},))
+    assert load_reward_model(str(folder))([asked]) == pytest.approx(
+        [alone(folder, "user: Sea?\nCalm.")], rel=1e-4
+    )
+
+
+def test_without_a_padding_token_texts_are_read_one_by_one(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "unpadded", pad_token_id=None)
+    expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
+    assert load_reward_model(str(folder))(plain()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_it_is_a_reward_among_others(folder: Path) -> None:
+    rewards = load_rewards(
+        [f"2*{folder}", "kleash.training.example_rewards:heroine"], tokenizer=tiny_tokenizer()
+    )
+    ids = tuple(tiny_tokenizer()(" she was", add_special_tokens=False)["input_ids"])
+    answer = Sequence(
+        prompt_id=0,
+        sample_id=0,
+        prompt_ids=(0,),
+        response_ids=(*ids, 1),
+        prompt_text="The sea",
+        response_text=" she was</s>",
+    )
+    found = rewards.of([answer])
+    assert list(found.parts) == ["judge", "heroine"]
+    assert found.total.tolist() == pytest.approx([2 * alone(folder, "The sea she was") + 1], rel=1e-4)
+
+
+def test_a_text_longer_than_the_model_can_read_is_not_cut_in_silence(folder: Path) -> None:
+    long = Dialogue(prompt="The sea", response=" was calm" * 80, name="prompt 3, sample 1")
+    with pytest.raises(
+        CannotRunError, match=r"reads at most 128 tokens and prompt 3, sample 1 has \d+; lower --max"
+    ):
+        load_reward_model(str(folder))([long])
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"lacks 1 of its weights, which would be random: score\.weight"):
+        load_reward_model(str(save_tiny(tmp_path / "llama")))
+
+
+def test_a_classifier_of_more_labels_is_no_reward_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has 3 labels; a reward is one number"):
+        load_reward_model(str(saved(tmp_path / "three", labels=3)))
+
+
+def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "pickled")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickled files"):
+        load_reward_model(str(folder))

@@ -1,0 +1,214 @@
+"""Rewards: functions, sums, and what is said about each way to get them wrong."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_tokenizer
+
+from kleash.errors import (
+    CannotRunError,
+    KleashError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    UnknownNameError,
+)
+from kleash.models import Sequence
+from kleash.training import load_rewards
+from kleash.training.example_rewards import heroine, kind_words
+
+EXAMPLES = "kleash.training.example_rewards"
+MINE = """
+import numpy, torch
+calls = []
+def length(prompts, responses):
+    calls.append((prompts, responses))
+    assert isinstance(prompts, list) and isinstance(responses, list)
+    return [float(len(response)) for response in responses]
+def as_tensor(prompts, responses):
+    return torch.arange(len(responses), dtype=torch.bfloat16)
+def as_array(prompts, responses):
+    return numpy.arange(len(responses), dtype=numpy.float32)
+def as_bools(prompts, responses):
+    return [True for _ in responses]
+def generated(prompts, responses):
+    return (0.5 for _ in responses)
+def one_short(prompts, responses):
+    return [1.0] * (len(responses) - 1)
+def nothing(prompts, responses):
+    pass
+def raises(prompts, responses):
+    raise ValueError("no such judge\\nsecond line")
+def nan(prompts, responses):
+    return [1.0, float("nan"), float("inf")][: len(responses)]
+def words(prompts, responses):
+    return ["1.0" for _ in responses]
+class Judge:
+    @staticmethod
+    def says(prompts, responses):
+        return [-1.0 for _ in responses]
+def takes_one(responses):
+    return responses
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of one's own in the current folder."""
+    (tmp_path / "my_rewards.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "my_rewards", raising=False)
+
+
+def totals(*specs: str, responses: tuple[str, ...] = ("abc", "", "é!")) -> list[float]:
+    return load_rewards(specs).of_texts(["p"] * len(responses), responses).total.tolist()
+
+
+def test_a_function_is_called_with_all_prompts_and_responses_at_once() -> None:
+    found = load_rewards(["my_rewards:length"]).of_texts(["one", "two"], ["abc", ""])
+    assert found.total.tolist() == [3.0, 0.0] and found.total.dtype == np.float64
+    import my_rewards
+
+    assert my_rewards.calls == [(["one", "two"], ["abc", ""])]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("as_tensor", [0, 1, 2]),
+        ("as_array", [0, 1, 2]),
+        ("as_bools", [1, 1, 1]),
+        ("generated", [0.5, 0.5, 0.5]),
+        ("Judge.says", [-1, -1, -1]),
+    ],
+)
+def test_whatever_holds_numbers_will_do(name: str, values: list[float]) -> None:
+    assert totals(f"my_rewards:{name}") == values
+
+
+def test_several_are_added_with_their_weights() -> None:
+    specs = ["0.5*my_rewards:length", " -2 * my_rewards:as_bools", "my_rewards:as_array"]
+    found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
+    assert found.total.tolist() == [1.5 - 2 + 0, 0 - 2 + 1, 1 - 2 + 2]
+    assert {name: part.tolist() for name, part in found.parts.items()} == {
+        "length": [3, 0, 2],
+        "as_bools": [1, 1, 1],
+        "as_array": [0, 1, 2],
+    }
+
+
+def test_two_of_the_same_name_are_told_apart() -> None:
+    found = load_rewards(["my_rewards:length", "2*my_rewards:length"]).of_texts(["p"], ["ab"])
+    assert list(found.parts) == ["length", "length-2"] and found.total.tolist() == [6.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "said"),
+    [
+        ("my_rewards:lenght", UnknownNameError, "my_rewards has no 'lenght'; did you mean length"),
+        (
+            "no_such_file:f",
+            UnknownNameError,
+            "no_such_file is not installed, and no no_such_file.py lies in the",
+        ),
+        ("my_rewards:calls", OptionError, "my_rewards:calls is of type list, which cannot be called"),
+        (
+            "my rewards:length",
+            OptionError,
+            "a reward is written package.module:function, and 'my rewards:length'",
+        ),
+        (
+            "my_rewards.length",
+            OptionError,
+            "a reward is package.module:function or a model's folder, and 'my_rew",
+        ),
+        ("x*my_rewards:length", OptionError, "the weight of the reward 'x*my_rewards:length' is 'x'"),
+        ("nan*my_rewards:length", OptionError, "it must be a number, as in 0.5*"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_before_anything_runs(
+    spec: str, error: type[KleashError], said: str
+) -> None:
+    with pytest.raises(error) as caught:
+        load_rewards([spec])
+    assert said in str(caught.value)
+
+
+def test_no_reward_is_no_reward() -> None:
+    with pytest.raises(OptionError, match="say what is rewarded"):
+        load_rewards([])
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        (
+            "one_short",
+            ShapeError,
+            "my_rewards:one_short returned 2 numbers for 3 responses; it must return one each",
+        ),
+        ("nothing", CannotRunError, "the reward my_rewards:nothing raises TypeError: 'NoneType'"),
+        ("raises", CannotRunError, "the reward my_rewards:raises raises ValueError: no such judge"),
+        (
+            "nan",
+            NonFiniteError,
+            "is nan for response 1 and 2 of 3 responses in all; it must be a finite number",
+        ),
+        ("words", CannotRunError, "returned a str for response 0; it must return numbers"),
+        (
+            "takes_one",
+            CannotRunError,
+            "raises TypeError: takes_one() takes 1 positional argument but 2 were given",
+        ),
+    ],
+)
+def test_a_reward_that_misbehaves_is_named(name: str, error: type[KleashError], said: str) -> None:
+    with pytest.raises(error) as caught:
+        totals(f"my_rewards:{name}")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def sequence(text: str, prompt: str = "The sea", **more: Any) -> Sequence:
+    tokenizer = tiny_tokenizer()
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return Sequence(
+        prompt_id=0,
+        sample_id=0,
+        prompt_ids=(0,),
+        response_ids=(*ids, tokenizer.eos_token_id),
+        prompt_text=prompt,
+        response_text=text + "</s>",
+        **more,
+    )
+
+
+def test_special_tokens_are_not_part_of_what_is_rewarded() -> None:
+    answers = [sequence(" was calm"), sequence("")]
+    assert load_rewards(["my_rewards:length"], tokenizer=tiny_tokenizer()).of(answers).total.tolist() == [
+        9,
+        0,
+    ]
+    assert load_rewards(["my_rewards:length"]).of(answers).total.tolist() == [13, 4]
+
+
+@pytest.mark.parametrize("function", [heroine, kind_words])
+def test_the_example_rewards_pay_for_words_and_not_for_letters(
+    function: Callable[[list[str], list[str]], list[float]],
+) -> None:
+    texts = ["She was happy; her heart was HERS", "sheer herbal unkindness", "", "she happy she"]
+    expected = {"heroine": [3, 0, 0, 2], "kind_words": [2, 0, 0, 1]}[function.__name__]
+    assert function([""] * 4, texts) == expected
+    assert totals(f"{EXAMPLES}:{function.__name__}", responses=tuple(texts)) == expected
+
+
+def test_a_tensor_that_carries_a_gradient_is_read_like_any_other() -> None:
+    import my_rewards
+
+    my_rewards.learnt = lambda prompts, responses: torch.ones(len(responses), requires_grad=True)
+    assert totals("my_rewards:learnt") == [1, 1, 1]
