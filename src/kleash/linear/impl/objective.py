@@ -111,6 +111,8 @@ def turn_(
     models = chunk.pair.p, chunk.pair.q
     with_entropy = bool((c.entropy != 0).any())
     unused = (c.token_logp == 0) & (c.token_logq == 0) & (c.kl == 0) & (c.entropy == 0)
+    # Memory that is allocated anew for each block costs more than the arithmetic.
+    spare = torch.empty_like(chunk.zp[: cut.rows]), torch.empty_like(chunk.zp[: cut.rows])
     for here in runs(chunk, cut.rows):
         zp, zq = chunk.zp[here], chunk.zq[here]
         zq = zp + zq if chunk.apart and needs[1] else zq
@@ -118,7 +120,16 @@ def turn_(
         apart = chunk.apart and not needs[1]
         facts = [x[here] for x in known]
         found = pulled_rows(
-            zp, zq, ids[here], facts, local, needs, chunk.pair.across, apart=apart, with_entropy=with_entropy
+            zp,
+            zq,
+            ids[here],
+            facts,
+            local,
+            needs,
+            chunk.pair.across,
+            spare,
+            apart=apart,
+            with_entropy=with_entropy,
         )
         for side, gradient in enumerate(found):
             if gradient is not None:
@@ -143,6 +154,7 @@ def pulled_rows(
     c: TokenTerms,
     needs: tuple[bool, bool],
     across: Alone,
+    spare: tuple[Tensor, Tensor],
     *,
     apart: bool,
     with_entropy: bool,
@@ -151,7 +163,7 @@ def pulled_rows(
     in_p = in_q = None
     rare = torch.zeros(len(zp), dtype=torch.bool, device=zp.device)
     if needs[0]:
-        in_p = into_p(zp, zq, ids, known, c, across, apart=apart, with_entropy=with_entropy)
+        in_p = into_p(zp, zq, ids, known, c, across, spare, apart=apart, with_entropy=with_entropy)
         rare |= ~in_p.sum(-1).isfinite()
     if needs[1]:
         in_q = into_q(zp, zq, ids, known, c, across)
@@ -170,18 +182,20 @@ def into_p(
     known: list[Tensor],
     c: TokenTerms,
     across: Alone,
+    spare: tuple[Tensor, Tensor],
     *,
     apart: bool,
     with_entropy: bool,
 ) -> Tensor:
-    """``c_logp (1_x - p) + p (c_kl (u - KL) - c_H (log p + H))``."""
+    """``c_logp (1_x - p) + p (c_kl (u - KL) - c_H (log p + H))``, in the first ``spare`` room."""
+    by, room = (x[: len(zp)] for x in spare)
     _, _, kl, entropies, sum_p, more = (x[:, None] for x in known)
     c_logp, _, c_kl, c_entropy = (x[:, None] for x in c)
-    by = zq.neg() if apart else zp - zq
+    by = torch.neg(zq, out=by) if apart else torch.sub(zp, zq, out=by)
     by.add_(more - kl).mul_(c_kl).sub_(c_logp)
     if with_entropy:
-        by.sub_((zp - (sum_p - entropies)).mul_(c_entropy))
-    by.mul_(torch.add(sum_p * -LOG2_E, zp, alpha=LOG2_E).exp2_())
+        by.sub_(torch.sub(zp, sum_p - entropies, out=room).mul_(c_entropy))
+    by.mul_(torch.add(sum_p * -LOG2_E, zp, alpha=LOG2_E, out=room).exp2_())
     return across.put_(by, ids, c_logp)
 
 
