@@ -134,6 +134,7 @@ class Journalling(Attached):
                 scheduler = self.trainer.lr_scheduler
                 scheduler = getattr(scheduler, "scheduler", scheduler)
                 scheduler.base_lrs = [rate / 2 for rate in scheduler.base_lrs]
+                scheduler._last_lr = [rate / 2 for rate in scheduler._last_lr]  # what is logged
                 for group in self.trainer.optimizer.param_groups:
                     group["lr"] /= 2
             case "tighten":

@@ -101,7 +101,7 @@ def whole_logp(network: Any, inputs: dict[str, Tensor], temperature: float) -> T
     """Log-probabilities of the whole vocabulary at the positions that predict the response: [batch, time, vocab]."""
     ids, mask = texts(inputs)
     logits = network(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    return (logits[:, PROMPT - 1 : -1] / temperature).log_softmax(-1)
+    return (logits[:, inputs["prompt_ids"].size(1) - 1 : -1] / temperature).log_softmax(-1)
 
 
 def moved(network: Any, by: float, seed: int = 1) -> Any:

@@ -1,0 +1,238 @@
+"""``kleash train grpo|rloo|dpo|distill``: real short runs on the shipped models and on tiny ones."""
+
+import json
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import save_tiny, tiny_adapter
+
+from kleash.errors import CannotRunError, ModelError, OptionError, SourceError
+from kleash.models import load_pair
+from kleash.records import METRICS, DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
+from kleash.records.metrics import PART
+from kleash.training.journal import Journal
+from kleash.training.watching import Watch
+from kleash.training.with_trl.arguments import largest_divisor
+
+# What TRL and PEFT read that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+HEROINE, KIND = (f"kleash.training.example_rewards:{name}" for name in ("heroine", "kind_words"))
+SMALL = {
+    "learning_rate": 1e-3,
+    "limit": 6,
+    "prompts_per_step": 2,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def trl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl as package
+
+        import kleash.training.with_trl as ours
+        from kleash.integrations.trl import LeashedGRPOTrainer
+        from kleash.training.with_trl.measured import measured
+    return SimpleNamespace(
+        **{
+            **vars(ours),
+            "GRPOConfig": package.GRPOConfig,
+            "Leashed": LeashedGRPOTrainer,
+            "measured": measured,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def go(train, job, out, watch=None):
+    """Run a job in a folder: its result, and its steps."""
+    out.mkdir(exist_ok=True)
+    job = replace(job, out=str(out))
+    result = train(job, Journal(out, job, watch=watch))
+    return result, read_steps(out)
+
+
+def same(one, other):
+    names = [name for name in one.metrics if not name.startswith("time/")]
+    a, b = ([step.metrics[name] for name in names] for step in (one, other))
+    return np.array_equal(a, b, equal_nan=True)
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(trl, tmp_path):
+    job = GRPOJob(
+        steps=4,
+        checkpoint_every=2,
+        batch_tokens=64,
+        controller="pid",
+        target_nats=0.2,
+        reward=(HEROINE,),
+        **SMALL,
+    )
+    result, whole = go(trl.train_grpo, job, tmp_path / "whole")
+    go(trl.train_grpo, replace(job, steps=2), tmp_path / "parts")
+    again, parts = go(trl.train_grpo, replace(job, resume=True), tmp_path / "parts")
+    assert [step.step for step in parts] == [1, 2, 3, 4] and again.beta == result.beta != 0.05
+    assert all(same(one, other) for one, other in zip(whole, parts, strict=True))
+    assert all(step.events == other.events for step, other in zip(whole, parts, strict=True))
+    weights = [load_pair(one.policy, one.policy).policy.network.state_dict() for one in (result, again)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert whole[-1].metrics["kl/exact_per_token"] > 0 == whole[0].metrics["kl/exact_per_token"]
+    assert len(read_samples(tmp_path / "whole")) == 16
+
+
+def test_rloo_with_an_adapter_and_the_kl_in_the_reward(trl, tmp_path):
+    settings = {**SMALL, "learning_rate": 3e-2}
+    job = RLOOJob(
+        steps=2,
+        epochs=2,
+        lora_rank=4,
+        kl="k1",
+        kl_place="reward",
+        reward=(HEROINE, f"0.5*{KIND}"),
+        **settings,
+    )
+    result, steps = go(trl.train_rloo, job, tmp_path / "run")
+    first, second = (step.metrics for step in steps)
+    assert first["kl/exact_per_sequence"] == 0 < second["kl/exact_per_sequence"]
+    assert second["reward/score"] == pytest.approx(
+        second[f"{PART}heroine"] + 0.5 * second[f"{PART}kind_words"]
+    )
+    assert result.steps == 2 and set(second) <= {*METRICS, f"{PART}heroine", f"{PART}kind_words"}
+    pair = load_pair(result.policy, "shipped:reference")
+    assert pair.policy.adapter is not None
+
+
+def test_dpo_learns_its_pairs_and_measures_its_drift(trl, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": f"{who} was", "chosen": " happy and kind", "rejected": " angry and cold"}
+        for who in ("She", "He", "Emma", "Jane")
+    ]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = DPOJob(pairs=str(pairs), pairs_per_step=4, steps=3, checkpoint_every=2, learning_rate=1e-3)
+    result, steps = go(trl.train_dpo, job, tmp_path / "run")
+    margins = [step.metrics["pairs/margin"] for step in steps]
+    assert margins[0] == 0 < margins[1] < margins[2] and steps[2].metrics["pairs/accuracy"] == 1
+    drifts = [step.metrics.get("kl/exact_per_token") for step in steps]
+    assert (
+        drifts[0] == 0 < drifts[1] and drifts[2] is None and steps[1].metrics["kl/exact_per_token_error"] > 0
+    )
+    assert result.beta == 0.1 and (tmp_path / "run" / "policy" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "expected 'prompt', 'chosen' and 'rejected'"),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, "each a text or each a list"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, "expected 'prompt'"),
+    ],
+)
+def test_pairs_that_are_none(trl, tmp_path, row, reason):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(
+        json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n"
+    )
+    with pytest.raises(SourceError, match=f"line 2.*{reason}"):
+        go(trl.train_dpo, DPOJob(pairs=str(pairs)), tmp_path / "run")
+
+
+@pytest.mark.parametrize("divergence", ["policy_teacher", "teacher_policy", "jensen_shannon"])
+def test_distillation_follows_the_divergence_it_names(trl, tmp_path, divergence):
+    """The first step's number is that of the pair as it was loaded, on the same responses whatever is learned."""
+    job = DistillJob(divergence=divergence, steps=1, **{**SMALL, "prompts_per_step": 6})
+    _, (step,) = go(trl.train_distill, job, tmp_path / "run")
+    found = step.metrics["teacher/divergence"]
+    low, high = {"policy_teacher": (0.1, 0.6), "teacher_policy": (0.1, 0.6), "jensen_shannon": (0.02, 0.13)}[
+        divergence
+    ]
+    assert low < found < high and step.metrics["policy/entropy"] > 1
+
+
+def test_what_a_step_says_is_measured_on_its_responses(trl, folder, tmp_path):
+    from trl_batches import make, moved, whole_logp
+
+    from kleash.models import prompts_of
+    from kleash.training.rewards import Rewards
+
+    trainer = make(trl.measured(trl.Leashed), trl.GRPOConfig, str(folder), tmp_path)
+    moved(trainer.model, 0.2)
+    pair = load_pair(str(folder), str(folder))
+    reward = SimpleNamespace(name="score", weight=2.0)
+    trainer.told_apart(prompts_of(["the sea was", "she counted"], pair), Rewards(rewards=(reward,)))
+    inputs = [{"prompt": "the sea was", "kleash_prompt": 0}] * 2 + [
+        {"prompt": "she counted", "kleash_prompt": 1}
+    ] * 2
+    output = trainer._generate_and_score_completions(inputs)
+    found = trainer.take_generated()
+    logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
+    mask = output["completion_mask"].bool()
+    kl = torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0.0)
+    assert found.metrics["kl/exact_per_token"] == pytest.approx((kl.sum() / mask.sum()).item(), rel=1e-4)
+    assert found.metrics["kl/exact_per_sequence"] == pytest.approx(kl.sum().item() / 4, rel=1e-4)
+    entropy = -(logp.exp() * logp).sum(-1)[mask].mean().item()
+    assert found.metrics["policy/entropy"] == pytest.approx(entropy, rel=1e-4)
+    per_prompt = kl.sum(-1).reshape(2, 2).mean(1)
+    error = (per_prompt[0] - per_prompt[1]).abs().item() / 2
+    assert found.metrics["kl/exact_per_sequence_error"] == pytest.approx(error, rel=1e-3)
+    scores = trainer._scores[:, 0]
+    assert found.metrics["reward/score"] == pytest.approx(2 * scores.mean().item(), rel=1e-5)
+    assert [one.kl for one in found.samples] == pytest.approx(kl.sum(-1).tolist(), rel=1e-4)
+    assert trainer.take_generated() is None
+
+
+@pytest.mark.parametrize("watch", ["stop", "halve_learning_rate", "tighten"])
+def test_the_watch_is_obeyed(trl, tmp_path, watch):
+    job = GRPOJob(
+        steps=3, watch=watch, controller="dual", target_nats=1e-6, beta=0.1, reward=(KIND, HEROINE), **SMALL
+    )
+    result, steps = go(trl.train_grpo, job, tmp_path / "run", watch=Watch(steps=1))
+    said = [step.step for step in steps if step.warnings]
+    assert said == [2] and "times its target" in steps[1].warnings[0].sentence
+    rates = [step.metrics["policy/learning_rate"] for step in steps]
+    betas = [step.metrics["beta"] for step in steps]
+    if watch == "stop":
+        assert result.steps == 2 and result.stopped.startswith("the watch stopped it after step 2")
+        assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").is_dir()
+    elif watch == "halve_learning_rate":
+        assert rates == pytest.approx([1e-3, 1e-3, 5e-4])
+    else:
+        assert betas[2] > 2 * betas[1] and rates[2] == pytest.approx(1e-3)
+
+
+def test_what_cannot_be_done_is_said_before_it_is_begun(trl, folder, tmp_path, monkeypatch):
+    job = GRPOJob(reward=(HEROINE,), **SMALL)
+    adapter = tiny_adapter(tmp_path / "adapter", folder)
+    with pytest.raises(ModelError, match=r"the policy .* is an adapter"):
+        go(trl.train_grpo, replace(job, policy=str(adapter), prompts="shipped:prompts"), tmp_path / "a")
+    with pytest.raises(OptionError, match="float16 loses gradients"):
+        go(trl.train_grpo, replace(job, dtype="float16"), tmp_path / "b")
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text(json.dumps({"prompt_token_ids": [40, 41, 42, 43]}) + "\n")
+    with pytest.raises(SourceError, match="TRL tokenises the prompt anew"):
+        go(trl.train_grpo, replace(job, prompts=str(ids)), tmp_path / "c")
+    with pytest.raises(CannotRunError, match="cannot be used here"):
+        go(trl.train_grpo, replace(job, device="cuda:7"), tmp_path / "d")
+    accelerate = "accelerate.PartialState"
+    monkeypatch.setattr(accelerate, lambda **_: SimpleNamespace(num_processes=3))
+    with pytest.raises(OptionError, match="4 rows a step cannot be shared out to 3 processes"):
+        go(trl.train_grpo, job, tmp_path / "e")
+
+
+@given(st.integers(1, 400), st.integers(1, 500))
+def test_the_largest_divisor(number, at_most):
+    found = largest_divisor(number, at_most=at_most)
+    assert found == max(n for n in range(1, number + 1) if number % n == 0 and n <= at_most)
