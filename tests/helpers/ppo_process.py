@@ -1,11 +1,13 @@
-"""One of the processes of a run: ``ppo_process.py FOLDER REPLAY OUT``; draws at step 1, replays after it."""
+"""One of the processes of a run: ``ppo_process.py FOLDER OUT``. Draws at step 1, is given the responses after it."""
 
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from ppo_cases import tiny_job
 
 from kleash.training.ppo import rollout, train_ppo
@@ -13,45 +15,65 @@ from kleash.training.ppo import rollout, train_ppo
 genuine = rollout._draw
 
 
-def main(folder: Path, replay: Path, out: Path) -> None:
-    """Train for two steps; responses of the first are drawn and compared by who called, the second's are given."""
+def two_steps(folder: Path, out: Path, **more: Any) -> None:
+    """Train; what was drawn at step 1 lies beside ``out``, "replay.json" in ``folder`` is what step 2 is given."""
 
     def draw(setting, asked, places, step):
         drawn = genuine(setting, asked, places, step)
-        if step > 1:
-            given = json.loads(replay.read_text())
-            drawn = [
-                replace(
-                    one,
-                    response_ids=tuple(given[place][: len(given[place])]),
-                    logp_sampled=np.zeros(len(given[place]), dtype=np.float32),
-                )
-                for one, place in zip(drawn, places, strict=True)
-            ]
-        else:
-            name = f"drawn-{setting.ranks.index}.json"
-            (out.parent / f"{out.name}-{name}").write_text(
-                json.dumps({str(place): one.response_ids for one, place in zip(drawn, places, strict=True)})
-            )
-        return drawn
+        if step == 1:
+            said = {str(place): one.response_ids for one, place in zip(drawn, places, strict=True)}
+            out.with_name(f"{out.name}-drawn-{setting.ranks.index}.json").write_text(json.dumps(said))
+            return drawn
+        given = [tuple(json.loads((folder / "replay.json").read_text())[place]) for place in places]
+        return [
+            replace(one, response_ids=ids, logp_sampled=np.zeros(len(ids), dtype=np.float32))
+            for one, ids in zip(drawn, given, strict=True)
+        ]
 
     rollout._draw = draw
-    train_ppo(
-        tiny_job(
-            folder,
-            "qwen3",
-            prompts_per_step=5,
-            samples_per_prompt=2,
-            batch_tokens=60,
-            learning_rate=1e-4,
-            seed=2,
-            controller="pid",
-            target_nats=1.0,
-            device="cpu",
-            out=str(out),
-        )
+    try:
+        train_ppo(job_of(folder, out, **more))
+    finally:
+        rollout._draw = genuine
+
+
+def job_of(folder: Path, out: Path, **more: Any) -> Any:
+    """The run that is compared: responses that no number of processes divides, micro-batches of several widths."""
+    return tiny_job(
+        folder,
+        "qwen3",
+        prompts_per_step=5,
+        samples_per_prompt=2,
+        batch_tokens=60,
+        learning_rate=1e-4,
+        seed=2,
+        controller="pid",
+        target_nats=1.0,
+        device="cpu",
+        out=str(out),
+        **more,
     )
 
 
+def shard(accelerator: Any, policy: Any, optimizer: Any) -> tuple[Any, Any]:
+    """What Accelerate does under FSDP2, which it refuses to do on a CPU."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+    for layer in policy.network.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    return policy, torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0.0)
+
+
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    from accelerate import Accelerator
+
+    where, to = map(Path, sys.argv[1:])
+    two_steps(where, to)
+    Accelerator.prepare = shard
+    sharded = to.with_name(f"{to.name}-sharded")
+    two_steps(where, sharded, steps=1)
+    two_steps(where, sharded, steps=2, resume=True)
+    torch.distributed.destroy_process_group()

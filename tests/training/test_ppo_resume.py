@@ -129,7 +129,7 @@ def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
 
     job = tiny_job(folder, out=str(tmp_path), steps=1)
     train(job)
-    with pytest.raises(RunFolderError, match=r"--clip was 0\.2 and is now 0\.3; --seed was 0 and is now 1"):
+    with pytest.raises(RunFolderError, match=r"--seed was 0 and is now 1; --clip was 0\.2 and is now 0\.3"):
         train(replace(job, clip=0.3, seed=1, resume=True))
 
 

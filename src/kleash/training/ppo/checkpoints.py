@@ -19,7 +19,7 @@ from kleash.leash import Leash, beta_from_dict
 from kleash.models.quiet import first_line, quiet
 from kleash.records.atomic import TEMPORARY, cannot_write
 from kleash.records.codec import decode, to_json
-from kleash.training.ppo.policy import Policy
+from kleash.training.ppo.policy import Policy, let_go
 from kleash.training.ppo.setting import Setting
 
 STATE, PROGRESS, POLICY = "state.safetensors", "progress.json", "policy"
@@ -57,6 +57,7 @@ def save(setting: Setting, root: Path, progress: Progress) -> None:
     Raises:
         RunFolderError: if it cannot be written.
     """
+    let_go(setting.trainee.policy)
     tensors = _tensors(setting)
     generators = setting.ranks.told(_generators())
     if setting.ranks.first:
@@ -100,6 +101,7 @@ def restore(setting: Setting, checkpoint: Path) -> None:
     """
     load_file = need("safetensors.torch", "models").load_file
     damage = need("safetensors", "models").SafetensorError
+    let_go(setting.trainee.policy)
     try:
         tensors: dict[str, Tensor] = load_file(checkpoint / STATE)
         policy: Policy = setting.trainee.policy
@@ -159,8 +161,9 @@ def save_policy(setting: Setting, folder: Path, weights: Mapping[str, Tensor]) -
             state = {f"base_model.model.{name}": x for name, x in weights.items()}
             adapters.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
         else:
-            own = policy.network.state_dict()
-            state = {name: weights.get(name, x) for name, x in own.items()}
+            called = {id(x): name for name, x in policy.network.named_parameters()}  # tied ones once
+            own = policy.network.state_dict(keep_vars=True)
+            state = {name: weights.get(called.get(id(x), name), x.detach()) for name, x in own.items()}
             policy.network.save_pretrained(folder, state_dict=state)
         setting.trainee.pair.tokenizer.save_pretrained(folder)
 

@@ -1,8 +1,7 @@
 """The module that is trained: a network with its value head, whose forward does all that touches its weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -172,23 +171,37 @@ class Policy(torch.nn.Module):
         self.network.tie_weights()
 
 
-@contextmanager
-def whole(wrapped: Any) -> Iterator[Policy]:
-    """Inside, the policy without its wrapping and with all of its weights, on every process: to generate.
+def with_whole_weights(wrapped: Any, do: Callable[["Policy"], T]) -> T:
+    """What ``do`` makes of the policy without its wrapping, all of whose weights are at hand meanwhile.
 
-    Processes generate for different lengths of time, so no pass may need another process: sharded weights
-    (FSDP2) are gathered once and kept until the end.
+    To generate: processes write for different lengths of time, so none of their passes may need another
+    process. Weights that are sharded (FSDP2) are gathered once and kept until the end.
     """
-    from torch.distributed.fsdp import FSDPModule
+    with torch.no_grad():
+        return wrapped(_gathered, do)
 
-    policy = getattr(wrapped, "module", wrapped)
-    sharded = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+def let_go(policy: Policy) -> None:
+    """Leave each process with its own part of sharded weights (FSDP2), which are those that the optimiser knows."""
+    for module in _sharded(policy):
+        module.reshard()
+
+
+def _gathered(policy: Policy, do: Callable[[Policy], T]) -> T:
+    sharded = _sharded(policy)
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
-        yield policy
+        return do(policy)
     finally:
         for module in sharded:
             module.set_reshard_after_forward(module is not policy, recurse=False)
-            module.reshard()
+            if module is not policy:  # its own forward is still under way
+                module.reshard()
+
+
+def _sharded(policy: Policy) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]

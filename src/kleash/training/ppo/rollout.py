@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.models import Prompt, Sampling, Sequence, generate, length_batches
-from kleash.training.ppo.policy import Policy, whole
+from kleash.training.ppo.policy import Policy, with_whole_weights
 from kleash.training.ppo.ranks import Ranks
 from kleash.training.ppo.setting import Setting
 from kleash.training.ppo.sharing import minibatches_of, number, prompts_of_step, share_of
@@ -171,11 +171,12 @@ def _draw(setting: Setting, asked: list[Prompt], places: list[int], step: int) -
         temperature=job.temperature,
         seed=number(job.seed, "responses", step),
     )
-    with whole(setting.wrapped) as policy, setting.accelerator.autocast():
-        answers = generate(
-            setting.trainee.speaking(policy),
-            [replace(one, copy=copy) for one, copy in zip(each, copies, strict=True)],
-            sampling,
-            batch_tokens=job.batch_tokens,
-        )
+    prompts = [replace(one, copy=copy) for one, copy in zip(each, copies, strict=True)]
+
+    def answer(policy: Policy) -> list[Sequence]:
+        speaker = setting.trainee.speaking(policy)
+        return generate(speaker, prompts, sampling, batch_tokens=job.batch_tokens)
+
+    with setting.accelerator.autocast():
+        answers = with_whole_weights(setting.wrapped, answer)
     return [replace(answer, sample_id=place % samples) for answer, place in zip(answers, places, strict=True)]
