@@ -181,6 +181,8 @@ def test_the_first_batch_must_be_able_to_be_log_probabilities(installed):
     padded = torch.tensor([[-1.0, torch.nan]])
     assert installed.kl_penalty(padded, padded - 1, "k1")[0, 0] == 1, "verl does not say what is padding"
     assert installed.kl_penalty(padded.abs(), padded, "k1")[0, 0] == 2, "only the first batch is looked at"
+    install(look_at_first_batch=False)
+    assert installed.kl_penalty(padded.abs(), padded, "k1")[0, 0] == 2
 
 
 def packed(*numbers):

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import kl
@@ -167,7 +167,7 @@ class ExactKL:
         if not there:
             raise CannotRunError(
                 f"the exact KL needs what the reference's pass kept, and {lacking}; install(exact=True) in every "
-                "worker, with actor and reference in the same processes and trainer.use_v1=True, or ask for kl_loss_type=k3+"
+                "worker, with actor and reference in the same processes and trainer.use_v1=True, or ask for k3+"
             )
 
 
@@ -227,7 +227,7 @@ def head_of(module: Any, seen: Caught, rows: Tensor, hidden: Tensor) -> Head:
     return best
 
 
-def nats_off(rows: Float[Tensor, "tokens vocab"], hidden: Int[Tensor, "tokens dim"], head: Head) -> float:
+def nats_off(rows: Float[Tensor, "tokens vocab"], hidden: Float[Tensor, "tokens dim"], head: Head) -> float:
     """How far, at the last token, the head's distribution is from the model's own."""
     own = rows[-1:].float().log_softmax(-1)
     return float(kl(own, logits(hidden[-1:], head).float().log_softmax(-1)))

@@ -32,7 +32,7 @@ EXACT_SEAMS = {
 }
 
 
-def install(*, exact: bool = False) -> None:
+def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
     """Let verl compute its KL here, in this process: the penalty, its controllers and, if asked for, the exact KL.
 
     - ``kl_penalty_forward``, which verl's ``kl_penalty`` looks up when it is called: no clamp, and no other change
@@ -46,8 +46,11 @@ def install(*, exact: bool = False) -> None:
     Each process of verl needs it: put it into a module that ``VERL_USE_EXTERNAL_MODULES`` names. A second call
     changes nothing.
 
-    The first batch is looked at: what verl hands over must be able to be log-probabilities, or a
-    NotProbabilitiesError says what it is instead. NaN is left alone, since verl does not say which tokens count.
+    Args:
+        exact: whether to take hold of the engine for the exact KL.
+        look_at_first_batch: what verl hands over first must be able to be log-probabilities, or a
+            NotProbabilitiesError says what it is instead. NaN is left alone, since verl does not say which tokens
+            count. False for tests that feed it any numbers.
 
     Raises:
         MissingExtraError: if verl, or something that it imports, is not installed.
@@ -57,7 +60,7 @@ def install(*, exact: bool = False) -> None:
     warn_of_version("verl", at_least="0.9", below="0.10")
     require_seams("verl", SEAMS)
     engine = _exact(core) if exact else getattr(core.kl_penalty_forward, "kleash", None)
-    _replace(core, "kl_penalty_forward", _penalty(engine))
+    _replace(core, "kl_penalty_forward", _penalty(engine, look_at_first_batch))
     _replace(core, "get_kl_controller", _controller)
 
 
@@ -75,8 +78,8 @@ def _replace(owner: Any, name: str, function: Any) -> None:
     setattr(owner, name, function)
 
 
-def _penalty(exact: ExactKL | None) -> Any:
-    unseen = ["the first batch"]
+def _penalty(exact: ExactKL | None, look: bool) -> Any:
+    unseen = ["the first batch"] if look else []
 
     def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         if unseen:

@@ -1,0 +1,196 @@
+"""kleash's beta controllers behind verl's interface, against verl's own, and across its checkpoints."""
+
+import json
+import math
+import warnings
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kleash.auditing.targets.installing import quiet, stand_ins
+from kleash.errors import CannotRunError, OptionError, UnknownNameError
+from kleash.extras import require_seams
+from kleash.integrations.verl import CONTROLLER_TYPES, get_kl_controller, install
+from kleash.integrations.verl.controllers import CONTROLLER_FILE
+from kleash.integrations.verl.installing import SEAMS
+from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
+
+
+@pytest.fixture(scope="module")
+def core():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+        found = pytest.importorskip("verl.trainer.ppo.core_algos")
+        theirs = SimpleNamespace(get_kl_controller=found.get_kl_controller)
+        for seam in ("kl_penalty_forward", "get_kl_controller"):
+            patch.setattr(found, seam, getattr(found, seam))
+        install()
+        yield SimpleNamespace(ours=found, theirs=theirs)
+
+
+def configuration(**more):
+    """What Hydra hands over: verl's own defaults, and what was asked for."""
+    from omegaconf import OmegaConf
+
+    target = "verl.trainer.config.KLControlConfig"
+    return OmegaConf.create(
+        {"_target_": target, "type": "fixed", "kl_coef": 0.1, "horizon": 1000, "target_kl": 0.05, **more}
+    )
+
+
+@given(kls=st.lists(st.floats(0.0, 5.0), max_size=20), batch=st.integers(1, 1000))
+def test_adaptive_is_verls_own_within_the_bounds(core, kls, batch):
+    ours, theirs = (x.get_kl_controller(configuration(type="adaptive")) for x in (core.ours, core.theirs))
+    for kl in kls:
+        for controller in (ours, theirs):
+            controller.update(current_kl=kl, n_steps=batch)
+        if 1e-4 < theirs.value < 100:
+            assert ours.value == pytest.approx(theirs.value, rel=1e-12)
+        else:
+            break
+
+
+def test_fixed_is_verls_own(core):
+    ours, theirs = (x.get_kl_controller(configuration(kl_coef=0.02)) for x in (core.ours, core.theirs))
+    for controller in (ours, theirs):
+        controller.update(7.0, 64)
+    assert ours.value == theirs.value == 0.02
+
+
+def test_what_poisons_verls_own_leaves_this_one_in_bounds(core):
+    ours, theirs = (x.get_kl_controller(configuration(type="adaptive")) for x in (core.ours, core.theirs))
+    for controller in (ours, theirs):
+        controller.update(math.nan, 8)
+        controller.update(0.0, 20_000)
+    assert math.isnan(theirs.value) and ours.value == 0.05
+    assert "a step of times -3 bounded to 0.5" in ours.leash.event
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "more"),
+    [
+        ("ziegler", ZieglerBeta, {"beta_max": 3.0}),
+        ("pid", PIDBeta, {"integral": 0.2, "largest_step": 1.5}),
+        ("dual", DualBeta, {"beta_min": 0.01}),
+    ],
+)
+def test_each_type_is_the_controller_with_the_options_given(core, kind, made, more):
+    controller = core.ours.get_kl_controller(configuration(type=kind, **more))
+    horizon = {"horizon": 1000} if kind == "ziegler" else {}
+    expected = made(beta=0.1, target_nats=0.05, per="token", **horizon, **more)
+    assert controller.leash == expected
+    for kl in (0.2, 0.01, 0.3):
+        controller.update(current_kl=kl, n_steps=16)
+        expected = expected.after(kl, sequences=16)
+    assert controller.value == expected.beta != 0.1
+
+
+def test_verls_dataclass_and_a_plain_object_are_read_as_well(core):
+    from verl.trainer.config import KLControlConfig
+
+    given = {"type": "pid", "kl_coef": 0.3, "target_kl": 2.0, "horizon": 1}
+    for configured in (KLControlConfig(**given), SimpleNamespace(**given)):
+        assert get_kl_controller(configured).leash == PIDBeta(beta=0.3, target_nats=2.0, per="token")
+
+
+def test_requests_that_mean_nothing(core):
+    with pytest.raises(
+        UnknownNameError, match="no type of KL controller is called 'pd'; there are fixed, adap"
+    ):
+        core.ours.get_kl_controller(configuration(type="pd"))
+    with pytest.raises(OptionError, match="PIDBeta has no gain; it has "):
+        core.ours.get_kl_controller(configuration(type="pid", gain=1.0))
+    with pytest.raises(OptionError, match="verl measures its KL per token; leave it out"):
+        core.ours.get_kl_controller(configuration(type="pid", per="sequence"))
+    with pytest.raises(OptionError, match=r"beta is 1e-05, outside 0\.0001 to 100"):
+        core.ours.get_kl_controller(configuration(type="adaptive", kl_coef=1e-5))
+    assert set(CONTROLLER_TYPES) == {"fixed", "adaptive", "ziegler", "pid", "dual"}
+
+
+def test_verls_own_reward_penalty_steers_it(core):
+    """The batch's beta is that before the update, as verl's own order has it."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with stand_ins(("uvicorn", "fastapi")):
+            from verl import DataProto
+            from verl.trainer.ppo.ray_trainer import apply_kl_penalty
+    columns = {"old_log_probs": (-2.0, -5.0), "ref_log_prob": (-1.5, -1.0), "token_level_scores": (0.0, 1.0)}
+    tensors = {name: torch.tensor([numbers]) for name, numbers in columns.items()}
+    data = DataProto.from_dict(tensors={**tensors, "response_mask": torch.ones(1, 2)})
+    controller = core.ours.get_kl_controller(configuration(type="pid", target_kl=0.5))
+    _, metrics = apply_kl_penalty(data, controller, kl_penalty="k3")
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+    measured = metrics["actor/reward_kl_penalty"]
+    assert measured == pytest.approx((math.exp(0.5) - 1.5 + math.exp(4) - 5) / 2, rel=1e-6)
+    assert controller.leash == PIDBeta(beta=0.1, target_nats=0.5, per="token").after(measured)
+
+
+@pytest.fixture(scope="module")
+def trainer_class(core):
+    """verl's own v1 trainer, without what serves its rollouts."""
+    with quiet(), stand_ins(("uvicorn", "fastapi", "transfer_queue", "aiohttp")):
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    return type("PPOTrainer", (PPOTrainer,), {"on_step_end": None, "on_sample_end": None})
+
+
+def trainer(core, kind, folder, *, resume="auto", resume_from=None, **kl_ctrl):
+    """One that was never started, with workers that save and load nothing."""
+    from omegaconf import OmegaConf
+
+    made = object.__new__(kind)
+    settings = {
+        "default_local_dir": str(folder),
+        "default_hdfs_dir": None,
+        "del_local_ckpt_after_load": False,
+    }
+    settings |= {"resume_mode": resume, "resume_from_path": resume_from}
+    actor = {"checkpoint": {"async_save": False}}
+    made.config = OmegaConf.create({"trainer": settings, "actor_rollout_ref": {"actor": actor}})
+    made.kl_ctrl_in_reward = core.ours.get_kl_controller(configuration(**kl_ctrl))
+    made.global_steps, made.use_critic, made.trainer_mode = 2, False, "sync"
+    made.actor_rollout_wg = made.checkpoint_callback = MagicMock()
+    made.train_dataloader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
+    return made
+
+
+def test_its_state_survives_a_resume(core, trainer_class, tmp_path):
+    first = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
+    for kl in (0.2, 0.4):
+        first.kl_ctrl_in_reward.update(kl, 8)
+    saved = first.kl_ctrl_in_reward.leash
+    first.actor_rollout_wg.save_checkpoint.side_effect = lambda *_, **__: read.append(folder.read_text())
+    folder, read = tmp_path / "global_step_2" / CONTROLLER_FILE, []
+    first._save_checkpoint()
+    assert [json.loads(text) for text in read] == [saved.to_dict()], "before verl calls the checkpoint whole"
+    second = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
+    second._load_checkpoint()
+    assert second.global_steps == 2 and second.kl_ctrl_in_reward.leash == saved
+    named = {"resume": "resume_path", "resume_from": str(tmp_path / "global_step_2")}
+    other = trainer(core, trainer_class, tmp_path / "new", type="dual", target_kl=9.0, **named)
+    other._load_checkpoint()
+    assert other.kl_ctrl_in_reward.leash == DualBeta(beta=saved.beta, target_nats=9.0, per="token")
+
+
+def test_a_checkpoint_without_it_is_said_and_a_fresh_start_is_not(core, trainer_class, tmp_path):
+    plain = trainer(core, trainer_class, tmp_path, type="fixed")
+    plain._save_checkpoint()
+    (tmp_path / "global_step_2" / CONTROLLER_FILE).unlink()
+    plain._load_checkpoint()
+    with pytest.warns(
+        UserWarning, match=r"global_step_2/kl_controller.json does not exist, so .* anew at 0.1"
+    ):
+        trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
+    fresh = trainer(core, trainer_class, tmp_path / "new", type="pid")
+    fresh._load_checkpoint()
+    assert fresh.global_steps == 0 and fresh.kl_ctrl_in_reward.value == 0.1
+
+
+def test_the_seams_are_looked_at(core):
+    assert require_seams("verl", SEAMS) is None, "kleash's own functions keep the names of verl's arguments"
+    with pytest.raises(CannotRunError, match=r"the installed verl lacks .*core_algos:kl_penalties"):
+        require_seams("verl", {"verl.trainer.ppo.core_algos:kl_penalties": ()})

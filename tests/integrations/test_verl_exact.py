@@ -1,0 +1,277 @@
+"""The exact KL on the real functions of verl's FSDP engine, against sums over the vocabulary done apart."""
+
+import warnings
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl_engines import PROMPTS, RESPONSES, batch, engine_of, logp_of, loss_of, nested, tiny
+
+from kleash.errors import CannotRunError, ShapeError
+from kleash.integrations.verl import REFERENCE_HIDDEN, install
+
+COEFFICIENT = 0.3
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """verl's modules with kleash installed, one process of gloo, no accelerator."""
+    import torch.distributed as dist
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        core = pytest.importorskip("verl.trainer.ppo.core_algos")
+        import verl.trainer.distillation.losses as distillation
+        import verl.workers.engine.fsdp.transformer_impl as fsdp
+        import verl.workers.utils.losses as losses
+        from verl.plugin.platform import get_platform
+
+        platform = type(get_platform())
+        patch.setattr(platform, "current_device", lambda self: "cpu")
+        patch.setattr(platform, "device_name", "cpu")
+        for owner, name in (
+            *((core, name) for name in ("kl_penalty_forward", "get_kl_controller")),
+            *((module, "ppo_loss") for module in (losses, distillation)),
+            (fsdp.FSDPEngine, "disable_adapter"),
+            *((fsdp.FSDPEngineWithLMHead, name) for name in ("forward_step", "prepare_model_outputs")),
+        ):
+            patch.setattr(owner, name, getattr(owner, name))
+        install(exact=True)
+        place = tmp_path_factory.mktemp("gloo") / "store"
+        dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
+        yield SimpleNamespace(core=core, fsdp=fsdp, losses=losses, distillation=distillation)
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors announce themselves
+        yield
+
+
+def with_reference(parts, reference, data, *, shard=False, forward_only=True):
+    """The data after verl's reference pass, as its v1 trainer writes back what the pass put out."""
+    engine = engine_of(parts.fsdp, reference, forward_only=forward_only, shard=shard)
+    found = engine.infer_batch(deepcopy(data))["model_output"]
+    data[REFERENCE_HIDDEN] = found[REFERENCE_HIDDEN]
+    return data
+
+
+def counted(data):
+    """Token ids, response length and mask of each sequence."""
+    return zip(data["input_ids"].unbind(), PROMPTS, RESPONSES, data["response_mask"].unbind(), strict=True)
+
+
+def kl_and_logp(policy, reference, data):
+    """Exact KL and log-probability of every response token, sequence by sequence; the mask beside them."""
+    kls, logps, masks = [], [], []
+    for ids, prompt, response, mask in counted(data):
+        p, q = logp_of(policy, ids), logp_of(reference, ids).detach()
+        rows = slice(prompt - 1, prompt + response - 1)
+        kls.append((p.exp() * (p - q)).sum(-1)[rows])
+        logps.append(p[rows].gather(-1, ids[prompt:, None])[:, 0])
+        masks.append(mask.bool())
+    return kls, logps, masks
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def expected_update(policy, reference, data, mode="token-mean"):
+    """Gradient and KL of the whole loss, computed apart: policy gradient at ratio 1, plus the exact KL."""
+    kls, logps, masks = kl_and_logp(policy, reference, data)
+    advantages = data["advantages"].unbind()
+    per = {"token-mean": sum(map(torch.sum, masks)), "seq-mean-token-sum": len(masks)}[mode]
+    kl = sum((k * m).sum() for k, m in zip(kls, masks, strict=True)) / per
+    gain = sum(
+        ((x - x.detach()).exp() * a * m).sum() for x, a, m in zip(logps, advantages, masks, strict=True)
+    )
+    policy.zero_grad()
+    (COEFFICIENT * kl - gain / per).backward()
+    found = gradients(policy)
+    policy.zero_grad()
+    return found, kl.item()
+
+
+def on_policy(policy, data):
+    """Old log-probabilities that are the policy's own: every ratio is 1."""
+    _, logps, _ = kl_and_logp(policy, policy, data)
+    data["old_log_probs"] = nested([x.detach() for x in logps])
+    return data
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_remove_padding": False},
+        {"use_dynamic_bsz": True, "max_token_len_per_gpu": 9},
+        {"calculate_entropy": True},
+    ],
+    ids=["packed", "padded", "dynamic", "entropy"],
+)
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+def test_verls_whole_loss_has_the_gradient_of_the_exact_kl(parts, settings, mode):
+    policy, reference = tiny(0), tiny(1)
+    data = on_policy(policy, with_reference(parts, reference, batch(**settings)))
+    expected, nats = expected_update(policy, reference, data, mode)
+    loss = loss_of(parts.losses, loss_agg_mode=mode)
+    out = engine_of(parts.fsdp, policy).forward_backward_batch(data, loss)
+    assert nats > 0.2, "so small a KL would hide a wrong sign"
+    assert out["metrics"]["kl_loss"].aggregate() == pytest.approx(nats, rel=1e-12)
+    found = gradients(policy)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_the_kl_alone_differs_from_what_k3_trains(parts):
+    policy, reference = tiny(0), tiny(1)
+    data = on_policy(policy, with_reference(parts, reference, batch()))
+    engine, found = engine_of(parts.fsdp, policy), {}
+    for kind in ("exact", "full", "exact+", "k3"):
+        policy.zero_grad()
+        engine.forward_backward_batch(deepcopy(data), loss_of(parts.losses, kl_loss_type=kind))
+        found[kind] = gradients(policy)["lm_head.weight"]
+    torch.testing.assert_close(found["full"], found["exact"])
+    assert not torch.allclose(found["k3"], found["exact"], rtol=0.1)
+    assert not torch.allclose(found["exact+"], found["exact"], rtol=0.1), "a plus means k2's gradient"
+
+
+def test_fsdp2_wrapped_by_verl_itself(parts):
+    policy, reference = tiny(0, torch.float32), tiny(1, torch.float32)
+    alone = deepcopy(policy), deepcopy(reference)
+    data = with_reference(parts, reference, batch(torch.float32), shard=True)
+    data = on_policy(alone[0], data)
+    expected, _ = expected_update(*alone, data)
+    engine = engine_of(parts.fsdp, policy, shard=True)
+    engine.forward_backward_batch(data, loss_of(parts.losses))
+    assert type(engine.module).__name__ == "FSDPLlamaForCausalLM"
+    for name, parameter in engine.module.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=2e-4, atol=2e-6)
+
+
+def test_an_adapter_switched_off_is_the_reference(parts):
+    from peft import LoraConfig, get_peft_model
+
+    bare = tiny(1)
+    adapted = get_peft_model(deepcopy(bare), LoraConfig(r=2, target_modules=["q_proj"])).double()
+    torch.nn.init.normal_(
+        adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default").weight
+    )
+    engine, data = engine_of(parts.fsdp, adapted), batch()
+    with engine.disable_adapter():
+        found = engine.infer_batch(deepcopy(data))["model_output"][REFERENCE_HIDDEN]
+    assert REFERENCE_HIDDEN not in engine.infer_batch(deepcopy(data))["model_output"], "this was the policy"
+    for row, ids in zip(found.unbind(), data["input_ids"].unbind(), strict=True):
+        expected = bare.model(input_ids=ids[None]).last_hidden_state[0]
+        torch.testing.assert_close(row, expected.detach())
+        assert not torch.allclose(
+            row, adapted.base_model.model.model(input_ids=ids[None]).last_hidden_state[0]
+        )
+
+
+def test_a_reference_that_changes_is_taken_anew(parts):
+    policy, data = tiny(0), batch()
+    for seed in (1, 2):
+        reference = tiny(seed)
+        kls, _, masks = kl_and_logp(policy, reference, data)
+        nats = sum((k * m).sum() for k, m in zip(kls, masks, strict=True)) / sum(map(torch.sum, masks))
+        out = engine_of(parts.fsdp, policy).forward_backward_batch(
+            with_reference(parts, reference, batch()), loss_of(parts.losses)
+        )
+        assert out["metrics"]["kl_loss"].aggregate() == pytest.approx(nats.item(), rel=1e-12)
+
+
+def test_what_lies_in_prompts_and_padding_is_never_read(parts):
+    policy, reference = tiny(0), tiny(1)
+    loss, engine = loss_of(parts.losses), engine_of(parts.fsdp, policy)
+    data = with_reference(parts, reference, batch())
+    clean = engine.forward_backward_batch(deepcopy(data), loss)["metrics"]["kl_loss"].aggregate()
+    rows = [row.clone() for row in data[REFERENCE_HIDDEN].unbind()]
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        row[: prompt - 1], row[-1] = torch.nan, torch.nan
+    data[REFERENCE_HIDDEN] = nested(rows)
+    assert engine.forward_backward_batch(data, loss)["metrics"]["kl_loss"].aggregate() == clean
+
+
+@pytest.mark.parametrize("other", ["soft", "scaled"])
+def test_a_head_with_a_softcap_or_a_scale(parts, other):
+    from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {
+        "vocab_size": 13,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "head_dim": 4,
+    }
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 1.5, "pad_token_id": 0}
+    torch.manual_seed(4)
+    eager = {"attn_implementation": "eager", "eos_token_id": 1, "bos_token_id": 2}
+    if other == "soft":
+        reference = Gemma2ForCausalLM(Gemma2Config(**sizes, **eager, final_logit_softcapping=2.0)).double()
+    else:
+        reference = CohereForCausalLM(CohereConfig(**sizes, **eager, logit_scale=0.25)).double()
+    policy, data = tiny(0), batch()
+    kls, _, masks = kl_and_logp(policy, reference, data)
+    nats = sum((k * m).sum() for k, m in zip(kls, masks, strict=True)) / sum(map(torch.sum, masks))
+    out = engine_of(parts.fsdp, policy).forward_backward_batch(
+        with_reference(parts, reference, data), loss_of(parts.losses)
+    )
+    assert out["metrics"]["kl_loss"].aggregate() == pytest.approx(nats.item(), rel=1e-6)
+
+
+def test_a_reference_that_does_not_come_apart_is_refused(parts):
+    class Odd(type(tiny(1))):
+        def forward(self, *given, **named):
+            found = super().forward(*given, **named)
+            found.logits = found.logits**3
+            return found
+
+    odd = tiny(1)
+    odd.__class__ = Odd
+    with pytest.raises(
+        CannotRunError, match=r"Odd\) does not come apart .* nats off its own logits; ask for"
+    ):
+        with_reference(parts, odd, batch())
+
+
+def test_exact_is_refused_where_it_cannot_be_had(parts, unhooked):
+    policy, reference, loss = tiny(0), tiny(1), loss_of(parts.losses)
+    engine = engine_of(parts.fsdp, policy)
+    with pytest.raises(CannotRunError, match="its hidden states are not in the data; install"):
+        engine.forward_backward_batch(batch(), loss)
+    data = with_reference(parts, reference, batch())
+    engine.use_ulysses_sp = True
+    with pytest.raises(CannotRunError, match="logits sharded over ranks, which the exact KL"):
+        engine.forward_backward_batch(deepcopy(data), loss)
+    engine.use_ulysses_sp = False
+    policy.forward = lambda **_: SimpleNamespace(logits=None)
+    with pytest.raises(CannotRunError, match="no logits, which the exact KL is computed from; set use_fused"):
+        engine.forward_backward_batch(deepcopy(data), loss)
+    x = torch.full((2, 3), -1.0)
+    with pytest.raises(ShapeError, match=r"let its engine do it \(install\(exact=True\)\)"):
+        parts.core.kl_penalty(x, x, "exact")
+
+
+def test_other_kinds_of_kl_are_not_touched_and_keep_nothing(parts):
+    policy = tiny(0)
+    engine, data = engine_of(parts.fsdp, policy), batch()
+    for settings in ({"kl_loss_type": "k3"}, {"use_kl_loss": False}):
+        out = engine.forward_backward_batch(deepcopy(data), loss_of(parts.losses, **settings))
+        assert ("kl_loss" in out["metrics"]) is settings.get("use_kl_loss", True)
+    assert set(engine.infer_batch(deepcopy(data))["model_output"]) == {"log_probs"}
+
+
+def test_a_second_install_changes_nothing(parts):
+    before = parts.fsdp.FSDPEngineWithLMHead.forward_step, parts.losses.ppo_loss
+    install(exact=True)
+    install()
+    assert before == (parts.fsdp.FSDPEngineWithLMHead.forward_step, parts.losses.ppo_loss)
+    assert parts.distillation.ppo_loss is parts.losses.ppo_loss, "imported by name before kleash came"
+    policy, data = tiny(0), with_reference(parts, tiny(1), batch())
+    out = engine_of(parts.fsdp, policy).forward_backward_batch(data, loss_of(parts.losses))
+    assert out["metrics"]["kl_loss"].aggregate() > 0.2
