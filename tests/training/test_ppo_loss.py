@@ -83,6 +83,7 @@ class Plain:
 
     def loss(self, network, value, rows):
         job, total = self.job, 0.0
+        self.told = dict.fromkeys(("ratio", "moved", "clipped", "value_clipped", "value_loss", "tokens"), 0.0)
         for row in rows:
             one = self.sequences[row]
             logp, values = self.read(network, value, one)
@@ -103,6 +104,13 @@ class Plain:
                 near = old_values[t] + (values[t] - old_values[t]).clamp(-job.value_clip, job.value_clip)
                 error = torch.maximum(error, (near - self.returns[row][t]) ** 2)
                 total = total + job.value_coefficient * error / 2
+                r = ratio.item()
+                self.told["tokens"] += 1
+                self.told["ratio"] += r
+                self.told["moved"] += r - 1 - math.log(r)
+                self.told["clipped"] += (r > 1 + job.clip and a > 0) or (r < 1 - job.clip and a < 0)
+                self.told["value_clipped"] += abs((values[t] - old_values[t]).item()) > job.value_clip
+                self.told["value_loss"] += error.item() / 2
         return total / (self.tokens / self.minibatches)
 
 
@@ -154,6 +162,8 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_plain_formulas(folder, kl, p
     rows = [own for micro in rollout.micros[0] for own in micro.own]
     assert len(rollout.micros[0]) > 1 and len(rows) == 4
     plain.loss(policy.network, policy.value, rows).backward()
+    for name, value in plain.told.items():
+        assert found[name] == pytest.approx(value, rel=1e-7, abs=1e-12), name
     assert 0 < found["clipped"] < found["tokens"] and 0 < found["value_clipped"] < found["tokens"]
     for name, weight in policy.named_parameters():
         assert weight.grad.abs().max() > 0

@@ -2,12 +2,14 @@
 
 import json
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from ppo_cases import ready, tiny_job
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError, NonFiniteError, OptionError
@@ -145,6 +147,38 @@ def test_metrics_are_means_over_what_counts(folder):
     )
 
 
+def test_the_kl_of_an_update_is_exact(folder):
+    """KL(before || after) of each next token, by whole distributions of both, sequence by sequence."""
+    job = tiny_job(folder, "qwen3", temperature=0.7, dtype="float64", samples_per_prompt=2)
+    setting, prompts = ready(job)
+    rollout = roll_out(setting, prompts, step=1)
+    before = deepcopy(setting.trainee.policy.network)
+    metrics = one_step(setting, prompts, folder, started(job), None).metrics
+    total = 0.0
+    for one in rollout.sequences:
+        ids = torch.tensor([[*one.prompt_ids, *one.response_ids]])
+        with torch.no_grad():
+            logp, logq = (
+                (network(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1] / 0.7).log_softmax(-1)
+                for network in (before, setting.trainee.policy.network)
+            )
+        total += (logp.exp() * (logp - logq)).sum().item()
+    assert metrics["kl/update"] == pytest.approx(total / rollout.mask.sum().item(), rel=1e-9)
+    texts = [one.response_ids for one in rollout.sequences]
+    assert all(one != other for one, other in zip(texts[::2], texts[1::2], strict=True)), "two samples differ"
+    assert all(weight.grad is None for weight in setting.trainee.policy.parameters()), "nothing is left over"
+
+
+def test_gradients_are_scaled_down_to_the_longest_that_is_allowed(folder, tmp_path):
+    """Adam's first moment is a tenth of the first gradient that it is given."""
+    job = tiny_job(folder, out=str(tmp_path), steps=1, epochs=1, minibatches=1, max_gradient_norm=0.01)
+    metrics = train_ppo(job).metrics
+    state = load_file(tmp_path / "checkpoints/step-000001/state.safetensors")
+    moments = [x.square().sum() for name, x in state.items() if name.endswith("/exp_avg")]
+    assert sum(moments).sqrt().item() == pytest.approx(0.001, rel=1e-3)
+    assert metrics["policy/gradient_norm"] > 0.1
+
+
 def test_two_steps_draw_different_responses_to_the_same_prompts(folder):
     job = tiny_job(folder, prompts_per_step=6)
     setting, prompts = ready(job)
@@ -165,16 +199,18 @@ def test_updates_end_once_the_policy_has_moved_far_enough(folder, tmp_path):
     assert event.startswith("the updates ended early, after 1")
 
 
-def test_a_controller_moves_beta_by_the_measured_kl(folder, tmp_path):
-    job = tiny_job(folder, out=str(tmp_path), controller="pid", target_nats=0.5, beta=0.1)
+@pytest.mark.parametrize(("per", "target"), [("sequence", 0.5), ("token", 0.1)])
+def test_a_controller_moves_beta_by_the_measured_kl(folder, tmp_path, per, target):
+    job = tiny_job(
+        folder, out=str(tmp_path), controller="pid", target_nats=target, target_per=per, beta=0.1, steps=2
+    )
     result = train_ppo(job)
     first, second = read_steps(tmp_path)
-    assert first.metrics["beta"] == 0.1 and first.metrics["kl/target"] == 0.5
-    expected = leash_of(job).after(first.metrics["kl/exact_per_sequence"], sequences=4)
+    measured = [record.metrics[f"kl/exact_per_{per}"] for record in (first, second)]
+    assert first.metrics["beta"] == 0.1 and first.metrics["kl/target"] == target
+    expected = leash_of(job).after(measured[0], sequences=4)
     assert second.metrics["beta"] == pytest.approx(expected.beta, rel=1e-5) != 0.1
-    assert result.beta == pytest.approx(
-        expected.after(second.metrics["kl/exact_per_sequence"]).beta, rel=1e-5
-    )
+    assert result.beta == pytest.approx(expected.after(measured[1]).beta, rel=1e-5)
 
 
 @pytest.mark.parametrize("controller", ["fixed", "ziegler", "pid", "dual"])
@@ -228,8 +264,6 @@ def test_a_loss_that_is_no_number_stops_with_the_batch_saved(folder, tmp_path):
     saved = tmp_path / "failed-step-000002"
     responses = json.loads((saved / "responses-0.json").read_text())["responses"]
     assert len(responses) == 4 and responses[0]["response_ids"] and responses[0]["prompt"]
-    from safetensors.torch import load_file
-
     tokens = load_file(saved / "tokens-0.safetensors")
     assert tokens["mask"].sum() == sum(len(one["response_ids"]) for one in responses)
     assert tokens["advantages"].isfinite().all() and {"token_logp", "token_kl", "returns"} <= tokens.keys()
