@@ -44,7 +44,9 @@ H = torch.randn(5, 4)
         (lambda: LinearOptions(skip_below=1.0), OptionError, "from 0 to below 1, not 1.0"),
         (lambda: LinearOptions(skip_below=float("nan")), OptionError, "from 0 to below 1, not nan"),
         (
-            lambda: linear_kl(H, Head(W), H, Head(W), options=LinearOptions(impl="reference", skip_below=0.1)),
+            lambda: linear_kl(
+                H, Head(W), H, Head(W), options=LinearOptions(impl="reference", skip_below=0.1)
+            ),
             CannotRunError,
             "'reference' leaves nothing out and skip_below is 0.1; ask for 'chunked'",
         ),

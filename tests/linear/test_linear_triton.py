@@ -98,7 +98,7 @@ class OnAGpu:
 
     def __init__(self, case: Case):
         pair = checked_pair(case.models[:2], case.models[2:], 1.0)
-        self.dtype, self.head = pair.p.dtype, pair.p.head
+        self.dtype, self.head, self.across = pair.p.dtype, pair.p.head, pair.across
         self.hidden, self.device, self.type = self, self, "cuda"
         self.p = self.q = self
 
