@@ -29,8 +29,11 @@ PACKAGES = [
             "measuring",
             "auditing",
             "auditing.study",
+            "integrations.trainer",
+            "integrations.trl",
             "integrations.verl",
             "training",
+            "training.with_trl",
             "engines",
             "shipped",
         )

@@ -9,7 +9,7 @@ import torch
 from tiny_models import save_tiny, tiny_adapter
 from trl_batches import PROMPT, TIME, batch, counted, make, moved, score, whole_logp
 
-from kleash.errors import CannotRunError
+from kleash.errors import CannotRunError, OptionError
 from kleash.leash import PIDBeta
 from kleash.shipped import shipped_folder, shipped_prompts
 
@@ -98,6 +98,39 @@ def test_without_a_leash_trls_trainer_is_as_it_was(trl, folder, tmp_path):
     assert not steps(trainer) and trainer.state.global_step == 2
 
 
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_a_reference_of_ones_own_takes_the_place_of_trls(trl, folder, tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    own = moved(AutoModelForCausalLM.from_pretrained(folder), 0.2)
+    settings = {"temperature": 0.7, "max_steps": 1}
+    trainer = make(
+        getattr(trl, f"Leashed{kind}Trainer"),
+        getattr(trl, f"{kind}Config"),
+        str(folder),
+        tmp_path,
+        config_of=settings,
+        reference=own,
+    )
+    assert trainer.ref_model is own and trainer.beta == trainer.args.beta == 0.3
+    inputs = batch(tools=False)
+    told = trl.response_statistics(trainer, inputs)
+    logp, logq = (whole_logp(model, inputs, 0.7).detach() for model in (trainer.model, own))
+    kl = (logp.exp() * (logp - logq)).sum(-1)[counted(inputs)]
+    torch.testing.assert_close(told.statistics.kl_pq, kl, rtol=1e-3, atol=1e-5)
+    at = inputs["completion_ids"].unsqueeze(-1)
+    torch.testing.assert_close(told.statistics.token_logq, logq.gather(-1, at)[..., 0][counted(inputs)])
+    trainer.train()
+    (first,) = steps(trainer)
+    assert first["kl/per_token"] > 0.01
+    assert not any(weight.requires_grad for weight in own.parameters())
+
+
+def test_a_reference_of_ones_own_needs_the_configuration_by_name(trl, folder):
+    with pytest.raises(OptionError, match="the configuration by name"):
+        trl.LeashedGRPOTrainer(str(folder), [score], reference=object())
+
+
 def test_the_reference_of_an_adapter_is_its_base(trl, folder, tmp_path):
     from peft import LoraConfig
 
@@ -146,6 +179,13 @@ def test_a_head_that_is_adapted_itself_is_refused(trl, folder, tmp_path):
     lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     with pytest.raises(CannotRunError, match="the head of the policy is adapted itself"):
         make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, peft_config=lora)
+
+
+def test_heads_that_are_sharded_are_refused(trl, folder, tmp_path):
+    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, kl="k3")
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(CannotRunError, match="FSDP shards the heads"):
+        trl.response_statistics(trainer, batch())
 
 
 def rollout(prompts, trainer):

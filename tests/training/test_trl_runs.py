@@ -115,6 +115,13 @@ def test_rloo_with_an_adapter_and_the_kl_in_the_reward(trl, tmp_path):
     assert pair.policy.adapter is not None
 
 
+def test_rloo_keeps_near_the_reference_that_is_named(trl, tmp_path):
+    settings = {**SMALL, "prompts_per_step": 6}
+    job = RLOOJob(steps=1, reference="shipped:policy", reward=(HEROINE,), **settings)
+    result, (step,) = go(trl.train_rloo, job, tmp_path / "run")
+    assert 0.1 < step.metrics["kl/exact_per_token"] < 0.6 and result.beta == 0.05
+
+
 def test_dpo_learns_its_pairs_and_measures_its_drift(trl, tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     rows = [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.errors import OptionError
+from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trl.passes import Pass, caught, head_of, inner, of_responses, reading_of
 from kleash.integrations.trl.seams import add_fused_lm_head, disable_gradient_checkpointing, use_adapter
 from kleash.linear import Head
@@ -45,9 +45,8 @@ class Catching:
         super().__init__(*given, **named)
         self.beta = self.args.beta = beta
         reference.requires_grad_(False)
-        add_fused_lm_head(
-            reference, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32
-        )
+        wide = getattr(self.args, "cast_lm_head_to_fp32", False)  # GRPO has it, RLOO not
+        add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=wide)
         self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def _bare(self, model: Any) -> Any:
@@ -117,8 +116,17 @@ class Catching:
         return passes[-1]
 
     def _readings(self) -> tuple[Head, Head]:
-        """How the heads of policy and reference are read; found out once."""
+        """How the heads of policy and reference are read; found out once.
+
+        Raises:
+            CannotRunError: if they cannot be read, or are sharded.
+        """
         if self._known is None:
+            if getattr(self, "is_fsdp_enabled", False):
+                raise CannotRunError(
+                    "FSDP shards the heads from which the exact KL is computed, which was not tried; take kl='k3', or "
+                    "DistributedDataParallel"
+                )
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
             own = reading_of(self._bare(self.model), tokenizer, "policy")
             other = own
