@@ -51,6 +51,10 @@ class Judge:
     @staticmethod
     def says(prompts, responses):
         return [-1.0 for _ in responses]
+def one_number(prompts, responses):
+    return torch.tensor(1.0)
+def a_column(prompts, responses):
+    return torch.ones(len(responses), 1)
 def takes_one(responses):
     return responses
 """

@@ -73,8 +73,6 @@ class Demonstration:
     """What is rewarded, by its dotted path."""
     meant: str
     """What it means, in words."""
-    target_nats: float
-    """The KL per response that the good leash steers to."""
     runs: tuple[Leash, ...]
     best_of: tuple[BestOf, ...]
     samples: tuple[Sample, ...] = ()

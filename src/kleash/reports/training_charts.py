@@ -188,9 +188,9 @@ def level(value: float) -> dict[str, Any]:
 def _target_label(value: float) -> dict[str, Any]:
     return {
         "text": "target",
-        "x": 1,
+        "x": 0,
         "xref": "paper",
-        "xanchor": "right",
+        "xanchor": "left",
         "y": value,
         "yanchor": "bottom",
         "showarrow": False,

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from kleash.records import MeasureJob, Number
+from kleash.records.codec import encode
 
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
@@ -180,8 +181,7 @@ def command_of(words: Sequence[str], options: Sequence[Field[Any]], job: Mapping
     said = list(words)
     for option in options:
         value = job.get(option.name, option.default)
-        plainly = list(option.default) if isinstance(option.default, tuple) else option.default
-        if value == plainly or option.name == "resume":
+        if encode(value) == encode(option.default) or option.name == "resume":
             continue
         said.append("--" + option.name.replace("_", "-"))
         if isinstance(value, (list, tuple)):

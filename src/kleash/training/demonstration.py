@@ -35,8 +35,6 @@ from kleash.uncertainty import Estimate, clustered_mean
 from kleash.version import __version__
 
 MEANT = 'how often a response says "she", "her" or "herself", meant to keep the story with its heroine'
-TARGET_NATS = 5.0
-"""The KL per response that the good leash steers to."""
 PROMPTS = "prompts.jsonl"
 BEST_OF = (1, 2, 4, 8, 16)
 SAMPLES = 4
@@ -104,7 +102,6 @@ def demonstrate(
         kleash=__version__,
         reward=SHIPPED_REWARD,
         meant=MEANT,
-        target_nats=TARGET_NATS,
         runs=(),
         best_of=best_of,
         samples=samples,
@@ -133,9 +130,9 @@ def leashes(asked: DemonstrationJob, how: Setting, root: Path) -> list[tuple[Lea
             Leash(
                 name="good",
                 title="a good leash",
-                said=f"a PID controller moves beta so that KL settles at {TARGET_NATS:g} nats per response",
+                said="beta is 0.3: a nat of KL costs a third of a word",
             ),
-            how.job(asked, root, beta=0.3, controller="pid", target_nats=TARGET_NATS),
+            how.job(asked, root, beta=0.3),
         ),
         (
             Leash(name="tight", title="too tight a leash", said="beta is 5: a nat of KL costs five words"),

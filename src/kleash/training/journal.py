@@ -120,7 +120,7 @@ class Journal:
         Args:
             step: its number, from 1.
             metrics: by kleash's names. ``response/repetition`` and ``response/distinct`` are added.
-            samples: all its responses; the first few are kept.
+            samples: all its responses; some are kept.
             events: what else happened, in words.
 
         Raises:
@@ -137,7 +137,7 @@ class Journal:
         record = StepRecord(step=step, metrics=values, events=tuple(events))
         warnings = self.watch.look([*self.history, record])
         record = replace(record, warnings=warnings)
-        append_step(self.folder, record, samples[:SAMPLES_KEPT])
+        append_step(self.folder, record, some_of(samples))
         self.history.append(record)
         for tracker in self._trackers:
             tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
@@ -154,3 +154,9 @@ class Journal:
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
+
+
+def some_of(samples: Sequence[Sample]) -> list[Sample]:
+    """A few of a step's responses, from all over it."""
+    kept = min(SAMPLES_KEPT, len(samples))
+    return [samples[at * len(samples) // kept] for at in range(kept)]

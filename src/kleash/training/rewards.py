@@ -180,7 +180,7 @@ def _numbers(reward: Reward, dialogues: Sequence[Dialogue]) -> Float64[np.ndarra
     """What a reward says, seen to be one finite number for each response."""
     try:
         found = reward.of(dialogues)
-        said = found.tolist() if hasattr(found, "tolist") else list(found)  # a tensor may carry a gradient
+        said = list(found.tolist() if hasattr(found, "tolist") else found)  # a tensor may carry a gradient
     except Exception as error:  # a reward is other people's code, and may raise anything
         if isinstance(error, (CannotRunError, NonFiniteError)):
             raise

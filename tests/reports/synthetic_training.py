@@ -1,0 +1,116 @@
+"""Folders of training runs whose numbers look real and whose text is hostile, made without any model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from histories import bent, healthy
+from synthetic_run import HOSTILE
+
+from kleash.records import (
+    BestOf,
+    Demonstration,
+    DPOJob,
+    Leash,
+    Number,
+    PPOJob,
+    RunHeader,
+    Sample,
+    StepRecord,
+    StepWarning,
+    TrainingFolder,
+    TrainingResult,
+    TrainJob,
+    append_step,
+    write_atomically,
+)
+from kleash.records.demonstration import DEMONSTRATION
+
+EVIL = "<script>window.__pwned=1</script>"
+
+
+def header_of(job: TrainJob) -> RunHeader:
+    return RunHeader(
+        kleash="0.1.0", settings=job.settings(), source_sha256="ab" * 32, fingerprints={"policy": "p"}
+    )
+
+
+def write_run(folder: Path, history: list[StepRecord], job: TrainJob, *, finished: bool = True) -> Path:
+    files = TrainingFolder(folder)
+    with files.writing(header_of(job), resume=False):
+        for record in history:
+            texts = (HOSTILE[(record.step + at) % len(HOSTILE)] for at in range(4))
+            samples = [Sample(prompt=f"{EVIL}{text}", response=text, reward=1.0, kl=2.5) for text in texts]
+            append_step(folder, record, samples)
+        if finished:
+            files.write_result(
+                TrainingResult(
+                    kleash="0.1.0",
+                    algorithm=job.algorithm,
+                    steps=len(history),
+                    metrics=history[-1].metrics,
+                    beta=0.1,
+                    policy=str(folder / "policy"),
+                    out=str(folder),
+                )
+            )
+    return folder
+
+
+def write_hostile_run(folder: Path) -> Path:
+    """A run that ends badly, told in hostile words."""
+    history = bent(
+        healthy(60), 40, lambda at, now: {"policy/entropy": 2.0 * 0.8**at, "reward/part/" + EVIL: 1.0}
+    )
+    warned = replace(
+        history[-1],
+        warnings=(StepWarning(kind="entropy_collapse", sentence=f"KL(p || q) is gone {EVIL}"),),
+        events=(f"beta was bounded {EVIL}",),
+    )
+    job = PPOJob(
+        policy=EVIL, prompts="x", reward=(f"a:b{EVIL}", "0.5*c:d"), controller="pid", target_nats=6.0
+    )
+    return write_run(folder, [*history[:-1], warned], job)
+
+
+def write_pairs_run(folder: Path) -> Path:
+    """A run of another kind, not finished, with a number that is none."""
+    history = [
+        StepRecord(step=step, metrics={"pairs/accuracy": 0.5 + step / 100, "pairs/margin": float("nan")})
+        for step in range(1, 4)
+    ]
+    return write_run(folder, history, DPOJob(pairs="p.jsonl"), finished=False)
+
+
+def write_hostile_demonstration(folder: Path) -> Path:
+    """Three runs with hostile titles, and best-of-n."""
+    folder.mkdir()
+    leashes = [Leash(name=f"run{at}", title=f"{EVIL} {at}", said=EVIL) for at in range(3)]
+    for at, leash in enumerate(leashes):
+        history = healthy(30, seed=at, target=None)
+        if at == 0:
+            history = bent(
+                history, 10, lambda at, now: {"kl/exact_per_sequence": 6 * 1.2**at, "reward/score": 2.0}
+            )
+        write_run(folder / leash.name, history, PPOJob(seed=at))
+    found = Demonstration(
+        kleash="0.1.0",
+        reward=EVIL,
+        meant=EVIL,
+        runs=tuple(leashes),
+        best_of=tuple(
+            BestOf(
+                n=n,
+                reward=number(0.5 + 0.3 * n, "none"),
+                kl=number(0.3 * (n - 1), "nats"),
+                bound=0.4 * (n - 1),
+            )
+            for n in (1, 2, 4)
+        ),
+        samples=(Sample(prompt=EVIL, response=EVIL, reward=0.0, kl=0.0),),
+    )
+    write_atomically(folder / DEMONSTRATION, found.to_json())
+    return folder
+
+
+def number(value: float, unit: str) -> Number:
+    return Number(value=value, unit=unit, standard_error=0.1, ci95=(value - 0.2, value + 0.2))

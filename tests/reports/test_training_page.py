@@ -1,0 +1,191 @@
+"""The pages of training: every number where it belongs, and other people's text inert."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from histories import healthy
+from synthetic_training import (
+    EVIL,
+    header_of,
+    write_hostile_demonstration,
+    write_hostile_run,
+    write_pairs_run,
+    write_run,
+)
+
+from kleash.errors import RunFolderError
+from kleash.records import GRPOJob, PPOJob, TrainingFolder
+from kleash.reports import write_demonstration, write_report_of, write_training_report
+from kleash.reports.training_charts import charts_of, thinned
+
+
+class Text(HTMLParser):
+    """The text of a page, and its figures."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.figures: dict[str, dict[str, object]] = {}
+        self._script: str | None = None
+        self.scripts = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "script":
+            self.scripts += 1
+            self._script = dict(attrs).get("id") or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self._script = None
+
+    def handle_data(self, data: str) -> None:
+        if self._script is None:
+            self.words.append(data)
+        elif self._script.startswith("figure-"):
+            self.figures[self._script.removeprefix("figure-")] = json.loads(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    folder = write_hostile_run(tmp_path_factory.mktemp("training") / "run")
+    return Text(write_training_report(folder).read_text(encoding="utf-8"))
+
+
+def test_other_people_s_text_stays_text(hostile: Text) -> None:
+    assert hostile.text.count(EVIL) >= 20, "or the page would not show it at all"
+    assert hostile.scripts == 2 + len(hostile.figures)  # Plotly, ours, and the charts' numbers
+
+
+def test_every_curve_that_there_are_numbers_for_is_there(hostile: Text) -> None:
+    names = ("reward", "kl-sequence", "kl-token", "beta", "entropy", "length", "updates", "texts")
+    assert tuple(hostile.figures) == names
+
+
+def test_the_headlines_are_those_of_the_last_step(hostile: Text) -> None:
+    last = healthy(60)[-1].metrics
+    kl, error = last["kl/exact_per_sequence"], last["kl/exact_per_sequence_error"]
+    assert f"KL per sequence {kl:.2f} ± {error:.2f} nats 0 in the first step; target 6.00" in hostile.text
+    assert "Steps 60 finished" in hostile.text
+
+
+def test_the_watch_s_words_and_the_events_are_told(hostile: Text) -> None:
+    assert "Step 60: KL(p ‖ q) is gone" in hostile.text
+    assert "Step 60: beta was bounded" in hostile.text
+    assert "saw nothing" not in hostile.text
+
+
+def test_the_command_makes_the_run_again(hostile: Text) -> None:
+    assert (
+        f"kleash train ppo --policy '{EVIL}' --steps 60 --prompts x --reward 'a:b{EVIL}' '0.5*c:d' "
+        "--controller pid --target-nats 6.0"
+    ) in hostile.text
+
+
+def test_the_curves_hold_the_numbers_with_their_errors_and_the_target(hostile: Text) -> None:
+    history = healthy(60)
+    figure = hostile.figures["kl-sequence"]
+    low, high, line = figure["data"]  # type: ignore[misc]
+    values = [record.metrics["kl/exact_per_sequence"] for record in history]
+    errors = [record.metrics["kl/exact_per_sequence_error"] for record in history]
+    assert line["y"] == pytest.approx(values)
+    assert low["y"] == pytest.approx([v - 2 * e for v, e in zip(values, errors, strict=True)])
+    assert high["y"] == pytest.approx([v + 2 * e for v, e in zip(values, errors, strict=True)])
+    assert line["x"] == list(range(1, 61))
+    assert [shape["y0"] for shape in figure["layout"]["shapes"]] == [6.0]  # type: ignore[index]
+    assert not hostile.figures["kl-token"]["layout"]["shapes"]  # type: ignore[index]
+
+
+def test_a_target_per_token_is_drawn_where_kl_is_per_token() -> None:
+    charts = charts_of(healthy(20), target=0.1, per="token")
+    assert charts["kl-sequence"].figure["layout"]["shapes"] == []
+    assert [shape["y0"] for shape in charts["kl-token"].figure["layout"]["shapes"]] == [0.1]
+
+
+def test_samples_are_shown_from_the_first_step_to_the_last(hostile: Text) -> None:
+    steps = [int(found) for found in re.findall(r"Step (\d+) Samples of step", hostile.text)]
+    assert steps == [1, 13, 25, 36, 48, 60]
+
+
+def test_a_run_of_another_kind_shows_what_it_has(tmp_path: Path) -> None:
+    page = Text(write_report_of(write_pairs_run(tmp_path / "run")).read_text(encoding="utf-8"))
+    assert tuple(page.figures) == ("pairs",)
+    assert "Pairs told apart 0.530 0.510 in the first step" in page.text
+    assert "Steps 3 still running, or interrupted" in page.text
+    assert "kleash train dpo --steps 3 --pairs p.jsonl" in page.text
+    assert "saw nothing that looks like reward hacking" in page.text
+
+
+def test_a_long_run_is_thinned_and_keeps_its_ends() -> None:
+    kept = thinned(healthy(5000), 400)
+    assert len(kept) == 400 and (kept[0].step, kept[-1].step) == (1, 5000)
+    assert thinned(healthy(3), 400) == healthy(3)
+    chart = charts_of(healthy(5000))["reward"]
+    assert len(chart.rows) == 40 and len(chart.figure["data"][-1]["x"]) == 400
+
+
+def test_beta_over_decades_is_drawn_on_a_logarithmic_axis() -> None:
+    assert charts_of(healthy(20))["beta"].figure["layout"]["yaxis"].get("type") is None
+    wide = [type(r)(step=r.step, metrics={"beta": 10.0 ** (r.step / 10)}) for r in healthy(20)]
+    assert charts_of(wide)["beta"].figure["layout"]["yaxis"]["type"] == "log"
+
+
+def test_a_run_without_a_step_has_nothing_to_show(tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path / "run")
+    with folder.writing(header_of(PPOJob()), resume=False):
+        pass
+    with pytest.raises(RunFolderError, match="has not taken a step yet"):
+        write_training_report(folder.root)
+
+
+def test_a_stopped_run_says_why(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", healthy(3), GRPOJob())
+    result = TrainingFolder(folder).result()
+    assert result is not None
+    TrainingFolder(folder).write_result(type(result)(**{**vars(result), "stopped": "the watch stopped it"}))
+    assert (
+        "Steps 3 the watch stopped it" in Text(write_training_report(folder).read_text(encoding="utf-8")).text
+    )
+
+
+@pytest.fixture(scope="module")
+def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    folder = write_hostile_demonstration(tmp_path_factory.mktemp("training") / "demonstration")
+    assert write_report_of(folder) == write_demonstration(folder)
+    return Text((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_demonstration_shows_the_runs_side_by_side(demonstration: Text) -> None:
+    assert tuple(demonstration.figures) == (
+        "frontier",
+        "chart-reward",
+        "chart-kl",
+        "chart-repetition",
+        "chart-entropy",
+    )
+    for name in list(demonstration.figures)[1:]:
+        assert len(demonstration.figures[name]["data"]) == 3  # type: ignore[arg-type]
+    assert demonstration.text.count(EVIL) >= 20
+    assert demonstration.scripts == 2 + len(demonstration.figures)
+
+
+def test_the_frontier_holds_reward_against_kl_and_best_of_n(demonstration: Text) -> None:
+    *runs, best = demonstration.figures["frontier"]["data"]  # type: ignore[misc]
+    history = healthy(30, seed=1, target=None)
+    assert runs[1]["x"][5] == pytest.approx(history[5].metrics["kl/exact_per_sequence"])
+    assert runs[1]["y"][5] == pytest.approx(history[5].metrics["reward/score"])
+    assert runs[1]["x"][0] is None  # at a KL of 0, which has no place on a logarithmic axis
+    assert (best["x"], best["y"], best["text"]) == ([0.3, pytest.approx(0.9)], [1.1, 1.7], ["2", "4"])
+
+
+def test_the_page_names_the_ends_of_the_runs(demonstration: Text) -> None:
+    last = healthy(30, seed=2, target=None)[-1].metrics
+    value, error = last["kl/exact_per_sequence"], last["kl/exact_per_sequence_error"]
+    assert f"{value:.2f} ± {error:.2f}" in demonstration.text

@@ -1,0 +1,214 @@
+"""The journal: what is on the disk after each step, what is asked of the trainer, and where else numbers go."""
+
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from histories import bent, healthy
+
+from kleash.errors import CannotRunError, MissingExtraError, UnknownNameError
+from kleash.records import DPOJob, PPOJob, Sample, StepRecord, read_samples, read_steps
+from kleash.training import Advice, Journal
+from kleash.training.trackers import open_trackers
+
+SAMPLES = [Sample(prompt="p", response=f"one two three four {at}", reward=1.0, kl=0.1) for at in range(6)]
+
+
+class Shown:
+    """A display that remembers."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+        self.records: list[StepRecord] = []
+
+    def said(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+    def stepped(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def journal_of(folder: Path, **options: Any) -> Journal:
+    journal = Journal(folder, PPOJob(**options), display=Shown())
+    journal.begin(0)
+    return journal
+
+
+def play(journal: Journal, history: list[StepRecord]) -> list[Advice]:
+    return [journal.step(record.step, record.metrics) for record in history]
+
+
+def test_a_step_is_on_the_disk_when_it_has_been_told(tmp_path: Path) -> None:
+    journal = journal_of(tmp_path)
+    assert journal.step(1, {"beta": 0.1, "reward/part/x": 2}, SAMPLES, ["beta was bounded"]) == Advice()
+    (record,) = read_steps(tmp_path)
+    assert record.metrics == {
+        "beta": 0.1,
+        "reward/part/x": 2.0,
+        "response/repetition": 0.0,
+        "response/distinct": (2 + 6) / 18,  # two runs that all have, and the last of each
+    }
+    assert record.events == ("beta was bounded",)
+    assert [one.sample for one in read_samples(tmp_path)] == [SAMPLES[at] for at in (0, 1, 3, 4)]
+    assert journal.display.records == [record]  # type: ignore[attr-defined]
+
+
+def test_a_number_that_no_table_explains_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match=r"no metric is called 'kl/k4'; .* did you mean 'kl/k"):
+        journal_of(tmp_path).step(1, {"kl/k4": 1.0})
+    assert read_steps(tmp_path) == ()
+
+
+@pytest.mark.parametrize("act", ["say", "stop", "halve_learning_rate", "tighten"])
+def test_a_warning_asks_for_what_the_job_wants(tmp_path: Path, act: str) -> None:
+    history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 40.0})
+    journal = journal_of(tmp_path, watch=act, target_nats=6.0)
+    advice = play(journal, history)
+    assert [one.act for one in advice if one.warnings] == [None if act == "say" else act]
+    assert {one.act for one in advice if not one.warnings} == {None}
+    assert [warning.kind for record in read_steps(tmp_path) for warning in record.warnings] == [
+        "far_from_target"
+    ]
+
+
+def test_a_run_that_goes_on_is_watched_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    history = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_sequence": 40.0})
+    folders = [tmp_path / "whole", tmp_path / "parts"]
+    for folder in folders:
+        folder.mkdir()
+    play(journal_of(folders[0], target_nats=6.0), history)
+    first = journal_of(folders[1], target_nats=6.0)
+    play(first, history[:47])
+    again = Journal(folders[1], PPOJob(target_nats=6.0))
+    again.begin(42)  # the last checkpoint
+    assert [record.step for record in again.history] == list(range(1, 43))
+    play(again, history[42:])
+    assert read_steps(folders[1]) == read_steps(folders[0])
+
+
+def test_a_new_run_begins_with_nothing(tmp_path: Path) -> None:
+    play(journal_of(tmp_path), healthy(3))
+    journal = journal_of(tmp_path)
+    assert journal.history == [] and read_steps(tmp_path) == ()
+
+
+def test_a_job_without_a_target_has_nothing_to_be_far_from(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, DPOJob(pairs="x"))
+    journal.begin(0)
+    assert not any(one.warnings for one in play(journal, healthy(20)))
+
+
+def test_tensorboard_holds_every_step_under_the_spelling_that_was_asked_for(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def told(folder: Path) -> dict[str, list[tuple[int, float]]]:
+        found = EventAccumulator(str(folder / "tensorboard"))
+        found.Reload()
+        return {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+    journal = journal_of(tmp_path, trackers=("tensorboard",), metric_names="verl")
+    for step in (1, 2, 3):
+        journal.step(step, {"beta": float(step), "kl/k3": 0.5})
+    journal.close()
+    assert told(tmp_path)["actor/reward_kl_penalty_coeff"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert set(told(tmp_path)) == {"actor/reward_kl_penalty_coeff", "kl/k3"}
+    assert "beta" in read_steps(tmp_path)[0].metrics
+
+    journal.begin(1)  # goes on after step 1: what lay beyond is forgotten there too
+    journal.step(2, {"beta": 7.0})
+    journal.close()
+    assert told(tmp_path)["actor/reward_kl_penalty_coeff"] == [(1, 1.0), (2, 7.0)]
+
+
+class Service:
+    """A stand-in for a tracker's own package, as far as Accelerate calls it."""
+
+    def __init__(self) -> None:
+        self.began: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
+        self.logged: list[tuple[Any, Mapping[str, float]]] = []
+        self.finished = 0
+
+    def as_module(self, name: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.__spec__ = types.SimpleNamespace(name=name)  # type: ignore[assignment]
+        members: dict[str, Any] = {
+            "init": self.init,
+            "config": types.SimpleNamespace(update=lambda values, **_: self.settings.update(values)),
+            "search_experiments": lambda **_: [],
+            "create_experiment": lambda **more: self.began.update(more) or "1",
+            "start_run": lambda **more: self.began.update(more) or self,
+            "log_params": self.settings.update,
+            "log_metrics": lambda values, step: self.logged.append((step, values)),
+            "end_run": self.finish,
+            "utils": types.SimpleNamespace(
+                validation=types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
+            ),
+        }
+        for member, value in members.items():
+            setattr(module, member, value)
+        return module
+
+    def init(self, **more: Any) -> "Service":
+        self.began.update(more)
+        return self
+
+    def log(self, values: Mapping[str, float], step: int | None = None) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_trackers_are_told_through_accelerate(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, name, service.as_module(name))
+    run = tmp_path / "my-run"
+    run.mkdir()
+    journal = journal_of(run, trackers=(name,), metric_names="trl", reward=("a:b", "c:d"))
+    journal.step(1, {"beta": 0.5, "kl/exact_per_token": 0.25})
+    journal.close()
+    journal.close()
+    assert service.logged == [(1, {"beta": 0.5, "kl": 0.25})]
+    assert service.finished == 1
+    assert "my-run" in service.began.values() and "kleash" in service.began.values()
+    assert service.settings["reward"] == "a:b c:d" and service.settings["algorithm"] == "ppo"
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "tensorboard"])
+def test_a_tracker_that_is_not_installed_is_one_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=f"{name} is not installed; run: pip install") as error:
+        open_trackers(PPOJob(trackers=(name,)), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tracker_that_cannot_be_reached_is_one_sentence_and_the_others_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, broken = Service(), Service().as_module("trackio")
+    monkeypatch.setitem(sys.modules, "wandb", first.as_module("wandb"))
+
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("no network\nsecond line")
+
+    broken.init = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", broken)
+    with pytest.raises(
+        CannotRunError, match="the tracker trackio cannot be begun: no network; set it up, or leave"
+    ):
+        open_trackers(PPOJob(trackers=("wandb", "trackio")), tmp_path)
+    assert first.finished == 1
+
+
+def test_a_tracker_that_is_named_twice_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Service().as_module("wandb"))
+    assert len(open_trackers(PPOJob(trackers=("wandb", "wandb")), tmp_path)) == 1
