@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import save_tiny
-from trl_batches import batch, counted, gradients, logged, make, moved, whole_logp
+from trl_batches import batch, counted, gradients, logged, make, moved, score, whole_logp
 
 from kleash.errors import OptionError, UnknownNameError
 
@@ -146,6 +146,19 @@ def test_exact_kl_is_averaged_as_the_policy_term_is_and_logged_as_trained(grpo, 
     assert expected > 1e-3, "so small a KL would hide a wrong weight"
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_an_update_that_is_a_part_of_what_was_generated(trl, grpo, loss_type):
+    """Twice as many micro-batches are generated at once as make up an update: still TRL's own average."""
+    settings = {"steps_per_generation": 4}
+    inputs = batch()
+    theirs = grpo(loss_type, trainer=trl.GRPO, config_of=settings)
+    ours = grpo(loss_type, kl="k3", kl_gradient="ratio_attached", config_of=settings)
+    _, logp, logq = dense(ours, inputs)
+    inputs |= {"ref_per_token_logps": logq, "old_per_token_logps": logp.detach() + 0.1}
+    expected = theirs._compute_loss(theirs.model, inputs)
+    torch.testing.assert_close(ours._compute_loss(ours.model, inputs), expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("kl", ["exact", "k3"])
 @pytest.mark.parametrize("loss_type", SUMS)
 def test_sequence_scope_off_policy_carries_the_ratio_of_the_prefix(grpo, loss_type, kl):
@@ -217,6 +230,22 @@ def test_rloo_adds_the_mean_over_responses_of_the_sum(rloo, scope):
     assert value == pytest.approx(0.3 * kl.sum().item() / 4, rel=1e-4)
     assert_close(found, gradients(0.3 * surrogate.sum() / 4, trainer.model))
     assert logged(trainer, "kl") == pytest.approx(kl.sum().item() / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_rloo_charges_its_kl_once(rloo, place):
+    asked = {} if place == "loss" else {"kl": "k1", "kl_place": "reward"}
+    trainer = rloo(kl_scope="sequence", **asked)
+    output = trainer._generate_and_score_completions([{"prompt": "she counted"}] * 4)
+    _, logp, logq = dense(trainer, output)
+    kl = torch.where(output["completion_mask"].bool(), logp.detach() - logq, 0.0).sum(-1)
+    texts = trainer.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
+    rewards = torch.tensor(score(texts)) - (0.3 * kl if place == "reward" else 0.0)
+    pairs = rewards.reshape(2, 2)
+    torch.testing.assert_close(output["advantages"], (pairs - pairs.flip(1)).flatten(), rtol=1e-4, atol=1e-5)
+    assert kl.abs().min() > 1e-3 and ("kleash_reference_hidden" in output) is (place == "loss")
+    if place == "reward":
+        assert logged(trainer, "kl") == pytest.approx(kl.mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
