@@ -2,9 +2,13 @@
 
 import inspect
 import re
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module, metadata
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -88,6 +92,43 @@ def require_seams(package: str, seams: Mapping[str, tuple[str, ...]]) -> None:
             f"the installed {package} lacks what kleash takes hold of: {', '.join(missing)}; install a version "
             "that its documentation names"
         )
+
+
+def after_import(module: str, then: Callable[[ModuleType], None]) -> None:
+    """Call ``then`` with ``module``: now if it is imported, else as soon as somebody imports it.
+
+    For whoever has to change something in a process that may never need it, and that importing it would burden.
+    """
+    if module in sys.modules:
+        then(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, _Afterwards(module, then))
+
+
+class _Afterwards(MetaPathFinder):
+    """Finds one module as everybody does, and calls a function once it was executed."""
+
+    def __init__(self, module: str, then: Callable[[ModuleType], None]) -> None:
+        self.module, self.then, self.asking = module, then, False
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.module or self.asking:
+            return None
+        self.asking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self.asking = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                sys.meta_path.remove(self)
+                self.then(module)
+
+            vars(spec.loader)["exec_module"] = exec_module
+        return spec
 
 
 def _found(place: str) -> Any:

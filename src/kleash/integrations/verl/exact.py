@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,9 +44,8 @@ class ExactKL:
     them, and the reference's are made from hidden states and head, for a few tokens at a time.
     """
 
-    def __init__(self, padded: Callable[[Tensor, Any], Tensor]) -> None:
-        """Know verl's ``no_padding_2_padding``, which says where in packed rows the responses are."""
-        self._padded = padded
+    def __init__(self) -> None:
+        """Nothing is kept yet."""
         self._head: Head | None = None
         self._caught: Caught | None = None
         self._without_adapter: list[Any] = []
@@ -124,7 +124,7 @@ class ExactKL:
         @wraps(theirs)
         def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
             per_token = model_output.get(PER_TOKEN)
-            self.in_flight = None if per_token is None else self._padded(per_token, data)
+            self.in_flight = None if per_token is None else padded(per_token, data)
             try:
                 return theirs(config=config, model_output=model_output, data=data, dp_group=dp_group)
             finally:
@@ -151,7 +151,7 @@ class ExactKL:
         self._require(self._head is not None, "its head is not in this process")
         assert self._head is not None
         rows = packed_logits(engine, output, micro_batch)
-        places = self._padded(torch.arange(1, len(rows) + 1, device=rows.device), micro_batch)
+        places = padded(torch.arange(1, len(rows) + 1, device=rows.device), micro_batch)
         places = places[places > 0] - 1
         found = linear_kl(
             rows[places],
@@ -169,6 +169,11 @@ class ExactKL:
                 f"the exact KL needs what the reference's pass kept, and {lacking}; install(exact=True) in every "
                 "worker, with actor and reference in the same processes and trainer.use_v1=True, or ask for k3+"
             )
+
+
+def padded(tensor: Tensor, data: Any) -> Tensor:
+    """The rows of packed ``tensor`` that predict responses, ``[batch, time, …]``: by verl's own rule."""
+    return import_module("verl.workers.utils.padding").no_padding_2_padding(tensor, data)
 
 
 def is_exact(loss_function: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kleash.errors import MissingExtraError
-from kleash.extras import require_seams, warn_of_version
+from kleash.extras import after_import, require_seams, warn_of_version
 from kleash.integrations.verl import controllers, penalty
 from kleash.integrations.verl.exact import ExactKL
 from kleash.losses import require_log_probabilities
@@ -21,14 +21,16 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{CORE}:kl_penalty_forward": ("logprob", "ref_logprob", "kl_penalty"),
     f"{CORE}:get_kl_controller": ("kl_ctrl",),
 }
-EXACT_SEAMS = {
+ENGINE_SEAMS = {
     f"{ENGINE}:FSDPEngine.disable_adapter": ("self",),
     f"{ENGINE}:FSDPEngineWithLMHead.forward_step": ("micro_batch", "loss_function", "forward_only"),
     f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_outputs": (
         *("output", "output_args", "micro_batch", "logits_processor_func"),
     ),
-    f"{LOSSES}:ppo_loss": ("config", "model_output", "data", "dp_group"),
     "verl.workers.utils.padding:no_padding_2_padding": ("tensor", "data"),
+}
+LOSS_SEAMS = {
+    f"{LOSSES}:ppo_loss": ("config", "model_output", "data", "dp_group"),
 }
 
 
@@ -100,19 +102,26 @@ def _controller(kl_ctrl: Any) -> controllers.KLController:
 
 
 def _exact(core: Any) -> ExactKL:
-    """Wrap the engine and the loss, once in a process."""
+    """Wrap the engine and the loss as soon as they are imported, once in a process."""
     found: ExactKL | None = getattr(core.kl_penalty_forward, "kleash", None)
     if found is not None:
         return found
-    engine, losses = _imported(ENGINE), _imported(LOSSES)
-    require_seams("verl", EXACT_SEAMS)
-    made = ExactKL(import_module("verl.workers.utils.padding").no_padding_2_padding)
-    own, theirs = made.ppo_loss(losses.ppo_loss), losses.ppo_loss
-    for name, module in list(sys.modules.items()):
-        if name.startswith("verl.") and vars(module).get("ppo_loss") is theirs:
-            _replace(module, "ppo_loss", own)
-    base, language_model = engine.FSDPEngine, engine.FSDPEngineWithLMHead
-    _replace(base, "disable_adapter", made.disable_adapter(base.disable_adapter))
-    for method in ("forward_step", "prepare_model_outputs"):
-        _replace(language_model, method, getattr(made, method)(getattr(language_model, method)))
+    made = ExactKL()
+
+    def take_engine(module: Any) -> None:
+        require_seams("verl", ENGINE_SEAMS)
+        base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
+        _replace(base, "disable_adapter", made.disable_adapter(base.disable_adapter))
+        for method in ("forward_step", "prepare_model_outputs"):
+            _replace(language_model, method, getattr(made, method)(getattr(language_model, method)))
+
+    def take_loss(module: Any) -> None:
+        require_seams("verl", LOSS_SEAMS)
+        theirs, own = module.ppo_loss, made.ppo_loss(module.ppo_loss)
+        for name, holder in list(sys.modules.items()):
+            if name.startswith("verl.") and vars(holder).get("ppo_loss") is theirs:
+                _replace(holder, "ppo_loss", own)
+
+    after_import(ENGINE, take_engine)
+    after_import(LOSSES, take_loss)
     return made
