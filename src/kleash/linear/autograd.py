@@ -105,7 +105,6 @@ class _PerToken(torch.autograd.Function):
             needed = ctx.needs_input_grad[4:]
             # What is kept is used up: a graph that may be asked again computes all logits again, every time alike.
             kept = {} if ctx.kept is None or _asked_again() else {"kept": ctx.kept}
-            ctx.kept = None if kept else ctx.kept
             found = ctx.engine.gradients(ctx.pair, ctx.record, weight, needed, ctx.options, **kept).gradients
         return None, None, None, None, *found
 
