@@ -2,8 +2,10 @@
 
 import json
 import math
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from ppo_cases import ready, tiny_job
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from kleash.errors import ModelError, NonFiniteError, OptionError
+from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionError
 from kleash.models import load_pair
 from kleash.records import StepWarning, read_steps
 from kleash.training.journal import Advice
@@ -20,6 +22,7 @@ from kleash.training.leashes import leash_of, tightened
 from kleash.training.ppo import train_ppo
 from kleash.training.ppo.checkpoints import Progress
 from kleash.training.ppo.rollout import roll_out
+from kleash.training.ppo.setting import _require_known
 from kleash.training.ppo.step import advised, one_step
 
 
@@ -302,6 +305,17 @@ def test_what_cannot_be_trained_is_refused(folder, tmp_path):
         ready(tiny_job(folder, policy=str(adapter), lora_rank=2))
 
 
+@pytest.mark.parametrize("rank", [0, 2], ids=["full", "adapter"])
+def test_in_bfloat16_what_is_trained_is_float32_and_the_first_kl_is_0(folder, rank):
+    job = replace(tiny_job(folder, "qwen3", dtype="bfloat16", lora_rank=rank, epochs=1), reference=None)
+    setting, prompts = ready(job)
+    policy = setting.trainee.policy
+    assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
+    metrics = one_step(setting, prompts, folder, started(job), None).metrics
+    assert metrics["kl/exact_per_token"] == 0.0 and metrics["policy/gradient_norm"] > 0.0
+    assert 0 < metrics["kl/update"] < 1.0 and metrics["sampling/k3"] < 1e-2
+
+
 def test_an_adapter_is_merged_where_every_weight_is_trained(folder, tmp_path):
     from tiny_models import tiny_adapter
 
@@ -312,3 +326,20 @@ def test_an_adapter_is_merged_where_every_weight_is_trained(folder, tmp_path):
     names = [name for name, weight in setting.trainee.policy.named_parameters() if weight.requires_grad]
     assert len(names) == 23 and not any("lora" in name for name in names)
     assert any("lora" in name for name, _ in setting.trainee.reference.model.network.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "second", "precision", "reason"),
+    [
+        ("DEEPSPEED", False, "no", "is set to DEEPSPEED"),
+        ("FSDP", False, "no", "is set to FSDP.*fsdp_version 2"),
+        ("MULTI_GPU", False, "fp16", "mixed precision fp16"),
+        ("FSDP", True, "bf16", None),
+    ],
+)
+def test_what_accelerate_does_and_this_loop_does_not_know_is_refused(kind, second, precision, reason):
+    accelerator = SimpleNamespace(
+        distributed_type=f"DistributedType.{kind}", is_fsdp2=second, mixed_precision=precision
+    )
+    with nullcontext() if reason is None else pytest.raises(CannotRunError, match=reason):
+        _require_known(accelerator)

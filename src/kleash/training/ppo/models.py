@@ -94,7 +94,7 @@ def load(job: TrainJob, device: torch.device) -> Trainee:
     _require_parts(policy, reference)
     network, adapters, base = _trained(job, policy, adapted)
     if not shared:
-        reference.network.requires_grad_(False)
+        reference = _frozen(reference, network.dtype)
     return Trainee(
         policy=Policy(network, policy.head, adapters=adapters).eval(),
         speaker=replace(
@@ -142,6 +142,15 @@ def _trained(job: TrainJob, policy: Model, adapted: bool) -> tuple[Any, Any, str
     network = policy.adapters.merge_and_unload() if adapted else policy.network
     wide = torch.promote_types(policy.dtype, torch.float32)
     return network.to(wide).requires_grad_(True), None, ""
+
+
+def _frozen(reference: Model, dtype: torch.dtype) -> Model:
+    """The reference, never to be trained, as exact as the policy: while both are one model, their KL is 0."""
+    network, head = reference.network.to(dtype).requires_grad_(False), reference.head
+    parts = {
+        name: None if x is None else x.to(dtype) for name, x in (("weight", head.weight), ("bias", head.bias))
+    }
+    return replace(reference, network=network, dtype=dtype, head=replace(head, **parts))
 
 
 def _with_adapter(policy: Model, rank: int) -> Any:

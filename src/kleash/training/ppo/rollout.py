@@ -134,7 +134,7 @@ def score(setting: Setting, sequences: Many[Sequence], micros: Many[Many[Micro]]
     }
     for micro in (micro for minibatch in micros for micro in minibatch):
         batch = setting.batch([sequences[own] for own in micro.own])
-        with setting.accelerator.autocast():
+        with setting.autocast():
             theirs = setting.trainee.reference.hidden(setting.wrapped, batch)
             ours = setting.wrapped(Policy.score, batch, theirs, setting.trainee.reference.head)
         if not micro.live:
@@ -177,6 +177,6 @@ def _draw(setting: Setting, asked: list[Prompt], places: list[int], step: int) -
         speaker = setting.trainee.speaking(policy)
         return generate(speaker, prompts, sampling, batch_tokens=job.batch_tokens)
 
-    with setting.accelerator.autocast():
+    with setting.autocast():
         answers = with_whole_weights(setting.wrapped, answer)
     return [replace(answer, sample_id=place % samples) for answer, place in zip(answers, places, strict=True)]

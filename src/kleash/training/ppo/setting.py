@@ -35,6 +35,11 @@ class Setting:
         """Where everything is."""
         return self.accelerator.device
 
+    def autocast(self) -> torch.autocast:
+        """What the networks' passes run under: bfloat16, if job, checkpoint or Accelerate's settings say so."""
+        half = self.trainee.speaker.dtype == torch.bfloat16 or self.accelerator.mixed_precision == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half)
+
     def batch(self, sequences: Many[Sequence]) -> Batch:
         """Sequences as the network reads them."""
         return Batch.of(sequences, self.job.temperature, self.device)
@@ -59,8 +64,7 @@ def set_up(job: PPOJob) -> Setting:
         )
     accelerate.utils.set_seed(job.seed % 2**32)
     trainee = load(job, processes.device)
-    half = "bf16" if trainee.speaker.dtype == torch.bfloat16 else None
-    accelerator = accelerate.Accelerator(cpu=place.type == "cpu", mixed_precision=half)
+    accelerator = accelerate.Accelerator(cpu=place.type == "cpu")
     _require_known(accelerator)
     trained = [parameter for parameter in trainee.policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=job.learning_rate, weight_decay=0.0)
@@ -91,4 +95,8 @@ def _require_known(accelerator: Any) -> None:
         raise CannotRunError(
             f"Accelerate is set to {kind}, in which kleash's PPO does not know where the weights are; take "
             "--use_fsdp --fsdp_version 2, or plain processes"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise CannotRunError(
+            f"Accelerate is set to mixed precision {accelerator.mixed_precision}; kleash's PPO takes no or bf16"
         )

@@ -86,7 +86,7 @@ def moved_by(setting: Setting, rollout: Rollout, head_before: Head) -> float:
     for micro in (micro for minibatch in rollout.micros for micro in minibatch):
         batch = setting.batch([rollout.sequences[own] for own in micro.own])
         hidden = torch.cat([rollout.hidden[own] for own in micro.own])
-        with setting.accelerator.autocast():
+        with setting.autocast():
             moved = setting.wrapped(Policy.moved, batch, hidden, head_before)
         total += moved.double().sum().item() if micro.live else 0.0
     return total
@@ -106,7 +106,7 @@ def _learn(
         )
         told = objective(past, setting.job, shaped.price)
         with nullcontext() if last else setting.accelerator.no_sync(setting.wrapped):
-            with setting.accelerator.autocast():
+            with setting.autocast():
                 learnt = setting.wrapped(Policy.learn, batch, theirs, setting.trainee.reference.head, told)
             errors = value_losses(learnt.values, past, setting.job.value_clip).sum()
             loss = (learnt.loss + setting.job.value_coefficient * errors) * share
