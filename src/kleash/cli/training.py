@@ -10,7 +10,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from kleash.cli.steps import Steps
-from kleash.records import DemonstrationJob, PPOJob, TrainingResult, TrainJob
+from kleash.records import (
+    DemonstrationJob,
+    DistillJob,
+    DPOJob,
+    GRPOJob,
+    PPOJob,
+    RLOOJob,
+    TrainingResult,
+    TrainJob,
+)
 
 
 class Unchecked:
@@ -36,11 +45,50 @@ class PPO(Unchecked, PPOJob):
     """
 
 
+@dataclass(frozen=True, kw_only=True)
+class GRPO(Unchecked, GRPOJob):
+    """Train by GRPO (TRL's): the answers to one prompt are compared with each other.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO(Unchecked, RLOOJob):
+    """Train by RLOO (TRL's): each answer is compared with the others to the same prompt.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(Unchecked, DPOJob):
+    """Train by DPO (TRL's): from pairs of a chosen and a rejected answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill(Unchecked, DistillJob):
+    """Train a policy to say what a teacher would: it answers, and learns from the teacher's distributions.
+
+    Without arguments: the two models that ship with kleash.
+    """
+
+
 Algorithm: TypeAlias = (
     Annotated[Demonstrate, tyro.conf.subcommand("demonstration")]
     | Annotated[PPO, tyro.conf.subcommand("ppo")]
+    | Annotated[GRPO, tyro.conf.subcommand("grpo")]
+    | Annotated[RLOO, tyro.conf.subcommand("rloo")]
+    | Annotated[DPO, tyro.conf.subcommand("dpo")]
+    | Annotated[Distill, tyro.conf.subcommand("distill")]
 )
-JOBS: dict[type, type[TrainJob]] = {PPO: PPOJob}
+JOBS: dict[type, type[TrainJob]] = {
+    PPO: PPOJob,
+    GRPO: GRPOJob,
+    RLOO: RLOOJob,
+    DPO: DPOJob,
+    Distill: DistillJob,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

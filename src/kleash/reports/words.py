@@ -183,11 +183,10 @@ def command_of(words: Sequence[str], options: Sequence[Field[Any]], job: Mapping
         value = job.get(option.name, option.default)
         if encode(value) == encode(option.default) or option.name == "resume":
             continue
-        said.append("--" + option.name.replace("_", "-"))
+        name = option.name.replace("_", "-")
+        said.append(f"--no-{name}" if value is False else f"--{name}")
         if isinstance(value, (list, tuple)):
             said += [shlex.quote(str(one)) for one in value]
         elif not isinstance(value, bool):
             said.append(shlex.quote(str(value)))
-        elif not value:  # a switch that is on unless it is turned off
-            said.append("False")
     return " ".join(said)

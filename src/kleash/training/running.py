@@ -101,7 +101,9 @@ def trainer_of(job: TrainJob) -> Trainer:
 
             return train_distill
         case _:
-            raise OptionError(f"nothing here trains a {type(job).__name__}")
+            raise OptionError(
+                f"nothing trains a {type(job).__name__}; give a PPOJob, GRPOJob, RLOOJob, DPOJob or DistillJob"
+            )
 
 
 def header_of(job: TrainJob) -> RunHeader:

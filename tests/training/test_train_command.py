@@ -1,0 +1,228 @@
+"""``kleash train`` from its words to its files and its exit code, with the shipped model."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kleash.cli import main
+from kleash.errors import OptionError, RunFolderError
+from kleash.records import (
+    Demonstration,
+    DemonstrationJob,
+    DistillJob,
+    DPOJob,
+    GRPOJob,
+    PPOJob,
+    RLOOJob,
+    StepRecord,
+    TrainJob,
+    read_samples,
+    read_steps,
+)
+from kleash.training import demonstrate, train
+from kleash.training.demonstration import Setting, best_of_n_reward
+from kleash.training.running import trainer_of
+
+JOBS = (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
+
+TINY = (
+    *("--prompts-per-step", "4", "--limit", "4", "--max-new-tokens", "4"),
+    *("--minibatches", "1", "--epochs", "1", "--lora-rank", "2", "--learning-rate", "1e-2"),
+)
+DENY = """
+import sys
+class Deny:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] == 'torch':
+            raise ModuleNotFoundError('torch', name='torch')
+sys.meta_path.insert(0, Deny())
+from kleash.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", DENY, *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert main(["train", "ppo", *TINY, "--steps", "2", "--quiet", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_a_run_leaves_all_its_files(run: Path) -> None:
+    assert [record.step for record in read_steps(run)] == [1, 2]
+    assert {one.step for one in read_samples(run)} == {1, 2}
+    result = json.loads((run / "training.json").read_text())
+    assert (result["algorithm"], result["steps"], result["stopped"]) == ("ppo", 2, None)
+    assert result["metrics"]["beta"] == result["beta"] == 0.05
+    assert Path(result["policy"]).is_dir()
+    assert "trained by PPO" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_finished_run_is_left_alone_and_goes_on_with_more_steps(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "ppo", *TINY, "--steps", "3", "--out", str(run)]) == 2
+    assert "holds a run already; go on with it with --resume" in capsys.readouterr().err
+    assert main(["train", "ppo", *TINY, "--steps", "3", "--beta", "1", "--resume", "--out", str(run)]) == 2
+    assert "holds another run: --beta was 0.05 and is now 1.0" in capsys.readouterr().err
+    assert (
+        main(["train", "ppo", *TINY, "--steps", "3", "--resume", "--json", "--quiet", "--out", str(run)]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["steps"] == 3
+    assert [record.step for record in read_steps(run)] == [1, 2, 3]
+
+
+def test_a_run_is_shown_step_by_step_and_stopped_by_its_watch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        *TINY,
+        "--steps",
+        "9",
+        "--target-nats",
+        "1e-9",
+        "--watch",
+        "stop",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main(["train", "ppo", *words]) == 1
+    said = capsys.readouterr()
+    assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
+    assert "watch, step 3: KL(policy || reference) is" in said.err
+    assert "stopped: the watch stopped it after step 3" in said.out
+    assert "after step 3: reward" in said.out and "report.html" in said.out
+    (warning,) = json.loads((tmp_path / "run" / "training.json").read_text())["warnings"]
+    assert "the leash does not hold" in warning
+
+
+def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "impatient_reward.py").write_text(
+        "times = []\n"
+        "def impatient(prompts, responses):\n"
+        "    times.append(1)\n"
+        "    if len(times) == 3:\n"
+        "        raise KeyboardInterrupt\n"
+        "    return [float(len(response)) for response in responses]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*TINY, "--steps", "4", "--checkpoint-every", "1", "--quiet", "--out", "run"]
+    words += ["--reward", "impatient_reward:impatient"]
+    assert main(["train", "ppo", *words]) == 130
+    assert "interrupted after step 2; the last checkpoint is kept: go on with --resume --out run" in (
+        capsys.readouterr().err
+    )
+    assert main(["report", "run"]) == 0  # also of a run that has not finished
+    assert main(["train", "ppo", *words, "--resume"]) == 0
+    assert [record.step for record in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_what_means_nothing_is_said_before_torch_is_loaded() -> None:
+    done = without_torch("train", "ppo", "--kl", "k1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kleash: k1 in the loss trains nothing") and done.stderr.count("\n") == 1
+
+
+ALGORITHMS = ("ppo", "grpo", "rloo", "dpo", "distill")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "ppo", "--help"]])
+def test_help_needs_no_torch(words: list[str]) -> None:
+    done = without_torch(*words)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
+
+
+@pytest.mark.parametrize(("kind", "trainer"), [*zip(JOBS, ALGORITHMS, strict=True)])
+def test_each_algorithm_has_its_trainer(kind: type[TrainJob], trainer: str) -> None:
+    job = kind(**({"pairs": "x"} if kind is DPOJob else {}))
+    assert job.algorithm == trainer
+    assert trainer_of(job).__name__ == f"train_{trainer}"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_each_algorithm_is_on_the_command_line(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["train", algorithm, "--pairs" if algorithm == "dpo" else "--prompts", "x", "--seed", "-1"]) == 2
+    )
+    assert capsys.readouterr().err == "kleash: --seed must be a whole number from 0 to 2^63 - 1; it is -1\n"
+
+
+def test_every_option_is_explained() -> None:
+    shown = without_torch("train", "ppo", "--help").stdout
+    for field in fields(PPOJob):
+        switch = "no-" if field.default is True else ""
+        assert f"--{switch}{field.name.replace('_', '-')} " in shown
+
+
+def test_several_processes_must_be_told_where_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="several processes must agree on the run's folder; give --out"):
+        train(PPOJob())
+
+
+@pytest.fixture(scope="module")
+def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "demonstration"
+    tiny = Setting(steps=2, prompts=3, draws=4, max_new_tokens=4)
+    shown: list[StepRecord] = []
+
+    class Shown:
+        def said(self, sentence: str) -> None:
+            assert sentence
+
+        def stepped(self, record: StepRecord) -> None:
+            shown.append(record)
+
+    demonstrate(DemonstrationJob(out=str(folder)), Shown(), tiny)
+    assert [record.step for record in shown] == [1, 2] * 3
+    return folder
+
+
+def test_the_demonstration_trains_three_times_from_the_same_start(demonstration: Path) -> None:
+    found = Demonstration.read(demonstration)
+    histories = {leash.name: read_steps(demonstration / leash.name) for leash in found.runs}
+    assert {name: history[0].metrics["beta"] for name, history in histories.items()} == {
+        "off": 0.0,
+        "good": 0.3,
+        "tight": 5.0,
+    }
+    first = [history[0].metrics["reward/score"] for history in histories.values()]
+    assert first[0] == first[1] == first[2], "the same prompts, the same draws"
+    assert all(history[0].metrics["kl/exact_per_sequence"] == 0 for history in histories.values())
+    assert "One reward, three leashes" in (demonstration / "report.html").read_text(encoding="utf-8")
+
+
+def test_best_of_n_costs_what_its_rewards_say(demonstration: Path) -> None:
+    found = Demonstration.read(demonstration)
+    assert [point.n for point in found.best_of] == [1, 2, 4]
+    rewards = [point.reward.value for point in found.best_of]
+    assert rewards == sorted(rewards)
+    assert found.best_of[0].kl.value == pytest.approx(0, abs=1e-9)
+    assert all(point.kl.value <= point.bound + 1e-9 for point in found.best_of)
+
+
+def test_a_folder_that_holds_something_is_left_alone(demonstration: Path) -> None:
+    with pytest.raises(RunFolderError, match="holds something already; give another --out"):
+        demonstrate(DemonstrationJob(out=str(demonstration)))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_the_mean_reward_of_the_best_is_that_of_all_choices(n: int) -> None:
+    rewards = np.array([[3.0, 1.0, 1.0, 0.0, 7.0], [2.0, 2.0, 2.0, -1.0, 0.5]])
+    every = [np.mean([max(chosen) for chosen in combinations(row, n)]) for row in rewards]
+    assert best_of_n_reward(rewards, n).value == pytest.approx(np.mean(every))
