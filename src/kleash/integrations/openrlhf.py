@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from kleash.errors import OptionError
-from kleash.estimators import importance_weights, sampled_kl
+from kleash.errors import OptionError, ShapeError
+from kleash.estimators import sampled_kl
 from kleash.extras import after_import, require_seams, warn_of_version
 from kleash.leash import FixedBeta, Leash, beta_from_dict, shape_rewards
 from kleash.precision import at_least_float32
@@ -80,12 +80,18 @@ def compute_approx_kl(
         return value
     log_ratio = at_least_float32(log_probs) - at_least_float32(log_probs_base)
     log_ratio = torch.where(log_ratio.isfinite(), log_ratio, 0.0)
-    weight = torch.ones_like(log_ratio)
-    if log_probs_old is not None:
-        every = torch.ones_like(log_ratio, dtype=torch.bool)
-        weight = importance_weights(log_probs.detach(), log_probs_old.detach(), every, cap=cap).values
+    weight = _weight(log_ratio, log_probs, log_probs if log_probs_old is None else log_probs_old, cap)
     here = log_ratio.detach()
     return value.detach() + weight * here * (log_ratio - here)
+
+
+def _weight(like: Tensor, log_probs: Tensor, log_probs_old: Tensor, cap: float | None) -> Tensor:
+    if log_probs_old.shape != log_probs.shape:
+        raise ShapeError(
+            f"log_probs_old is {tuple(log_probs_old.shape)} and log_probs {tuple(log_probs.shape)}; give the same"
+        )
+    weight = (log_probs.detach().to(like.dtype) - log_probs_old.detach().to(like.dtype)).exp()
+    return weight if cap is None else weight.clamp(max=cap)
 
 
 def compute_reward(

@@ -1,0 +1,56 @@
+"""A change that waits until somebody imports what it changes."""
+
+import sys
+from importlib import import_module
+
+import pytest
+
+from kleash.extras import after_import
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package of one module, and a module that fails the first time it is imported."""
+    folder = tmp_path / "waited_for"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "late.py").write_text("value = 1\n")
+    (folder / "user.py").write_text("from waited_for.late import value\n")
+    (folder / "failing.py").write_text("import sys\nsys.failures.pop()\nvalue = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in [name for name in sys.modules if name.startswith("waited_for")]:
+        del sys.modules[name]
+
+
+def double(module):
+    module.value *= 2
+
+
+def test_it_waits_for_the_import_and_comes_before_who_imports_by_name(package):
+    before = list(sys.meta_path)
+    after_import("waited_for.late", double)
+    after_import("waited_for.late", double)
+    assert "waited_for" not in sys.modules
+    assert import_module("waited_for.user").value == 4, "both of them, once each"
+    assert sys.meta_path == before
+    after_import("waited_for.late", double)
+    assert import_module("waited_for.late").value == 8, "at once, where it is imported"
+
+
+def test_an_import_that_fails_is_waited_for_again(package, monkeypatch):
+    monkeypatch.setattr(sys, "failures", [], raising=False)
+    before = list(sys.meta_path)
+    after_import("waited_for.failing", double)
+    with pytest.raises(IndexError):
+        import_module("waited_for.failing")
+    sys.failures.append("one")
+    assert import_module("waited_for.failing").value == 2
+    assert sys.meta_path == before
+
+
+def test_what_does_not_exist_stays_away(package):
+    after_import("waited_for.nobody", double)
+    with pytest.raises(ModuleNotFoundError):
+        import_module("waited_for.nobody")
+    sys.meta_path.pop(0)

@@ -1,0 +1,271 @@
+"""Against the real OpenRLHF: its functions, its actor's training step, its trainer's checkpoints."""
+
+import importlib
+import math
+import sys
+import warnings
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kleash.auditing.targets.installing import quiet, stand_ins
+from kleash.errors import CannotRunError, OptionError, ShapeError, UnknownNameError
+from kleash.extras import require_seams
+from kleash.integrations.openrlhf import KLController, compute_approx_kl, compute_reward, install
+from kleash.leash import DualBeta, FixedBeta, PIDBeta, ZieglerBeta
+
+ABSENT = ("deepspeed", "flash_attn", "pylatexenc", "vllm", "uvicorn", "fastapi", "aiohttp")
+HOLDERS = {
+    "models.utils": ("compute_approx_kl", "compute_reward"),
+    "trainer.ppo_utils": ("AdaptiveKLController", "FixedKLController"),
+    "trainer.ppo_utils.kl_controller": ("AdaptiveKLController", "FixedKLController"),
+    "trainer.ppo_utils.experience_maker": ("compute_approx_kl", "compute_reward"),
+    "trainer.ppo_trainer": ("AdaptiveKLController", "FixedKLController"),
+    "trainer.ray.ppo_actor": ("compute_approx_kl",),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """What OpenRLHF itself has under the names that kleash takes."""
+    with stand_ins(ABSENT), quiet():
+        pytest.importorskip("openrlhf.models.utils")
+        modules = {name: __import__(f"openrlhf.{name}", fromlist=["_"]) for name in HOLDERS}
+    own = {name: vars(modules[place])[name] for place, names in HOLDERS.items() for name in names}
+    return SimpleNamespace(modules=modules, **own)
+
+
+@pytest.fixture
+def installed(theirs, monkeypatch):
+    """OpenRLHF with kleash in it."""
+    for place, names in HOLDERS.items():
+        for name in names:
+            monkeypatch.setattr(theirs.modules[place], name, getattr(theirs.modules[place], name))
+    trainer = theirs.modules["trainer.ppo_trainer"].BasePPOTrainer
+    for name in ("save_logs_and_checkpoints", "restore_best_checkpoint_state"):
+        monkeypatch.setattr(trainer, name, getattr(trainer, name))
+    install(controller={"kind": "pid", "beta_max": 2.0})
+    return theirs.modules
+
+
+def value_and_gradient(function, log_probs, *others, **options):
+    leaf = log_probs.clone().requires_grad_()
+    value = function(leaf, *others, **options)
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    return value.detach(), gradient
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@given(
+    tokens=st.lists(st.tuples(st.floats(-9, -0.1), st.floats(-2.3, 3.0), st.floats(-2.0, 2.0)), min_size=1)
+)
+def test_theirs_wherever_they_do_not_bound(theirs, estimator, unbiased, tokens):
+    log_probs, ahead, moved = torch.tensor(tokens, dtype=torch.float32).T
+    given = (log_probs - ahead, log_probs - moved)
+    options = {"kl_estimator": estimator, "unbiased_gradient": unbiased}
+    if estimator == "k1" and not unbiased:
+        with pytest.raises(OptionError, match="k1 as a loss averages to no gradient at all; add --algo"):
+            value_and_gradient(compute_approx_kl, log_probs, *given, **options)
+        ours, expected = (
+            f(log_probs, *given, **options) for f in (compute_approx_kl, theirs.compute_approx_kl)
+        )
+        torch.testing.assert_close(ours, expected)
+        return
+    ours = value_and_gradient(compute_approx_kl, log_probs, *given, **options)
+    expected = value_and_gradient(theirs.compute_approx_kl, log_probs, *given, **options)
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_beyond_their_bounds_value_and_gradient_go_on(theirs):
+    log_probs, base = torch.tensor([-5.0, -30.0]), torch.tensor([-1.0, -2.0])
+    assert value_and_gradient(theirs.compute_approx_kl, log_probs, base, kl_estimator="k2")[1][1] == 0
+    value, gradient = value_and_gradient(compute_approx_kl, log_probs, base, kl_estimator="k2")
+    assert value.tolist() == [8.0, 392.0] and gradient.tolist() == [-4.0, -28.0]
+    value, gradient = value_and_gradient(compute_approx_kl, log_probs, base, kl_estimator="k3")
+    assert value[0].item() == pytest.approx(math.exp(4) - 5, rel=1e-6)
+    assert gradient[0].item() == pytest.approx(1 - math.exp(4), rel=1e-6)
+
+
+def test_unbiased_in_expectation_off_policy():
+    """Over all words, drawn from another policy: the gradient of KL(policy || reference), summed exactly."""
+    torch.manual_seed(0)
+    logits, others, behaviours = torch.randn(3, 7, dtype=torch.float64)
+    logits.requires_grad_()
+    logp, logq, logmu = logits.log_softmax(-1), others.log_softmax(-1), behaviours.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - logq)).sum(), logits, retain_graph=True)
+    for estimator in ("k1", "k2", "k3"):
+        drawn = compute_approx_kl(logp, logq, logmu, kl_estimator=estimator, unbiased_gradient=True)
+        (found,) = torch.autograd.grad((logmu.exp() * drawn).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(found, exact)
+
+
+def test_a_cap_bounds_the_weight_alone():
+    given = torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([-6.0])
+    options = {"kl_estimator": "k3", "unbiased_gradient": True}
+    assert value_and_gradient(compute_approx_kl, *given, **options)[1].item() == pytest.approx(math.exp(5))
+    value, gradient = value_and_gradient(compute_approx_kl, *given, **options, cap=3.0)
+    assert gradient.item() == pytest.approx(3.0) and value.item() == pytest.approx(math.exp(-1), rel=1e-5)
+    ruled_out = value_and_gradient(compute_approx_kl, given[0], torch.tensor([-math.inf]), **options)
+    assert [x.item() for x in ruled_out] == [math.inf, 0.0]
+
+
+def test_the_reward_of_masked_tokens_is_nothing_even_where_they_hold_nan(theirs):
+    scores, kl = torch.tensor([1.0, -2.0]), torch.tensor([[0.5, 1.0, 7.0], [0.25, 0.5, 1.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    options = {"action_mask": mask, "reward_clip_range": (-1.0, 0.75)}
+    expected = torch.tensor([[-0.05, 0.65, 0.0], [-0.025, -0.05, -1.1]])
+    torch.testing.assert_close(compute_reward(scores, 0.1, kl, **options), expected)
+    found = theirs.compute_reward(scores, 0.1, kl, **options)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
+    assert found[0, 2].item() == pytest.approx(-0.7), "OpenRLHF charges padding"
+    kl[0, 2] = torch.nan
+    torch.testing.assert_close(compute_reward(scores, 0.1, kl, **options), expected)
+    assert compute_reward(scores, -1.0, kl, action_mask=mask.float())[1].tolist() == [0, 0, -2]
+
+
+def test_every_module_that_imported_a_name_has_the_new_one(installed):
+    for place, names in HOLDERS.items():
+        for name in names:
+            assert getattr(installed[place], name).__module__ == "kleash.integrations.openrlhf"
+    install(cap=2.0)
+    again = installed["trainer.ray.ppo_actor"].compute_approx_kl
+    assert again is installed["models.utils"].compute_approx_kl
+    old = torch.tensor([-6.0])
+    options = {"log_probs_old": old, "kl_estimator": "k1", "unbiased_gradient": True}
+    assert value_and_gradient(again, torch.tensor([-1.0]), torch.tensor([-2.0]), **options)[1].item() == 2
+
+
+def test_what_is_imported_later_has_the_new_one_too(installed, monkeypatch):
+    name = "openrlhf.trainer.ppo_utils.kl_controller"
+    monkeypatch.delitem(sys.modules, name)
+    before = list(sys.meta_path)
+    install()
+    assert name not in sys.modules, "nothing is imported for it"
+    later = importlib.import_module(name)
+    assert later.FixedKLController(0.5).leash == FixedBeta(beta=0.5, per="token")
+    assert sys.meta_path == before
+
+
+def test_controllers_as_openrlhf_makes_them(installed):
+    trainer = installed["trainer.ppo_trainer"]
+    fixed = trainer.FixedKLController(0.02)
+    fixed.update(3.0, 64)
+    assert fixed.leash == FixedBeta(beta=0.02, per="token")
+    steered = trainer.AdaptiveKLController(0.1, 0.5, 1000)
+    steered.update(0.8, 64)
+    steered.update(current=0.9, n_steps=64)
+    expected = PIDBeta(beta=0.1, target_nats=0.5, per="token", beta_max=2.0).after(0.8).after(0.9)
+    assert steered.leash == expected and steered.value == expected.beta
+
+
+@given(kls=st.lists(st.floats(0.0, 3.0), max_size=15))
+def test_without_a_choice_it_is_theirs_within_bounds(theirs, kls):
+    from kleash.integrations.openrlhf import _adaptive
+
+    ours, own = _adaptive({"kind": "ziegler"})(0.1, 0.5, 1000), theirs.AdaptiveKLController(0.1, 0.5, 1000)
+    assert isinstance(ours.leash, ZieglerBeta)
+    for kl in kls:
+        for controller in (ours, own):
+            controller.update(kl, 100)
+        assert ours.value == pytest.approx(own.value, rel=1e-12)
+    own.update(math.nan, 1)
+    ours.update(math.nan, 1)
+    assert math.isnan(own.value) and ours.value > 0
+
+
+def trainer_of(installed):
+    made = object.__new__(installed["trainer.ppo_trainer"].BasePPOTrainer)
+    made.args = SimpleNamespace(
+        logger=SimpleNamespace(logging_steps=1), ckpt=SimpleNamespace(save_steps=1, best_metric_key="")
+    )
+    made.kl_ctl = installed["trainer.ppo_trainer"].AdaptiveKLController(0.1, 0.5, 1000)
+    made.wandb_logger = made.tensorboard_logger = made.critic_model_group = None
+    made.best_eval_metric_key, made.best_eval_metric_value, made._latest_eval_metric_value = "", 0.0, None
+    return made
+
+
+def test_its_state_travels_in_their_checkpoints(installed, monkeypatch):
+    first, saved = trainer_of(installed), []
+    monkeypatch.setattr(installed["trainer.ppo_trainer"].ray, "get", lambda refs: refs)
+    first.actor_model_group = SimpleNamespace(
+        async_run_method=lambda **named: saved.append(named["client_states"]) or []
+    )
+    for kl in (0.9, 0.7):
+        first.kl_ctl.update(kl, 8)
+    first.save_logs_and_checkpoints(1, {}, {"episode": 3})
+    assert saved[0]["episode"] == 3 and saved[0]["best_eval_metric_value"] == 0.0
+    second = trainer_of(installed)
+    second.restore_best_checkpoint_state({"episode": 3})
+    assert second.kl_ctl.value == 0.1, "a checkpoint from before kleash"
+    second.restore_best_checkpoint_state(saved[0])
+    assert second.kl_ctl.leash == first.kl_ctl.leash and len(second.kl_ctl.leash.levels) == 2
+    install(controller={"kind": "dual"})
+    third = trainer_of(installed)
+    third.restore_best_checkpoint_state(saved[0])
+    assert third.kl_ctl.leash == DualBeta(beta=first.kl_ctl.value, target_nats=0.5, per="token")
+    third.kl_ctl = installed["trainer.ppo_trainer"].FixedKLController(0.3)
+    third.restore_best_checkpoint_state(saved[0])
+    assert third.kl_ctl.value == 0.3
+
+
+def test_their_actors_own_training_step(installed):
+    """The whole loss of OpenRLHF's actor on drifted tokens, with padding that must not be heard."""
+    actor = installed["trainer.ray.ppo_actor"]
+    logp = torch.tensor([[-2.0, -9.0, -1.0], [-1.0, -2.0, -3.0]], requires_grad=True)
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    experience = installed["trainer.ppo_utils"].Experience(
+        action_mask=mask,
+        action_log_probs=logp.detach() - 0.1,
+        base_action_log_probs=torch.tensor([[-1.5, -1.0, -1.0], [-1.0, -4.0, -3.5]]),
+        advantages=torch.zeros(2, 3),
+        info={},
+    )
+    kl = SimpleNamespace(use_loss=True, init_coef=0.1, estimator="k3", unbiased_gradient=True)
+    args = SimpleNamespace(
+        algo=SimpleNamespace(kl=kl),
+        actor=SimpleNamespace(entropy_coef=None),
+        train=SimpleNamespace(dynamic_batch_enable=False),
+    )
+    trainer = SimpleNamespace(
+        actor=MagicMock(return_value=(logp, None)),
+        args=args,
+        strategy=MagicMock(backward=lambda loss, *_: loss.backward(), get_grad_norm=lambda _: 0.0),
+        actor_loss_fn=lambda *_, **__: (logp.sum() * 0, *[torch.zeros(())] * 2, None, None),
+        aux_loss=False,
+        ema_model=None,
+        actor_optim=None,
+        actor_scheduler=MagicMock(),
+    )
+    with quiet(), warnings.catch_warnings():
+        run = actor.ActorPPOTrainer.training_step
+        run(trainer, experience, 0.5, 0, {"token_level_loss": True, "batch_num_tokens": 5.0})
+    ahead = logp.detach() - experience.base_action_log_probs
+    torch.testing.assert_close(logp.grad, 0.5 * mask * math.exp(0.1) * ahead / 5)
+    value = ((-ahead).exp() - 1 + ahead)[mask.bool()].sum() / 5
+    assert experience.info["kl"].item() == pytest.approx(value.item(), rel=1e-5)
+    assert value > 10 * 2 / 5, "beyond where OpenRLHF's own stops"
+
+
+def test_requests_that_mean_nothing(theirs, unhooked):
+    with pytest.raises(UnknownNameError, match="no estimator is called 'k4'"):
+        compute_approx_kl(torch.zeros(2), torch.zeros(2), kl_estimator="k4")
+    with pytest.raises(ShapeError):
+        compute_approx_kl(torch.zeros(2, 3), torch.zeros(2, 1))
+    with pytest.raises(ShapeError, match=r"log_probs_old is \(2, 1\) and log_probs \(2, 3\)"):
+        compute_approx_kl(*[torch.zeros(2, 3)] * 2, torch.zeros(2, 1), unbiased_gradient=True)
+    with pytest.raises(UnknownNameError, match="no beta controller is called 'pd'"):
+        install(controller={"kind": "pd"})
+    with pytest.raises(OptionError, match="beta is OpenRLHF's to give; leave it out of the controller"):
+        install(controller={"kind": "pid", "beta": 0.5})
+    with pytest.raises(
+        CannotRunError, match=r"the installed openrlhf lacks .*: argument 'cap' of openrlhf\.models"
+    ):
+        require_seams("openrlhf", {"openrlhf.models.utils:compute_reward": ("cap",)})
+    assert theirs.modules["trainer.ppo_trainer"].FixedKLController is theirs.FixedKLController
+    assert isinstance(KLController(FixedBeta(beta=1.0)).value, float)
