@@ -1,0 +1,48 @@
+"""Writes the table of metrics into docs/train.md, between its two marks.
+
+python tools/make_metric_table.py            write it
+python tools/make_metric_table.py --check    exit 1 if it is not what would be written
+"""
+
+import sys
+from pathlib import Path
+
+from kleash.records import METRICS
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "train.md"
+BEGIN, END = "<!-- metrics: written by tools/make_metric_table.py -->\n", "<!-- end of metrics -->\n"
+
+
+def table() -> str:
+    """A row for each metric."""
+    rows = [
+        f"| `{name}` | {metric.unit if metric.unit != 'none' else ''} | {metric.meaning} | {_spelt(metric.verl)} | "
+        f"{_spelt(metric.trl)} |"
+        for name, metric in METRICS.items()
+    ]
+    head = ["| name | unit | what it is | verl | TRL |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _spelt(name: str | None) -> str:
+    return "" if name is None else f"`{name}`"
+
+
+def page(text: str) -> str:
+    """The page with the table in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+def main() -> int:
+    """Write the page, or look whether it would change."""
+    text = PAGE.read_text(encoding="utf-8")
+    if "--check" in sys.argv:
+        return 0 if page(text) == text else 1
+    PAGE.write_text(page(text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
