@@ -87,20 +87,20 @@ def value_losses(
 
 def sums_of(terms: TokenTerms, values: Tensor, past: Past, job: PPOJob) -> dict[str, float]:
     """What a pass tells about its tokens, summed over those that count; "ratio_most" is their largest ratio."""
-    counts = past.counts
-    log_ratio = torch.where(counts, terms.token_logp - past.token_logp, 0.0).double()
-    ratio, advantages = log_ratio.exp(), past.advantages.double()
-    gain = clipped_gain(ratio, advantages, job.clip)
-    new_values = values.detach()
-    moved = (new_values - past.values).abs() > (torch.inf if job.value_clip is None else job.value_clip)
+    logp, new = (x.detach().cpu().double() for x in (terms.token_logp, values))
+    past = Past(*(x.cpu().double() for x in past[:4]), counts=past.counts.cpu())
+    log_ratio = torch.where(past.counts, logp - past.token_logp, 0.0)
+    ratio = log_ratio.exp()
+    gain = clipped_gain(ratio, past.advantages, job.clip)
+    furthest = torch.inf if job.value_clip is None else job.value_clip
     found = {
-        "tokens": counts.double(),
+        "tokens": torch.ones_like(ratio),
         "policy_loss": -gain,
-        "value_loss": value_losses(new_values, past, job.value_clip).double(),
+        "value_loss": value_losses(new, past, job.value_clip),
         "ratio": ratio,
-        "clipped": (gain < ratio * advantages).double(),
-        "value_clipped": moved.double(),
+        "clipped": (gain < ratio * past.advantages).double(),
+        "value_clipped": ((new - past.values).abs() > furthest).double(),
         "moved": torch.expm1(log_ratio) - log_ratio,
     }
-    sums = {name: torch.where(counts, x, 0.0).sum().item() for name, x in found.items()}
-    return {**sums, "ratio_most": torch.where(counts, ratio, 0.0).max().item()}
+    sums = {name: torch.where(past.counts, x, 0.0).sum().item() for name, x in found.items()}
+    return {**sums, "ratio_most": torch.where(past.counts, ratio, 0.0).max().item()}

@@ -42,8 +42,8 @@ class Response:
 def responses_of(rollout: Rollout, returns: Tensor, ranks: Ranks) -> list[Response]:
     """All the step's responses, in their order, on every process. A collective."""
     columns = {**rollout.of_tokens(), "returns": returns}
-    arrays = {name: x.double().cpu().numpy() for name, x in columns.items()}
-    scores = rollout.scores.double().tolist()
+    arrays = {name: x.cpu().double().numpy() for name, x in columns.items()}
+    scores = rollout.scores.tolist()
     own = [
         Response(
             place=place,

@@ -5,7 +5,6 @@ from pathlib import Path
 from time import monotonic
 
 from kleash.errors import NonFiniteError
-from kleash.leash import measured_kl
 from kleash.linear import Head
 from kleash.models import Prompt
 from kleash.training.journal import Advice, Journal
@@ -41,11 +40,11 @@ def one_step(
     learnt = monotonic()
 
     responses = responses_of(rollout, shaped.returns, ranks)
-    measured = measured_kl(rollout.token_kl.double(), rollout.mask, per=leash.per).across_ranks()
-    following = leash.after(measured.value, sequences=len(responses))
+    measured = of_responses(responses, leash.beta)
+    following = leash.after(measured[f"kl/exact_per_{leash.per}"], sequences=len(responses))
 
     metrics = {
-        **of_responses(responses, leash.beta),
+        **measured,
         **of_updates(updated, moved["nats"] / moved["tokens"], progress.learning_rate),
         "beta": leash.beta,
         **({} if job.target_nats is None else {"kl/target": job.target_nats}),

@@ -88,7 +88,7 @@ def moved_by(setting: Setting, rollout: Rollout, head_before: Head) -> float:
         hidden = torch.cat([rollout.hidden[own] for own in micro.own])
         with setting.autocast():
             moved = setting.wrapped(Policy.moved, batch, hidden, head_before)
-        total += moved.double().sum().item() if micro.live else 0.0
+        total += moved.cpu().double().sum().item() if micro.live else 0.0
     return total
 
 
