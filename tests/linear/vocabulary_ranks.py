@@ -251,7 +251,9 @@ def near_models_keep_their_digits(split):
         right = own([x.double() for x in tensors], slice(None))
         p, q = models(right)
         lp, ahead = logp(p), logp(q) - logp(p)
-        value = (lp.exp() * (torch.expm1(ahead) - ahead)).sum(-1)  # the textbook's cancels here, in float64 too
+        value = (lp.exp() * (torch.expm1(ahead) - ahead)).sum(
+            -1
+        )  # the textbook's cancels here, in float64 too
         value.sum().backward()
         assert value.max() < (1e-2 if dtype == torch.bfloat16 else 10 * apart**2)
         mine = own(tensors, split.rows)
