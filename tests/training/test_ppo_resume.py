@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +18,16 @@ from safetensors.torch import load_file
 
 from kleash.errors import RunFolderError
 from kleash.records import read_steps
+from kleash.training.journal import Journal
 from kleash.training.ppo import checkpoints, train_ppo
 from kleash.training.ppo.checkpoints import last_checkpoint, load_progress
 
 WORKER = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from ppo_cases import tiny_job
+from kleash.training.journal import Journal
 from kleash.training.ppo import checkpoints, train_ppo
 from kleash.training.ppo.running import save
 
@@ -122,6 +126,21 @@ def test_a_finished_run_goes_on_with_more_steps(folder, tmp_path):
     assert result.steps == 2 and [record.step for record in read_steps(tmp_path)] == [1, 2]
     again = train_ppo(replace(job, steps=2, resume=True))
     assert again.metrics == result.metrics and len(read_steps(tmp_path)) == 2
+
+
+def test_another_number_of_processes_may_go_on_and_it_is_said(folder, tmp_path):
+    job = tiny_job(folder, out=str(tmp_path), steps=1)
+    train_ppo(job)
+    path = last_checkpoint(tmp_path) / "progress.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "generators": state["generators"] * 2}))
+    said = []
+    display = SimpleNamespace(said=said.append, stepped=lambda record: None)
+    journal = Journal(tmp_path, replace(job, steps=2, resume=True), display=display)
+    assert train_ppo(journal.job, journal).steps == 2
+    assert said[-2].startswith("going on after step 1, from ") and said[-1].startswith(
+        "the checkpoint is of 2 processes and 1 go on"
+    )
 
 
 def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from kleash.errors import CannotRunError
 from kleash.models import Prompt
+from kleash.training.ppo.ranks import Ranks
+from kleash.training.ppo.rollout import Micro, micro_batches
 from kleash.training.ppo.sharing import minibatches_of, number, prompts_of_step, share_of, shuffled
 
 
@@ -67,3 +69,15 @@ def test_minibatches_are_dealt_anew_for_each_key_and_mix_neighbours():
     assert one != other
     for minibatch in one:
         assert Counter(place // 3 for place in minibatch) == Counter(range(4)), "one of each block"
+
+
+def test_a_process_with_fewer_micro_batches_keeps_the_others_company():
+    """It reads its shortest response again, and learns nothing from it."""
+
+    class OneOfTwo(Ranks):
+        def told(self, own):
+            return [own, [2, 3]]
+
+    found = micro_batches([[0, 2, 8], [1, 3, 9]], [0, 1, 2, 3], [5, 3, 9, 4], 10, OneOfTwo(0, 2))
+    idle = Micro([1], False)
+    assert found == [[Micro([2], True), Micro([0], True)], [Micro([3, 1], True), idle, idle]]

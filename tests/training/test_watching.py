@@ -41,7 +41,7 @@ def test_a_healthy_run_raises_no_alarm(seed: int, target: float | None) -> None:
 
 
 def test_a_recorded_run_on_a_good_leash_raises_no_alarm() -> None:
-    assert said(recorded("good"), Watch(target_nats=5.0)) == []
+    assert said(recorded("good"), Watch()) == []
 
 
 def test_a_recorded_run_off_the_leash_is_called_what_it_is_while_it_happens() -> None:

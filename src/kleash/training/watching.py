@@ -30,7 +30,7 @@ class Watch:
     """Steps until the same thing is said again."""
     far: float = 2.0
     """Times the target from which KL is far above it."""
-    runaway_nats: float = 0.3
+    runaway_nats: float = 0.5
     """KL per token below which nothing runs away; a policy that is kept near has some hundredths."""
     runaway_growth: float = 1.5
     """Times by which KL per token grew, from the steps before to the last ones, to run away."""
