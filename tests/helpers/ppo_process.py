@@ -38,13 +38,13 @@ def two_steps(folder: Path, out: Path, **more: Any) -> None:
 
 
 def job_of(folder: Path, out: Path, **more: Any) -> Any:
-    """The run that is compared: responses that no number of processes divides, micro-batches of several widths."""
+    """The run that is compared: one process has more responses than the other, and more micro-batches."""
     return tiny_job(
         folder,
         "qwen3",
         prompts_per_step=5,
         samples_per_prompt=2,
-        batch_tokens=60,
+        batch_tokens=30,
         learning_rate=1e-4,
         seed=2,
         controller="pid",

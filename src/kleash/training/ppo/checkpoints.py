@@ -93,8 +93,8 @@ def load_progress(checkpoint: Path) -> Progress:
     return decode(Progress, _read_json(checkpoint)["progress"])
 
 
-def restore(setting: Setting, checkpoint: Path) -> None:
-    """Put weights, optimiser and generators back as they were.
+def restore(setting: Setting, checkpoint: Path) -> str | None:
+    """Put weights, optimiser and generators back as they were; returns what there is to say about it.
 
     Raises:
         RunFolderError: if the checkpoint is damaged, or another model's.
@@ -121,8 +121,13 @@ def restore(setting: Setting, checkpoint: Path) -> None:
     except (OSError, KeyError, ValueError, RuntimeError, damage) as error:
         raise RunFolderError(f"the checkpoint {checkpoint} cannot be read: {first_line(error)}") from error
     generators = _read_json(checkpoint)["generators"]
-    if len(generators) == setting.ranks.count:
-        _set_generators(generators[setting.ranks.index])
+    if len(generators) != setting.ranks.count:
+        return (
+            f"the checkpoint is of {len(generators)} processes and {setting.ranks.count} go on: what rewards draw from "
+            "Python's, numpy's and torch's generators begins anew"
+        )
+    _set_generators(generators[setting.ranks.index])
+    return None
 
 
 def _tensors(setting: Setting) -> dict[str, Tensor]:
@@ -216,6 +221,8 @@ def _read_json(checkpoint: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
+    if os.name != "posix":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

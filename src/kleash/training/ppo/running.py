@@ -66,18 +66,18 @@ def _begun(setting: Setting, root: Path, journal: Journal | None) -> Progress:
     """Where the run starts: at the last checkpoint, if it goes on and there is one."""
     job = setting.job
     checkpoint = last_checkpoint(root) if job.resume else None
+    notes = list(setting.trainee.pair.notes)
     if checkpoint is None:
         leash = leash_of(job)
         progress = Progress(leash=leash.to_dict(), learning_rate=job.learning_rate, metrics={})
     else:
         progress = load_progress(checkpoint)
-        restore(setting, checkpoint)
+        said = restore(setting, checkpoint)
+        notes += [f"going on after step {progress.step}, from {checkpoint}", *([said] if said else [])]
     if journal is not None:
         journal.begin(progress.step)
-        for note in setting.trainee.pair.notes:
+        for note in notes:
             journal.said(note)
-        if checkpoint is not None:
-            journal.said(f"going on after step {progress.step}, from {checkpoint}")
     return progress
 
 
