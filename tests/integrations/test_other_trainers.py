@@ -1,0 +1,273 @@
+"""The adapters for frameworks that are not installed here, called as their published signatures say.
+
+Read at: prime-rl 559b447 (2026-08-21), slime 624b824 (2026-08-21), SkyRL a956457 (2026-08-21), tinker-cookbook
+9dfcc3a (2026-08-19).
+"""
+
+import math
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kleash.errors import CannotRunError, OptionError, ShapeError
+from kleash.integrations import prime_rl, skyrl, slime, tinker
+from kleash.leash import PIDBeta
+from kleash.losses import KLTerm
+
+NAN = float("nan")
+WORDS = 6
+
+
+@dataclass
+class Inputs:
+    """The fields of prime-rl's LossInputs, in its order."""
+
+    trainer_logprobs: Any
+    inference_logprobs: Any
+    ref_logprobs: Any
+    advantages: Any
+    loss_mask: Any
+    loss_weights: Any = field(default=None)
+
+
+@dataclass
+class Outputs:
+    """The fields of prime-rl's LossOutputs."""
+
+    loss: Any
+    metrics: Any
+
+
+@pytest.fixture
+def prime(monkeypatch):
+    for name in ("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl", "prime_rl.trainer.rl.loss"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = sys.modules["prime_rl.trainer.rl.loss"]
+    module.LossInputs, module.LossOutputs = Inputs, Outputs
+    prime_rl._outputs.cache_clear()
+    yield module
+    prime_rl._outputs.cache_clear()
+
+
+def every_word():
+    """A policy over six words, and every word as a sample: sums over them are expectations."""
+    torch.manual_seed(1)
+    logits, reference, engine = torch.randn(3, WORDS, dtype=torch.float64).unbind()
+    logits.requires_grad_()
+    return logits, logits.log_softmax(-1), reference.log_softmax(-1), engine.log_softmax(-1)
+
+
+def gradient_of_kl(logits, logp, logq):
+    return torch.autograd.grad((logp.exp() * (logp - logq)).sum(), logits, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("against", ["inference", "reference"])
+def test_prime_rl_trains_the_kl_it_names_in_expectation(prime, against):
+    logits, logp, logq, engine = every_word()
+    drawn = 0.0
+    for word in range(WORDS):
+        one = slice(word, word + 1)
+        nothing, here = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.bool)
+        inputs = Inputs(logp[one], engine[one].detach(), logq[one].detach(), nothing, here)
+        drawn = drawn + engine[word].exp() * prime_rl.leashed_loss(inputs, beta=0.3, against=against).loss
+    (found,) = torch.autograd.grad(drawn, logits, retain_graph=True)
+    other = engine if against == "inference" else logq
+    torch.testing.assert_close(found, 0.3 * gradient_of_kl(logits, logp, other))
+    assert drawn.item() == pytest.approx(0.3 * (logp.exp() * (logp - other)).sum().item())
+
+
+def test_prime_rl_sums_what_counts_within_the_region(prime):
+    logp = torch.tensor([-0.2, -1.0, -0.1, NAN], requires_grad=True)
+    engine = torch.tensor([-1.5, -1.1, -0.1, NAN])
+    mask, weights = torch.tensor([True, True, True, False]), torch.tensor([1.0, 0.5, 2.0, NAN])
+    inputs = Inputs(logp, engine, None, torch.tensor([1.0, 2.0, -1.0, NAN]), mask, weights)
+    out = prime_rl.leashed_loss(inputs, beta=0.0)
+    assert isinstance(out, Outputs) and out.loss.shape == ()
+    rho = math.exp(0.1)
+    assert out.loss.item() == pytest.approx(-0.5 * 2 * rho + 2 * 1.0)  # the first is out, and pushed further
+    (gradient,) = torch.autograd.grad(out.loss, logp)
+    assert gradient.tolist() == pytest.approx([0, -rho, 2, 0])
+    assert out.metrics["removed"].item() == pytest.approx(1 / 3)
+    ahead = torch.tensor([1.3, 0.1, 0.0])
+    kl = (ahead.exp() * ((-ahead).exp() - 1 + ahead)).mean()
+    assert out.metrics["kl"].item() == pytest.approx(kl.item(), rel=1e-5)
+    everywhere = prime_rl.leashed_loss(inputs, beta=0.0, most_total_variation=None)
+    assert everywhere.loss.item() == pytest.approx(out.loss.item() - math.exp(1.3))
+    capped = prime_rl.leashed_loss(inputs, beta=1.0, cap=1.0).loss - out.loss
+    assert capped.item() == pytest.approx(((-ahead).exp() - 1 + ahead)[:2] @ weights[:2], rel=1e-5)
+    inputs.loss_mask = torch.zeros(4, dtype=torch.bool)
+    empty = prime_rl.leashed_loss(inputs, beta=1.0)
+    assert empty.loss.item() == 0 and empty.metrics == {}
+
+
+def test_prime_rl_refuses(prime, monkeypatch):
+    inputs = Inputs(
+        *[torch.full((1,), -1.0, requires_grad=True)] * 2, None, torch.ones(1), torch.tensor([True])
+    )
+    with pytest.raises(OptionError, match="hands over no reference log-probabilities for this algorithm"):
+        prime_rl.leashed_loss(inputs, beta=1.0, against="reference")
+    with pytest.raises(OptionError, match="against is 'old'; there are inference, reference"):
+        prime_rl.leashed_loss(inputs, beta=1.0, against="old")
+    monkeypatch.setattr(
+        prime, "LossOutputs", dataclass(type("Other", (), {"__annotations__": {"loss": Any}}))
+    )
+    with pytest.raises(
+        CannotRunError, match=r"prime-rl lacks .*argument 'metrics' of prime_rl\.trainer\.rl\.loss"
+    ):
+        prime_rl.leashed_loss(inputs, beta=1.0)
+
+
+def test_slime_pays_for_the_kl_that_follows():
+    policy = [torch.tensor([-1.0, -2.0, NAN, -0.5]), torch.tensor([-3.0])]
+    reference = [torch.tensor([-2.0, -1.5, 0.0, -1.0]), torch.tensor([-1.0])]
+    masks = [torch.tensor([1, 1, 0, 1], dtype=torch.int), torch.tensor([1], dtype=torch.int)]
+    data = {"log_probs": policy, "ref_log_probs": reference, "rewards": [1.0, -0.5], "loss_masks": masks}
+    assert slime.leashed_advantages(Namespace(kl_coef=0.1, use_rollout_logprobs=False), data) is None
+    assert data["advantages"][0].tolist() == pytest.approx([1 - 0.1, 1.0, 0.0, 1 - 0.05])
+    assert data["advantages"][1].tolist() == pytest.approx([-0.5 + 0.2])
+    assert all(torch.equal(x, y) for x, y in zip(data["returns"], data["advantages"], strict=True))
+    data |= {"rollout_log_probs": reference}
+    slime.leashed_advantages(Namespace(kl_coef=0.1, use_rollout_logprobs=True), data)
+    assert data["advantages"][0].tolist() == [1, 1, 0, 1], (
+        "the engine's log-probabilities, where slime uses them"
+    )
+    del data["ref_log_probs"]
+    slime.leashed_advantages(Namespace(kl_coef=0.0, use_rollout_logprobs=False), data)
+    assert data["advantages"][1].tolist() == [-0.5], "without a KL no reference is needed"
+
+
+def test_slime_refuses():
+    args, one = Namespace(kl_coef=0.1), [torch.zeros(2)]
+    data = {"log_probs": one, "rewards": [1.0], "loss_masks": [torch.ones(2)]}
+    with pytest.raises(
+        CannotRunError, match=r"slime did not hand over ref_log_probs; this was written for slime 0\."
+    ):
+        slime.leashed_advantages(args, data)
+    with pytest.raises(CannotRunError, match="did not hand over kl_coef"):
+        slime.leashed_advantages(Namespace(), data)
+    data |= {"ref_log_probs": one, "loss_masks": [torch.ones(4)]}
+    with pytest.raises(
+        CannotRunError, match=r"a response has 4 tokens and 2 log-probabilities here .*parallel-size 1"
+    ):
+        slime.leashed_advantages(args, data)
+
+
+class Trainer:
+    """What of SkyRL's RayPPOTrainer the penalty reads and writes."""
+
+    def __init__(self, coefficient=0.1):
+        self.cfg = SimpleNamespace(
+            trainer=SimpleNamespace(algorithm=SimpleNamespace(kl_loss_coef=coefficient))
+        )
+        self.all_metrics, self.reward_kl_controller = {}, None
+
+    def apply_reward_kl_penalty(self, data):
+        raise AssertionError("SkyRL's own")
+
+
+class Mine(skyrl.LeashedRewards, Trainer):
+    pass
+
+
+class Batch(dict):
+    """A dictionary of tensors with metadata beside them."""
+
+    def __init__(self):
+        super().__init__(
+            action_log_probs=torch.tensor([[-1.0, -2.0, NAN], [-0.5, -3.0, -1.0]]),
+            base_action_log_probs=torch.tensor([[-2.0, -1.5, NAN], [-0.5, -9.0, -1.0]]),
+            loss_mask=torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
+            rewards=torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]]),
+        )
+        self.metadata = {}
+
+
+def test_skyrl_charges_k1_where_tokens_count():
+    trainer, data = Mine(), Batch()
+    assert trainer.apply_reward_kl_penalty(data) is data
+    expected = torch.tensor([[-0.1, 1.05, 0.0], [0.0, -0.6, 2.0]])
+    torch.testing.assert_close(data["rewards"], expected)
+    ahead = torch.tensor([1.0, -0.5, 0.0, 6.0, 0.0])
+    k3 = (-ahead).exp() - 1 + ahead
+    assert trainer.all_metrics["loss/avg_kl"] == pytest.approx(k3.mean().item(), rel=1e-6)
+    assert data.metadata["metrics"]["avg_kl_max"] == pytest.approx(
+        (k3[0].item() + k3[3].item()) / 2, rel=1e-6
+    )
+    assert data.metadata["metrics"]["kl_loss_coef"] == 0.1
+    nothing, free = Batch(), Mine(coefficient=-1.0)
+    free.apply_reward_kl_penalty(nothing)
+    assert torch.equal(nothing["rewards"], Batch()["rewards"])
+
+
+def test_skyrl_is_steered_by_a_leash_or_by_its_own_controller():
+    trainer = Mine()
+    trainer.leash = start = PIDBeta(beta=0.2, target_nats=1.0)
+    data = trainer.apply_reward_kl_penalty(Batch())
+    assert data["rewards"][0, 0].item() == pytest.approx(-0.2)
+    ahead = torch.tensor([[1.0, -0.5, 0.0], [0.0, 6.0, 0.0]])
+    sums = ((-ahead).exp() - 1 + ahead).sum(-1).mean()
+    assert trainer.leash.beta == pytest.approx(start.after(sums, sequences=2).beta)
+    own = Mine()
+    told = []
+    own.reward_kl_controller = SimpleNamespace(
+        value=0.3, update=lambda current, n_steps: told.append((current, n_steps))
+    )
+    data = own.apply_reward_kl_penalty(Batch())
+    assert data["rewards"][0, 0].item() == pytest.approx(-0.3)
+    assert told == [(pytest.approx(own.all_metrics["loss/avg_kl"]), 2)]
+
+
+def test_skyrl_needs_its_trainer_behind():
+    with pytest.raises(
+        CannotRunError, match="Alone has no trainer with apply_reward_kl_penalty behind Leashed"
+    ):
+        type("Alone", (skyrl.LeashedRewards,), {})
+
+
+def test_tinker_calls_a_function_of_data_and_logprobs():
+    """Every word drawn by an older policy, weighted by its probability: the gradient of the KL, summed exactly."""
+    logits, logp, logq, sampler = every_word()
+    one = torch.ones(1)
+    made = [
+        tinker.leashed_loss(
+            KLTerm(ratio="token"),
+            beta=0.5,
+            masks=[one],
+            reference_logprobs=[logq[word : word + 1]],
+            sampled_logprobs=[sampler[word : word + 1]],
+            advantages=[torch.full((1,), float(word))],
+        )
+        for word in range(WORDS)
+    ]
+    total = 0.0
+    for word, function in enumerate(made):
+        loss, metrics = function([object()], [logp[word : word + 1]])
+        assert loss.shape == () and all(type(value) is float for value in metrics.values())
+        total = total + sampler[word].exp() * loss
+    (found,) = torch.autograd.grad(total, logits, retain_graph=True)
+    (gain,) = torch.autograd.grad(logp.exp() @ torch.arange(WORDS).double(), logits, retain_graph=True)
+    torch.testing.assert_close(found, 0.5 * gradient_of_kl(logits, logp, logq) - gain)
+
+
+def test_tinker_sums_what_counts_and_says_how_much_it_was():
+    logp = [torch.tensor([-1.0, NAN, -2.0], requires_grad=True), torch.tensor([-0.5], requires_grad=True)]
+    columns = {
+        "masks": [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])],
+        "reference_logprobs": [torch.tensor([-1.5, NAN, -2.0]), torch.tensor([-3.5])],
+        "sampled_logprobs": [torch.tensor([-1.0, NAN, -2.0]), torch.tensor([-0.5])],
+    }
+    function = tinker.leashed_loss(KLTerm(estimator="k2"), beta=2.0, **columns)
+    loss, metrics = function([None, None], logp)
+    assert loss.item() == pytest.approx(2 * (0.125 + 4.5))
+    assert metrics == {"kl": pytest.approx((0.125 + 4.5) / 3), "tokens": 3.0}
+    loss.backward()
+    assert [x.grad.tolist() for x in logp] == [[1.0, 0.0, 0.0], [6.0]]
+    with pytest.raises(
+        ShapeError, match=r"datum by datum: \[3\], \[3, 1\], \[3, 1\], \[3, 1\], \[3\]; give the same"
+    ):
+        function([None], logp[:1])
