@@ -1,0 +1,251 @@
+"""The study of the leash: its statistics are scipy's, its runs can be broken off, its page says what the runs say."""
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import leash_study_words
+import make_leash_study_page as tool
+import numpy as np
+import pytest
+from scipy import special, stats
+
+X, Y = np.random.default_rng(1).multivariate_normal([3.0, 2.5], [[0.5, 0.3], [0.3, 0.9]], size=12).T
+
+
+@pytest.fixture(scope="module")
+def study(root: Path) -> Iterator[SimpleNamespace]:
+    """The modules of the benchmark."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root / "benchmarks")
+        yield SimpleNamespace(
+            command=import_module("leash_spread"),
+            runs=import_module("spread_runs"),
+            figures=import_module("spread_figures"),
+            statistics=import_module("spread_statistics"),
+        )
+
+
+def test_means_and_paired_differences_have_students_interval(study):
+    for found, oracle in (
+        (study.statistics.mean_of(X), stats.ttest_1samp(X, 0.0)),
+        (study.statistics.difference_of(X, Y), stats.ttest_rel(X, Y)),
+    ):
+        np.testing.assert_allclose(found["ci95"], oracle.confidence_interval(0.95), rtol=1e-9)
+        assert found["n"] == 12
+    assert study.statistics.difference_of(X, Y)["value"] == pytest.approx(X.mean() - Y.mean())
+
+
+@pytest.mark.parametrize("n", [3, 12])
+def test_spreads_have_the_interval_of_chi_squared(study, n):
+    found = study.statistics.spread_of(X[:n])
+    tails = stats.chi2.ppf([0.975, 0.025], n - 1)
+    assert found["value"] == pytest.approx(stats.tstd(X[:n]))
+    np.testing.assert_allclose(found["ci95"], stats.tstd(X[:n]) * np.sqrt((n - 1) / tails), rtol=1e-9)
+
+
+def test_ratios_of_spreads_end_where_sum_and_difference_are_just_correlated(study):
+    found = study.statistics.ratio_of_spreads(X, Y)
+    assert found["value"] == pytest.approx(stats.tstd(X) / stats.tstd(Y))
+    for end in found["ci95"]:
+        assert stats.pearsonr(X - end * Y, X + end * Y).pvalue == pytest.approx(0.05, rel=1e-6)
+    assert found["ci95"][0] < found["value"] < found["ci95"][1]
+    reverse = study.statistics.ratio_of_spreads(Y, X)
+    np.testing.assert_allclose(reverse["ci95"][::-1], 1 / np.array(found["ci95"]))
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-3, 2.0, 9.5, 60.0])
+def test_the_incomplete_gamma_function_is_scipys(study, x):
+    assert study.statistics.gamma_below(9.5, x) == pytest.approx(special.gammainc(9.5, x), rel=1e-12)
+
+
+def test_too_few_numbers_have_no_interval(study):
+    assert study.statistics.mean_of([2.0]) == {"value": 2.0, "ci95": None, "n": 1}
+    assert study.statistics.spread_of([2.0, 3.0])["value"] is None
+    assert study.statistics.ratio_of_spreads([1.0, 2.0, 3.0], [2.0, 1.0, 4.0])["value"] is None
+
+
+def test_a_path_is_read_where_its_smoothed_reward_first_gets_there(study):
+    rewards, kls = [0.0, 2.0, 4.0, 0.0, 9.0], [0.0, 1.0, 3.0, 5.0, 7.0]  # smoothed 1 3 2 4.5, and .5 2 4 6
+    reached = study.statistics.reached
+    assert reached(rewards, kls, 2.5, 2) == pytest.approx(0.5 + 0.75 * 1.5)
+    assert reached(rewards, kls, 4.0, 2) == pytest.approx(4 + 0.8 * 2)
+    assert reached(rewards, kls, 0.5, 2) == 0.5
+    assert reached(rewards, kls, 4.6, 2) is None
+
+
+def test_a_frontier_is_straight_in_the_root_of_kl(study):
+    at = study.statistics.reward_at
+    assert at([4.0, 1.0], [3.0, 1.0], 2.25) == pytest.approx(2.0)
+    assert at([4.0, 1.0], [3.0, 1.0], 4.0) == pytest.approx(3.0)
+    assert at([4.0, 1.0], [3.0, 1.0], 4.1) is None
+    assert at([4.0, 1.0], [3.0, 1.0], 0.9) is None
+
+
+def line(setting: dict[str, Any], seed: int, reward: float, nats: float, **kind: Any) -> dict[str, Any]:
+    """A made-up run, whose path rises evenly to twice its last reward and KL."""
+    up = [2 * (step + 1) / setting["steps"] for step in range(setting["steps"])]
+    common = {"kl": "exact", "place": "loss", "scope": "sequence", "beta": setting["beta"], "seed": seed}
+    return {
+        **common,
+        **kind,
+        "setting": setting,
+        "rewards": [reward * x for x in up],
+        "kls": [nats * x for x in up],
+        "held_out": {"reward": reward, "reward_error": 0.01, "kl": nats, "kl_error": 0.3},
+        "cpu_seconds": 8.0,
+        "date": f"2026-11-21T16:{seed:02d}:00+00:00",
+        "commit": "abc1234",
+        "machine": {"processor": "a processor", "threads": 1},
+        "versions": {"torch": "2.13.0"},
+    }
+
+
+@pytest.fixture
+def lines(study) -> list[dict[str, Any]]:
+    """Twelve seeds of the estimators, of which k1 strays twice as far; three seeds of each beta and scope."""
+    setting = json.loads(json.dumps(vars(study.runs.Setting())))
+    found = [line(setting, seed, 1.0, X[seed]) for seed in range(12)]
+    found += [
+        line(setting, seed, 1.1, 3.5 + 2 * (X[seed] - 3.0), kl="k1", place="reward") for seed in range(12)
+    ]
+    found += [line(setting, seed, 1.0, Y[seed], kl="k3") for seed in range(11)]
+    for beta in setting["betas"]:
+        for seed in range(3):
+            rest = {"beta": beta}
+            kl = (1 + 0.1 * seed) / beta
+            found.append(line(setting, seed, kl**0.5, kl, scope="token", **rest))
+            if beta != setting["beta"]:
+                found.append(line(setting, seed, 1.2 * kl**0.5, kl, **rest))
+    return found
+
+
+def test_only_seeds_that_all_estimates_have_are_compared(study, lines):
+    found = study.figures.figures_of(lines)["estimators"]
+    assert found["seeds"] == 11
+    spread = found["of"]["exact"]["end"]["spread"]
+    assert spread["value"] == pytest.approx(stats.tstd(X[:11]))
+    assert found["of"]["exact"]["end"]["from_sampling"] == pytest.approx(0.09 / stats.tvar(X[:11]))
+    beside = found["against_exact"]["k1"]["end"]
+    assert beside["spread"]["value"] == pytest.approx(2.0)
+    assert beside["reward"]["value"] == pytest.approx(0.1)
+    assert beside["kl"]["value"] == pytest.approx(np.mean(3.5 + 2 * (X[:11] - 3) - X[:11]))
+    assert found["against_exact"]["k3"]["end"]["spread"]["value"] == pytest.approx(
+        stats.tstd(Y[:11]) / stats.tstd(X[:11])
+    )
+
+
+def test_at_equal_reward_a_straight_path_gives_its_slope(study, lines):
+    at = study.figures.figures_of(lines)["estimators"]["of"]["k1"]["equal_reward"]
+    assert at["reached"] == 11
+    level = lines[0]["setting"]["equal_reward"]
+    assert at["kl"]["value"] == pytest.approx(np.mean(3.5 + 2 * (X[:11] - 3)) * level / 1.1)
+
+
+def test_frontiers_are_compared_by_beta_and_at_one_kl(study, lines):
+    found = study.figures.figures_of(lines)["frontier"]
+    of = {(one["scope"], one["beta"]): one for one in found["points"]}
+    assert of["token", 0.6]["kl"]["value"] == pytest.approx(1.1 / 0.6)
+    assert of["sequence", 0.6]["reward"]["n"] == 3
+    differences = {one["beta"]: one for one in found["sequence_less_token"]}
+    assert differences[0.6]["kl"]["value"] == pytest.approx(0.0)
+    assert differences[0.6]["reward"]["value"] == pytest.approx(
+        0.2 * np.mean(np.sqrt(np.array([1, 1.1, 1.2]) / 0.6))
+    )
+    at = found["at_equal_kl"]
+    assert (at["seeds"], at["reached"]) == (3, 3)
+    assert at["token"]["value"] == pytest.approx(math.sqrt(lines[0]["setting"]["equal_kl"]))
+
+
+def test_what_is_not_there_yet_is_said(study, lines):
+    few = study.figures.figures_of(lines[:1])
+    assert few["estimators"] is None
+    assert few["frontier"] is None
+    page = tool.made({"figures": few})[tool.PAGE]
+    assert page.count("Not measured yet") == 2
+    assert "1 runs" in page
+    assert list(tool.made(None)) == [tool.PAGE]
+
+
+def test_the_page_says_the_numbers_and_on_which_side_they_lie(study, lines):
+    figures = study.figures.figures_of(lines)
+    made = tool.made({"figures": figures})
+    page, image = made[tool.PAGE], made[tool.IMAGE]
+    assert "11 seeds, beta 0.3" in " ".join(page.split())
+    end = figures["estimators"]["against_exact"]["k1"]["end"]["spread"]
+    low, high = end["ci95"]
+    assert f"with k1 is 2.00 ({low:.2f} to {high:.2f}) times that with exact: more." in " ".join(page.split())
+    assert "{" not in page
+    assert len(ElementTree.fromstring(image).findall("{*}circle")) == 3 + 2 * len(
+        lines[0]["setting"]["betas"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("interval", "null", "word"),
+    [
+        ([0.1, 0.3], 0, "more"),
+        ([-0.3, -0.1], 0, "less"),
+        ([0.9, 1.2], 1, "undecided"),
+        ([0.0, 1.0], 0, "undecided"),
+    ],
+)
+def test_sides_of_an_interval(interval, null, word):
+    assert leash_study_words.side({"value": 0.2, "ci95": interval}, null) == word
+
+
+def test_the_page_is_what_the_committed_results_make(root):
+    path = root / "benchmarks" / "results" / "leash_spread.json"
+    for name, text in tool.made(json.loads(path.read_text(encoding="utf-8"))).items():
+        assert (root / "docs" / name).read_text(encoding="utf-8") == text, (
+            "python tools/make_leash_study_page.py"
+        )
+
+
+def test_the_committed_figures_are_those_of_the_committed_runs(study, root):
+    folder = root / "benchmarks" / "results"
+    runs = [
+        json.loads(text) for text in (folder / "leash_spread.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    mine = study.command.of_setting(runs, study.runs.Setting())
+    figures = json.loads((folder / "leash_spread.json").read_text(encoding="utf-8"))["figures"]
+    then = mine[: figures["runs"]]  # a study that is under way has more
+    assert figures == json.loads(json.dumps(study.figures.figures_of(then)))
+
+
+def test_wherever_the_study_stops_all_have_as_many_seeds(study):
+    setting = study.runs.Setting()
+    runs = study.runs.planned(setting, 20, 5)
+    assert len(runs) == len({run.key for run in runs}) == 20 * 3 + 5 * 7
+    half = [run.seed for run in runs[:48] if run.scope == "sequence" and run.beta == setting.beta]
+    assert sorted(half)[:27] == sorted(list(range(9)) * 3)
+    assert {run.beta for run in runs[:48] if run.scope == "token"} == set(setting.betas)
+    assert len(study.runs.planned(setting, 20, 5, "estimators")) == 60
+    assert len(study.runs.planned(setting, 20, 5, "frontier")) == 40
+
+
+def test_a_study_goes_on_where_it_was_broken_off(study, tmp_path, capsys):
+    setting = replace(
+        study.runs.Setting(), prompts=2, max_new_tokens=3, steps=2, held_out=2, held_out_samples=2, window=2
+    )
+    runs = [run for run in study.runs.planned(setting, 2, 0) if run.kl != "k3"]
+    path = tmp_path / "leash_spread.jsonl"
+    assert len(study.command.study(setting, tmp_path, runs[:3])) == 3
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole + whole[:100], encoding="utf-8")
+    done = study.command.study(setting, tmp_path, runs)
+    assert path.read_text(encoding="utf-8").startswith(whole)
+    assert [(one["kl"], one["seed"]) for one in done] == [(run.kl, run.seed) for run in runs]
+    first = [one["rewards"][0] for one in done if one["seed"] == 0]
+    assert first[0] == first[1]
+    assert all(one["kls"][0] == 0 and len(one["kls"]) == 2 for one in done)
+    assert all(one["held_out"]["kl"] > 0 for one in done)
+    study.command.study(setting, tmp_path, [*runs, replace(runs[0], seed=5)], minutes=0)
+    assert "1 runs are left" in capsys.readouterr().out
+    assert study.command.of_setting(done, study.runs.Setting()) == []

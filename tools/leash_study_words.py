@@ -1,0 +1,204 @@
+"""What docs/leash_study.md says, from the figures of benchmarks/leash_spread.py."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from performance_frame import grid, said
+
+WHERE = {
+    "exact": "exact, in the loss",
+    "k1": "k1, in the reward",
+    "k3": "k3's value, the right gradient, in the loss",
+}
+UNDECIDED = "undecided"
+Figure = Mapping[str, Any]
+
+HEAD = """How much of the KL that training ends with is chance, and does it depend on how the KL is estimated? What
+does it cost to charge each token only for its own KL? Small runs of kleash's own PPO ([ppo.md](ppo.md)) answer that
+for one model, one reward and one size of training, and for nothing else. All numbers are from
+`benchmarks/results/leash_spread.json`, whichever way they came out."""
+
+SETTING = """{steps} steps from `shipped:reference`, every weight trained at a learning rate of {learning_rate:g}; each
+step draws {max_new_tokens} tokens at most for each of the {prompts} shortest of the shipped prompts and makes one
+update of them. The reward counts words for the heroine (`{reward}`). Runs of one seed draw with the same noise, so
+that the first step's responses are the same in all of them; only KL, beta and seed differ. The last policy answers the
+{held_out} next longer prompts, {held_out_samples} times each: reward and exact KL(policy‖reference) per response, in
+nats, are means of these."""
+
+EQUAL = """*At equal reward*: steps are averaged over {window} neighbours, reward and exact KL of the step's own fresh
+responses alike; compared is the KL where that reward first is {equal_reward:g}, on a straight line from the step
+before. A run that never gets there is left out, and so is its partner."""
+
+INTERVALS = """Intervals are at 95 %. Means: Student's t over seeds. Standard deviations: chi-squared. Differences:
+paired by seed. Ratios of standard deviations: Pitman and Morgan's, for pairs. All of them take the numbers of the
+seeds to be normally distributed, and none allows for how many of them the page has. “Undecided” means that the
+interval holds 0, or 1 for a ratio."""
+
+
+def outcome(estimators: Figure | None, frontier: Figure | None, setting: Figure) -> list[str]:
+    """The answers, a line each."""
+    lines = []
+    for name, beside in ({} if estimators is None else estimators["against_exact"]).items():
+        end, equal = beside["end"]["spread"], beside["equal_reward"].get("spread", {"value": None})
+        lines.append(
+            f"- Spread of the reached KL with {name}, as a multiple of that with exact: {multiple(end)}."
+        )
+        lines.append(f"- The same at equal reward: {multiple(equal)}.")
+    gain = ({} if frontier is None else frontier["at_equal_kl"]).get("sequence_less_token")
+    if gain is not None:
+        where = f"{setting['equal_kl']:g} nats"
+        lines.append(
+            f"- Reward at {where} with scope “sequence”, less that with scope “token”: {decided(gain)}."
+        )
+    return [*lines, ""] if lines else said("Too few runs yet.")
+
+
+def multiple(figure: Figure) -> str:
+    """A ratio of spreads with its interval; or that there is none yet."""
+    return "too few seeds yet" if figure["value"] is None else decided(figure, 1)
+
+
+def chance(found: Figure | None, setting: Figure) -> list[str]:
+    """Means and spreads of each estimate, and of each beside the exact KL."""
+    if found is None:
+        return said("Not measured yet: fewer than two seeds have all three runs.")
+    lines = said(
+        "{seeds} seeds, beta {beta:g}, scope “sequence”, decay {decay:g}. But for what whitening does to their noise, "
+        "all three have the same expected gradient, that of the KL between responses.",
+        seeds=found["seeds"],
+        beta=setting["beta"],
+        decay=setting["decay"],
+    )
+    lines += ["After the last step, on held-out prompts:", ""]
+    heads = [
+        "KL",
+        "reward",
+        "KL reached",
+        "standard deviation of it",
+        "of its variance, from the held-out draws",
+    ]
+    rows = []
+    for name, one in found["of"].items():
+        end = one["end"]
+        share = f"{end['from_sampling']:.0%}" if "from_sampling" in end else ""
+        rows.append([WHERE[name], number(end["reward"]), number(end["kl"]), number(end["spread"]), share])
+    lines += grid(heads, rows)
+    for name, beside in found["against_exact"].items():
+        lines += said(compared(name, beside["end"]))
+    lines += said(EQUAL, **setting)
+    rows = []
+    for name, one in found["of"].items():
+        at = one["equal_reward"]
+        rest = [number(at["kl"]), number(at["spread"])] if "kl" in at else ["", ""]
+        rows.append([WHERE[name], f"{at['reached']} of {found['seeds']}", *rest])
+    lines += grid(["KL", "runs that got there", "KL there", "standard deviation of it"], rows)
+    for name, beside in found["against_exact"].items():
+        lines += said(compared_at_equal_reward(name, beside["equal_reward"]))
+    return lines
+
+
+def compared(name: str, beside: Figure) -> str:
+    """What came out at the end, in a sentence or two."""
+    return (
+        f"{name} less exact, seed by seed: reward {decided(beside['reward'])}; KL {decided(beside['kl'])}. "
+        f"{ratio(name, beside['spread'])}"
+    )
+
+
+def compared_at_equal_reward(name: str, beside: Figure) -> str:
+    """What came out at equal reward, in a sentence or two."""
+    if "kl" not in beside:
+        return f"{name} and exact: {beside['both']} seeds got there with both, too few to compare."
+    return (
+        f"{name} less exact at equal reward, over the {beside['both']} seeds that got there with both: KL "
+        f"{decided(beside['kl'])}. {ratio(name, beside['spread'])}"
+    )
+
+
+def ratio(name: str, figure: Figure) -> str:
+    """One spread over the other, in words."""
+    if figure["ci95"] is None:
+        return "Too few seeds to compare standard deviations."
+    return f"The KL's standard deviation with {name} is {number(figure)} times that with exact: {side(figure, 1)}."
+
+
+def scopes(found: Figure | None, setting: Figure) -> list[str]:
+    """The frontiers, beta by beta, and at one KL."""
+    if found is None:
+        return said("Not measured yet.")
+    lines = said(
+        "The exact KL in the loss; scope “sequence” charges a token also for the KL after it. After the last step, on "
+        "held-out prompts; differences are sequence less token, paired by seed."
+    )
+    heads = [
+        "beta",
+        "seeds",
+        "reward, sequence",
+        "reward, token",
+        "difference",
+        "KL, sequence",
+        "KL, token",
+        "difference",
+    ]
+    of = {(one["scope"], one["beta"]): one for one in found["points"]}
+    rows = []
+    for one in found["sequence_less_token"]:
+        row = [f"{one['beta']:g}", str(one["kl"]["n"])]
+        for what in ("reward", "kl"):
+            row += [number(of[scope, one["beta"]][what]) for scope in ("sequence", "token")] + [
+                number(one[what])
+            ]
+        rows.append(row)
+    lines += grid(heads, rows)
+    lines += said(apart(found["sequence_less_token"]))
+    return [*lines, *said(at_equal_kl(found["at_equal_kl"], setting))]
+
+
+def apart(differences: Sequence[Figure]) -> str:
+    """At which betas the KL of one scope is surely above that of the other."""
+    told = [one for one in differences if one["kl"]["ci95"] is not None]
+    if not told:
+        return "One seed decides nothing."
+    words = [f"{one['beta']:g} ({side(one['kl'], 0)})" for one in told if side(one["kl"], 0) != UNDECIDED]
+    if not words:
+        return "At the same beta no interval of a difference in KL leaves out 0."
+    return f"At the same beta the difference in KL is beyond its interval at beta {', '.join(words)}."
+
+
+def at_equal_kl(found: Figure, setting: Figure) -> str:
+    """What a scope is worth at one KL."""
+    where = f"a KL of {setting['equal_kl']:g} nats per response"
+    if "sequence_less_token" not in found:
+        return (
+            f"Rewards at {where} are not compared yet: {found['seeds']} seeds have all betas of both scopes, and "
+            f"{found['reached']} of them reach it with both."
+        )
+    gain = found["sequence_less_token"]
+    return (
+        f"Along each seed's own frontier (straight lines in √KL between its betas), {where} buys a reward of "
+        f"{number(found['sequence'])} with scope “sequence” and {number(found['token'])} with scope “token”, over "
+        f"{found['reached']} seeds of {found['seeds']}; the difference is {decided(gain)}."
+    )
+
+
+def side(figure: Figure, null: float) -> str:
+    """On which side of ``null`` an interval lies."""
+    if figure["ci95"] is None:
+        return "one seed decides nothing"
+    low, high = figure["ci95"]
+    return UNDECIDED if low <= null <= high else ("more" if low > null else "less")
+
+
+def decided(figure: Figure, null: float = 0) -> str:
+    """A number with its interval, and on which side of ``null`` that lies."""
+    return f"{number(figure)}, {side(figure, null)}"
+
+
+def number(figure: Figure) -> str:
+    """A number with its interval."""
+    if figure["value"] is None:
+        return ""
+    interval = figure["ci95"]
+    return f"{figure['value']:.2f}" + (
+        "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
+    )

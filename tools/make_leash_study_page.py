@@ -1,0 +1,85 @@
+"""Writes docs/leash_study.md and its picture from what benchmarks/leash_spread.py left in benchmarks/results.
+
+python tools/make_leash_study_page.py                         write them
+python tools/make_leash_study_page.py --check                 exit 1 if they are not what would be written
+python tools/make_leash_study_page.py --result R --docs D     from another result, into another folder
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import leash_study_words as words
+from performance_frame import said
+from spread_picture import picture
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, IMAGE = "leash_study.md", "images/leash_study.svg"
+TITLE = "Chance in the reached KL, and the frontiers of two scopes"
+
+
+def made(result: Mapping[str, Any] | None) -> dict[str, str]:
+    """The page and its picture, by their path in the folder of the documentation."""
+    if result is None:
+        body = [
+            "# Chance and scope in the reached KL",
+            "",
+            "Not measured yet: `python benchmarks/leash_spread.py`.",
+        ]
+        return {PAGE: "\n".join(body) + "\n"}
+    figures = result["figures"]
+    setting, estimators, frontier = figures["setting"], figures["estimators"], figures["frontier"]
+    body = ["# Chance and scope in the reached KL", "", *said(words.HEAD)]
+    body += ["## What came out", "", *words.outcome(estimators, frontier, setting)]
+    body += [f"![{TITLE}]({IMAGE})", "", "## What was run", "", *said(words.SETTING, **setting)]
+    body += ["## Exact, k1 and k3", "", *words.chance(estimators, setting)]
+    body += ["## Scope: token or sequence", "", *words.scopes(frontier, setting)]
+    body += ["## How it was measured", "", *said(words.INTERVALS), *origin(figures)]
+    spreads = {name: one["end"]["spread"] for name, one in (estimators or {"of": {}})["of"].items()}
+    drawn = {name: one for name, one in spreads.items() if one["ci95"] is not None}
+    image = picture(TITLE, drawn, frontier["points"] if frontier else [])
+    return {PAGE: "\n".join(body).rstrip() + "\n", IMAGE: image}
+
+
+def origin(figures: Mapping[str, Any]) -> list[str]:
+    """When, where, and by which command."""
+    return said(
+        "`python benchmarks/leash_spread.py` makes what is missing and keeps every finished run in "
+        "[leash_spread.jsonl](../benchmarks/results/leash_spread.jsonl): {runs} runs between {first} and {last}, "
+        "{cpu_seconds:.0f} seconds of processor each on average, of commit {commit}, on {machine}, with {versions}.",
+        **{
+            **figures,
+            "first": figures["first"][:16].replace("T", " "),
+            "last": figures["last"][:16].replace("T", " "),
+            **{name: " and ".join(figures[name]) for name in ("commit", "machine", "versions")},
+        },
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "leash_spread.json")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    result = json.loads(args.result.read_text(encoding="utf-8")) if args.result.exists() else None
+    files = {args.docs / path: text for path, text in made(result).items()}
+    if args.check:
+        old = [p.name for p, text in files.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+        print(
+            f"out of date: {', '.join(old)}; python tools/make_leash_study_page.py" if old else "up to date"
+        )
+        return 1 if old else 0
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
