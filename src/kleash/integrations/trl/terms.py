@@ -113,7 +113,7 @@ class Wanted:
             place=self.place,
             gradient=gradient,
             ratio=ratio,
-            cap=None if ratio == "none" else self.cap,
+            cap=self.cap,
             scope=self.scope,
             aggregation=aggregation,
             length=self.length if aggregation == "constant" else None,
