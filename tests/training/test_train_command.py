@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kleash.cli import main
-from kleash.errors import OptionError, RunFolderError
+from kleash.errors import CannotRunError, OptionError, RunFolderError
 from kleash.records import (
     Demonstration,
     DemonstrationJob,
@@ -21,6 +21,7 @@ from kleash.records import (
     PPOJob,
     RLOOJob,
     StepRecord,
+    TrainingFolder,
     TrainJob,
     read_samples,
     read_steps,
@@ -173,6 +174,19 @@ def test_several_processes_must_be_told_where_to_write(monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="several processes must agree on the run's folder; give --out"):
         train(PPOJob())
+
+    with pytest.raises(CannotRunError, match="takes one process and was launched with 2"):
+        demonstrate(DemonstrationJob())
+
+
+def test_only_the_first_process_prints(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = TrainingFolder(run).result()
+    monkeypatch.setattr("kleash.training.running.trainer_of", lambda job: lambda job, journal: result)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "ppo", "--out", str(run)]) == 0  # nor does it look at what lies there
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,34 @@ def test_kl_that_grows_without_any_reward_does_not_run_away() -> None:
     assert said(history, Watch()) == []
 
 
+def test_a_kl_that_stays_where_it_is_does_not_run_away() -> None:
+    def climb(at: int, now: Metrics) -> Metrics:
+        return {"kl/exact_per_token": 1.0, "kl/exact_per_sequence": 64.0, "reward/score": 3 + 0.6 * at}
+
+    history = bent(healthy(60, target=None), 0, climb)
+    assert said(history, Watch()) == []
+
+
+def test_an_uneven_kl_without_a_far_token_has_no_heavy_tail() -> None:
+    uneven = bent(
+        healthy(60), 0, lambda at, now: {"kl/top_percent_share": 0.9}
+    )  # as of a policy that just began
+    assert said(uneven) == []
+    far = bent(healthy(60), 0, lambda at, now: {"kl/max_token": 9.0})
+    assert said(far) == []
+
+
+def test_a_step_without_the_number_leaves_the_mean_unknown() -> None:
+    history = bent(healthy(44), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
+    holes = [
+        replace(record, metrics={name: x for name, x in record.metrics.items() if "sequence" not in name})
+        if record.step % 2
+        else record
+        for record in history
+    ]
+    assert said(history) and said(holes) == []
+
+
 def test_metrics_that_a_trainer_does_not_have_are_not_judged() -> None:
     bare = [StepRecord(step=at, metrics={"pairs/accuracy": 0.5}) for at in range(1, 30)]
     assert said(bare) == []

@@ -14,6 +14,8 @@ from kleash.records import StepRecord
 
 SHOWN = 12
 """Steps that a terminal shows at once."""
+WIDTH = 11
+"""Characters that a column takes, more or less."""
 COLUMNS = (
     ("reward", "reward/score", "reward/score_error"),
     ("adjusted", "reward/adjusted", None),
@@ -34,10 +36,10 @@ COLUMNS = (
 class Steps:
     """Shows every step on standard error: a table that rolls on a terminal, elsewhere a line for each."""
 
-    def __init__(self, steps: int) -> None:
-        """Draw nothing before the first of so many ``steps``."""
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        """Draw nothing before the first of so many ``steps``; on standard error, or another console."""
         self._steps = steps
-        self._console = Console(file=sys.stderr, highlight=False)
+        self._console = console if console is not None else Console(file=sys.stderr, highlight=False)
         self._recent: deque[StepRecord] = deque(maxlen=SHOWN)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
@@ -76,6 +78,9 @@ class Steps:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
         there = [column for column in COLUMNS if any(column[1] in record.metrics for record in self._recent)]
+        there = there[
+            : max(2, self._console.width // WIDTH - 1)
+        ]  # the last ones give way on a narrow terminal
         table.add_column(f"step of {self._steps}", justify="right")
         for heading, _, _ in there:
             table.add_column(heading, justify="right", no_wrap=True)

@@ -117,20 +117,20 @@ def run_train(command: Train) -> int:
         KleashError: if it cannot be done.
     """
     job = command.job()  # what means nothing is said before torch is loaded
-    from kleash.measuring import default_out
-
-    job = replace(job, out=job.out if job.out is not None else default_out())
     return _demonstrate(job) if isinstance(job, DemonstrationJob) else _train(job)
 
 
 def _train(job: TrainJob) -> int:
     from kleash.training import train
+    from kleash.training.running import is_first
 
-    if job.quiet:
+    if job.quiet or not is_first():
         result = train(job)
     else:
         with Steps(job.steps) as steps:
             result = train(job, steps)
+    if not is_first():
+        return 0 if result.stopped is None else 1
     if job.json:
         sys.stdout.write(result.to_json())
     elif not job.quiet:
@@ -160,8 +160,10 @@ def print_result(result: TrainingResult) -> None:
 
 
 def _demonstrate(job: DemonstrationJob) -> int:
+    from kleash.measuring import default_out
     from kleash.training.demonstration import Setting, demonstrate
 
+    job = replace(job, out=job.out if job.out is not None else default_out())
     setting = Setting()
     if job.quiet:
         found = demonstrate(job, None, setting)

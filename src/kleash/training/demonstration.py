@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from kleash.errors import Interrupted, RunFolderError
+from kleash.errors import CannotRunError, Interrupted, RunFolderError
 from kleash.leash import best_of_n_bound, best_of_n_kl_from_rewards
 from kleash.measuring import default_out
 from kleash.models import Sampling, generate, load_pair, read_prompts
@@ -30,7 +30,7 @@ from kleash.records.training import SHIPPED_REWARD
 from kleash.reports import write_demonstration
 from kleash.training.journal import Display
 from kleash.training.rewards import load_rewards
-from kleash.training.running import train
+from kleash.training.running import processes, train
 from kleash.uncertainty import Estimate, clustered_mean
 from kleash.version import __version__
 
@@ -90,8 +90,13 @@ def demonstrate(
 
     Raises:
         RunFolderError: if the folder holds something already, or cannot be written.
+        CannotRunError: if several processes were launched.
         Interrupted: at Ctrl-C; finished runs are kept.
     """
+    if processes() > 1:
+        raise CannotRunError(
+            f"the demonstration takes one process and was launched with {processes()}; start one"
+        )
     how = setting if setting is not None else Setting()
     root = Path(asked.out if asked.out is not None else default_out())
     if root.exists() and (not root.is_dir() or any(root.iterdir())):

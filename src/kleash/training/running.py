@@ -52,10 +52,10 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
         Interrupted: at Ctrl-C, saying what was kept.
     """
     trainer = trainer_of(job)
-    if job.out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if job.out is None and processes() > 1:
         raise OptionError("several processes must agree on the run's folder; give --out")
     job = replace(job, out=job.out if job.out is not None else default_out())
-    if int(os.environ.get("RANK", "0")) > 0:
+    if not is_first():
         return trainer(job, None)
     folder = TrainingFolder(Path(str(job.out)))
     folder.check(resume=job.resume)
@@ -75,6 +75,16 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
         folder.write_result(result)
         write_training_report(folder.root)
     return result
+
+
+def is_first() -> bool:
+    """Whether this process is the one of a run that writes and prints."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def processes() -> int:
+    """How many processes a run was launched with."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def trainer_of(job: TrainJob) -> Trainer:

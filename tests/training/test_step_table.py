@@ -1,0 +1,46 @@
+"""How a run looks on a terminal while it goes."""
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from histories import healthy
+from rich.console import Console
+
+from kleash.cli.steps import Steps
+from kleash.records import StepWarning
+
+
+def shown_on(width: int, terminal: bool) -> str:
+    console = Console(
+        file=StringIO(), width=width, force_terminal=terminal, highlight=False, color_system=None
+    )
+    with Steps(20, console) as steps:
+        steps.said("the policy is [bold]")
+        for record in healthy(20):
+            steps.stepped(record)
+        warning = StepWarning(kind="runaway", sentence="it [red] runs")
+        steps.stepped(replace(healthy(20)[-1], warnings=(warning,), events=("beta [x] was bounded",)))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_said_is_shown_as_it_is(terminal: bool) -> None:
+    shown = shown_on(100, terminal)
+    for said in ("the policy is [bold]", "watch, step 20: it [red] runs", "step 20: beta [x] was bounded"):
+        assert said in shown
+
+
+def test_a_terminal_is_left_with_the_last_steps() -> None:
+    left = shown_on(140, True).rpartition("step of 20")[2].splitlines()
+    assert [line.split()[0] for line in left[1:] if line.strip()] == [*map(str, range(10, 21)), "20"]
+    assert "reward" in left[0] and "KL/sequence" in left[0] and "repeated" in left[0]
+    record = healthy(20)[9].metrics
+    assert f"{record['kl/exact_per_sequence']:.2f} ± {record['kl/exact_per_sequence_error']:.2f}" in left[1]
+
+
+def test_a_narrow_terminal_shows_the_first_columns_whole() -> None:
+    left = shown_on(60, True).rpartition("step of 20")[2].splitlines()
+    assert "KL/sequence" in left[0] and "repeated" not in left[0]
+    assert not any("…" in line for line in left)
