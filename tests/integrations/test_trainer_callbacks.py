@@ -170,15 +170,21 @@ def test_reference_and_policy_are_not_swapped_for_an_adapter(training, folder, t
     assert abs(swapped.per_token.value / by_adapter.per_token.value - 1) > 0.01
 
 
-def test_a_budget_stops_training(training, folder, caplog):
+@pytest.mark.parametrize("per", ["token", "sequence"])
+def test_a_budget_stops_training(training, folder, caplog, per):
+    free = training()
+    monitor(folder, every=1).attach(free)
+    free.train()
+    kls = [entry[f"drift/kl_per_{per}"] for entry in drifts(free)]
+    budget = max(kls[:4])
     trainer = training()
-    watch = monitor(folder, every=1, stop_at_nats=1e-3, per="token").attach(trainer)
+    watch = monitor(folder, every=1, stop_at_nats=budget, per=per).attach(trainer)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    spent = [entry["drift/kl_per_token"] for entry in drifts(trainer)]
-    assert trainer.state.global_step == len(spent) - 1 < 6
-    assert spent[-1] > 1e-3 and max(spent[:-1]) <= 1e-3
-    assert "beyond the budget of 0.001" in watch.stopped and watch.stopped in caplog.text
+    beyond = next(step for step, kl in enumerate(kls) if kl > budget)
+    assert trainer.state.global_step == beyond < 6
+    assert [entry[f"drift/kl_per_{per}"] for entry in drifts(trainer)] == kls[: beyond + 1]
+    assert f"nats per {per}, beyond the budget" in watch.stopped and watch.stopped in caplog.text
 
 
 def test_processes_share_the_prompts(training, folder, monkeypatch):

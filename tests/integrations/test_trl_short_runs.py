@@ -83,6 +83,39 @@ def test_rloo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
         assert second["kl/per_sequence"] == pytest.approx(second["kl/per_token"] * length, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "loss_type"), [("GRPO", "grpo"), ("GRPO", "dapo"), ("GRPO", "luspo"), ("RLOO", None)]
+)
+def test_an_update_in_parts_is_the_update_in_one(trl, folder, tmp_path, kind, loss_type):
+    """Rewards are all alike, so that the KL is all there is to the update; its size shows in the gradient's norm."""
+    from transformers import AutoModelForCausalLM
+
+    norms, weights = [], []
+    for parts in (1, 2):
+        settings = {
+            "per_device_train_batch_size": 4 // parts,
+            "gradient_accumulation_steps": parts,
+            "max_steps": 1,
+        }
+        trainer = make(
+            getattr(trl, f"Leashed{kind}Trainer"),
+            getattr(trl, f"{kind}Config"),
+            str(folder),
+            tmp_path,
+            config_of={**settings, **({"loss_type": loss_type} if loss_type else {})},
+            reference=moved(AutoModelForCausalLM.from_pretrained(folder), 0.2),
+            reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+        )
+        trainer.train()
+        (only,) = steps(trainer)
+        norms.append((only["grad_norm"], only["kl"], only["loss"]))
+        weights.append([weight.detach().clone() for weight in trainer.model.parameters()])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert norms[0][2] == pytest.approx(0.3 * norms[0][1], rel=1e-4), "the loss is beta times what is logged"
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-4)
+
+
 def test_evaluation_has_its_own_kl(trl, folder, tmp_path):
     trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of={"max_steps": 1})
     moved(trainer.model, 0.1)

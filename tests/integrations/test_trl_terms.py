@@ -262,6 +262,7 @@ def test_rloo_charges_its_kl_once(rloo, place):
         ({"kl": "k2", "kl_scope": "sequence"}, {}, "the value of k2 part of the gradient"),
         ({"kl_scope": "sequence"}, {"loss_type": "grpo"}, "divides each response by its own length"),
         ({"kl": "k1", "kl_place": "reward"}, {}, "scale_rewards is 'group'"),
+        ({"kl_cap": 2.0}, {"num_iterations": 2}, "cap is 2.0 and there is no ratio"),
         (
             {"kl": "k1", "kl_place": "reward"},
             {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
