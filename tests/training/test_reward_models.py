@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import CONFIGS, save_tiny, tiny_tokenizer
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertConfig
 
 from kleash.errors import CannotRunError, ModelError
 from kleash.models import Sequence
@@ -36,6 +36,16 @@ def saved(folder: Path, labels: int = 1, chat: bool = True, **config: Any) -> Pa
     return folder
 
 
+def saved_encoder(folder: Path) -> Path:
+    """A model that looks at a text from both sides: padding that is not masked would change its scores."""
+    torch.manual_seed(7)
+    shape = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(**shape, intermediate_size=48, pad_token_id=2, initializer_range=0.3, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def alone(folder: Path, text: str, *, special: bool = True) -> float:
     """The logit of a single text, unpadded, as transformers computes it."""
     network = AutoModelForSequenceClassification.from_pretrained(folder)
@@ -55,6 +65,12 @@ def test_each_text_has_the_score_that_it_has_alone(folder: Path, batch_tokens: i
     assert len({round(score, 3) for score in scores}) == 3, (
         "scores that are all alike would hide a wrong order"
     )
+
+
+def test_padding_is_masked(tmp_path: Path) -> None:
+    folder = saved_encoder(tmp_path / "encoder")
+    expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
+    assert load_reward_model(str(folder))(plain()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_messages_are_written_with_the_model_s_own_template(folder: Path) -> None:

@@ -123,12 +123,18 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [*TINY, "--steps", "4", "--checkpoint-every", "1", "--quiet", "--out", "run"]
     words += ["--reward", "impatient_reward:impatient"]
+    assert main(["train", "ppo", *words, "--checkpoint-every", "9"]) == 130
+    assert "interrupted after step 2, before the first checkpoint; begin again with --resume --out run" in (
+        capsys.readouterr().err
+    )
+    sys.modules["impatient_reward"].times.clear()
+    words += ["--resume"]
     assert main(["train", "ppo", *words]) == 130
     assert "interrupted after step 2; the last checkpoint is kept: go on with --resume --out run" in (
         capsys.readouterr().err
     )
     assert main(["report", "run"]) == 0  # also of a run that has not finished
-    assert main(["train", "ppo", *words, "--resume"]) == 0
+    assert main(["train", "ppo", *words]) == 0
     assert [record.step for record in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
 
 

@@ -64,10 +64,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
         try:
             result = trainer(job, journal)
         except KeyboardInterrupt as stop:
-            raise Interrupted(
-                f"interrupted after step {len(journal.history)}; the last checkpoint is kept: go on with "
-                f"--resume --out {folder.root}"
-            ) from stop
+            raise Interrupted(interrupted(folder.root, len(journal.history))) from stop
         finally:
             journal.close()
         said = tuple(warning.sentence for record in journal.history for warning in record.warnings)
@@ -75,6 +72,14 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
         folder.write_result(result)
         write_training_report(folder.root)
     return result
+
+
+def interrupted(root: Path, step: int) -> str:
+    """What is said at Ctrl-C after so many steps: what was kept, and how to go on."""
+    again = f"--resume --out {root}"
+    if any((root / "checkpoints").glob("*")):
+        return f"interrupted after step {step}; the last checkpoint is kept: go on with {again}"
+    return f"interrupted after step {step}, before the first checkpoint; begin again with {again}"
 
 
 def is_first() -> bool:
