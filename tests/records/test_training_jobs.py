@@ -110,6 +110,7 @@ def test_each_algorithm_refuses_what_it_cannot_do(ask: Any, said: str) -> None:
 def test_a_fixed_beta_may_lie_beyond_the_bounds_of_controllers() -> None:
     assert PPOJob(beta=20.0).beta == 20.0
     assert PPOJob(beta=0.0).beta == 0.0
+    assert PPOJob(watch="tighten").watch == "tighten"
 
 
 @pytest.mark.parametrize(("kl", "place", "scope"), list(itertools.product(KLS, KL_PLACES, KL_SCOPES)))
