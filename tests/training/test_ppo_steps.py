@@ -289,10 +289,25 @@ def test_a_reference_that_rules_a_token_out_is_named(folder, monkeypatch):
         return rollout
 
     monkeypatch.setattr(module, "roll_out", forbidding)
+    before = weights(setting.trainee.policy)
+    reason = (
+        r"the loss is nan in step 1, epoch 1, minibatch \d; KL\(policy \|\| reference\) of prompt \d, sample 0.*"
+        r"response token 1, is inf"
+    )
+    with pytest.raises(NonFiniteError, match=reason):
+        one_step(setting, prompts, folder, started(setting.job), None)
+    assert same(before, weights(setting.trainee.policy))
+
+
+def test_a_gradient_that_is_no_number_touches_no_weight(folder, monkeypatch):
+    setting, prompts = ready(tiny_job(folder))
+    before = weights(setting.trainee.policy)
+    monkeypatch.setattr(setting.accelerator, "clip_grad_norm_", lambda *given: torch.tensor(torch.inf))
     with pytest.raises(
-        NonFiniteError, match=r"KL\(policy \|\| reference\) of prompt \d, sample 0.*response token 1, is inf"
+        NonFiniteError, match=r"the gradient is inf in step 1, epoch 1, minibatch \d; nothing that came in"
     ):
         one_step(setting, prompts, folder, started(setting.job), None)
+    assert same(before, weights(setting.trainee.policy))
 
 
 def test_what_cannot_be_trained_is_refused(folder, tmp_path):
