@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -26,15 +25,6 @@ PER_TOKEN = "kleash_exact_kl"
 MOST_NATS_OFF = 0.01
 
 
-@dataclass(eq=False)
-class Caught:
-    """What the reference's head was called with."""
-
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-
 class ExactKL:
     """What one process of verl keeps for the exact KL, and the wrappers around verl's functions that use it.
 
@@ -46,8 +36,10 @@ class ExactKL:
 
     def __init__(self) -> None:
         """Nothing is kept yet."""
+        self._weights: tuple[Tensor, Tensor | None] | None = None
         self._head: Head | None = None
-        self._caught: Caught | None = None
+        self._watching = False
+        self._hidden: Tensor | None = None
         self._without_adapter: list[Any] = []
         self.in_flight: Float[Tensor, "batch time"] | None = None
         """The KL of the micro-batch whose loss verl is computing; None without one."""
@@ -85,20 +77,28 @@ class ExactKL:
 
     @contextmanager
     def _watched(self, module: Any) -> Iterator[None]:
-        """Inside, ``self._caught`` holds what the head of ``module`` was last called with."""
-        seen = self._caught = Caught()
-
-        def look(layer: Any, given: tuple[Any, ...]) -> None:
-            seen.hidden, seen.weight, seen.bias = given[0], layer.weight, getattr(layer, "bias", None)
-
+        """Inside, what the head of ``module`` is called with is seen, and copied if it is new."""
         layer = module.get_output_embeddings()
-        handle = None if layer is None else layer.register_forward_pre_hook(look)
+        handle = None if layer is None else layer.register_forward_pre_hook(self._look)
+        self._watching, self._hidden = True, None
         try:
             yield
         finally:
-            self._caught = None
+            self._watching, self._hidden = False, None
             if handle is not None:
                 handle.remove()
+
+    def _look(self, layer: Any, given: tuple[Any, ...]) -> None:
+        """While the head runs its weights are whole; FSDP takes them away again when it is done."""
+        if hasattr(layer.weight, "full_tensor"):
+            raise CannotRunError(
+                "the reference's head is sharded over ranks while it runs; the exact KL takes no tensor parallelism"
+            )
+        self._hidden = given[0]
+        now = (layer.weight.detach(), None if getattr(layer, "bias", None) is None else layer.bias.detach())
+        if self._weights is None or not all(map(same, now, self._weights)):
+            self._weights = (now[0].clone(), None if now[1] is None else now[1].clone())
+            self._head = None
 
     def prepare_model_outputs(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         """verl's ``FSDPEngineWithLMHead.prepare_model_outputs``: adds hidden states, or the KL, to its output."""
@@ -108,8 +108,8 @@ class ExactKL:
             engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
         ) -> Any:
             given = (engine, output, output_args, micro_batch, logits_processor_func)
-            if self._caught is not None:
-                kept = self._keep(engine, output, micro_batch, self._caught)
+            if self._watching:
+                kept = self._keep(engine, output, micro_batch)
                 return theirs(*given) | {REFERENCE_HIDDEN: kept}
             if not is_exact(logits_processor_func):
                 return theirs(*given)
@@ -132,17 +132,24 @@ class ExactKL:
 
         return ppo_loss
 
-    def _keep(self, engine: Any, output: Any, micro_batch: Any, seen: Caught) -> Tensor:
-        """The hidden states of all tokens, packed as verl packs them; the head is kept if it is a new one."""
+    def _keep(self, engine: Any, output: Any, micro_batch: Any) -> Tensor:
+        """The hidden states of all tokens, packed as verl packs them; how to read the head is found out."""
         rows = packed_logits(engine, output, micro_batch).detach()
-        if seen.hidden is None or seen.weight is None:
+        if self._hidden is None or self._weights is None:
             raise CannotRunError(
                 f"the head of the reference ({type(engine.module).__name__}) was not called with hidden states, which "
                 "the exact KL is computed from; ask for kl_loss_type=k3+"
             )
-        hidden = packed(engine, seen.hidden, micro_batch).detach()
-        if self._head is None or nats_off(rows, hidden, self._head) > MOST_NATS_OFF:
-            self._head = head_of(engine.module, seen, rows, hidden)
+        hidden = packed(engine, self._hidden, micro_batch).detach()
+        if self._head is None or not nats_off(rows, hidden, self._head) <= MOST_NATS_OFF:
+            heads = readings(engine.module.config, Head(*self._weights))
+            self._head = min(heads, key=lambda head: nats_off(rows, hidden, head))
+        off = nats_off(rows, hidden, self._head)
+        if not off <= MOST_NATS_OFF:
+            raise CannotRunError(
+                f"the reference ({type(engine.module).__name__}) does not come apart into hidden states and head: what "
+                f"the head makes of them is {off:.3g} nats off its own logits; ask for kl_loss_type=k3+"
+            )
         return torch.nested.nested_tensor_from_jagged(hidden.clone(), micro_batch["input_ids"].offsets())
 
     def _per_token(self, engine: Any, output: Any, output_args: Any, micro_batch: Any) -> Tensor:
@@ -213,23 +220,11 @@ def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]
     return output_args["temperature"].repeat_interleave(lengths)
 
 
-def head_of(module: Any, seen: Caught, rows: Tensor, hidden: Tensor) -> Head:
-    """A copy of the reference's head, read as its configuration says and as its logits confirm."""
-    assert seen.weight is not None
-    if hasattr(seen.weight, "full_tensor"):
-        raise CannotRunError(
-            "the reference's head is sharded over ranks while it runs; the exact KL takes no tensor parallelism"
-        )
-    bias = None if seen.bias is None else seen.bias.detach().clone()
-    bare = Head(seen.weight.detach().clone(), bias)
-    best = min(readings(module.config, bare), key=lambda head: nats_off(rows, hidden, head))
-    off = nats_off(rows, hidden, best)
-    if not off <= MOST_NATS_OFF:
-        raise CannotRunError(
-            f"the reference ({type(module).__name__}) does not come apart into hidden states and head: what the head "
-            f"makes of them is {off:.3g} nats off its own logits; ask for kl_loss_type=k3+"
-        )
-    return best
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors hold the same numbers, or neither is there."""
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def nats_off(rows: Float[Tensor, "tokens vocab"], hidden: Float[Tensor, "tokens dim"], head: Head) -> float:

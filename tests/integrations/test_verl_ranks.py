@@ -1,0 +1,65 @@
+"""verl's FSDP2 on two processes, each with half of the weights and half of the batch: the exact KL."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = """
+import sys, warnings
+warnings.simplefilter("ignore")
+rank, place = int(sys.argv[1]), sys.argv[2]
+from copy import deepcopy
+import torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+from kleash.integrations.verl import REFERENCE_HIDDEN, install
+install(exact=True)
+import verl.workers.engine.fsdp.transformer_impl as fsdp
+import verl.workers.utils.losses as losses
+from verl.plugin.platform import get_platform
+from verl.utils.tensordict_utils import chunk_tensordict
+from verl_engines import batch, engine_of, loss_of, tiny
+from test_verl_exact import expected_update, on_policy
+platform = type(get_platform())
+platform.current_device, platform.device_name = (lambda self: "cpu"), "cpu"
+
+policy, reference = tiny(0, torch.float32), tiny(1, torch.float32)
+alone, whole = (deepcopy(policy), deepcopy(reference)), batch(torch.float32, micro_batch_size_per_gpu=1)
+on_policy(alone[0], whole)
+expected, nats = expected_update(*alone, whole)
+own = chunk_tensordict(whole, 2)[rank]
+engine = engine_of(fsdp, reference, forward_only=True, shard=True)
+own[REFERENCE_HIDDEN] = engine.infer_batch(deepcopy(own))["model_output"][REFERENCE_HIDDEN]
+engine = engine_of(fsdp, policy, shard=True)
+out = engine.forward_backward_batch(own, loss_of(losses))
+for name, parameter in engine.module.named_parameters():
+    assert len(parameter.to_local()) < len(parameter), "a shard"
+    torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=2e-4, atol=2e-6)
+mean = torch.tensor(out["metrics"]["kl_loss"].aggregate())
+dist.all_reduce(mean)
+torch.testing.assert_close(mean.item() / 2, nats, rtol=1e-5, atol=0)
+print("agrees")
+"""
+
+
+def test_two_ranks_train_the_kl_of_the_whole_batch(tmp_path):
+    pytest.importorskip("torch.distributed")
+    here = str(Path(__file__).parent)
+    environment = os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        printed, said = process.communicate(timeout=170)
+        assert printed.strip().endswith("agrees"), said[-2000:]
