@@ -138,7 +138,9 @@ def test_beta_over_decades_is_drawn_on_a_logarithmic_axis() -> None:
 
 
 def test_switches_that_are_off_are_part_of_the_command(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, value_clip=None))
+    folder = write_run(
+        tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, value_clip=None)
+    )
     text = Text(write_training_report(folder).read_text(encoding="utf-8")).text
     assert "kleash train ppo --steps 3 --trust-remote-code --value-clip None --no-whiten" in text
 
