@@ -10,7 +10,7 @@ from kleash.uncertainty import student_t_quantile
 
 LEVEL = 0.95
 Numbers = Sequence[float]
-Figure = dict[str, float | list[float | None] | int | None]
+Figure = dict[str, float | list[float] | None]
 
 
 def mean_of(values: Numbers) -> Figure:

@@ -1,4 +1,4 @@
-"""The study of the leash: its statistics are scipy's, its runs can be broken off, its page says what the runs say."""
+"""The study of the leash: its runs can be broken off, its page says what the runs say."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import leash_study_words
 import make_leash_study_page as tool
 import numpy as np
 import pytest
-from scipy import special, stats
+from scipy import stats
 
 X, Y = np.random.default_rng(1).multivariate_normal([3.0, 2.5], [[0.5, 0.3], [0.3, 0.9]], size=12).T
 
@@ -28,64 +28,7 @@ def study(root: Path) -> Iterator[SimpleNamespace]:
             command=import_module("leash_spread"),
             runs=import_module("spread_runs"),
             figures=import_module("spread_figures"),
-            statistics=import_module("spread_statistics"),
         )
-
-
-def test_means_and_paired_differences_have_students_interval(study):
-    for found, oracle in (
-        (study.statistics.mean_of(X), stats.ttest_1samp(X, 0.0)),
-        (study.statistics.difference_of(X, Y), stats.ttest_rel(X, Y)),
-    ):
-        np.testing.assert_allclose(found["ci95"], oracle.confidence_interval(0.95), rtol=1e-9)
-        assert found["n"] == 12
-    assert study.statistics.difference_of(X, Y)["value"] == pytest.approx(X.mean() - Y.mean())
-
-
-@pytest.mark.parametrize("n", [3, 12])
-def test_spreads_have_the_interval_of_chi_squared(study, n):
-    found = study.statistics.spread_of(X[:n])
-    tails = stats.chi2.ppf([0.975, 0.025], n - 1)
-    assert found["value"] == pytest.approx(stats.tstd(X[:n]))
-    np.testing.assert_allclose(found["ci95"], stats.tstd(X[:n]) * np.sqrt((n - 1) / tails), rtol=1e-9)
-
-
-def test_ratios_of_spreads_end_where_sum_and_difference_are_just_correlated(study):
-    found = study.statistics.ratio_of_spreads(X, Y)
-    assert found["value"] == pytest.approx(stats.tstd(X) / stats.tstd(Y))
-    for end in found["ci95"]:
-        assert stats.pearsonr(X - end * Y, X + end * Y).pvalue == pytest.approx(0.05, rel=1e-6)
-    assert found["ci95"][0] < found["value"] < found["ci95"][1]
-    reverse = study.statistics.ratio_of_spreads(Y, X)
-    np.testing.assert_allclose(reverse["ci95"][::-1], 1 / np.array(found["ci95"]))
-
-
-@pytest.mark.parametrize("x", [0.0, 1e-3, 2.0, 9.5, 60.0])
-def test_the_incomplete_gamma_function_is_scipys(study, x):
-    assert study.statistics.gamma_below(9.5, x) == pytest.approx(special.gammainc(9.5, x), rel=1e-12)
-
-
-def test_too_few_numbers_have_no_interval(study):
-    assert study.statistics.mean_of([2.0]) == {"value": 2.0, "ci95": None, "n": 1}
-    assert study.statistics.spread_of([2.0, 3.0])["value"] is None
-    assert study.statistics.ratio_of_spreads([1.0, 2.0, 3.0], [2.0, 1.0, 4.0])["value"] is None
-
-
-def test_a_path_is_read_where_its_smoothed_reward_first_gets_there(study):
-    rewards, kls = [0.0, 2.0, 4.0, 0.0, 9.0], [0.0, 1.0, 3.0, 5.0, 7.0]  # smoothed 1 3 2 4.5, and .5 2 4 6
-    reached = study.statistics.reached
-    assert reached(rewards, kls, 2.5, 2) == pytest.approx(0.5 + 0.75 * 1.5)
-    assert reached(rewards, kls, 4.0, 2) == pytest.approx(4 + 0.8 * 2)
-    assert reached(rewards, kls, 0.5, 2) == 0.5
-    assert reached(rewards, kls, 4.6, 2) is None
-
-
-def test_a_frontier_is_straight_in_the_root_of_kl(study):
-    at = study.statistics.reward_at
-    assert at([4.0, 1.0], [3.0, 1.0], 2.25) == pytest.approx(2.0)
-    assert at([4.0, 1.0], [3.0, 1.0], 4.0) == pytest.approx(3.0)
-    assert at([4.0, 1.0], [3.0, 1.0], 4.1) is None
-    assert at([4.0, 1.0], [3.0, 1.0], 0.9) is None
 
 
 def line(setting: dict[str, Any], seed: int, reward: float, nats: float, **kind: Any) -> dict[str, Any]:
@@ -185,6 +128,35 @@ def test_the_page_says_the_numbers_and_on_which_side_they_lie(study, lines):
     assert len(ElementTree.fromstring(image).findall("{*}circle")) == 3 + 2 * len(
         lines[0]["setting"]["betas"]
     )
+
+
+def test_the_picture_is_drawn_to_scale(study, lines):
+    figures = study.figures.figures_of(lines)
+    image = ElementTree.fromstring(tool.made({"figures": figures})[tool.IMAGE])
+    circles = [(float(one.get("cx")), float(one.get("cy"))) for one in image.findall("{*}circle")]
+    spreads = [one["end"]["spread"] for one in figures["estimators"]["of"].values()]
+    heights = [260 - y for _, y in circles[:3]]
+    np.testing.assert_allclose(
+        np.array(heights) / heights[0], [s["value"] / spreads[0]["value"] for s in spreads], atol=0.01
+    )
+    thick = [one for one in image.findall("{*}line") if one.get("stroke-width") == "2"]
+    ends = [sorted(260 - float(one.get(end)) for end in ("y1", "y2")) for one in thick]
+    np.testing.assert_allclose(
+        np.array(ends) / heights[0], [np.divide(s["ci95"], spreads[0]["value"]) for s in spreads], atol=0.01
+    )
+    points = [
+        one
+        for scope in ("sequence", "token")
+        for one in figures["frontier"]["points"]
+        if one["scope"] == scope
+    ]
+    points.sort(key=lambda one: (one["scope"], one["kl"]["value"]))
+    for side, found in (
+        ("kl", [x - 390 for x, _ in circles[3:]]),
+        ("reward", [260 - y for _, y in circles[3:]]),
+    ):
+        values = [one[side]["value"] for one in points]
+        np.testing.assert_allclose(np.array(found) / max(found), np.array(values) / max(values), atol=0.01)
 
 
 @pytest.mark.parametrize(
