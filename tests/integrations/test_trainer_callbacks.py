@@ -228,7 +228,7 @@ def test_a_monitor_needs_a_reference_and_a_temperature(training, folder):
     with pytest.raises(OptionError, match="the trainer holds no reference"):
         monitor(folder, reference=None).attach(trainer).measure()
     with pytest.raises(OptionError, match="a temperature above 0"):
-        monitor(folder, sampling=Sampling(temperature=0)).attach(trainer).measure()
+        monitor(folder, sampling=Sampling(temperature=0.0)).attach(trainer).measure()
     trainer.ref_model = AutoModelForCausalLM.from_pretrained(folder)
     assert monitor(folder, reference=None).attach(trainer).measure().per_token.value == 0
     trainer.processing_class = None

@@ -44,18 +44,14 @@ def live_model(
     """
     adapters = network if hasattr(network, "get_base_model") else None
     inner = network if adapters is None else adapters.get_base_model()
-    if adapters is None and adapter not in (IN_USE, None):
-        raise ModelError(f"the {role} has no adapter {adapter!r}: it is no PEFT model")
-    if adapters is not None and adapter == IN_USE:
-        adapter = _active(adapters, role)
+    chosen = _adapter(adapters, adapter, role)
     _check_at_rest(inner, role)
-    embedding = inner.get_input_embeddings().weight
     model = Model(
         role=role,
         path=name or getattr(inner.config, "_name_or_path", "") or type(inner).__name__,
         revision=None,
         dtype=inner.dtype,
-        device=embedding.device,
+        device=inner.get_input_embeddings().weight.device,
         parameters=sum(p.numel() for p in inner.parameters()),
         vocabulary=0,
         context=getattr(inner.config, "max_position_embeddings", None),
@@ -66,9 +62,9 @@ def live_model(
         network=inner,
         body=inner.base_model,
         adapters=adapters,
-        adapter=None if adapters is None else adapter,
+        adapter=chosen,
     )
-    check_rows(model, len(embedding), "embeddings")
+    check_rows(model, len(inner.get_input_embeddings().weight), "embeddings")
     anatomy = anatomy_of(model)
     return replace(model, head=anatomy.head, vocabulary=anatomy.rows)
 
@@ -104,7 +100,14 @@ def at_rest(*networks: Any) -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002
 
 
-def _active(adapters: Any, role: str) -> str:
+def _adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
+    """The name of the adapter that counts; None for the network as it is without any."""
+    if adapters is None:
+        if adapter not in (IN_USE, None):
+            raise ModelError(f"the {role} has no adapter {adapter!r}: it is no PEFT model")
+        return None
+    if adapter != IN_USE:
+        return adapter
     active = adapters.active_adapter
     if not isinstance(active, str):
         raise ModelError(

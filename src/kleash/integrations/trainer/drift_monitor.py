@@ -69,12 +69,7 @@ class DriftMonitor(Attached):
         Raises:
             OptionError: if an option means nothing.
         """
-        if every < 1:
-            raise OptionError(f"every is {every}; give a number of steps, at least 1")
-        if per not in ("sequence", "token"):
-            raise OptionError(f"a budget is per sequence or per token, not per {per}")
-        if stop_at_nats is not None and not stop_at_nats > 0:
-            raise OptionError(f"stop_at_nats is {stop_at_nats}; give a budget above 0, or None")
+        _check(every, per, stop_at_nats)
         self.prompts, self.reference, self.limit, self.name = prompts, reference, limit, name
         self.sampling = sampling or Sampling(max_new_tokens=64)
         self.every, self.batch_tokens = every, batch_tokens
@@ -170,6 +165,15 @@ class DriftMonitor(Attached):
         if isinstance(self.prompts, str):
             return read_prompts(self.prompts, pair, limit=self.limit)
         return prompts_of(self.prompts[: self.limit], pair)
+
+
+def _check(every: int, per: str, stop_at_nats: float | None) -> None:
+    if every < 1:
+        raise OptionError(f"every is {every}; give a number of steps, at least 1")
+    if per not in ("sequence", "token"):
+        raise OptionError(f"a budget is per sequence or per token, not per {per}")
+    if stop_at_nats is not None and not stop_at_nats > 0:
+        raise OptionError(f"stop_at_nats is {stop_at_nats}; give a budget above 0, or None")
 
 
 def _tokenizer(trainer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from kleash.models.loading import dtype_of, place_of
 from kleash.records import TrainJob
 
 CHECKPOINTS = "checkpoints"
+ALWAYS = MappingProxyType(
+    {
+        "save_total_limit": 2,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,
+    }
+)
 
 
 def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int = 1) -> dict[str, Any]:
@@ -48,17 +58,13 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         "logging_steps": updates,
         "save_strategy": "steps",
         "save_steps": job.checkpoint_every * updates,
-        "save_total_limit": 2,
         "learning_rate": job.learning_rate,
-        "lr_scheduler_type": "constant",
         "max_grad_norm": job.max_gradient_norm,
         "seed": job.seed % 2**32,
         "bf16": dtype_of(job.dtype, place) == torch.bfloat16,
         "use_cpu": place.type == "cpu",
         "gradient_checkpointing": place.type != "cpu",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "logging_nan_inf_filter": False,
+        **ALWAYS,
     }
 
 
