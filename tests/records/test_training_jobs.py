@@ -90,6 +90,13 @@ def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], sa
             "grpo compares the answers to one prompt; --samples-per-prompt must",
         ),
         (lambda: RLOOJob(samples_per_prompt=1), "rloo compares the answers to one prompt"),
+        *(
+            (
+                lambda job=job: job(kl="exact", kl_place="reward", kl_scope="sequence"),
+                f"{job.algorithm} gives a response one number, and the exact KL",
+            )
+            for job in (GRPOJob, RLOOJob)
+        ),
         (lambda: DPOJob(), "say what is preferred to what: --pairs"),
         (lambda: DPOJob(pairs="p", watch="tighten"), "dpo has no beta that could be tightened"),
         (lambda: DPOJob(pairs="p", beta=0.0), "--beta must be a number above 0; it is 0.0"),

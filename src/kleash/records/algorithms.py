@@ -84,6 +84,7 @@ class GRPOJob(RewardJob):
         """Refuse what means nothing; raises OptionError."""
         super().__post_init__()
         require_group(self)
+        require_reward_of_samples(self)
         self._at_least_1("epochs")
         self._above_0("clip")
 
@@ -111,6 +112,7 @@ class RLOOJob(RewardJob):
         """Refuse what means nothing; raises OptionError."""
         super().__post_init__()
         require_group(self)
+        require_reward_of_samples(self)
         self._at_least_1("epochs")
         self._above_0("clip")
 
@@ -181,6 +183,19 @@ def require_group(job: RewardJob) -> None:
         raise OptionError(
             f"{job.algorithm} compares the answers to one prompt; --samples-per-prompt must be at least 2, "
             f"and is {job.samples_per_prompt}"
+        )
+
+
+def require_reward_of_samples(job: RewardJob) -> None:
+    """See that a KL in the reward is one that a whole response can be charged.
+
+    Raises:
+        OptionError: if not.
+    """
+    if job.kl_place == "reward" and job.kl == "exact":
+        raise OptionError(
+            f"{job.algorithm} gives a response one number, and the exact KL as part of it would lack its own gradient; "
+            "take --kl k1, or --kl-place loss"
         )
 
 
