@@ -140,6 +140,28 @@ def test_the_kl_alone_differs_from_what_k3_trains(parts):
     assert not torch.allclose(found["exact+"], found["exact"], rtol=0.1), "a plus means k2's gradient"
 
 
+def test_the_head_is_copied_while_it_runs(parts):
+    """FSDP frees whole weights when the forward pass is done; here they are spoilt then."""
+    policy, reference, data = tiny(0), tiny(1), batch()
+    clean = engine_of(parts.fsdp, policy).forward_backward_batch(
+        with_reference(parts, reference, batch()), loss_of(parts.losses)
+    )
+    whole = reference.lm_head.weight.detach().clone()
+
+    def gather(module, _):
+        module.lm_head.weight.data.copy_(whole)
+
+    def free(module, *_):
+        module.lm_head.weight.data.fill_(torch.nan)
+
+    reference.register_forward_pre_hook(gather)
+    reference.register_forward_hook(free)
+    spoilt = engine_of(parts.fsdp, policy).forward_backward_batch(
+        with_reference(parts, reference, data), loss_of(parts.losses)
+    )
+    assert spoilt["metrics"]["kl_loss"].aggregate() == clean["metrics"]["kl_loss"].aggregate()
+
+
 def test_fsdp2_wrapped_by_verl_itself(parts):
     policy, reference = tiny(0, torch.float32), tiny(1, torch.float32)
     alone = deepcopy(policy), deepcopy(reference)
@@ -183,28 +205,6 @@ def test_a_reference_that_changes_is_taken_anew(parts):
             with_reference(parts, reference, batch()), loss_of(parts.losses)
         )
         assert out["metrics"]["kl_loss"].aggregate() == pytest.approx(nats.item(), rel=1e-12)
-
-
-def test_the_head_is_copied_while_it_runs(parts):
-    """FSDP frees whole weights when the forward pass is done; here they are spoilt then."""
-    policy, reference, data = tiny(0), tiny(1), batch()
-    clean = engine_of(parts.fsdp, policy).forward_backward_batch(
-        with_reference(parts, reference, batch()), loss_of(parts.losses)
-    )
-    whole = reference.lm_head.weight.detach().clone()
-
-    def gather(module, _):
-        module.lm_head.weight.data.copy_(whole)
-
-    def free(module, *_):
-        module.lm_head.weight.data.fill_(torch.nan)
-
-    reference.register_forward_pre_hook(gather)
-    reference.register_forward_hook(free)
-    spoilt = engine_of(parts.fsdp, policy).forward_backward_batch(
-        with_reference(parts, reference, data), loss_of(parts.losses)
-    )
-    assert spoilt["metrics"]["kl_loss"].aggregate() == clean["metrics"]["kl_loss"].aggregate()
 
 
 def test_what_lies_in_prompts_and_padding_is_never_read(parts):

@@ -244,9 +244,13 @@ def test_verls_own_reward_is_charged_what_had_drifted(installed, monkeypatch):
 
 def test_installed_by_the_environment_in_every_process(tmp_path):
     pytest.importorskip("verl")
-    (tmp_path / "true_kl.py").write_text("from kleash.integrations.verl import install\n\ninstall()\n")
+    (tmp_path / "true_kl.py").write_text(
+        "from kleash.integrations.verl import install\n\ninstall(exact=True)\n"
+    )
     ask = (
-        "import torch\nfrom verl.trainer.ppo.core_algos import kl_penalty\n"
+        "import sys, torch\nfrom verl.trainer.ppo.core_algos import kl_penalty\n"
+        "assert 'verl.workers.engine.fsdp' not in sys.modules, 'not every process needs the engine'\n"
+        "from verl.workers.utils.losses import ppo_loss\nassert ppo_loss.__wrapped__\n"
         "print(kl_penalty(torch.tensor([-5.0]), torch.tensor([-1.0]), 'k3').item())"
     )
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "true_kl", "PYTHONPATH": str(tmp_path)}
