@@ -39,11 +39,12 @@ def outcome(estimators: Figure | None, frontier: Figure | None, setting: Figure)
     """The answers, a line each."""
     lines = []
     for name, beside in ({} if estimators is None else estimators["against_exact"]).items():
-        end, equal = beside["end"]["spread"], beside["equal_reward"].get("spread", {"value": None})
-        lines.append(
-            f"- Spread of the reached KL with {name}, as a multiple of that with exact: {multiple(end)}."
-        )
-        lines.append(f"- The same at equal reward: {multiple(equal)}.")
+        end, equal = beside["end"], beside["equal_reward"].get("spread", {"value": None})
+        lines += [
+            f"- Spread of the reached KL with {name}, as a multiple of that with exact: {multiple(end['spread'])}.",
+            f"- The same at equal reward: {multiple(equal)}.",
+            f"- At the end, {name} less exact: reward {decided(end['reward'])}; KL {decided(end['kl'])}.",
+        ]
     gain = ({} if frontier is None else frontier["at_equal_kl"]).get("sequence_less_token")
     if gain is not None:
         where = f"{setting['equal_kl']:g} nats"
@@ -162,7 +163,7 @@ def apart(differences: Sequence[Figure]) -> str:
     words = [f"{one['beta']:g} ({side(one['kl'], 0)})" for one in told if side(one["kl"], 0) != UNDECIDED]
     if not words:
         return "At the same beta no interval of a difference in KL leaves out 0."
-    return f"At the same beta the difference in KL is beyond its interval at beta {', '.join(words)}."
+    return f"At the same beta the interval of the difference in KL leaves out 0 at beta {', '.join(words)}."
 
 
 def at_equal_kl(found: Figure, setting: Figure) -> str:
