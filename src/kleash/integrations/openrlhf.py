@@ -12,7 +12,7 @@ from torch import Tensor
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
 from kleash.extras import after_import, require_seams, warn_of_version
-from kleash.leash import FixedBeta, Leash, beta_from_dict, shape_rewards
+from kleash.leash import FixedBeta, HeldLeash, beta_from_dict, shape_rewards
 from kleash.precision import at_least_float32
 
 __all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
@@ -119,24 +119,15 @@ def compute_reward(
     return shape_rewards(scores, kl, action_mask > 0.5, beta=max(kl_coef, 0.0))
 
 
-class KLController:
+class KLController(HeldLeash):
     """What OpenRLHF calls a KL controller, ``value`` and ``update``, around one of kleash's.
 
     OpenRLHF hands over a mean over tokens or over responses' means of them, so ``leash`` counts nats per token.
     """
 
-    def __init__(self, leash: Leash) -> None:
-        """Begin with ``leash``."""
-        self.leash = leash
-
-    @property
-    def value(self) -> float:
-        """Nats of reward paid for one nat of KL, now."""
-        return self.leash.beta
-
     def update(self, current: SupportsFloat, n_steps: int) -> None:
         """Take the KL of this batch of ``n_steps`` responses, in nats per token."""
-        self.leash = self.leash.after(current, sequences=n_steps)
+        self.steer(current, n_steps)
 
 
 def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = None) -> None:
@@ -223,10 +214,7 @@ def _keep_in_checkpoints() -> None:
     @wraps(restore)
     def restoring(self: Any, checkpoint_states: Any) -> None:
         restore(self, checkpoint_states)
-        saved, settings = (checkpoint_states or {}).get(STATE, {}), self.kl_ctl.leash.to_dict()
-        if settings["kind"] != "fixed":
-            known = {name: saved[name] for name in ("beta", "levels") if name in saved.keys() & settings}
-            self.kl_ctl.leash = beta_from_dict(settings | known)
+        self.kl_ctl.take_up((checkpoint_states or {}).get(STATE, {}))
 
     vars(saving)["kleash"] = True
     trainer.save_logs_and_checkpoints, trainer.restore_best_checkpoint_state = saving, restoring

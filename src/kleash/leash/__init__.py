@@ -16,6 +16,7 @@ from kleash.leash.divergence_masks import (
 )
 from kleash.leash.early_stop import EarlyStop
 from kleash.leash.groups import group_advantages, leave_one_out_advantages, whiten
+from kleash.leash.held import HeldLeash
 from kleash.leash.kinds import CONTROLLERS, beta_from_dict
 from kleash.leash.mismatch_record import Mismatch, ProbabilityGaps, SequenceMeans
 from kleash.leash.overoptimisation import Overoptimisation, RewardAt, fit_overoptimisation
@@ -37,6 +38,7 @@ __all__ = [
     "DualBeta",
     "EarlyStop",
     "FixedBeta",
+    "HeldLeash",
     "Leash",
     "Mismatch",
     "Overoptimisation",

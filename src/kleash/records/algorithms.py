@@ -65,20 +65,16 @@ class PPOJob(RewardJob):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOJob(RewardJob):
-    """Train by GRPO (TRL's): the answers to one prompt are compared with each other.
-
-    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
-    """
-
-    algorithm: ClassVar[str] = "grpo"
+class ComparedJob(RewardJob):
+    """What is asked where the answers to one prompt are compared with each other."""
 
     samples_per_prompt: int = 8
     """Responses drawn for each prompt: the group that is compared, at least 2."""
     epochs: int = 1
     """Times that a step's responses are learned from."""
     clip: float = 0.2
-    """A token's probability ratio gains nothing beyond 1 - clip and 1 + clip."""
+    """A probability ratio gains nothing beyond 1 - clip and 1 + clip: of a token in GRPO, of a response in
+    RLOO."""
 
     def __post_init__(self) -> None:
         """Refuse what means nothing; raises OptionError."""
@@ -90,7 +86,17 @@ class GRPOJob(RewardJob):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOOJob(RewardJob):
+class GRPOJob(ComparedJob):
+    """Train by GRPO (TRL's): the answers to one prompt are compared with each other.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+    algorithm: ClassVar[str] = "grpo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOJob(ComparedJob):
     """Train by RLOO (TRL's): each answer is compared with the others to the same prompt.
 
     Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
@@ -103,18 +109,6 @@ class RLOOJob(RewardJob):
     kl_scope: str = "sequence"
     """token: each token's KL where it stands. sequence: the KL between responses, so that a token also answers
     for the KL after it."""
-    epochs: int = 1
-    """Times that a step's responses are learned from."""
-    clip: float = 0.2
-    """A response's probability ratio gains nothing beyond 1 - clip and 1 + clip."""
-
-    def __post_init__(self) -> None:
-        """Refuse what means nothing; raises OptionError."""
-        super().__post_init__()
-        require_group(self)
-        require_reward_of_samples(self)
-        self._at_least_1("epochs")
-        self._above_0("clip")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError
-from kleash.leash import Leash, beta_from_dict
+from kleash.leash import HeldLeash, beta_from_dict
 from kleash.records.atomic import write_atomically
 from kleash.registry import look_up
 
@@ -25,28 +25,18 @@ CONTROLLER_FILE = "kl_controller.json"
 """What it is saved as, in verl's ``global_step_N`` folder."""
 
 TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
-STATE = ("beta", "levels")
 OF_VERL = ("_target_", "type", "kl_coef", "horizon", "target_kl")
 
 
-class KLController:
+class KLController(HeldLeash):
     """What verl calls a KL controller, ``value`` and ``update``, around one of kleash's, which is a value.
 
     verl hands over the mean over responses of the mean over their tokens, so ``leash`` counts nats per token.
     """
 
-    def __init__(self, leash: Leash) -> None:
-        """Begin with ``leash``."""
-        self.leash = leash
-
-    @property
-    def value(self) -> float:
-        """Nats of reward paid for one nat of KL, now."""
-        return self.leash.beta
-
     def update(self, current_kl: SupportsFloat, n_steps: int) -> None:
         """Take the KL of this batch of ``n_steps`` responses, in nats per token."""
-        self.leash = self.leash.after(current_kl, sequences=n_steps)
+        self.steer(current_kl, n_steps)
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
@@ -124,16 +114,13 @@ def _folder(settings: Any, step: int) -> Path:
 
 
 def _take_up(controller: KLController, folder: Path) -> None:
-    """Go on with the saved beta and what it was steered by; bounds, target and gains are the configuration's."""
-    path, settings = folder / CONTROLLER_FILE, controller.leash.to_dict()
-    if settings["kind"] == "fixed":
+    """Go on with what was saved; a fixed beta is the configuration's."""
+    path = folder / CONTROLLER_FILE
+    if controller.leash.to_dict()["kind"] == "fixed":
         return
     if not path.exists():
         warnings.warn(
             f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=3
         )
         return
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    controller.leash = beta_from_dict(
-        settings | {name: saved[name] for name in STATE if name in saved.keys() & settings}
-    )
+    controller.take_up(json.loads(path.read_text(encoding="utf-8")))
