@@ -12,12 +12,13 @@ HORIZON_STEPS = 10
 
 def leash_of(job: RewardJob) -> Leash:
     """The controller as it is before the first step."""
+    per: Any = job.target_per
     if job.controller == "fixed":
-        return FixedBeta(beta=job.beta, per=_per(job))
+        return FixedBeta(beta=job.beta, per=per)
     steered: dict[str, Any] = {
         "beta": job.beta,
         "target_nats": job.target_nats,
-        "per": _per(job),
+        "per": per,
         "beta_min": job.beta_min,
         "beta_max": job.beta_max,
     }
@@ -36,7 +37,3 @@ def tightened(leash: Leash, job: RewardJob) -> Leash:
     """The same with twice the beta, within the job's bound."""
     held: Any = leash
     return replace(held, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))
-
-
-def _per(job: RewardJob) -> Any:
-    return job.target_per

@@ -9,9 +9,9 @@ from torch import Tensor
 from kleash.models.hidden_states import save_tensors
 from kleash.records import write_atomically
 from kleash.records.codec import to_json
-from kleash.training.ppo.ranks import Ranks
 from kleash.training.ppo.rollout import Rollout
 from kleash.training.ppo.shaping import Shaped
+from kleash.training.ranks import Ranks
 
 
 def save_batch(root: Path, rollout: Rollout, shaped: Shaped, step: int, ranks: Ranks) -> Path:

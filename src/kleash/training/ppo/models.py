@@ -8,17 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError, OptionError
+from kleash.errors import ModelError
 from kleash.extras import need
 from kleash.linear import Head
-from kleash.models import Model, Pair, find_checkpoint, load_pair
+from kleash.models import Model, Pair, find_checkpoint
 from kleash.models.anatomy import cut
 from kleash.models.quiet import first_line, quiet
 from kleash.records import TrainJob
+from kleash.training.loading import both, lora_settings, require_trainable
 from kleash.training.ppo.policy import Batch, Policy
-
-LORA_SCALE = 2
-"""Alpha over rank: what the adapter's product is multiplied by."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,15 +75,14 @@ def load(job: TrainJob, device: torch.device) -> Trainee:
         OptionError: if the dtype is one that nothing can be trained in.
         CannotRunError: if the device is not there.
     """
-    if job.dtype == "float16":
-        raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
+    require_trainable(job.dtype)
     adapted = find_checkpoint(job.policy).adapter is not None
     if adapted and job.lora_rank:
         raise ModelError(
             f"the policy {job.policy} is an adapter, and --lora-rank {job.lora_rank} would put another one on it; "
             "merge it into its base and give that folder, or take --lora-rank 0"
         )
-    pair = _pair(job, job.policy, job.reference_name, device)
+    pair = both(job, job.policy, job.reference_name, device=str(device))
     policy, reference = pair.policy, pair.reference
     shared = bool(job.lora_rank) and policy.is_same_as(reference)
     if policy.network is reference.network and not shared:
@@ -111,15 +108,9 @@ def load(job: TrainJob, device: torch.device) -> Trainee:
     )
 
 
-def _pair(job: TrainJob, policy: str, reference: str, device: torch.device) -> Pair:
-    return load_pair(
-        policy, reference, dtype=job.dtype, device=str(device), trust_remote_code=job.trust_remote_code
-    )
-
-
 def _alone(job: TrainJob, name: str, pair: Pair, device: torch.device) -> Model:
     """A model with a network that nobody shares, covering the tokens that the pair covers."""
-    model = _pair(job, name, name, device).policy
+    model = both(job, name, name, device=str(device)).policy
     if model.head.weight is None or model.vocabulary == pair.vocabulary:
         return model
     return replace(model, head=cut(model.head, pair.vocabulary), vocabulary=pair.vocabulary)
@@ -156,16 +147,9 @@ def _frozen(reference: Model, dtype: torch.dtype) -> Model:
 def _with_adapter(policy: Model, rank: int) -> Any:
     """Put a LoRA adapter on every linear layer but the head; it changes nothing yet."""
     peft = need("peft", "models")
-    settings = peft.LoraConfig(
-        r=rank,
-        lora_alpha=LORA_SCALE * rank,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
     try:
         with quiet():
-            adapters = peft.get_peft_model(policy.network, settings)
+            adapters = peft.get_peft_model(policy.network, lora_settings(rank))
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"no LoRA adapter can be put on {policy.path}: {first_line(error)}") from error
     adapters.peft_config["default"].base_model_name_or_path = base_name(policy)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kleash.models import Prompt, Sampling, Sequence, generate, length_batches
 from kleash.training.ppo.policy import Policy, with_whole_weights
-from kleash.training.ppo.ranks import Ranks
 from kleash.training.ppo.setting import Setting
-from kleash.training.ppo.sharing import minibatches_of, number, prompts_of_step, share_of
+from kleash.training.ranks import Ranks
+from kleash.training.sharing import minibatches_of, number, prompts_of_step, share_of
 
 PER_TOKEN = ("behaviour_logp", "token_logp", "token_logq", "token_kl", "entropy", "values")
 """The fields of a rollout that hold a number for each token."""

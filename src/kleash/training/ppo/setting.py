@@ -13,7 +13,7 @@ from kleash.models.loading import place_of
 from kleash.records import PPOJob
 from kleash.training.ppo.models import Trainee, load
 from kleash.training.ppo.policy import Batch
-from kleash.training.ppo.ranks import Ranks
+from kleash.training.ranks import Ranks
 from kleash.training.rewards import Rewards, load_rewards
 
 

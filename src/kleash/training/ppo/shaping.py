@@ -11,7 +11,7 @@ from kleash.estimators import sampled_kl
 from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards, whiten
 from kleash.masking import mean_of
 from kleash.records import PPOJob
-from kleash.training.ppo.ranks import summed
+from kleash.training.ranks import summed
 
 
 class Shaped(NamedTuple):

@@ -11,11 +11,12 @@ from kleash.training.journal import Advice, Journal
 from kleash.training.leashes import tightened
 from kleash.training.ppo.checkpoints import Progress
 from kleash.training.ppo.failing import save_batch, where_it_broke
-from kleash.training.ppo.measures import of_responses, of_updates, responses_of, samples_of
+from kleash.training.ppo.measures import of_critic, of_updates, responses_of
 from kleash.training.ppo.rollout import Rollout, roll_out
 from kleash.training.ppo.setting import Setting
 from kleash.training.ppo.shaping import Said, Shaped, shape
 from kleash.training.ppo.update import DivergedError, Updated, improve, moved_by
+from kleash.training.responses import of_responses, samples_of
 
 
 def one_step(
@@ -40,7 +41,7 @@ def one_step(
     learnt = monotonic()
 
     responses = responses_of(rollout, shaped.returns, ranks)
-    measured = of_responses(responses, leash.beta)
+    measured = {**of_responses(responses, leash.beta), **of_critic(responses)}
     following = leash.after(measured[f"kl/exact_per_{leash.per}"], sequences=len(responses))
 
     metrics = {

@@ -14,7 +14,7 @@ from kleash.training.ppo.policy import Policy
 from kleash.training.ppo.rollout import Micro, Rollout
 from kleash.training.ppo.setting import Setting
 from kleash.training.ppo.shaping import Shaped
-from kleash.training.ppo.sharing import shuffled
+from kleash.training.sharing import shuffled
 
 
 class DivergedError(ArithmeticError):

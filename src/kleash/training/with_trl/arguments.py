@@ -11,6 +11,7 @@ from kleash.errors import OptionError
 from kleash.extras import need
 from kleash.models.loading import dtype_of, place_of
 from kleash.records import TrainJob
+from kleash.training.loading import require_trainable
 
 CHECKPOINTS = "checkpoints"
 ALWAYS = MappingProxyType(
@@ -41,8 +42,7 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         CannotRunError: if the device is not there.
     """
     place = place_of(job.device, None)
-    if job.dtype == "float16":
-        raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
+    require_trainable(job.dtype)
     processes = need("accelerate", "trl").PartialState(cpu=place.type == "cpu").num_processes
     if rows % processes:
         raise OptionError(

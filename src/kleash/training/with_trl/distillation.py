@@ -16,6 +16,7 @@ BETAS = {"policy_teacher": 1.0, "teacher_policy": 0.0, "jensen_shannon": 0.5}
 """What TRL calls the divergences, as a number between the two directions of KL."""
 
 
+@silently()
 def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingResult:
     """Train a policy to say what a teacher would, by TRL's on-policy distillation.
 
@@ -31,11 +32,6 @@ def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingRe
         NonFiniteError: if a loss is NaN or infinite.
         CannotRunError, MissingExtraError: if something the job needs cannot run here.
     """
-    with silently():
-        return _train(job, journal)
-
-
-def _train(job: DistillJob, journal: Journal | None) -> TrainingResult:
     trl = need("trl", "trl")
     import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)
 
@@ -60,6 +56,6 @@ def _train(job: DistillJob, journal: Journal | None) -> TrainingResult:
         peft_config=networks.lora,
     )
     spelt = {**SPELT, "loss": "teacher/divergence", "entropy": "policy/entropy"}
-    journalling = Journalling(job, journal, spelt=spelt)
+    journalling = Journalling(job, journal, spelt=spelt, notes=networks.pair.notes)
     journalling.attach(trainer)
     return run(trainer, journalling, job)

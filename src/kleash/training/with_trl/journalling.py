@@ -1,6 +1,6 @@
 """TRL's logs as steps of a journal, and the watch's advice as what the trainer does next."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from kleash.integrations.trainer.attached import Attached
 from kleash.records import Sample, TrainJob
 from kleash.training.journal import Advice, Journal
 from kleash.training.leashes import tightened
-from kleash.training.ppo.ranks import Ranks
+from kleash.training.ranks import Ranks
 
 SPELT = {
     "beta": "beta",
@@ -53,6 +53,7 @@ class Journalling(Attached):
         updates: int = 1,
         spelt: Mapping[str, str] = SPELT,
         generated: Callable[[], Generated | None] = lambda: None,
+        notes: Sequence[str] = (),
     ) -> None:
         """Say what a step is.
 
@@ -62,9 +63,10 @@ class Journalling(Attached):
             updates: of TRL's steps to one of ours.
             spelt: TRL's names to kleash's.
             generated: what was measured of the responses since the last step.
+            notes: what is worth knowing of the models, said at the beginning.
         """
         self.job, self.journal, self.updates, self.spelt = job, journal, updates, dict(spelt)
-        self.generated = generated
+        self.generated, self.notes = generated, notes
         self.outcome = Outcome()
 
     def attach(self, trainer: Any) -> "Journalling":
@@ -79,6 +81,8 @@ class Journalling(Attached):
         self.outcome.step = state.global_step // self.updates
         if self.journal is not None:
             self.journal.begin(self.outcome.step)
+            for note in self.notes:
+                self.journal.said(note)
             if self.outcome.step:
                 self.journal.said(f"going on after step {self.outcome.step}")
 

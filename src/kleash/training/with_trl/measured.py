@@ -7,14 +7,12 @@ import torch
 
 from kleash.integrations.trl.responses import response_statistics
 from kleash.models import Prompt
-from kleash.training.ppo.measures import Response, of_responses, samples_of
-from kleash.training.ppo.ranks import Ranks
+from kleash.training.ranks import Ranks
+from kleash.training.responses import Response, of_responses, samples_of
 from kleash.training.rewards import Rewards
 from kleash.training.with_trl.journalling import Generated
 from kleash.training.with_trl.online import KEY
 
-NOT_OURS = ("value/explained_variance", "sampling/k3")
-"""Metrics of a critic, and of log-probabilities that TRL does not keep."""
 STEERED_BY = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 """What a controller follows, by what its target is per."""
 
@@ -57,9 +55,8 @@ class Measuring:
         own = self._responses(inputs, output, told, ranks.index)
         responses = [one for part in ranks.told(own) for one in part]
         metrics = of_responses(responses, self.beta)
-        kept = {name: value for name, value in metrics.items() if name not in NOT_OURS}
-        trainer._log(**{name: kept[name] for name in STEERED_BY.values()})
-        return Generated(metrics=kept, samples=tuple(samples_of(responses)))
+        trainer._log(**{name: metrics[name] for name in STEERED_BY.values()})
+        return Generated(metrics=metrics, samples=tuple(samples_of(responses)))
 
     def _responses(self, inputs: Any, output: dict[str, Any], told: Any, rank: int) -> list[Response]:
         lengths = told.mask.sum(-1).tolist()
@@ -67,12 +64,9 @@ class Measuring:
             "token_kl": told.statistics.kl_pq,
             "token_logp": told.statistics.token_logp,
             "token_logq": told.statistics.token_logq,
-            "behaviour_logp": told.statistics.token_logp,
             "entropy": told.statistics.entropy_p,
         }
         arrays = {name: x.double().cpu().numpy() for name, x in columns.items()}
-        nothing = np.zeros(sum(lengths))
-        arrays |= {"values": nothing, "returns": nothing}
         ends = np.cumsum(lengths)
         names = [one.name for one in self._rewards.rewards]
         weights = torch.tensor([one.weight for one in self._rewards.rewards], device=self._scores.device)

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from kleash.errors import ModelError
-from kleash.extras import need
-from kleash.models import Model, Pair, find_checkpoint, load_pair
+from kleash.models import Pair, find_checkpoint
 from kleash.records import TrainJob
-from kleash.training.ppo.models import LORA_SCALE
+from kleash.training.loading import both, lora_settings
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,33 +38,16 @@ def load_networks(job: TrainJob, other: str, *, role: str = "reference") -> Netw
                 f"the {who} {name} is an adapter, which TRL's trainers would train or compare in their own way; merge "
                 "it into its base and give that folder"
             )
-    pair = _pair(job, job.policy, other)
+    pair = both(job, job.policy, other, device=job.device)
     alone = pair.policy.is_same_as(pair.reference)
     shared = alone and bool(job.lora_rank) and role == "reference"
-    second = pair.reference if not alone else _pair(job, other, other).policy
+    second = pair.reference if not alone else both(job, other, other, device=job.device).policy
     policy = pair.policy.network.requires_grad_(True)
     if not job.lora_rank:
         policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
     return Networks(
         policy=policy.train(),
         other=None if shared else second.network,
-        lora=_lora(job, pair.policy) if job.lora_rank else None,
+        lora=lora_settings(job.lora_rank) if job.lora_rank else None,
         pair=pair,
-    )
-
-
-def _pair(job: TrainJob, policy: str, reference: str) -> Pair:
-    return load_pair(
-        policy, reference, dtype=job.dtype, device=job.device, trust_remote_code=job.trust_remote_code
-    )
-
-
-def _lora(job: TrainJob, policy: Model) -> Any:
-    """A LoRA adapter on every linear layer but the head; it changes nothing yet."""
-    return need("peft", "models").LoraConfig(
-        r=job.lora_rank,
-        lora_alpha=LORA_SCALE * job.lora_rank,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
     )

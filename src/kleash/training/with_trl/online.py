@@ -11,9 +11,9 @@ from kleash.models import Prompt, read_prompts
 from kleash.records import GRPOJob, OnlineJob, RLOOJob, TrainingResult
 from kleash.training.journal import Journal
 from kleash.training.leashes import leash_of
-from kleash.training.ppo.sharing import shuffled
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, Rewards, load_rewards
+from kleash.training.sharing import shuffled
 from kleash.training.with_trl.arguments import shared_arguments
 from kleash.training.with_trl.ending import run, silently
 from kleash.training.with_trl.journalling import Journalling
@@ -23,6 +23,7 @@ KEY = "kleash_prompt"
 """Column of the data set: which prompt it is."""
 
 
+@silently()
 def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
     """Train a policy by TRL's GRPO on a leash to its reference.
 
@@ -43,10 +44,10 @@ def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
 
     settings = {"scale_rewards": "none" if job.kl_place == "reward" else "group"}
     config = need("trl", "trl").GRPOConfig
-    with silently():
-        return _train(job, journal, measured(LeashedGRPOTrainer), config, settings)
+    return _train(job, journal, measured(LeashedGRPOTrainer), config, settings)
 
 
+@silently()
 def train_rloo(job: RLOOJob, journal: Journal | None = None) -> TrainingResult:
     """Train a policy by TRL's RLOO on a leash to its reference; as ``train_grpo``, which see.
 
@@ -55,8 +56,7 @@ def train_rloo(job: RLOOJob, journal: Journal | None = None) -> TrainingResult:
     from kleash.integrations.trl import LeashedRLOOTrainer
     from kleash.training.with_trl.measured import measured
 
-    with silently():
-        return _train(job, journal, measured(LeashedRLOOTrainer), need("trl", "trl").RLOOConfig, {})
+    return _train(job, journal, measured(LeashedRLOOTrainer), need("trl", "trl").RLOOConfig, {})
 
 
 def _train(
@@ -89,11 +89,14 @@ def _train(
     trainer.told_apart(prompts, rewards)
     if job.beta > 0:
         BetaController(leash_of(job), metric=f"kl/exact_per_{job.target_per}").attach(trainer)
-    journalling = Journalling(job, journal, updates=job.epochs, generated=trainer.take_generated)
+    journalling = Journalling(
+        job,
+        journal,
+        updates=job.epochs,
+        generated=trainer.take_generated,
+        notes=networks.pair.notes,
+    )
     journalling.attach(trainer)
-    if journal is not None:
-        for note in networks.pair.notes:
-            journal.said(note)
     return run(trainer, journalling, job)
 
 

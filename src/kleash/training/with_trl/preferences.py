@@ -19,6 +19,7 @@ WATCHED_PROMPTS, WATCHED_TOKENS = 32, 32
 """On so many of the pairs' prompts, and so many new tokens each, the drift is measured."""
 
 
+@silently()
 def train_dpo(job: DPOJob, journal: Journal | None = None) -> TrainingResult:
     """Train a policy by TRL's DPO, from pairs of a chosen and a rejected answer.
 
@@ -35,11 +36,6 @@ def train_dpo(job: DPOJob, journal: Journal | None = None) -> TrainingResult:
         NonFiniteError: if a loss is NaN or infinite.
         CannotRunError, MissingExtraError: if something the job needs cannot run here.
     """
-    with silently():
-        return _train(job, journal)
-
-
-def _train(job: DPOJob, journal: Journal | None) -> TrainingResult:
     trl = need("trl", "trl")
     import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)
 
@@ -63,7 +59,9 @@ def _train(job: DPOJob, journal: Journal | None) -> TrainingResult:
         sampling=Sampling(max_new_tokens=WATCHED_TOKENS, seed=job.seed),
         batch_tokens=job.batch_tokens,
     ).attach(trainer)
-    journalling = Journalling(job, journal, generated=lambda: drift_of_step(monitor))
+    journalling = Journalling(
+        job, journal, generated=lambda: drift_of_step(monitor), notes=networks.pair.notes
+    )
     journalling.attach(trainer)
     return run(trainer, journalling, job)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kleash.errors import CannotRunError
 from kleash.models import Prompt
-from kleash.training.ppo.ranks import Ranks
 from kleash.training.ppo.rollout import Micro, micro_batches
-from kleash.training.ppo.sharing import minibatches_of, number, prompts_of_step, share_of, shuffled
+from kleash.training.ranks import Ranks
+from kleash.training.sharing import minibatches_of, number, prompts_of_step, share_of, shuffled
 
 
 def prompts_named(*names):

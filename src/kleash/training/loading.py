@@ -1,0 +1,43 @@
+"""What every way of training asks of its models: two loaded beside each other, a dtype, an adapter."""
+
+from typing import Any
+
+from kleash.errors import OptionError
+from kleash.extras import need
+from kleash.models import Pair, load_pair
+from kleash.records import TrainJob
+
+LORA_SCALE = 2
+"""Alpha over rank: what the adapter's product is multiplied by."""
+
+
+def both(job: TrainJob, policy: str, reference: str, *, device: str) -> Pair:
+    """Two models as the job wants them loaded.
+
+    Raises:
+        ModelError, OptionError, CannotRunError: as ``load_pair``.
+    """
+    return load_pair(
+        policy, reference, dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code
+    )
+
+
+def require_trainable(dtype: str) -> None:
+    """See that something can be trained in the dtype.
+
+    Raises:
+        OptionError: if not.
+    """
+    if dtype == "float16":
+        raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
+
+
+def lora_settings(rank: int) -> Any:
+    """A LoRA adapter on every linear layer but the head; it changes nothing yet."""
+    return need("peft", "models").LoraConfig(
+        r=rank,
+        lora_alpha=LORA_SCALE * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
