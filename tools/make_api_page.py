@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from made_files import write_or_check
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 PACKAGES = (
     *("divergences", "estimators", "linear", "losses", "leash", "uncertainty", "masking", "precision"),
@@ -91,6 +93,4 @@ def constant(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv[1:]:
-        sys.exit(0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page() else 1)
-    PAGE.write_text(page(), encoding="utf-8")
+    sys.exit(write_or_check({PAGE: page()}, check="--check" in sys.argv[1:]))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import leash_study_words as words
+from made_files import write_or_check
 from performance_frame import said
 from spread_picture import picture
 
@@ -69,16 +70,7 @@ def main() -> int:
     args = parser.parse_args()
     result = json.loads(args.result.read_text(encoding="utf-8")) if args.result.exists() else None
     files = {args.docs / path: text for path, text in made(result).items()}
-    if args.check:
-        old = [p.name for p, text in files.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
-        print(
-            f"out of date: {', '.join(old)}; python tools/make_leash_study_page.py" if old else "up to date"
-        )
-        return 1 if old else 0
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(files, check=args.check)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ python tools/make_metric_table.py --check    exit 1 if it is not what would be w
 import sys
 from pathlib import Path
 
+from made_files import write_or_check
+
 from kleash.records import METRICS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "train.md"
@@ -37,11 +39,8 @@ def page(text: str) -> str:
 
 def main() -> int:
     """Write the page, or look whether it would change."""
-    text = PAGE.read_text(encoding="utf-8")
-    if "--check" in sys.argv:
-        return 0 if page(text) == text else 1
-    PAGE.write_text(page(text), encoding="utf-8")
-    return 0
+    files = {PAGE: page(PAGE.read_text(encoding="utf-8"))}
+    return write_or_check(files, check="--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import performance_bars
 import performance_words as words
+from made_files import write_or_check
 from performance_bars import COMPILED, EAGER
 from performance_frame import COMMANDS, Results, grid
 from svg_charts import bars, lines
@@ -141,20 +142,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     files = {args.docs / path: text for path, text in made(load(args.results)).items()}
-    if args.check:
-        old = [
-            path.name
-            for path, text in files.items()
-            if not path.exists() or path.read_text(encoding="utf-8") != text
-        ]
-        print(
-            f"out of date: {', '.join(old)}; python tools/make_performance_page.py" if old else "up to date"
-        )
-        return 1 if old else 0
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(files, check=args.check)
 
 
 if __name__ == "__main__":

@@ -94,17 +94,6 @@ def split(chapters_of_a_novel: list[list[str]]) -> tuple[list[list[str]], list[l
     return kept, held_out
 
 
-def speech(chapter: list[str]) -> list[list[str]]:
-    """The runs of neighbouring paragraphs in which somebody speaks from the first word on."""
-    runs: list[list[str]] = [[]]
-    for paragraph in chapter:
-        if paragraph.startswith('"'):
-            runs[-1].append(paragraph)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
-
-
 def documents(paragraphs: list[str], draw: Random, low: int, high: int) -> Iterator[str]:
     """Neighbouring paragraphs joined until they hold as many characters as drawn from ``low`` to ``high``."""
     held: list[str] = []

@@ -14,14 +14,17 @@ from shipped_training.language_model import Schedule
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
-def recorded(seed: int, schedules: dict[str, Schedule], figures: dict[str, Any]) -> dict[str, Any]:
-    """Everything that ``card.json`` says."""
+def recorded(
+    seed: int, reference: Schedule, policy: dict[str, Any], figures: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything that ``card.json`` says: how both models were trained, from what, and how they do."""
     packages = ("torch", "transformers", "tokenizers", "safetensors")
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "seed": seed,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "schedules": {name: asdict(schedule) for name, schedule in schedules.items()},
+        "reference": asdict(reference),
+        "policy": policy,
         "source": {"package": austen.PACKAGE, "database_sha256": austen.DATABASE_SHA256},
         "figures": figures,
     }
@@ -52,7 +55,9 @@ def write(folder: Path, card: dict[str, Any], prompts: list[str], texts: list[st
         losses=losses,
         new_tokens=figures["new_tokens"],
         drift=figures["drift_on_the_policys_own_responses"],
-        **card["schedules"],
+        reference=card["reference"],
+        policy=card["policy"],
+        rewards=figures["rewards"],
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
     (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is recorded about the pair: losses on held-out text, how far the policy has drifted, samples."""
+"""What is recorded about the pair: losses on held-out text, how far the policy has drifted, for what reward."""
 
 import math
 from typing import Any
@@ -7,6 +7,8 @@ import torch
 from shipped_training import language_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kleash.training.example_rewards import heroine
 
 NEW_TOKENS = 128
 FIRST = 8
@@ -71,6 +73,12 @@ def drift(
     }
 
 
+def mean_reward(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """What the responses are worth to PPO, on average."""
+    responses = [tokenizer.decode(response, skip_special_tokens=True) for _, response in pairs]
+    return sum(heroine([], responses)) / len(responses)
+
+
 def measured(
     models: dict[str, LlamaForCausalLM],
     tokenizer: PreTrainedTokenizerFast,
@@ -79,11 +87,14 @@ def measured(
     seed: int,
 ) -> dict[str, Any]:
     """All figures of the pair ``{"policy": …, "reference": …}``."""
-    pairs = answers(models["policy"], tokenizer, prompts, seed)
+    answered = {name: answers(model, tokenizer, prompts, seed) for name, model in models.items()}
     return {
         "held_out": {name: held_out_figures(model, tokenizer, texts) for name, model in models.items()},
         "held_out_first_documents": {
             name: held_out_figures(model, tokenizer, texts[:FIRST]) for name, model in models.items()
         },
-        "drift_on_the_policys_own_responses": drift(models["policy"], models["reference"], pairs),
+        "drift_on_the_policys_own_responses": drift(
+            models["policy"], models["reference"], answered["policy"]
+        ),
+        "rewards": {name: mean_reward(tokenizer, pairs) for name, pairs in answered.items()},
     }

@@ -1,11 +1,10 @@
-"""Prompts and documents from the chapters that nothing was trained on."""
+"""Prompts and documents, cut from chapters."""
 
 import re
 from random import Random
 
 from shipped_training import austen
 
-PROMPTS_PER_NOVEL = 16
 FEWEST_WORDS, MOST_WORDS = 8, 24
 TEXT_BYTES = 140_000
 ABBREVIATED = re.compile(r"\"?(Mr|Mrs|Dr|St|Esq)\.")
@@ -22,21 +21,21 @@ def opening(paragraph: str, draw: Random) -> str:
     return " ".join(words[: draw.choice(stops or [(FEWEST_WORDS + MOST_WORDS) // 2])])
 
 
-def prompts(held_out: dict[str, list[list[str]]], seed: str) -> list[str]:
+def prompts(novels: dict[str, list[list[str]]], seed: str, per_novel: int) -> list[str]:
     """Openings of long paragraphs, as many from every novel."""
     draw = Random(f"prompts/{seed}")
     found: list[str] = []
-    for chapters in held_out.values():
+    for chapters in novels.values():
         long = [text for chapter in chapters for text in chapter if len(text.split()) >= 2 * MOST_WORDS]
-        chosen = sorted(draw.sample(range(len(long)), PROMPTS_PER_NOVEL))
+        chosen = sorted(draw.sample(range(len(long)), per_novel))
         found.extend(opening(long[at], draw) for at in chosen)
     return found
 
 
-def texts(held_out: dict[str, list[list[str]]], seed: str, shortest: int, longest: int) -> list[str]:
+def texts(novels: dict[str, list[list[str]]], seed: str, shortest: int, longest: int) -> list[str]:
     """Documents from all novels, in their order, as many as :data:`TEXT_BYTES` holds."""
     draw = Random(f"text/{seed}")
-    chapters = [chapter for chapters in held_out.values() for chapter in chapters]
+    chapters = [chapter for chapters in novels.values() for chapter in chapters]
     cut = [text for chapter in chapters for text in austen.documents(chapter, draw, shortest, longest)]
     order = list(range(len(cut)))
     draw.shuffle(order)

@@ -1,0 +1,29 @@
+"""Files that a tool makes from something else: written, or compared with what lies there."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def write_or_check(files: Mapping[Path, str], *, check: bool) -> int:
+    """Write the files; or write nothing, say which are not what would be written, and return 1 if any is.
+
+    Args:
+        files: texts by their paths.
+        check: whether to compare only.
+
+    Returns:
+        The command's exit status.
+    """
+    if not check:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return 0
+    old = [path.name for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
+    print(
+        f"out of date: {', '.join(old)}; run {Path(sys.argv[0]).name} without --check"
+        if old
+        else "up to date"
+    )
+    return 1 if old else 0

@@ -1,0 +1,67 @@
+"""The policy: the reference after PPO on a leash."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kleash.cli.steps import Steps
+from kleash.records import PPOJob
+from kleash.records.training import SHIPPED_REWARD
+from kleash.training import train
+
+SAID_OF_IT = (
+    "steps",
+    "prompts_per_step",
+    "samples_per_prompt",
+    "max_new_tokens",
+    "learning_rate",
+    "epochs",
+    "minibatches",
+    "kl",
+    "kl_place",
+    "kl_scope",
+    "beta",
+    "controller",
+    "target_nats",
+)
+"""Fields of the job that the card tells."""
+
+
+def job_of(reference: Path, prompts: Path, run: Path, seed: int) -> PPOJob:
+    """How it is trained: the KL is held at a quarter of a nat for each token of a full response."""
+    return PPOJob(
+        policy=str(reference),
+        prompts=str(prompts),
+        reward=(SHIPPED_REWARD,),
+        steps=160,
+        prompts_per_step=32,
+        samples_per_prompt=4,
+        max_new_tokens=48,
+        learning_rate=5e-5,
+        minibatches=2,
+        epochs=1,
+        beta=0.25,
+        controller="pid",
+        target_nats=12.0,
+        seed=seed,
+        out=str(run),
+        resume=run.exists(),
+    )
+
+
+def trained(reference: Path, prompts: list[str], run: Path, seed: int) -> tuple[Path, dict[str, Any]]:
+    """Train, or go on with what lies in ``run``.
+
+    Returns:
+        The trained model's folder, and what the card tells: settings, and the last step's metrics.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    source = run / "prompts.jsonl"
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    job = job_of(reference, source, run / "ppo", seed)
+    with Steps(job.steps) as shown:
+        result = train(job, shown)
+    settings = {name: asdict(job)[name] for name in SAID_OF_IT}
+    last = {name: result.metrics[name] for name in ("reward/score", "kl/exact_per_sequence", "beta")}
+    return Path(result.policy), {"prompts": len(prompts), "reward": SHIPPED_REWARD, **settings, "last": last}
