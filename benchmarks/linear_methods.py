@@ -172,11 +172,11 @@ class Method:
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "kleash": Method(of=kleash, words="`linear_kl_loss`"),
-        "kleash compiled": Method(
-            of=lambda x: kleash(x, LinearOptions(compile="always")),
-            words='`linear_kl_loss`, `compile="always"`',
+        "kleash": Method(
+            of=lambda x: kleash(x, LinearOptions(compile="never")),
+            words='`linear_kl_loss`, `compile="never"`',
         ),
+        "kleash compiled": Method(of=kleash, words="`linear_kl_loss`"),
         "trl": Method(of=trl, words="TRL `chunked_divergence`", package="trl"),
         "liger": Method(of=liger, words="Liger chunked JSD, beta = 1", package="liger-kernel"),
         "torchtune": Method(of=torchtune, words="torchtune-style chunks"),

@@ -23,8 +23,12 @@ REFERENCE = LinearOptions(impl="reference")
 CHUNKED = LinearOptions(impl="chunked", compile="never")
 TINY = LinearOptions(impl="chunked", compile="never", buffer_bytes=1)
 SMALL = LinearOptions(impl="chunked", compile="never", buffer_bytes=60_000)
+NATIVE = LinearOptions(impl="chunked", buffer_bytes=60_000)
+"""By the library in C where it can (KL and objectives in float32): ``conftest.py`` lets it take calls of any size."""
 EVERY = pytest.mark.parametrize(
-    "options", [REFERENCE, CHUNKED, SMALL, TINY], ids=["reference", "chunked", "small", "tiny"]
+    "options",
+    [REFERENCE, CHUNKED, SMALL, TINY, NATIVE],
+    ids=["reference", "chunked", "small", "tiny", "native"],
 )
 TRAITS = {
     "plain": {},

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import CHUNKED, REFERENCE, SMALL, head_case, in_float64, leaves_of
+from linear_cases import CHUNKED, NATIVE, REFERENCE, SMALL, head_case, in_float64, leaves_of
 
 from kleash.divergences import DIVERGENCES, alpha_record, jensen_shannon_record, skew_kl_record
 from kleash.linear import Head, linear_divergence, linear_divergence_loss, linear_kl_loss, linear_objective
@@ -38,7 +38,13 @@ def test_values_and_gradients_of_near_models_from_bfloat16(steps, record):
         loss, per_token = of(options)(*tensors)
         return per_token.double(), [x.double() for x in torch.autograd.grad(loss, tensors)]
 
-    (exact, right), (ours, mine) = found(in_float64(case), REFERENCE), found(case, SMALL)
+    exact, right = found(in_float64(case), REFERENCE)
+    for options in (SMALL, NATIVE) if record in ("kl", "reverse_kl") else (SMALL,):
+        assert_near(record, steps, (exact, right), found(case, options))
+
+
+def assert_near(record, steps, right_ones, found):
+    (exact, right), (ours, mine) = right_ones, found
     if record == "kl":
         assert 0.1 < exact.median() / (1e-6 * steps**2) < 4
     # Total variation is of first order in the difference, and so is what the logits' rounding does to it.
@@ -47,14 +53,15 @@ def test_values_and_gradients_of_near_models_from_bfloat16(steps, record):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
 
 
-def test_an_objective_of_near_models_from_bfloat16():
+@pytest.mark.parametrize("options", [SMALL, NATIVE], ids=["small", "native"])
+def test_an_objective_of_near_models_from_bfloat16(options):
     case = near(1.0)
     found = []
-    for each, options in ((in_float64(case), REFERENCE), (case, SMALL)):
+    for each, choice in ((in_float64(case), REFERENCE), (case, options)):
         tensors, _ = leaves_of(each)
         hp, wp, bp, hq, wq, bq = tensors
         loss, terms = linear_objective(
-            hp, Head(wp, bp), each.tokens, hq, Head(wq, bq), lambda t, rows: t.kl, options=options
+            hp, Head(wp, bp), each.tokens, hq, Head(wq, bq), lambda t, rows: t.kl, options=choice
         )
         found.append((terms.kl.double(), [x.double() for x in torch.autograd.grad(loss, tensors)]))
     (exact, right), (ours, mine) = found
@@ -68,7 +75,7 @@ def test_no_divergence_is_ever_negative(record):
     for apart in (1e-2, 1e-4, 1e-6, 1e-7, 3e-8):
         case = head_case(torch.float32, apart, tokens=(150,))
         weights = torch.ones(150)
-        for options in (REFERENCE, CHUNKED):
+        for options in (REFERENCE, CHUNKED, NATIVE):
             values = linear_divergence(*case.models, divergence=record, options=options)
             assert values.min() >= 0, (apart, options.impl)
         case.head_p.weight.requires_grad_()

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from linear_cases import CHUNKED, REFERENCE, SMALL, TINY, head_case, in_float64, leaves_of, relative_rms
+from linear_cases import (
+    CHUNKED,
+    NATIVE,
+    REFERENCE,
+    SMALL,
+    TINY,
+    head_case,
+    in_float64,
+    leaves_of,
+    relative_rms,
+)
 
 from kleash.divergences import kl
 from kleash.errors import CannotRunError, ShapeError
@@ -10,7 +20,9 @@ from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
 from kleash.linear.impl import gradient
 
 EVERY = pytest.mark.parametrize(
-    "options", [REFERENCE, CHUNKED, SMALL, TINY], ids=["reference", "chunked", "small", "tiny"]
+    "options",
+    [REFERENCE, CHUNKED, SMALL, TINY, NATIVE],
+    ids=["reference", "chunked", "small", "tiny", "native"],
 )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from linear_cases import (
     CHUNKED,
+    NATIVE,
     REFERENCE,
     SMALL,
     TINY,
@@ -17,7 +18,9 @@ from kleash.errors import CannotRunError, ShapeError, VocabularyMismatchError
 from kleash.linear import Head, TokenTerms, linear_kl_loss, linear_objective
 
 EVERY = pytest.mark.parametrize(
-    "options", [REFERENCE, CHUNKED, SMALL, TINY], ids=["reference", "chunked", "small", "tiny"]
+    "options",
+    [REFERENCE, CHUNKED, SMALL, TINY, NATIVE],
+    ids=["reference", "chunked", "small", "tiny", "native"],
 )
 NAMES = ("hidden_p", "weight_p", "bias_p", "hidden_q", "weight_q", "bias_q")
 
@@ -240,7 +243,7 @@ def test_the_gradient_is_0_where_reward_and_kl_balance():
         assert bool(z.grad.abs().max() < 1e-12) is balanced
 
 
-@pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
+@pytest.mark.parametrize("options", [CHUNKED, TINY, NATIVE], ids=["chunked", "tiny", "native"])
 def test_large_logits_cost_no_digits_of_log_probabilities(options):
     random = torch.Generator().manual_seed(0)
     z = 110 + 15 * torch.rand(64, 1, generator=random) + torch.randn(64, 40, generator=random)

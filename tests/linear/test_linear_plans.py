@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from linear_cases import CHUNKED, REFERENCE, SMALL, TINY, head_case, in_float64, leaves_of, relative_rms
+from linear_cases import (
+    CHUNKED,
+    NATIVE,
+    REFERENCE,
+    SMALL,
+    TINY,
+    head_case,
+    in_float64,
+    leaves_of,
+    relative_rms,
+)
 from torch.utils.checkpoint import checkpoint
 
 from kleash.divergences import kl
@@ -88,7 +98,9 @@ def shared(dtype, apart, **traits):
 
 
 @pytest.mark.parametrize("traits", [{}, {"scale": 0.7}, {"softcap": 3.0}, {"temperature": 1.6}], ids=str)
-@pytest.mark.parametrize("options", [CHUNKED, SMALL, TINY], ids=["chunked", "small", "tiny"])
+@pytest.mark.parametrize(
+    "options", [CHUNKED, SMALL, TINY, NATIVE], ids=["chunked", "small", "tiny", "native"]
+)
 def test_one_head_for_both_models(options, traits):
     torch.manual_seed(0)
     case = shared(torch.float64, 0.5, **traits)
@@ -251,7 +263,7 @@ def test_one_bfloat16_weight_trained_on_both_sides_keeps_its_direction():
     assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.9999
 
 
-@pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
+@pytest.mark.parametrize("options", [CHUNKED, TINY, NATIVE], ids=["chunked", "tiny", "native"])
 def test_one_head_for_both_models_however_far_apart(options):
     torch.manual_seed(0)
     case = shared(torch.float64, 0.5)

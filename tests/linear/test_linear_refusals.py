@@ -119,7 +119,7 @@ def test_tokens_that_are_not_there_are_refused(tokens, error, says):
 def test_compiling_without_a_compiler_is_refused_and_auto_does_without(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     compiling.missing_for.cache_clear()
-    case = head_case(torch.float32)
+    case = head_case(torch.float64)
     with pytest.raises(CannotRunError, match="no-such-compiler is not there"):
         case.kl(LinearOptions(compile="always"))
     monkeypatch.setattr(compiling, "PAYS_FROM", 1)
@@ -128,7 +128,7 @@ def test_compiling_without_a_compiler_is_refused_and_auto_does_without(monkeypat
 
 
 def test_auto_compiles_only_what_wins_it_back(monkeypatch):
-    case = head_case(torch.float32, tokens=(37,), words=101)
+    case = head_case(torch.float64, tokens=(37,), words=101)
     asked = []
     monkeypatch.setattr(compiling, "missing_for", lambda device: None)
     monkeypatch.setattr("kleash.linear.impl.loop.compiled", lambda core: asked.append(core) or core)

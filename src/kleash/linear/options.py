@@ -54,8 +54,10 @@ class LinearOptions:
     buffer_bytes: int = 128 * 2**20
     """Memory for the logits of a chunk of tokens, of both models together; a chunk is one token at least."""
     compile: Literal["auto", "always", "never"] | bool = "auto"
-    """Whether the elementwise core of the values is compiled, which takes about 10 seconds in a process:
-    auto does so if a C++ compiler is there and this call alone has enough work to win that back."""
+    """Whether the elementwise work of KL (values, losses, objectives) and of token statistics is compiled. On a CPU,
+    KL in float32 is done by a library in C that is built once on a machine, in half a second; the rest is compiled by
+    torch, in about 10 seconds in each process. auto does so if a compiler is there and this call alone has enough
+    work to win that back; always is an error where there is none."""
     skip_below: float = 0.0
     """Share of a token's gradient in the logits, by the sum of its entries' sizes, that may be left out of the
     products with weight and hidden states: its smallest entries, nearly as many as fit. Values stay exact.

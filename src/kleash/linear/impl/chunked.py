@@ -11,6 +11,7 @@ from kleash.linear.impl.careful import KL, careful_kl
 from kleash.linear.impl.gradient import REVERSE_KL, beginning, gradients, walked
 from kleash.linear.impl.keeping import Keep, Kept
 from kleash.linear.impl.loop import Core, RowCore, per_token
+from kleash.linear.impl.native import rows as native_rows
 from kleash.linear.impl.objective import judged
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.reference import divergence_of_logits, statistics_of_logits
@@ -30,7 +31,7 @@ def plainly(record: Divergence) -> RowCore:
     return rows
 
 
-KL_CORE = Core(lean.kl_rows, careful_kl, slice(0, 1), lean.ROOMS, apart=True)
+KL_CORE = Core(lean.kl_rows, careful_kl, slice(0, 1), lean.ROOMS, native=native_rows.kl_rows, apart=True)
 STATISTICS = Core(rows.statistics_rows, statistics_of_logits, slice(2, 4), rows.ROOMS)
 
 

@@ -1,4 +1,4 @@
-"""When the elementwise core is worth compiling, and whether it can be."""
+"""When the elementwise work is worth compiling, by which compiler, and whether it can be."""
 
 import os
 import sysconfig
@@ -13,15 +13,42 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.linear.impl.across import ALONE
+from kleash.linear.impl.native.building import CannotBuildError, library
 from kleash.linear.impl.pair import Pair
 from kleash.linear.options import LinearOptions
 
 PAYS_FROM = 5 * 10**9
 """Logits of one model from which on compiling (about 10 s) is cheaper than not (about 2 ns a logit)."""
+NATIVE_PAYS_FROM = 2**22
+"""The same for the library in C, which is built in half a second, once on a machine."""
+
+
+def goes_native(pair: Pair, options: LinearOptions) -> bool:
+    """Whether this call's elementwise work is done by the library in C, where there is a function for it.
+
+    It depends on the call alone, and on what is installed.
+    """
+    if options.compile == "never" or pair.across is not ALONE:
+        return False
+    if pair.p.hidden.device.type != "cpu" or {pair.p.dtype, pair.q.dtype} != {torch.float32}:
+        return False
+    if options.compile == "auto" and pair.tokens * pair.p.vocabulary < NATIVE_PAYS_FROM:
+        return False
+    return missing_for_native() is None
+
+
+@cache
+def missing_for_native() -> str | None:
+    """What is needed for the library in C and not there; None if nothing."""
+    try:
+        library()
+    except CannotBuildError as error:
+        return str(error)
+    return None
 
 
 def wanted(pair: Pair, options: LinearOptions) -> bool:
-    """Whether this call compiles its core.
+    """Whether this call has torch compile its core.
 
     It depends on the call alone, so that a number never depends on what was computed before it.
 

@@ -10,11 +10,13 @@ from torch import Tensor
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.linear.impl.across import Alone
 from kleash.linear.impl.careful import KL, careful_gradient_, replace_
+from kleash.linear.impl.compiling import goes_native
 from kleash.linear.impl.keeping import Kept
 from kleash.linear.impl.lean import ROOMS, kl_gradient_rows
-from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
+from kleash.linear.impl.loop import NATIVE_BLOCK, Chunk, Plan, blocks, chunks, in_room, plan
+from kleash.linear.impl.native.rows import kl_gradient_, scratch
 from kleash.linear.impl.pair import Pair
-from kleash.linear.impl.project import pull_back_
+from kleash.linear.impl.project import narrow, pull_back_
 from kleash.linear.impl.record_rows import ROOMS as RECORD_ROOMS
 from kleash.linear.impl.record_rows import plain_rows, record_gradient_rows
 from kleash.linear.impl.results import Formed, Needed
@@ -26,7 +28,7 @@ Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[Sums, Sums]"], Tensor]
 """Makes a chunk's logits the gradient of these weights' sum, has it taken in, and returns the values."""
 Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
 """From a few rows of both logits, their weights, and whether q's are a difference, to each row's value and
-the gradients of ``weight value`` in both logits. It may not write where the logits are."""
+the gradients of ``weight value`` in both logits. Where the logits are it writes their own gradient, or nothing."""
 Begin: TypeAlias = Callable[[int], "tuple[Plan, Turn]"]
 """How so many tokens are cut, and what is done to a chunk of them."""
 REVERSE_KL = DIVERGENCES["reverse_kl"]
@@ -56,8 +58,15 @@ def beginning(pair: Pair, record: Divergence, needed: Needed, options: LinearOpt
     needs = any(needed[:3]), any(needed[3:])
 
     def begin(tokens: int) -> tuple[Plan, Turn]:
-        cut = plan(pair, options, ROOMS + 1 if record == KL else RECORD_ROOMS, tokens)
-        step = kl_step(pair, cut, options, needs) if record == KL else record_step(record, needs, pair.across)
+        if record == KL and goes_native(pair, options):
+            cut = plan(pair, options, 0 if replaceable(pair) else 2, tokens, block=NATIVE_BLOCK)
+            step = native_kl_step(pair, cut, needs)
+        elif record == KL:
+            cut = plan(pair, options, ROOMS + 1, tokens)
+            step = kl_step(pair, cut, options, needs)
+        else:
+            cut = plan(pair, options, RECORD_ROOMS, tokens)
+            step = record_step(record, needs, pair.across)
         return cut, lambda chunk, weights, sums: in_place(chunk, step, weights, cut, sums)
 
     return begin
@@ -113,14 +122,43 @@ def in_place(
             pull_back_(in_p, zp, p.head, p.divisor(here))
         if in_q is not None:
             pull_back_(in_q, zq, q.head, q.divisor(here))
-            room_q[here] = in_q
+            put_(room_q[here], in_q)
         if in_p is not None:
-            room_p[here] = in_p
+            put_(room_p[here], in_p)
     if sums[0].wanted:
         sums[0].add(chunk.where, room_p, p.hidden, cut.tile)
     if sums[1].wanted:
         sums[1].add(chunk.where, room_q, q.hidden, cut.tile)
     return values
+
+
+def put_(room: Float[Tensor, "rows vocab"], gradient: Float[Tensor, "rows vocab"]) -> None:
+    """Copy the gradient into the room, unless that is where it is."""
+    if room.data_ptr() != gradient.data_ptr() or room.dtype != gradient.dtype:
+        room.copy_(gradient)
+
+
+def replaceable(pair: Pair) -> bool:
+    """Whether gradients may take the place of their logits at once: nothing after needs those, nor is narrower."""
+    return all(model.head.softcap is None and not narrow(model) for model in (pair.p, pair.q))
+
+
+def native_kl_step(pair: Pair, cut: Plan, needs: tuple[bool, bool]) -> Step:
+    """The library in C, and for rows that it cannot do the careful functions."""
+    words, in_place = pair.p.vocabulary, replaceable(pair)
+    room = scratch(words)
+    outs = [torch.empty(cut.rows, words) if needed and not in_place else None for needed in needs]
+
+    def step(
+        zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        free = [z if out is None else out[: len(z)] for z, out in zip((zp, zq), outs, strict=True)]
+        in_p, in_q = (z if needed else None for z, needed in zip(free, needs, strict=True))
+        found = kl_gradient_(zp, zq, weight, (in_p, in_q), room, apart=apart), in_p, in_q
+        careful_gradient_(found, zp, zq, weight, apart)
+        return found
+
+    return step
 
 
 def kl_step(pair: Pair, cut: Plan, options: LinearOptions, needs: tuple[bool, bool]) -> Step:

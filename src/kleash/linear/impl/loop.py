@@ -1,6 +1,7 @@
 """A chunk of tokens at a time, the elementwise work a few rows at a time: no ``[tokens, vocab]`` ever."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -8,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl.across import ALONE, Alone
-from kleash.linear.impl.compiling import compiled, wanted
+from kleash.linear.impl.compiling import compiled, goes_native, wanted
+from kleash.linear.impl.native.rows import scratch
 from kleash.linear.impl.pair import Pair, Where
 from kleash.linear.impl.project import finish_, multiply_, stretch_
 from kleash.linear.options import LinearOptions
@@ -17,6 +19,8 @@ RowCore: TypeAlias = Callable[..., tuple[Any, ...]]
 """From the logits of a few rows to a tuple of numbers for each row."""
 ROW_BLOCK = 2**18
 """Logits of one model whose elementwise work is done at once: 1 MiB, half of it a core's on two cores."""
+NATIVE_BLOCK = 2**20
+"""The same for the library in C, which goes row by row itself: enough for many cores, and still in a cache."""
 
 ENOUGH_TOKENS = 1024
 """Tokens in a chunk beyond which a matmul gets no faster, however much memory the budget leaves."""
@@ -38,11 +42,14 @@ class Plan(NamedTuple):
     """Buffers for the elementwise work."""
 
 
-def plan(pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = None) -> Plan:
+def plan(
+    pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = None, *, block: int = ROW_BLOCK
+) -> Plan:
     """As many tokens a chunk as help and as the budget allows after the other buffers, all chunks nearly equal.
 
     ``rows`` depends on the vocabulary and the budget alone, so that few shapes are ever compiled.
-    ``tokens`` is how many of the pair's are read; all of them if it is left out.
+    ``tokens`` is how many of the pair's are read; all of them if it is left out. ``block``: logits of one model whose
+    elementwise work is done at once.
     """
     tokens = pair.tokens if tokens is None else tokens
     size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
@@ -62,7 +69,7 @@ def plan(pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = No
         most = pair.across.least(most, tokens)
         even = max(1, -(-tokens // max(1, -(-tokens // most))))
         return Plan(even, even, tile, rooms)
-    rows = max(1, min(ROW_BLOCK // words, budget // 4 // (rooms * words * size)))
+    rows = max(1, min(block // words, budget // 4 // (max(rooms, 1) * words * size)))
     budget -= rows * rooms * words * size
     most = min(ENOUGH_TOKENS, max(1, budget // ((2 * words + 2 * dims) * size)))
     rows = min(rows, most)
@@ -150,19 +157,22 @@ class Core(NamedTuple):
     """Which of the numbers tell whether the usual way worked."""
     rooms: int
     """How many buffers the usual way works in."""
+    native: RowCore | None = None
+    """The usual way by the library in C: its keyword ``room`` is what that works in."""
     compiles: bool = True
-    """Whether the usual way may be compiled."""
+    """Whether torch may compile the usual way."""
     apart: bool = False
     """Whether it can do with the difference of the logits: it takes the keyword ``apart`` then."""
 
 
 def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) -> tuple[Tensor, ...]:
     """What ``core`` says about each token; ``given`` is known about them beforehand."""
-    cut = plan(pair, options, core.rooms)
+    native = core.native is not None and goes_native(pair, options)
+    cut = plan(pair, options, 0, block=NATIVE_BLOCK) if native else plan(pair, options, core.rooms)
     none = torch.empty((0, pair.p.vocabulary), dtype=pair.p.dtype, device=pair.p.hidden.device)
     kinds = core.careful(none, none, *(x[:0] for x in given))
     out = tuple(numbers.new_empty(pair.tokens) for numbers in kinds)
-    fast = in_room(core.fast, pair, cut, options, compiles=core.compiles)
+    fast = fast_way(core, pair, cut, options)
     for chunk in chunks(pair, cut, apart=core.apart):
         traits = {"apart": chunk.apart} if core.apart else {}
         known, result = ([x[chunk.where] for x in xs] for xs in (given, out))
@@ -172,6 +182,13 @@ def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) ->
             for numbers, new in zip(result, found, strict=True):
                 numbers[here] = new
     return out
+
+
+def fast_way(core: Core, pair: Pair, cut: Plan, options: LinearOptions) -> RowCore:
+    """What does ``core``'s work: the library in C, or what torch compiles, or the functions as they are."""
+    if core.native is not None and goes_native(pair, options):
+        return partial(core.native, room=scratch(pair.p.vocabulary))
+    return in_room(core.fast, pair, cut, options, compiles=core.compiles)
 
 
 def in_room(

@@ -1,11 +1,4 @@
-"""A loss made of token terms: a chunk's terms first, then its gradient from what the loss says about them.
-
-With the coefficients ``c`` that the loss has in each term, the gradient in p's logits is
-
-    c_logp (1_x - p) + c_kl p (u - KL) - c_H p (log p + H),    u = log p - log q
-
-and in q's ``c_logq (1_x - q) + c_kl (q - p)``.
-"""
+"""A loss made of token terms: a chunk's terms first, then its gradient from what the loss says about them."""
 
 import torch
 from jaxtyping import Float, Int
@@ -14,16 +7,29 @@ from torch import Tensor
 from kleash.divergences import entropy
 from kleash.linear.impl import lean
 from kleash.linear.impl.across import ALONE, Alone
-from kleash.linear.impl.careful import careful_kl, replace_
-from kleash.linear.impl.gradient import Sums, both_sums
+from kleash.linear.impl.careful import careful_kl
+from kleash.linear.impl.compiling import goes_native
 from kleash.linear.impl.lean import gap, measured, summed
-from kleash.linear.impl.loop import Chunk, Core, Plan, blocks, checked, chunks, in_room, plan, runs
+from kleash.linear.impl.loop import (
+    NATIVE_BLOCK,
+    Chunk,
+    Core,
+    Plan,
+    blocks,
+    checked,
+    chunks,
+    fast_way,
+    plan,
+    runs,
+)
+from kleash.linear.impl.native import rows as native_rows
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import pull_back_
-from kleash.linear.impl.reference import terms_of_logits
-from kleash.linear.impl.results import Judged, Needed, Objective, asked, combined
-from kleash.linear.impl.rows import LOG2_E, Room
+from kleash.linear.impl.pulling import Pull, Rows, closed_pull, native_pull, pulled_rows
+from kleash.linear.impl.results import Judged, Needed, Objective, asked
+from kleash.linear.impl.rows import Room
 from kleash.linear.impl.skipping import tell
+from kleash.linear.impl.sums import Sums, both_sums
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
 
@@ -71,15 +77,18 @@ def careful_terms_rows(
     return token_logp, token_logq, kl, entropies, sum_p[:, 0], (sum_q - sum_p)[:, 0]
 
 
-TERMS = Core(terms_rows, careful_terms_rows, slice(2, 3), lean.ROOMS, apart=True)
+TERMS = Core(
+    terms_rows, careful_terms_rows, slice(2, 3), lean.ROOMS, native=native_rows.terms_rows, apart=True
+)
 
 
 def judged(
     pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
 ) -> Judged:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
-    cut = plan(pair, options, lean.ROOMS + 1)
-    fast = in_room(terms_rows, pair, cut, options)
+    native = goes_native(pair, options)
+    cut = plan(pair, options, 2, block=NATIVE_BLOCK) if native else plan(pair, options, lean.ROOMS + 1)
+    fast, pull = fast_way(TERMS, pair, cut, options), native_pull if native else closed_pull
     sums = both_sums(pair, needed, options)
     dtype, device = pair.p.dtype, pair.p.hidden.device
     loss = torch.zeros((), dtype=dtype, device=device)
@@ -97,13 +106,19 @@ def judged(
         part, coefficients = asked(objective, TokenTerms(*known[:4]), where)
         loss += part
         if any(needed):
-            turn_(chunk, ids, known, coefficients, cut, sums)
+            turn_(chunk, ids, known, coefficients, cut, sums, pull)
     tell(options, needed, (sums[0].cutter, sums[1].cutter))
     return Judged(loss, found, sums[0].done + sums[1].done)
 
 
 def turn_(
-    chunk: Chunk, ids: Tensor, known: list[Tensor], c: TokenTerms, cut: Plan, sums: tuple[Sums, Sums]
+    chunk: Chunk,
+    ids: Tensor,
+    known: list[Tensor],
+    c: TokenTerms,
+    cut: Plan,
+    sums: tuple[Sums, Sums],
+    pull: Pull,
 ) -> None:
     """Replace a chunk's logits by their gradient and take it in."""
     rooms = sums[0].room(chunk.zp), sums[1].room(chunk.zq)
@@ -119,18 +134,8 @@ def turn_(
         local = TokenTerms(*(x[here] for x in c))
         apart = chunk.apart and not needs[1]
         facts = [x[here] for x in known]
-        found = pulled_rows(
-            zp,
-            zq,
-            ids[here],
-            facts,
-            local,
-            needs,
-            chunk.pair.across,
-            spare,
-            apart=apart,
-            with_entropy=with_entropy,
-        )
+        rows = Rows(zp, zq, ids[here], facts, local, apart, with_entropy)
+        found = pulled_rows(rows, needs, chunk.pair.across, spare, pull)
         for side, gradient in enumerate(found):
             if gradient is not None:
                 gradient[unused[here]] = 0.0
@@ -144,78 +149,3 @@ def turn_(
             # A row of zeros times a hidden state that is NaN would still be NaN.
             hidden = hidden.masked_fill(unused[:, None], 0.0) if bool(unused.any()) else hidden
             sums[side].add(chunk.where, rooms[side], hidden, cut.tile)
-
-
-def pulled_rows(
-    zp: Tensor,
-    zq: Tensor,
-    ids: Tensor,
-    known: list[Tensor],
-    c: TokenTerms,
-    needs: tuple[bool, bool],
-    across: Alone,
-    spare: tuple[Tensor, Tensor],
-    *,
-    apart: bool,
-    with_entropy: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients in both logits, by the closed form, or by autograd for rows that it cannot do."""
-    in_p = in_q = None
-    rare = torch.zeros(len(zp), dtype=torch.bool, device=zp.device)
-    if needs[0]:
-        in_p = into_p(zp, zq, ids, known, c, across, spare, apart=apart, with_entropy=with_entropy)
-        rare |= ~in_p.sum(-1).isfinite()
-    if needs[1]:
-        in_q = into_q(zp, zq, ids, known, c, across)
-        rare |= ~in_q.sum(-1).isfinite()
-    for some in across.parts(rare):
-        theirs = zp[some] + zq[some] if apart else zq[some]
-        right = plain_pulled_rows(zp[some], theirs, ids[some], TokenTerms(*(x[some] for x in c)), across)
-        replace_((in_p, in_q), some, right)
-    return in_p, in_q
-
-
-def into_p(
-    zp: Tensor,
-    zq: Tensor,
-    ids: Tensor,
-    known: list[Tensor],
-    c: TokenTerms,
-    across: Alone,
-    spare: tuple[Tensor, Tensor],
-    *,
-    apart: bool,
-    with_entropy: bool,
-) -> Tensor:
-    """``c_logp (1_x - p) + p (c_kl (u - KL) - c_H (log p + H))``, in the first ``spare`` room."""
-    by, room = (x[: len(zp)] for x in spare)
-    _, _, kl, entropies, sum_p, more = (x[:, None] for x in known)
-    c_logp, _, c_kl, c_entropy = (x[:, None] for x in c)
-    by = torch.neg(zq, out=by) if apart else torch.sub(zp, zq, out=by)
-    by.add_(more - kl).mul_(c_kl).sub_(c_logp)
-    if with_entropy:
-        by.sub_(torch.sub(zp, sum_p - entropies, out=room).mul_(c_entropy))
-    by.mul_(torch.add(sum_p * -LOG2_E, zp, alpha=LOG2_E, out=room).exp2_())
-    return across.put_(by, ids, c_logp)
-
-
-def into_q(zp: Tensor, zq: Tensor, ids: Tensor, known: list[Tensor], c: TokenTerms, across: Alone) -> Tensor:
-    """``c_logq (1_x - q) + c_kl (q - p)``; the difference as ``max(p, q) (1 - exp(-|u|))`` with its sign."""
-    sum_p, more = (x[:, None] for x in known[4:])
-    logp, logq = zp - sum_p, zq - (sum_p + more)
-    u = zp.sub(zq).add_(more)
-    larger = torch.maximum(logp, logq).mul_(LOG2_E).exp2_()
-    by = torch.expm1(u.abs().neg_()).mul_(larger).mul_(u.sign_()).mul_(c.kl[:, None])
-    by.sub_(logq.mul_(LOG2_E).exp2_().mul_(c.token_logq[:, None]))
-    return across.put_(by, ids, c.token_logq[:, None])
-
-
-def plain_pulled_rows(
-    zp: Tensor, zq: Tensor, ids: Tensor, c: TokenTerms, across: Alone
-) -> tuple[Tensor, Tensor]:
-    """The same by the specification and autograd; a term whose coefficient is 0 is left out."""
-    with torch.enable_grad():
-        rows = zp.detach().requires_grad_(), zq.detach().requires_grad_()
-        total = combined(terms_of_logits(*rows, ids, across), c).sum()
-        in_p, in_q = torch.autograd.grad(total, rows, allow_unused=True, materialize_grads=True)
-    return in_p, in_q

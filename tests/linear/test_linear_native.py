@@ -1,0 +1,282 @@
+"""The library in C: built once, taken where it can be, and right to the roundings of float32."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from linear_cases import CHUNKED, NATIVE, REFERENCE, head_case, in_float64, relative_rms
+
+from kleash.errors import CannotRunError
+from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss, linear_objective
+from kleash.linear.impl import compiling
+from kleash.linear.impl.native import building, rows
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    """What is known of compilers is forgotten, before and after."""
+    known = building.library, compiling.missing_for_native, compiling.missing_for
+    for one in known:
+        one.cache_clear()
+    yield
+    for one in known:
+        one.cache_clear()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The functions of the library that were called."""
+    seen, call = [], rows.call
+    monkeypatch.setattr(rows, "call", lambda name, *given: (seen.append(name), call(name, *given))[1])
+    return seen
+
+
+def row_pair(kind, rows=6, words=2500):
+    """Logits of p, and by how much q's are larger: float64, but numbers that float32 holds."""
+    torch.manual_seed(3)
+    zp = 3 * torch.randn(rows, words)
+    more = {"near": 1e-4, "faint": 1e-8, "usual": 0.5, "far": 6.0}[kind] * torch.randn(rows, words)
+    if kind != "faint":
+        more = (zp + more) - zp
+    return zp.double(), more.double()
+
+
+def row_logits(rows=6):
+    zp, more = row_pair("usual", rows)
+    return zp.float(), (zp + more).float()
+
+
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [("near", False), ("usual", False), ("far", False), ("near", True), ("faint", True), ("far", True)],
+)
+def test_the_facts_of_rows(kind, apart):
+    zp, more = row_pair(kind)
+    zq = zp + more
+    # Differences of log-probabilities whose digits are not those of the logits' sum: the KL of "faint" is 5e-17.
+    shift = torch.log1p((zp.softmax(-1) * torch.expm1(more)).sum(-1, keepdim=True))
+    u = shift - more
+    right = (
+        (zp.softmax(-1) * (torch.expm1(-u) + u)).sum(-1),
+        zp.logsumexp(-1),
+        shift[:, 0],
+        -(zp.softmax(-1) * zp.log_softmax(-1)).sum(-1),
+    )
+    second = more if apart else zq
+    found = rows.facts(zp.float(), second.float(), rows.scratch(zp.shape[1]), apart=apart)
+    assert (right[0] > 0).all() and ((right[0] < 1e-15).all() == (kind == "faint"))
+    for number, (exact, ours) in enumerate(zip(right, found.unbind(1), strict=True)):
+        # KL is of second order in what rounding leaves of phi near 0.
+        torch.testing.assert_close(ours, exact, rtol=2e-6, atol=1e-7 if number == 2 else 0.0)
+
+
+@pytest.mark.parametrize("by", [0.1, -7.3, 1e-4, 33.3])
+def test_logits_that_are_larger_by_the_same_everywhere_are_those_of_the_same_model(by):
+    """The mean of a constant rounds away from it, and KL is of second order in that."""
+    zp, _ = row_logits(rows=40)
+    found = rows.facts(zp, torch.full_like(zp, by), rows.scratch(2500), apart=True)
+    assert (found[:, 0] >= 0).all() and (found[:, 0] < 1e-20).all()
+    torch.testing.assert_close(found[:, 2], torch.full((40,), by, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "elsewhere"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "p", "q"])
+@pytest.mark.parametrize("kind", ["near", "usual", "far"])
+def test_gradients_of_rows(kind, wanted, in_place):
+    zp, more = row_pair(kind)
+    zq = zp + more
+    weight = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    leaves = zp.clone().requires_grad_(), zq.clone().requires_grad_()
+    logp, logq = (z.log_softmax(-1) for z in leaves)
+    value = (logp.exp() * (logp - logq)).sum(-1)
+    right = torch.autograd.grad((weight * value).sum(), leaves)
+    z = zp.float(), zq.float()
+    outs = tuple(
+        (x if in_place else torch.full_like(x, 7.0)) if w else None for x, w in zip(z, wanted, strict=True)
+    )
+    kl = rows.kl_gradient_(*z, weight.float(), outs, rows.scratch(2500), apart=False)
+    torch.testing.assert_close(kl.double(), value.detach(), rtol=1e-6, atol=0)
+    for ours, exact in zip(outs, right, strict=True):
+        if ours is not None:
+            assert relative_rms(ours, exact) < 3e-7
+
+
+def test_what_has_next_to_no_probability_gets_no_gradient_at_all():
+    """Not one of 1e-38, which would be slow to multiply."""
+    zp, zq = row_logits()
+    zp[:, 7] = zp.amax(-1) - 120
+    zq[:, 7] = zq.amax(-1) - 110
+    rows.kl_gradient_(zp, zq, torch.ones(6), (zp, zq), rows.scratch(2500), apart=False)
+    assert (zp[:, 7] == 0).all() and (zq[:, 7] == 0).all() and (zp[:, 8] != 0).all()
+
+
+def test_rows_that_it_cannot_do_are_left_as_they_are():
+    zp, zq = row_logits(rows=7)
+    zp[0, 3], zq[1, 4] = torch.nan, torch.nan
+    zp[2, 5], zq[3, 6] = torch.inf, -torch.inf
+    zp[4, 7] = zq[4, 7] = -torch.inf
+    zq[5, 8] = zp[5].max() + 300  # q is all there, where p has next to nothing
+    before = zp.clone(), zq.clone()
+    kl = rows.kl_gradient_(zp, zq, torch.ones(7), (zp, zq), rows.scratch(2500), apart=False)
+    assert kl[:6].isnan().all() and kl[6].isfinite()
+    for old, new in zip(before, (zp, zq), strict=True):
+        torch.testing.assert_close(new[:6], old[:6], rtol=0, atol=0, equal_nan=True)
+        assert not torch.equal(new[6], old[6])
+
+
+@pytest.mark.parametrize(
+    "traits", [{}, {"bias": True, "scale": 0.4}, {"softcap": 3.0, "temperature": 1.3}], ids=str
+)
+@pytest.mark.parametrize("apart", [1.0, 1e-3, 60.0])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loss_and_its_gradients(calls, dtype, apart, traits, reverse):
+    case = head_case(dtype, apart, tokens=(67,), words=701, **traits)
+    weights = torch.linspace(-0.5, 2.0, 67)
+    weights[5] = 0.0
+    found = []
+    for each, options in ((in_float64(case), REFERENCE), (case, CHUNKED), (case, NATIVE)):
+        each = each.swapped() if reverse else each
+        leaves = [each.hidden_p.requires_grad_(), each.hidden_q.requires_grad_()]
+        loss, values = linear_kl_loss(
+            *each.models,
+            weights=weights.double() if each.hidden_p.dtype == torch.float64 else weights,
+            temperature=each.temperature,
+            options=options,
+        )
+        found.append([values.detach(), *torch.autograd.grad(loss, leaves)])
+    assert "kleash_kl_gradient" in calls
+    for exact, plain, ours in zip(*found, strict=True):
+        error = relative_rms(ours, exact)
+        assert error <= 1.5 * relative_rms(plain, exact) + 1e-6 and error < 1e-2
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["frozen reference", "both trained"])
+@pytest.mark.parametrize("one_head", [False, True], ids=["two heads", "one head"])
+@pytest.mark.parametrize("apart", [1.0, 1e-3])
+def test_an_objective_and_its_gradients(calls, apart, one_head, both):
+    torch.manual_seed(0)
+    case = head_case(torch.float32, apart, tokens=(67,), words=701, bias=True)
+    if one_head:
+        case.hidden_q, case.head_q = case.hidden_p + apart * torch.randn(67, 13), case.head_p
+    weights = torch.linspace(-1, 2.2, 67, dtype=torch.float64)
+    weights[7] = 0.0
+
+    def objective(terms, at):
+        by = weights[at].to(terms.kl.dtype)
+        return by * (terms.kl - 0.7 * terms.token_logp - 0.3 * terms.entropy + 0.2 * terms.token_logq)
+
+    found = []
+    for each, options in ((in_float64(case), REFERENCE), (case, CHUNKED), (case, NATIVE)):
+        leaves = [each.hidden_p.requires_grad_(), *([each.hidden_q.requires_grad_()] if both else [])]
+        loss, terms = linear_objective(
+            *each.models[:2], each.tokens, *each.models[2:], objective, options=options
+        )
+        found.append([x.detach() for x in terms] + list(torch.autograd.grad(loss, leaves)))
+    assert {"kleash_facts", "kleash_pull"} <= set(calls)
+    for exact, plain, ours in zip(*found, strict=True):
+        error = relative_rms(ours, exact)
+        assert error <= 1.5 * relative_rms(plain, exact) + 1e-6 and error < 1e-3
+
+
+def test_numbers_do_not_depend_on_threads_or_chunks():
+    case = head_case(torch.float32, tokens=(67,), words=3001)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            logits = case.hidden_p @ case.head_p.weight.T, case.hidden_q @ case.head_q.weight.T
+            for options in (NATIVE, LinearOptions()):
+                found += [linear_kl(logits[0], Head(None), logits[1], Head(None), options=options)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_it_is_taken_for_large_calls_in_float32_and_never_where_that_is_forbidden(calls, monkeypatch):
+    case = head_case(torch.float32, tokens=(37,), words=101)
+    for size, options, taken in (
+        (37 * 101, LinearOptions(), True),
+        (37 * 101 + 1, LinearOptions(), False),
+        (37 * 101 + 1, LinearOptions(compile="always"), True),
+        (37 * 101, LinearOptions(compile="never"), False),
+    ):
+        monkeypatch.setattr(compiling, "NATIVE_PAYS_FROM", size)
+        calls.clear()
+        case.kl(options)
+        assert bool(calls) == taken, (size, options.compile)
+    head_case(torch.float64, tokens=(37,), words=101).kl()
+    assert not calls
+
+
+def test_without_a_compiler_auto_does_without_and_always_says_what_is_missing(anew, calls, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler -v")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    case = head_case(torch.float32)
+    assert torch.equal(case.kl(), case.kl(CHUNKED)) and not calls
+    assert compiling.missing_for_native() == "a C compiler, and no-such-compiler is not there"
+    with pytest.raises(CannotRunError, match="and no-such-compiler is not there"):
+        case.kl(LinearOptions(compile="always"))
+
+
+def test_a_compiler_that_refuses_is_quoted(anew, tmp_path, monkeypatch):
+    refuses = tmp_path / "cc"
+    refuses.write_text("#!/bin/sh\necho 'no OpenMP here' >&2\nexit 1\n")
+    refuses.chmod(0o755)
+    monkeypatch.setenv("CC", str(refuses))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert (
+        compiling.missing_for_native() == f"a C compiler with OpenMP, and {refuses} refused: no OpenMP here"
+    )
+    assert list((tmp_path / "cache" / "kleash").iterdir()) == []
+
+
+def test_it_is_built_once_into_a_folder_of_the_users_own(anew, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    building.library()
+    (library,) = (tmp_path / "kleash").iterdir()
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    written = library.stat().st_mtime_ns
+    building.library.cache_clear()
+    monkeypatch.setattr(building, "build", lambda *_: pytest.fail("built again"))
+    building.library()
+    assert library.stat().st_mtime_ns == written
+
+
+def test_another_compiler_or_processor_gets_its_own(monkeypatch):
+    command = building.compiler()
+    here = building.fingerprint(command)
+    assert building.fingerprint((*command, "-g")) != here
+    monkeypatch.setattr(building, "processor", lambda: b"another")
+    assert building.fingerprint(command) != here
+
+
+@pytest.mark.parametrize("spoilt", ["half written", "no folder"])
+def test_a_cache_that_is_of_no_use_is_done_without(anew, calls, tmp_path, monkeypatch, spoilt):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if spoilt == "half written":
+        building.library()
+        (library,) = (tmp_path / "kleash").iterdir()
+        whole = library.read_bytes()
+        library.unlink()  # written over, it would change under whoever has it loaded
+        library.write_bytes(whole[:100])
+        building.library.cache_clear()
+    else:
+        (tmp_path / "kleash").write_text("a file where the folder should be")
+    case = head_case(torch.float32)
+    found = case.kl(NATIVE)
+    assert calls and relative_rms(found, in_float64(case).kl(REFERENCE)) < 1e-6
+
+
+def test_two_processes_build_at_once(tmp_path):
+    program = "from kleash.linear.impl.native.building import library; library(); print('built')"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [one.communicate(timeout=120)[0].strip() for one in both] == ["built", "built"]
+    assert len(list((tmp_path / "kleash").iterdir())) == 1
