@@ -35,7 +35,8 @@ benchmarks/linear_all.py` makes them all, and then this page (`python tools/make
 - *The four matmuls*: two make the logits of both models, two make the gradients. They are run bare, in chunks of 512
   tokens, into memory that is there.
 - *Compiled* is what `linear_kl_loss` does by itself for a call of this size where a C compiler is there: the
-  elementwise work is done by a small library in C that is built once on a machine. *Eager* is `LinearOptions(compile="never")`.
+  elementwise work is done by a small library in C that is built once on a machine. *Eager* is
+  `LinearOptions(compile="never")`.
 - Ratios are medians over interleaved rounds, in which every way runs once, after a first call of each.
 
 ## What was to be reached, and what was

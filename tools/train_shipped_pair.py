@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import torch
+from peft import AutoPeftModelForCausalLM
 from shipped_training import austen, card, figures, language_model, on_a_leash, passages
 from shipped_training.language_model import Schedule
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -75,7 +76,8 @@ def make_policy(kept: dict[str, list[list[str]]], reference: Path, folder: Path,
     """Train the stored reference by PPO on openings of what it read; returns what the card tells of it."""
     prompts = passages.prompts(kept, f"{SEED}/policy", PROMPTS_PER_NOVEL)
     trained, told = on_a_leash.trained(reference, prompts, run, SEED)
-    save_model(AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32), folder)
+    model = AutoPeftModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
+    save_model(model.merge_and_unload(), folder)
     save_tokenizer(AutoTokenizer.from_pretrained(reference), folder)
     return told
 
