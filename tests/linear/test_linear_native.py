@@ -7,10 +7,26 @@ import sys
 
 import pytest
 import torch
-from linear_cases import CHUNKED, NATIVE, REFERENCE, head_case, in_float64, relative_rms
+from linear_cases import (
+    CHUNKED,
+    NATIVE,
+    REFERENCE,
+    head_case,
+    in_float64,
+    relative_rms,
+    statistics_the_long_way,
+)
 
 from kleash.errors import CannotRunError
-from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss, linear_objective
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    TokenStatistics,
+    linear_kl,
+    linear_kl_loss,
+    linear_objective,
+    token_statistics,
+)
 from kleash.linear.impl import compiling
 from kleash.linear.impl.native import building, rows
 
@@ -180,6 +196,60 @@ def test_an_objective_and_its_gradients(calls, apart, one_head, both):
     for exact, plain, ours in zip(*found, strict=True):
         error = relative_rms(ours, exact)
         assert error <= 1.5 * relative_rms(plain, exact) + 1e-6 and error < 1e-3
+
+
+@pytest.mark.parametrize(
+    "traits", [{}, {"bias": True, "scale": 0.4}, {"softcap": 30.0, "temperature": 1.3}], ids=str
+)
+@pytest.mark.parametrize("apart", [5.0, 0.5, 1e-3])
+def test_the_statistics_of_tokens(calls, apart, traits):
+    case = head_case(torch.float32, apart, tokens=(67,), words=2701, **traits)
+    case.hidden_p[3] = case.hidden_p[4]
+    case.tokens[5] = case.statistics(REFERENCE).top1_q[5]
+    exact, plain, ours = (
+        statistics_the_long_way(in_float64(case)),
+        case.statistics(CHUNKED),
+        case.statistics(NATIVE),
+    )
+    assert set(calls) == {"kleash_statistics"} and ours.rank_q[5] == 0
+    for name, right, eager, found in zip(TokenStatistics._fields, exact, plain, ours, strict=True):
+        assert found.dtype == eager.dtype
+        if found.is_floating_point():
+            error = relative_rms(found, right)
+            assert error <= 1.5 * relative_rms(eager, right) + 1e-6 and error < 1e-2, name
+        else:
+            assert torch.equal(found, right), name
+
+
+def test_statistics_of_models_so_near_that_the_shift_between_them_has_to_be_kept_in_two_numbers(unhooked):
+    """q's logits are larger by 3, one in eight by 2^-20 more: rounding 3 alone costs a seventh of the KL."""
+    torch.manual_seed(5)
+    zp = torch.randint(-1024, 1024, (6, 4000)).double() / 256
+    more = 2.0**-20 * (torch.rand(6, 4000) < 1 / 8).double()
+    zq = zp + 3 + more
+    assert torch.equal(zq, zq.float().double())
+    p, shift = zp.softmax(-1), torch.log1p((zp.softmax(-1) * torch.expm1(more)).sum(-1, keepdim=True))
+    u = shift - more
+    right = (p * (torch.expm1(-u) + u)).sum(-1)
+    assert (right < 1e-13).all()
+    tokens = torch.zeros(6, dtype=torch.int64)
+    found = rows.statistics_rows(zp.float(), zq.float(), tokens, room=rows.scratch(4000))
+    for divergence, number in zip(found[2:5], (right, right, right / 4), strict=True):
+        torch.testing.assert_close(divergence.double(), number, rtol=5e-2, atol=0)
+
+
+def test_the_first_of_equally_likely_tokens_is_named_and_what_is_not_finite_left_to_others(calls):
+    zp, zq = row_logits()
+    zp[0, [9, 40, 2400]] = zp[0].max() + 1
+    zq[1, [2499, 1025]] = zq[1].max() + 1
+    zq[2, 7], zp[3, 8], zp[4, 9] = -torch.inf, -torch.inf, torch.nan
+    tokens = torch.tensor([40, 1025, 0, 1, 2, 3])
+    found = token_statistics(zp, Head(None), zq, Head(None), tokens, options=NATIVE)
+    assert found.top1_p[0] == 9 and found.top1_q[1] == 1025 and found.rank_q[1] == 0
+    assert found.kl_pq[2] == torch.inf and found.kl_qp[2].isfinite()
+    assert found.kl_qp[3] == torch.inf and found.kl_pq[3].isfinite()
+    assert found.kl_pq[4].isnan() and found.kl_pq[5].isfinite()
+    assert calls == ["kleash_statistics"] * len(calls) and calls
 
 
 def test_numbers_do_not_depend_on_threads_or_chunks():

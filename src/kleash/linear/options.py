@@ -55,7 +55,7 @@ class LinearOptions:
     """Memory for the logits of a chunk of tokens, of both models together; a chunk is one token at least."""
     compile: Literal["auto", "always", "never"] | bool = "auto"
     """Whether the elementwise work of KL (values, losses, objectives) and of token statistics is compiled. On a CPU,
-    KL in float32 is done by a library in C that is built once on a machine, in half a second; the rest is compiled by
+    float32 is done by a library in C that is built once on a machine, in half a second; the rest is compiled by
     torch, in about 10 seconds in each process. auto does so if a compiler is there and this call alone has enough
     work to win that back; always is an error where there is none."""
     skip_below: float = 0.0

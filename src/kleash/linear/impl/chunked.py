@@ -32,7 +32,9 @@ def plainly(record: Divergence) -> RowCore:
 
 
 KL_CORE = Core(lean.kl_rows, careful_kl, slice(0, 1), lean.ROOMS, native=native_rows.kl_rows, apart=True)
-STATISTICS = Core(rows.statistics_rows, statistics_of_logits, slice(2, 4), rows.ROOMS)
+STATISTICS = Core(
+    rows.statistics_rows, statistics_of_logits, slice(2, 4), rows.ROOMS, native=native_rows.statistics_rows
+)
 
 
 def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:

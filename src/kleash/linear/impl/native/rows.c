@@ -5,6 +5,10 @@
 
        log p - log q = log1p(y) - r          KL(p || q) = log1p(y) - E_p r
 
+   Token statistics treat both models alike, by d = log p - log q = zp - zq - (log-sum-exp of zp - that of zq):
+
+       KL(p || q) = sum p phi(d)             KL(q || p) = sum q phi(-d)
+
    Sums are in float32 over PART words, and over the parts in float64. What this cannot do (q further ahead than FAR on
    some word; a logit that is no number) gets a KL of NaN. */
 
@@ -29,6 +33,8 @@ static int omp_get_thread_num(void) { return 0; }
         if ((end = start + PART < words ? start + PART : words), 1)
 
 enum { KL, LOG_SUM, MORE, ENTROPY, FACTS };
+enum { LOGP, LOGQ, KL_PQ, KL_QP, JENSEN_SHANNON, TOTAL_VARIATION, ENTROPY_P, ENTROPY_Q, TOP_P, TOP_Q, NUMBERS };
+enum { LIKELIEST_P, LIKELIEST_Q, RANK_Q, PLACES };
 
 /* 2^x to 2 roundings, exact at 0; 0 below 2^-126. The coefficients are the best for 2^x / fraction on [-1/2, 1/2]. */
 INLINE float power_of_2(float x) {
@@ -50,16 +56,46 @@ INLINE float power_of_2(float x) {
 
 INLINE float power_of_e(float x) { return power_of_2(x * LOG2_E); }
 
-/* phi(-r) = expm1(r) - r, by its series where |r| is small, so that nothing cancels. */
-INLINE float gap(float r) {
+/* phi(-r) = expm1(r) - r by its series, for |r| up to SERIES_BELOW. */
+INLINE float near_gap(float r) {
     float near = 1.0f / 5040.0f;
     near = near * r + 1.0f / 720.0f;
     near = near * r + 1.0f / 120.0f;
     near = near * r + 1.0f / 24.0f;
     near = near * r + 1.0f / 6.0f;
     near = near * r + 0.5f;
+    return near * r * r;
+}
+
+/* phi(-r) = expm1(r) - r, so that nothing cancels where |r| is small. */
+INLINE float gap(float r) {
     float beyond = (power_of_e(r) - 1.0f) - r;
-    return fabsf(r) <= SERIES_BELOW ? near * r * r : beyond;
+    return fabsf(r) <= SERIES_BELOW ? near_gap(r) : beyond;
+}
+
+/* log(1 + x) for x from 0 to 1: 2 atanh(x / (2 + x)). */
+INLINE float log_of_1_and(float x) {
+    float s = x / (2.0f + x), square = s * s;
+    float sum = 1.0f / 13.0f;
+    sum = sum * square + 1.0f / 11.0f;
+    sum = sum * square + 1.0f / 9.0f;
+    sum = sum * square + 1.0f / 7.0f;
+    sum = sum * square + 1.0f / 5.0f;
+    sum = sum * square + 1.0f / 3.0f;
+    return 2.0f * (s + s * square * sum);
+}
+
+/* (p log(p / m) + q log(q / m)) / (p + q), m = (p + q) / 2: of d alone, even in it, from d^2 / 8 to log 2. */
+INLINE float jensen_shannon(float d) {
+    float square = d * d;
+    float near = 1.922123016e-05f;
+    near = near * square - 1.844618056e-04f;
+    near = near * square + 1.736111111e-03f;
+    near = near * square - 1.5625e-02f;
+    near = near * square + 0.125f;
+    float size = fabsf(d), rest = power_of_e(-size);
+    float far = 0.693147181f - log_of_1_and(rest) - rest * size / (1.0f + rest);
+    return size <= SERIES_BELOW ? near * square : far;
 }
 
 /* By how much q's logit is larger than p's; it comes so, if the two are ``apart`` already. */
@@ -234,5 +270,90 @@ void kleash_pull(const float *zp, const float *zq, int64_t apart, int64_t with_e
         done[i] = (uint8_t)fine;
         if (into_p) into_p[tokens[i]] += c.logp;
         if (into_q) into_q[tokens[i]] += c.logq;
+    }
+}
+
+/* One model's words: their masses relative to its largest logit. */
+struct side {
+    double total;
+    double entropy;
+    double log_sum;
+    float top;
+    int32_t likeliest; /* the first of the largest */
+};
+
+INLINE struct side side_of(const float *z, int64_t words, float *restrict mass) {
+    struct side x = {.top = -INFINITY, .likeliest = (int32_t)words};
+    float top = -INFINITY;
+    int32_t likeliest = (int32_t)words;
+    double below = 0.0;
+#pragma omp simd reduction(max : top)
+    FOR_WORDS(0, words) top = z[j] > top ? z[j] : top;
+    FOR_PARTS {
+        float masses = 0.0f, depth = 0.0f;
+#pragma omp simd reduction(+ : masses, depth) reduction(min : likeliest)
+        FOR_WORDS(start, end) {
+            float under = z[j] - top, one = power_of_e(under);
+            int32_t place = z[j] == top ? (int32_t)j : INT32_MAX;
+            mass[j] = one;
+            masses += one;
+            depth += one * under;
+            likeliest = place < likeliest ? place : likeliest;
+        }
+        x.total += masses, below += depth;
+    }
+    x.top = top;
+    x.likeliest = likeliest;
+    x.log_sum = log(x.total) + top;
+    x.entropy = log(x.total) - below / x.total;
+    return x;
+}
+
+/* The fields of TokenStatistics, numbers and places apart; a divergence that is not finite cannot be had here. */
+void kleash_statistics(const float *zp, const float *zq, int64_t rows, int64_t words, float *work, int64_t threads,
+                       const int64_t *tokens, double *numbers, int64_t *places) {
+#pragma omp parallel for num_threads((int)threads) schedule(static)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *p = zp + i * words, *q = zq + i * words;
+        float *mass_p = work + 2 * words * omp_get_thread_num(), *mass_q = mass_p + words;
+        struct side a = side_of(p, words, mass_p), b = side_of(q, words, mass_q);
+        const double shift = a.log_sum - b.log_sum;
+        const float most = (float)shift, rest = (float)(shift - most), own = q[tokens[i]];
+        const float over_p = (float)(1.0 / a.total), over_q = (float)(1.0 / b.total);
+        double pq = 0.0, qp = 0.0, between = 0.0, variation = 0.0;
+        int64_t rank = 0;
+        FOR_PARTS {
+            float some_pq = 0.0f, some_qp = 0.0f, some_between = 0.0f, some_variation = 0.0f;
+            int32_t greater = 0;
+#pragma omp simd reduction(+ : some_pq, some_qp, some_between, some_variation, greater)
+            FOR_WORDS(start, end) {
+                float d = ((p[j] - q[j]) - most) - rest;
+                float of_p = mass_p[j] * over_p, of_q = mass_q[j] * over_q;
+                int small = fabsf(d) <= SERIES_BELOW;
+                float up = near_gap(d), down = near_gap(-d), apart = of_q - of_p;
+                some_pq += small ? of_p * down : apart + of_p * d;
+                some_qp += small ? of_q * up : -apart - of_q * d;
+                some_variation += fabsf(small ? of_q * (up + d) : apart);
+                some_between += (of_p + of_q) * jensen_shannon(d);
+                greater += q[j] > own ? 1 : 0;
+            }
+            pq += some_pq, qp += some_qp, between += some_between, variation += some_variation;
+            rank += greater;
+        }
+        double *found = numbers + i * NUMBERS;
+        int64_t *places_here = places + i * PLACES;
+        found[LOGP] = p[tokens[i]] - a.log_sum;
+        found[LOGQ] = own - b.log_sum;
+        found[KL_PQ] = pq;
+        found[KL_QP] = qp;
+        found[JENSEN_SHANNON] = between / 2;
+        found[TOTAL_VARIATION] = variation / 2;
+        found[ENTROPY_P] = a.entropy;
+        found[ENTROPY_Q] = b.entropy;
+        found[TOP_P] = 1.0 / a.total;
+        found[TOP_Q] = 1.0 / b.total;
+        places_here[LIKELIEST_P] = a.likeliest;
+        places_here[LIKELIEST_Q] = b.likeliest;
+        places_here[RANK_Q] = rank;
     }
 }

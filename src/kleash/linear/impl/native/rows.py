@@ -1,4 +1,4 @@
-"""The cores of ``lean.py`` and ``objective.py`` for float32 rows, by the library that is made of ``rows.c``."""
+"""The cores of ``lean.py``, ``objective.py`` and ``rows.py`` for float32 rows, by what is made of ``rows.c``."""
 
 import ctypes
 from typing import TypeAlias
@@ -13,6 +13,8 @@ Outs: TypeAlias = tuple[Tensor | None, Tensor | None]
 """Where the gradients in p's logits and in q's go, if they are wanted; logits may be replaced by their own."""
 FACTS = 4
 """KL(p || q); log-sum-exp of p's logits; by how much q's is larger; p's entropy."""
+NUMBERS, PLACES = 10, 3
+"""The fields of TokenStatistics: those that are numbers, those that are indices or counts."""
 SCRATCH_ROWS = 2
 """Rows of the vocabulary's size that each thread works in."""
 
@@ -43,6 +45,23 @@ def terms_rows(
     token_logp = token_zp - sums
     token_logq = token_logp + ((token_zq if apart else token_zq - token_zp) - more)
     return tuple(x.float() for x in (token_logp, token_logq, kl, entropies, sums, more))
+
+
+def statistics_rows(
+    zp: Float[Tensor, "rows vocab"],
+    zq: Float[Tensor, "rows vocab"],
+    tokens: Int[Tensor, " rows"],
+    *,
+    room: Tensor,
+) -> tuple[Tensor, ...]:
+    """``rows.statistics_rows``."""
+    numbers = torch.empty((len(zp), NUMBERS), dtype=torch.float64)
+    places = torch.empty((len(zp), PLACES), dtype=torch.int64)
+    given = tokens.to(torch.int64).contiguous()
+    call("kleash_statistics", zp, zq, *zp.shape, room, threads_in(room), given, numbers, places)
+    *first, top_p, top_q = numbers.float().unbind(1)
+    likeliest_p, likeliest_q, rank = places.unbind(1)
+    return (*first, likeliest_p, likeliest_q, top_p, top_q, rank)
 
 
 def facts(
