@@ -1,13 +1,16 @@
 """The script that made the pair: reading the novels, cutting them up, training."""
 
+import json
 import re
 import struct
 import zlib
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
-from shipped_training import austen, held_out, language_model
+from shipped_training import austen, figures, language_model, on_a_leash, passages
 from transformers import LlamaConfig, LlamaForCausalLM
 
 NOVEL = """A NOVEL
@@ -80,12 +83,6 @@ def test_every_twelfth_chapter_is_held_out_of_training():
     assert sorted(kept + held) == sorted(chapters) and len(kept) == 27
 
 
-def test_speech_is_runs_of_paragraphs_that_begin_with_a_quotation_mark():
-    chapter = ['"One."', '"Two," he said.', "Nobody spoke.", 'Then "three".', '"Four."']
-    assert austen.speech(chapter) == [['"One."', '"Two," he said.'], ['"Four."']]
-    assert austen.speech(["Silence."]) == []
-
-
 def test_documents_lose_nothing_and_are_long_enough():
     paragraphs = [f"{number} " + "x" * (7 * number % 50) for number in range(60)]
     cuts = [list(austen.documents(paragraphs, Random(seed), 40, 90)) for seed in range(10)]
@@ -97,22 +94,61 @@ def test_documents_lose_nothing_and_are_long_enough():
 
 def test_an_opening_ends_at_a_stop_and_not_after_mr():
     paragraph = "One two three four five six seven eight Mr. Ten eleven twelve, thirteen" + " more" * 40
-    assert all(held_out.opening(paragraph, Random(seed)).endswith("twelve,") for seed in range(20))
-    assert len(held_out.opening("word " * 60, Random(0)).split()) == 16
+    assert all(passages.opening(paragraph, Random(seed)).endswith("twelve,") for seed in range(20))
+    assert len(passages.opening("word " * 60, Random(0)).split()) == 16
 
 
 def test_prompts_are_openings_of_paragraphs_of_every_novel():
     long = {novel: [f"{novel} {number} " + "word, " * 60 for number in range(20)] for novel in ("one", "two")}
     held = {novel: [long[novel], ["Nine words of it, said he, and he left."] * 20] for novel in long}
-    prompts = held_out.prompts(held, "seed")
+    prompts = passages.prompts(held, "seed", 16)
     assert len(prompts) == len(set(prompts)) == 32
     assert sum(bool(re.match(r"one \d+ word,", prompt)) for prompt in prompts) == 16
 
 
+def test_training_answers_other_prompts_than_those_that_ship():
+    novel = {"one": [[f"{number} " + "word, " * 60 for number in range(90)]]}
+    shipped, trained_on = passages.prompts(novel, "1", 16), passages.prompts(novel, "1/policy", 64)
+    assert len(set(trained_on)) == 64 and shipped != trained_on[:16]
+
+
+def test_the_policy_is_trained_by_ppo_on_the_shipped_reward_and_the_card_is_told(tmp_path, monkeypatch):
+    asked = []
+
+    def train(job, display):
+        asked.append(job)
+        metrics = {"reward/score": 5.0, "kl/exact_per_sequence": 12.5, "beta": 0.3, "time/step": 2.0}
+        return SimpleNamespace(policy=str(tmp_path / "run" / "ppo" / "policy"), metrics=metrics)
+
+    monkeypatch.setattr(on_a_leash, "train", train)
+    for _ in range(2):
+        folder, told = on_a_leash.trained(tmp_path / "reference", ["Once", "“Twice”"], tmp_path / "run", 7)
+        (tmp_path / "run" / "ppo").mkdir(exist_ok=True)
+    first, again = asked
+    assert not first.resume and again.resume and folder == tmp_path / "run" / "ppo" / "policy"
+    assert first.reference_name == first.policy == str(tmp_path / "reference")
+    assert first.target_nats == 12.0 and first.controller == "pid" and first.kl == "exact" and first.seed == 7
+    lines = Path(first.source).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["Once", "“Twice”"]
+    assert told["prompts"] == 2 and told["last"] == {
+        "reward/score": 5.0,
+        "kl/exact_per_sequence": 12.5,
+        "beta": 0.3,
+    }
+    assert told["learning_rate"] == first.learning_rate and told["lora_rank"] == first.lora_rank
+
+
+def test_the_reward_of_responses_is_the_mean_of_their_words():
+    tokenizer = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens: {1: "She, herself.", 2: "Her!"}[ids[0]]
+    )
+    assert figures.mean_reward(tokenizer, [([0], [1]), ([0], [2])]) == 1.5
+
+
 def test_texts_stop_before_they_are_too_large():
     held = {"one": [[f"{number} " + "x" * 998 for number in range(300)]]}
-    texts = held_out.texts(held, "seed", 200, 300)
-    assert 130_000 < sum(map(len, texts)) <= held_out.TEXT_BYTES
+    texts = passages.texts(held, "seed", 200, 300)
+    assert 130_000 < sum(map(len, texts)) <= passages.TEXT_BYTES
     assert texts == sorted(texts, key=lambda text: int(text.split()[0]))
 
 

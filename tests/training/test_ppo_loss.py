@@ -38,7 +38,8 @@ class Plain:
         out = network(input_ids=ids, output_hidden_states=True)
         places = slice(len(one.prompt_ids) - 1, ids.shape[1] - 1)
         logp = (out.logits[0, places] / self.job.temperature).log_softmax(-1)
-        return logp, (out.hidden_states[-1][0, places] @ value.weight.T + value.bias)[:, 0]
+        hidden = out.hidden_states[-1][0, places].detach()  # the critic moves nothing but itself
+        return logp, (hidden @ value.weight.T + value.bias)[:, 0]
 
     def remember(self, network, value):
         """Old log-probabilities, KLs, values; advantages from rewards by loops over the tokens."""

@@ -56,7 +56,7 @@ class Learnt(NamedTuple):
     loss: Float[Tensor, ""]
     """The sum of the objective over the tokens; carries its gradient."""
     values: Float[Tensor, " tokens"]
-    """Of the critic; they carry theirs."""
+    """Of the critic; they carry theirs, in its own weights alone."""
     terms: TokenTerms
     """Detached."""
 
@@ -121,7 +121,11 @@ class Policy(torch.nn.Module):
     def learn(
         self, batch: Batch, hidden_q: Float[Tensor, "tokens dim_q"], head_q: Head | None, objective: Objective
     ) -> Learnt:
-        """The objective's sum over a batch, with its gradient; otherwise as ``score``."""
+        """The objective's sum over a batch, with its gradient; otherwise as ``score``.
+
+        The values' gradient ends at the critic: its errors grow with the rewards, and would move the policy's
+        hidden states further than what is learned from the rewards does.
+        """
         hidden, head = self.read(batch), self.head()
         loss, terms = linear_objective(
             hidden,
@@ -132,7 +136,7 @@ class Policy(torch.nn.Module):
             objective,
             temperature=batch.temperature,
         )
-        return Learnt(loss, self.expected(hidden), terms)
+        return Learnt(loss, self.expected(hidden.detach()), terms)
 
     def moved(
         self, batch: Batch, hidden_before: Float[Tensor, "tokens dim"], head_before: Head
