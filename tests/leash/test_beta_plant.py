@@ -47,8 +47,8 @@ def test_pid_overshoots_little_and_settles(gain, lag, off):
     assert overshoot(still, off) < 0.03 and abs(still[199] - 1) < 0.035
     for seed in range(3):
         settled = follow(start(PIDBeta, off), gain, lag, noise=0.1, seed=seed)[199:]
-        assert all(0.85 < kl < 1.21 for kl in settled)
-        assert sum(0.9 < kl < 1.1 for kl in settled) > 0.8 * len(settled)
+        assert all(0.85 < kl < 1.15 for kl in settled)
+        assert sum(0.9 < kl < 1.1 for kl in settled) > 0.9 * len(settled)
 
 
 @on_every_plant
@@ -88,5 +88,5 @@ def test_a_target_that_moves_is_followed(gain, shape):
         controller=inner, begin_nats=TARGET, end_nats=TARGET / 2, updates=100, shape=shape
     )
     kls = follow(schedule, gain, 1, noise=0.1)
-    assert min(kls) > 0.5 * 0.85 and max(kls) < 1.12
-    assert all(0.45 < kl < 0.59 for kl in kls[199:])
+    assert min(kls) > 0.5 * 0.85 and max(kls) < 1.1
+    assert all(0.45 < kl < 0.55 for kl in kls[199:])
