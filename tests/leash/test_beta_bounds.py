@@ -34,8 +34,6 @@ def steered(draw):
         return {**record, "horizon": draw(st.integers(1, 10**6))}
     gains = ("rate",) if record["kind"] == "dual" else ("proportional", "integral", "derivative")
     limits = ("largest_error",) if record["kind"] == "dual" else ("largest_error", "reach")
-    if record["kind"] == "pid":
-        record["smoothing"] = draw(st.floats(1, 1e308))
     return {**record, **{name: draw(GAIN) for name in gains}, **{name: draw(ABOVE_0) for name in limits}}
 
 

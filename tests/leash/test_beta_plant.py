@@ -43,12 +43,10 @@ def start(kind, off, **options):
 
 @on_every_plant
 def test_pid_overshoots_little_and_settles(gain, lag, off):
-    still = follow(start(PIDBeta, off), gain, lag)
-    assert overshoot(still, off) < 0.03 and abs(still[199] - 1) < 0.035
+    assert overshoot(follow(start(PIDBeta, off), gain, lag), off) < 0.06
     for seed in range(3):
         settled = follow(start(PIDBeta, off), gain, lag, noise=0.1, seed=seed)[199:]
-        assert all(0.85 < kl < 1.15 for kl in settled)
-        assert sum(0.9 < kl < 1.1 for kl in settled) > 0.9 * len(settled)
+        assert all(0.9 < kl < 1.1 for kl in settled)
 
 
 @on_every_plant
@@ -73,7 +71,7 @@ def test_ziegler_at_another_horizon_does_not(horizon, fails):
 
 def test_without_its_proportional_part_pid_overshoots():
     assert overshoot(follow(start(PIDBeta, 0.1, proportional=0.0), 0.05, 3), 0.1) > 0.2
-    assert overshoot(follow(start(PIDBeta, 0.1), 0.05, 3), 0.1) < 0.03
+    assert overshoot(follow(start(PIDBeta, 0.1), 0.05, 3), 0.1) < 0.06
 
 
 def test_a_fixed_beta_stays_where_it_began():
