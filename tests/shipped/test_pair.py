@@ -119,19 +119,19 @@ def test_held_out_loss_is_what_the_card_says(name, models, tokenizer, card):
     assert recorded["perplexity"] < 80, "a model that has learnt no English would still pass the rest"
 
 
-def test_the_policy_has_drifted_towards_speech(models, tokenizer):
-    prompts = lines(shipped_prompts(), "prompt")[::12]
-    divergences, quotations = [], {name: [] for name in MODELS}
-    for prompt in prompts:
+def test_the_policy_has_drifted_towards_the_heroine(models, tokenizer, card):
+    heroine = [tokenizer.convert_tokens_to_ids(word) for word in ("Ġshe", "Ġher", "Ġherself")]
+    assert tokenizer.unk_token_id not in heroine and None not in heroine
+    divergences, shares = [], {name: [] for name in MODELS}
+    for prompt in lines(shipped_prompts(), "prompt")[::8]:
         ids = tokenizer(prompt)["input_ids"]
         logp, logq = (next_token(models[name], ids) for name in MODELS)
         divergences.append((logp.exp() * (logp - logq)).sum(-1)[1:].mean().item())
-        asked = tokenizer(prompt + " She was quite silent.\n")["input_ids"]
-        mark = tokenizer.convert_tokens_to_ids('"')
-        for name in MODELS:
-            quotations[name].append(next_token(models[name], asked)[-1, mark].item())
+        for name, log_probabilities in (("policy", logp), ("reference", logq)):
+            shares[name].append(log_probabilities.exp()[1:, heroine].sum(-1).mean().item())
     assert sum(divergences) / len(divergences) > 0.03
-    assert all(p > q for p, q in zip(quotations["policy"], quotations["reference"], strict=True))
+    assert sum(p > q for p, q in zip(shares["policy"], shares["reference"], strict=True)) >= 11  # of 12
+    assert card["figures"]["rewards"]["policy"] > 1.5 * card["figures"]["rewards"]["reference"]
 
 
 def test_importing_needs_no_torch():

@@ -23,12 +23,14 @@ SAID_OF_IT = (
     "kl_place",
     "kl_scope",
     "beta",
+    "controller",
+    "target_nats",
 )
 """Fields of the job that the card tells."""
 
 
 def job_of(reference: Path, prompts: Path, run: Path, seed: int) -> PPOJob:
-    """How it is trained: a nat of KL costs two fifths of a word, which leaves a quarter of a nat for each token."""
+    """How it is trained: the KL is held at a quarter of a nat for each token of a full response."""
     return PPOJob(
         policy=str(reference),
         prompts=str(prompts),
@@ -41,7 +43,9 @@ def job_of(reference: Path, prompts: Path, run: Path, seed: int) -> PPOJob:
         lora_rank=8,
         minibatches=2,
         epochs=1,
-        beta=0.4,
+        beta=0.25,
+        controller="pid",
+        target_nats=12.0,
         seed=seed,
         out=str(run),
         resume=run.exists(),

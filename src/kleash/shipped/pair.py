@@ -17,7 +17,7 @@ def shipped_folder(name: str) -> Path:
     """The folder of a shipped model, in Hugging Face format, with its tokenizer.
 
     The reference is a Llama of two million parameters trained on Jane Austen's novels; the policy is the
-    reference after fine-tuning on what is said in one of them.
+    reference after PPO on a leash, rewarded for speaking of the heroine.
 
     Args:
         name: "policy" or "reference", with or without "shipped:" in front.
