@@ -27,7 +27,9 @@ from kleash.linear import (
     linear_objective,
     token_statistics,
 )
+from kleash.linear.checks import checked_pair
 from kleash.linear.impl import compiling
+from kleash.linear.impl.loop import plan
 from kleash.linear.impl.native import building, rows
 
 
@@ -60,6 +62,10 @@ def row_pair(kind, rows=6, words=2500):
     return zp.double(), more.double()
 
 
+def room_of(words):
+    return rows.scratch(words, torch.get_num_threads())
+
+
 def row_logits(rows=6):
     zp, more = row_pair("usual", rows)
     return zp.float(), (zp + more).float()
@@ -82,7 +88,7 @@ def test_the_facts_of_rows(kind, apart):
         -(zp.softmax(-1) * zp.log_softmax(-1)).sum(-1),
     )
     second = more if apart else zq
-    found = rows.facts(zp.float(), second.float(), rows.scratch(zp.shape[1]), apart=apart)
+    found = rows.facts(zp.float(), second.float(), room_of(zp.shape[1]), apart=apart)
     assert (right[0] > 0).all() and ((right[0] < 1e-15).all() == (kind == "faint"))
     for number, (exact, ours) in enumerate(zip(right, found.unbind(1), strict=True)):
         # KL is of second order in what rounding leaves of phi near 0.
@@ -93,7 +99,7 @@ def test_the_facts_of_rows(kind, apart):
 def test_logits_that_are_larger_by_the_same_everywhere_are_those_of_the_same_model(by):
     """The mean of a constant rounds away from it, and KL is of second order in that."""
     zp, _ = row_logits(rows=40)
-    found = rows.facts(zp, torch.full_like(zp, by), rows.scratch(2500), apart=True)
+    found = rows.facts(zp, torch.full_like(zp, by), room_of(2500), apart=True)
     assert (found[:, 0] >= 0).all() and (found[:, 0] < 1e-20).all()
     torch.testing.assert_close(found[:, 2], torch.full((40,), by, dtype=torch.float64), rtol=1e-6, atol=0)
 
@@ -113,7 +119,7 @@ def test_gradients_of_rows(kind, wanted, in_place):
     outs = tuple(
         (x if in_place else torch.full_like(x, 7.0)) if w else None for x, w in zip(z, wanted, strict=True)
     )
-    kl = rows.kl_gradient_(*z, weight.float(), outs, rows.scratch(2500), apart=False)
+    kl = rows.kl_gradient_(*z, weight.float(), outs, room_of(2500), apart=False)
     torch.testing.assert_close(kl.double(), value.detach(), rtol=1e-6, atol=0)
     for ours, exact in zip(outs, right, strict=True):
         if ours is not None:
@@ -125,7 +131,7 @@ def test_what_has_next_to_no_probability_gets_no_gradient_at_all():
     zp, zq = row_logits()
     zp[:, 7] = zp.amax(-1) - 120
     zq[:, 7] = zq.amax(-1) - 110
-    rows.kl_gradient_(zp, zq, torch.ones(6), (zp, zq), rows.scratch(2500), apart=False)
+    rows.kl_gradient_(zp, zq, torch.ones(6), (zp, zq), room_of(2500), apart=False)
     assert (zp[:, 7] == 0).all() and (zq[:, 7] == 0).all() and (zp[:, 8] != 0).all()
 
 
@@ -136,7 +142,7 @@ def test_rows_that_it_cannot_do_are_left_as_they_are():
     zp[4, 7] = zq[4, 7] = -torch.inf
     zq[5, 8] = zp[5].max() + 300  # q is all there, where p has next to nothing
     before = zp.clone(), zq.clone()
-    kl = rows.kl_gradient_(zp, zq, torch.ones(7), (zp, zq), rows.scratch(2500), apart=False)
+    kl = rows.kl_gradient_(zp, zq, torch.ones(7), (zp, zq), room_of(2500), apart=False)
     assert kl[:6].isnan().all() and kl[6].isfinite()
     for old, new in zip(before, (zp, zq), strict=True):
         torch.testing.assert_close(new[:6], old[:6], rtol=0, atol=0, equal_nan=True)
@@ -233,7 +239,7 @@ def test_statistics_of_models_so_near_that_the_shift_between_them_has_to_be_kept
     right = (p * (torch.expm1(-u) + u)).sum(-1)
     assert (right < 1e-13).all()
     tokens = torch.zeros(6, dtype=torch.int64)
-    found = rows.statistics_rows(zp.float(), zq.float(), tokens, room=rows.scratch(4000))
+    found = rows.statistics_rows(zp.float(), zq.float(), tokens, room=room_of(4000))
     for divergence, number in zip(found[2:5], (right, right, right / 4), strict=True):
         torch.testing.assert_close(divergence.double(), number, rtol=5e-2, atol=0)
 
@@ -264,6 +270,17 @@ def test_numbers_do_not_depend_on_threads_or_chunks():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_what_the_threads_work_in_is_part_of_the_budget(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    case = head_case(torch.float32, tokens=(3000,), words=5000)
+    both = checked_pair(case.models[:2], case.models[2:], 1.0)
+    for nbytes in (2**20, 2**24, 2**27):
+        cut = plan(both, LinearOptions(buffer_bytes=nbytes), 0, native=True)
+        assert cut.threads == max(1, min(64, nbytes // 8 // (2 * 5000 * 4)))
+        taken = 4 * 5000 * (2 * cut.chunk + 2 * cut.threads)
+        assert taken <= nbytes and cut.rows >= min(cut.threads, cut.chunk)
 
 
 def test_it_is_taken_for_large_calls_in_float32_and_never_where_that_is_forbidden(calls, monkeypatch):

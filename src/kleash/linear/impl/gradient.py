@@ -13,7 +13,7 @@ from kleash.linear.impl.careful import KL, careful_gradient_, replace_
 from kleash.linear.impl.compiling import goes_native
 from kleash.linear.impl.keeping import Kept
 from kleash.linear.impl.lean import ROOMS, kl_gradient_rows
-from kleash.linear.impl.loop import NATIVE_BLOCK, Chunk, Plan, blocks, chunks, in_room, plan
+from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
 from kleash.linear.impl.native.rows import kl_gradient_, scratch
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import narrow, pull_back_
@@ -59,7 +59,7 @@ def beginning(pair: Pair, record: Divergence, needed: Needed, options: LinearOpt
 
     def begin(tokens: int) -> tuple[Plan, Turn]:
         if record == KL and goes_native(pair, options):
-            cut = plan(pair, options, 0 if replaceable(pair) else 2, tokens, block=NATIVE_BLOCK)
+            cut = plan(pair, options, 0 if replaceable(pair) else 2, tokens, native=True)
             step = native_kl_step(pair, cut, needs)
         elif record == KL:
             cut = plan(pair, options, ROOMS + 1, tokens)
@@ -146,7 +146,7 @@ def replaceable(pair: Pair) -> bool:
 def native_kl_step(pair: Pair, cut: Plan, needs: tuple[bool, bool]) -> Step:
     """The library in C, and for rows that it cannot do the careful functions."""
     words, in_place = pair.p.vocabulary, replaceable(pair)
-    room = scratch(words)
+    room = scratch(words, cut.threads)
     outs = [torch.empty(cut.rows, words) if needed and not in_place else None for needed in needs]
 
     def step(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.compiling import compiled, goes_native, wanted
-from kleash.linear.impl.native.rows import scratch
+from kleash.linear.impl.native.rows import SCRATCH_ROWS, scratch, threads_within
 from kleash.linear.impl.pair import Pair, Where
 from kleash.linear.impl.project import finish_, multiply_, stretch_
 from kleash.linear.options import LinearOptions
@@ -40,16 +40,17 @@ class Plan(NamedTuple):
     """Rows of a weight that are upcast together."""
     rooms: int
     """Buffers for the elementwise work."""
+    threads: int = 1
+    """Of the library in C."""
 
 
 def plan(
-    pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = None, *, block: int = ROW_BLOCK
+    pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = None, *, native: bool = False
 ) -> Plan:
     """As many tokens a chunk as help and as the budget allows after the other buffers, all chunks nearly equal.
 
     ``rows`` depends on the vocabulary and the budget alone, so that few shapes are ever compiled.
-    ``tokens`` is how many of the pair's are read; all of them if it is left out. ``block``: logits of one model whose
-    elementwise work is done at once.
+    ``tokens`` is how many of the pair's are read; all of them if it is left out. ``native``: for the library in C.
     """
     tokens = pair.tokens if tokens is None else tokens
     size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
@@ -69,13 +70,18 @@ def plan(
         most = pair.across.least(most, tokens)
         even = max(1, -(-tokens // max(1, -(-tokens // most))))
         return Plan(even, even, tile, rooms)
-    rows = max(1, min(block // words, budget // 4 // (max(rooms, 1) * words * size)))
+    block, threads = ROW_BLOCK // words, 1
+    if native:
+        threads = threads_within(words, options.buffer_bytes // 8)
+        budget -= SCRATCH_ROWS * threads * words * size
+        block = max(NATIVE_BLOCK // words, threads)
+    rows = max(1, min(block, budget // 4 // (max(rooms, 1) * words * size)))
     budget -= rows * rooms * words * size
     most = min(ENOUGH_TOKENS, max(1, budget // ((2 * words + 2 * dims) * size)))
     rows = min(rows, most)
     most -= most % rows
     even = -(-tokens // max(1, -(-tokens // most)))
-    return Plan(max(1, min(-(-even // rows) * rows, tokens)), rows, tile, rooms)
+    return Plan(max(1, min(-(-even // rows) * rows, tokens)), rows, tile, rooms, threads)
 
 
 class Chunk(NamedTuple):
@@ -168,7 +174,7 @@ class Core(NamedTuple):
 def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) -> tuple[Tensor, ...]:
     """What ``core`` says about each token; ``given`` is known about them beforehand."""
     native = core.native is not None and goes_native(pair, options)
-    cut = plan(pair, options, 0, block=NATIVE_BLOCK) if native else plan(pair, options, core.rooms)
+    cut = plan(pair, options, 0 if native else core.rooms, native=native)
     none = torch.empty((0, pair.p.vocabulary), dtype=pair.p.dtype, device=pair.p.hidden.device)
     kinds = core.careful(none, none, *(x[:0] for x in given))
     out = tuple(numbers.new_empty(pair.tokens) for numbers in kinds)
@@ -187,7 +193,7 @@ def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) ->
 def fast_way(core: Core, pair: Pair, cut: Plan, options: LinearOptions) -> RowCore:
     """What does ``core``'s work: the library in C, or what torch compiles, or the functions as they are."""
     if core.native is not None and goes_native(pair, options):
-        return partial(core.native, room=scratch(pair.p.vocabulary))
+        return partial(core.native, room=scratch(pair.p.vocabulary, cut.threads))
     return in_room(core.fast, pair, cut, options, compiles=core.compiles)
 
 

@@ -11,7 +11,6 @@ from kleash.linear.impl.careful import careful_kl
 from kleash.linear.impl.compiling import goes_native
 from kleash.linear.impl.lean import gap, measured, summed
 from kleash.linear.impl.loop import (
-    NATIVE_BLOCK,
     Chunk,
     Core,
     Plan,
@@ -87,7 +86,7 @@ def judged(
 ) -> Judged:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
     native = goes_native(pair, options)
-    cut = plan(pair, options, 2, block=NATIVE_BLOCK) if native else plan(pair, options, lean.ROOMS + 1)
+    cut = plan(pair, options, 2 if native else lean.ROOMS + 1, native=native)
     fast, pull = fast_way(TERMS, pair, cut, options), native_pull if native else closed_pull
     sums = both_sums(pair, needed, options)
     dtype, device = pair.p.dtype, pair.p.hidden.device

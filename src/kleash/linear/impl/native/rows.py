@@ -19,9 +19,14 @@ SCRATCH_ROWS = 2
 """Rows of the vocabulary's size that each thread works in."""
 
 
-def scratch(words: int) -> Float[Tensor, "rows vocab"]:
+def threads_within(words: int, nbytes: int) -> int:
+    """How many threads may work at once if what they work in may take so many bytes; one at least."""
+    return max(1, min(torch.get_num_threads(), nbytes // (SCRATCH_ROWS * words * 4)))
+
+
+def scratch(words: int, threads: int) -> Float[Tensor, "rows vocab"]:
     """Memory for the threads to work in."""
-    return torch.empty(SCRATCH_ROWS * torch.get_num_threads(), words)
+    return torch.empty(SCRATCH_ROWS * threads, words)
 
 
 def kl_rows(
