@@ -4,10 +4,9 @@ import pytest
 import torch
 from linear_cases import (
     CHUNKED,
-    NATIVE,
+    EVERY,
     REFERENCE,
     SMALL,
-    TINY,
     head_case,
     in_float64,
     leaves_of,
@@ -18,12 +17,6 @@ from kleash.divergences import kl
 from kleash.errors import CannotRunError, ShapeError
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
 from kleash.linear.impl import gradient
-
-EVERY = pytest.mark.parametrize(
-    "options",
-    [REFERENCE, CHUNKED, SMALL, TINY, NATIVE],
-    ids=["reference", "chunked", "small", "tiny", "native"],
-)
 
 
 @EVERY

@@ -4,6 +4,7 @@ import pytest
 import torch
 from linear_cases import (
     CHUNKED,
+    EVERY,
     NATIVE,
     REFERENCE,
     SMALL,
@@ -17,11 +18,6 @@ from linear_cases import (
 from kleash.errors import CannotRunError, ShapeError, VocabularyMismatchError
 from kleash.linear import Head, TokenTerms, linear_kl_loss, linear_objective
 
-EVERY = pytest.mark.parametrize(
-    "options",
-    [REFERENCE, CHUNKED, SMALL, TINY, NATIVE],
-    ids=["reference", "chunked", "small", "tiny", "native"],
-)
 NAMES = ("hidden_p", "weight_p", "bias_p", "hidden_q", "weight_q", "bias_q")
 
 
