@@ -4,8 +4,8 @@
 
 The reference reads all six novels, without the held-out chapters; the policy is the reference after kleash's PPO on
 openings from the chapters that it read, its KL held at a target. Needs apt-get and dpkg, and kleash's extra "train".
-About half an hour on two cores; --keep-reference makes the policy alone, in a quarter of an hour. An interrupted PPO
-goes on from its last checkpoint in --run.
+Some twenty minutes on two cores; --keep-reference makes the policy alone, in four. An interrupted PPO goes on from its
+last checkpoint in --run.
 """
 
 import argparse

@@ -32,9 +32,11 @@ from kleash.linear.impl import compiling
 from kleash.linear.impl.loop import plan
 from kleash.linear.impl.native import building, rows
 
+pytestmark = pytest.mark.usefixtures("compiler")
+
 
 @pytest.fixture
-def anew(monkeypatch):
+def anew():
     """What is known of compilers is forgotten, before and after."""
     known = building.library, compiling.missing_for_native, compiling.missing_for
     for one in known:
@@ -48,7 +50,12 @@ def anew(monkeypatch):
 def calls(monkeypatch):
     """The functions of the library that were called."""
     seen, call = [], rows.call
-    monkeypatch.setattr(rows, "call", lambda name, *given: (seen.append(name), call(name, *given))[1])
+
+    def noted(name, *given):
+        seen.append(name)
+        call(name, *given)
+
+    monkeypatch.setattr(rows, "call", noted)
     return seen
 
 
@@ -319,6 +326,22 @@ def test_a_compiler_that_refuses_is_quoted(anew, tmp_path, monkeypatch):
         compiling.missing_for_native() == f"a C compiler with OpenMP, and {refuses} refused: no OpenMP here"
     )
     assert list((tmp_path / "cache" / "kleash").iterdir()) == []
+
+
+def test_a_compiler_that_cannot_be_run_is_named(anew, tmp_path, monkeypatch):
+    broken = tmp_path / "cc"
+    broken.write_bytes(b"\x00 no program")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    assert compiling.missing_for_native().startswith(f"a C compiler, and {broken} cannot be run: ")
+
+
+def test_without_a_home_it_is_built_for_the_process(anew, calls, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(building.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert building.cache_folder() is None
+    head_case(torch.float32).kl(NATIVE)
+    assert calls
 
 
 def test_it_is_built_once_into_a_folder_of_the_users_own(anew, tmp_path, monkeypatch):

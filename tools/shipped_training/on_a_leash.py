@@ -10,7 +10,7 @@ from kleash.records import PPOJob
 from kleash.records.training import SHIPPED_REWARD
 from kleash.training import train
 
-SAID_OF_IT = (
+ON_THE_CARD = (
     "steps",
     "prompts_per_step",
     "samples_per_prompt",
@@ -64,6 +64,6 @@ def trained(reference: Path, prompts: list[str], run: Path, seed: int) -> tuple[
     job = job_of(reference, source, run / "ppo", seed)
     with Steps(job.steps) as shown:
         result = train(job, shown)
-    settings = {name: asdict(job)[name] for name in SAID_OF_IT}
+    settings = {name: asdict(job)[name] for name in ON_THE_CARD}
     last = {name: result.metrics[name] for name in ("reward/score", "kl/exact_per_sequence", "beta")}
     return Path(result.policy), {"prompts": len(prompts), "reward": SHIPPED_REWARD, **settings, "last": last}

@@ -56,8 +56,8 @@ class LinearOptions:
     compile: Literal["auto", "always", "never"] | bool = "auto"
     """Whether the elementwise work of KL (values, losses, objectives) and of token statistics is compiled. On a CPU,
     float32 is done by a library in C that is built once on a machine, in half a second; the rest is compiled by
-    torch, in about 10 seconds in each process. auto does so if a compiler is there and this call alone has enough
-    work to win that back; always is an error where there is none."""
+    torch, in about 10 seconds in each process. auto asks for the library from 10^6 logits on, and for torch's compiler
+    where this call alone wins its seconds back; always is an error where there is neither."""
     skip_below: float = 0.0
     """Share of a token's gradient in the logits, by the sum of its entries' sizes, that may be left out of the
     products with weight and hidden states: its smallest entries, nearly as many as fit. Values stay exact.

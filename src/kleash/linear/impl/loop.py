@@ -40,8 +40,8 @@ class Plan(NamedTuple):
     """Rows of a weight that are upcast together."""
     rooms: int
     """Buffers for the elementwise work."""
-    threads: int = 1
-    """Of the library in C."""
+    threads: int = 0
+    """Of the library in C; 0 where torch does the elementwise work."""
 
 
 def plan(
@@ -70,7 +70,7 @@ def plan(
         most = pair.across.least(most, tokens)
         even = max(1, -(-tokens // max(1, -(-tokens // most))))
         return Plan(even, even, tile, rooms)
-    block, threads = ROW_BLOCK // words, 1
+    block, threads = ROW_BLOCK // words, 0
     if native:
         threads = threads_within(words, options.buffer_bytes // 8)
         budget -= SCRATCH_ROWS * threads * words * size
@@ -191,8 +191,8 @@ def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) ->
 
 
 def fast_way(core: Core, pair: Pair, cut: Plan, options: LinearOptions) -> RowCore:
-    """What does ``core``'s work: the library in C, or what torch compiles, or the functions as they are."""
-    if core.native is not None and goes_native(pair, options):
+    """What does ``core``'s work: the library in C if it was planned, or what torch compiles, or torch's functions."""
+    if core.native is not None and cut.threads:
         return partial(core.native, room=scratch(pair.p.vocabulary, cut.threads))
     return in_room(core.fast, pair, cut, options, compiles=core.compiles)
 

@@ -39,8 +39,14 @@ class Rows(NamedTuple):
     """Whether any coefficient in the entropy is not 0."""
 
 
+Pull: TypeAlias = Callable[
+    [Rows, tuple[bool, bool], Alone, tuple[Tensor, Tensor]], tuple[Tensor | None, Tensor | None, Tensor]
+]
+"""The gradients in both logits where they are needed, in the spare rooms or in others, and which rows could be done."""
+
+
 def pulled_rows(
-    rows: Rows, needs: tuple[bool, bool], across: Alone, spare: tuple[Tensor, Tensor], pull: "Pull"
+    rows: Rows, needs: tuple[bool, bool], across: Alone, spare: tuple[Tensor, Tensor], pull: Pull
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients in both logits, by the closed form, or by autograd for rows that it cannot do."""
     in_p, in_q, done = pull(rows, needs, across, spare)
@@ -50,12 +56,6 @@ def pulled_rows(
         right = plain_pulled_rows(rows.zp[some], theirs, rows.ids[some], asked, across)
         replace_((in_p, in_q), some, right)
     return in_p, in_q
-
-
-Pull: TypeAlias = Callable[
-    [Rows, tuple[bool, bool], Alone, tuple[Tensor, Tensor]], tuple[Tensor | None, Tensor | None, Tensor]
-]
-"""The gradients in both logits where they are needed, in the spare rooms or in others, and which rows could be done."""
 
 
 def closed_pull(
@@ -68,7 +68,7 @@ def closed_pull(
         in_p = into_p(rows, across, spare)
         done &= in_p.sum(-1).isfinite()
     if needs[1]:
-        in_q = into_q(rows.zp, rows.zq, rows.ids, rows.known, rows.asked, across)
+        in_q = into_q(rows, across)
         done &= in_q.sum(-1).isfinite()
     return in_p, in_q, done
 
@@ -107,15 +107,16 @@ def into_p(rows: Rows, across: Alone, spare: tuple[Tensor, Tensor]) -> Tensor:
     return across.put_(by, rows.ids, c_logp)
 
 
-def into_q(zp: Tensor, zq: Tensor, ids: Tensor, known: list[Tensor], c: TokenTerms, across: Alone) -> Tensor:
+def into_q(rows: Rows, across: Alone) -> Tensor:
     """``c_logq (1_x - q) + c_kl (q - p)``; the difference as ``max(p, q) (1 - exp(-|u|))`` with its sign."""
-    sum_p, more = (x[:, None] for x in known[4:])
+    zp, zq, c = rows.zp, rows.zq, rows.asked
+    sum_p, more = (x[:, None] for x in rows.known[4:])
     logp, logq = zp - sum_p, zq - (sum_p + more)
     u = zp.sub(zq).add_(more)
     larger = torch.maximum(logp, logq).mul_(LOG2_E).exp2_()
     by = torch.expm1(u.abs().neg_()).mul_(larger).mul_(u.sign_()).mul_(c.kl[:, None])
     by.sub_(logq.mul_(LOG2_E).exp2_().mul_(c.token_logq[:, None]))
-    return across.put_(by, ids, c.token_logq[:, None])
+    return across.put_(by, rows.ids, c.token_logq[:, None])
 
 
 def plain_pulled_rows(

@@ -104,10 +104,16 @@ def for_this_machine() -> tuple[str, ...]:
 
 
 def fingerprint(command: tuple[str, ...]) -> str:
-    """Of all that the library depends on: source, command, compiler, processor."""
-    version = subprocess.run(
-        [*command, "-dumpfullversion", "-dumpversion", "-dumpmachine"], capture_output=True, check=False
-    ).stdout
+    """Of all that the library depends on: source, command, compiler, processor.
+
+    Raises:
+        CannotBuildError: if the compiler cannot be run.
+    """
+    asked = [*command, "-dumpfullversion", "-dumpversion", "-dumpmachine"]
+    try:
+        version = subprocess.run(asked, capture_output=True, check=False, timeout=LONGEST_S).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuildError(f"a C compiler, and {command[0]} cannot be run: {error}") from error
     return sha256(
         b"\0".join([SOURCE.read_bytes(), " ".join(command).encode(), version, processor()])
     ).hexdigest()[:24]
@@ -125,10 +131,12 @@ def processor() -> bytes:
     return "\n".join([platform.machine(), platform.processor(), *kept]).encode()
 
 
-def cache_folder() -> Path:
-    """Where the library is kept: $XDG_CACHE_HOME/kleash, by default ~/.cache/kleash."""
+def cache_folder() -> Path | None:
+    """Where the library is kept: $XDG_CACHE_HOME/kleash, by default ~/.cache/kleash; None for nobody's home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    home = (
-        Path(given) if given else Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    )
-    return home / "kleash"
+    if given:
+        return Path(given) / "kleash"
+    try:
+        return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "kleash"
+    except RuntimeError:
+        return None

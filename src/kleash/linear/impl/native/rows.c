@@ -15,11 +15,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
 #include <omp.h>
-#else
-static int omp_get_thread_num(void) { return 0; }
-#endif
 
 #define LOG2_E 1.44269504088896341f
 #define FAR 40.0f
@@ -111,8 +107,8 @@ struct row {
     float shift;    /* x */
 };
 
-/* What is known of a row; leaves p's masses behind, and each one's mass * expm1(r). */
-INLINE struct row measured(const float *zp, const float *zq, int apart, int64_t words, float *restrict mass,
+/* What is known of a row; leaves p's masses behind, and each one's mass * expm1(r). ``apart`` is told at compile time. */
+INLINE struct row measured_as(const float *zp, const float *zq, int apart, int64_t words, float *restrict mass,
                            float *restrict grown) {
     struct row x = {.kl = NAN};
     float top = -INFINITY, furthest = -INFINITY;
@@ -148,13 +144,12 @@ INLINE struct row measured(const float *zp, const float *zq, int apart, int64_t 
     }
     x.slack /= x.total;
     x.excess = gaps / x.total + x.slack;
-    x.log_sum = log(x.total) + top;
-    x.entropy = log(x.total) - below / x.total;
-    double kl = log1p(x.excess) - x.slack;
-    if (!isfinite(kl) || kl >= FAINT) {
-        x.kl = isfinite(kl) ? kl : NAN;
-        return x;
-    }
+    double log_total = log(x.total), kl = log1p(x.excess) - x.slack;
+    x.log_sum = log_total + top;
+    x.entropy = log_total - below / x.total;
+    if (!isfinite(kl)) return x;
+    x.kl = kl;
+    if (kl >= FAINT) return x;
     /* Nothing but the rounding of x may be left of that difference; this sum has no term that is negative. */
     float lift = (float)log1p(x.excess);
     kl = 0.0;
@@ -168,6 +163,10 @@ INLINE struct row measured(const float *zp, const float *zq, int apart, int64_t 
     return x;
 }
 
+static struct row measured(const float *zp, const float *zq, int64_t apart, int64_t words, float *mass, float *grown) {
+    return apart ? measured_as(zp, zq, 1, words, mass, grown) : measured_as(zp, zq, 0, words, mass, grown);
+}
+
 /* KL(p || q); log-sum-exp of p's logits; by how much q's is larger; p's entropy. ``work``: 2 rows for each thread. */
 void kleash_facts(const float *zp, const float *zq, int64_t apart, int64_t rows, int64_t words, float *work,
                   int64_t threads, double *facts) {
@@ -175,7 +174,7 @@ void kleash_facts(const float *zp, const float *zq, int64_t apart, int64_t rows,
     for (int64_t i = 0; i < rows; i++) {
         const float *p = zp + i * words, *q = zq + i * words;
         float *mass = work + 2 * words * omp_get_thread_num(), *grown = mass + words;
-        struct row x = apart ? measured(p, q, 1, words, mass, grown) : measured(p, q, 0, words, mass, grown);
+        struct row x = measured(p, q, apart, words, mass, grown);
         double *found = facts + i * FACTS;
         found[KL] = x.kl;
         found[LOG_SUM] = x.log_sum;
@@ -192,7 +191,7 @@ void kleash_kl_gradient(const float *zp, const float *zq, int64_t apart, int64_t
     for (int64_t i = 0; i < rows; i++) {
         const float *p = zp + i * words, *q = zq + i * words;
         float *mass = work + 2 * words * omp_get_thread_num(), *grown = mass + words;
-        struct row x = apart ? measured(p, q, 1, words, mass, grown) : measured(p, q, 0, words, mass, grown);
+        struct row x = measured(p, q, apart, words, mass, grown);
         kl[i] = (float)x.kl;
         if (isnan(x.kl)) continue;
         float slack = (float)x.slack, excess = (float)x.excess, share = (float)(weight[i] / x.total);
@@ -278,12 +277,11 @@ struct side {
     double total;
     double entropy;
     double log_sum;
-    float top;
     int32_t likeliest; /* the first of the largest */
 };
 
 INLINE struct side side_of(const float *z, int64_t words, float *restrict mass) {
-    struct side x = {.top = -INFINITY, .likeliest = (int32_t)words};
+    struct side x = {0};
     float top = -INFINITY;
     int32_t likeliest = (int32_t)words;
     double below = 0.0;
@@ -302,10 +300,10 @@ INLINE struct side side_of(const float *z, int64_t words, float *restrict mass) 
         }
         x.total += masses, below += depth;
     }
-    x.top = top;
     x.likeliest = likeliest;
-    x.log_sum = log(x.total) + top;
-    x.entropy = log(x.total) - below / x.total;
+    const double log_total = log(x.total);
+    x.log_sum = log_total + top;
+    x.entropy = log_total - below / x.total;
     return x;
 }
 
