@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kleash.divergences import phi
 from kleash.linear import Head, LinearOptions, linear_kl_loss, token_statistics
+from kleash.linear.impl import onednn
 
 
 @dataclass
@@ -87,6 +88,32 @@ def bare(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Tensor]]:
             torch.mm(x.hidden_q[here], x.weight_q.T, out=zq)
             torch.mm(zp, x.weight_p, out=in_hidden[here])
             in_weight.addmm_(zp.T, x.hidden_p[here])
+        return in_hidden, in_weight
+
+    return run
+
+
+def bare_by_onednn(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The same four matmuls, three of them as kleash makes them where oneDNN is the faster library."""
+    room, tile = torch.empty(size, len(x.weight_p)), max(1, 2**22 // max(size, x.hidden_p.shape[1]))
+    in_weight, in_hidden = torch.empty_like(x.weight_p), torch.empty_like(x.hidden_p)
+
+    @torch.no_grad()
+    def run() -> tuple[Tensor, Tensor]:
+        in_weight.zero_()
+        for start in range(0, len(x.hidden_p), size):
+            here = slice(start, start + size)
+            z = room[: len(x.hidden_p[here])]
+            for hidden, weight in ((x.hidden_q, x.weight_q), (x.hidden_p, x.weight_p)):
+                for words in range(0, len(weight), tile):
+                    some = slice(words, words + tile)
+                    z[:, some].copy_(onednn.product(hidden[here], weight[some]))
+            total = torch.zeros_like(x.hidden_p[here])
+            for words in range(0, len(x.weight_p), tile):
+                some = slice(words, words + tile)
+                total.add_(onednn.product(z[:, some], x.weight_p[some].T))
+            in_hidden[here] = total
+            in_weight.addmm_(z.T, x.hidden_p[here])
         return in_hidden, in_weight
 
     return run

@@ -9,7 +9,8 @@ Forward and backward pass: gradients for the hidden states and the head of p, a 
 are those of linear_methods.py. A first call of each warms up and is checked: its value against kleash's token
 statistics, its gradient against that of kleash (where it is a KL). Then come rounds in which every way runs
 once; written are medians of the rounds' ratios: to the four bare matmuls that any such gradient needs, and of
-ours to the others. Leave the machine alone meanwhile.
+ours to the others. "matmuls by oneDNN" are the same four by the library that kleash takes where it is the faster
+one. Leave the machine alone meanwhile.
 """
 
 import argparse
@@ -20,12 +21,27 @@ from typing import Any
 
 import torch
 from harness import RESULTS, interleaved, ratio, write_result
-from linear_methods import METHODS, PACKAGES, Inputs, bare, cosine, expected, gradients, make_inputs
+from linear_methods import (
+    METHODS,
+    PACKAGES,
+    Inputs,
+    bare,
+    bare_by_onednn,
+    cosine,
+    expected,
+    gradients,
+    make_inputs,
+)
 
-ALL = ("matmuls", *METHODS)
-MOST = ("matmuls", "kleash", "kleash compiled", "trl", "liger", "naive exact", "naive k3")
-SOME = ("matmuls", "kleash", "kleash compiled", "trl", "liger", "naive k3")
-FEW = ("matmuls", "kleash", "kleash compiled", "naive k3")
+from kleash.linear.impl import onednn
+
+BARE: dict[str, Callable[[Inputs], Callable[[], Any]]] = {"matmuls": bare}
+if onednn.faster_here():
+    BARE["matmuls by oneDNN"] = bare_by_onednn
+ALL = (*BARE, *METHODS)
+MOST = (*BARE, "kleash", "kleash compiled", "trl", "liger", "naive exact", "naive k3")
+SOME = (*BARE, "kleash", "kleash compiled", "trl", "liger", "naive k3")
+FEW = (*BARE, "kleash", "kleash compiled", "naive k3")
 SHAPES: dict[str, tuple[tuple[int, int, int], tuple[str, ...], int]] = {
     "main": ((2048, 1024, 32_768), ALL, 5),
     "h4096": ((1024, 4096, 32_768), SOME, 2),
@@ -65,7 +81,7 @@ def jobs(names: tuple[str, ...], x: Inputs) -> dict[str, Callable[[], Any]]:
     """Name -> forward and backward pass, the gradients dropped."""
     found: dict[str, Callable[[], Any]] = {}
     for name in names:
-        found[name] = bare(x) if name == "matmuls" else lambda m=METHODS[name]: gradients(x, m.of(x))
+        found[name] = BARE[name](x) if name in BARE else lambda m=METHODS[name]: gradients(x, m.of(x))
     return found
 
 
@@ -105,12 +121,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     size, names, rounds = SHAPES[args.shape]
     if args.dtype == "bfloat16":  # torch's own documentation: 20 to 50 times slower on a CPU
-        names = tuple(name for name in names if name != "cross entropy")
+        names = tuple(name for name in names if name not in ("cross entropy", "matmuls by oneDNN"))
     names = tuple(name for name in ALL if name in (args.only or names))
     x = make_inputs(*size, dtype=getattr(torch, args.dtype))
     checks = checked([name for name in names if name in METHODS], x)
     work = jobs(names, x)
-    work.get("matmuls", lambda: None)()
+    for name in BARE:
+        work.get(name, lambda: None)()
     times, loads = interleaved(work, args.rounds or rounds, args.minutes)
     found = compared(times)
     for name, row in found.items():

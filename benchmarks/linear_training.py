@@ -7,11 +7,13 @@ Forward and backward pass: gradients for the hidden states and the head of p, a 
 Interleaved after a warm-up: in each round every candidate runs once and is compared with others of that
 round; printed and written are the medians of those ratios. ``matmuls`` are the four that any such gradient
 needs, bare, in chunks of 512 tokens into buffers that exist. ``k3`` is the same engine with the one-sample
-estimate in place of the exact KL, its elementwise work eager. linear_peers.py compares with the packages,
-linear_peaks.py takes the memory.
+estimate in place of the exact KL; compiled, its elementwise work is k3_rows.c. linear_peers.py compares with
+the packages, linear_peaks.py takes the memory.
 """
 
 import argparse
+import ctypes
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,18 +31,22 @@ from kleash.linear.checks import checked_pair
 from kleash.linear.impl.gradient import both_sums
 from kleash.linear.impl.lean import ROOMS
 from kleash.linear.impl.loop import Chunk, blocks, chunks, plan
+from kleash.linear.impl.native.building import build, usual_command
 from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.project import multiply_
 from kleash.linear.impl.rows import side
 
 BESIDE = {
     "exact eager": ("matmuls", "k3 eager", "naive exact", "naive k3"),
-    "exact compiled": ("matmuls", "k3 eager", "naive exact", "naive k3"),
+    "exact compiled": ("matmuls", "k3 compiled", "naive exact", "naive k3"),
     "exact recomputed": ("matmuls", "k3 recomputed"),
     "exact recomputed, compiled": ("matmuls", "k3 recomputed"),
     "k3 eager": ("matmuls",),
+    "k3 compiled": ("matmuls",),
     "naive exact": ("matmuls",),
     "naive k3": ("matmuls",),
     "exact bf16": ("exact eager",),
+    "exact bf16, compiled": ("exact compiled",),
 }
 P_ONLY = (True, True, False, False, False, False)
 
@@ -93,6 +99,35 @@ def k3_at_once(x: Inputs, slopes: Tensor | None = None) -> None:
     x.hidden_p.grad, x.weight_p.grad = sums.done[:2]
 
 
+def k3_library() -> ctypes.CDLL:
+    """k3_rows.c, built as kleash builds its own library."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "k3_rows.so"
+        build(path, usual_command(), Path(__file__).with_name("k3_rows.c"))
+        return ctypes.CDLL(str(path))
+
+
+@torch.no_grad()
+def k3_compiled(x: Inputs, library: ctypes.CDLL) -> Tensor:
+    """k3 and its gradient, the elementwise work in C; returns each token's k3."""
+    both, found = pair(x), torch.empty(len(x.ids))
+    cut = plan(both, LinearOptions(), 0, native=True)
+    room = torch.empty(cut.threads, both.p.vocabulary)
+    weights = torch.full((len(x.ids),), 1 / len(x.ids))
+    sums, _ = both_sums(both, P_ONLY)
+    for chunk in chunks(both, cut):
+        for here in blocks(chunk, cut.rows):
+            zp, zq = chunk.zp[here], chunk.zq[here]
+            rows, *given = (y[chunk.where][here] for y in (found, x.ids, weights))
+            sizes = (ctypes.c_int64(n) for n in zp.shape)
+            threads = ctypes.c_int64(cut.threads)
+            pointers = [ctypes.c_void_p(y.data_ptr()) for y in (zp, zq, room, *given, rows)]
+            library.k3_gradient(*pointers[:2], *sizes, pointers[2], threads, *pointers[3:])
+        sums.add(chunk.where, chunk.zp, chunk.pair.p.hidden, cut.tile)
+    x.hidden_p.grad, x.weight_p.grad = sums.done[:2]
+    return found
+
+
 def p_chunks(x: Inputs, cut):
     """Chunks in which q's logits are not computed."""
     room = torch.empty(cut.chunk, len(x.weight_p))
@@ -101,7 +136,7 @@ def p_chunks(x: Inputs, cut):
         where = slice(start, min(start + cut.chunk, len(x.ids)))
         here = pair(x).at(where)
         z = room[: where.stop - start]
-        torch.mm(here.p.hidden, x.weight_p.T, out=z)
+        multiply_(z, here.p, here.p.hidden, cut.tile)
         yield Chunk(where, here, z, tiny[: len(z)], False)
 
 
@@ -126,7 +161,10 @@ def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], 
         "exact bf16": exact(thin, "never"),
     }
     if args.compile:
+        library = k3_library()
         found["exact compiled"] = exact(x, "always")
+        found["exact bf16, compiled"] = exact(thin, "always")
+        found["k3 compiled"] = lambda: k3_compiled(x, library)
         found["exact recomputed, compiled"] = lambda: linear_kl(*x.models).mean().backward()
 
     def clean(run: Callable[[], Any]) -> Callable[[], None]:

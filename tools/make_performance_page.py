@@ -33,7 +33,8 @@ benchmarks/linear_all.py` makes them all, and then this page (`python tools/make
   Packages are called as they are, at their defaults. Before anything is timed, the value and the gradient of each
   are compared with ours.
 - *The four matmuls*: two make the logits of both models, two make the gradients. They are run bare, in chunks of 512
-  tokens, into memory that is there.
+  tokens, into memory that is there, as `torch.mm` makes them. kleash makes three of them by oneDNN where that is the
+  faster library (a processor of AMD with AVX-512), and so takes less than these four on such a machine.
 - *Compiled* is what `linear_kl_loss` does by itself for a call of this size where a C compiler is there: the
   elementwise work is done by a small library in C that is built once on a machine. *Eager* is
   `LinearOptions(compile="never")`.

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from performance_bars import COMPILED, EAGER, Figures
+from performance_bars import BARE, COMPILED, EAGER, Figures
 from performance_frame import COMMANDS, SHAPES, Results, Row, absent, grid, ratio, said, size
 from svg_charts import tick
 
 
 def peers(found: Figures) -> list[str]:
     """A row for every way: seconds, to the matmuls, and ours to it."""
-    words = {"matmuls": "the four bare matmuls", **found["words"]}
+    words = {**BARE, **found["words"]}
     keys = ("of_matmuls", f"{EAGER} of it", f"{COMPILED} of it")
     rows = [
         [words[name], f"{row['seconds']:.2f}", *(ratio(row, key) for key in keys)]

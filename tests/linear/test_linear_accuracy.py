@@ -48,7 +48,7 @@ def assert_near(record, steps, right_ones, found):
     if record == "kl":
         assert 0.1 < exact.median() / (1e-6 * steps**2) < 4
     # Total variation is of first order in the difference, and so is what the logits' rounding does to it.
-    assert ((ours - exact).abs() / exact).max() < (3e-3 if record == "total_variation" else 1e-3)
+    assert ((ours - exact).abs() / exact).max() < (5e-3 if record == "total_variation" else 1e-3)
     for a, b in zip(right, mine, strict=True):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
 

@@ -90,9 +90,10 @@ def test_no_way_is_left_out(benchmarks):
     assert list(benchmarks.methods.METHODS) == NAMES
 
 
-def test_the_bare_matmuls_are_the_four_of_the_gradient(benchmarks, inputs):
+@pytest.mark.parametrize("name", ["bare", "bare_by_onednn"])
+def test_the_bare_matmuls_are_the_four_of_the_gradient(benchmarks, inputs, name):
     p, w = (x.detach().double() for x in (inputs.hidden_p, inputs.weight_p))
-    in_hidden, in_weight = benchmarks.methods.bare(inputs, size=16)()
+    in_hidden, in_weight = getattr(benchmarks.methods, name)(inputs, size=16)()
     torch.testing.assert_close(in_hidden.double(), (p @ w.T) @ w, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(in_weight.double(), (p @ w.T).T @ p, rtol=1e-4, atol=1e-3)
 
@@ -108,6 +109,14 @@ def test_the_engines_own_ways_do_too(benchmarks, inputs, right, name, what, monk
     found = inputs.hidden_p.grad, inputs.weight_p.grad
     inputs.forget()
     assert_right(found, right[what])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_k3_by_the_library_in_c_does_too(benchmarks, inputs, right):
+    values = benchmarks.training.k3_compiled(inputs, benchmarks.training.k3_library())
+    found = inputs.hidden_p.grad, inputs.weight_p.grad
+    inputs.forget()
+    assert_right(found, right["k3"], values.mean().item())
 
 
 def test_a_way_that_computes_something_else_is_not_timed(benchmarks, inputs, monkeypatch):

@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.linear.impl import onednn
 from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.compiling import compiled, goes_native, wanted
 from kleash.linear.impl.native.rows import SCRATCH_ROWS, scratch, threads_within
 from kleash.linear.impl.pair import Pair, Where
-from kleash.linear.impl.project import finish_, multiply_, stretch_
+from kleash.linear.impl.project import finish_, multiply_, stretch_, tiles
 from kleash.linear.options import LinearOptions
 
 RowCore: TypeAlias = Callable[..., tuple[Any, ...]]
@@ -59,11 +60,15 @@ def plan(
     tile = 1
     for model in (pair.p, pair.q):
         weight = model.head.weight
-        if weight is not None and weight.dtype != model.dtype:
-            row_bytes = max(1, weight.shape[1]) * size
-            tile = max(tile, min(len(weight), options.buffer_bytes // 8 // row_bytes))
-            budget -= tile * row_bytes // 2
+        if weight is not None and tiles(model):
+            # Neither a tile of the weight nor the product with it is larger than this share of the budget.
+            longest = max(weight.shape[1], min(ENOUGH_TOKENS, tokens), 1) * size
+            tile = max(tile, min(len(weight), options.buffer_bytes // 8 // longest))
+            if weight.dtype != model.dtype:
+                budget -= tile * weight.shape[1] * size // 2
     dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
+    if onednn.pays(pair.p.dtype, pair.p.hidden.device):
+        dims += tile // 2
     if pair.across is not ALONE:
         # A message is for many tokens: the elementwise work of a whole chunk is done at once.
         most = min(ENOUGH_TOKENS, max(1, budget // (((2 + rooms + REDONE) * words + 2 * dims) * size)))

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.head import Head
+from kleash.linear.impl import onednn
 from kleash.linear.impl.across import Alone
 from kleash.linear.impl.pair import OneModel
 
@@ -40,7 +41,7 @@ def both_normalised(
 def multiply_(
     out: Float[Tensor, "tokens vocab"], model: OneModel, hidden: Float[Tensor, "tokens dim"], tile: int
 ) -> None:
-    """Write ``hidden W^T`` into ``out``, upcasting ``tile`` rows of the weight at a time."""
+    """Write ``hidden W^T`` into ``out``, for ``tile`` rows of the weight at a time if that ``tiles``."""
     weight = model.head.weight
     if weight is not None and widens(hidden, weight, out):
         torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
@@ -48,12 +49,21 @@ def multiply_(
     hidden = hidden.to(model.dtype)
     if weight is None:
         out.copy_(hidden)
-    elif weight.dtype == model.dtype:
+    elif not tiles(model):
         torch.mm(hidden, weight.T, out=out)
     else:
         for start in range(0, len(weight), tile):
-            rows = weight[start : start + tile].to(model.dtype)
-            torch.mm(hidden, rows.T, out=out[:, start : start + tile])
+            rows, here = weight[start : start + tile].to(model.dtype), out[:, start : start + tile]
+            if onednn.pays(out.dtype, out.device):
+                here.copy_(onednn.product(hidden, rows))
+            else:
+                torch.mm(hidden, rows.T, out=here)
+
+
+def tiles(model: OneModel) -> bool:
+    """Whether products with the weight are made for some of its rows at a time: these are upcast, or it is faster."""
+    weight = model.head.weight
+    return weight is not None and (weight.dtype != model.dtype or onednn.pays(model.dtype, weight.device))
 
 
 def finish_(z: Float[Tensor, "rows vocab"], head: Head, divisor: float | Float[Tensor, "rows 1"]) -> None:
@@ -89,15 +99,19 @@ def pull_back_(
 def into_hidden(
     gradient: Float[Tensor, "tokens vocab"], model: OneModel, tile: int
 ) -> Float[Tensor, "tokens dim"]:
-    """``gradient W`` of all ranks: multiplied as it is if the weight has its dtype, else with it upcast by tiles."""
+    """``gradient W`` of all ranks: at once if the weight has its dtype, unless that ``tiles``."""
     weight = model.head.weight
     if weight is None:
         return gradient
-    if weight.dtype == gradient.dtype:
+    if weight.dtype == gradient.dtype and not onednn.pays(gradient.dtype, gradient.device):
         return model.across.whole(gradient @ weight)
     total = gradient.new_zeros(len(gradient), weight.shape[1])
     for start in range(0, len(weight), tile):
-        total.addmm_(gradient[:, start : start + tile], weight[start : start + tile].to(gradient.dtype))
+        some, rows = gradient[:, start : start + tile], weight[start : start + tile].to(gradient.dtype)
+        if onednn.pays(gradient.dtype, gradient.device):
+            total.add_(onednn.product(some, rows.T))
+        else:
+            total.addmm_(some, rows)
     return model.across.whole(total)
 
 

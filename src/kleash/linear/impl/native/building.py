@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL:
     Raises:
         CannotBuildError: if there is no compiler, or it refuses.
     """
-    command = (*compiler(), *FLAGS, *for_this_machine())
+    command = usual_command()
     name = f"rows-{fingerprint(command)}.so"
     for folder in (cache_folder(), None):
         try:
@@ -55,8 +55,17 @@ def loaded(folder: Path | None, name: str, command: tuple[str, ...]) -> ctypes.C
     return ctypes.CDLL(str(path))
 
 
-def build(path: Path, command: tuple[str, ...]) -> None:
-    """Compile ``rows.c`` to ``path``, which is there whole or not at all.
+def usual_command() -> tuple[str, ...]:
+    """The compiler and its options.
+
+    Raises:
+        CannotBuildError: if there is no compiler.
+    """
+    return (*compiler(), *FLAGS, *for_this_machine())
+
+
+def build(path: Path, command: tuple[str, ...], source: Path = SOURCE) -> None:
+    """Compile a source to ``path``, which is there whole or not at all.
 
     Raises:
         CannotBuildError: if the compiler refuses.
@@ -66,7 +75,7 @@ def build(path: Path, command: tuple[str, ...]) -> None:
     os.close(handle)
     try:
         result = subprocess.run(
-            [*command, str(SOURCE), "-o", unfinished, "-lm"],
+            [*command, str(source), "-o", unfinished, "-lm"],
             capture_output=True,
             text=True,
             timeout=LONGEST_S,

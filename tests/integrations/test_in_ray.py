@@ -1,0 +1,117 @@
+"""What docs/verl.md and docs/openrlhf.md say of Ray: kleash is in every process that Ray starts, a real Ray here."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VERL_DRIVER = """
+import json
+import ray
+
+@ray.remote
+class Worker:
+    def penalty(self, name):
+        import torch
+        import verl.trainer.ppo.core_algos as core  # as a worker imports it: by itself, and nothing of kleash
+        logp = torch.tensor([-1.0, -30.0], requires_grad=True)
+        value = core.kl_penalty(logp, torch.tensor([-21.0, -1.0]), name)
+        (slope,) = torch.autograd.grad(value.sum(), logp)
+        return value.tolist(), slope.tolist()
+
+    def controller(self):
+        import verl.trainer.ppo.core_algos as core
+        from omegaconf import OmegaConf
+        config = OmegaConf.create({"type": "adaptive", "kl_coef": 0.1, "target_kl": 6.0, "horizon": 100})
+        made = core.get_kl_controller(config)
+        for _ in range(1000):
+            made.update(current_kl=1e9, n_steps=10**9)
+        return type(made).__module__, made.value
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+worker = Worker.remote()
+values, slopes = ray.get(worker.penalty.remote("k3"))
+where, beta = ray.get(worker.controller.remote())
+print(json.dumps({"values": values, "slopes": slopes, "controller": where, "beta": beta}))
+ray.shutdown()
+"""
+OPENRLHF_DRIVER = """
+import json
+import ray
+from kleash.integrations.openrlhf import install
+
+def true_kl():
+    install(controller={"kind": "pid"})
+
+@ray.remote
+class Worker:
+    def parts(self):
+        import sys
+        from kleash.auditing.targets.installing import quiet, stand_ins
+        before = [name for name in sys.modules if name.startswith("openrlhf")]
+        with stand_ins(("deepspeed", "flash_attn", "pylatexenc", "vllm", "uvicorn", "fastapi", "aiohttp")), quiet():
+            import openrlhf.models.utils as utils
+            import openrlhf.trainer.ppo_utils.kl_controller as controllers
+        estimate, controller = utils.compute_approx_kl, controllers.AdaptiveKLController(0.1, 6.0, 100)
+        for _ in range(1000):
+            controller.update(1e9, 10**9)
+        return {
+            "before": before, "estimate": estimate.__module__, "controller": type(controller).__module__,
+            "beta": controller.value,
+        }
+
+true_kl()
+ray.init(
+    num_cpus=1, include_dashboard=False, log_to_driver=False,
+    runtime_env={"worker_process_setup_hook": true_kl},
+)
+print(json.dumps(ray.get(Worker.remote().parts.remote())))
+ray.shutdown()
+"""
+
+
+def said_by(script: str, folder: Path, **variables: str) -> str:
+    """What a driver process prints at last."""
+    path = folder / "driver.py"
+    path.write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(path)],
+        env={**os.environ, "PYTHONPATH": str(folder), "RAY_USAGE_STATS_ENABLED": "0", **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture(autouse=True)
+def ray_is_there():
+    pytest.importorskip("ray")
+
+
+def test_verls_workers_have_the_true_penalty(tmp_path):
+    pytest.importorskip("verl")
+    (tmp_path / "true_kl.py").write_text(
+        "from kleash.integrations.verl import install\n\ninstall(exact=True)\n"
+    )
+    found = json.loads(said_by(VERL_DRIVER, tmp_path, VERL_USE_EXTERNAL_MODULES="true_kl"))
+    # verl's own clamps both values to 10, and takes their gradients for 0.
+    assert found["values"] == pytest.approx([math.exp(-20) + 19, math.exp(29) - 30])
+    assert found["slopes"] == pytest.approx([1 - math.exp(-20), 1 - math.exp(29)])
+    assert found["controller"].startswith("kleash.")
+    assert 0.1 < found["beta"] < 1e6
+
+
+def test_openrlhfs_workers_have_the_true_penalty(tmp_path):
+    pytest.importorskip("openrlhf")
+    found = json.loads(said_by(OPENRLHF_DRIVER, tmp_path))
+    assert found["before"] == []
+    assert found["estimate"] == found["controller"] == "kleash.integrations.openrlhf"
+    assert 0.1 < found["beta"] < 1e6

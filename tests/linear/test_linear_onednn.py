@@ -1,0 +1,164 @@
+"""Products by oneDNN: where they are made so, the same numbers as by torch, in no more memory than was planned."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from linear_cases import NATIVE, SMALL, TINY, head_case, in_float64, relative_rms
+
+from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
+from kleash.linear.checks import checked_pair
+from kleash.linear.impl import onednn
+from kleash.linear.impl.loop import ENOUGH_TOKENS, plan
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
+)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets whether oneDNN is the faster one here."""
+
+    def sets(faster: bool) -> None:
+        monkeypatch.setattr(onednn, "faster_here", lambda: faster)
+
+    return sets
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The shapes of the products that oneDNN made."""
+    seen, product = [], onednn.product
+
+    def noted(a, b):
+        seen.append((*a.shape, len(b)))
+        return product(a, b)
+
+    monkeypatch.setattr(onednn, "product", noted)
+    return seen
+
+
+def loss_and_gradients(case, options):
+    """Value and gradients of the hidden states and heads of both models."""
+    tensors = [case.hidden_p, case.head_p.weight, case.hidden_q, case.head_q.weight]
+    for x in tensors:
+        x.requires_grad_()
+        x.grad = None
+    weights = torch.linspace(0.1, 1.0, len(case.tokens), dtype=torch.float64).to(case.hidden_p)
+    loss = linear_kl_loss(*case.models, weights=weights, temperature=case.temperature, options=options).loss
+    loss.backward()
+    return [loss.detach(), *(x.grad.double() for x in tensors)]
+
+
+@pytest.mark.parametrize("options", [SMALL, TINY, NATIVE], ids=["small", "tiny", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_whichever_way_products_are_made(machine, products, options, dtype):
+    case = head_case(dtype, softcap=2.5, bias=True, scale=1.7)
+    right = loss_and_gradients(in_float64(case), LinearOptions(impl="reference"))
+    budget = 3e-6 if dtype == torch.float32 else 8e-3
+    for faster in (False, True):
+        machine(faster)
+        for mine, theirs in zip(loss_and_gradients(case, options), right, strict=True):
+            assert relative_rms(mine, theirs) < budget, faster
+        assert bool(products) == faster
+        if dtype == torch.float32:  # the gradient, too: a narrow one is multiplied as it is
+            assert any(made[2] == case.hidden_p.shape[1] for made in products) == faster
+
+
+def test_every_row_of_the_weight_is_multiplied_once(machine, products):
+    machine(True)
+    case = head_case(words=101)
+    linear_kl(*case.models, options=SMALL)
+    cut = plan(checked_pair(case.models[:2], case.models[2:], 1.0), SMALL, 0)
+    assert 1 < cut.tile < 101
+    words = sum(made[2] for made in products)
+    assert words == 2 * 101 * -(-len(case.tokens) // max(made[0] for made in products))
+    assert {made[2] for made in products} == {cut.tile, 101 % cut.tile}
+
+
+@pytest.mark.parametrize("hidden, words", [(64, 200_000), (1024, 32_768), (4096, 32_768), (8, 1_000)])
+def test_a_tile_and_its_product_are_within_the_budget(machine, hidden, words):
+    options = LinearOptions(compile="never")
+    x, weight = torch.empty(4096, hidden), torch.empty(words, hidden)
+    pair = checked_pair((x, Head(weight)), (x, Head(weight)), 1.0)
+    machine(False)
+    plain = plan(pair, options, 6)
+    machine(True)
+    cut = plan(pair, options, 6)
+    assert cut.tile * max(hidden, ENOUGH_TOKENS) * 4 <= options.buffer_bytes // 8
+    logits, blocks = 2 * cut.chunk * words, cut.rows * 6 * words
+    both = logits + blocks + 2 * cut.chunk * 2 * hidden + cut.chunk * cut.tile
+    assert 4 * both <= options.buffer_bytes
+    assert plain.tile == 1
+    assert plain.chunk >= cut.chunk > 0.8 * plain.chunk
+
+
+def test_where_products_are_made_so(monkeypatch, tmp_path):
+    kind = torch.float32, torch.device("cpu")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    found = {}
+    for name, text in {"amd": "vendor_id\t: AuthenticAMD\n", "intel": "vendor_id\t: GenuineIntel\n"}.items():
+        monkeypatch.setattr(onednn, "PROCESSORS", tmp_path / name)
+        onednn.PROCESSORS.write_text(text)
+        onednn.faster_here.cache_clear()
+        found[name] = onednn.pays(*kind)
+    assert found == {"amd": True, "intel": False}
+    monkeypatch.setattr(onednn, "PROCESSORS", Path("/nowhere/cpuinfo"))
+    onednn.faster_here.cache_clear()
+    assert not onednn.pays(*kind)
+    monkeypatch.setattr(onednn, "PROCESSORS", tmp_path / "amd")
+    onednn.faster_here.cache_clear()
+    assert onednn.pays(*kind)
+    assert not onednn.pays(torch.float64, kind[1])
+    assert not onednn.pays(kind[0], torch.device("meta"))
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        assert not onednn.pays(*kind)
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    onednn.faster_here.cache_clear()
+    assert not onednn.pays(*kind)
+    onednn.faster_here.cache_clear()
+
+
+def test_one_row_that_is_not_a_number_spoils_no_other(machine, products):
+    machine(True)
+    case = head_case(tokens=(5,))
+    case.hidden_p[2] = torch.nan
+    kl = linear_kl(*case.models, options=SMALL)
+    assert kl.isnan().tolist() == [False, False, True, False, False]
+    assert products
+
+
+@pytest.mark.parametrize("tokens, hidden, words", [(0, 8, 50), (1, 8, 50), (3, 1, 2), (5, 33, 1)])
+def test_odd_sizes(machine, products, tokens, hidden, words):
+    machine(True)
+    random = torch.Generator().manual_seed(1)
+    x, weight = (
+        torch.randn(2, tokens, hidden, generator=random),
+        torch.randn(2, words, hidden, generator=random),
+    )
+    kl = linear_kl(x[0], Head(weight[0]), x[1], Head(weight[1]), options=SMALL)
+    exact = [torch.log_softmax(h.double() @ w.double().T, -1) for h, w in zip(x, weight, strict=True)]
+    right = (exact[0].exp() * (exact[0] - exact[1])).sum(-1)
+    assert torch.allclose(kl.double(), right, rtol=1e-5, atol=1e-7)
+    assert bool(products) == (tokens > 0)
+
+
+def test_weights_that_are_not_contiguous(machine):
+    random = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(2, 9, 12, generator=random), torch.randn(12, 60, generator=random).T
+    machine(False)
+    given = x[0], Head(weight), x[1], Head(weight)
+    plain = linear_kl(*given, options=SMALL)
+    machine(True)
+    assert torch.allclose(linear_kl(*given, options=SMALL), plain, rtol=1e-5)
+
+
+def test_its_rounding_is_at_most_twice_that_of_torch():
+    random = torch.Generator().manual_seed(3)
+    a, b = torch.randn(64, 1024, generator=random), torch.randn(512, 1024, generator=random)
+    exact = a.double() @ b.double().T
+    assert relative_rms(onednn.product(a, b), exact) < 2.5 * relative_rms(a @ b.T, exact) < 2e-6
