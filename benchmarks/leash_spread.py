@@ -94,7 +94,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--only", choices=["estimators", "frontier"])
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--frontier-seeds", type=int, default=20)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -15,7 +15,7 @@ from time import monotonic
 
 HERE = Path(__file__).resolve().parent
 MINUTES = {
-    "linear_peers.py": 6.0,
+    "linear_peers.py": 10.0,
     "linear_training.py": 4.5,
     "linear_peaks.py --part main": 3.0,
     "linear_accuracy.py": 1.5,

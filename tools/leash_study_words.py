@@ -23,8 +23,7 @@ step draws {max_new_tokens} tokens at most for each of the {prompts} shortest of
 update of them. The reward counts words for the heroine (`{reward}`). Runs of one seed draw with the same noise, so
 that the first step's responses are the same in all of them; only KL, beta and seed differ. The last policy answers the
 {held_out} next longer prompts, {held_out_samples} times each: reward and exact KL(policy‖reference) per response, in
-nats, are means of these. The critic's gradient still went on into the policy's body in these runs, which it no longer
-does ([ppo.md](ppo.md)): what the ways have in common may differ today, and runs of today must not be added to them."""
+nats, are means of these."""
 
 EQUAL = """*At equal reward*: steps are averaged over {window} neighbours, reward and exact KL of the step's own fresh
 responses alike; compared is the KL where that reward first is {equal_reward:g}, on a straight line from the step

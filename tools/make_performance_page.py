@@ -17,7 +17,7 @@ from typing import Any
 import performance_bars
 import performance_words as words
 from made_files import write_or_check
-from performance_bars import COMPILED, EAGER
+from performance_bars import COMPILED, EAGER, wording
 from performance_frame import COMMANDS, Results, grid
 from svg_charts import bars, lines
 
@@ -73,6 +73,7 @@ def made(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         words.shapes,
         words.narrow,
         words.values,
+        words.engine,
         words.memory,
         words.accuracy,
         words.step,
@@ -104,7 +105,7 @@ def pictures(figures: Results) -> dict[str, str]:
         main = figures["linear_peers_main"]
         rows = sorted(
             (
-                (main["words"][name].replace("`", ""), row["of_matmuls"], name in (EAGER, COMPILED))
+                (wording(main)[name].replace("`", ""), row["of_matmuls"], name in (EAGER, COMPILED))
                 for name, row in main["results"].items()
                 if name != "matmuls"
             ),

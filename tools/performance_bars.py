@@ -11,6 +11,11 @@ BARE = {"matmuls": "the four bare matmuls", "matmuls by oneDNN": "the same, thre
 MAIN, TRAINING = "linear_peers_main", "linear_training"
 
 
+def wording(found: Figures) -> dict[str, str]:
+    """What the page calls each way."""
+    return {**BARE, **found["words"]}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bar:
     """One thing to reach."""

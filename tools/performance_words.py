@@ -1,15 +1,15 @@
 """The sections of docs/performance.md, from the figures of the benchmarks; nothing here knows a number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from performance_bars import BARE, COMPILED, EAGER, Figures
+from performance_bars import COMPILED, EAGER, Figures, wording
 from performance_frame import COMMANDS, SHAPES, Results, Row, absent, grid, ratio, said, size
 from svg_charts import tick
 
 
 def peers(found: Figures) -> list[str]:
     """A row for every way: seconds, to the matmuls, and ours to it."""
-    words = {**BARE, **found["words"]}
+    words = wording(found)
     keys = ("of_matmuls", f"{EAGER} of it", f"{COMPILED} of it")
     rows = [
         [words[name], f"{row['seconds']:.2f}", *(ratio(row, key) for key in keys)]
@@ -35,7 +35,8 @@ def shapes(results: Results) -> list[str]:
     missing = absent(*(name for name in SHAPES if name not in results))
     if not there:
         return ["## Other shapes", "", *missing]
-    words = {way: text for found in there for way, text in found["words"].items()}
+    words = {way: text for found in there for way, text in wording(found).items() if way in found["results"]}
+    del words["matmuls"]
     rows = [
         [
             *(str(found[key]) for key in ("tokens", "hidden", "vocabulary")),
@@ -73,6 +74,49 @@ def values(results: Results) -> list[str]:
         [name, f"{row['of the matmuls']:.2f}", f"{row['of k3']:.2f}"] for name, row in found["ratios"].items()
     ]
     return [*title, *said(words, size=size(found), **found), *grid(["", "× the two matmuls", "× k3"], rows)]
+
+
+def engine(results: Results) -> list[str]:
+    """Value and gradient beside the engine's own k3, formed at once and recomputed."""
+    title = ["## Beside the same engine's k3", ""]
+    if "linear_training" not in results:
+        return [*title, *absent("linear_training")]
+    found = results["linear_training"]
+    words = """{size}, float32 unless it says otherwise: *at once* forms the gradient in the forward pass
+        (`linear_kl_loss`), *recomputed* makes values first and most logits a second time (`linear_kl` and its
+        backward pass). k3 is the same loop with the one-sample estimate in it, made the same way: eager or compiled,
+        at once or recomputed; where compiled is recomputed, its k3 is eager."""
+    rows = [
+        [
+            ENGINE[name],
+            *("" if (to := beside(of, column)) is None else f"{to:.2f}" for column in BESIDE.values()),
+        ]
+        for name, of in found["ratios"].items()
+        if name in ENGINE
+    ]
+    return [*title, *said(words, size=size(found)), *grid(["", *BESIDE], rows)]
+
+
+ENGINE = {
+    "exact eager": "exact, at once, eager",
+    "exact compiled": "exact, at once, compiled",
+    "exact recomputed": "exact, recomputed, eager",
+    "exact recomputed, compiled": "exact, recomputed, compiled",
+    "exact bf16": "exact, at once, eager, from bfloat16",
+    "exact bf16, compiled": "exact, at once, compiled, from bfloat16",
+}
+BESIDE = {
+    "× the four matmuls": ("matmuls",),
+    "× k3": ("k3 eager", "k3 compiled", "k3 recomputed"),
+    "× naive exact": ("naive exact",),
+    "× naive k3": ("naive k3",),
+    "× float32": ("exact eager", "exact compiled"),
+}
+
+
+def beside(of: Row, rivals: Sequence[str]) -> float | None:
+    """The ratio to whichever of the rivals there is."""
+    return next((of[rival] for rival in rivals if rival in of), None)
 
 
 def memory(results: Results) -> list[str]:
