@@ -88,10 +88,10 @@ def test_a_tile_and_its_product_are_within_the_budget(machine, hidden, words):
     cut = plan(pair, options, 6)
     assert cut.tile * max(hidden, ENOUGH_TOKENS) * 4 <= options.buffer_bytes // 8
     logits, blocks = 2 * cut.chunk * words, cut.rows * 6 * words
-    both = logits + blocks + 2 * cut.chunk * 2 * hidden + cut.chunk * cut.tile
+    both = logits + blocks + 2 * cut.chunk * 2 * hidden + cut.tile * (2 * cut.chunk + hidden)
     assert 4 * both <= options.buffer_bytes
     assert plain.tile == 1
-    assert plain.chunk >= cut.chunk > 0.8 * plain.chunk
+    assert plain.chunk >= cut.chunk > 0.7 * plain.chunk
 
 
 def test_where_products_are_made_so(monkeypatch, tmp_path):

@@ -68,7 +68,9 @@ def plan(
                 budget -= tile * weight.shape[1] * size // 2
     dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
     if onednn.pays(pair.p.dtype, pair.p.hidden.device):
-        dims += tile // 2
+        # It packs a tile of the weight, and one of the gradient; and there is the product with a tile.
+        budget -= tile * max(pair.p.hidden.shape[1], pair.q.hidden.shape[1]) * size
+        dims += tile
     if pair.across is not ALONE:
         # A message is for many tokens: the elementwise work of a whole chunk is done at once.
         most = min(ENOUGH_TOKENS, max(1, budget // (((2 + rooms + REDONE) * words + 2 * dims) * size)))
