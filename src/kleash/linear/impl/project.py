@@ -1,5 +1,7 @@
 """From hidden states to logits, in float32 whatever the weights are kept in, and back."""
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -52,12 +54,23 @@ def multiply_(
     elif not tiles(model):
         torch.mm(hidden, weight.T, out=out)
     else:
-        for start in range(0, len(weight), tile):
-            rows, here = weight[start : start + tile].to(model.dtype), out[:, start : start + tile]
+        for start, rows in upcast(weight, model.dtype, tile):
+            here = out[:, start : start + tile]
             if onednn.pays(out.dtype, out.device):
                 here.copy_(onednn.product(hidden, rows))
             else:
                 torch.mm(hidden, rows.T, out=here)
+
+
+def upcast(
+    weight: Float[Tensor, "vocab dim"], dtype: torch.dtype, tile: int
+) -> Iterator[tuple[int, Float[Tensor, "some dim"]]]:
+    """Where the next ``tile`` rows start, and these rows in another dtype, all of them in the same memory."""
+    as_it_is = weight.dtype == dtype
+    room = weight if as_it_is else weight.new_empty(weight[:tile].shape, dtype=dtype)
+    for start in range(0, len(weight), tile):
+        rows = weight[start : start + tile]
+        yield start, rows if as_it_is else room[: len(rows)].copy_(rows)
 
 
 def tiles(model: OneModel) -> bool:
@@ -106,8 +119,8 @@ def into_hidden(
     if weight.dtype == gradient.dtype and not onednn.pays(gradient.dtype, gradient.device):
         return model.across.whole(gradient @ weight)
     total = gradient.new_zeros(len(gradient), weight.shape[1])
-    for start in range(0, len(weight), tile):
-        some, rows = gradient[:, start : start + tile], weight[start : start + tile].to(gradient.dtype)
+    for start, rows in upcast(weight, gradient.dtype, tile):
+        some = gradient[:, start : start + tile]
         if onednn.pays(gradient.dtype, gradient.device):
             total.add_(onednn.product(some, rows.T))
         else:
