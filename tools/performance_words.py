@@ -228,9 +228,10 @@ def skipping(results: Results) -> list[str]:
     if "linear_skipping" not in results:
         return [*title, *absent("linear_skipping")]
     found = results["linear_skipping"]
-    words = """`LinearOptions(skip_below=…)`, off by default; {size}, float32. The sharper the distributions, the
-        more it saves: entropy is the median of p's. Errors are those of the gradients for hidden states and head,
-        relative to the gradients with nothing left out."""
+    words = """`LinearOptions(skip_below=…)`, off by default; {size}, float32. The sharper the distributions and
+        the coarser the bound, the more it leaves out; finding it costs, too, and products over gathered words are
+        dearer than the same work in one. Entropy is the median of p's. Errors are those of the gradients for hidden
+        states and head, relative to the gradients with nothing left out."""
     rows = [
         [
             f"{each['median_entropy_nats']:.2g}", below, f"{row['multiplied']:.0%}", f"{row['time']:.2f}",
