@@ -42,6 +42,8 @@ what its words mean. Every line below comes out of the run that made this page; 
 """
 MADE = "Made on "
 SEQUENCES = "sequences"
+ROUNDING = 1e-4
+"""A relative error up to which it is the arithmetic's, not the formula's."""
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 
 
@@ -183,7 +185,7 @@ def details(audit: Audit, shared: Sequence[str]) -> list[str]:
 
 
 def says_the_same(old: str, new: str) -> bool:
-    """Whether two texts have the same words, and numbers within a factor of two of each other."""
+    """Whether two texts have the same words, and numbers within a factor of two of each other or next to nothing."""
     if NUMBER.split(old) != NUMBER.split(new):
         return False
     pairs = zip(NUMBER.findall(old), NUMBER.findall(new), strict=True)
@@ -196,8 +198,8 @@ def number(text: str) -> float:
 
 
 def alike(a: float, b: float) -> bool:
-    """Whether one is between half and twice the other."""
-    return a * b > 0 and 0.5 <= a / b <= 2
+    """Whether one is between half and twice the other, or both are roundings, which every processor has of its own."""
+    return max(abs(a), abs(b)) <= ROUNDING or (a * b > 0 and 0.5 <= a / b <= 2)
 
 
 def sections(text: str) -> dict[str, str]:
