@@ -7,7 +7,7 @@ from typing import Any
 Figures = Mapping[str, Any]
 Found = dict[str, float]
 EAGER, COMPILED = "kleash", "kleash compiled"
-BARE = {"matmuls": "the four bare matmuls", "matmuls by oneDNN": "the same, three of them by oneDNN"}
+BARE = {"matmuls": "the four bare matmuls", "matmuls by oneDNN": "the four matmuls, three by oneDNN"}
 MAIN, TRAINING = "linear_peers_main", "linear_training"
 
 
