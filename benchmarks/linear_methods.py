@@ -5,9 +5,12 @@ states and the head of p; q is frozen. Installed packages are called as they are
 of torchtune (logits in eight chunks, all kept for the backward pass) and checkpointing are written out here.
 """
 
+import ctypes
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -19,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from kleash.divergences import phi
 from kleash.linear import Head, LinearOptions, linear_kl_loss, token_statistics
 from kleash.linear.impl import onednn
+from kleash.linear.impl.native.building import build, usual_command
 
 
 @dataclass
@@ -117,6 +121,24 @@ def bare_by_onednn(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Ten
         return in_hidden, in_weight
 
     return run
+
+
+def at_peak(x: Inputs) -> Callable[[], float]:
+    """As many multiplications and additions as the four matmuls take, on registers alone (peak.c)."""
+    library = built("peak.c", "-ffp-contract=fast")
+    library.kleash_peak.restype = ctypes.c_double
+    threads = torch.get_num_threads()
+    each_step = ctypes.c_int64.in_dll(library, "kleash_peak_step").value
+    steps = -(-4 * x.hidden_p.numel() * len(x.weight_p) // (each_step * threads))
+    return lambda: library.kleash_peak(ctypes.c_int64(threads), ctypes.c_int64(steps))
+
+
+def built(source: str, *more: str) -> ctypes.CDLL:
+    """A C source of this folder, built as kleash builds its own library."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = (Path(folder) / source).with_suffix(".so")
+        build(path, (*usual_command(), *more), Path(__file__).with_name(source))
+        return ctypes.CDLL(str(path))
 
 
 def kleash(x: Inputs, options: LinearOptions | None = None) -> Tensor:

@@ -10,7 +10,8 @@ are those of linear_methods.py. A first call of each warms up and is checked: it
 statistics, its gradient against that of kleash (where it is a KL). Then come rounds in which every way runs
 once; written are medians of the rounds' ratios: to the four bare matmuls that any such gradient needs, and of
 ours to the others. "matmuls by oneDNN" are the same four by the library that kleash takes where it is the faster
-one. Leave the machine alone meanwhile.
+one; "peak" is their arithmetic at the rate of the processor, with nothing read from memory.
+Leave the machine alone meanwhile.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from linear_methods import (
     METHODS,
     PACKAGES,
     Inputs,
+    at_peak,
     bare,
     bare_by_onednn,
     cosine,
@@ -38,10 +40,12 @@ from kleash.linear.impl import onednn
 BARE: dict[str, Callable[[Inputs], Callable[[], Any]]] = {"matmuls": bare}
 if onednn.faster_here():
     BARE["matmuls by oneDNN"] = bare_by_onednn
+MATMULS = tuple(BARE)
+BARE["peak"] = at_peak
 ALL = (*BARE, *METHODS)
-MOST = (*BARE, "kleash", "kleash compiled", "trl", "liger", "naive exact", "naive k3")
-SOME = (*BARE, "kleash", "kleash compiled", "trl", "liger", "naive k3")
-FEW = (*BARE, "kleash", "kleash compiled", "naive k3")
+MOST = (*MATMULS, "kleash", "kleash compiled", "trl", "liger", "naive exact", "naive k3")
+SOME = (*MATMULS, "kleash", "kleash compiled", "trl", "liger", "naive k3")
+FEW = (*MATMULS, "kleash", "kleash compiled", "naive k3")
 SHAPES: dict[str, tuple[tuple[int, int, int], tuple[str, ...], int]] = {
     "main": ((2048, 1024, 32_768), ALL, 9),
     "h4096": ((1024, 4096, 32_768), SOME, 2),
@@ -121,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     size, names, rounds = SHAPES[args.shape]
     if args.dtype == "bfloat16":  # torch's own documentation: 20 to 50 times slower on a CPU
-        names = tuple(name for name in names if name not in ("cross entropy", "matmuls by oneDNN"))
+        names = tuple(name for name in names if name not in ("cross entropy", "matmuls by oneDNN", "peak"))
     names = tuple(name for name in ALL if name in (args.only or names))
     x = make_inputs(*size, dtype=getattr(torch, args.dtype))
     checks = checked([name for name in names if name in METHODS], x)

@@ -13,7 +13,6 @@ the packages, linear_peaks.py takes the memory.
 
 import argparse
 import ctypes
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from harness import RESULTS, interleaved, ratio, write_result
-from linear_methods import Inputs, bare, kleash, make_inputs, naive_exact, naive_k3
+from linear_methods import Inputs, bare, built, kleash, make_inputs, naive_exact, naive_k3
 from torch import Tensor
 
 from kleash.divergences import phi
@@ -31,7 +30,6 @@ from kleash.linear.checks import checked_pair
 from kleash.linear.impl.gradient import both_sums
 from kleash.linear.impl.lean import ROOMS
 from kleash.linear.impl.loop import Chunk, blocks, chunks, plan
-from kleash.linear.impl.native.building import build, usual_command
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import multiply_
 from kleash.linear.impl.rows import side
@@ -99,14 +97,6 @@ def k3_at_once(x: Inputs, slopes: Tensor | None = None) -> None:
     x.hidden_p.grad, x.weight_p.grad = sums.done[:2]
 
 
-def k3_library() -> ctypes.CDLL:
-    """k3_rows.c, built as kleash builds its own library."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "k3_rows.so"
-        build(path, usual_command(), Path(__file__).with_name("k3_rows.c"))
-        return ctypes.CDLL(str(path))
-
-
 @torch.no_grad()
 def k3_compiled(x: Inputs, library: ctypes.CDLL) -> Tensor:
     """k3 and its gradient, the elementwise work in C; returns each token's k3."""
@@ -161,7 +151,7 @@ def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], 
         "exact bf16": exact(thin, "never"),
     }
     if args.compile:
-        library = k3_library()
+        library = built("k3_rows.c")
         found["exact compiled"] = exact(x, "always")
         found["exact bf16, compiled"] = exact(thin, "always")
         found["k3 compiled"] = lambda: k3_compiled(x, library)

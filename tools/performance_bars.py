@@ -7,7 +7,9 @@ from typing import Any
 Figures = Mapping[str, Any]
 Found = dict[str, float]
 EAGER, COMPILED = "kleash", "kleash compiled"
-BARE = {"matmuls": "the four bare matmuls", "matmuls by oneDNN": "the four matmuls, three by oneDNN"}
+MATMULS = {"matmuls": "the four bare matmuls", "matmuls by oneDNN": "the four matmuls, three by oneDNN"}
+PEAK = "peak"
+BARE = {**MATMULS, PEAK: "the same arithmetic on registers alone"}
 MAIN, TRAINING = "linear_peers_main", "linear_training"
 
 
@@ -67,12 +69,16 @@ def beside(peer: str, limit: float) -> Callable[[Figures], str]:
     """How much room a peer leaves above the matmuls."""
 
     def said(figures: Figures) -> str:
-        least_time = min(
-            figures["results"][name]["of_matmuls"] for name in BARE if name in figures["results"]
-        )
-        alone = least_time / figures["results"][peer]["of_matmuls"]
-        least = f"The four matmuls alone take {alone:.2f} × its time on this machine"
-        return f"{least}: no gradient made of them can be as fast as asked." if alone > limit else f"{least}."
+        results = figures["results"]
+        least_time = min(results[name]["of_matmuls"] for name in MATMULS if name in results)
+        alone = least_time / results[peer]["of_matmuls"]
+        words = f"The four matmuls alone take {alone:.2f} × its time on this machine"
+        if alone > limit:
+            words += ": no gradient made of them can be as fast as asked"
+        if PEAK in results:
+            peak = results[PEAK]["of_matmuls"] / results[peer]["of_matmuls"]
+            words += f"; their arithmetic at the processor's peak, with nothing read, {peak:.2f} ×"
+        return f"{words}."
 
     return said
 

@@ -98,6 +98,18 @@ def test_the_bare_matmuls_are_the_four_of_the_gradient(benchmarks, inputs, name)
     torch.testing.assert_close(in_weight.double(), (p @ w.T).T @ p, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.usefixtures("compiler")
+def test_the_processors_peak_is_of_as_many_multiplications_as_the_four_matmuls(benchmarks):
+    x, chains = benchmarks.methods.make_inputs(96, 64, 500), 12
+    total = benchmarks.methods.at_peak(x)()
+    # Each of the chains begins at a lane's addend and goes on as s * factor + addend: a geometric series.
+    factor, addends = float(np.float32(0.9999999)), 1e-7 * np.arange(16)
+    in_a_thread = 4 * 96 * 64 * 500 / torch.get_num_threads()
+    terms = in_a_thread / (chains * len(addends)) + 1
+    right = torch.get_num_threads() * chains * addends.sum() * (1 - factor**terms) / (1 - factor)
+    assert total == pytest.approx(right, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "what"),
     [("exact eager", "kl"), ("exact recomputed", "kl"), ("k3 eager", "k3"), ("k3 recomputed", "k3")],
@@ -113,7 +125,7 @@ def test_the_engines_own_ways_do_too(benchmarks, inputs, right, name, what, monk
 
 @pytest.mark.usefixtures("compiler")
 def test_k3_by_the_library_in_c_does_too(benchmarks, inputs, right):
-    values = benchmarks.training.k3_compiled(inputs, benchmarks.training.k3_library())
+    values = benchmarks.training.k3_compiled(inputs, benchmarks.methods.built("k3_rows.c"))
     found = inputs.hidden_p.grad, inputs.weight_p.grad
     inputs.forget()
     assert_right(found, right["k3"], values.mean().item())
