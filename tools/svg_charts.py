@@ -6,7 +6,7 @@ from itertools import cycle
 from math import ceil, floor, log10
 
 COLOURS = ("#0969da", "#bc4c00", "#8250df", "#57606a")
-INK, RULE = "#1f2328", "#d0d7de"
+INK, RULE, GROUND = "#1f2328", "#d0d7de", "#ffffff"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 Point = tuple[float, float]
 
@@ -21,16 +21,17 @@ def bars(title: str, rows: Sequence[tuple[str, float, bool]], mark: tuple[float,
         text(16, 26, title, weight=600, size=14),
         text(at, 46, mark[1], anchor="middle", size=11),
     ]
+    values: list[str] = []
     for number, (label, value, ours) in enumerate(rows):
-        y = 58 + step * number
+        y, end, weight = 58 + step * number, left + width * value / top, 600 if ours else 400
         colour = COLOURS[0] if ours else "#8c959f"
         parts += [
-            text(left - 8, y + 14, label, anchor="end", weight=600 if ours else 400),
-            f'<rect x="{left}" y="{y}" width="{width * value / top:.1f}" height="18" rx="2" fill="{colour}"/>',
-            text(left + width * value / top + 6, y + 14, f"{value:.2f}", weight=600 if ours else 400),
+            text(left - 8, y + 14, label, anchor="end", weight=weight),
+            f'<rect x="{left}" y="{y}" width="{end - left:.1f}" height="18" rx="2" fill="{colour}"/>',
         ]
+        values.append(text(end + 6, y + 14, f"{value:.2f}", weight=weight, on_ground=True))
     line = f'<line x1="{at:.1f}" y1="52" x2="{at:.1f}" y2="{height - 12}" stroke="{INK}" stroke-dasharray="2 3"/>'
-    return page(700, height, title, [*parts, line])
+    return page(700, height, title, [*parts, line, *values])
 
 
 def lines(title: str, across: str, series: Mapping[str, Sequence[Point]], size: Point = (700, 330)) -> str:
@@ -66,11 +67,20 @@ def axes(xs: Sequence[float], powers: range, place, frame: tuple[float, ...], ac
         y = place((xs[0], 10.0**power))[1]
         parts.append(f'<line x1="{x0}" y1="{y:.1f}" x2="{x1}" y2="{y:.1f}" stroke="{RULE}"/>')
         parts.append(text(x0 - 8, y + 4, power_of_ten(power), anchor="end"))
-    for x in xs:
-        at = place((x, 10.0 ** powers[0]))[0]
+    ats = [place((x, 10.0 ** powers[0]))[0] for x in xs]
+    for x, at, anchor in zip(xs, ats, leaning(ats), strict=True):
         parts.append(f'<line x1="{at:.1f}" y1="{y1}" x2="{at:.1f}" y2="{y1 + 5}" stroke="{INK}"/>')
-        parts.append(text(at, y1 + 19, tick(x), anchor="middle"))
+        parts.append(text(at, y1 + 19, tick(x), anchor=anchor))
     return [*parts, text((x0 + x1) / 2, y1 + 42, across, anchor="middle")]
+
+
+def leaning(places: Sequence[float], apart: float = 60.0) -> list[str]:
+    """How the labels there are anchored: in the middle, but away from each other where two stand close."""
+    anchors = ["middle"] * len(places)
+    for left in range(len(places) - 1):
+        if places[left + 1] - places[left] < apart:
+            anchors[left : left + 2] = ["end", "start"]
+    return anchors
 
 
 def spread(heights: Sequence[float], apart: float = 16.0) -> list[float]:
@@ -100,11 +110,13 @@ def text(
     weight: int = 400,
     size: int = 12,
     colour: str = INK,
+    on_ground: bool = False,
 ) -> str:
-    """One line of text."""
+    """One line of text; ``on_ground`` hides what is drawn behind it."""
+    halo = f' stroke="{GROUND}" stroke-width="4" paint-order="stroke"' if on_ground else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" '
-        f'font-size="{size}" fill="{colour}">{escape(words)}</text>'
+        f'font-size="{size}" fill="{colour}"{halo}>{escape(words)}</text>'
     )
 
 
@@ -114,5 +126,5 @@ def page(wide: float, high: float, title: str, parts: Sequence[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {high:g}" width="{wide:g}" height="{high:g}" '
         f'role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'
     )
-    ground = f'<rect width="{wide:g}" height="{high:g}" rx="6" fill="#ffffff"/>'
+    ground = f'<rect width="{wide:g}" height="{high:g}" rx="6" fill="{GROUND}"/>'
     return "\n".join([head, f"<title>{escape(title)}</title>", ground, *parts, "</svg>"]) + "\n"
