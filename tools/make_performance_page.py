@@ -35,6 +35,9 @@ benchmarks/linear_all.py` makes them all, and then this page (`python tools/make
 - *The four matmuls*: two make the logits of both models, two make the gradients. They are run bare, in chunks of 512
   tokens, into memory that is there, as `torch.mm` makes them. kleash makes three of them by oneDNN where that is the
   faster library (a processor of AMD with AVX-512), and so takes less than these four on such a machine.
+- *The same arithmetic on registers alone*: as many fused multiplications and additions as the four matmuls take, at
+  the rate of the processor, with nothing read from memory (`benchmarks/peak.c`). What asks for less time than that, no
+  float32 code reaches on such a machine; what asks for little more, hardly.
 - *Compiled* is what `linear_kl_loss` does by itself for a call of this size where a C compiler is there: the
   elementwise work is done by a small library in C that is built once on a machine. *Eager* is
   `LinearOptions(compile="never")`.
