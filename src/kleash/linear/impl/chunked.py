@@ -60,14 +60,15 @@ def keeping(
         return keeping(pair.swapped, KL, needed[3:] + needed[:3], options)
     if pair.across is not ALONE or pair.tokens == 0:
         return divergence(pair, record, options), None
-    begin = beginning(pair, record, needed, options)
-    cut, _ = begin(pair.tokens)
+    planned = beginning(pair, record, needed, options)(pair.tokens)
+    cut, _ = planned
     start = (pair.tokens - 1) // cut.chunk * cut.chunk
     first, last = pair.at(slice(0, start)), pair.at(slice(start, None))
     values = [divergence(first, record, options)] if start else []
     keep = Keep(any(needed[:3])), Keep(any(needed[3:]))
     ones = torch.ones(last.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
-    values.append(walked(last, ones, keep, begin, record == KL))
+    # Cut as all tokens are: by themselves the last might become two chunks, of which only one could be kept.
+    values.append(walked(last, ones, keep, lambda _: planned, record == KL))
     kept = Kept(start=start, last=last, gradients=(keep[0].gradient, keep[1].gradient), tile=cut.tile)
     return torch.cat(values), kept
 
