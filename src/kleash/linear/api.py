@@ -1,8 +1,5 @@
 """The public doors to values: they check what they are given, and choose who computes it."""
 
-from importlib import import_module
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,8 +17,8 @@ from kleash.linear.checks import (
     in_a_row,
 )
 from kleash.linear.head import Head, gathered
-from kleash.linear.impl.choice import chosen
-from kleash.linear.impl.pair import OneModel, Pair
+from kleash.linear.impl.choice import implementation
+from kleash.linear.impl.pair import OneModel
 from kleash.linear.impl.project import logits, normalised
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenStatistics
@@ -205,12 +202,3 @@ def log_probabilities(
 def as_record(divergence: str | Divergence) -> Divergence:
     """The record of a divergence that may be given by its name."""
     return look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
-
-
-def implementation(options: LinearOptions, pair: Pair, record: Divergence | None = None) -> Any:
-    """The module that was asked for.
-
-    Raises:
-        CannotRunError: if it cannot do this.
-    """
-    return import_module(f"kleash.linear.impl.{chosen(options, pair, record)}")

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError
-from kleash.linear.api import implementation
 from kleash.linear.checks import checked_pair
 from kleash.linear.head import Head, gathered
+from kleash.linear.impl.choice import implementation
 from kleash.linear.impl.pair import Pair
 from kleash.linear.options import LinearOptions
 from kleash.linear.sharding import name_of, named_group

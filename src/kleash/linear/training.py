@@ -10,9 +10,10 @@ from torch import Tensor
 from kleash.divergences import Divergence
 from kleash.errors import CannotRunError, ShapeError
 from kleash.linear import autograd
-from kleash.linear.api import as_record, implementation
+from kleash.linear.api import as_record
 from kleash.linear.checks import check_ids, check_tokens, checked_pair
 from kleash.linear.head import Head
+from kleash.linear.impl.choice import implementation
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
 

@@ -1,7 +1,9 @@
 """Which implementation does what is asked for, and why triton cannot."""
 
+from importlib import import_module
 from importlib.util import find_spec
 from os import environ
+from typing import Any
 
 import torch
 
@@ -13,6 +15,15 @@ from kleash.linear.options import LinearOptions
 
 COVERED = DIVERGENCES["kl"], DIVERGENCES["reverse_kl"]
 """The divergences that there are kernels for."""
+
+
+def implementation(options: LinearOptions, pair: Pair, record: Divergence | None = None) -> Any:
+    """The module that was asked for.
+
+    Raises:
+        CannotRunError: if it cannot do this.
+    """
+    return import_module(f"kleash.linear.impl.{chosen(options, pair, record)}")
 
 
 def chosen(options: LinearOptions, pair: Pair, record: Divergence | None) -> str:

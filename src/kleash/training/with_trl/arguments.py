@@ -14,6 +14,8 @@ from kleash.records import TrainJob
 from kleash.training.loading import require_trainable
 
 CHECKPOINTS = "checkpoints"
+PROMPT_COLUMN = "kleash_prompt"
+"""Column of the data set: which prompt it is."""
 ALWAYS = MappingProxyType(
     {
         "save_total_limit": 2,

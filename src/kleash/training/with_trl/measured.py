@@ -10,8 +10,8 @@ from kleash.models import Prompt
 from kleash.training.ranks import Ranks
 from kleash.training.responses import Response, of_responses, samples_of
 from kleash.training.rewards import Rewards
+from kleash.training.with_trl.arguments import PROMPT_COLUMN
 from kleash.training.with_trl.journalling import Generated
-from kleash.training.with_trl.online import KEY
 
 STEERED_BY = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 """What a controller follows, by what its target is per."""
@@ -78,12 +78,12 @@ class Measuring:
             responses.append(
                 Response(
                     place=first + row,
-                    prompt_id=one[KEY],
+                    prompt_id=one[PROMPT_COLUMN],
                     score=float((parts * weights).sum()),
                     parts=dict(zip(names, parts.tolist(), strict=True)),
                     cut=cut[row],
                     tokens={name: x[end - length : end] for name, x in arrays.items()},
-                    prompt=self._prompts[one[KEY]].text,
+                    prompt=self._prompts[one[PROMPT_COLUMN]].text,
                     response=self.processing_class.decode(ids[row][told.mask[row]], skip_special_tokens=True),
                 )
             )

@@ -14,13 +14,10 @@ from kleash.training.leashes import leash_of
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, Rewards, load_rewards
 from kleash.training.sharing import shuffled
-from kleash.training.with_trl.arguments import shared_arguments
+from kleash.training.with_trl.arguments import PROMPT_COLUMN, shared_arguments
 from kleash.training.with_trl.ending import run, silently
 from kleash.training.with_trl.journalling import Journalling
 from kleash.training.with_trl.networks import Networks, load_networks
-
-KEY = "kleash_prompt"
-"""Column of the data set: which prompt it is."""
 
 
 @silently()
@@ -137,7 +134,7 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
                 "give it as text that its tokens are the tokens of"
             )
     rows = [
-        {"prompt": prompt.text if prompt.messages is None else list(prompt.messages), KEY: number}
+        {"prompt": prompt.text if prompt.messages is None else list(prompt.messages), PROMPT_COLUMN: number}
         for number, prompt in enumerate(prompts)
     ]
     needed = job.steps * job.prompts_per_step
@@ -159,7 +156,7 @@ def _reward_function(reward: Reward, rewards: Rewards, prompts: list[Prompt]) ->
                 messages=prompts[which].messages,
                 name=f"prompt {which}",
             )
-            for which, one in zip(columns[KEY], completions, strict=True)
+            for which, one in zip(columns[PROMPT_COLUMN], completions, strict=True)
         ]
         return alone.of_dialogues(dialogues).parts[reward.name].tolist()
 
