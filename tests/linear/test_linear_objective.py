@@ -191,6 +191,26 @@ def test_forbidden_words_and_far_pairs(options):
         torch.testing.assert_close(b.double(), a, rtol=1e-4, atol=1e-5)
 
 
+@EVERY
+@pytest.mark.parametrize("trained", [0, 1], ids=["p", "q"])
+def test_one_head_that_forbids_words(options, trained):
+    """The difference of two logits of minus infinity is then known all the same, and so is the KL."""
+    case = head_case(torch.float32, 1.0, tokens=(9,), words=23, bias=True)
+    case.head_p.bias[[4, 17]] = -torch.inf
+    tokens = case.tokens % 4
+    objective = lambda t, rows: t.kl - 0.3 * t.entropy + 0.5 * t.token_logp - 0.2 * t.token_logq  # noqa: E731
+    results = []
+    for dtype, choice in ((torch.float64, REFERENCE), (torch.float32, options)):
+        head = Head(case.head_p.weight.to(dtype), case.head_p.bias.to(dtype))
+        hidden = [x[:, :13].to(dtype) for x in (case.hidden_p, case.hidden_q)]
+        leaf = hidden[trained].requires_grad_()
+        loss, terms = linear_objective(hidden[0], head, tokens, hidden[1], head, objective, options=choice)
+        results.append((*terms, *torch.autograd.grad(loss, leaf)))
+    for right, ours in zip(*results, strict=True):
+        assert right.isfinite().all()
+        torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
+
+
 def test_an_objective_that_wants_no_gradient():
     case = head_case(torch.float32, tokens=(4,))
     tensors = leaves(case)

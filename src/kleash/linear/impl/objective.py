@@ -77,7 +77,7 @@ def careful_terms_rows(
 
 
 TERMS = Core(
-    terms_rows, careful_terms_rows, slice(2, 3), lean.ROOMS, native=native_rows.terms_rows, apart=True
+    terms_rows, careful_terms_rows, slice(2, 4), lean.ROOMS, native=native_rows.terms_rows, apart=True
 )
 
 
