@@ -1,6 +1,9 @@
 """Prompts, texts and responses: what is read, and where a source is wrong."""
 
+import gzip
 import json
+import os
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -120,6 +123,12 @@ BAD_PROMPTS = {
     "bool id": ('{"prompt_token_ids": [true]}', "token ids from 0 to 319 and found 'true'"),
     "no ids": ('{"prompt_token_ids": []}', "'prompt_token_ids' is empty"),
     "blank": ("\n \n", "holds no prompt, only blank lines"),
+    "half": (r'{"prompt": "Oh \ud83d"}', r"line 1: 'prompt' holds half a character, .ud83d, at place 3"),
+    "half in a message": (
+        r'{"messages": [{"role": "user", "content": "\ude00"}]}',
+        r"line 1: 'messages' holds half a character, .ude00",
+    ),
+    "nested": ("[" * 100_000, "line 1: expected a JSON object and found .* recursion"),
 }
 
 
@@ -138,6 +147,10 @@ def test_files_that_cannot_be_read(pair: Pair, write, tmp_path, unhooked):
             write("latin.txt", "a\nna\xefve\n".encode("latin-1")),
             "latin.txt, line 2: expected UTF-8 and found byte 0xef",
         ),
+        (write("a.jsonl.gz", gzip.compress(b'{"text": "x"}')), "a.jsonl.gz is packed by gzip; unpack it"),
+        ("What is the capital of France? " * 20, "'What is .*…' cannot be read .File name too long"),
+        ("a\0b", "cannot be read .*; give the name of a file"),
+        (os.devnull, f"{os.devnull} is a pipe or a device, and a source is read more than once"),
     ):
         for read in (read_prompts, read_text):
             with pytest.raises(SourceError, match=message):
@@ -266,6 +279,19 @@ def test_numbers_of_the_source_are_kept(pair: Pair, write):
 
 
 BASE = {"prompt": "The sea", "response_token_ids": [5, 6]}
+
+
+def test_many_samples_of_one_prompt_are_numbered_in_time_that_grows_as_they_do(pair: Pair, write):
+    name = write("a.jsonl", [{"prompt_token_ids": [3], "response_token_ids": [5]}] * 16_000)
+    seconds = []
+    for limit in (1_000, 16_000):
+        began = time.process_time()
+        found = list(read_responses(name, pair, limit=limit))
+        seconds.append(time.process_time() - began)
+        assert [one.sample_id for one in found] == list(range(limit))
+    assert seconds[1] < 48 * seconds[0], seconds
+
+
 BAD_RESPONSES = {
     "no response": (
         [{"prompt": "x"}],
@@ -274,6 +300,10 @@ BAD_RESPONSES = {
     "no prompt": ([{"response": "x"}], "expected a field 'prompt' or 'messages' and found 'response'"),
     "zero tokens": ([{"prompt": "x", "response": ""}], "line 1: the response has no tokens"),
     "zero ids": ([{"prompt": "x", "response_token_ids": []}], "'response_token_ids' is empty"),
+    "half": (
+        [{**BASE, "response": "Oh \ude00"}],
+        r"line 1: 'response' holds half a character, .ude00, at place 3",
+    ),
     "unknown id": ([{**BASE, "response_token_ids": [5, -1]}], "from 0 to 319 and found '-1'"),
     "too long": (
         [{**BASE, "response_token_ids": [5] * 128}],

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from kleash.errors import SourceError
@@ -12,6 +13,8 @@ from kleash.shipped import shipped_prompts, shipped_text
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+"""How packed files begin."""
 SHOWN = 60
 
 
@@ -32,14 +35,25 @@ def source_path(name: str) -> Path:
     """The file called ``name``, or one that ships with kleash.
 
     Raises:
-        SourceError: if there is no such file, or nothing in it.
+        SourceError: if there is no such file, or nothing in it, or it cannot be read twice.
     """
     path = SHIPPED[name]() if name in SHIPPED else Path(name).expanduser()
-    if path.is_dir():
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SourceError(f"there is no file {name}") from error
+    except (OSError, ValueError) as error:  # a whole prompt is too long a name; no name holds a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise SourceError(
+            f"{shorten(name)} cannot be read ({reason}); give the name of a file of JSONL or plain text"
+        ) from error
+    if S_ISDIR(found.st_mode):
         raise SourceError(f"{name} is a folder; give a file of JSONL or plain text")
-    if not path.is_file():
-        raise SourceError(f"there is no file {name}")
-    if path.stat().st_size == 0:
+    if not S_ISREG(found.st_mode):
+        raise SourceError(
+            f"{name} is a pipe or a device, and a source is read more than once; write it to a file first"
+        )
+    if found.st_size == 0:
         raise SourceError(f"{name} is empty; give a file of JSONL or plain text")
     return path
 
@@ -58,7 +72,7 @@ def is_jsonl(path: Path) -> bool:
         if text.strip():
             try:
                 return isinstance(json.loads(text), dict)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return False
     return False
 
@@ -75,7 +89,7 @@ def json_lines(path: Path) -> Iterator[Line]:
         where = f"{path}, line {number}"
         try:
             record = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SourceError(
                 f"{where}: expected a JSON object and found {shorten(text)} ({first_line(error)})"
             ) from error
@@ -110,13 +124,32 @@ def field(line: Line, name: str, kind: type | tuple[type, ...], what: str) -> An
     """The field ``name`` of a JSONL line, checked; None if the line has none or null.
 
     Raises:
-        SourceError: if it is of another kind than ``what`` says.
+        SourceError: if it is of another kind than ``what`` says, or text with half a character in it.
     """
     assert line.record is not None
     value = line.record.get(name)
+    if isinstance(value, str) and kind is str:
+        return whole(line, repr(name), value)
     if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
         return value
     raise SourceError(f"{line.where}: expected {name!r} to be {what} and found {shorten(json.dumps(value))}")
+
+
+def whole(line: Line, what: str, text: str) -> str:
+    """``text``, if it is made of whole characters: JSON can also write half of one, such as "\\ud83d".
+
+    Raises:
+        SourceError: if it is not; no tokenizer takes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise SourceError(
+            f"{line.where}: {what} holds half a character, {half}, at place {error.start}: something cut it in two; "
+            "leave the half out"
+        ) from error
+    return text
 
 
 def shorten(text: str) -> str:
@@ -134,6 +167,9 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, str]]:
                 text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
                 yield number, text.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
+        for start, packer in PACKED.items():
+            if number == 1 and error.object.startswith(start):
+                raise SourceError(f"{path} is packed by {packer}; unpack it first") from error
         raise SourceError(
             f"{path}, line {number}: expected UTF-8 and found byte 0x{error.object[error.start]:02x}; "
             "save the file as UTF-8"

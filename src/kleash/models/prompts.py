@@ -7,7 +7,16 @@ from itertools import islice
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.models.lines import Line, field, is_jsonl, json_lines, plain_lines, shorten, source_path
+from kleash.models.lines import (
+    Line,
+    field,
+    is_jsonl,
+    json_lines,
+    plain_lines,
+    shorten,
+    source_path,
+    whole,
+)
 from kleash.models.pairs import Pair
 from kleash.models.quiet import first_line
 from kleash.models.sequences import Prompt, hash_tokens
@@ -81,7 +90,7 @@ def prompt_tokens(line: Line, pair: Pair) -> tuple[tuple[int, ...], str]:
         SourceError: if it holds none, or an empty one.
     """
     if line.record is None:
-        return _from_text(line, line.text, pair.tokenizer), line.text
+        return _from_text(line, whole(line, "the prompt", line.text), pair.tokenizer), line.text
     values = field(line, "prompt_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = as_token_ids(line, "prompt_token_ids", values, pair)
@@ -106,7 +115,7 @@ def as_token_ids(line: Line, name: str, values: list[Any], pair: Pair) -> tuple[
         SourceError: if one is not, or there are none.
     """
     if not values:
-        raise SourceError(f"{line.where}: {name!r} is empty, and there must be at least one token")
+        raise SourceError(f"{line.where}: {name!r} is empty; give at least one token, or leave the line out")
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < pair.vocabulary:
             raise SourceError(
@@ -183,7 +192,7 @@ def _from_messages(line: Line, messages: list[Any], tokenizer: Any) -> tuple[tup
         raise SourceError(
             f"{line.where}: the chat template refuses the messages: {first_line(error)}"
         ) from error
-    token_ids = encode(tokenizer, text, special=False)
+    token_ids = encode(tokenizer, whole(line, "'messages'", text), special=False)
     if not token_ids:
         raise SourceError(f"{line.where}: the chat template makes nothing of the messages")
     return tuple(token_ids), text

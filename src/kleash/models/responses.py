@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field as default
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 
@@ -56,6 +56,8 @@ class _Numbering:
     prompts: dict[str, int] = default(default_factory=dict)
     hashes: dict[int, tuple[str, str]] = default(default_factory=dict)
     samples: dict[int, set[int]] = default(default_factory=dict)
+    free: dict[int, int] = default(default_factory=dict)
+    """Of each prompt: no smaller sample number is free."""
     given: bool | None = None
 
     def number(self, line: Line, prompt_hash: str) -> tuple[int, int]:
@@ -72,7 +74,8 @@ class _Numbering:
             raise SourceError(f"{line.where}: 'prompt_id' {prompt} stands for another prompt at {where}")
         taken = self.samples.setdefault(prompt, set())
         if sample is None:
-            sample = next(free for free in range(len(taken) + 1) if free not in taken)
+            sample = next(free for free in count(self.free.get(prompt, 0)) if free not in taken)
+            self.free[prompt] = sample
         if sample in taken:
             raise SourceError(f"{line.where}: sample {sample} of prompt {prompt} has been there before")
         taken.add(sample)
@@ -118,7 +121,9 @@ def _answer(line: Line, pair: Pair, finish_reason: str | None) -> tuple[tuple[in
     if finish_reason == "stop" and end is not None and made[-1:] != [end]:
         made.append(end)
     if not made:
-        raise SourceError(f"{line.where}: the response has no tokens, so there is nothing to score")
+        raise SourceError(
+            f"{line.where}: the response has no tokens, so there is nothing to score; leave the line out"
+        )
     return tuple(made), text, True
 
 
