@@ -16,6 +16,7 @@ from kleash.errors import CannotRunError, ModelError, OptionError, SourceError
 from kleash.models import load_pair
 from kleash.records import METRICS, DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
 from kleash.records.metrics import PART
+from kleash.training import train
 from kleash.training.journal import Journal
 from kleash.training.watching import Watch
 from kleash.training.with_trl.arguments import largest_divisor
@@ -94,6 +95,22 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(trl, tmp_path):
     assert len(read_samples(tmp_path / "whole")) == 16
 
 
+def test_a_response_that_is_learned_from_twice_steers_beta_once(trl, tmp_path, caplog):
+    """Ziegler's horizon is ten steps' responses: a fifth of a tenth for a KL of 0."""
+    ziegler = {"controller": "ziegler", "target_nats": 5.0}
+    job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), **ziegler, **SMALL)
+    _, steps = go(trl.train_grpo, job, tmp_path / "run")
+    assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * 0.98])
+    assert len(steps[0].events) == 1 and not caplog.records, "events are in the journal, and nowhere else"
+
+
+def test_a_finished_run_that_goes_on_says_what_it_said(trl, tmp_path):
+    job = GRPOJob(steps=1, reward=(HEROINE,), out=str(tmp_path / "run"), **SMALL)
+    result = train(job)
+    assert dict(result.metrics) == pytest.approx(dict(read_steps(tmp_path / "run")[-1].metrics), nan_ok=True)
+    assert train(replace(job, resume=True)).to_json() == result.to_json()
+
+
 def test_rloo_with_an_adapter_and_the_kl_in_the_reward(trl, tmp_path):
     settings = {**SMALL, "learning_rate": 3e-2}
     job = RLOOJob(
@@ -130,7 +147,7 @@ def test_dpo_learns_its_pairs_and_measures_its_drift(trl, tmp_path):
         for who in ("She", "He", "Emma", "Jane")
     ]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = DPOJob(pairs=str(pairs), pairs_per_step=4, steps=3, checkpoint_every=2, learning_rate=1e-3)
+    job = DPOJob(pairs=str(pairs), pairs_per_step=2, steps=3, checkpoint_every=2, learning_rate=1e-3)
     result, steps = go(trl.train_dpo, job, tmp_path / "run")
     margins = [step.metrics["pairs/margin"] for step in steps]
     assert margins[0] == 0 < margins[1] < margins[2] and steps[2].metrics["pairs/accuracy"] == 1
@@ -138,7 +155,11 @@ def test_dpo_learns_its_pairs_and_measures_its_drift(trl, tmp_path):
     assert (
         drifts[0] == 0 < drifts[1] and drifts[2] is None and steps[1].metrics["kl/exact_per_token_error"] > 0
     )
-    assert result.beta == 0.1 and (tmp_path / "run" / "policy" / "model.safetensors").exists()
+    weights = tmp_path / "run" / "policy" / "model.safetensors"
+    trained = weights.read_bytes()
+    again, same_steps = go(trl.train_dpo, replace(job, resume=True), tmp_path / "run")
+    assert result.beta == 0.1 and again.steps == 3 and same_steps == steps
+    assert weights.read_bytes() == trained
 
 
 @pytest.mark.parametrize(
@@ -231,6 +252,9 @@ def test_the_watch_is_obeyed(trl, tmp_path, watch):
     if watch == "stop":
         assert result.steps == 2 and result.stopped.startswith("the watch stopped it after step 2")
         assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").is_dir()
+        again, same_steps = go(trl.train_grpo, replace(job, resume=True), tmp_path / "run")
+        assert again.stopped == result.stopped and again.steps == 2
+        assert [step.step for step in same_steps] == [1, 2]
     elif watch == "halve_learning_rate":
         assert rates == pytest.approx([1e-3, 1e-3, 5e-4])
     else:

@@ -156,6 +156,11 @@ class Journal:
         self._trackers = []
 
 
+def stopped_by(warnings: Sequence[StepWarning], step: int) -> str:
+    """What is said of a run that the watch has stopped."""
+    return f"the watch stopped it after step {step}: {warnings[0].sentence}"
+
+
 def some_of(samples: Sequence[Sample]) -> list[Sample]:
     """A few of a step's responses, from all over it."""
     kept = min(SAMPLES_KEPT, len(samples))

@@ -68,7 +68,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
         finally:
             journal.close()
         said = tuple(warning.sentence for record in journal.history for warning in record.warnings)
-        result = replace(result, warnings=said)
+        result = replace(result, warnings=said, metrics=journal.history[-1].metrics)
         folder.write_result(result)
         write_training_report(folder.root)
     return result

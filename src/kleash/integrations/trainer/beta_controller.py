@@ -81,7 +81,8 @@ class BetaController(Attached, ExportableState):
             return
         steps = state.global_step - self._since
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        self.controller = self.controller.after(measured, sequences=steps * batch)
+        sequences = round(steps * batch / getattr(args, "num_iterations", 1))  # TRL learns from each so often
+        self.controller = self.controller.after(measured, sequences=max(1, sequences))
         self._since, self._changed = state.global_step, True
         setattr(self.trainer, self.attribute, self.controller.beta)
         if self.controller.event is not None:

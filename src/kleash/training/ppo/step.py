@@ -7,7 +7,7 @@ from time import monotonic
 from kleash.errors import NonFiniteError
 from kleash.linear import Head
 from kleash.models import Prompt
-from kleash.training.journal import Advice, Journal
+from kleash.training.journal import Advice, Journal, stopped_by
 from kleash.training.leashes import tightened
 from kleash.training.ppo.checkpoints import Progress
 from kleash.training.ppo.failing import save_batch, where_it_broke
@@ -66,8 +66,7 @@ def advised(progress: Progress, advice: Advice, setting: Setting) -> Progress:
     )
     match advice.act:
         case "stop":
-            sentence = advice.warnings[0].sentence
-            return replace(progress, stopped=f"the watch stopped it after step {progress.step}: {sentence}")
+            return replace(progress, stopped=stopped_by(advice.warnings, progress.step))
         case "halve_learning_rate":
             return replace(progress, learning_rate=progress.learning_rate / 2)
         case "tighten":

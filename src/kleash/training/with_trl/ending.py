@@ -1,5 +1,6 @@
 """Running one of TRL's trainers from wherever a run stands to its end."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,22 +20,33 @@ STATE = "trainer_state.json"
 
 @contextmanager
 def silently() -> Iterator[None]:
-    """Inside, neither transformers nor datasets show bars or warn; the journal shows what happens."""
+    """Inside, neither transformers nor datasets show bars or warn, nor our callbacks: the journal shows it all."""
     utils = need("datasets.utils", "trl")
     bars = utils.are_progress_bars_disabled()
     utils.disable_progress_bars()
+    callbacks = logging.getLogger("kleash.integrations.trainer")
+    level = callbacks.level
+    callbacks.setLevel(logging.ERROR)
     try:
         with quiet():
             yield
     finally:
+        callbacks.setLevel(level)
         if not bars:
             utils.enable_progress_bars()
 
 
 def run(trainer: Any, journalling: Journalling, job: TrainJob) -> TrainingResult:
-    """Train to the end, from the last whole checkpoint if the job goes on, and leave the policy in ``policy/``."""
+    """Train to the end, from the last whole checkpoint if the job goes on, and leave the policy in ``policy/``.
+
+    A run that has taken all its steps, or that the watch has stopped, takes no more.
+    """
     root = Path(str(job.out))
     checkpoint = last_checkpoint(root) if job.resume else None
+    if checkpoint is not None:
+        stopped, taken = journalling.was_stopped(step_of(checkpoint)), step_of(checkpoint)
+        if stopped or taken >= trainer.args.max_steps:  # of which transformers would take one more
+            trainer.args.max_steps, trainer.args.num_train_epochs = -1, 0
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(root / POLICY))
     trainer.accelerator.wait_for_everyone()
@@ -55,4 +67,9 @@ def run(trainer: Any, journalling: Journalling, job: TrainJob) -> TrainingResult
 def last_checkpoint(root: Path) -> Path | None:
     """The newest checkpoint that was written to its end; None if there is none."""
     whole = [path.parent for path in (root / CHECKPOINTS).glob(f"checkpoint-*/{STATE}")]
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return max(whole, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """TRL's steps that a checkpoint stands after."""
+    return int(checkpoint.name.rpartition("-")[2])

@@ -8,8 +8,8 @@ from kleash.errors import NonFiniteError
 from kleash.extras import need
 from kleash.integrations.trainer import BetaController
 from kleash.integrations.trainer.attached import Attached
-from kleash.records import Sample, TrainJob
-from kleash.training.journal import Advice, Journal
+from kleash.records import Sample, TrainJob, read_steps
+from kleash.training.journal import Advice, Journal, stopped_by
 from kleash.training.leashes import tightened
 from kleash.training.ranks import Ranks
 
@@ -75,6 +75,16 @@ class Journalling(Attached):
         super().attach(trainer)
         return self
 
+    def was_stopped(self, updates: int) -> bool:
+        """Whether the watch ended the run after so many of TRL's steps; the outcome then says so. A collective."""
+        step, stopped = updates // self.updates, None
+        if self.journal is not None and self.job.watch == "stop":
+            records = read_steps(self.journal.folder)
+            warnings = next((record.warnings for record in records if record.step == step), ())
+            stopped = stopped_by(warnings, step) if warnings else None
+        self.outcome.stopped = self._ranks.agreed(stopped)
+        return self.outcome.stopped is not None
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin the journal where training begins."""
         super().on_train_begin(args, state, control, **more)
@@ -116,8 +126,11 @@ class Journalling(Attached):
             samples = () if measured is None else measured.samples
             advice = self.journal.step(step, metrics, samples, self._events())
         self.outcome.step, self.outcome.metrics = step, metrics
-        ranks = Ranks(self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes)
-        self._do(ranks.agreed(advice) or Advice(), control)
+        self._do(self._ranks.agreed(advice) or Advice(), control)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes)
 
     def _controller(self) -> BetaController | None:
         callbacks = self.trainer.callback_handler.callbacks
@@ -131,8 +144,7 @@ class Journalling(Attached):
     def _do(self, advice: Advice, control: Any) -> None:
         match advice.act:
             case "stop":
-                sentence = advice.warnings[0].sentence
-                self.outcome.stopped = f"the watch stopped it after step {self.outcome.step}: {sentence}"
+                self.outcome.stopped = stopped_by(advice.warnings, self.outcome.step)
                 control.should_training_stop = control.should_save = True
             case "halve_learning_rate":
                 scheduler = self.trainer.lr_scheduler
