@@ -6,7 +6,17 @@ from distributions import gradients, log, pairs
 from hypothesis import given, settings
 from textbook import textbook
 
-from kleash.divergences import alpha_divergence, hellinger, jensen_shannon, kl, renyi, skew_kl
+from kleash.divergences import (
+    alpha_divergence,
+    alpha_record,
+    hellinger,
+    jensen_shannon,
+    jensen_shannon_record,
+    kl,
+    renyi,
+    skew_kl,
+    skew_kl_record,
+)
 from kleash.divergences.families import log_mix
 from kleash.errors import OptionError
 
@@ -131,13 +141,13 @@ def test_log_of_a_mixture(share):
     v = torch.tensor([-1e4, -30.0, -1e-9, 0.0, 1e-9, 0.99, 1.01, 40.0, 1e4], dtype=torch.float64)
     ends = torch.tensor([1 - share, share], dtype=torch.float64).log().unsqueeze(-1)
     expected = torch.logaddexp(ends[0], ends[1] + v)
-    torch.testing.assert_close(log_mix(share, v), expected, rtol=1e-11, atol=1e-15)
+    torch.testing.assert_close(log_mix(share, 1 - share, v), expected, rtol=1e-11, atol=1e-15)
 
 
 @pytest.mark.parametrize("share", [1e-12, 0.4, 1 - 1e-6])
 def test_log_of_a_mixture_does_not_cancel_close_to_zero(share):
     v = torch.tensor([1e-7, -1e-7], dtype=torch.float64)
-    torch.testing.assert_close(log_mix(share, v), share * v, rtol=1e-6, atol=0)
+    torch.testing.assert_close(log_mix(share, 1 - share, v), share * v, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +164,37 @@ def test_log_of_a_mixture_does_not_cancel_close_to_zero(share):
 def test_parameters_that_mean_nothing(function, wrong, message):
     with pytest.raises(OptionError, match=message):
         function(log(0.5, 0.5), log(0.5, 0.5), wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "message"),
+    [
+        (skew_kl_record, 1.5, "mix is 1.5; it is a share, from 0 to 1"),
+        (skew_kl_record, -0.1, "mix is -0.1"),
+        (jensen_shannon_record, 2.0, "weight is 2.0; it is a share"),
+        (alpha_record, math.nan, "alpha is nan; give a finite number"),
+    ],
+)
+def test_there_is_no_record_of_a_parameter_that_means_nothing(make, wrong, message):
+    with pytest.raises(OptionError, match=message):
+        make(wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mix", [1e-12, 1e-7, 1e-4])
+def test_a_share_next_to_nothing_costs_no_digits(mix, dtype):
+    """What is left of 1 - mix beside mix, or of 1 beside it, is rounding."""
+    logp, logq = (torch.tensor(x, dtype=torch.float64) for x in ([0.0, -200.0, 50.0], [3.0, 0.0, -70.0]))
+    logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
+    mixed = torch.logaddexp(logp + math.log(mix), logq + math.log1p(-mix))
+    one, two = kl(logp, mixed).item(), kl(logq, mixed).item()
+    p, q = logp.to(dtype).requires_grad_(), logq.to(dtype)
+    rel = 1e-5 if dtype == torch.float32 else 1e-12
+    found = skew_kl(p, q, mix)
+    assert found.item() == pytest.approx(one, rel=rel) and found <= -math.log(mix) * (1 + rel)
+    assert torch.autograd.grad(found, p)[0].isfinite().all()
+    weighed = jensen_shannon(p, q, mix)
+    assert weighed.item() == pytest.approx(mix * one + (1 - mix) * two, rel=rel)
 
 
 @pytest.mark.parametrize("order", [0.5, 2.0])

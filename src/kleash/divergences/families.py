@@ -1,12 +1,13 @@
 """The KL divergence, and the families with a parameter that it belongs to."""
 
-from math import inf, log
+from math import inf, log, log1p
 
 import torch
 from torch import Tensor
 
 from kleash.divergences.generator import phi, psi
 from kleash.divergences.record import Divergence, Elementwise, Side, unchanged
+from kleash.errors import OptionError
 
 KL = Divergence(
     from_p=Side(of=phi, score=unchanged, alone=inf),
@@ -28,37 +29,59 @@ def weighted_sum(first: Divergence, second: Divergence, weights: tuple[float, fl
     return Divergence(from_p=side(first.from_p, second.from_p), from_q=side(first.from_q, second.from_q))
 
 
-def log_mix(share: float, v: Tensor) -> Tensor:
-    """``log(1 - share + share exp(v))`` to a few roundings for every ``v``, without overflow."""
-    if share in (0.0, 1.0):
-        return share * v if share else torch.zeros_like(v)
+def log_mix(share: float, rest: float, v: Tensor) -> Tensor:
+    """``log(rest + share exp(v))`` to a few roundings for every ``v``, without overflow.
+
+    ``rest`` is ``1 - share``, given apart because that difference is rounded where ``share`` is close to 1.
+    """
     near = v <= 1
-    low = torch.log1p(share * torch.expm1(torch.where(near, v, 0.0)))
-    high = torch.where(near, 1.0, v)
-    return torch.where(near, low, high + torch.log1p((1 - share) * torch.expm1(-high)))
+    low, high = torch.where(near, v, 0.0), torch.where(near, 1.0, v)
+    return torch.where(near, _log_mix_below(share, rest, low), high + _log_mix_below(rest, share, -high))
+
+
+def _log_mix_below(share: float, rest: float, v: Tensor) -> Tensor:
+    """The same for ``v`` up to 1: by its distance from 1, unless hardly anything is left of that."""
+    if share <= 0.5:
+        return torch.log1p(share * torch.expm1(v))
+    near = v > -1
+    close, far = torch.where(near, v, 0.0), torch.where(near, -1.0, v)
+    little = torch.full_like(v, log(rest) if rest else -inf)
+    return torch.where(
+        near, torch.log1p(share * torch.expm1(close)), torch.logaddexp(far + log(share), little)
+    )
 
 
 def skew_kl_record(mix: float) -> Divergence:
-    """KL(p || mix p + (1 - mix) q), for ``mix`` from 0 (KL) to 1 (nothing)."""
+    """KL(p || mix p + (1 - mix) q), for ``mix`` from 0 (KL) to 1 (nothing).
+
+    Raises:
+        OptionError: if ``mix`` is outside [0, 1].
+    """
+    _require_share("mix", mix)
+    return _skew(mix, 1 - mix)
+
+
+def _skew(mix: float, rest: float) -> Divergence:
+    """``rest`` is ``1 - mix``."""
     if mix == 0:
         return KL
-    if mix == 1:
+    if rest == 0:
         nothing = Side(of=torch.zeros_like, score=torch.zeros_like, alone=0.0)
         return Divergence(from_p=nothing, from_q=nothing)
 
     def p_over_m(u: Tensor) -> Tensor:
-        return -log_mix(1 - mix, -u)
+        return -log_mix(rest, mix, -u)
 
     def from_q(v: Tensor) -> Tensor:
-        return torch.exp(log_mix(mix, -v)) * psi(log_mix(1 - mix, v))
+        return torch.exp(log_mix(mix, rest, -v)) * psi(log_mix(rest, mix, v))
 
     return Divergence(
         from_p=Side(
             of=lambda u: phi(p_over_m(u)),
             score=lambda u: p_over_m(u) - mix * torch.expm1(p_over_m(u)),
-            alone=mix - 1 - log(mix),
+            alone=-rest - (log1p(-rest) if rest < 0.5 else log(mix)),
         ),
-        from_q=Side(of=from_q, score=lambda v: -(1 - mix) * torch.expm1(-log_mix(1 - mix, v)), alone=1 - mix),
+        from_q=Side(of=from_q, score=lambda v: -rest * torch.expm1(-log_mix(rest, mix, v)), alone=rest),
     )
 
 
@@ -66,17 +89,33 @@ def jensen_shannon_record(weight: float, normalised: bool = False) -> Divergence
     """weight KL(p || m) + (1 - weight) KL(q || m), ``m = weight p + (1 - weight) q``.
 
     ``normalised`` divides by ``weight (1 - weight)``; the limits are KL(p || q) at 0 and KL(q || p) at 1.
+
+    Raises:
+        OptionError: if ``weight`` is outside [0, 1].
     """
-    if normalised and weight in (0, 1):
+    _require_share("weight", weight)
+    rest = 1 - weight
+    if normalised and 0 in (weight, rest):
         return KL.swapped if weight else KL
-    if weight in (0, 1):
+    if 0 in (weight, rest):
         return skew_kl_record(1.0)
-    parts = (1 / (1 - weight), 1 / weight) if normalised else (weight, 1 - weight)
-    return weighted_sum(skew_kl_record(weight), skew_kl_record(1 - weight).swapped, parts)
+    parts = (1 / rest, 1 / weight) if normalised else (weight, rest)
+    return weighted_sum(_skew(weight, rest), _skew(rest, weight).swapped, parts)
+
+
+def _require_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise OptionError(f"{name} is {value}; it is a share, from 0 to 1")
 
 
 def alpha_record(alpha: float) -> Divergence:
-    """(sum p^alpha q^(1 - alpha) - 1) / (alpha (alpha - 1)), with its limits at 0 and 1."""
+    """(sum p^alpha q^(1 - alpha) - 1) / (alpha (alpha - 1)), with its limits at 0 and 1.
+
+    Raises:
+        OptionError: if ``alpha`` is not finite.
+    """
+    if not -inf < alpha < inf:
+        raise OptionError(f"alpha is {alpha}; give a finite number")
     if alpha in (0, 1):
         return KL if alpha else KL.swapped
     return Divergence(from_p=_alpha_side(alpha, 1 - alpha), from_q=_alpha_side(1 - alpha, alpha))
