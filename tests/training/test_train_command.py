@@ -136,6 +136,11 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(
     assert main(["report", "run"]) == 0  # also of a run that has not finished
     assert main(["train", "ppo", *words]) == 0
     assert [record.step for record in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
+    sys.modules["impatient_reward"].times.clear()
+    assert main(["train", "ppo", *words, "--steps", "8"]) == 130
+    assert main(["report", "run"]) == 0  # of a run that had finished before it went on
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "still running, or interrupted" in report and not (tmp_path / "run" / "training.json").exists()
 
 
 def test_what_means_nothing_is_said_before_torch_is_loaded() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kleash.errors import RunFolderError
-from kleash.records.atomic import TEMPORARY, write_atomically
+from kleash.records.atomic import TEMPORARY, cannot_write, write_atomically
 from kleash.records.codec import decode, to_json
 from kleash.records.folder import RunHeader, check_root, read_header, require_same
 from kleash.records.locking import folder_lock
@@ -69,6 +69,17 @@ class TrainingFolder:
     def write_result(self, result: TrainingResult) -> None:
         """Write ``training.json``: with it the run is finished."""
         write_atomically(self.root / RESULT, result.to_json())
+
+    def take_back_result(self) -> None:
+        """Take ``training.json`` away, if it is there: a finished run that goes on has not finished.
+
+        Raises:
+            RunFolderError: if it cannot be taken away.
+        """
+        try:
+            (self.root / RESULT).unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_write(self.root / RESULT, error) from error
 
     def result(self) -> TrainingResult | None:
         """What the run came to; None while it has not finished.

@@ -9,6 +9,7 @@ from kleash.records import (
     Sample,
     StepRecord,
     StepWarning,
+    TrainingFolder,
     TrainJob,
     append_step,
     keep_steps,
@@ -137,6 +138,7 @@ class Journal:
         record = StepRecord(step=step, metrics=values, events=tuple(events))
         warnings = self.watch.look([*self.history, record])
         record = replace(record, warnings=warnings)
+        TrainingFolder(self.folder).take_back_result()
         append_step(self.folder, record, some_of(samples))
         self.history.append(record)
         for tracker in self._trackers:
