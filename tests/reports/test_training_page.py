@@ -19,6 +19,7 @@ from synthetic_training import (
 from kleash.errors import RunFolderError
 from kleash.records import GRPOJob, PPOJob, TrainingFolder
 from kleash.reports import write_demonstration, write_report_of, write_training_report
+from kleash.reports.training import number_of
 from kleash.reports.training_charts import charts_of, thinned
 
 
@@ -74,6 +75,12 @@ def test_the_headlines_are_those_of_the_last_step(hostile: Text) -> None:
     kl, error = last["kl/exact_per_sequence"], last["kl/exact_per_sequence_error"]
     assert f"KL per sequence {kl:.2f} ± {error:.2f} nats 0 in the first step; target 6.00" in hostile.text
     assert "Steps 60 finished" in hostile.text
+
+
+def test_a_number_next_to_nothing_is_not_a_row_of_zeros() -> None:
+    metrics = {"value": 1.172e-29, "error": 5.69e-30}
+    assert number_of(metrics, "value", "error") == "1.17 × 10⁻²⁹ ± 5.7 × 10⁻³⁰"
+    assert number_of({"value": -0.5, "error": 0.25}, "value", "error") == "−0.50 ± 0.25"
 
 
 def test_the_watch_s_words_and_the_events_are_told(hostile: Text) -> None:

@@ -8,7 +8,7 @@ from histories import healthy
 from rich.console import Console
 
 from kleash.cli.steps import Steps
-from kleash.records import StepWarning
+from kleash.records import StepRecord, StepWarning
 
 
 def shown_on(width: int, terminal: bool) -> str:
@@ -44,3 +44,12 @@ def test_a_narrow_terminal_shows_the_first_columns_whole() -> None:
     left = shown_on(60, True).rpartition("step of 20")[2].splitlines()
     assert "KL/sequence" in left[0] and "repeated" not in left[0]
     assert not any("…" in line for line in left)
+
+
+def test_a_number_next_to_nothing_is_not_a_row_of_zeros() -> None:
+    metrics = {"kl/exact_per_sequence": 1.172e-29, "kl/exact_per_sequence_error": 5.69e-30}
+    console = Console(file=StringIO(), width=100, highlight=False)
+    with Steps(1, console) as steps:
+        steps.stepped(StepRecord(step=1, metrics=metrics))
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue() == "step 1/1: KL/sequence 1.17e-29 ± 5.7e-30\n"

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kleash.records import StepRecord
+from kleash.records import Number, StepRecord
 
 SHOWN = 12
 """Steps that a terminal shows at once."""
@@ -103,5 +103,4 @@ def _cell(record: StepRecord, name: str, error: str | None) -> str:
     uncertain = record.metrics.get(error) if error else None
     if uncertain is None or not math.isfinite(uncertain) or uncertain <= 0:
         return f"{value:.3g}"
-    digits = max(0, 1 - math.floor(math.log10(uncertain)))
-    return f"{value:.{digits}f} ± {uncertain:.{digits}f}"
+    return str(Number(value=value, unit="none", standard_error=uncertain, ci95=(math.nan, math.nan)))

@@ -11,6 +11,7 @@ from kleash.records import (
     DistillJob,
     DPOJob,
     GRPOJob,
+    Number,
     PPOJob,
     RLOOJob,
     RunHeader,
@@ -26,7 +27,7 @@ from kleash.records import (
 )
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import charts_of
-from kleash.reports.words import command_of, plain
+from kleash.reports.words import command_of, plain, typeset
 
 SHOWN_STEPS = 6
 """Steps whose responses are shown: the first, the last, and some between."""
@@ -117,8 +118,8 @@ def number_of(metrics: Mapping[str, float], name: str, error: str | None) -> str
     uncertain = metrics.get(error, math.nan) if error else math.nan
     if not (math.isfinite(uncertain) and uncertain > 0 and math.isfinite(value)):
         return plain(value)
-    digits = max(0, 1 - math.floor(math.log10(uncertain)))
-    return f"{value:.{digits}f} ± {uncertain:.{digits}f}".replace("-", "−")
+    number = Number(value=value, unit="none", standard_error=uncertain, ci95=(math.nan, math.nan))
+    return f"{typeset(number.rounded)} ± {typeset(number.format(uncertain))}"
 
 
 def samples_of(records: Sequence[SampleRecord]) -> list[tuple[int, list[Sample]]]:
