@@ -39,6 +39,28 @@ def statistics(h, w, b, hq, wq):
     found = token_statistics(h * 2, Head(w, b), hq, Head(wq), ids)
     return h.sum() * found.kl_pq.mean() + found.rank_q.sum()
 
+def tied(w, b, h, hq, way, options=None):
+    head = Head(w, b)
+    kind = {"temperature": 1.3, "options": options}
+    if way == "objective":
+        each = lambda terms, rows: weights.reshape(-1)[rows] * (terms.kl + terms.token_logp)
+        return linear_objective(h * 2, head, ids, hq, head, each, **kind)[0]
+    if way == "loss":
+        return linear_divergence_loss(h * 2, head, hq, head, weights=weights, divergence="reverse_kl", **kind).loss
+    return (linear_divergence(h * 2, head, hq, head, divergence=way, **kind) * weights).sum()
+
+for way in ("kl", "reverse_kl", "loss", "objective"):
+    for options in (None, LinearOptions(impl="reference")):
+        results = []
+        for call in (tied, torch.compile(tied, fullgraph=True, backend="aot_eager")):
+            h, w, b, _, _ = data()
+            hq = (h.detach() + 1).requires_grad_()
+            value = call(w, b, h, hq, way, options)
+            results.append((value.detach(), *torch.autograd.grad(value, (w, b, h, hq))))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+        assert all(x.abs().sum() > 0 for x in results[0][1:])
+
 for function in (values, loss, objective, statistics):
     results, graphs = [], []
     def backend(graph, inputs):

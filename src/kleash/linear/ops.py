@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
 from kleash.linear.checks import check_ids, common_dtype
-from kleash.linear.impl.results import combined
-from kleash.linear.packing import COMMON, COUNT, Given, as_usual, given, named, needed, together
+from kleash.linear.impl.results import combined, formed_dtype
+from kleash.linear.packing import COMMON, COUNT, SHARED, Given, as_usual, given, named, needed, together
 from kleash.linear.statistics import TokenStatistics, TokenTerms
 
 __all__ = [
@@ -28,15 +28,27 @@ __all__ = [
 ]
 
 
-def answered(gradients: Sequence[Tensor | None], given: Given) -> list[Tensor]:
+def apart(needs: Sequence[bool], shared: Sequence[bool]) -> list[bool]:
+    """Which gradients there are: that of one weight that is both heads' is whole in p's."""
+    one = shared[1] and needs[1] and needs[4]
+    return [n and not (one and place == 4) for place, n in enumerate(needs)]
+
+
+def answered(gradients: Sequence[Tensor | None], given: Given, needs: Sequence[bool]) -> list[Tensor]:
     """The gradients as an operation may return them: nothing is an empty tensor."""
-    kept = zip(gradients, given[:6], strict=True)
-    return [given[0].new_empty(0) if g is None else g.reshape(x.shape) for g, x in kept]
+    kept, there = list(gradients), apart(needs, given[SHARED])
+    if needs[4] and not there[4]:
+        parts = [g for g in (kept[1], kept[4]) if g is not None]
+        kept[1] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    rows = zip(kept, given[:6], there, strict=True)
+    return [g.reshape(x.shape) if n and g is not None else given[0].new_empty(0) for g, x, n in rows]
 
 
-def returned(gradients: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+def returned(
+    gradients: Sequence[Tensor], needs: Sequence[bool], shared: Sequence[bool]
+) -> list[Tensor | None]:
     """The gradients as autograd wants them."""
-    return [g if needs else None for g, needs in zip(gradients, needs, strict=True)]
+    return [g if there else None for g, there in zip(gradients, apart(needs, shared), strict=True)]
 
 
 def operation(name: str, more: str, result: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +71,10 @@ def per_token(*x: Any) -> Tensor:
 
 def for_each(needs: Sequence[bool], x: Sequence[Any]) -> list[Tensor]:
     """Empty gradients."""
-    return [torch.empty_like(t) if n else x[0].new_empty(0) for t, n in zip(x[:6], needs, strict=True)]
+    return [
+        torch.empty_like(t, dtype=formed_dtype(t)) if n else x[0].new_empty(0)
+        for t, n in zip(x[:6], apart(needs, x[SHARED]), strict=True)
+    ]
 
 
 @operation("linear_divergence", ", str divergence", "Tensor", lambda *x: per_token(*x))
@@ -86,7 +101,7 @@ def linear_divergence_gradient(*x: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         formed = engine.gradients(pair, record, weights.reshape(-1), tuple(needs), options)
     shares = torch.where(weights != 0, weights.to(formed.per_token.dtype), 0.0)
     values = formed.per_token.reshape(weights.shape)
-    return (values * shares).sum(), values, answered(formed.gradients, x)
+    return (values * shares).sum(), values, answered(formed.gradients, x, needs)
 
 
 @operation(
@@ -148,7 +163,7 @@ def token_terms_gradient(*x: Any) -> list[Tensor]:
     ids = tokens.reshape(-1).to(torch.int64)
     with as_usual(x[0].device.type):
         found = engine.judged(pair, ids, objective, tuple(needs), options)
-    return answered(found.gradients, x)
+    return answered(found.gradients, x, needs)
 
 
 def keep(ctx: Any, inputs: Given, output: Any) -> None:
@@ -170,25 +185,26 @@ def pull_values(ctx: Any, weights: Tensor) -> tuple[Any, ...]:
     """The gradient of values per token: the logits again."""
     x, needs = kept(ctx), list(ctx.needs_input_grad[:6])
     found = linear_divergence_gradient(*x, weights, needs)[2]
-    return *returned(found, needs), *(None for _ in x[6:])
+    return *returned(found, needs, x[SHARED]), *(None for _ in x[6:])
 
 
 def keep_gradients(ctx: Any, inputs: Given, output: Any) -> None:
     """Keep the gradients that came with the loss."""
     ctx.save_for_backward(*output[2])
-    ctx.count = len(inputs)
+    ctx.count, ctx.shared = len(inputs), inputs[SHARED]
 
 
 def pull_loss(ctx: Any, weight: Tensor, *others: Any) -> tuple[Any, ...]:
     """The gradient of a loss, which is there already."""
     found = [g * weight for g in ctx.saved_tensors]
-    return *returned(found, ctx.needs_input_grad[:6]), *(None for _ in range(ctx.count - 6))
+    return *returned(found, ctx.needs_input_grad[:6], ctx.shared), *(None for _ in range(ctx.count - 6))
 
 
 def pull_terms(ctx: Any, *coefficients: Tensor) -> tuple[Any, ...]:
     """The gradient of terms per token: the logits again."""
     x, needs = kept(ctx), list(ctx.needs_input_grad[:6])
-    return *returned(token_terms_gradient(*x, *coefficients, needs), needs), *(None for _ in x[6:])
+    found = token_terms_gradient(*x, *coefficients, needs)
+    return *returned(found, needs, x[SHARED]), *(None for _ in x[6:])
 
 
 for made, pull, keeps in (

@@ -24,6 +24,8 @@ COMMON = (
     "str[] groups"
 )
 COUNT = 14
+SHARED = 8
+"""Where among them it says which of hidden states, weight and bias are the same for both models."""
 DEFAULT = LinearOptions()
 
 

@@ -12,7 +12,7 @@ from kleash.linear.head import Head
 from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.impl.project import both_normalised, logits
-from kleash.linear.impl.results import Formed, Judged, Needed, Objective, asked, combined
+from kleash.linear.impl.results import Formed, Judged, Needed, Objective, asked, combined, formed_dtype
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenStatistics, TokenTerms
 
@@ -109,10 +109,13 @@ def judged(
 
 
 def detached(pair: Pair) -> tuple[Pair, tuple[Tensor | None, ...]]:
-    """The same numbers as leaves of a graph of their own, and those leaves."""
+    """The same numbers as leaves of a graph of their own, and those leaves; each in its ``formed_dtype``."""
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().to(formed_dtype(x)).requires_grad_()
 
     def one(model: OneModel) -> OneModel:
-        hidden, weight, bias = (x if x is None else x.detach().requires_grad_() for x in model.tensors)
+        hidden, weight, bias = (x if x is None else leaf(x) for x in model.tensors)
         assert hidden is not None
         head = Head(weight, bias, scale=model.head.scale, softcap=model.head.softcap)
         return replace(model, hidden=hidden, head=head)

@@ -22,7 +22,8 @@ class Formed(NamedTuple):
     per_token: Float[Tensor, " tokens"]
     """Of each token that was read; 0 for the others."""
     gradients: tuple[Tensor | None, ...]
-    """Of the weighted sum, in hidden states, weight and bias of p, and of q; None where it is not needed."""
+    """Of the weighted sum, in hidden states, weight and bias of p, and of q; None where it is not needed. Each in
+    its ``formed_dtype``."""
 
 
 class Judged(NamedTuple):
@@ -31,7 +32,16 @@ class Judged(NamedTuple):
     loss: Float[Tensor, ""]
     terms: TokenTerms
     gradients: tuple[Tensor | None, ...]
-    """Of the loss, in hidden states, weight and bias of p, and of q; None where it is not needed."""
+    """Of the loss, in hidden states, weight and bias of p, and of q; None where it is not needed. Each in its
+    ``formed_dtype``."""
+
+
+def formed_dtype(tensor: Tensor) -> torch.dtype:
+    """What a tensor's gradient is kept in until the backward pass: its own dtype, but float32 for float16.
+
+    What float16 cannot hold may be what a scaled loss lifts into its range; autograd gives each its own dtype then.
+    """
+    return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
 
 def asked(objective: Objective, terms: TokenTerms, where: slice) -> tuple[Tensor, TokenTerms]:

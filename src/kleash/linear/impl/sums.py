@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kleash.linear.impl.pair import OneModel, Pair, Where
 from kleash.linear.impl.project import into_hidden, into_weight_, narrow
-from kleash.linear.impl.results import Needed
+from kleash.linear.impl.results import Needed, formed_dtype
 from kleash.linear.impl.skipping import Cutter
 from kleash.linear.options import LinearOptions
 
@@ -32,7 +32,7 @@ class Sums:
 
         self.model, self.wanted, self.shared = model, any(needed), weight is not None
         self.narrow = self.wanted and narrow(model) and not wide
-        self.hidden = zeros(model.hidden, needed[0], model.hidden.dtype)
+        self.hidden = zeros(model.hidden, needed[0], formed_dtype(model.hidden))
         self.weight = zeros(model.head.weight, needed[1], model.dtype) if weight is None else weight
         self.bias = zeros(model.head.bias, needed[2], model.dtype)
         multiplied = model.head.weight is not None and any(needed[:2])
@@ -58,10 +58,10 @@ class Sums:
 
     @property
     def done(self) -> tuple[Tensor | None, ...]:
-        """The gradients, each in its tensor's dtype."""
+        """The gradients, each in its tensor's ``formed_dtype``."""
         sums = (self.hidden, None if self.shared else self.weight, self.bias)
         pairs = zip(sums, self.model.tensors, strict=True)
-        return tuple(None if s is None or x is None else s.to(x.dtype) for s, x in pairs)
+        return tuple(None if s is None or x is None else s.to(formed_dtype(x)) for s, x in pairs)
 
 
 def both_sums(pair: Pair, needed: Needed, options: LinearOptions = WHOLE) -> tuple[Sums, Sums]:
