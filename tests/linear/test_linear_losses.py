@@ -15,7 +15,7 @@ from linear_cases import (
 
 from kleash.divergences import kl
 from kleash.errors import CannotRunError, ShapeError
-from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
+from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss, linear_objective
 from kleash.linear.impl import gradient
 
 
@@ -135,6 +135,25 @@ def test_without_gradients_it_is_only_a_value():
         assert not linear_kl_loss(*case.models, weights=weights).loss.requires_grad
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_no_gradient_is_formed_where_none_can_be_asked_for(off):
+    case, formed = head_case(torch.float32, tokens=(5,)), []
+    case.hidden_p.requires_grad_()
+    case.head_p.weight.requires_grad_()
+    options = LinearOptions(skip_below=0.01, report=formed.append)
+
+    def both():
+        linear_kl_loss(*case.models, weights=torch.ones(5), options=options)
+        given = case.hidden_p, case.head_p, case.tokens, case.hidden_q, case.head_q
+        linear_objective(*given, lambda terms, rows: terms.kl, options=options)
+
+    with off():
+        both()
+    assert formed == []
+    both()
+    assert len(formed) == 2
+
+
 @pytest.mark.parametrize(
     ("weights", "error", "says"),
     [
@@ -220,3 +239,37 @@ def test_gradients_from_bfloat16_point_the_right_way(apart):
     assert ((ours - exact).abs() / exact).max() < 1e-3
     for a, b in zip(right, mine, strict=True):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.9999
+
+
+@EVERY
+@pytest.mark.parametrize("way", ["loss", "objective", "values"])
+def test_a_loss_that_is_scaled_for_float16_keeps_what_the_scale_saves(options, way):
+    """Of a token among thousands the gradient is below what float16 can hold, until the loss's scale is there."""
+    case = head_case(torch.float16, 0.02, tokens=(30,), bias=True)
+    share, scale = 1e-6, 2.0**22
+    found = []
+    for each, choice in ((in_float64(case), REFERENCE), (case, options)):
+        hidden = each.hidden_p.clone().requires_grad_()
+        weight = each.head_p.weight.clone().requires_grad_(way != "values")
+        head = Head(weight, each.head_p.bias)
+        weights = torch.full((30,), share, dtype=torch.float64)
+        if way == "loss":
+            loss = linear_kl_loss(
+                hidden, head, each.hidden_q, each.head_q, weights=weights, options=choice
+            ).loss
+        elif way == "objective":
+            loss, _ = linear_objective(
+                hidden,
+                head,
+                each.tokens,
+                each.hidden_q,
+                each.head_q,
+                lambda t, rows: share * t.kl,
+                options=choice,
+            )
+        else:
+            loss = share * linear_kl(hidden, head, each.hidden_q, each.head_q, options=choice).sum()
+        (loss * scale).backward()
+        found.append([x.grad for x in (hidden, weight) if x.grad is not None])
+    for right, ours in zip(*found, strict=True):
+        assert ours.dtype == torch.float16 and relative_rms(ours, right) < 2e-3
