@@ -51,7 +51,7 @@ class Compare:
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """Two or more folders of finished runs; the others are compared with the first."""
     out: Path = Path("comparison.html")
-    """The page that is written; the numbers lie beside it as .json."""
+    """The page that is written."""
     json: bool = False
     """Print the comparison as JSON instead of a table."""
 

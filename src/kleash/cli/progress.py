@@ -33,6 +33,7 @@ class Progress:
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
+            disable=not self._console.is_terminal,
         )
         self._task: Any = None
         self._tokens = 0

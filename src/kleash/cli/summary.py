@@ -4,11 +4,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement as Width
 from rich.padding import Padding
 from rich.table import Table
 
 from kleash.records import Comparison, Measurement, Number
 
+WIDEST = 200
 PER_TOKEN = {
     "kl_policy_reference": "KL(policy || reference)",
     "kl_reference_policy": "KL(reference || policy)",
@@ -33,11 +35,17 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
         f"{counts.tokens:,} tokens in {counts.sequences:,} sequences, {counts.clusters:,} independent clusters",
         style="dim",
     )
-    console.print(Padding(_numbers(measurement), (1, 0)))
+    _print_whole(console, _numbers(measurement))
     console.print(_tail(measurement), soft_wrap=True)
     for doubt in _all_doubts(measurement):
         console.print(f"[yellow]doubt:[/yellow] {escape(doubt)}", soft_wrap=True)
     console.print(f"report: {escape(str(folder / 'report.html'))}", soft_wrap=True)
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """A table no narrower than its numbers: a terminal that is narrower breaks the lines, and nothing is cut off."""
+    needed = Width.get(console, console.options.update(max_width=WIDEST), table).maximum
+    Console(highlight=False, width=max(needed, console.width)).print(Padding(table, (1, 0)))
 
 
 def _tail(measurement: Measurement) -> str:
@@ -88,12 +96,12 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in (
         "run",
-        "KL(policy || reference)",
-        "difference from the first",
+        "KL(policy ||\nreference)",
+        "difference from\nthe first",
         "95 % interval",
         "prompts",
     ):
-        table.add_column(heading, justify="left" if heading == "run" else "right")
+        table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     first, *others = comparison.runs
     name = "kl_policy_reference"
     table.add_row(escape(first.name), str(first.numbers[name]), "", "", str(first.counts.prompts))
@@ -107,7 +115,7 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
             f"{low} to {high}",
             f"{difference.shared_prompts} shared",
         )
-    console.print(Padding(table, (1, 0)))
+    _print_whole(console, table)
     for doubt in dict.fromkeys(
         [*comparison.doubts, *(d for each in comparison.differences for d in each.doubts)]
     ):

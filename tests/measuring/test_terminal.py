@@ -1,0 +1,84 @@
+"""What stands on the terminal: a narrow one, one that lacks characters, and one that has been closed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kleash.cli import main
+from kleash.records import Measurement
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]) -> Path:
+    """A finished run in a folder whose name not every terminal can show."""
+    out = tmp_path_factory.mktemp("terminal") / "Ünïcödé 🙂"
+    assert main([*measuring(pair, out), "--quiet"]) == 0
+    return out
+
+
+def measuring(pair: tuple[Path, Path], out: Path) -> list[str]:
+    source = out.parent / "text.txt"
+    source.write_text("The sea was calm.\n\nA long road.\n\nIt is said that she counted the birds.")
+    models = ["--policy", str(pair[0]), "--reference", str(pair[1])]
+    return ["measure", *models, "--text", str(source), "--out", str(out)]
+
+
+def started(*words: object, **environment: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "kleash", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+
+
+def test_a_narrow_terminal_cuts_no_number(
+    pair: tuple[Path, Path], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    capsys.readouterr()
+    assert main(measuring(pair, tmp_path / "narrow")) == 0
+    said = capsys.readouterr().out
+    low, high = Measurement.read(run).per_token["kl_policy_reference"].ci95
+    (line,) = [line for line in said.splitlines() if line.startswith("KL(policy || reference)   ")]
+    shown = line.split()
+    assert [float(shown[4]), float(shown[6])] == pytest.approx([low, high], abs=0.01), line
+    assert "…" not in said
+    assert main(["compare", str(run), str(tmp_path / "narrow"), "--out", str(tmp_path / "c.html")]) == 0
+    said = capsys.readouterr().out
+    assert "±" in said and "…" not in said
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_lacks_characters(encoding: str, run: Path, tmp_path: Path) -> None:
+    words = ["compare", run, run, "--out", tmp_path / "c.html"]
+    process = started(*words, PYTHONIOENCODING=encoding)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    assert ("\\u00b1" if encoding == "ascii" else "±") in out.decode(encoding)
+
+
+def test_json_is_json_whatever_the_terminal_lacks(run: Path, tmp_path: Path) -> None:
+    words = ["compare", run, run, "--json", "--out", tmp_path / "c.html"]
+    process = started(*words, PYTHONIOENCODING="ascii")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(out.decode("ascii"))["runs"][0]["folder"] == str(run)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["cache", "--help"], ["compare"], ["compare", "--json"]])
+def test_a_reader_that_has_gone_away(words: list[str], run: Path, tmp_path: Path) -> None:
+    """As in ``kleash … | head``."""
+    if words[0] == "compare":
+        words = [*words, str(run), str(run), "--out", str(tmp_path / "c.html")]
+    process = started(*words)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), err) == (141, b"")
