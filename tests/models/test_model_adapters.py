@@ -1,6 +1,7 @@
 """LoRA adapters as policy, reference or both."""
 
 import json
+import shutil
 import warnings
 
 import numpy as np
@@ -153,6 +154,16 @@ def test_an_adapter_whose_tensors_find_no_place(base, adapter, tmp_path, unhooke
     (stray / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
     with pytest.raises(ModelError, match="4 of its 8 tensors have no place there and 4 places no tensor"):
         load_pair(str(stray), str(base))
+
+
+def test_an_adapter_whose_tensors_have_other_shapes(base, adapter, tmp_path, unhooked):
+    shutil.copytree(adapter, tmp_path / "wider")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (tmp_path / "wider" / "adapter_config.json").write_text(json.dumps({**settings, "r": 7}))
+    with pytest.raises(
+        ModelError, match=r"cannot be put on .* state_dict for .*: size mismatch for .*q_proj"
+    ):
+        load_pair(str(tmp_path / "wider"), str(base))
 
 
 def test_adapters_that_add_tokens_are_refused(base, tmp_path, unhooked):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -188,7 +189,25 @@ def test_weights_that_nobody_uses_are_a_note(copied):
 def test_a_tokenizer_that_is_not_there(copied, unhooked):
     for path in copied.glob("tokenizer*"):
         path.unlink()
+    refuse(
+        copied, "the policy .* has no tokenizer: there is no tokenizer.json in .*; copy the tokenizer's files"
+    )
+    (copied / "tokenizer.json").write_text("{")
     refuse(copied, "the tokenizer of the policy .* cannot be loaded")
+
+
+def test_weights_of_other_shapes_than_the_configuration_says(copied, unhooked):
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "vocab_size": 310}))
+    refuse(
+        copied,
+        r"has 2 weights of other shapes than its config.json says, such as lm_head.weight: \(320, 32\), and not "
+        r"\(310, 32\); mend config.json",
+    )
+
+
+def test_a_name_that_is_too_long_for_a_file(unhooked):
+    refuse(Path("/" + "x" * 300), "/xxx.* cannot be read: File name too long; give a folder or a hub id")
 
 
 def test_encoder_decoders_and_models_of_pictures_are_refused(tmp_path, unhooked):

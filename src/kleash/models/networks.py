@@ -12,6 +12,8 @@ from kleash.extras import need
 from kleash.models.checkpoints import Checkpoint, safetensors_header
 from kleash.models.quiet import first_line
 
+TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
+"""Files of which every tokenizer has one."""
 OTHER_SENSES = ("vision", "audio", "image", "video", "vq")
 """What the parts of a configuration are called where a model is not of text alone."""
 
@@ -81,6 +83,11 @@ def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raise bare Exceptions, and every other kind
+        if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+            raise ModelError(
+                f"the {role} {side.name} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
+                "tokenizer's files of the model it was made from into that folder"
+            ) from error
         raise ModelError(
             f"the tokenizer of the {role} {side.name} cannot be loaded from {folder}: {first_line(error)}"
         ) from error
@@ -109,13 +116,15 @@ def _load_base(
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # not ignored, but named below
         )
     except ModelError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError, TypeError) as error:
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
         raise ModelError(f"{what} cannot be loaded: {first_line(error)}{hint}") from error
-    missing = sorted([*report["missing_keys"], *(str(key) for key in report.get("mismatched_keys", ()))])
+    _check_shapes(report, what)
+    missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
             f"{what} lacks {len(missing)} of its weights, which would be random: {', '.join(missing[:3])}; "
@@ -127,6 +136,17 @@ def _load_base(
     return network, (
         f"{len(unused)} tensors of {what} are not used by its architecture, such as {unused[0]}",
     )
+
+
+def _check_shapes(report: Any, what: str) -> None:
+    """See that the weights have the shapes that the configuration says."""
+    others = sorted(report.get("mismatched_keys", ()))
+    if others:
+        name, there, wanted = others[0]
+        raise ModelError(
+            f"{what} has {len(others)} weights of other shapes than its config.json says, such as {name}: "
+            f"{tuple(there)}, and not {tuple(wanted)}; mend config.json, or fetch the checkpoint again"
+        )
 
 
 def _check_kind(config: Any, what: str) -> None:

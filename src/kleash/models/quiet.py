@@ -28,5 +28,7 @@ def quiet() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """What went wrong, short enough to stand inside a sentence."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line[:LONGEST_REASON].rstrip(". ")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # "Error(s) in loading state_dict for Model:" says nothing without what comes next.
+    told = next((place for place, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: told + 1])[:LONGEST_REASON].rstrip(". ")
