@@ -153,6 +153,63 @@ def test_no_space_left_keeps_what_was_finished(
     assert (tmp_path / "run" / "report.html").exists()
 
 
+def test_a_run_of_which_a_part_is_missing_is_not_reported_as_if_it_were_whole(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = written(tmp_path / "p.txt", "\n\n".join(f"The sea {n} was calm" for n in range(8)))
+    words = ["measure", "--policy", pair[0], "--reference", pair[1], "--text", source, "--quiet"]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert main([*map(str, [*words, "--batch-tokens", 8, "--out", whole])]) == 0
+    shutil.copytree(whole, part)
+    (part / "tokens" / "part-00001.parquet").unlink()
+    missing = f"kleash: {part / 'tokens' / 'part-00001.parquet'} is missing, and the run is made of "
+    for asked in (["report", part], ["compare", whole, part, "--out", tmp_path / "c.html"]):
+        assert main([*map(str, asked)]) == 2
+        assert capsys.readouterr().err.startswith(missing)
+    measurement = json.loads((whole / "measurement.json").read_text())
+    del measurement["per_token"]["jensen_shannon"]
+    (whole / "measurement.json").write_text(json.dumps(measurement))
+    assert main([*map(str, ["compare", whole, whole, "--out", tmp_path / "c.html"])]) == 2
+    assert "measurement.json has no jensen_shannon under per_token; measure again" in capsys.readouterr().err
+
+
+def test_folders_that_cannot_be(
+    failing: Run, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, long = written(tmp_path / "t.txt", "The sea was calm"), tmp_path / ("x" * 300)
+    assert "xxx cannot be written: File name too long" in failing("--text", source, "--out", long)
+    for words, expected in (
+        (["report", long], "cannot be read: File name too long"),
+        (["report", source], "cannot be read as a measurement: Not a directory"),
+        (["cache", "--reference", pair[1], "--text", source, "--out", long], "File name too long"),
+        (
+            ["audit", "kleash:sampled_k1", "--quiet", "--out", tmp_path],
+            "is a folder; give the name of a file",
+        ),
+        (["audit", "kleash:sampled_k1", "--quiet", "--out", "."], "is a folder; give the name of a file"),
+    ):
+        assert main([*map(str, words)]) == 2
+        said = capsys.readouterr().err
+        assert expected in said and said.count("\n") == 1, said
+
+
+def test_a_tilde_is_home_wherever_the_shell_left_it(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does in ``--out=~/run``, and as everybody does from Python."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(pair[0], tmp_path / "policy")
+    written(tmp_path / "t.txt", "The sea was calm")
+    words = ["--policy=~/policy", f"--reference={pair[1]}", "--text=~/t.txt", "--quiet", "--out=~/run"]
+    assert main(["measure", *words]) == 0
+    assert main(["report", "~/run"]) == 0
+    assert main(["compare", "~/run", "~/run", "--out=~/compared.html", "--json"]) == 0
+    assert main(["audit", "kleash:sampled_k1", "--quiet", "--out=~/audit.html"]) == 0
+    here = {path.name for path in tmp_path.iterdir()}
+    assert here == {"policy", "t.txt", "run", "compared.html", "audit.html"}
+
+
 def test_a_report_or_a_comparison_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "has no measurement.json; is it a run folder?" in capsys.readouterr().err

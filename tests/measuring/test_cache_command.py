@@ -334,6 +334,7 @@ def test_damage_is_named(
         ("head", "the head in"),
         ("contents", "cannot be read as a part of a reference cache"),
         ("reference", "cannot be read as a part of a reference cache"),
+        ("noise", "give the kleash cache command again"),
     ):
         broken = tmp_path / name
         shutil.copytree(cached, broken)
@@ -343,6 +344,10 @@ def test_damage_is_named(
             capsys, "measure", *models, *options(reference_cache=broken, out=tmp_path / f"run-{name}")
         )
         assert expected in line and str(broken) in line
+    shutil.copytree(cached, tmp_path / "mute")
+    shutil.rmtree(tmp_path / "mute" / "tokenizer")
+    line = said(capsys, "measure", *models, *options(reference_cache=tmp_path / "mute", out=tmp_path / "run"))
+    assert line == f"{tmp_path / 'mute' / 'tokenizer'} is missing; give the kleash cache command again"
     wrong = tmp_path / "wrong"
     shutil.copytree(cached, wrong)
     first = next(wrong.glob("part-*"))
@@ -368,9 +373,20 @@ def test_a_cache_of_an_older_kleash_and_what_is_no_cache(
         "in another folder"
     )
     line = said(capsys, "cache", *words, "--out", pair[0])
-    assert "holds safetensors and no reference.json, so it is no reference cache" in line
+    assert f"{pair[0]} holds chat_template.jinja and no reference.json, so it is no reference cache" in line
     (tmp_path / "file").write_text("x")
-    assert "file cannot be written" in said(capsys, "cache", *words, "--out", tmp_path / "file")
+    line = said(capsys, "cache", *words, "--out", tmp_path / "file")
+    assert line == f"{tmp_path / 'file'} is a file, and a reference cache is a folder; give another name"
+    thesis = tmp_path / "other" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("x")
+    for taken in (
+        said(capsys, "cache", *words, "--out", thesis.parent),
+        said(capsys, "measure", "--policy", pair[0], *words, "--reference-cache", thesis.parent,
+             "--out", tmp_path / "run"),
+    ):  # fmt: skip
+        assert taken.startswith(f"{thesis.parent} holds thesis.txt and no reference.json")
+    assert list(thesis.parent.iterdir()) == [thesis]
 
 
 def test_nan_hidden_states_are_not_kept(

@@ -58,7 +58,7 @@ def _measure(job: MeasureJob) -> int:
 def _report(command: Report) -> int:
     from kleash.reports import write_report_of
 
-    print(write_report_of(command.folder))
+    print(write_report_of(command.folder.expanduser()))
     return 0
 
 
@@ -69,7 +69,7 @@ def _compare(command: Compare) -> int:
     if len(command.folders) < 2:
         raise OptionError(f"compare takes two or more run folders; {len(command.folders)} was given")
     comparison = compare(command.folders)
-    path = write_comparison(command.out, comparison)
+    path = write_comparison(command.out.expanduser(), comparison)
     if command.json:
         sys.stdout.write(comparison.to_json())
     else:
@@ -89,7 +89,7 @@ def _audit(command: Audit) -> int:
         audits.append(found)
         if not command.quiet and not command.json:
             print_audit(found)
-    page = write_audits(command.out, audits, _words(command))
+    page = write_audits(command.out.expanduser(), audits, _words(command))
     if command.json:
         text = json.dumps({"audits": encode(audits)}, indent=2, allow_nan=False, ensure_ascii=False)
         sys.stdout.write(text + "\n")

@@ -25,6 +25,7 @@ from kleash.models import (
     load_reference,
     save_rounding,
 )
+from kleash.models.cache import require_cache
 from kleash.records import CacheContents, CacheJob, MeasureJob
 from kleash.records.atomic import TEMPORARY
 from kleash.records.locking import folder_lock
@@ -59,6 +60,7 @@ def cache_reference(job: CacheJob, watcher: Watcher | None = None) -> CacheConte
     """
     watching = watcher if watcher is not None else Nobody()
     folder = Path(job.out if job.out is not None else default_cache()).expanduser()
+    require_cache(folder)
     digest = source_sha256(job.measurement())
     pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
     for note in pair.notes:

@@ -34,8 +34,8 @@ def compare(folders: Many[Path | str]) -> Comparison:
     """
     if len(folders) < 2:
         raise OptionError(f"two or more run folders can be compared, not {len(folders)}")
-    runs = [_read(Path(folder)) for folder in folders]
-    names = _names([Path(folder) for folder in folders])
+    paths = [Path(folder).expanduser() for folder in folders]
+    runs, names = [_read(path) for path in paths], _names(paths)
     first = runs[0]
     differences = tuple(
         _difference(run, first, name, names[0]) for run, name in zip(runs[1:], names[1:], strict=True)
@@ -63,6 +63,10 @@ class _Run:
 def _read(path: Path) -> _Run:
     measurement = Measurement.read(path)
     folder = RunFolder(path)
+    folder.require_shards(measurement.counts.shards)
+    missing = [name for name in COMPARED if name not in (*measurement.per_token, "top1_agreement")]
+    if missing:
+        raise RunFolderError(f"{path}/measurement.json has no {missing[0]} under per_token; measure again")
     wanted = [name for name in COMPARED if name != "top1_agreement"]
     rows: dict[str, int] = {}
     prompts: list[int] = []

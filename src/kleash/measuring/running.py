@@ -48,7 +48,7 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
         Interrupted: at Ctrl-C, saying what was kept.
     """
     watching = watcher if watcher is not None else Nobody()
-    folder = RunFolder(Path(job.out if job.out is not None else default_out()))
+    folder = RunFolder(Path(job.out if job.out is not None else default_out()).expanduser())
     folder.check(resume=job.resume)
     digest = source_sha256(job)
     pair = load_models(job, digest)

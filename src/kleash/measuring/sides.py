@@ -15,6 +15,7 @@ from kleash.models import (
     load_pair,
     window_and_stride,
 )
+from kleash.models.cache import require_cache
 from kleash.records import CachedSource, MeasureJob
 from kleash.records.locking import folder_lock
 
@@ -62,6 +63,7 @@ def filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | None
         yield None
         return
     folder = Path(job.reference_cache).expanduser()
+    require_cache(folder)
     with folder_lock(folder, "wait for it, or make the cache with kleash cache, which any number can read"):
         yield ReferenceCache(folder, pair.reference)
 

@@ -15,12 +15,14 @@ from kleash.models.hidden_states import HiddenStates, key_of
 from kleash.models.pairs import Model
 from kleash.models.sequences import Sequence
 from kleash.records import CachedSource, CacheLabel, write_atomically
-from kleash.records.atomic import cannot_write
+from kleash.records.atomic import TEMPORARY, cannot_write
 from kleash.records.caching import read_record
 from kleash.records.codec import to_json
 from kleash.version import __version__
 
 LABEL = "reference.json"
+BEFORE_A_CACHE = (".lock", TEMPORARY)
+"""How the names begin of what a cache may leave behind that was killed before it had begun."""
 
 
 class ReferenceCache:
@@ -48,6 +50,7 @@ class ReferenceCache:
                 f"the {model.role} {model.path} is measured through its logits, which are too many to keep; "
                 "it cannot have a reference cache"
             )
+        require_cache(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -55,10 +58,6 @@ class ReferenceCache:
         label = CacheLabel(kleash=__version__, reference=model.record(), source=source)
         if (folder / LABEL).is_file():
             label = _agreed(folder, read_record(CacheLabel, folder / LABEL), label)
-        elif any(folder.glob("*.safetensors")):
-            raise RunFolderError(
-                f"{folder} holds safetensors and no {LABEL}, so it is no reference cache; give another folder"
-            )
         if label is not None:
             write_atomically(folder / LABEL, to_json(label))
         self.folder = folder
@@ -125,6 +124,27 @@ class ReferenceCache:
     def _get(self, sequence: Sequence) -> Tensor:
         key = key_of(sequence)
         return self._new[key] if key in self._new else self.states.get(key, len(sequence.response_ids))
+
+
+def require_cache(folder: Path) -> None:
+    """See, without touching anything, that ``folder`` is a cache or can become one.
+
+    Raises:
+        RunFolderError: if it is a file, or holds something else.
+    """
+    try:
+        taken = folder.exists() and not folder.is_dir()
+        labelled = taken or not folder.exists() or (folder / LABEL).is_file()
+        found = [] if labelled else [path.name for path in folder.iterdir()]
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise cannot_write(folder, error) from error
+    if taken:
+        raise RunFolderError(f"{folder} is a file, and a reference cache is a folder; give another name")
+    strangers = sorted(name for name in found if not name.startswith(BEFORE_A_CACHE))
+    if strangers:
+        raise RunFolderError(
+            f"{folder} holds {strangers[0]} and no {LABEL}, so it is no reference cache; give another folder"
+        )
 
 
 def check_model(folder: Path, found: CacheLabel, name: str, fingerprint: str, dtype: str) -> None:

@@ -152,13 +152,19 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
     if name.startswith("shipped:"):
         return shipped_folder(name), None
     path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise ModelError(
+            f"{name[:60]} cannot be read: {error.strerror or error}; give a folder or a hub id"
+        ) from error
+    if is_folder:
         if revision is not None:
             raise ModelError(
                 f"{name} is a folder, which has no revision {revision!r}; leave the revision out"
             )
         return path, None
-    if path.exists():
+    if is_there:
         raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name) is None:
         raise ModelError(f"there is no folder {name}, and it cannot be a hub id either; give one of the two")

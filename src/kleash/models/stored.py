@@ -86,9 +86,11 @@ class StoredReference:
         """The reference's.
 
         Raises:
-            ModelError: if it cannot be loaded.
+            ModelError: if it is missing or cannot be loaded.
         """
         side = Checkpoint(name=self.label.reference.path, folder=self.folder / TOKENIZER)
+        if not side.folder.is_dir():
+            raise ModelError(f"{side.folder} is missing; give the kleash cache command again")
         return load_tokenizer(side, "reference", trust_remote_code)
 
     def model(self, device: torch.device, tokenizer: Any) -> Model:
@@ -141,7 +143,9 @@ class StoredReference:
         for one in batch:
             key = key_of(one)
             if key not in self.states:
-                raise ModelError(f"{self.folder} holds no hidden states of {one.name}")
+                raise ModelError(
+                    f"{self.folder} holds no hidden states of {one.name}; give the kleash cache command again"
+                )
             parts.append(self.states.get(key, len(one.response_ids)))
         return torch.cat(parts).to(self._device)
 
@@ -156,12 +160,21 @@ class StoredReference:
         return missing, asked, first
 
     def rounding(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
-        """The token columns of the "noise" or the dtype's "gap" that were taken when the cache was made."""
+        """The token columns of the "noise" or the dtype's "gap" that were taken when the cache was made.
+
+        Raises:
+            ModelError: if they are damaged.
+        """
         path = _rounding_path(self.folder, what, temperature)
         if not path.is_file():
             return None
-        found = need("safetensors.numpy", "models").load_file(path)
-        return dict(found)
+        safetensors = need("safetensors", "models")
+        try:
+            return dict(need("safetensors.numpy", "models").load_file(path))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ModelError(
+                f"{path} cannot be read ({first_line(error)}); give the kleash cache command again"
+            ) from error
 
 
 def finish(folder: Path, model: Model, contents: CacheContents) -> None:

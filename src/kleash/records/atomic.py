@@ -19,8 +19,10 @@ def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) 
         content: the text, the bytes, or a function that writes the file it is given.
 
     Raises:
-        RunFolderError: if the disk is full or the folder cannot be written.
+        RunFolderError: if the disk is full, the folder cannot be written, or ``path`` is a folder.
     """
+    if not path.name or path.is_dir():
+        raise RunFolderError(f"{path} is a folder; give the name of a file")
     unfinished = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         if callable(content):

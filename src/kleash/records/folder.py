@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.records.atomic import TEMPORARY, write_atomically
+from kleash.records.atomic import TEMPORARY, cannot_write, write_atomically
 from kleash.records.codec import decode, to_json
 from kleash.records.locking import folder_lock
 from kleash.records.measurement import SCHEMA, Measurement
@@ -133,7 +133,12 @@ class RunFolder:
         Raises:
             RunFolderError: if not.
         """
-        check_root(self.root, resume=resume, begun=self.finished_shards() > 0, leftovers=BEFORE_A_RUN)
+        try:
+            check_root(self.root, resume=resume, begun=self.finished_shards() > 0, leftovers=BEFORE_A_RUN)
+        except RunFolderError:
+            raise
+        except OSError as error:  # a name that is too long, a folder that may not be looked into
+            raise cannot_write(self.root, error) from error
 
     def _begin(self, header: RunHeader, *, resume: bool) -> None:
         self.check(resume=resume)
@@ -163,6 +168,20 @@ class RunFolder:
         while self._part("sequences", done).exists() and self._part("tokens", done).exists():
             done += 1
         return done
+
+    def require_shards(self, count: int) -> None:
+        """See that all the shards are there that a finished run is made of.
+
+        Raises:
+            RunFolderError: if not, naming the first that is missing.
+        """
+        done = self.finished_shards()
+        if done < count:
+            kind = next(kind for kind in ("tokens", "sequences") if not self._part(kind, done).exists())
+            raise RunFolderError(
+                f"{self._part(kind, done)} is missing, and the run is made of {count} shards; copy the whole folder, "
+                "or run again with --resume to make it anew"
+            )
 
     def write_shard(self, index: int, tokens: Mapping[str, Any], sequences: Mapping[str, Any]) -> None:
         """Write a shard: its tokens first, then its sequences, which make it count."""

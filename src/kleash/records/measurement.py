@@ -217,4 +217,5 @@ class Measurement:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, RunFolderError):
                 raise
-            raise RunFolderError(f"{path} cannot be read as a measurement: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise RunFolderError(f"{path} cannot be read as a measurement: {reason}") from error

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from kleash.errors import RunFolderError
 from kleash.records.demonstration import DEMONSTRATION
 from kleash.records.steps import STEPS
 from kleash.reports.demonstration import write_demonstration
@@ -19,8 +20,10 @@ def write_report_of(folder: Path) -> Path:
         RunFolderError: if it holds none of these, a file is damaged, or the report cannot be written.
         MissingExtraError: if something that reports need is not installed.
     """
-    if (folder / DEMONSTRATION).exists():
+    try:
+        kind = next((name for name in (DEMONSTRATION, STEPS) if (folder / name).exists()), None)
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise RunFolderError(f"{folder} cannot be read: {error.strerror or error}") from error
+    if kind == DEMONSTRATION:
         return write_demonstration(folder)
-    if (folder / STEPS).exists():
-        return write_training_report(folder)
-    return write_report(folder)
+    return write_training_report(folder) if kind == STEPS else write_report(folder)

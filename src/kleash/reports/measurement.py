@@ -39,6 +39,7 @@ def write_report(folder: Path) -> Path:
     """
     measurement = Measurement.read(folder)
     files = RunFolder(folder)
+    files.require_shards(measurement.counts.shards)
     worst_tokens = measurement.worst_tokens[:MAX_WORST_TOKENS]
     tokens = read_sequences(files, map(key_of, (*worst_tokens, *measurement.worst_sequences)))
     heat = heat_map(files, measurement, tokens)
