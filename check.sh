@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 bin=.venv/bin
 # Two test processes of one thread each use two cores better than one process of two threads.
-export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
 hook=--jaxtyping-packages=kleash,beartype.beartype
 
 step() { printf '\n== %s\n' "$*"; "$@"; }

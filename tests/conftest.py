@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import jaxtyping
@@ -24,6 +25,14 @@ def skip_or_fail(variable: str, what: str) -> None:
     if os.environ.get(variable) == "1":
         pytest.fail(f"{variable}=1 promises {what}, and there is none")
     pytest.skip(f"needs {what}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what is about packages that are not there, before any fixture imports them."""
+    asked = [package for mark in item.iter_markers("peers") for package in mark.args]
+    missing = [package for package in asked if find_spec(package) is None]
+    if missing:
+        skip_or_fail("KLEASH_REQUIRE_PEERS", " and ".join(missing))
 
 
 @pytest.fixture(scope="session")

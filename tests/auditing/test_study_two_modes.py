@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.integrate import quad
+from scipy.integrate import quad, trapezoid
 from scipy.optimize import minimize
 from scipy.stats import norm
 
@@ -21,11 +21,11 @@ def found():
 
 def divergence(p, q):
     here = p > 0
-    return np.trapezoid(p[here] * np.log(p[here] / q[here]), X[here])
+    return trapezoid(p[here] * np.log(p[here] / q[here]), X[here])
 
 
 def total_variation(parameters):
-    return np.trapezoid(np.abs(norm.pdf(X, parameters[0], math.exp(parameters[1])) - TARGET), X)
+    return trapezoid(np.abs(norm.pdf(X, parameters[0], math.exp(parameters[1])) - TARGET), X)
 
 
 def place(fit):
@@ -96,7 +96,7 @@ def test_estimators_before_the_fit_against_scipy(found):
         assert row.spread.value == pytest.approx(spread, rel=1e-5)
     probs = norm.pdf(X, -0.5, 1.0)
     u = np.log(probs / TARGET, where=probs > 0, out=np.zeros_like(X))
-    assert start.row("k1").negative.value == pytest.approx(np.trapezoid(probs * (u < 0), X), abs=5e-4)
+    assert start.row("k1").negative.value == pytest.approx(trapezoid(probs * (u < 0), X), abs=5e-4)
 
 
 def test_where_the_kl_is_smallest_it_has_no_gradient_to_miss(found):

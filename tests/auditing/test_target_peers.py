@@ -9,6 +9,8 @@ from target_numbers import Numbers, close, mean, of, spread
 from kleash.auditing import Situation
 from kleash.auditing.targets.trl import uncorrected_grpo_loss
 
+pytestmark = pytest.mark.peers("trl", "liger_kernel")
+
 
 def test_trl_grpo_without_correction_is_the_mean_of_k3(situation: Situation, by_hand: Numbers) -> None:
     value, gradient = of("trl:grpo_plain", situation)

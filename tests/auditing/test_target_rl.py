@@ -9,6 +9,8 @@ from target_numbers import Numbers, close, mean, of
 from kleash.auditing import Situation, cases_of
 from kleash.auditing.targets.verl import kl_penalty
 
+pytestmark = pytest.mark.peers("verl", "openrlhf")
+
 VERL = {
     "kl": (lambda u: u, lambda u: torch.ones_like(u)),
     "abs": (lambda u: u.abs(), lambda u: u.sign()),

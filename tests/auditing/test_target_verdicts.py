@@ -12,6 +12,8 @@ from kleash.auditing import audits_of, cases_of
 from kleash.auditing.targets import TARGETS
 from kleash.errors import CannotRunError
 
+of_peers = pytest.mark.peers("trl", "verl", "openrlhf", "liger_kernel")
+
 
 @cache
 def found(target: str) -> Audit:
@@ -30,6 +32,7 @@ def dead(target: str) -> list[tuple[float, float]]:
 KL, REVERSE = "KL(p || q)", "KL(q || p)"
 
 
+@of_peers
 @pytest.mark.parametrize(
     ("target", "value", "gradient"),
     [
@@ -58,10 +61,12 @@ def test_what_it_estimates_and_what_it_differentiates(target: str, value: str, g
     assert (found(target).value, found(target).gradient) == (value, gradient)
 
 
+@of_peers
 def test_k3_as_a_reward_follows_neither_direction() -> None:
     assert found("verl:reward_low_var_kl").gradient.startswith(f"{KL} - {REVERSE}")
 
 
+@of_peers
 @pytest.mark.parametrize("target", ["verl:low_var_kl", "openrlhf:k3"])
 def test_a_clamped_k3_is_dead_where_it_reaches_ten(target: str) -> None:
     below = brentq(lambda d: 2.718281828459045**d - 1 - d - 10, 1, 5)
@@ -72,12 +77,14 @@ def test_a_clamped_k3_is_dead_where_it_reaches_ten(target: str) -> None:
     assert "dead_gradient" in kinds(target)
 
 
+@of_peers
 def test_openrlhf_clamps_every_estimator_at_ten() -> None:
     for target, limit in (("openrlhf:k1", 10.0), ("openrlhf:k2", 20.0**0.5)):
         (first, second) = dead(target)
         assert first[1] == pytest.approx(-limit, abs=1e-3) and second[0] == pytest.approx(limit, abs=1e-3)
 
 
+@of_peers
 def test_what_has_the_right_gradient_has_it_off_policy_only_with_the_ratio() -> None:
     for target in ("trl:grpo", "liger:grpo_bias_correction", "openrlhf:k1_unbiased", "openrlhf:k3_unbiased"):
         assert not kinds(target) & {"wrong_gradient", "off_policy_gradient", "zero_gradient"}
@@ -87,11 +94,13 @@ def test_what_has_the_right_gradient_has_it_off_policy_only_with_the_ratio() -> 
         assert "zero_gradient" in kinds(target)
 
 
+@of_peers
 def test_what_stands_in_the_padding_counts_in_openrlhfs_reward_alone() -> None:
     assert "padding_counts" in kinds("openrlhf:reward_k1")
     assert not kinds("verl:reward_kl") & {"padding_counts", "padding_in_denominator"}
 
 
+@of_peers
 def test_verl_full_raises() -> None:
     with pytest.raises(CannotRunError, match="verl:full raised NotImplementedError"):
         found("verl:full")
@@ -104,6 +113,7 @@ def test_kleash_itself_has_no_fault(case: object) -> None:
     assert audit.versions["kleash"] == kleash.__version__
 
 
+@of_peers
 def test_an_audit_says_what_ran_and_with_which_version() -> None:
     audit = found("openrlhf:k1")
     assert "runs `openrlhf.models.utils.compute_approx_kl`" in audit.notes
@@ -111,6 +121,7 @@ def test_an_audit_says_what_ran_and_with_which_version() -> None:
     assert audit.versions["openrlhf"].split(".")[0].isdigit()
 
 
+@of_peers
 def test_the_page_is_up_to_date() -> None:
     stored = tool.PAGE.read_text(encoding="utf-8")
     assert list(tool.sections(stored)) == ["", *TARGETS]

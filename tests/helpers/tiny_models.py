@@ -71,7 +71,15 @@ CONFIGS: dict[str, Any] = {
         }
     ),
     "cohere2": lambda **more: Cohere2Config(
-        **{**SHAPE, **ATTENTION, **SPECIAL, "logit_scale": 0.25, "sliding_window": 8, **more}
+        **{
+            **SHAPE,
+            **ATTENTION,
+            **SPECIAL,
+            "logit_scale": 0.25,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            **more,
+        }
     ),
     "granite": lambda **more: GraniteConfig(
         **{

@@ -13,8 +13,9 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.leash import PIDBeta
 from kleash.shipped import shipped_folder, shipped_prompts
 
-# What TRL and PEFT read that transformers has renamed.
 pytestmark = [
+    pytest.mark.peers("trl"),
+    # What TRL and PEFT read that transformers has renamed.
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),

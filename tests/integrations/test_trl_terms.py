@@ -10,8 +10,11 @@ from trl_batches import batch, counted, gradients, logged, make, moved, score, w
 
 from kleash.errors import OptionError, UnknownNameError
 
-# TRL reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.peers("trl"),
+    # TRL reads an attribute that transformers has renamed.
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
 
 TYPES = ["grpo", "sapo", "bnpo", "dapo", "cispo", "vespo", "dr_grpo", "luspo"]
 SUMS = ["bnpo", "dapo", "dr_grpo", "luspo"]

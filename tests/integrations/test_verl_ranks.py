@@ -46,8 +46,8 @@ print("agrees")
 """
 
 
+@pytest.mark.peers("verl")
 def test_two_ranks_train_the_kl_of_the_whole_batch(tmp_path):
-    pytest.importorskip("torch.distributed")
     here = str(Path(__file__).parent)
     environment = os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
     ranks = [

@@ -176,7 +176,7 @@ def test_two_processes_whiten_by_what_both_have(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mp.spawn(of_rank, args=(port, tmp_path), nprocs=2)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for name, (values, mask) in batches().items():
         together = torch.cat([ranks[0][name][0], ranks[1][name][0]])
         kept = values[mask].numpy()

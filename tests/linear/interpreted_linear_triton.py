@@ -4,6 +4,7 @@ The interpreter has to be asked for before triton is imported, and would be ever
 """
 
 import os
+from importlib import metadata
 
 import pytest
 import torch
@@ -25,8 +26,12 @@ from kleash.linear.impl.triton import fused
 from kleash.linear.impl.triton import rows as triton_rows
 
 assert os.environ["TRITON_INTERPRET"] == "1"
-# From numpy in the interpreter, about numbers that are selected away: both sides of a where are computed.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    # From numpy in the interpreter, about numbers that are selected away: both sides of a where are computed.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    # The interpreter's own use of numpy, in older versions of triton.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
+]
 TRITON = LinearOptions(impl="triton")
 SMALL = LinearOptions(impl="triton", buffer_bytes=20_000)
 FLOATS = [name for name in TokenStatistics._fields if name not in ("top1_p", "top1_q", "rank_q")]
@@ -423,6 +428,10 @@ def test_ties_go_to_the_first_and_do_not_lower_the_rank():
     assert found.rank_q.tolist() == [0, 2]
 
 
+@pytest.mark.skipif(
+    tuple(map(int, metadata.version("triton").split(".")[:2])) < (3, 3),
+    reason="this interpreter stores an int32 in 8 bytes, over what another program has stored",
+)
 def test_a_program_of_one_row_finds_what_one_of_many_does(monkeypatch):
     case = head_case(torch.float32, 0.3, tokens=(3,), bias=True)
     many = case.statistics(TRITON), gradients(case, TRITON)

@@ -21,8 +21,11 @@ from kleash.training.journal import Journal
 from kleash.training.watching import Watch
 from kleash.training.with_trl.arguments import largest_divisor
 
-# What TRL and PEFT read that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.peers("trl"),
+    # What TRL and PEFT read that transformers has renamed.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
 
 HEROINE, KIND = (f"kleash.training.example_rewards:{name}" for name in ("heroine", "kind_words"))
 SMALL = {
