@@ -35,6 +35,12 @@ def test_the_root_of_an_exact_zero_is_an_exact_zero() -> None:
     assert (made.value, made.standard_error, made.ci95) == (0.0, 0.0, (0.0, 0.0))
 
 
+def test_where_a_derivative_divides_by_zero_it_is_infinite():
+    """The root of a mean square that is 0, over a single cluster, whose error nobody knows."""
+    made = transformed(an_estimate(0.0, math.nan, 0.0, math.inf), math.sqrt, lambda x: 0.5 / math.sqrt(x))
+    assert (made.value, made.ci95) == (0.0, (0.0, math.inf)) and math.isnan(made.standard_error)
+
+
 def test_what_overflows_is_infinite() -> None:
     made = transformed(an_estimate(700.0, 10.0, 600.0, 800.0), math.exp, math.exp)
     assert made.ci95 == (math.exp(600), math.inf)

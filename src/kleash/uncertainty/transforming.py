@@ -32,7 +32,7 @@ def transformed(
         estimate: the number to transform, with its error.
         function: rising or falling over the whole interval. Where it overflows (``math.exp``) it is taken
             to be infinite.
-        derivative: its derivative.
+        derivative: its derivative; infinite where it overflows or divides by zero (of a root at 0).
         unit: of the result.
     """
     error = estimate.standard_error
@@ -46,7 +46,7 @@ def transformed(
 def _or_infinite(function: Callable[[float], float], at: float) -> float:
     try:
         return function(at)
-    except OverflowError:
+    except (OverflowError, ZeroDivisionError):
         return math.inf
 
 
