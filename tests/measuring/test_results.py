@@ -1,6 +1,7 @@
 """What a run says about itself, on runs whose truth is known."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,38 @@ def test_few_documents_become_blocks_with_a_doubt(job: dict[str, Any], tmp_path:
     measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
     assert measured.counts.prompts == 2 < measured.counts.clusters
     assert any("blocks of 8 neighbouring windows" in doubt for doubt in measured.doubts)
+
+
+def test_intervals_of_few_clusters_end_where_the_quantity_does(job: dict[str, Any], tmp_path: Path) -> None:
+    """Two prompts hold no error bar together, and still no Jensen-Shannon is above log 2, no probability above 1."""
+    measured = measure(MeasureJob(**job, limit=2, temperature=0.02, out=str(tmp_path / "run")))
+    table = measured.per_token
+    assert table["jensen_shannon"].ci95[1] == math.log(2)
+    assert measured.quantiles["jensen_shannon"]["max"].ci95[1] == pytest.approx(math.log(2), rel=1e-5)
+    assert table["logp_policy"].ci95[1] == 0.0 and table["logp_reference"].ci95[1] == 0.0
+    assert measured.perplexity["policy"].ci95[0] == 1.0 and measured.perplexity["reference"].ci95[0] == 1.0
+    assert measured.perplexity["ratio"].ci95[0] < 1.0
+
+
+def test_a_model_against_itself_is_told_without_shares_of_nothing(
+    job: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--reference",
+        job["reference"],
+        "--prompts",
+        job["prompts"],
+        "--max-new-tokens",
+        "4",
+        "--limit",
+        "1",
+    ]
+    assert main(["measure", "--policy", job["reference"], *words, "--out", str(tmp_path / "run")]) == 0
+    assert "largest 0 nats\n" in capsys.readouterr().out
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    body = page[page.index("<body") :]
+    assert "of the whole KL" not in body and "from NaN" not in body
+    assert "the mean is 0 nats" in body
 
 
 def test_a_cached_reference_gives_the_same_numbers(job: dict[str, Any], own: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_bins_show_means_and_both_shares() -> None:
     assert "50.0\u202f%, lies at 0." in chart.described
 
 
-def test_confidence_has_fractions_for_ranges_and_the_last_whole_range_its_end() -> None:
+def test_confidence_has_fractions_for_ranges_and_whole_ranges_are_told_by_what_is_in_them() -> None:
     half = number(0.4, 0.3, 0.5)
     parts = tuple(
         Bin(low=low, high=high, tokens=1, share_of_kl=0.5, kl_policy_reference=half)
@@ -99,7 +99,7 @@ def test_confidence_has_fractions_for_ranges_and_the_last_whole_range_its_end() 
     )
     chart = by_bin("position", "title", whole, "what", whole=True)
     assert chart is not None
-    assert chart.figure["data"][0]["x"] == ["0–1", "2–4"]
+    assert chart.figure["data"][0]["x"] == ["0–1", "2–3"]
     assert by_bin("position", "title", (), "what") is None
 
 

@@ -1,5 +1,6 @@
 """What a person reads at the end of a run."""
 
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -53,8 +54,9 @@ def _tail(measurement: Measurement) -> str:
     ladder = measurement.quantiles["kl_policy_reference"]
     rungs = [("median", "50"), ("99 %", "99"), ("99.9 %", "99.9"), ("largest", "max")]
     steps = ", ".join(f"{name} {ladder[rung].value:.3g}" for name, rung in rungs)
-    share = f"{measurement.top_percent_share:.0%}"
-    return f"tokens: {steps} nats; the 1 % with the most hold {share} of the KL"
+    share = measurement.top_percent_share
+    held = "" if math.isnan(share) else f"; the 1 % with the most hold {share:.0%} of the KL"
+    return f"tokens: {steps} nats{held}"
 
 
 def _numbers(measurement: Measurement) -> Table:

@@ -22,13 +22,13 @@ def mean_per_token(sums: ClusterSums, name: str) -> Estimate:
 def perplexities(sums: ClusterSums) -> dict[str, Number]:
     """exp of the mean negative log-probability, of both models, and their ratio."""
     ways = {
-        "policy": ("logp_policy", -1.0),
-        "reference": ("logp_reference", -1.0),
-        "ratio": ("log_ratio", -1.0),
+        "policy": ("logp_policy", 0.0),
+        "reference": ("logp_reference", 0.0),
+        "ratio": ("log_ratio", None),
     }
     return {
-        name: Number.of(_exponential(ratio_of_sums(sign * sums[column], sums["tokens"], unit="nats")))
-        for name, (column, sign) in ways.items()
+        name: Number.of(_exponential(ratio_of_sums(-sums[column], sums["tokens"], unit="nats", lower=lower)))
+        for name, (column, lower) in ways.items()
     }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log
 from types import MappingProxyType
 
 
@@ -20,7 +21,9 @@ PROBABILITY = Scale("probability", 0.0, 1.0)
 
 SCALES: Mapping[str, Scale] = MappingProxyType(
     {
-        **dict.fromkeys(("kl_policy_reference", "kl_reference_policy", "jensen_shannon"), NON_NEGATIVE),
+        **dict.fromkeys(("kl_policy_reference", "kl_reference_policy"), NON_NEGATIVE),
+        "jensen_shannon": Scale(lower=0.0, upper=log(2)),
+        **dict.fromkeys(("logp_policy", "logp_reference"), Scale(upper=0.0)),
         **dict.fromkeys(("entropy_policy", "entropy_reference", "abs", "k2", "k3"), NON_NEGATIVE),
         **dict.fromkeys(("total_variation", "top1_agreement", "probability_change_squared"), PROBABILITY),
         "probability_change": Scale("probability", -1.0, 1.0),

@@ -91,7 +91,7 @@ class Bin:
     low: float
     """Where the range begins (included)."""
     high: float
-    """Where it ends (excluded, but for the last)."""
+    """Where it ends: excluded, but for a confidence of 1."""
     tokens: int
     share_of_kl: float
     """Of the whole KL(policy || reference), the part that lies here."""

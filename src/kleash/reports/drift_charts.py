@@ -90,7 +90,7 @@ def by_bin(name: str, title: str, found: Sequence[Bin], what: str, *, whole: boo
     """
     if not found:
         return None
-    labels = [range_label(part, last=part is found[-1], whole=whole) for part in found]
+    labels = [range_label(part, whole=whole) for part in found]
     top = max(range(len(found)), key=lambda at: sizes(found[at].kl_policy_reference.value))
     most = max(range(len(found)), key=lambda at: sizes(found[at].share_of_kl))
     return Chart(
@@ -131,11 +131,11 @@ def _bin_figure(found: Sequence[Bin], labels: list[str], what: str) -> dict[str,
     )
 
 
-def range_label(part: Bin, *, last: bool, whole: bool) -> str:
+def range_label(part: Bin, *, whole: bool) -> str:
     """The range of a bin: whole numbers as "4–7", others as "0.25–0.5"."""
     if math.isinf(part.high):
         return f"{part.low:g}+"
     if not whole:
         return f"{part.low:g}–{part.high:g}"
-    high = part.high if last else part.high - 1
-    return f"{part.low:g}" if high <= part.low else f"{part.low:g}–{high:g}"
+    last = part.high - 1
+    return f"{part.low:g}" if last <= part.low else f"{part.low:g}–{last:g}"

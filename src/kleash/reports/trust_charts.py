@@ -35,13 +35,20 @@ def convergence(steps: Sequence[RunningMean]) -> Chart | None:
             xaxis={"showgrid": False, "separatethousands": True, "exponentformat": "none", "nticks": 6},
             yaxis=settled_range(steps),
         ),
-        described=f"After {count(last.tokens)} tokens the mean is {plain(last.mean)} nats, "
-        f"with a 95 % interval from {plain(last.ci95[0])} to {plain(last.ci95[1])}.",
+        described=f"After {count(last.tokens)} tokens the mean is {plain(last.mean)} nats{_within(last)}.",
         header=("Tokens", "Mean so far", "95 % interval"),
         rows=tuple(
             (count(s.tokens), plain(s.mean), f"{plain(s.ci95[0])} to {plain(s.ci95[1])}") for s in steps
         ),
     )
+
+
+def _within(step: RunningMean) -> str:
+    """The interval, unless there is none: one cluster alone has no error."""
+    low, high = step.ci95
+    if math.isnan(low) or math.isnan(high):
+        return ""
+    return f", with a 95 % interval from {plain(low)} to {plain(high)}"
 
 
 def settled_range(steps: Sequence[RunningMean]) -> dict[str, list[float]]:
