@@ -32,8 +32,10 @@ def function_at(path: str, what: str = "a function", installations: Mapping[str,
         CannotRunError: if importing the module raises.
     """
     module_name, colon, name = path.partition(":")
-    if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *name.split(".")]):
-        raise OptionError(f"{what} is written package.module:function, and {path!r} is not")
+    parts = [*module_name.split("."), *name.split(".")]
+    hint = _hint(path)
+    if hint or not colon or not all(part.isidentifier() for part in parts):
+        raise OptionError(f"{what} is written package.module:function, and {path!r} is not{hint}")
     find_what_lies_here()
     found: Any = import_target(module_name, installations)
     for part in name.split("."):
@@ -43,6 +45,15 @@ def function_at(path: str, what: str = "a function", installations: Mapping[str,
             f"{path} is of type {type(found).__name__}, which cannot be called; name a function"
         )
     return found
+
+
+def _hint(path: str) -> str:
+    """How a function in a file is named."""
+    file, _, name = path.partition(":")
+    if not file.endswith(".py") or not Path(file).is_file():
+        return ""
+    module = ".".join(Path(file).with_suffix("").parts)
+    return f"; of a file below the current folder it is {module}:{name or 'function'}"
 
 
 def import_target(name: str, installations: Mapping[str, str] = NO_LINES) -> ModuleType:

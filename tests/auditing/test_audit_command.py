@@ -74,6 +74,17 @@ def test_arguments_are_bound_and_told(here: Path, capsys: pytest.CaptureFixture[
     assert "kleash audit their_kl:scaled --convention loss --set by=2" in page
 
 
+def test_what_the_audited_code_prints_is_no_output_of_the_audit(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chatty = "\n\ndef chatty(p, q):\n    print('step')\n    return p - q\n\nprint('imported')\n"
+    (here / "their_kl.py").write_text(THEIRS + chatty)
+    assert main(["audit", "their_kl:chatty", "--convention", "reward", "--json"]) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["audits"]) == 1
+    assert "step" in said.err and "imported" in said.err
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

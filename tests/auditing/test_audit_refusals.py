@@ -46,6 +46,60 @@ def test_a_function_that_does_not_fit_gives_a_sentence(function, convention, err
     assert isinstance(caught.value, KleashError)
 
 
+def leaves(p, q):
+    sys.exit(3)
+
+
+def goes_backward(p, q):
+    (p - q).square().sum().backward()
+    return (p - q).square()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (leaves, ["leaves raised SystemExit: 3 when called by convention 'loss'"]),
+        (
+            goes_backward,
+            ["what", "cannot be differentiated (Trying to backward through the graph a second time"],
+        ),
+        (lambda p, q: (p - q).to_sparse(), ["returned a sparse_coo tensor on cpu"]),
+        (lambda p, q: (p - q).to("meta"), ["returned a strided tensor on meta"]),
+    ],
+)
+def test_what_leaves_backpropagates_or_is_elsewhere_gives_a_sentence(function, words):
+    with pytest.raises(CannotRunError) as caught:
+        audit(function, "loss")
+    text = str(caught.value)
+    assert all(word in text for word in words) and "\n" not in text, text
+
+
+def test_a_function_that_changes_what_it_is_given_is_audited_as_what_it_returns():
+    def tidy(p, q):
+        return p - q
+
+    def in_its_place(p, q):
+        return q.sub_(p.detach()).neg_()
+
+    for place in ("reward", "metric"):
+        ours, theirs = (audit(function, place, name="same") for function in (tidy, in_its_place))
+        assert ours.verdict == theirs.verdict and ours.findings == theirs.findings, place
+        assert (ours.values, ours.accuracy, ours.edges) == (theirs.values, theirs.accuracy, theirs.edges)
+
+
+def test_a_function_whose_own_parameters_alone_are_trained_is_detached():
+    scale = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+    found = audit(lambda p, q: scale * (p - q).detach(), "loss")
+    assert "detached" in {finding.kind for finding in found.faults}
+    assert found.gradient == "none"
+
+
+def test_what_is_nan_everywhere_is_said_so():
+    found = audit(lambda p, q: (p - q) * nan, "loss")
+    (sentence,) = [finding.sentence for finding in found.faults if finding.kind == "nan_gradient"]
+    assert sentence == "Its gradient is NaN at every log ratio."
+
+
 def test_what_cannot_be_called_at_all_is_refused(unhooked):
     with pytest.raises(CannotRunError, match="3 cannot be called; give the function"):
         audit(3, "loss")

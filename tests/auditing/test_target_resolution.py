@@ -182,6 +182,15 @@ def test_a_function_that_takes_any_keyword_is_given_any(own: Path) -> None:
             OptionError,
             "a target is written package.module:function, and 'own_kl_code:' is not",
         ),
+        (
+            "own_kl_code.py:mine",
+            (),
+            OptionError,
+            (
+                "a target is written package.module:function, and 'own_kl_code.py:mine' is not; "
+                "of a file below the current folder it is own_kl_code:mine"
+            ),
+        ),
         (".own:f", (), OptionError, "a target is written package.module:function, and '.own:f' is not"),
     ],
 )

@@ -80,7 +80,7 @@ def _row(subject: Subject, case: str, p: Tensor, q: Tensor, exact: float) -> Edg
     except KleashError as error:
         return EdgeRow(case=case, exact=exact, value=nan, gradient=nan, problem=str(error))
     asked = subject.differentiated and value.requires_grad
-    gradient = _steepest(value, situation.token_logp, p) if asked else nan
+    gradient = _steepest(subject, value, situation.token_logp, p) if asked else nan
     return EdgeRow(
         case=case,
         exact=exact,
@@ -90,10 +90,15 @@ def _row(subject: Subject, case: str, p: Tensor, q: Tensor, exact: float) -> Edg
     )
 
 
-def _steepest(value: Tensor, token_logp: Tensor, logits_p: Tensor) -> float:
+def _steepest(subject: Subject, value: Tensor, token_logp: Tensor, logits_p: Tensor) -> float:
     """The largest entry of the gradient: in the token's log-probability where the function reads that."""
-    in_token, in_logits = torch.autograd.grad(value, (token_logp, logits_p), allow_unused=True)
-    found = in_logits[logits_p.isfinite()] if in_token is None else in_token.flatten()
+    in_token, in_logits = subject.gradients(value, (token_logp, logits_p))
+    if in_token is not None:
+        found = in_token.flatten()
+    elif in_logits is not None:
+        found = in_logits[logits_p.isfinite()]
+    else:  # it has parameters of its own, and reaches nothing else
+        return 0.0
     return found[found.abs().nan_to_num(nan=inf).argmax()].item()
 
 

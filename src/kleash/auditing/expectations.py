@@ -63,7 +63,7 @@ def expectation(subject: Subject, world: World, sampling: Sampling) -> Expectati
         surrogate = (masses * (to_come * situation.token_logp).sum(-1)).sum()
     gradient = None
     if surrogate is not None:
-        (gradient,) = torch.autograd.grad(surrogate, leaf, allow_unused=True)
+        (gradient,) = subject.gradients(surrogate, leaf)
     return Expectation(
         world=world, sampling=sampling, values=parts.detach().sum(-1), masses=masses, gradient=gradient
     )

@@ -68,6 +68,8 @@ def _range(zone: ZoneRow, tokens: bool) -> str:
             return f"once the log-odds of two tokens differ by more than {zone.low:.3g} nats"
         return f"while the log-odds of two tokens differ by {zone.low:.3g} to {zone.high:.3g} nats"
     ahead, behind = "p's log-probability exceeds q's", "q's log-probability exceeds p's"
+    if isinf(zone.low) and isinf(zone.high):
+        return "at every log ratio"
     if isinf(zone.low):
         return f"once {behind} by {-zone.high:.3g} nats"
     if isinf(zone.high):

@@ -93,7 +93,7 @@ def _gradients(subject: Subject, total: Tensor, given: Situation) -> dict[str, T
     if not subject.differentiated or not total.requires_grad:
         return {}
     leaves = [getattr(given, name) for name in OF_P]
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    found = subject.gradients(total, leaves)
     return {name: g for name, g in zip(OF_P, found, strict=True) if g is not None}
 
 

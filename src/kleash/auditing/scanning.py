@@ -91,7 +91,7 @@ def _gradient(
 ) -> Tensor | None:
     if not subject.differentiated or not values.requires_grad:
         return None
-    (found,) = torch.autograd.grad(values.sum(), given, allow_unused=True, retain_graph=True)
+    (found,) = subject.gradients(values.sum(), given, again=True)
     return None if found is None else entry(found).double()
 
 

@@ -35,6 +35,10 @@ class Situation:
     head_p: Float[Tensor, "vocab dim"]
     head_q: Float[Tensor, "vocab dim"]
 
+    def copied(self) -> "Situation":
+        """The same numbers and gradients in tensors of their own, which may be changed in place."""
+        return replace(self, **{field.name: getattr(self, field.name).clone() for field in fields(self)})
+
     def only(self, sequences: slice, steps: slice = slice(None)) -> "Situation":
         """Some of the sequences, or of the steps of each."""
         parts = {

@@ -1,6 +1,6 @@
 """The audited function, called by its convention, with what comes back brought to one shape and sign."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +40,16 @@ class Subject:
 
         how = f"convention {self.convention.name!r}, {self.convention.summary}"
         try:
-            found = self.convention.call(bound, situation)
-        except Exception as error:
+            found = self.convention.call(bound, situation.copied())
+        except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             said = f": {lines[0][:300]}" if lines else ""
             raise CannotRunError(
                 f"{self.name} raised {type(error).__name__}{said} when called by {how}; "
                 "choose the convention that fits it, or bind the arguments it needs"
             ) from error
-        if not isinstance(found, Tensor) or not found.is_floating_point():
-            kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        kind = _unfit(found)
+        if kind:
             raise CannotRunError(
                 f"{self.name} returned {kind} when called by {how}; audit a function that returns "
                 "a tensor of floating-point numbers"
@@ -68,6 +68,28 @@ class Subject:
             )
         return found
 
+    def gradients(
+        self, value: Tensor, given: Tensor | Sequence[Tensor], *, again: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """The gradient of what it returned in each of ``given``; None where none flows.
+
+        Args:
+            value: a scalar made of what it returned.
+            given: what to differentiate in.
+            again: whether another gradient of the same value will be asked for.
+
+        Raises:
+            CannotRunError: if what it returned cannot be differentiated.
+        """
+        try:
+            return torch.autograd.grad(value, given, allow_unused=True, retain_graph=again)
+        except (RuntimeError, NotImplementedError) as error:
+            said = str(error).strip().splitlines()[0][:300].partition(". ")[0]
+            raise CannotRunError(
+                f"what {self.name} returned cannot be differentiated ({said}); leave the backward pass to whoever "
+                "calls it, or choose a convention that takes it as a reward or a metric"
+            ) from error
+
     def parts(self, situation: Situation) -> Float[Tensor, "sequences parts"]:
         """A value for each token, or where there is only one for each sequence, that; of +KL's sign.
 
@@ -85,3 +107,14 @@ class Subject:
             if gives == "vocabulary":
                 found = found.sum(-1)
         return self.convention.sign * found
+
+
+def _unfit(found: Any) -> str:
+    """What it is that a function returned, if it is no dense tensor of real numbers on the CPU."""
+    if not isinstance(found, Tensor):
+        return type(found).__name__
+    if not found.is_floating_point():
+        return str(found.dtype)
+    if found.layout is not torch.strided or found.device.type != "cpu":
+        return f"a {str(found.layout).removeprefix('torch.')} tensor on {found.device}"
+    return ""

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,13 @@ def _audit(command: Audit) -> int:
 
     require_kinds(command.fail_on)
     audits: list[Any] = []
-    for found in audits_of(cases_of(command.target, command.convention, command.set)):
+    with redirect_stdout(sys.stderr):  # what the audited code prints is no output of the audit
+        coming = audits_of(cases_of(command.target, command.convention, command.set))
+    while True:
+        with redirect_stdout(sys.stderr):
+            found = next(coming, None)
+        if found is None:
+            break
         audits.append(found)
         if not command.quiet and not command.json:
             print_audit(found)
