@@ -4,7 +4,7 @@ from decimal import Decimal, localcontext
 import pytest
 import torch
 from compiling import compiles
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kleash.divergences import phi
@@ -94,6 +94,7 @@ def test_the_tangent_has_a_slope_and_both_ways_agree():
 
 
 @given(st.floats(-200, 200), st.floats(-60, -0.01))
+@example(-1.0, -1.0)
 def test_a_bound_of_ones_own_is_never_above_k3_and_never_negative(u, lower):
     u = torch.tensor(u, dtype=torch.float64, requires_grad=True)
     value = bounded_k3(lower).of(u)

@@ -35,7 +35,8 @@ def continued_k3(u: Float[Tensor, "*tokens"], lower: float | None = None) -> Flo
     """
     floor = -largest_log_ratio(u.dtype)
     start = floor if lower is None else max(lower, floor)
-    return phi(u.clamp(min=start)) + torch.where(u < start, u - start, 0.0) * -expm1(-start)
+    below = u < start  # where, as torch 2.15 took the slope of clamp from its bounds
+    return phi(torch.where(below, start, u)) + torch.where(below, u - start, 0.0) * -expm1(-start)
 
 
 def log_ratio_and_k3(
