@@ -82,3 +82,14 @@ def test_a_reader_that_has_gone_away(words: list[str], run: Path, tmp_path: Path
     err = process.stderr.read()
     process.stderr.close()
     assert (process.wait(timeout=60), err) == (141, b"")
+
+
+def test_an_interruption_before_anything_was_done_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def stopped(command: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kleash.cli.running.run", stopped)
+    assert main(["report", "somewhere"]) == 130
+    assert capsys.readouterr().err == "kleash: interrupted\n"

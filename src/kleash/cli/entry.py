@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"kleash: {error}", file=sys.stderr)
         return CANNOT
     except KeyboardInterrupt as stop:
-        print(f"kleash: {stop or 'interrupted'}", file=sys.stderr)
+        print(f"kleash: {str(stop) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # of "kleash … | head"
         _print_no_more()
