@@ -13,6 +13,8 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 import kleash.records.atomic
 from kleash.cli import main
+from kleash.errors import OptionError
+from kleash.measuring import compare
 
 Run = Any
 
@@ -213,5 +215,7 @@ def test_a_tilde_is_home_wherever_the_shell_left_it(
 def test_a_report_or_a_comparison_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "has no measurement.json; is it a run folder?" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="two or more run folders can be compared, not 1; give a list"):
+        compare(str(tmp_path))
     assert main(["compare", str(tmp_path)]) == 2
     assert capsys.readouterr().err.strip() == "kleash: compare takes two or more run folders; 1 was given"

@@ -1,7 +1,11 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from kleash.errors import KleashError, OptionError
-from kleash.records import SHIPPED_PROMPTS, MeasureJob
+from kleash.records import SHIPPED_PROMPTS, CacheJob, MeasureJob
+from kleash.records.algorithms import PPOJob
 
 
 def test_without_arguments_it_is_the_shipped_pair() -> None:
@@ -60,3 +64,14 @@ def test_settings_leave_out_where_the_result_goes() -> None:
     plain, elsewhere = MeasureJob(), MeasureJob(out="x", resume=True, quiet=True, json=True)
     assert plain.settings() == elsewhere.settings()
     assert plain.settings() != MeasureJob(seed=1).settings()
+
+
+def test_a_path_is_as_good_as_its_name(unhooked: None) -> None:
+    here = {"reference": Path("models/base"), "out": Path("runs") / "first"}
+    measured = MeasureJob(**here, policy=Path("tuned"), text=Path("a.txt"), reference_cache=Path("cache"))  # type: ignore[arg-type]
+    assert measured == MeasureJob(
+        reference="models/base", out="runs/first", policy="tuned", text="a.txt", reference_cache="cache"
+    )
+    assert json.loads(json.dumps(measured.settings())) == measured.settings()
+    assert CacheJob(**here, text=Path("a.txt")).measurement().text == "a.txt"  # type: ignore[arg-type]
+    assert PPOJob(policy=Path("tuned"), prompts=Path("p.txt"), reward=("judge",)).source == "p.txt"  # type: ignore[arg-type]

@@ -32,8 +32,9 @@ def compare(folders: Many[Path | str]) -> Comparison:
         OptionError: if there are fewer than two.
         RunFolderError: if one is not finished or damaged, or shares no prompt with the first.
     """
-    if len(folders) < 2:
-        raise OptionError(f"two or more run folders can be compared, not {len(folders)}")
+    if isinstance(folders, str) or len(folders) < 2:
+        given = 1 if isinstance(folders, str) else len(folders)
+        raise OptionError(f"two or more run folders can be compared, not {given}; give a list of them")
     paths = [Path(folder).expanduser() for folder in folders]
     runs, names = [_read(path) for path in paths], _names(paths)
     first = runs[0]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.records.codec import decode, to_json
-from kleash.records.job import HOW_IT_IS_SHOWN, SHIPPED_REFERENCE, MeasureJob
+from kleash.records.job import HOW_IT_IS_SHOWN, SHIPPED_REFERENCE, MeasureJob, paths_as_text
 from kleash.records.measurement import ModelRecord
 
 T = TypeVar("T")
@@ -65,6 +65,7 @@ class CacheJob:
         Raises:
             OptionError: naming the option, what it was and what it may be.
         """
+        paths_as_text(self)
         if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
             raise OptionError("say what the reference should read: --text or --responses")
         self.measurement()

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import PurePath
+from typing import Any
 
 from kleash.errors import OptionError
 
@@ -86,6 +88,7 @@ class MeasureJob:
         Raises:
             OptionError: naming the option, what it was and what it may be.
         """
+        paths_as_text(self)
         self._check_sources()
         for name in (
             "samples_per_prompt",
@@ -155,6 +158,14 @@ class MeasureJob:
             for field in fields(self)
             if field.name not in HOW_IT_IS_SHOWN
         }
+
+
+def paths_as_text(job: Any) -> None:
+    """Turn the ``Path``s among a job's fields into the text that they are on the command line and in records."""
+    for field in fields(job):
+        value = getattr(job, field.name)
+        if isinstance(value, PurePath):
+            object.__setattr__(job, field.name, str(value))
 
 
 def _option(name: str) -> str:

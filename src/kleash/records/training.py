@@ -7,7 +7,13 @@ from typing import ClassVar
 
 from kleash.errors import OptionError
 from kleash.records.codec import encode
-from kleash.records.job import DTYPES, HOW_IT_IS_SHOWN, SHIPPED_PROMPTS, SHIPPED_REFERENCE
+from kleash.records.job import (
+    DTYPES,
+    HOW_IT_IS_SHOWN,
+    SHIPPED_PROMPTS,
+    SHIPPED_REFERENCE,
+    paths_as_text,
+)
 from kleash.records.training_kl import KL_PLACES, KL_SCOPES, KLS, kl_clash
 
 CONTROLLERS = ("fixed", "ziegler", "pid", "dual")
@@ -76,6 +82,7 @@ class TrainJob:
         Raises:
             OptionError: naming the option, what it was and what it may be.
         """
+        paths_as_text(self)
         self._at_least_1("limit", "steps", "batch_tokens", "checkpoint_every")
         self._above_0("learning_rate", "max_gradient_norm")
         self._one_of("dtype", DTYPES)
