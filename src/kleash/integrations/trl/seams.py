@@ -22,6 +22,7 @@ require_seams(
     }
     | {
         f"{GRPO}._generate": ("prompts",),
+        "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss": ("inputs",),
         "trl.trainer.utils:use_adapter": ("model", "adapter_name"),
         "trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
         "trl.models.utils:disable_gradient_checkpointing": (),

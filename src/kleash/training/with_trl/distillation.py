@@ -1,19 +1,43 @@
 """Distillation by TRL's trainer: the policy answers, and learns from the teacher's distributions."""
 
 from pathlib import Path
+from typing import Any
 
 from kleash.extras import need
 from kleash.models import read_prompts
 from kleash.records import DistillJob, TrainingResult
 from kleash.training.journal import Journal
+from kleash.training.ranks import Ranks
 from kleash.training.with_trl.arguments import shared_arguments
 from kleash.training.with_trl.ending import run, silently
-from kleash.training.with_trl.journalling import SPELT, Journalling
+from kleash.training.with_trl.journalling import SPELT, Generated, Journalling
 from kleash.training.with_trl.networks import load_networks
 from kleash.training.with_trl.online import data_set
 
 BETAS = {"policy_teacher": 1.0, "teacher_policy": 0.0, "jensen_shannon": 0.5}
 """What TRL calls the divergences, as a number between the two directions of KL."""
+
+
+class Counting:
+    """In front of TRL's trainer: entropy by sum and count, where TRL logs a mean of micro-batches' means."""
+
+    accelerator: Any
+    model: Any
+    _counted: tuple[float, float] = (0.0, 0.0)
+
+    def _compute_loss(self, *given: Any, **named: Any) -> Any:
+        parent: Any = super()
+        loss, nats, tokens = parent._compute_loss(*given, **named)
+        if self.model.training:
+            self._counted = (self._counted[0] + float(nats), self._counted[1] + float(tokens))
+        return loss, nats, tokens
+
+    def take_counted(self) -> Generated:
+        """The entropy of the tokens of all processes since it was last asked for. A collective."""
+        own, self._counted = self._counted, (0.0, 0.0)
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        total = ranks.totals({"nats": own[0], "tokens": own[1]})
+        return Generated(metrics={"policy/entropy": total["nats"] / total["tokens"]})
 
 
 @silently()
@@ -41,7 +65,8 @@ def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingRe
     rows = job.prompts_per_step * job.samples_per_prompt
     arguments = shared_arguments(job, rows=rows, row_tokens=longest)
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
-    trainer = trl.DistillationTrainer(
+    kind: Any = type("CountingDistillationTrainer", (Counting, trl.DistillationTrainer), {})
+    trainer = kind(
         model=networks.policy,
         teacher_model=networks.other,
         args=trl.DistillationConfig(
@@ -55,7 +80,9 @@ def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingRe
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
     )
-    spelt = {**SPELT, "loss": "teacher/divergence", "entropy": "policy/entropy"}
-    journalling = Journalling(job, journal, spelt=spelt, notes=networks.pair.notes)
+    spelt = {**SPELT, "loss": "teacher/divergence"}
+    journalling = Journalling(
+        job, journal, spelt=spelt, generated=trainer.take_counted, notes=networks.pair.notes
+    )
     journalling.attach(trainer)
     return run(trainer, journalling, job)

@@ -9,6 +9,7 @@ from kleash.errors import ModelError
 from kleash.models import Pair, find_checkpoint
 from kleash.records import TrainJob
 from kleash.training.loading import both, lora_settings
+from kleash.training.with_trl.reading import positions_from_the_first_token, without_dropout
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,12 +43,12 @@ def load_networks(job: TrainJob, other: str, *, role: str = "reference") -> Netw
     alone = pair.policy.is_same_as(pair.reference)
     shared = alone and bool(job.lora_rank) and role == "reference"
     second = pair.reference if not alone else both(job, other, other, device=job.device).policy
-    policy = pair.policy.network.requires_grad_(True)
+    policy = positions_from_the_first_token(without_dropout(pair.policy.network.requires_grad_(True)))
     if not job.lora_rank:
         policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
     return Networks(
         policy=policy.train(),
-        other=None if shared else second.network,
+        other=None if shared else positions_from_the_first_token(second.network),
         lora=lora_settings(job.lora_rank) if job.lora_rank else None,
         pair=pair,
     )

@@ -1,0 +1,130 @@
+"""What TRL's trainers read is what the policy drew: without dropout, at the positions where it was drawn."""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM
+
+from kleash.models import load_pair
+from kleash.records import DistillJob, GRPOJob, read_steps
+from kleash.training.journal import Journal
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+HEROINE = "kleash.training.example_rewards:heroine"
+PROMPTS = ("The sea was calm and the boat went out before", "She", "A long road leads out")
+SMALL = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 12, "learning_rate": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def trl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import kleash.training.with_trl as ours
+        from kleash.training.with_trl import distillation, measured
+    return SimpleNamespace(**{**vars(ours), "distillation": distillation, "measured": measured})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """GPT-2s, which drop out a tenth and have learned positions, and often end."""
+    root = tmp_path_factory.mktemp("gpt2")
+    for name, seed in (("policy", 0), ("reference", 1)):
+        network = AutoModelForCausalLM.from_pretrained(save_tiny(root / name, "gpt2", seed=seed))
+        with torch.no_grad():
+            network.transformer.ln_f.bias.fill_(1.0)
+            network.transformer.wte.weight[1] = 0.18
+        network.save_pretrained(root / name)
+    (root / "prompts.txt").write_text("\n".join(PROMPTS))
+    return root
+
+
+def step_of(train, kind, pair, out, **more):
+    """The first step of a run."""
+    out.mkdir()
+    names = {"policy": str(pair / "policy"), "prompts": str(pair / "prompts.txt"), "out": str(out)}
+    job = kind(steps=1, **names, **SMALL, **more)
+    train(job, Journal(out, job))
+    (step,) = read_steps(out)
+    return step
+
+
+def dense(folder, batch):
+    """Log-probabilities of a padded batch's responses, one text at a time, in float64."""
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ids, mask = (
+        torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], dim=1) for what in ("ids", "mask")
+    )
+    texts = zip(ids, mask.bool(), batch["completion_mask"].sum(-1), strict=True)
+    with torch.no_grad():
+        return [
+            network(row[keep][None]).logits[0, -length - 1 : -1].log_softmax(-1)
+            for row, keep, length in texts
+        ]
+
+
+def sums_of(policy, reference, batches):
+    """Of all responses' tokens: KL(policy || reference), entropy, how many."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for batch in batches:
+        for logp, logq in zip(dense(policy, batch), dense(reference, batch), strict=True):
+            p = logp.exp()
+            sums += torch.tensor([(p * (logp - logq)).sum(), -(p * logp).sum(), len(logp)])
+    return sums.tolist()
+
+
+def test_the_kl_of_a_policy_that_drops_out_and_counts_positions(trl, pair, tmp_path, monkeypatch):
+    seen = []
+    measure = trl.measured.Measuring._measure
+
+    def spy(self, inputs, output):
+        seen.append(output)
+        return measure(self, inputs, output)
+
+    monkeypatch.setattr(trl.measured.Measuring, "_measure", spy)
+    job = {"reward": (HEROINE,), "reference": str(pair / "reference")}
+    step = step_of(trl.train_grpo, GRPOJob, pair, tmp_path / "run", **job)
+    nats, _, tokens = sums_of(pair / "policy", pair / "reference", seen)
+    assert not seen[0]["prompt_mask"].all(), "or nothing was padded"
+    assert step.metrics["kl/exact_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
+    saved = json.loads((tmp_path / "run" / "policy" / "config.json").read_text())
+    assert saved["resid_pdrop"] == 0.1, "what others do with the policy is theirs to say"
+
+
+def test_a_policy_that_is_its_own_reference_has_a_kl_of_0(trl, pair, tmp_path):
+    step = step_of(trl.train_grpo, GRPOJob, pair, tmp_path / "run", reward=(HEROINE,))
+    assert step.metrics["kl/exact_per_token"] == 0
+
+
+def test_distillation_counts_tokens_and_not_micro_batches(trl, pair, tmp_path, monkeypatch):
+    seen = []
+    compute = trl.distillation.Counting._compute_loss
+
+    def spy(self, model, inputs, *more):
+        seen.append(inputs)
+        return compute(self, model, inputs, *more)
+
+    monkeypatch.setattr(trl.distillation.Counting, "_compute_loss", spy)
+    job = {"teacher": str(pair / "reference"), "batch_tokens": 70}
+    step = step_of(trl.train_distill, DistillJob, pair, tmp_path / "run", **job)
+    nats, entropy, tokens = sums_of(pair / "policy", pair / "reference", seen)
+    lengths = {int(batch["completion_mask"].sum()) for batch in seen}
+    assert len(seen) > 1 and len(lengths) > 1, "or means of means are the mean"
+    assert step.metrics["teacher/divergence"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert step.metrics["policy/entropy"] == pytest.approx(entropy / tokens, rel=1e-5)
+
+
+def test_attention_s_dropout_is_no_module_and_is_switched_off_too(trl, tmp_path):
+    from kleash.training.with_trl.reading import positions_from_the_first_token, without_dropout
+
+    folder = save_tiny(tmp_path / "llama", "llama", attention_dropout=0.5)
+    network = load_pair(str(folder), str(folder)).policy.network.train()
+    ids = torch.arange(12)[None]
+    assert not torch.equal(network(ids).logits, network(ids).logits)
+    without_dropout(network)
+    assert torch.equal(network(ids).logits, network(ids).logits)
+    positions_from_the_first_token(network)
+    assert not network.base_model._forward_pre_hooks, "a rotary embedding does not mind padding"
