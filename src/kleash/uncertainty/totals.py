@@ -11,6 +11,9 @@ from kleash.uncertainty.estimate import Estimate
 from kleash.uncertainty.intervals import estimates_of
 from kleash.uncertainty.linearised import Array, Part, linearise
 
+FEWEST = 8
+"""Clusters that a weight is fitted on, at least: on three it varies without bound, and the KL with it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledTotal:
@@ -39,8 +42,9 @@ def controlled_total(
         U = sum_t log p(y_t) - log q(y_t),    C = sum_t KL(p || q at the prefix y_<t)
         a = Cov(U, U - C) / Var(U - C), over clusters
 
-    Both are unbiased, so U - C is a control variate of mean 0. ``a`` costs a degree of freedom. It is 1, not
-    fitted, where U - C does not vary, on fewer than three clusters, and where a sum is infinite.
+    Both are unbiased, so U - C is a control variate of mean 0. ``a`` costs a degree of freedom, and on n clusters
+    adds 1 / (n - 3) to the variance: it is 1, not fitted, on fewer than eight. Nor is it where U - C does not
+    vary, and where a sum is infinite.
 
     Args:
         monte_carlo: U of each sequence.
@@ -70,7 +74,7 @@ def controlled_total(
 
 def _weight(sampled: Array, summed: Array, counts: Array) -> tuple[float, int]:
     """The weight a, and how many parameters were fitted for it."""
-    if len(counts) < 3 or not np.all(np.isfinite(sampled) & np.isfinite(summed)):
+    if len(counts) < FEWEST or not np.all(np.isfinite(sampled) & np.isfinite(summed)):
         return 1.0, 0
     total = linearise([Part(1.0, sampled, counts)])
     difference = linearise([Part(1.0, sampled, counts), Part(-1.0, summed, counts)])
