@@ -241,6 +241,8 @@ def test_a_callback_has_to_be_attached_once(training, folder):
     trainer.add_callback(monitor(folder))
     with pytest.raises(OptionError, match=r"call DriftMonitor\(…\).attach\(trainer\)"):
         trainer.train()
+    with pytest.raises(OptionError, match="this DriftMonitor knows no trainer"):
+        monitor(folder).measure()
     watch = monitor(folder).attach(training())
     with pytest.raises(OptionError, match="attached already"):
         watch.attach(trainer)

@@ -42,11 +42,17 @@ class Attached(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """See that there is a trainer."""
+        self.require_trainer()
+
+    def require_trainer(self) -> None:
+        """See that there is a trainer.
+
+        Raises:
+            OptionError: if it was attached to none.
+        """
         if self.trainer is None:
             name = type(self).__name__
-            raise OptionError(
-                f"{name} was given as a callback and knows no trainer; call {name}(…).attach(trainer)"
-            )
+            raise OptionError(f"this {name} knows no trainer; call {name}(…).attach(trainer)")
 
     def say(self, control: Any, numbers: dict[str, float]) -> None:
         """Log through the trainer, as transformers' own ``Trainer`` does it.

@@ -94,9 +94,11 @@ class DriftMonitor(Attached):
         """The drift as it is now.
 
         Raises:
+            OptionError: if it was attached to no trainer, or there is no reference.
             ModelError: if the two models cannot be compared, or the weights are sharded.
             NonFiniteError: if a model gives NaN or infinities.
         """
+        self.require_trainer()
         network = self.trainer.accelerator.unwrap_model(self.trainer.model)
         other = self._other_network()
         with at_rest(network, *([] if other is None else [other])):
