@@ -171,3 +171,15 @@ def leaves_of(case: Case, divergence="kl", *, weights=None):
         return function
 
     return tensors, of
+
+
+def peak(seen) -> int:
+    """The most memory that was held at once."""
+    held = most = 0
+    for event in sorted(
+        (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e.start_ns(),
+    ):
+        held += event.nbytes()
+        most = max(most, held)
+    return most

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vocabulary_ranks
-from linear_cases import REFERENCE, SMALL, head_case
+from linear_cases import REFERENCE, SMALL, head_case, peak
 
 from kleash.errors import CannotRunError
 from kleash.linear import (
@@ -159,15 +159,3 @@ def test_the_memory_is_for_rows_that_are_done_again_too(alone):
         ) as seen:
             call()
         assert 0.5 * budget < peak(seen) < 1.1 * budget
-
-
-def peak(seen) -> int:
-    """The most memory that was held at once."""
-    held = most = 0
-    for event in sorted(
-        (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),
-        key=lambda e: e.start_ns(),
-    ):
-        held += event.nbytes()
-        most = max(most, held)
-    return most

@@ -20,6 +20,8 @@ from kleash.precision import at_least_float32
 Numbers: TypeAlias = tuple[Tensor, ...]
 """Some numbers for each token, each as a vector or a column."""
 dist: Any = torch.distributed
+REDONE_BLOCK = 2**16
+"""Logits of one model whose rows are done again at once: what that takes is forty times as much."""
 
 
 class Alone:
@@ -56,10 +58,11 @@ class Alone:
         """The ids of the likeliest tokens, the first of several, from where ``found`` among those here."""
         return tuple(found)
 
-    def parts(self, rare: Bool[Tensor, " rows"]) -> Iterator[Tensor]:
-        """Which rows to do again, if any, as many at a time as there is memory for."""
-        if rare.any():
-            yield rare
+    def parts(self, rare: Bool[Tensor, " rows"], words: int) -> Iterator[Tensor]:
+        """Which rows of so many words to do again, if any, a few at a time: that takes much more memory."""
+        rows, size = rare.nonzero()[:, 0], max(1, REDONE_BLOCK // words)
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
 
     def least(self, most: int, tokens: int) -> int:
         """How many of so many tokens to do at a time, where ``most`` would be possible here."""
@@ -132,7 +135,7 @@ class Ranks(Alone):
             )
         return tuple(-claim[:, 0] for claim in together(claims, lambda x: reduced(x, "MAX", self.group)))
 
-    def parts(self, rare: Bool[Tensor, " rows"]) -> Iterator[Tensor]:
+    def parts(self, rare: Bool[Tensor, " rows"], words: int) -> Iterator[Tensor]:
         """Rows that any rank wants done again, a quarter of a block at a time: that takes more memory."""
         rows = reduced(rare.to(torch.uint8), "MAX", self.group).nonzero()[:, 0]
         size = max(1, len(rare) // 4)

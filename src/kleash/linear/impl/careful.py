@@ -17,10 +17,10 @@ KL = DIVERGENCES["kl"]
 def careful_kl(zp: Tensor, zq: Tensor, *, apart: bool = False, across: Alone = ALONE) -> tuple[Tensor]:
     """By phi where the two nearly agree, else by the steady core, and where that fails by the specification."""
     kl = faint_kl(zp, zq, apart, across)
-    for far in across.parts(~(kl < 1)):
+    for far in across.parts(~(kl < 1), zp.shape[1]):
         ours, theirs = zp[far], zp[far] + zq[far] if apart else zq[far]
         (steady,) = kl_rows(ours, theirs, across=across)
-        for rare in across.parts(~steady.isfinite()):
+        for rare in across.parts(~steady.isfinite(), zp.shape[1]):
             steady[rare] = divergence_of_logits(KL, ours[rare], theirs[rare], across)
         kl[far] = steady
     return (kl,)
@@ -37,9 +37,9 @@ def careful_gradient_(
     """Mend what the fast core found: values of rows too near, values and gradients of the others."""
     value = found[0]
     assert value is not None
-    for near in across.parts(value == -torch.inf):
+    for near in across.parts(value == -torch.inf, zp.shape[1]):
         value[near] = faint_kl(zp[near], zq[near], apart, across)
-    for rare in across.parts(~value.isfinite()):
+    for rare in across.parts(~value.isfinite(), zp.shape[1]):
         theirs = zp[rare] + zq[rare] if apart else zq[rare]
         replace_(found, rare, steady(zp[rare], theirs, weight[rare], across))
 
@@ -47,7 +47,7 @@ def careful_gradient_(
 def steady(zp: Tensor, zq: Tensor, weight: Tensor, across: Alone) -> tuple[Tensor, ...]:
     """KL(p || q) and its gradients of rows however near or far, then of rows of any kind."""
     found = gradient_rows(zp, zq, weight, across=across)
-    for rare in across.parts(~found[0].isfinite()):
+    for rare in across.parts(~found[0].isfinite(), zp.shape[1]):
         replace_(found, rare, plain_rows(KL, zp[rare], zq[rare], weight[rare], across))
     return found
 

@@ -182,7 +182,7 @@ def record_step(record: Divergence, needs: tuple[bool, bool], across: Alone) -> 
         zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         found = record_gradient_rows(record, zp, zq, weight, needs, across)
-        for rare in across.parts(~found[0].isfinite()):
+        for rare in across.parts(~found[0].isfinite(), zp.shape[1]):
             replace_(found, rare, plain_rows(record, zp[rare], zq[rare], weight[rare], across))
         return found
 

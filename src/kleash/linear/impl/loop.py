@@ -227,7 +227,7 @@ def checked(
 ) -> tuple[Tensor, ...]:
     """What the fast way says, or the careful one about the rows that it cannot do."""
     traits: dict[str, Any] = {"across": across, "apart": apart} if core.apart else {"across": across}
-    for rare in across.parts(~torch.stack(found[core.decisive]).isfinite().all(0)):
+    for rare in across.parts(~torch.stack(found[core.decisive]).isfinite().all(0), rows[0].shape[1]):
         for numbers, right in zip(found, core.careful(*(x[rare] for x in rows), **traits), strict=True):
             numbers[rare] = right
     return found

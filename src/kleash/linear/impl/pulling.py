@@ -50,7 +50,7 @@ def pulled_rows(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients in both logits, by the closed form, or by autograd for rows that it cannot do."""
     in_p, in_q, done = pull(rows, needs, across, spare)
-    for some in across.parts(~done):
+    for some in across.parts(~done, rows.zp.shape[1]):
         theirs = rows.zp[some] + rows.zq[some] if rows.apart else rows.zq[some]
         asked = TokenTerms(*(x[some] for x in rows.asked))
         right = plain_pulled_rows(rows.zp[some], theirs, rows.ids[some], asked, across)
