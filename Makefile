@@ -1,17 +1,24 @@
-# make demo   measure the pair that ships with kleash; the report's path is printed at the end
-# make test   every check: format, lint, types, import contract, tests
-# Both make .venv if it is missing.
+# make demo         measure the pair that ships with kleash; the report's path is printed at the end
+# make test         every check: format, lint, types, import contract, tests
+# make test-oldest  the tests with Python 3.10 and every dependency at its lower bound (4 GB are fetched where torch has CUDA)
+# The first two make .venv if it is missing, the third .venv-oldest.
 
 PYTHON ?= python3
+OLDEST_PYTHON ?= python3.10
 BIN := .venv/bin
+OLDEST := .venv-oldest/bin
 
-.PHONY: demo test clean
+.PHONY: demo test test-oldest clean
 
 demo: .venv/.made
 	$(BIN)/kleash measure
 
 test: .venv/.made
 	./check.sh
+
+test-oldest: .venv-oldest/.made
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(OLDEST)/python -m pytest -q -n 2 --dist loadfile -m 'not compiler and not browser'
 
 # torch comes first and alone: the version that the constraints name exists as a CPU build
 # wherever the index carries one, and the other packages then find it installed.
@@ -24,5 +31,12 @@ test: .venv/.made
 		--no-deps --requirement requirements-peers.txt
 	touch $@
 
+# What the audited packages and the browser need stays out: they have bounds of their own.
+.venv-oldest/.made: pyproject.toml constraints-oldest.txt
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt \
+		--editable '.[all]' beartype build hatchling hypothesis pytest pytest-xdist scikit-learn scipy
+	touch $@
+
 clean:
-	rm -rf .venv kleash-runs dist
+	rm -rf .venv .venv-oldest kleash-runs dist
