@@ -325,6 +325,18 @@ def test_another_reference_dtype_or_tokenizer_is_refused(
     assert "the tokenizers differ in 2 tokens" in line
 
 
+def test_a_small_cache_has_a_size(
+    pair: tuple[Path, Path], text: Path, cached: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """14 windows of 32 numbers a token, in float32: some 20 kB, which is 0.0 MB."""
+    capsys.readouterr()
+    assert main(["cache", *map(str, options(reference=pair[1], text=text, out=cached, **WINDOWS))]) == 0
+    said = capsys.readouterr().out
+    held = json.loads((cached / "contents.json").read_text())
+    assert f": {held['hidden_bytes'] / 1e3:,.1f} kB of hidden states" in said, said
+    assert f"a head of {held['head_bytes'] / 1e3:,.1f} kB" in said
+
+
 def test_damage_is_named(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

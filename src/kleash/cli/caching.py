@@ -12,6 +12,7 @@ from rich.markup import escape
 from kleash.cli.progress import Progress
 from kleash.records import CacheContents, CacheJob
 
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 SOURCE = tyro.conf.create_mutex_group(required=False, title="source: what the reference reads")
 
 
@@ -68,8 +69,8 @@ def print_cache(contents: CacheContents, job: CacheJob) -> None:
     times = contents.logits_bytes / contents.hidden_bytes
     console.print(
         f"{contents.tokens:,} tokens in {contents.sequences:,} sequences are cached in {escape(str(job.out))}: "
-        f"{megabytes(contents.hidden_bytes)} of hidden states, {times:.0f} times less than their logits, and a head "
-        f"of {megabytes(contents.head_bytes)}",
+        f"{in_bytes(contents.hidden_bytes)} of hidden states, {times:.0f} times less than their logits, and a head "
+        f"of {in_bytes(contents.head_bytes)}",
         soft_wrap=True,
     )
     console.print(f"use it with: {escape(usage(job))}", soft_wrap=True)
@@ -95,6 +96,7 @@ def usage(job: CacheJob) -> str:
     return f"kleash measure --policy POLICY {shlex.join(words)}"
 
 
-def megabytes(size: int) -> str:
+def in_bytes(size: int) -> str:
     """A size in words."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+    unit, name = next((found for found in UNITS if size >= found[0]), UNITS[-1])
+    return f"{size / unit:,.1f} {name}"
