@@ -261,7 +261,8 @@ def test_a_loss_that_is_no_number_stops_with_the_batch_saved(folder, tmp_path):
     checkpoint.write_text(json.dumps(state))
     with pytest.raises(
         NonFiniteError,
-        match=r"in step 2, epoch \d, minibatch \d; .*learning rate of 1e\+18.*failed-step-000002",
+        match=r"in step 2, epoch \d, minibatch \d; .*learning rate of 1e\+18.*failed-step-000002"
+        r"; another run can begin from --policy .*step-000001.policy",
     ):
         train_ppo(wild)
     saved = tmp_path / "failed-step-000002"

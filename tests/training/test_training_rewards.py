@@ -121,6 +121,7 @@ def test_two_of_the_same_name_are_told_apart() -> None:
             "no_such_file is not installed, and no no_such_file.py lies in the",
         ),
         ("my_rewards:calls", OptionError, "my_rewards:calls is of type list, which cannot be called"),
+        ("", OptionError, "a reward is package.module:function or a model's folder, and '' is neither"),
         (
             "my rewards:length",
             OptionError,

@@ -40,7 +40,7 @@ class PPOJob(RewardJob):
     entropy_coefficient: float = 0.0
     """Of the entropy's bonus."""
     whiten: bool = True
-    """Bring the advantages of a step to mean 0 and standard deviation 1."""
+    """Bring the advantages of a step to mean 0 and standard deviation 1; with --no-whiten they stay as they are."""
     early_stop_nats: float | None = None
     """A step's updates end once KL(before || now) per token is above it."""
 

@@ -126,7 +126,7 @@ def load_rewards(
     for name, (weight, what) in zip(names, weighted, strict=True):
         if ":" in what and not Path(what).is_dir():
             of = _function(what)
-        elif not Path(what).is_dir() and "/" not in what:
+        elif not what or (not Path(what).is_dir() and "/" not in what):
             raise OptionError(
                 f"a reward is package.module:function or a model's folder, and {what!r} is neither"
             )

@@ -9,7 +9,7 @@ from kleash.linear import Head
 from kleash.models import Prompt
 from kleash.training.journal import Advice, Journal, stopped_by
 from kleash.training.leashes import tightened
-from kleash.training.ppo.checkpoints import Progress
+from kleash.training.ppo.checkpoints import POLICY, Progress, last_checkpoint
 from kleash.training.ppo.failing import save_batch, where_it_broke
 from kleash.training.ppo.measures import of_critic, of_updates, responses_of
 from kleash.training.ppo.rollout import Rollout, roll_out
@@ -112,9 +112,11 @@ def _improve(setting: Setting, rollout: Rollout, shaped: Shaped, root: Path, fin
             if said
             else (
                 f"nothing that came in with the responses was, so the updates ran away at a learning rate of "
-                f"{setting.optimizer.param_groups[0]['lr']:g}: lower it, or max_gradient_norm"
+                f"{setting.optimizer.param_groups[0]['lr']:g}: lower it, or --max-gradient-norm"
             )
         )
+        kept_one = last_checkpoint(root)
+        again = "" if kept_one is None else f"; another run can begin from --policy {kept_one / POLICY}"
         raise NonFiniteError(
-            f"{broken}; {what}; the responses with all their numbers are in {folder}, and the last checkpoint is kept"
+            f"{broken}; {what}; the responses with all their numbers are in {folder}{again}"
         ) from broken
