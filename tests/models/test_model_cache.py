@@ -101,8 +101,10 @@ def test_logits_are_too_many_to_keep(pair: Pair, tmp_path, unhooked):
 
 def test_a_folder_that_cannot_be_made(pair: Pair, tmp_path, unhooked):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunFolderError, match="file cannot be written"):
+    with pytest.raises(RunFolderError, match="file is a file, and a reference cache is a folder"):
         ReferenceCache(tmp_path / "file", pair.reference)
+    with pytest.raises(RunFolderError, match="within cannot be written: Not a directory"):
+        ReferenceCache(tmp_path / "file" / "within", pair.reference)
 
 
 def test_a_damaged_file_is_named(pair: Pair, tmp_path, unhooked):
