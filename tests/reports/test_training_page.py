@@ -17,7 +17,7 @@ from synthetic_training import (
 )
 
 from kleash.errors import RunFolderError
-from kleash.records import GRPOJob, PPOJob, TrainingFolder
+from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
 from kleash.reports import write_demonstration, write_report_of, write_training_report
 from kleash.reports.training import number_of
 from kleash.reports.training_charts import charts_of, thinned
@@ -81,6 +81,18 @@ def test_a_number_next_to_nothing_is_not_a_row_of_zeros() -> None:
     metrics = {"value": 1.172e-29, "error": 5.69e-30}
     assert number_of(metrics, "value", "error") == "1.17 × 10⁻²⁹ ± 5.7 × 10⁻³⁰"
     assert number_of({"value": -0.5, "error": 0.25}, "value", "error") == "−0.50 ± 0.25"
+
+
+def test_a_number_of_every_other_step_is_a_line_through_them() -> None:
+    history = [
+        StepRecord(
+            step=step,
+            metrics={"pairs/margin": 1.0, **({} if step % 2 else {"kl/exact_per_sequence": float(step)})},
+        )
+        for step in range(1, 9)
+    ]
+    (line,) = charts_of(history)["kl-sequence"].figure["data"]
+    assert (line["x"], line["y"], line["mode"]) == ([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0], "lines")
 
 
 def test_the_watch_s_words_and_the_events_are_told(hostile: Text) -> None:

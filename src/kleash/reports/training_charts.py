@@ -120,18 +120,17 @@ def curves(
     there = [line for line in lines if any(line.metric in record.metrics for record in history)]
     if not there:
         return None
-    drawn = thinned(history, MOST_POINTS)
-    x = [record.step for record in drawn]
     data: list[dict[str, Any]] = []
     for line in there:
-        values = values_of(drawn, line.metric)
+        drawn = thinned([record for record in history if line.metric in record.metrics], MOST_POINTS)
+        x, values = [record.step for record in drawn], values_of(drawn, line.metric)
         if line.error is not None and any(map(math.isfinite, values_of(drawn, line.error))):
             errors = values_of(drawn, line.error)
             low = [value - 2 * error for value, error in zip(values, errors, strict=True)]
             high = [value + 2 * error for value, error in zip(values, errors, strict=True)]
             data += band(x, low, high, "± 2 standard errors")
         data.append(trace(x, values, line.label, color=line.color, dash=line.dash))
-    known = [value for line in there for value in values_of(drawn, line.metric) if value > 0]
+    known = [value for line in there for value in values_of(history, line.metric) if value > 0]
     logarithmic = logarithmic and bool(known) and max(known) > 5 * min(known)
     return Chart(
         name=name,
@@ -141,7 +140,7 @@ def curves(
             height=300,
             x="step",
             y=y,
-            xaxis={"showgrid": False, "nticks": 6, **({"tickformat": "d"} if len(x) < 6 else {})},
+            xaxis={"showgrid": False, "nticks": 6, **({"tickformat": "d"} if len(history) < 6 else {})},
             yaxis=decades(known) if logarithmic else {"nticks": 6, "rangemode": "normal"},
             showlegend=len(there) > 1 or target is not None,
             shapes=[] if target is None else [level(target)],
