@@ -140,6 +140,7 @@ def test_a_run_of_another_kind_shows_what_it_has(tmp_path: Path) -> None:
     assert "Steps 3 still running, or interrupted" in page.text
     assert "kleash train dpo --steps 3 --pairs p.jsonl" in page.text
     assert "saw nothing that looks like reward hacking" in page.text
+    assert "learns from pairs of answers that others gave" in page.text and "fresh responses" not in page.text
 
 
 def test_a_long_run_is_thinned_and_keeps_its_ends() -> None:

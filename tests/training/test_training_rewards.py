@@ -41,6 +41,8 @@ def one_short(prompts, responses):
     return [1.0] * (len(responses) - 1)
 def nothing(prompts, responses):
     pass
+def leaves(prompts, responses):
+    raise SystemExit(0)
 def raises(prompts, responses):
     raise ValueError("no such judge\\nsecond line")
 def nan(prompts, responses):
@@ -159,6 +161,7 @@ def test_no_reward_is_no_reward() -> None:
         ),
         ("nothing", CannotRunError, "the reward my_rewards:nothing raises TypeError: 'NoneType'"),
         ("raises", CannotRunError, "the reward my_rewards:raises raises ValueError: no such judge"),
+        ("leaves", CannotRunError, "the reward my_rewards:leaves raises SystemExit: 0"),
         (
             "nan",
             NonFiniteError,

@@ -48,7 +48,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take the bar away."""
-        if self._console.is_terminal:  # older versions of rich end what was not begun, too: with an empty line
+        # Older versions of rich end what was not begun, too: with an empty line.
+        if self._console.is_terminal:
             self._bar.stop()
 
     def said(self, sentence: str) -> None:

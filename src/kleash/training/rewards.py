@@ -181,7 +181,7 @@ def _numbers(reward: Reward, dialogues: Sequence[Dialogue]) -> Float64[np.ndarra
     try:
         found = reward.of(dialogues)
         said = list(found.tolist() if hasattr(found, "tolist") else found)  # a tensor may carry a gradient
-    except Exception as error:  # a reward is other people's code, and may raise anything
+    except (Exception, SystemExit) as error:  # a reward is other people's code, and may raise anything
         if isinstance(error, (CannotRunError, NonFiniteError)):
             raise
         line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
