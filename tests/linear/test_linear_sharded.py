@@ -75,4 +75,4 @@ def test_two_processes_with_a_sharded_weight_equal_one(tmp_path):
     ]
     for process in ranks:
         out, err = process.communicate(timeout=120)
-        assert out.decode().strip() == "equal", err.decode()[-2000:]
+        assert out.split()[-1:] == [b"equal"], err.decode()[-2000:]  # torch 2.8 says more before

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
 from test_model_scoring import expected, given
@@ -199,10 +200,10 @@ def test_a_tokenizer_that_is_not_there(copied, unhooked):
 def test_weights_of_other_shapes_than_the_configuration_says(copied, unhooked):
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "vocab_size": 310}))
+    shapes = "" if transformers.__version__.startswith("4.") else r": \(320, 32\), and not \(310, 32\)"
     refuse(
         copied,
-        r"has 2 weights of other shapes than its config.json says, such as lm_head.weight: \(320, 32\), and not "
-        r"\(310, 32\); mend config.json",
+        rf"has 2 weights of other shapes than its config.json says, such as lm_head.weight{shapes}; mend config.json",
     )
 
 
@@ -286,7 +287,8 @@ def test_the_fingerprint_changes_with_any_tensor_and_with_nothing_else(folders, 
     assert len(print_of) == 16
     assert find_checkpoint(str(copied)).fingerprint() == print_of
     assert find_checkpoint(str(reference)).fingerprint() != print_of
-    stored = load_file(copied / "model.safetensors")
+    # Older versions of safetensors read where they are told to, when they are: from a file that is written over.
+    stored = {name: tensor.clone() for name, tensor in load_file(copied / "model.safetensors").items()}
     for name in ("model.norm.weight", "lm_head.weight"):
         changed = {**stored, name: stored[name] + 1e-3}
         save_file(changed, copied / "model.safetensors", metadata={"format": "pt"})

@@ -13,7 +13,10 @@ from kleash.models import load_pair
 from kleash.records import DistillJob, GRPOJob, read_steps
 from kleash.training.journal import Journal
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.peers("trl"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
 HEROINE = "kleash.training.example_rewards:heroine"
 PROMPTS = ("The sea was calm and the boat went out before", "She", "A long road leads out")
 SMALL = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 12, "learning_rate": 1e-3}

@@ -142,10 +142,12 @@ def _check_shapes(report: Any, what: str) -> None:
     """See that the weights have the shapes that the configuration says."""
     others = sorted(report.get("mismatched_keys", ()))
     if others:
-        name, there, wanted = others[0]
+        # transformers 5 tells the shapes with each name, 4 the names alone.
+        name, *shapes = [others[0]] if isinstance(others[0], str) else others[0]
+        told = ": {}, and not {}".format(*map(tuple, shapes)) if shapes else ""
         raise ModelError(
-            f"{what} has {len(others)} weights of other shapes than its config.json says, such as {name}: "
-            f"{tuple(there)}, and not {tuple(wanted)}; mend config.json, or fetch the checkpoint again"
+            f"{what} has {len(others)} weights of other shapes than its config.json says, such as {name}{told}; "
+            "mend config.json, or fetch the checkpoint again"
         )
 
 
