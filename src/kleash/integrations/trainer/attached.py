@@ -6,7 +6,7 @@ from kleash.errors import OptionError
 from kleash.extras import need, require_seams, warn_of_version
 
 need("transformers.trainer", "models")
-warn_of_version("transformers", at_least="4.56", below="6")
+warn_of_version("transformers", at_least="4.57", below="6")
 require_seams(
     "transformers",
     {
