@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from ppo_cases import tiny_job
 from ppo_process import two_steps
 from safetensors.torch import load_file
@@ -17,6 +18,9 @@ from kleash.records import read_steps
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 TWICE = ("two", "two-sharded")
+takes_the_mean = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason="over gloo, FSDP of torch 2.8 adds up the gradients of the ranks"
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,7 @@ def test_the_first_rollout_is_the_same_token_for_token(runs, name):
     assert {**parts[0], **parts[1]} == alone
 
 
-@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("name", ["two", pytest.param("two-sharded", marks=takes_the_mean)])
 def test_all_metrics_agree_on_the_same_responses(runs, name):
     """With sharded weights, step 2 is taken by a run that goes on from the checkpoint of step 1."""
     alone, together = read_steps(runs / "one"), read_steps(runs / name)

@@ -150,7 +150,7 @@ def into_weight_(
 def widens(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether the device multiplies these two as they are and adds up, and gives out, in float32."""
     half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
-    return half and out.dtype == torch.float32 and out.device.type == "cuda" and torch.__version__ >= "2.8"
+    return half and out.dtype == torch.float32 and out.device.type == "cuda"
 
 
 def narrow(model: OneModel) -> bool:
