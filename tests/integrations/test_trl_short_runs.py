@@ -61,7 +61,8 @@ def test_grpo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
     before = trainer.model.model.layers[0].mlp.up_proj.weight.detach().clone()
     trainer.train()
     first, second = steps(trainer)
-    assert first["kl"] == 0 and second["kl"] != 0 and abs(second["kl/per_sequence"]) < 5
+    # Before the first update there is none, but for the rounding of two threads.
+    assert abs(first["kl"]) < 1e-9 < abs(second["kl"]) and abs(second["kl/per_sequence"]) < 5
     assert second["beta"] == 0.3 and trainer.beta == 0.3
     assert not torch.equal(before, trainer.model.model.layers[0].mlp.up_proj.weight)
     assert ("rewards/kl_penalty/mean" in second) is (asked.get("kl_place") == "reward")
