@@ -42,9 +42,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of "kleash … | head"
         _print_no_more()
         return UNHEARD
-    except (
-        SystemExit
-    ) as stop:  # tyro's way to end after --help or a misspelt option, rich's after a broken pipe
+    except SystemExit as stop:
+        # tyro's way to end after --help or a misspelt option, and rich's after a broken pipe.
         if isinstance(stop.__context__, BrokenPipeError):
             return UNHEARD
         return stop.code if isinstance(stop.code, int) else DONE

@@ -103,4 +103,4 @@ def _cell(record: StepRecord, name: str, error: str | None) -> str:
     uncertain = record.metrics.get(error) if error else None
     if uncertain is None or not math.isfinite(uncertain) or uncertain <= 0:
         return f"{value:.3g}"
-    return str(Number(value=value, unit="none", standard_error=uncertain, ci95=(math.nan, math.nan)))
+    return str(Number.with_error(value, uncertain))

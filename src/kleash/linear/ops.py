@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-def apart(needs: Sequence[bool], shared: Sequence[bool]) -> list[bool]:
+def separate(needs: Sequence[bool], shared: Sequence[bool]) -> list[bool]:
     """Which gradients there are: that of one weight that is both heads' is whole in p's."""
     one = shared[1] and needs[1] and needs[4]
     return [n and not (one and place == 4) for place, n in enumerate(needs)]
@@ -36,7 +36,7 @@ def apart(needs: Sequence[bool], shared: Sequence[bool]) -> list[bool]:
 
 def answered(gradients: Sequence[Tensor | None], given: Given, needs: Sequence[bool]) -> list[Tensor]:
     """The gradients as an operation may return them: nothing is an empty tensor."""
-    kept, there = list(gradients), apart(needs, given[SHARED])
+    kept, there = list(gradients), separate(needs, given[SHARED])
     if needs[4] and not there[4]:
         parts = [g for g in (kept[1], kept[4]) if g is not None]
         kept[1] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
@@ -48,7 +48,7 @@ def returned(
     gradients: Sequence[Tensor], needs: Sequence[bool], shared: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients as autograd wants them."""
-    return [g if there else None for g, there in zip(gradients, apart(needs, shared), strict=True)]
+    return [g if there else None for g, there in zip(gradients, separate(needs, shared), strict=True)]
 
 
 def operation(name: str, more: str, result: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def for_each(needs: Sequence[bool], x: Sequence[Any]) -> list[Tensor]:
     """Empty gradients."""
     return [
         torch.empty_like(t, dtype=formed_dtype(t)) if n else x[0].new_empty(0)
-        for t, n in zip(x[:6], apart(needs, x[SHARED]), strict=True)
+        for t, n in zip(x[:6], separate(needs, x[SHARED]), strict=True)
     ]
 
 

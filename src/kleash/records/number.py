@@ -47,6 +47,11 @@ class Number:
             doubts=estimate.doubts,
         )
 
+    @classmethod
+    def with_error(cls, value: float, standard_error: float) -> "Number":
+        """One that is there to be shown: with no unit and no interval."""
+        return cls(value=value, unit="none", standard_error=standard_error, ci95=(math.nan, math.nan))
+
     def __str__(self) -> str:
         """The number to the digits that its error supports, with the error and the unit."""
         unit = f" {self.unit}" if self.unit == "nats" else ""

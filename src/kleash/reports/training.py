@@ -118,7 +118,7 @@ def number_of(metrics: Mapping[str, float], name: str, error: str | None) -> str
     uncertain = metrics.get(error, math.nan) if error else math.nan
     if not (math.isfinite(uncertain) and uncertain > 0 and math.isfinite(value)):
         return plain(value)
-    number = Number(value=value, unit="none", standard_error=uncertain, ci95=(math.nan, math.nan))
+    number = Number.with_error(value, uncertain)
     return f"{typeset(number.rounded)} ± {typeset(number.format(uncertain))}"
 
 
