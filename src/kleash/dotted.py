@@ -62,7 +62,9 @@ def import_target(name: str, installations: Mapping[str, str] = NO_LINES) -> Mod
         return import_module(name)
     except ModuleNotFoundError as error:
         raise without_module(name, error.name or "", installations) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module is other people's code, and may raise anything
         said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise CannotRunError(f"{name} cannot be imported; it raises {said}") from error
 

@@ -13,7 +13,7 @@ from kleash.models.loading import Loading, fit_together, load_pair
 from kleash.models.noise import exponentials
 from kleash.models.one_side import load_beside, load_reference
 from kleash.models.pairs import Model, Pair
-from kleash.models.prompts import prompts_of, read_prompts
+from kleash.models.prompts import column_counts, prompts_of, read_prompts
 from kleash.models.responses import read_responses
 from kleash.models.scoring import finite_reader, score
 from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
@@ -34,6 +34,7 @@ __all__ = [
     "StoredReference",
     "alternatives",
     "at_rest",
+    "column_counts",
     "compare_tokenizers",
     "count_documents",
     "disagreement",

@@ -134,6 +134,7 @@ class _Row:
             prompt_hash=self.prompt.prompt_hash,
             where=self.prompt.where,
             messages=self.prompt.messages,
+            columns=self.prompt.columns,
         )
 
 

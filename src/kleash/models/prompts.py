@@ -22,7 +22,7 @@ from kleash.models.quiet import first_line
 from kleash.models.sequences import Prompt, hash_tokens
 
 
-def read_prompts(name: str, pair: Pair, *, limit: int | None = None) -> list[Prompt]:
+def read_prompts(name: str, pair: Pair, *, limit: int | None = None, columns: bool = False) -> list[Prompt]:
     """The prompts of a source: JSONL with "prompt" or "messages", or plain text with a prompt a line.
 
     Plain text is tokenised with the special tokens the tokenizer puts in front of it; messages are written
@@ -32,16 +32,33 @@ def read_prompts(name: str, pair: Pair, *, limit: int | None = None) -> list[Pro
         name: the file, or "shipped:prompts".
         pair: whose tokenizer and context count.
         limit: the most prompts to read; None for all.
+        columns: whether each prompt keeps all that its line says, for rewards.
 
     Raises:
         SourceError: if a line cannot be read as a prompt, is empty, or is longer than a model can read; or if
             there is no prompt at all.
     """
-    path = source_path(name)
-    prompts = _prompts(islice(json_lines(path) if is_jsonl(path) else plain_lines(path), limit), pair)
+    prompts = _prompts(_lines(name, limit), pair, columns=columns)
     if not prompts:
         raise SourceError(f"{name} holds no prompt, only blank lines")
     return prompts
+
+
+def column_counts(name: str, limit: int | None = None) -> Counter[str]:
+    """How many of a source's prompts have each column, in the order in which the columns appear.
+
+    Loads no model. Plain text has none.
+
+    Raises:
+        SourceError: if a line cannot be read.
+    """
+    return Counter(column for line in _lines(name, limit) for column in line.record or ())
+
+
+def _lines(name: str, limit: int | None) -> Iterable[Line]:
+    """The lines of a source of prompts."""
+    path = source_path(name)
+    return islice(json_lines(path) if is_jsonl(path) else plain_lines(path), limit)
 
 
 def prompts_of(given: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
@@ -61,7 +78,7 @@ def prompts_of(given: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[
     return _prompts(lines, pair)
 
 
-def _prompts(lines: Iterable[Line], pair: Pair) -> list[Prompt]:
+def _prompts(lines: Iterable[Line], pair: Pair, *, columns: bool = False) -> list[Prompt]:
     copies: Counter[str] = Counter()
     prompts: list[Prompt] = []
     for line in lines:
@@ -77,6 +94,7 @@ def _prompts(lines: Iterable[Line], pair: Pair) -> list[Prompt]:
                 copy=copies[key],
                 where=line.where,
                 messages=_messages(line),
+                columns=line.record or {} if columns else {},
             )
         )
         copies[key] += 1

@@ -1,7 +1,7 @@
 """What is asked and what was answered, as token ids: the records between sources, generation and scoring."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -25,6 +25,8 @@ class Prompt:
     """File and line, for errors."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """What the text was made from, where that was messages."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """All that its line says, by name, where that was asked for: what rewards are given."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,6 +55,8 @@ class Sequence:
     """File and line, for errors."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """What the prompt was made from, where that was messages; known of what was generated here."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Those of the prompt; known of what was generated here."""
 
     @property
     def read(self) -> int:

@@ -97,7 +97,9 @@ def samples_of(responses: Many[Response]) -> list[Sample]:
 
 
 def _mean(responses: Many[Response], part: str) -> float:
-    return float(np.mean([one.parts[part] for one in responses]))
+    """The mean over the responses to which the reward applies; NaN where it applies to none."""
+    values = np.array([one.parts[part] for one in responses])
+    return float(values[~np.isnan(values)].mean()) if not np.isnan(values).all() else float("nan")
 
 
 def _per_token(sums: np.ndarray, lengths: np.ndarray, clusters: np.ndarray) -> Estimate:

@@ -1,7 +1,7 @@
 """Reward models: sequence classification with one label, out of a folder."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ class Dialogue:
     """What the prompt was made from, where it was messages."""
     name: str = ""
     """How errors call it."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the prompt's line says besides, by name."""
+    token_ids: tuple[int, ...] | None = None
+    """The response's tokens, its end included; None where only the text is known."""
 
 
 def load_reward_model(

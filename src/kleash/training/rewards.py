@@ -6,16 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
 
 from kleash.dotted import function_at
-from kleash.errors import CannotRunError, NonFiniteError, OptionError, ShapeError
+from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.models import Sequence as Scored
+from kleash.models import column_counts
+from kleash.training.reward_calls import RewardFunction, RewardSignature, reward_values
 from kleash.training.reward_models import Dialogue, load_reward_model
 
+NO_COLUMNS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 WEIGHTED = re.compile(r"\s*(?P<weight>[^*\s]+)\s*\*\s*(?P<what>.+)")
 
 OfDialogues = Callable[[Sequence[Dialogue]], Any]
@@ -42,7 +46,7 @@ class RewardScores:
     total: Float64[np.ndarray, " responses"]
     """The weighted sum."""
     parts: Mapping[str, Float64[np.ndarray, " responses"]]
-    """Each reward by its name, without its weight."""
+    """Each reward by its name, without its weight; NaN where it returned None: it does not apply there."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,35 +61,63 @@ class Rewards:
         """What these responses are worth.
 
         Raises:
-            CannotRunError: if a reward raises, or what it returns is no number.
+            CannotRunError: if a reward raises, what it returns is no number, or every reward of a response is None.
             ShapeError: if there is not one number for each response.
             NonFiniteError: if a number is NaN or infinite.
         """
         return self.of_dialogues(
             [
                 Dialogue(
-                    prompt=each.prompt_text, response=self._text(each), messages=each.messages, name=each.name
+                    prompt=each.prompt_text,
+                    response=self._text(each),
+                    messages=each.messages,
+                    name=each.name,
+                    columns=each.columns,
+                    token_ids=each.response_ids,
                 )
                 for each in sequences
             ]
         )
 
-    def of_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> RewardScores:
-        """What these responses are worth, given as texts; raises as ``of`` does."""
+    def of_texts(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        columns: Mapping[str, Sequence[Any]] = NO_COLUMNS,
+    ) -> RewardScores:
+        """What these responses are worth, given as texts; raises as ``of`` does.
+
+        Args:
+            prompts: a prompt for each response.
+            responses: what is rewarded.
+            columns: name -> a value for each response.
+        """
         pairs = enumerate(zip(prompts, responses, strict=True))
+        rows = _rows(columns, len(responses))
         return self.of_dialogues(
             [
-                Dialogue(prompt=prompt, response=response, name=f"response {at}")
+                Dialogue(prompt=prompt, response=response, name=f"response {at}", columns=rows[at])
                 for at, (prompt, response) in pairs
             ]
         )
 
+    def require_columns(self, columns: Sequence[str], source: str) -> None:
+        """See that prompts with these columns have what each reward needs.
+
+        Raises:
+            OptionError: naming the columns that are missing and those that exist.
+        """
+        for reward in self.rewards:
+            if isinstance(reward.of, RewardFunction):
+                reward.of.signature.require_columns(reward.spec, columns, source)
+
     def of_dialogues(self, dialogues: Sequence[Dialogue]) -> RewardScores:
         """What these responses are worth; raises as ``of`` does."""
-        parts = {reward.name: _numbers(reward, dialogues) for reward in self.rewards}
+        parts = {one.name: reward_values(one.spec, one.of, dialogues) for one in self.rewards}
+        require_scored(parts, [each.name for each in dialogues])
         total = np.zeros(len(dialogues))
         for reward in self.rewards:
-            total += reward.weight * parts[reward.name]
+            total += reward.weight * np.nan_to_num(parts[reward.name], nan=0.0)
         return RewardScores(total=total, parts=parts)
 
     def _text(self, sequence: Scored) -> str:
@@ -105,8 +137,9 @@ def load_rewards(
     """What a job rewards.
 
     Args:
-        specs: ``package.module:function``, called with the prompts and the responses, two lists of texts, and
-            returning a number for each; or the folder of a sequence-classification model; each perhaps with a
+        specs: ``package.module:function``, called with the prompts and the responses, two lists of texts, and with
+            those columns of the prompts that it has arguments for, and returning a number for each response, or
+            None where it does not apply; or the folder of a sequence-classification model; each perhaps with a
             weight before it, "0.5*…". They are added.
         tokenizer: the policy's.
         device: of reward models; "auto" is the first GPU, or else the CPU.
@@ -120,20 +153,78 @@ def load_rewards(
     """
     if not specs:
         raise OptionError("say what is rewarded: package.module:function, or the folder of a reward model")
-    weighted = [weight_of(spec) for spec in specs]
-    names = _names([what for _, what in weighted])
     rewards: list[Reward] = []
-    for name, (weight, what) in zip(names, weighted, strict=True):
-        if ":" in what and not Path(what).is_dir():
-            of = _function(what)
-        elif not what or (not Path(what).is_dir() and "/" not in what):
-            raise OptionError(
-                f"a reward is package.module:function or a model's folder, and {what!r} is neither"
-            )
-        else:
-            of = load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
+    for name, weight, what in _named(specs):
+        of = (
+            _function(what)
+            if _is_function(what)
+            else load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
+        )
         rewards.append(Reward(name=name, weight=weight, spec=what, of=of))
     return Rewards(rewards=tuple(rewards), tokenizer=tokenizer)
+
+
+def check_rewards(specs: Sequence[str], source: str, limit: int | None = None) -> None:
+    """See that all reward functions exist and that the prompts have the columns that these need.
+
+    Reads the prompts' file and loads no model.
+
+    Raises:
+        OptionError, UnknownNameError, MissingExtraError, CannotRunError, SourceError: as ``load_rewards`` and
+            ``Rewards.require_columns``.
+    """
+    functions = [
+        Reward(name=name, weight=weight, spec=what, of=_function(what))
+        for name, weight, what in _named(specs)
+        if _is_function(what)
+    ]
+    if functions:
+        Rewards(rewards=tuple(functions)).require_columns(list(column_counts(source, limit)), source)
+
+
+def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names: Sequence[str]) -> None:
+    """See that each response has a reward that is not None.
+
+    Raises:
+        CannotRunError: naming the first that has none.
+    """
+    if not parts:
+        return
+    unscored = np.flatnonzero(np.isnan(np.stack(list(parts.values()))).all(0))
+    if len(unscored):
+        who = "the reward" if len(parts) == 1 else "each of the rewards"
+        raise CannotRunError(
+            f"{who} {', '.join(parts)} returned None for {names[unscored[0]]} and {len(unscored)} of {len(names)} "
+            "responses in all; at least one reward must return a number for each"
+        )
+
+
+def _rows(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+    """The columns as a row for each response."""
+    for name, values in columns.items():
+        if len(values) != count:
+            raise ShapeError(f"the column {name!r} has {len(values)} values for {count} responses")
+    return [{name: values[at] for name, values in columns.items()} for at in range(count)]
+
+
+def _named(specs: Sequence[str]) -> list[tuple[str, float, str]]:
+    """Name, weight and path of each reward."""
+    weighted = [weight_of(spec) for spec in specs]
+    names = _names([what for _, what in weighted])
+    return [(name, weight, what) for name, (weight, what) in zip(names, weighted, strict=True)]
+
+
+def _is_function(what: str) -> bool:
+    """Whether a reward is a function, not a model.
+
+    Raises:
+        OptionError: if it is neither.
+    """
+    if ":" in what and not Path(what).is_dir():
+        return True
+    if not what or (not Path(what).is_dir() and "/" not in what):
+        raise OptionError(f"a reward is package.module:function or a model's folder, and {what!r} is neither")
+    return False
 
 
 def weight_of(spec: str) -> tuple[float, str]:
@@ -167,48 +258,6 @@ def _names(specs: Sequence[str]) -> list[str]:
     return names
 
 
-def _function(path: str) -> OfDialogues:
+def _function(path: str) -> RewardFunction:
     function = function_at(path, "a reward")
-
-    def of(dialogues: Sequence[Dialogue]) -> Any:
-        return function([each.prompt for each in dialogues], [each.response for each in dialogues])
-
-    return of
-
-
-def _numbers(reward: Reward, dialogues: Sequence[Dialogue]) -> Float64[np.ndarray, " responses"]:
-    """What a reward says, seen to be one finite number for each response."""
-    try:
-        found = reward.of(dialogues)
-        said = list(found.tolist() if hasattr(found, "tolist") else found)  # a tensor may carry a gradient
-    except (Exception, SystemExit) as error:  # a reward is other people's code, and may raise anything
-        if isinstance(error, (CannotRunError, NonFiniteError)):
-            raise
-        line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        raise CannotRunError(f"the reward {reward.spec} raises {line}") from error
-    if len(said) != len(dialogues):
-        raise ShapeError(
-            f"the reward {reward.spec} returned {len(said)} numbers for {len(dialogues)} responses; "
-            "it must return one each"
-        )
-    values = np.array(
-        [_number(reward, each, value) for each, value in zip(dialogues, said, strict=True)], np.float64
-    )
-    wrong = np.flatnonzero(~np.isfinite(values))
-    if len(wrong):
-        raise NonFiniteError(
-            f"the reward {reward.spec} is {values[wrong[0]]} for {dialogues[wrong[0]].name} and {len(wrong)} of "
-            f"{len(values)} responses in all; it must be a finite number"
-        )
-    return values
-
-
-def _number(reward: Reward, dialogue: Dialogue, value: Any) -> float:
-    if not isinstance(value, (str, bytes)):
-        try:
-            return float(value.item() if hasattr(value, "item") else value)
-        except (TypeError, ValueError, RuntimeError):
-            pass
-    raise CannotRunError(
-        f"the reward {reward.spec} returned a {type(value).__name__} for {dialogue.name}; it must return numbers"
-    )
+    return RewardFunction(function=function, signature=RewardSignature.of(function))

@@ -12,6 +12,7 @@ from kleash.training.leashes import leash_of
 from kleash.training.ppo.checkpoints import POLICY, Progress, last_checkpoint, load_progress, restore, save
 from kleash.training.ppo.setting import Setting, set_up
 from kleash.training.ppo.step import one_step
+from kleash.training.rewards import check_rewards
 from kleash.version import __version__
 
 
@@ -37,8 +38,9 @@ def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
         CannotRunError, MissingExtraError: if something the job needs cannot run here.
     """
     root = Path(str(job.out))
+    check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
     setting = set_up(job)
-    prompts = read_prompts(job.source, setting.trainee.pair, limit=job.limit)
+    prompts = read_prompts(job.source, setting.trainee.pair, limit=job.limit, columns=True)
     if setting.ranks.first:
         root.mkdir(parents=True, exist_ok=True)
         journal = journal or Journal(root, job)

@@ -9,7 +9,7 @@ from kleash.integrations.trl.responses import response_statistics
 from kleash.models import Prompt
 from kleash.training.ranks import Ranks
 from kleash.training.responses import Response, of_responses, samples_of
-from kleash.training.rewards import Rewards
+from kleash.training.rewards import Rewards, require_scored
 from kleash.training.with_trl.arguments import PROMPT_COLUMN
 from kleash.training.with_trl.journalling import Generated
 
@@ -39,7 +39,16 @@ class Measuring:
     def _calculate_rewards(self, *given: Any, **named: Any) -> Any:
         parent: Any = super()
         self._scores = parent._calculate_rewards(*given, **named)
+        self._require_scored()
         return self._scores
+
+    def _require_scored(self) -> None:
+        """See that a reward other than None was returned for each response of all processes."""
+        names = [one.name for one in self._rewards.rewards]
+        columns = self._scores[:, : len(names)].double().cpu().numpy().T
+        require_scored(
+            dict(zip(names, columns, strict=True)), [f"response {at}" for at in range(columns.shape[1])]
+        )
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         parent: Any = super()
@@ -79,7 +88,7 @@ class Measuring:
                 Response(
                     place=first + row,
                     prompt_id=one[PROMPT_COLUMN],
-                    score=float((parts * weights).sum()),
+                    score=float((parts * weights).nansum()),
                     parts=dict(zip(names, parts.tolist(), strict=True)),
                     cut=cut[row],
                     tokens={name: x[end - length : end] for name, x in arrays.items()},

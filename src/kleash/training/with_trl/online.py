@@ -11,8 +11,9 @@ from kleash.models import Prompt, read_prompts
 from kleash.records import GRPOJob, OnlineJob, RLOOJob, TrainingResult
 from kleash.training.journal import Journal
 from kleash.training.leashes import leash_of
+from kleash.training.reward_calls import reward_values
 from kleash.training.reward_models import Dialogue
-from kleash.training.rewards import Reward, Rewards, load_rewards
+from kleash.training.rewards import Reward, check_rewards, load_rewards
 from kleash.training.sharing import shuffled
 from kleash.training.with_trl.arguments import PROMPT_COLUMN, shared_arguments
 from kleash.training.with_trl.ending import run, silently
@@ -59,8 +60,9 @@ def train_rloo(job: RLOOJob, journal: Journal | None = None) -> TrainingResult:
 def _train(
     job: GRPOJob | RLOOJob, journal: Journal | None, kind: Any, config: Any, settings: dict[str, Any]
 ) -> TrainingResult:
+    check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
     networks = load_networks(job, job.reference_name)
-    prompts = read_prompts(job.source, networks.pair, limit=job.limit)
+    prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True)
     rewards = load_rewards(
         job.rewards,
         tokenizer=networks.pair.tokenizer,
@@ -71,7 +73,7 @@ def _train(
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     trainer = kind(
         model=networks.policy,
-        reward_funcs=[_reward_function(one, rewards, prompts) for one in rewards.rewards],
+        reward_funcs=[_reward_function(one, prompts) for one in rewards.rewards],
         args=config(
             **_arguments(job, prompts), **settings, reward_weights=[one.weight for one in rewards.rewards]
         ),
@@ -144,21 +146,26 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
     return need("datasets", "trl").Dataset.from_list(rows).select(places)
 
 
-def _reward_function(reward: Reward, rewards: Rewards, prompts: list[Prompt]) -> Any:
-    """A reward as TRL calls one: by its name, with texts, and with the column that says whose they are."""
-    alone = Rewards(rewards=(reward,), tokenizer=rewards.tokenizer)
+def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
+    """A reward as TRL calls one: by its name, with texts, and with the column that says whose they are.
 
-    def function(*, completions: list[Any], **columns: Any) -> list[float]:
+    The columns of the prompts come from the prompts themselves: Arrow would make all values of a column one type.
+    """
+
+    def function(*, completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
+        rows = zip(columns[PROMPT_COLUMN], completions, completion_ids, strict=True)
         dialogues = [
             Dialogue(
                 prompt=prompts[which].text,
                 response=one if isinstance(one, str) else one[-1]["content"],
                 messages=prompts[which].messages,
                 name=f"prompt {which}",
+                columns=prompts[which].columns,
+                token_ids=tuple(ids),
             )
-            for which, one in zip(columns[PROMPT_COLUMN], completions, strict=True)
+            for which, one, ids in rows
         ]
-        return alone.of_dialogues(dialogues).parts[reward.name].tolist()
+        return reward_values(reward.spec, reward.of, dialogues).tolist()
 
     function.__name__ = reward.name
     return function
