@@ -1,5 +1,7 @@
 """Rewards: functions, sums, and what is said about each way to get them wrong."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,72 @@ def a_column(prompts, responses):
     return torch.ones(len(responses), 1)
 def takes_one(responses):
     return responses
+def as_dict(prompts, responses):
+    return {0.5: 1.0, 0.25: 2.0, 0.75: 3.0}
+def as_set(prompts, responses):
+    return {0.5, 0.25, 0.75}
+def as_keys(prompts, responses):
+    return as_dict(prompts, responses).keys()
+def as_values(prompts, responses):
+    return as_dict(prompts, responses).values()
+def as_text(prompts, responses):
+    return "123"
+def as_bytes(prompts, responses):
+    return b"abc"
+def as_fractions(prompts, responses):
+    from decimal import Decimal
+    from fractions import Fraction
+    return (Fraction(1, 2), Decimal("0.25"), numpy.float16(0.75))
+def as_range(prompts, responses):
+    return range(len(responses))
+def as_small_integers(prompts, responses):
+    return torch.arange(len(responses), dtype=torch.uint8)
+def as_masks(prompts, responses):
+    return numpy.array([True, False, True])
+def of_tensors(prompts, responses):
+    return [torch.tensor(0.5, dtype=torch.float16), numpy.float64(0.25), numpy.int8(1)]
+def for_ever(prompts, responses):
+    while True:
+        yield 1.0
+def nested(prompts, responses):
+    return [[1.0] for _ in responses]
+def nested_dicts(prompts, responses):
+    return [{"score": 1.0} for _ in responses]
+def complex_numbers(prompts, responses):
+    return numpy.array([1j] * len(responses))
+def complex_tensor(prompts, responses):
+    return torch.ones(len(responses), dtype=torch.complex64)
+def too_large(prompts, responses):
+    return [10**400 for _ in responses]
+def nowhere(prompts, responses):
+    return torch.ones(len(responses), device="meta")
+def unreadable(prompts, responses):
+    class Odd:
+        def __float__(self):
+            raise Exit("no")
+    return [Odd() for _ in responses]
+class Exit(BaseException):
+    pass
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+def bare(prompts, responses):
+    raise Exit("bare\\nline")
+def mute(prompts, responses):
+    raise Mute
+def deep(prompts, responses):
+    return deep(prompts, responses)
+def hungry(prompts, responses):
+    raise MemoryError
+def broken_off(prompts, responses):
+    yield 1.0
+    raise Exit("half way")
+def interrupts(prompts, responses):
+    raise KeyboardInterrupt
+def sometimes(prompts, responses):
+    return [None, 2.0, None]
+def otherwise(prompts, responses):
+    return [1.0, None, None]
 """
 
 
@@ -91,6 +159,12 @@ def test_a_function_is_called_with_all_prompts_and_responses_at_once() -> None:
         ("as_bools", [1, 1, 1]),
         ("generated", [0.5, 0.5, 0.5]),
         ("Judge.says", [-1, -1, -1]),
+        ("as_values", [1, 2, 3]),
+        ("as_fractions", [0.5, 0.25, 0.75]),
+        ("as_range", [0, 1, 2]),
+        ("as_small_integers", [0, 1, 2]),
+        ("as_masks", [1, 0, 1]),
+        ("of_tensors", [0.5, 0.25, 1]),
     ],
 )
 def test_whatever_holds_numbers_will_do(name: str, values: list[float]) -> None:
@@ -173,6 +247,39 @@ def test_no_reward_is_no_reward() -> None:
             CannotRunError,
             "raises TypeError: takes_one() takes 1 positional argument but 2 were given",
         ),
+        (
+            "as_dict",
+            CannotRunError,
+            "my_rewards:as_dict returned a dict; it must return a sequence of numbers",
+        ),
+        ("as_set", CannotRunError, "my_rewards:as_set returned a set; it must return a sequence"),
+        ("as_keys", CannotRunError, "my_rewards:as_keys returned a dict_keys; it must return a sequence"),
+        ("as_text", CannotRunError, "my_rewards:as_text returned a str; it must return a sequence"),
+        ("as_bytes", CannotRunError, "my_rewards:as_bytes returned a bytes; it must return a sequence"),
+        ("for_ever", ShapeError, "my_rewards:for_ever returned more than 3 numbers for 3 responses"),
+        ("nested", CannotRunError, "returned a list for response 0; it must return numbers"),
+        ("nested_dicts", CannotRunError, "returned a dict for response 0; it must return numbers"),
+        ("a_column", CannotRunError, "returned a list for response 0; it must return numbers"),
+        (
+            "one_number",
+            CannotRunError,
+            "my_rewards:one_number raises TypeError: 'float' object is not iterable",
+        ),
+        ("complex_numbers", CannotRunError, "returned a complex for response 0; it must return numbers"),
+        ("complex_tensor", CannotRunError, "returned a complex for response 0; it must return numbers"),
+        ("too_large", NonFiniteError, "my_rewards:too_large is inf for response 0 and 3 of 3"),
+        ("nowhere", CannotRunError, "my_rewards:nowhere raises NotImplementedError"),
+        ("unreadable", CannotRunError, "returned a Odd for response 0; it must return numbers"),
+        ("bare", CannotRunError, "the reward my_rewards:bare raises Exit: bare"),
+        ("mute", CannotRunError, "the reward my_rewards:mute raises Mute"),
+        ("deep", CannotRunError, "the reward my_rewards:deep raises RecursionError: maximum recursion depth"),
+        ("hungry", CannotRunError, "the reward my_rewards:hungry raises MemoryError"),
+        ("broken_off", CannotRunError, "the reward my_rewards:broken_off raises Exit: half way"),
+        (
+            "sometimes",
+            CannotRunError,
+            "the reward sometimes returned None for response 0 and 2 of 3 responses",
+        ),
     ],
 )
 def test_a_reward_that_misbehaves_is_named(name: str, error: type[KleashError], said: str) -> None:
@@ -180,6 +287,47 @@ def test_a_reward_that_misbehaves_is_named(name: str, error: type[KleashError], 
         totals(f"my_rewards:{name}")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_none_is_a_reward_that_does_not_apply() -> None:
+    specs = ["my_rewards:sometimes", "0.5*my_rewards:otherwise", "my_rewards:as_array"]
+    found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
+    assert found.total.tolist() == [0.5 + 0, 2 + 1, 0 + 2]
+    assert np.isnan(found.parts["sometimes"]).tolist() == [True, False, True]
+    with pytest.raises(
+        CannotRunError, match="each of the rewards sometimes, otherwise returned None for respo"
+    ):
+        load_rewards(specs[:2]).of_texts(["p"] * 3, ["abc", "", "é!"])
+
+
+def test_ctrl_c_in_a_reward_interrupts() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        totals("my_rewards:interrupts")
+
+
+FORKS = """
+import os, sys
+sys.path.insert(0, ".")
+def forks(prompts, responses):
+    if os.fork() == 0 and prompts == ["raises"]:
+        raise ValueError("in the copy")
+    os.wait() if os.getpid() == first else None
+    return [1.0]
+first = os.getpid()
+if __name__ == "__main__":
+    sys.modules["forking"] = sys.modules["__main__"]
+    from kleash.training.rewards import load_rewards
+    rewards = load_rewards(["forking:forks"])
+    print(rewards.of_texts(["p"], ["r"]).total, rewards.of_texts(["raises"], ["r"]).total, flush=True)
+"""
+
+
+def test_a_copy_that_a_reward_forks_does_not_go_on_with_the_run(tmp_path: Path) -> None:
+    (tmp_path / "forking.py").write_text(FORKS)
+    done = subprocess.run([sys.executable, "forking.py"], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout == "[1.] [1.]\n" and done.stderr.count("forked this process, and the copy came back") == 2
+    )
 
 
 def sequence(text: str, prompt: str = "The sea", **more: Any) -> Sequence:

@@ -1,0 +1,250 @@
+"""Which columns of the prompts a reward gets: by its signature, as in TRL, in each trainer."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kleash.cli import main
+from kleash.errors import CannotRunError, OptionError
+from kleash.training import load_rewards
+from kleash.training.reward_calls import RewardFunction, RewardSignature, reward_values
+from kleash.training.reward_models import Dialogue
+
+ROWS = [
+    {"prompt": "2 + 2 =", "answer": "4", "tests": [{"in": 1, "out": [2, None]}], "easy": True},
+    {"prompt": "3 + 3 =", "answer": None, "ground truth": 6, "level": 1.5},
+    {"prompt": "The sea was", "answer": {"any": ["calm", 2]}},
+]
+DIALOGUES = [
+    Dialogue(prompt=row["prompt"], response=f" r{at}", name=f"r{at}", columns=row, token_ids=(at, 9))
+    for at, row in enumerate(ROWS)
+]
+PROMPTS, RESPONSES = [row["prompt"] for row in ROWS], [" r0", " r1", " r2"]
+COLUMNS = {
+    "answer": ["4", None, {"any": ["calm", 2]}],
+    "tests": [[{"in": 1, "out": [2, None]}], None, None],
+    "easy": [True, None, None],
+    "ground truth": [None, 6, None],
+    "level": [None, 1.5, None],
+}
+IDS = [[0, 9], [1, 9], [2, 9]]
+seen: dict[str, Any] = {}
+
+
+def note(**named: Any) -> list[float]:
+    seen.clear()
+    seen.update(named)
+    return [0.0] * len(DIALOGUES)
+
+
+def two(prompts, responses):
+    return note(a=prompts, b=responses)
+
+
+def two_of_any_name(answer, level):
+    return note(a=answer, b=level)
+
+
+def named(prompts, responses, answer):
+    return note(a=prompts, b=responses, answer=answer)
+
+
+def keyword(prompts, responses, *, answer, level=None, missing="default"):
+    return note(a=prompts, b=responses, answer=answer, level=level, missing=missing)
+
+
+def everything(questions, replies, **columns):
+    return note(a=questions, b=replies, **columns)
+
+
+def trl(prompts, completions, completion_ids, answer, **more):
+    return note(a=prompts, b=completions, ids=completion_ids, answer=answer, **more)
+
+
+def trl_short(completions, answer, **more):
+    return note(b=completions, answer=answer, **more)
+
+
+def trl_all(**everything):
+    return note(**everything)
+
+
+def swapped(responses, prompts):
+    return note(a=prompts, b=responses)
+
+
+def positional_only(prompts, responses, /, **columns):
+    return note(a=prompts, b=responses, **columns)
+
+
+def any_number(*texts, **columns):
+    return note(a=texts[0], b=texts[1], **columns)
+
+
+def the_prompt_itself(prompts, responses, prompt):
+    return note(a=prompts, b=responses, prompt=prompt)
+
+
+async def later(prompts, completions, answer):
+    return note(a=prompts, b=completions, answer=answer)
+
+
+class Judge:
+    def __call__(self, prompts, responses, answer):
+        return note(a=prompts, b=responses, answer=answer)
+
+    def method(self, prompts, responses, *, level):
+        return note(a=prompts, b=responses, level=level)
+
+
+ANSWER, LEVEL = {"answer": COLUMNS["answer"]}, {"level": COLUMNS["level"]}
+BOTH = {"a": PROMPTS, "b": RESPONSES}
+TRL_EXTRA = {"completion_ids": IDS}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (two, BOTH),
+        (two_of_any_name, BOTH),
+        (lambda p, r: note(a=p, b=r), BOTH),
+        (swapped, BOTH),
+        (named, BOTH | ANSWER),
+        (keyword, BOTH | ANSWER | LEVEL | {"missing": "default"}),
+        (functools.partial(keyword, level="bound"), BOTH | ANSWER | {"level": "bound", "missing": "default"}),
+        (everything, BOTH | COLUMNS),
+        (positional_only, BOTH | COLUMNS),
+        (any_number, BOTH | COLUMNS),
+        (the_prompt_itself, BOTH | {"prompt": PROMPTS}),
+        (trl, BOTH | {"ids": IDS} | COLUMNS),
+        (trl_short, {"b": RESPONSES, "prompts": PROMPTS} | TRL_EXTRA | COLUMNS),
+        (trl_all, {"prompts": PROMPTS, "completions": RESPONSES} | TRL_EXTRA | COLUMNS),
+        (later, BOTH | ANSWER),
+        (Judge(), BOTH | ANSWER),
+        (Judge().method, BOTH | LEVEL),
+    ],
+)
+def test_a_reward_gets_the_columns_that_it_has_arguments_for(
+    function: Callable[..., Any], expected: dict[str, Any]
+) -> None:
+    reward = RewardFunction(function=function, signature=RewardSignature.of(function))
+    assert reward_values("my:reward", reward, DIALOGUES).tolist() == [0.0, 0.0, 0.0]
+    assert seen == expected
+
+
+def test_what_a_reward_changes_is_whole_again_at_the_next_call() -> None:
+    def spoils(prompts, responses, tests):
+        note(tests=json.dumps(tests))
+        prompts.clear()
+        tests[0][0].clear()
+        return [0.0] * 3
+
+    reward = RewardFunction(function=spoils, signature=RewardSignature.of(spoils))
+    for _ in range(2):
+        reward_values("my:spoils", reward, DIALOGUES)
+        assert seen["tests"] == json.dumps(COLUMNS["tests"])
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "said"),
+    [
+        (named, ["prompt", "answers"], "which p.jsonl does not have; the columns are 'prompt', 'answers'; did you mean 'answers'?"),
+        (named, [], "there is no column: plain text has none, JSONL has"),
+        (lambda p, r, a, b: 0, ["c"], "needs 'a' and 'b', which"),
+        (everything, ["questions"], "p.jsonl has a column 'questions', and the reward my:reward has an argument"),
+        (trl, ["answer", "completions"], "p.jsonl has a column 'completions'"),
+    ],
+)  # fmt: skip
+def test_a_column_that_is_missing_is_named_with_those_that_exist(
+    function: Callable[..., Any], columns: list[str], said: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        RewardSignature.of(function).require_columns("my:reward", columns, "p.jsonl")
+    assert said in str(caught.value)
+
+
+MINE = """
+import json
+def exact(prompts, responses, answer, **columns):
+    with open("seen.jsonl", "a") as file:
+        for row in zip(prompts, responses, answer, columns["tests"]):
+            file.write(json.dumps(row) + "\\n")
+    assert set(columns) == {"tests", "only"}, columns
+    return [float(a is not None) for a in answer]
+def for_trl(prompts, completions, completion_ids, answer, **columns):
+    assert all(len(ids) > 0 for ids in completion_ids) and set(columns) == {"tests", "only"}, columns
+    return [None if a is None else 1.0 for a in answer]
+def needs_more(prompts, responses, solution):
+    return [0.0 for _ in prompts]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with rewards and prompts, some of which lack columns."""
+    (tmp_path / "graded.py").write_text(MINE)
+    rows = [
+        {"prompt": "She was", "answer": "good", "tests": [1, {"a": None}]},
+        {"prompt": "Emma was", "answer": None, "tests": {"b": [2.5]}},
+        {"prompt": "The sea was", "answer": 7, "only": "here"},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "graded", raising=False)
+    return tmp_path
+
+
+SHORT = (
+    *("--prompts", "p.jsonl", "--max-new-tokens", "3", "--lora-rank", "2", "--steps", "1", "--quiet"),
+    *("--reward", "graded:exact", "0.5*graded:for_trl", "--prompts-per-step", "3"),
+)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+def test_every_trainer_passes_the_columns_of_each_response(here: Path, algorithm: str) -> None:
+    if algorithm != "ppo":
+        pytest.importorskip("trl")
+    more = ["--minibatches", "1"] if algorithm == "ppo" else []
+    assert main(["train", algorithm, *SHORT, *more, "--samples-per-prompt", "2", "--out", "run"]) == 0
+    rows = [json.loads(line) for line in (here / "seen.jsonl").read_text().splitlines()]
+    by_prompt = {
+        "She was": ["good", [1, {"a": None}]],
+        "Emma was": [None, {"b": [2.5]}],
+        "The sea was": [7, None],
+    }
+    assert sorted(row[0] for row in rows) == sorted([*by_prompt] * 2), "two samples of each"
+    assert all(row[2:] == by_prompt[row[0]] for row in rows)
+    metrics = json.loads((here / "run" / "training.json").read_text())["metrics"]
+    assert metrics["reward/score"] == pytest.approx(2 / 3 * 1.5), "None is no reward, and not a 0"
+    assert metrics["reward/part/for_trl"] == 1 and metrics["reward/part/exact"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_a_missing_column_is_said_before_any_model_is_loaded(
+    here: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = {
+        "ppo": "kleash.training.ppo.running.set_up",
+        "grpo": "kleash.training.with_trl.online.load_networks",
+    }
+    monkeypatch.setattr(place[algorithm], lambda *_: pytest.fail("a model was loaded"))
+    words = ["train", algorithm, *SHORT, "--reward", "graded:needs_more", "--out", "run"]
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "kleash: the reward graded:needs_more needs 'solution', which p.jsonl does not have; the columns are "
+        "'prompt', 'answer', 'tests', 'only'\n"
+    )
+
+
+def test_texts_may_come_with_columns(here: Path) -> None:
+    rewards = load_rewards(["graded:exact"])
+    columns = {"answer": [1, None], "tests": [0, 0], "only": ["", ""]}
+    assert rewards.of_texts(["a", "b"], ["c", "d"], columns).total.tolist() == [1, 0]
+    with pytest.raises(CannotRunError, match="the reward graded:exact cannot be called: it needs 'answer'"):
+        rewards.of_texts(["a"], ["b"])
