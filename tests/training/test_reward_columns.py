@@ -153,7 +153,7 @@ def test_what_a_reward_changes_is_whole_again_at_the_next_call() -> None:
 @pytest.mark.parametrize(
     ("function", "columns", "said"),
     [
-        (named, ["prompt", "answers"], "p.jsonl does not have; the columns are 'prompt', 'answers'; did you mean 'answers'?"),
+        (named, ["prompt", "answers"], "not have; the columns are 'prompt', 'answers'; did you mean 'answers'?"),
         (named, [], "there is no column: plain text has none, JSONL has"),
         (lambda p, r, a, b: 0, ["c"], "needs 'a' and 'b', which"),
         (everything, ["questions"], "p.jsonl has a column 'questions', and the reward my:reward has an argument"),
