@@ -1,16 +1,18 @@
 # make demo         measure the pair that ships with kleash; the report's path is printed at the end
 # make test         every check: format, lint, types, import contract, tests
 # make test-oldest  the tests with Python 3.10 and every dependency at its lower bound (4 GB are fetched where torch has CUDA)
-# The first two make .venv if it is missing, the third .venv-oldest.
+# The first makes .venv with what measuring needs, the second adds what the checks need (verl, Ray, pyright ...: 2 GB
+# more); the third has .venv-oldest to itself.
 
 PYTHON ?= python3
 OLDEST_PYTHON ?= python3.10
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-oldest clean
 
-demo: .venv/.made
+demo: .venv/.made-demo
 	$(BIN)/kleash measure
 
 test: .venv/.made
@@ -22,14 +24,19 @@ test-oldest: .venv-oldest/.made
 
 # torch comes first and alone: the version that the constraints name exists as a CPU build
 # wherever the index carries one, and the other packages then find it installed.
+.venv/.made-demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[models]'
+	touch $@
+
+# All that is in .venv/.made-demo and more, so that it needs no step of its own after this one.
 .venv/.made: pyproject.toml constraints.txt requirements-dev.txt requirements-peers.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[all]' --requirement requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--no-deps --requirement requirements-peers.txt
-	touch $@
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[all]' --requirement requirements-dev.txt
+	$(INSTALL) --no-deps --requirement requirements-peers.txt
+	touch .venv/.made-demo $@
 
 # What the audited packages and the browser need stays out: they have bounds of their own.
 .venv-oldest/.made: pyproject.toml constraints-oldest.txt
