@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module, metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -34,6 +34,32 @@ def need(module: str, extra: str) -> ModuleType:
             raise
         package = module.partition(".")[0]
         raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'") from error
+
+
+def need_all(modules: Iterable[str], install: str) -> None:
+    """See that all of ``modules`` are installed, without importing them.
+
+    Args:
+        modules: top-level names of optional dependencies.
+        install: what pip is to be given: "'kleash[models]'".
+
+    Raises:
+        MissingExtraError: naming all that are not, in one sentence.
+    """
+    missing = [module for module in dict.fromkeys(modules) if not is_installed(module)]
+    if missing:
+        names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        raise MissingExtraError(
+            f"{names} {'is' if len(missing) == 1 else 'are'} not installed; run: pip install {install}"
+        )
+
+
+def is_installed(module: str) -> bool:
+    """Whether the top-level ``module`` can be imported."""
+    try:
+        return module in sys.modules or find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def check_version(package: str, *, at_least: str, below: str) -> str | None:

@@ -1,44 +1,15 @@
-"""``kleash cache``: its options, and what is said at its end."""
+"""``kleash cache``, carried out, and what is said at its end."""
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from dataclasses import replace
 
-import tyro
-from rich.console import Console
-from rich.markup import escape
-
+from kleash.cli.commands import Cache
 from kleash.cli.progress import Progress
+from kleash.cli.terminal import Terminal, say
 from kleash.records import CacheContents, CacheJob
 
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-SOURCE = tyro.conf.create_mutex_group(required=False, title="source: what the reference reads")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cache(CacheJob):
-    """Run a reference once over text or responses and keep its final hidden states and its head.
-
-    Any number of candidates are then measured against it with "kleash measure --reference-cache", which does
-    not load the reference. Started again after an interruption, it goes on where it stopped. There is no
-    --prompts: what a policy will answer cannot be read before it has. Without arguments: the reference and the
-    text that ship with kleash.
-    """
-
-    text: Annotated[str | None, SOURCE] = None
-    responses: Annotated[str | None, SOURCE] = None
-
-    def __post_init__(self) -> None:
-        """Leave the checks to the job, whose errors are one line."""
-
-    def job(self) -> CacheJob:
-        """The job that was asked for.
-
-        Raises:
-            OptionError: if it means nothing.
-        """
-        return CacheJob(**asdict(self))
 
 
 def run_cache(command: Cache) -> int:
@@ -65,15 +36,15 @@ def run_cache(command: Cache) -> int:
 
 def print_cache(contents: CacheContents, job: CacheJob) -> None:
     """How much there is, how much smaller than logits, and how it is used."""
-    console = Console(highlight=False)
+    console = Terminal()
     times = contents.logits_bytes / contents.hidden_bytes
-    console.print(
-        f"{contents.tokens:,} tokens in {contents.sequences:,} sequences are cached in {escape(str(job.out))}: "
+    say(
+        console,
+        f"{contents.tokens:,} tokens in {contents.sequences:,} sequences are cached in {job.out}: "
         f"{in_bytes(contents.hidden_bytes)} of hidden states, {times:.0f} times less than their logits, and a head "
         f"of {in_bytes(contents.head_bytes)}",
-        soft_wrap=True,
     )
-    console.print(f"use it with: {escape(usage(job))}", soft_wrap=True)
+    say(console, f"use it with: {usage(job)}")
 
 
 def usage(job: CacheJob) -> str:

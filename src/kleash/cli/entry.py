@@ -1,14 +1,12 @@
 """From the words of the command line to an exit code."""
 
 import codecs
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from io import TextIOWrapper
 
+from kleash.cli.streams import command_streams, json_escape
 from kleash.errors import KleashError
-from kleash.extras import need
 from kleash.version import __version__
 
 DONE, FAILED, CANNOT, INTERRUPTED, UNHEARD = 0, 1, 2, 130, 141
@@ -26,27 +24,32 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if words is None else words)
     _print_whatever_comes()
-    if arguments == ["--version"]:
-        print(f"kleash {__version__}")
-        return DONE
+    with command_streams():
+        return _main(arguments)
+
+
+def _main(arguments: list[str]) -> int:
     try:
         code = _run(arguments)
         sys.stdout.flush()
         return code
     except KleashError as error:
-        print(f"kleash: {error}", file=sys.stderr)
+        _say(str(error))
         return CANNOT
     except KeyboardInterrupt as stop:
-        print(f"kleash: {str(stop) or 'interrupted'}", file=sys.stderr)
+        _say(str(stop) or "interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # of "kleash … | head"
-        _print_no_more()
         return UNHEARD
     except SystemExit as stop:
-        # tyro's way to end after --help or a misspelt option, and rich's after a broken pipe.
-        if isinstance(stop.__context__, BrokenPipeError):
+        if isinstance(stop.__context__, BrokenPipeError):  # rich's way to end then
             return UNHEARD
         return stop.code if isinstance(stop.code, int) else DONE
+
+
+def _say(sentence: str) -> None:
+    """Print an error; what another's text broke into lines does not begin where kleash's own lines do."""
+    print("kleash: " + sentence.replace("\n", "\n  "), file=sys.stderr)
 
 
 def _print_whatever_comes() -> None:
@@ -61,27 +64,27 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
     """``\\u00b1`` for a character that cannot be encoded; two of these where JSON takes two."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    lost = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{lost[n : n + 2].hex()}" for n in range(0, len(lost), 2)), error.end
-
-
-def _print_no_more() -> None:
-    """Let what is still to be written go nowhere, so that Python does not complain of it at its end."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return json_escape(error.object[error.start : error.end]), error.end
 
 
 def _run(arguments: list[str]) -> int:
-    tyro = need("tyro", "cli")
-    need("rich", "cli")
-    from kleash.cli import running
-    from kleash.cli.commands import Command
+    from kleash.cli.help import completion_script, help_of
+    from kleash.cli.parsing import CompletionRequest, HelpRequest, VersionRequest, read_words
 
-    command = tyro.cli(
-        Command,
-        prog="kleash",
-        description="KL divergence between language models: measured exactly and with error bars.",
-        args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    return running.run(command)
+    match request := read_words(arguments):
+        case HelpRequest():
+            sys.stdout.write(help_of(request.name))
+            return DONE if arguments else CANNOT
+        case VersionRequest():
+            sys.stdout.write(f"kleash {__version__}\n")
+            return DONE
+        case CompletionRequest():
+            sys.stdout.write(completion_script(request.shell))
+            return DONE
+        case _:
+            from kleash.cli.requirements import require_packages
+
+            require_packages(request)
+            from kleash.cli import running
+
+            return running.run(request)

@@ -9,13 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kleash.cli.caching import Cache, run_cache
-from kleash.cli.commands import Audit, Command, Compare, Measure, Report
+from kleash.cli.caching import run_cache
+from kleash.cli.commands import Audit, Cache, Command, Compare, Measure, Report, Train
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_comparison, print_measurement
-from kleash.cli.training import Train, run_train
+from kleash.cli.training import run_train
 from kleash.errors import OptionError
-from kleash.records import MeasureJob
+from kleash.records import SHIPPED_POLICY, SHIPPED_REFERENCE, MeasureJob
+
+SHIPPED_PAIR = (
+    "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
+    "take others"
+)
+"""What is said at once where a source is given and no model."""
 
 
 def run(command: Command) -> int:
@@ -48,6 +54,8 @@ def _measure(job: MeasureJob) -> int:
         measurement = measure(job, Nobody())
     else:
         with Progress() as progress:
+            if job.policy == SHIPPED_POLICY and job.reference == SHIPPED_REFERENCE:
+                progress.said(SHIPPED_PAIR)
             measurement = measure(job, progress)
     if job.json:
         sys.stdout.write(measurement.to_json())

@@ -1,15 +1,14 @@
 """How training is going, on the terminal, while it goes."""
 
 import math
-import sys
 from collections import deque
 from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
+from kleash.cli.terminal import Terminal, can_redraw, remark, say
 from kleash.records import Number, StepRecord
 
 SHOWN = 12
@@ -39,13 +38,14 @@ class Steps:
     def __init__(self, steps: int, console: Console | None = None) -> None:
         """Draw nothing before the first of so many ``steps``; on standard error, or another console."""
         self._steps = steps
-        self._console = console if console is not None else Console(file=sys.stderr, highlight=False)
+        self._console = console if console is not None else Terminal(stderr=True)
+        self._draws = can_redraw(self._console)
         self._recent: deque[StepRecord] = deque(maxlen=SHOWN)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "Steps":
         """Begin to draw."""
-        if self._console.is_terminal:
+        if self._draws:
             self._live.start()
         return self
 
@@ -53,27 +53,26 @@ class Steps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the last steps standing."""
-        if self._console.is_terminal:
+        if self._draws:
             self._live.stop()
             if self._recent:
                 self._console.print(self._table())
 
     def said(self, sentence: str) -> None:
         """Print the sentence above the table."""
-        self._console.print(escape(sentence), style="dim", soft_wrap=True)
+        say(self._console, sentence, style="dim")
 
     def stepped(self, record: StepRecord) -> None:
         """Show a step, and what is to be said about it."""
         self._recent.append(record)
         for event in record.events:
-            self._console.print(f"step {record.step}: {escape(event)}", style="dim", soft_wrap=True)
+            say(self._console, f"step {record.step}: {event}", style="dim")
         for warning in record.warnings:
-            sentence = escape(warning.sentence)
-            self._console.print(f"[yellow]watch, step {record.step}:[/yellow] {sentence}", soft_wrap=True)
-        if self._console.is_terminal:
+            remark(self._console, f"watch, step {record.step}", warning.sentence)
+        if self._draws:
             self._live.update(self._table(), refresh=True)
         else:
-            self._console.print(f"step {record.step}/{self._steps}: {_in_a_line(record)}", soft_wrap=True)
+            say(self._console, f"step {record.step}/{self._steps}: {_in_a_line(record)}")
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)

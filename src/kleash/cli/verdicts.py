@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 
+from kleash.cli.terminal import Terminal
 from kleash.records import Audit, Finding
 from kleash.reports.words import sentence
 
 
 def print_audit(audit: Audit) -> None:
     """One function's verdict, and the kinds of findings behind it."""
-    console = Console(highlight=False)
+    console = Terminal(markup=True)
     bound = ", ".join(f"{name}={value}" for name, value in audit.arguments.items())
     console.print()
     console.print(
@@ -29,7 +29,7 @@ def print_audit(audit: Audit) -> None:
 
 def print_whole(audits: Sequence[Audit], page: Path) -> None:
     """How many there were, and where the tables are."""
-    console = Console(highlight=False)
+    console = Terminal(markup=True)
     faulty = sum(bool(audit.faults) for audit in audits)
     functions = f"{len(audits)} function{'s' if len(audits) > 1 else ''} audited"
     console.print()
@@ -39,7 +39,7 @@ def print_whole(audits: Sequence[Audit], page: Path) -> None:
 
 def print_failures(failures: Sequence[tuple[Audit, Finding]]) -> None:
     """What made the command fail, for whoever reads a log from its end."""
-    console = Console(highlight=False, stderr=True)
+    console = Terminal(stderr=True, markup=True)
     for audit, finding in failures:
         console.print(f"kleash: {escape(audit.target)} fails: {escape(_said(finding))}", soft_wrap=True)
 

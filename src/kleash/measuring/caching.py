@@ -62,6 +62,8 @@ def cache_reference(job: CacheJob, watcher: Watcher | None = None) -> CacheConte
     folder = Path(job.out if job.out is not None else default_cache()).expanduser()
     require_cache(folder)
     digest = source_sha256(job.measurement())
+    for note in job.measurement().without_effect():
+        watching.said(note)
     pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
     for note in pair.notes:
         watching.said(note)

@@ -50,6 +50,8 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
     watching = watcher if watcher is not None else Nobody()
     folder = RunFolder(Path(job.out if job.out is not None else default_out()).expanduser())
     folder.check(resume=job.resume)
+    for note in job.without_effect():
+        watching.said(note)
     digest = source_sha256(job)
     pair = load_models(job, digest)
     for note in pair.notes:

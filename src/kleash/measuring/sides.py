@@ -11,12 +11,13 @@ from kleash.models import (
     Pair,
     ReferenceCache,
     StoredReference,
+    TokenizerMismatchError,
     load_beside,
     load_pair,
     window_and_stride,
 )
 from kleash.models.cache import require_cache
-from kleash.records import CachedSource, MeasureJob
+from kleash.records import SHIPPED_POLICY, SHIPPED_REFERENCE, CachedSource, MeasureJob
 from kleash.records.locking import folder_lock
 
 
@@ -26,6 +27,18 @@ def load_models(job: MeasureJob, source_sha256: str) -> Pair:
     Raises:
         ModelError: if a model cannot be loaded, the two cannot be compared, or the cache is another's.
     """
+    try:
+        return _load_models(job, source_sha256)
+    except TokenizerMismatchError as error:
+        for role, default in (("reference", SHIPPED_REFERENCE), ("policy", SHIPPED_POLICY)):
+            if getattr(job, role) == default:
+                raise TokenizerMismatchError(
+                    f"{error}; no {role} was given, so that it was {default}, kleash's own small model: give --{role}"
+                ) from error
+        raise
+
+
+def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
     folder = _finished_cache(job)
     if folder is None:
         return load_pair(

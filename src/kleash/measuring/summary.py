@@ -100,7 +100,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         worst_sequences=worst_sequences,
         prompts=worst.worst_prompts(run.folder, on_text=run.job.source[0] == "text"),
         doubts=gather_doubts(run, estimand, sequences, counted, after),
-        notes=run.pair.notes,
+        notes=(*run.pair.notes, *run.job.without_effect()),
         seconds=seconds(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},

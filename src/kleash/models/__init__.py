@@ -19,7 +19,7 @@ from kleash.models.scoring import finite_reader, score
 from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
 from kleash.models.stored import StoredReference, finish, head_tensors, save_rounding
 from kleash.models.texts import count_documents, read_text, window_and_stride
-from kleash.models.tokenizers import compare_tokenizers, token_count, token_texts
+from kleash.models.tokenizers import TokenizerMismatchError, compare_tokenizers, token_count, token_texts
 
 __all__ = [
     "Anatomy",
@@ -32,6 +32,7 @@ __all__ = [
     "Sampling",
     "Sequence",
     "StoredReference",
+    "TokenizerMismatchError",
     "alternatives",
     "at_rest",
     "column_counts",

@@ -17,6 +17,10 @@ PROBES = (
 SHOWN = 3
 
 
+class TokenizerMismatchError(ModelError):
+    """Two models whose tokenizers cut text into different tokens."""
+
+
 def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
     """What differs between two tokenizers that still give every text the same tokens, as notes.
 
@@ -25,7 +29,7 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
     is a note; so are a different chat template and different roles (the policy's are used).
 
     Raises:
-        ModelError: naming the first differences and how many there are, if the two are not the same.
+        TokenizerMismatchError: naming the first differences and how many there are, if the two are not the same.
     """
     _refuse("tokens", _vocabulary(policy), _vocabulary(reference))
     _refuse("special tokens", _special(policy), _special(reference))
@@ -81,7 +85,7 @@ def _refuse(what: str, ours: dict[Any, Any], theirs: dict[Any, Any]) -> None:
         "reference's"
         for key in differing[:SHOWN]
     )
-    raise ModelError(
+    raise TokenizerMismatchError(
         f"the tokenizers differ in {len(differing)} {what} (the policy's has {len(ours)}, the reference's "
         f"{len(theirs)}): {shown}; a KL between them means nothing, so compare models of one tokenizer"
     )
@@ -93,7 +97,7 @@ def _check_probe(text: str, ours: list[int], theirs: list[int]) -> None:
             (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
             min(len(ours), len(theirs)),
         )
-        raise ModelError(
+        raise TokenizerMismatchError(
             f"the tokenizers have the same tokens and cut text differently: {text!r} is {len(ours)} "
             f"tokens in the policy's and {len(theirs)} in the reference's, apart from token {place} on; "
             "compare models of one tokenizer"

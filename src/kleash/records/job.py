@@ -1,6 +1,7 @@
 """What is asked of a measurement: the command line is made from this record, and it is what is kept."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any
@@ -14,6 +15,10 @@ SHIPPED_PROMPTS = "shipped:prompts"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 HOW_IT_IS_SHOWN = frozenset({"out", "resume", "quiet", "json"})
 """Fields that change where a result goes and not what it is."""
+DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")
+WINDOWS = ("window", "stride")
+WITHOUT_EFFECT = {"prompts": WINDOWS, "text": DRAWING, "responses": (*DRAWING, *WINDOWS)}
+"""For each source, the options that do nothing there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +151,18 @@ class MeasureJob:
                 return kind, path
         return "prompts", self.prompts if self.prompts is not None else SHIPPED_PROMPTS
 
+    def without_effect(self) -> tuple[str, ...]:
+        """A sentence for each option that is set and does nothing in this job."""
+        kind, _ = self.source
+        there = f"with --{kind}" if getattr(self, kind) is not None else f"with {kind}"
+        sentences = [f"{_option(name)} does nothing {there}" for name in changed(self, WITHOUT_EFFECT[kind])]
+        if self.temperature == 0 and kind != "prompts":
+            sentences.append(f"--temperature 0 decodes greedily, and {there} nothing is decoded")
+        for role in ("policy", "reference"):
+            if getattr(self, f"revision_{role}") is not None and getattr(self, role).startswith("shipped:"):
+                sentences.append(f"--revision-{role} does nothing for {getattr(self, role)}")
+        return tuple(sentences)
+
     @property
     def truncates(self) -> bool:
         """Whether the policy's draws leave out part of its distribution."""
@@ -158,6 +175,12 @@ class MeasureJob:
             for field in fields(self)
             if field.name not in HOW_IT_IS_SHOWN
         }
+
+
+def changed(job: Any, names: Iterable[str]) -> list[str]:
+    """Those of a job's fields that do not have their default."""
+    defaults = {field.name: field.default for field in fields(job)}
+    return [name for name in names if getattr(job, name) != defaults[name]]
 
 
 def paths_as_text(job: Any) -> None:

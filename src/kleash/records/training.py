@@ -12,6 +12,7 @@ from kleash.records.job import (
     HOW_IT_IS_SHOWN,
     SHIPPED_PROMPTS,
     SHIPPED_REFERENCE,
+    changed,
     paths_as_text,
 )
 from kleash.records.training_kl import KL_PLACES, KL_SCOPES, KLS, kl_clash
@@ -101,6 +102,12 @@ class TrainJob:
     def reference_name(self) -> str:
         """The model that the policy is kept near."""
         return self.policy if self.reference is None else self.reference
+
+    def without_effect(self) -> tuple[str, ...]:
+        """A sentence for each option that is set and does nothing in this job."""
+        if self.trackers or self.metric_names == "kleash":
+            return ()
+        return ("--metric-names does nothing without --trackers",)
 
     def settings(self) -> dict[str, object]:
         """The fields that decide the result, ready for JSON: two runs that agree in them can be one."""
@@ -212,6 +219,18 @@ class RewardJob(OnlineJob):
             raise OptionError(
                 f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}"
             )
+
+    def without_effect(self) -> tuple[str, ...]:
+        """A sentence for each option that is set and does nothing in this job."""
+        sentences = list(super().without_effect())
+        if self.controller == "fixed":
+            bounds = changed(self, ("beta_min", "beta_max"))
+            sentences += [
+                f"{option(name)} does nothing with a fixed beta; --controller moves it" for name in bounds
+            ]
+        if self.target_nats is None and self.target_per != "sequence":
+            sentences.append("--target-per does nothing without --target-nats")
+        return tuple(sentences)
 
     @property
     def rewards(self) -> tuple[str, ...]:

@@ -1,0 +1,68 @@
+"""Which optional packages a command needs: all that are missing are named at once, before anything is done."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kleash.cli.commands import PPO, Audit, Cache, Command, Compare, Demonstrate, Measure, Report, Train
+from kleash.extras import is_installed, need_all
+
+PAGES = ("jinja2", "plotly")
+MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)
+ADAPTERS = "peft"
+SPREADING = "accelerate"
+TRACKER_MODULES = ("wandb", "trackio", "mlflow")
+"""Trackers that no extra of kleash brings."""
+
+
+def require_packages(command: Command) -> None:
+    """See that the packages are there that ``command`` needs with its options.
+
+    Raises:
+        MissingExtraError: naming all that are not.
+    """
+    match command:
+        case Measure() | Cache():
+            need_all(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
+        case Train():
+            _require_for_training(command)
+        case Report() | Compare():
+            need_all(("rich", "pyarrow", *PAGES), "'kleash[models]'")
+        case Audit():
+            need_all(("rich",), "'kleash[models]'")
+
+
+def _for_loading(command: Measure | Cache) -> Iterator[str]:
+    """What loading the models needs beyond transformers: as far as the options and the folders say."""
+    names = [command.reference, *([command.policy] if isinstance(command, Measure) else [])]
+    if any(is_adapter(name) for name in names):
+        yield ADAPTERS
+    if command.device_map is not None:
+        yield SPREADING
+
+
+def _require_for_training(command: Train) -> None:
+    job = command.algorithm
+    needed = ["rich", *MODELS, SPREADING]
+    if isinstance(job, Demonstrate):
+        need_all((*needed, ADAPTERS), "'kleash[train]'")
+        return
+    ours = isinstance(job, PPO)
+    needed += [] if ours else ["trl", "datasets"]
+    named = [job.policy, job.reference or "", getattr(job, "teacher", None) or ""]
+    if job.lora_rank > 0 or any(is_adapter(name) for name in named):
+        needed.append(ADAPTERS)
+    if "tensorboard" in job.trackers:
+        needed.append("tensorboard")
+    others = [name for name in job.trackers if name in TRACKER_MODULES]
+    missing = " ".join(name for name in others if not is_installed(name))
+    extra = "train" if ours else "trl"
+    whole = all(is_installed(module) for module in needed)
+    need_all((*needed, *others), missing if whole else f"'kleash[{extra}]' {missing}".strip())
+
+
+def is_adapter(name: str) -> bool:
+    """Whether ``name`` is the folder of a PEFT adapter."""
+    try:
+        return (Path(name).expanduser() / "adapter_config.json").exists()
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have
+        return False
