@@ -111,7 +111,7 @@ BAD_PROMPTS = {
         "line 1: expected a field 'prompt' or 'messages' and found 'text', 'id'",
     ),
     "no fields": ("{}", "and found an empty object"),
-    "a number": ('{"prompt": 3}', "expected 'prompt' to be text and found '3'"),
+    "a number": ('{"prompt": 3}', "expected 'prompt' to be text or a list of messages and found '3'"),
     "empty": ('{"prompt": ""}', "line 1: the prompt is empty"),
     "both": (json.dumps({"prompt": "x", "messages": [MESSAGE]}), "'prompt' or 'messages' and found both"),
     "no messages": ('{"messages": []}', "'messages' is empty"),
@@ -162,7 +162,7 @@ def test_messages_need_a_template_and_one_that_takes_them(pair: Pair, write, unh
     bare = tiny_tokenizer.__wrapped__()
     bare.chat_template = None
     with pytest.raises(
-        SourceError, match="line 1: it holds 'messages' and the policy's tokenizer has no chat"
+        SourceError, match="line 1: it holds messages in 'messages' and the policy's tokenizer has no chat"
     ):
         read_prompts(name, replace(pair, tokenizer=bare))
     bare.chat_template = "{{ raise_exception('only systems speak') }}"

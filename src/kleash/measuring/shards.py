@@ -44,7 +44,7 @@ def plan(job: MeasureJob, pair: Pair) -> Plan:
     if kind != "prompts":
         given = None
         if kind == "text":
-            count_documents(path, limit=job.limit)
+            count_documents(path, pair.tokenizer, limit=job.limit)
         else:
             given = sum(1 for _ in given_sequences(job, pair))
         parts = _parts(given_sequences(job, pair), lambda one: one.read, job)

@@ -7,7 +7,6 @@ from kleash.models.batching import length_batches
 from kleash.models.cache import ReferenceCache
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
-from kleash.models.lines import source_path
 from kleash.models.live import at_rest, live_model
 from kleash.models.loading import Loading, fit_together, load_pair
 from kleash.models.noise import exponentials
@@ -17,6 +16,7 @@ from kleash.models.prompts import column_counts, prompts_of, read_prompts
 from kleash.models.responses import read_responses
 from kleash.models.scoring import finite_reader, score
 from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
+from kleash.models.source_files import source_path
 from kleash.models.stored import StoredReference, finish, head_tensors, save_rounding
 from kleash.models.texts import count_documents, read_text, window_and_stride
 from kleash.models.tokenizers import TokenizerMismatchError, compare_tokenizers, token_count, token_texts

@@ -1,26 +1,25 @@
-"""Reading text files line by line, with errors that say where."""
+"""Lines of a source as records, with errors that say where a source is wrong."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from kleash.errors import SourceError
 from kleash.models.quiet import first_line
-from kleash.shipped import shipped_prompts, shipped_text
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 """How packed files begin."""
 SHOWN = 60
+COPY_OF_STANDARD_INPUT = "kleash-standard-input"
+"""The file name of the copy that is made of standard input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a source, or one document of several."""
+    """One record of a source: a line of JSONL, a row of a table, a line or a document of plain text."""
 
     number: int
     """From 1."""
@@ -28,53 +27,7 @@ class Line:
     """File and line, for errors."""
     text: str
     record: dict[str, Any] | None = None
-    """What the line says, in JSONL; None in plain text."""
-
-
-def source_path(name: str) -> Path:
-    """The file called ``name``, or one that ships with kleash.
-
-    Raises:
-        SourceError: if there is no such file, or nothing in it, or it cannot be read twice.
-    """
-    path = SHIPPED[name]() if name in SHIPPED else Path(name).expanduser()
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise SourceError(f"there is no file {name}") from error
-    except (OSError, ValueError) as error:  # a whole prompt is too long a name; no name holds a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise SourceError(
-            f"{shorten(name)} cannot be read ({reason}); give the name of a file of JSONL or plain text"
-        ) from error
-    if S_ISDIR(found.st_mode):
-        raise SourceError(f"{name} is a folder; give a file of JSONL or plain text")
-    if not S_ISREG(found.st_mode):
-        raise SourceError(
-            f"{name} is a pipe or a device, and a source is read more than once; write it to a file first"
-        )
-    if found.st_size == 0:
-        raise SourceError(f"{name} is empty; give a file of JSONL or plain text")
-    return path
-
-
-def is_jsonl(path: Path) -> bool:
-    """Whether the file is JSONL: by its suffix, or, where that says nothing, by its first line that is not
-    blank.
-
-    A .txt file is plain text whatever it holds.
-    """
-    if path.suffix.lower() in JSON_SUFFIXES:
-        return True
-    if path.suffix.lower() == ".txt":
-        return False
-    for _, text in _raw_lines(path):
-        if text.strip():
-            try:
-                return isinstance(json.loads(text), dict)
-            except (ValueError, RecursionError):
-                return False
-    return False
+    """The fields of a record; None in plain text."""
 
 
 def json_lines(path: Path) -> Iterator[Line]:
@@ -83,10 +36,10 @@ def json_lines(path: Path) -> Iterator[Line]:
     Raises:
         SourceError: at the first line that is not a JSON object, or not UTF-8.
     """
-    for number, text in _raw_lines(path):
+    for number, text in text_lines(path):
         if not text.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{label_of(path)}, line {number}"
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -99,40 +52,51 @@ def json_lines(path: Path) -> Iterator[Line]:
 
 
 def plain_lines(path: Path) -> Iterator[Line]:
-    """The lines of plain text that are not blank, without their ends."""
-    for number, text in _raw_lines(path):
+    """The lines of plain text that are not blank, without their ends.
+
+    Raises:
+        SourceError: if a line is not UTF-8, or the lines end with carriage returns alone.
+    """
+    for number, text in text_lines(path):
+        where = f"{label_of(path)}, line {number}"
+        if "\r" in text.strip("\r"):
+            raise SourceError(
+                f"{where}: it holds a carriage return that is not at its end; save the file with line feeds, or "
+                "as JSONL if the prompt contains it"
+            )
         if text.strip():
-            yield Line(number=number, where=f"{path}, line {number}", text=text)
+            yield Line(number=number, where=where, text=text)
 
 
 def plain_documents(path: Path) -> Iterator[Line]:
     """What stands between blank lines; only one document is held at a time."""
     held: list[str] = []
     first = 0
-    for number, text in _raw_lines(path):
+    for number, text in text_lines(path):
         if text.strip():
             first = first if held else number
             held.append(text)
         elif held:
-            yield Line(number=first, where=f"{path}, line {first}", text="\n".join(held))
+            yield Line(number=first, where=f"{label_of(path)}, line {first}", text="\n".join(held))
             held = []
     if held:
-        yield Line(number=first, where=f"{path}, line {first}", text="\n".join(held))
+        yield Line(number=first, where=f"{label_of(path)}, line {first}", text="\n".join(held))
 
 
 def field(line: Line, name: str, kind: type | tuple[type, ...], what: str) -> Any:
-    """The field ``name`` of a JSONL line, checked; None if the line has none or null.
+    """The field ``name`` of a record, checked; None if the record has none or null.
 
     Raises:
         SourceError: if it is of another kind than ``what`` says, or text with half a character in it.
     """
     assert line.record is not None
     value = line.record.get(name)
-    if isinstance(value, str) and kind is str:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, str) and str in kinds:
         return whole(line, repr(name), value)
-    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
+    if value is None or (isinstance(value, kinds) and not isinstance(value, bool)):
         return value
-    raise SourceError(f"{line.where}: expected {name!r} to be {what} and found {shorten(json.dumps(value))}")
+    raise SourceError(f"{line.where}: expected {name!r} to be {what} and found {show_value(value)}")
 
 
 def whole(line: Line, what: str, text: str) -> str:
@@ -158,21 +122,54 @@ def shorten(text: str) -> str:
     return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
 
 
-def _raw_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line, without its end; a byte-order mark is not part of the text."""
+def show_value(value: Any) -> str:
+    """The beginning of a field's value, as it can stand inside a sentence."""
+    return shorten(json.dumps(value, default=str))
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a field's value is a number that a float can hold; JSON also writes whole numbers of any length."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def label_of(path: Path) -> str:
+    """The name of a source's file in errors."""
+    return "standard input" if path.name == COPY_OF_STANDARD_INPUT else str(path)
+
+
+def text_lines(path: Path, *, ends: bool = False) -> Iterator[tuple[int, str]]:
+    """Number and text of each line of a UTF-8 file; a byte-order mark is not part of the text.
+
+    Args:
+        path: the file.
+        ends: keep the characters that end a line.
+
+    Raises:
+        SourceError: if the file cannot be read, is packed, is not UTF-8, or holds NUL bytes.
+    """
     number = 0
+    label = label_of(path)
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
-                text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-                yield number, text.decode("utf-8").removesuffix("\n").removesuffix("\r")
+                line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+                if b"\0" in line:
+                    raise SourceError(
+                        f"{label}, line {number}: it holds a NUL byte, so the file is UTF-16 or no text; save it as "
+                        "UTF-8"
+                    )
+                text = line.decode("utf-8")
+                yield number, text if ends else text.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         for start, packer in PACKED.items():
             if number == 1 and error.object.startswith(start):
-                raise SourceError(f"{path} is packed by {packer}; unpack it first") from error
+                raise SourceError(f"{label} is packed by {packer}; unpack it first") from error
         raise SourceError(
-            f"{path}, line {number}: expected UTF-8 and found byte 0x{error.object[error.start]:02x}; "
+            f"{label}, line {number}: expected UTF-8 and found byte 0x{error.object[error.start]:02x}; "
             "save the file as UTF-8"
         ) from error
     except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise SourceError(f"{label} cannot be read: {error.strerror or error}") from error

@@ -1,35 +1,34 @@
 """Prompts as token ids: from text, from chat messages, or as they are."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.models.lines import (
-    Line,
-    field,
-    is_jsonl,
-    json_lines,
-    plain_lines,
-    shorten,
-    source_path,
-    whole,
+from kleash.models.dataset_formats import (
+    check_messages,
+    has_preference,
+    preference_of,
+    render,
+    turns,
 )
+from kleash.models.lines import Line, field, shorten, show_value, whole
 from kleash.models.pairs import Pair
-from kleash.models.quiet import first_line
 from kleash.models.sequences import Prompt, hash_tokens
+from kleash.models.source_files import read_lines, source_path
 
 
 def read_prompts(name: str, pair: Pair, *, limit: int | None = None, columns: bool = False) -> list[Prompt]:
-    """The prompts of a source: JSONL with "prompt" or "messages", or plain text with a prompt a line.
+    """The prompts of a source: records with "prompt" or "messages", or plain text with a prompt a line.
 
     Plain text is tokenised with the special tokens the tokenizer puts in front of it; messages are written
     with the chat template, up to where the assistant speaks. Blank lines are no prompts.
 
     Args:
-        name: the file, or "shipped:prompts".
+        name: the file, of JSONL, a JSON array, CSV, Parquet or plain text; "-" for standard input; or
+            "shipped:prompts". "prompt" is a text or a list of messages; of a preference pair without one it is what
+            "chosen" and "rejected" begin with alike.
         pair: whose tokenizer and context count.
         limit: the most prompts to read; None for all.
         columns: whether each prompt keeps all that its line says, for rewards.
@@ -58,7 +57,7 @@ def column_counts(name: str, limit: int | None = None) -> Counter[str]:
 def _lines(name: str, limit: int | None) -> Iterable[Line]:
     """The lines of a source of prompts."""
     path = source_path(name)
-    return islice(json_lines(path) if is_jsonl(path) else plain_lines(path), limit)
+    return islice(read_lines(path), limit)
 
 
 def prompts_of(given: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
@@ -114,16 +113,20 @@ def prompt_tokens(line: Line, pair: Pair) -> tuple[tuple[int, ...], str]:
         token_ids = as_token_ids(line, "prompt_token_ids", values, pair)
         return token_ids, pair.tokenizer.decode(list(token_ids))
     messages = field(line, "messages", list, "a list of messages")
-    text = field(line, "prompt", str, "text")
-    if messages is not None and text is not None:
+    prompt = turns(line, "prompt")
+    if messages is not None and prompt is not None:
         raise SourceError(f"{line.where}: expected 'prompt' or 'messages' and found both; keep one")
     if messages is not None:
-        return _from_messages(line, messages, pair.tokenizer)
-    if text is None:
+        return _from_messages(line, check_messages(line, "messages", messages), pair.tokenizer)
+    if prompt is None and has_preference(line):
+        prompt = preference_of(line).prompt
+    if prompt is None:
         raise SourceError(
             f"{line.where}: expected a field 'prompt' or 'messages' and found {fields_of(line)}"
         )
-    return _from_text(line, text, pair.tokenizer), text
+    if isinstance(prompt, list):
+        return _from_turns(line, prompt, pair.tokenizer, "prompt")
+    return _from_text(line, prompt, pair.tokenizer), prompt
 
 
 def as_token_ids(line: Line, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
@@ -138,7 +141,7 @@ def as_token_ids(line: Line, name: str, values: list[Any], pair: Pair) -> tuple[
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < pair.vocabulary:
             raise SourceError(
                 f"{line.where}: expected {name!r} to hold token ids from 0 to {pair.vocabulary - 1} and "
-                f"found {shorten(json.dumps(value))}"
+                f"found {show_value(value)}"
             )
     return tuple(values)
 
@@ -181,36 +184,30 @@ def _from_text(line: Line, text: str, tokenizer: Any) -> tuple[int, ...]:
 
 def _messages(line: Line) -> tuple[dict[str, Any], ...] | None:
     """The messages that a prompt is made from, if it is."""
-    given = (line.record or {}).get("messages")
-    from_ids = (line.record or {}).get("prompt_token_ids") is not None
-    return None if given is None or from_ids else tuple(given)
+    record = line.record or {}
+    if record.get("prompt_token_ids") is not None:
+        return None
+    messages = record.get("messages") or record.get("prompt")
+    if messages is None and has_preference(line):
+        messages = preference_of(line).prompt
+    return tuple(messages) if isinstance(messages, list) else None
 
 
-def _from_messages(line: Line, messages: list[Any], tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    if not messages:
-        raise SourceError(f"{line.where}: 'messages' is empty; it needs at least one message")
-    for message in messages:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
-            raise SourceError(
-                f"{line.where}: expected each message to have a 'role' and 'content' and found "
-                f"{shorten(json.dumps(message))}"
-            )
-    if not getattr(tokenizer, "chat_template", None):
+def _from_messages(line: Line, messages: list[dict[str, Any]], tokenizer: Any) -> tuple[tuple[int, ...], str]:
+    """A conversation to be answered."""
+    if messages[-1]["role"] == "assistant":
         raise SourceError(
-            f"{line.where}: it holds 'messages' and the policy's tokenizer has no chat template; give "
-            "'prompt', or a tokenizer that has one"
+            f"{line.where}: the last of 'messages' is the assistant's; leave it out to have the conversation answered, "
+            "or call the field 'prompt' to have it continued"
         )
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
-        raise SourceError(
-            f"{line.where}: the chat template refuses the messages: {first_line(error)}"
-        ) from error
-    token_ids = encode(tokenizer, whole(line, "'messages'", text), special=False)
+    return _from_turns(line, messages, tokenizer, "messages")
+
+
+def _from_turns(
+    line: Line, messages: list[dict[str, Any]], tokenizer: Any, name: str
+) -> tuple[tuple[int, ...], str]:
+    text = render(line, messages, tokenizer, name, generate=True)
+    token_ids = encode(tokenizer, text, special=False)
     if not token_ids:
         raise SourceError(f"{line.where}: the chat template makes nothing of the messages")
     return tuple(token_ids), text

@@ -1,6 +1,5 @@
 """Responses that somebody else has generated, as token ids."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,26 +9,33 @@ from itertools import count, islice
 import numpy as np
 
 from kleash.errors import SourceError
-from kleash.models.lines import Line, field, is_jsonl, json_lines, shorten, source_path
+from kleash.models.dataset_formats import answer_after, expand_responses, turns
+from kleash.models.lines import Line, field, is_finite_number, label_of, show_value
 from kleash.models.pairs import Pair
 from kleash.models.prompts import as_token_ids, check_length, encode, fields_of, prompt_tokens
 from kleash.models.sequences import Sequence, hash_tokens
+from kleash.models.source_files import kind_of, read_lines, source_path
 
 LARGEST_ID = 2**31 - 1
 ROUNDING_NATS = 1e-3
+"""A log-probability may be so far above 0 by rounding; it counts as 0."""
+IMPOSSIBLE_NATS = 80.0
+"""A probability below exp(-80) = 2e-35 is not met, whatever the number of tokens drawn."""
 
 
 def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterator[Sequence]:
-    """The responses of a JSONL source, each with its prompt; one line at a time is held in memory.
+    """The responses of a source of records, each with its prompt; one record at a time is held in memory.
 
-    A line has ``prompt``, ``messages`` or ``prompt_token_ids``, and ``response`` or ``response_token_ids``;
+    A record has ``prompt``, ``messages`` or ``prompt_token_ids``, and ``response`` or ``response_token_ids``;
     ids win over text. It may have ``prompt_id`` and ``sample_id`` (otherwise equal prompts share a number,
     in the order of appearance), ``finish_reason``, ``logprobs`` (one for each response token, in nats, under
     the distribution it was drawn from) and ``temperature``. Text is tokenised apart from the prompt; the end
-    token is added to it only where ``finish_reason`` is "stop".
+    token is added to it only where ``finish_reason`` is "stop". TRL's formats are read too: ``completion`` is a
+    response, a preference pair two of them (chosen, rejected), and messages that end with the assistant's are a prompt
+    and its response. A response of messages is what the chat template adds to the prompt, up to the end token.
 
     Args:
-        name: the file.
+        name: the file, of JSONL, a JSON array, CSV or Parquet, or "-" for standard input.
         pair: whose tokenizer, vocabulary and context count.
         limit: the most responses to read; None for all.
 
@@ -37,12 +43,14 @@ def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterat
         SourceError: at the first line that is not such a response, saying what was expected.
     """
     path = source_path(name)
-    if not is_jsonl(path):
+    if kind_of(path) == "plain text":
         raise SourceError(
-            f"{name} is not JSONL; responses come as one JSON object a line, with their prompts"
+            f"{label_of(path)} is not JSONL; responses come as records with their prompts: JSONL, a JSON array, CSV or "
+            "Parquet"
         )
     numbering, empty = _Numbering(), True
-    for line in islice(json_lines(path), limit):
+    responses = (response for line in read_lines(path) for response in expand_responses(line))
+    for line in islice(responses, limit):
         empty = False
         yield _response(line, pair, numbering)
     if empty:
@@ -97,7 +105,7 @@ def _response(line: Line, pair: Pair, numbering: _Numbering) -> Sequence:
         prompt_text=prompt_text,
         response_text=response_text,
         finish_reason=finish_reason,
-        logp_sampled=_logprobs(line, len(response_ids)),
+        logp_sampled=_logprobs(line, len(response_ids), pair.vocabulary),
         prompt_hash=prompt_hash,
         temperature=_temperature(line),
         retokenised=retokenised,
@@ -107,7 +115,7 @@ def _response(line: Line, pair: Pair, numbering: _Numbering) -> Sequence:
 
 def _answer(line: Line, pair: Pair, finish_reason: str | None) -> tuple[tuple[int, ...], str, bool]:
     """Token ids and text of the response, and whether the ids were made from the text."""
-    text = field(line, "response", str, "text")
+    text = _response_text(line, pair)
     values = field(line, "response_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = as_token_ids(line, "response_token_ids", values, pair)
@@ -127,7 +135,28 @@ def _answer(line: Line, pair: Pair, finish_reason: str | None) -> tuple[tuple[in
     return tuple(made), text, True
 
 
-def _logprobs(line: Line, tokens: int) -> np.ndarray | None:
+def _response_text(line: Line, pair: Pair) -> str | None:
+    """The text of the response; of messages, what the chat template makes of them."""
+    response = turns(line, "response")
+    if not isinstance(response, list):
+        return response
+    prompt = turns(line, "messages") or turns(line, "prompt")
+    if not isinstance(prompt, list):
+        raise SourceError(
+            f"{line.where}: the response is a list of messages and the prompt is none; give both as text or both as "
+            "messages"
+        )
+    return answer_after(line, prompt, response, pair.tokenizer)
+
+
+def _logprobs(line: Line, tokens: int, vocabulary: int) -> np.ndarray | None:
+    """The log-probabilities under which the response was drawn, in nats; None if the record has none.
+
+    The expectation of ``exp(-logp)`` of a drawn token is at most ``vocabulary``, and of the product over a response of
+    n tokens at most ``vocabulary**n``. So by Markov's inequality the sum of ``-logp`` is above ``n·log(vocabulary) +
+    IMPOSSIBLE_NATS`` with a probability below ``exp(-IMPOSSIBLE_NATS)``: such numbers are placeholders, or of other
+    tokens than those of the response.
+    """
     values = field(line, "logprobs", list, "a list of numbers")
     if values is None:
         return None
@@ -137,24 +166,35 @@ def _logprobs(line: Line, tokens: int) -> np.ndarray | None:
             f"found {len(values)}; give 'response_token_ids' with them"
         )
     for value in values:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value > ROUNDING_NATS:
+        if not is_finite_number(value) or value > ROUNDING_NATS:
             raise SourceError(
                 f"{line.where}: expected 'logprobs' to hold natural logarithms of probabilities, at most "
-                f"0, and found {shorten(json.dumps(value))}"
+                f"0, and found {show_value(value)}"
             )
-    return np.asarray(values, dtype=np.float32)
+    excess = -sum(values) - tokens * math.log(vocabulary)
+    lowest = min(values)
+    if max(excess, -lowest - math.log(vocabulary)) > IMPOSSIBLE_NATS:
+        raise SourceError(
+            f"{line.where}: 'logprobs' are too low to be of drawn tokens (down to {lowest:.6g}, {sum(values):.6g} in "
+            f"all): draws from {vocabulary} tokens never sum to so little; give the log-probabilities of the tokens "
+            "that were drawn, under the distribution they were drawn from"
+        )
+    return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 
 
 def _temperature(line: Line) -> float | None:
     value = field(line, "temperature", (int, float), "a number")
-    if value is not None and not 0 <= value < math.inf:
-        raise SourceError(f"{line.where}: expected 'temperature' to be a number from 0 on and found {value}")
+    if value is not None and not (is_finite_number(value) and value >= 0):
+        raise SourceError(
+            f"{line.where}: expected 'temperature' to be a number from 0 on and found {show_value(value)}"
+        )
     return None if value is None else float(value)
 
 
 def _identity(line: Line, name: str) -> int | None:
     value = field(line, name, int, "a whole number")
     if value is not None and not 0 <= value <= LARGEST_ID:
-        raise SourceError(f"{line.where}: expected {name!r} to be from 0 to {LARGEST_ID} and found {value}")
+        raise SourceError(
+            f"{line.where}: expected {name!r} to be from 0 to {LARGEST_ID} and found {show_value(value)}"
+        )
     return value

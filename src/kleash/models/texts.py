@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from kleash.errors import OptionError, SourceError
-from kleash.models.lines import Line, field, is_jsonl, json_lines, plain_documents, source_path
+from kleash.models.dataset_formats import document_of
+from kleash.models.lines import Line
 from kleash.models.pairs import Pair
 from kleash.models.prompts import encode, fields_of
 from kleash.models.sequences import Sequence, hash_tokens
+from kleash.models.source_files import read_documents, source_path
 
 WINDOW = 2048
 
@@ -16,7 +19,7 @@ WINDOW = 2048
 def read_text(
     name: str, pair: Pair, *, window: int | None = None, stride: int | None = None, limit: int | None = None
 ) -> Iterator[Sequence]:
-    """The windows of a source's documents: JSONL with "text", or plain text with a blank line between
+    """The windows of a source's documents: records with "text", or plain text with a blank line between
     documents.
 
     Window ``k`` of a document reads its tokens ``k·stride`` to ``k·stride + window - 1`` and so predicts the
@@ -26,7 +29,9 @@ def read_text(
     window's tokens. Documents of fewer than two tokens have nothing to score and keep their number.
 
     Args:
-        name: the file, or "shipped:text". One document at a time is held in memory.
+        name: the file, of JSONL, a JSON array, CSV, Parquet or plain text; "-" for standard input; or
+            "shipped:text". One document at a time is held in memory (of a JSON array, all). A record without "text"
+            may have "messages", written with the chat template, or "prompt" and "completion", which are joined.
         pair: whose tokenizer and context count.
         window: tokens a model reads at once; None is 2048, or the context where that is shorter.
         stride: tokens from one window to the next, at most ``window``; None is ``window``.
@@ -60,19 +65,24 @@ def window_and_stride(pair: Pair, window: int | None, stride: int | None) -> tup
     return window, stride
 
 
-def count_documents(name: str, *, limit: int | None = None) -> int:
+def count_documents(name: str, tokenizer: Any = None, *, limit: int | None = None) -> int:
     """How many documents ``read_text`` will find: each line is read and none is tokenised.
+
+    Args:
+        name: as in ``read_text``.
+        tokenizer: whose chat template writes records of messages; not needed where there are none.
+        limit: the most documents to read; None for all.
 
     Raises:
         SourceError: if a line cannot be read as a document.
     """
-    return sum(1 for _ in islice(_documents(source_path(name)), limit))
+    return sum(1 for _ in islice(_documents(source_path(name), tokenizer), limit))
 
 
 def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[Sequence]:
     path = source_path(name)
     empty = True
-    for document, line in enumerate(islice(_documents(path), limit)):
+    for document, line in enumerate(islice(_documents(path, pair.tokenizer), limit)):
         token_ids = tuple(encode(pair.tokenizer, line.text, special=True))
         for sample, (start, first, stop) in enumerate(spans(len(token_ids), window, stride)):
             empty = False
@@ -100,12 +110,12 @@ def spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int
         scored, start = stop, start + stride
 
 
-def _documents(path: Path) -> Iterator[Line]:
-    if not is_jsonl(path):
-        yield from plain_documents(path)
-        return
-    for line in json_lines(path):
-        text = field(line, "text", str, "text")
+def _documents(path: Path, tokenizer: Any) -> Iterator[Line]:
+    for line in read_documents(path):
+        if line.record is None:
+            yield line
+            continue
+        text = document_of(line, tokenizer)
         if text is None:
             raise SourceError(f"{line.where}: expected a field 'text' and found {fields_of(line)}")
         yield Line(number=line.number, where=line.where, text=text)

@@ -1,5 +1,6 @@
 """DPO by TRL's trainer, with the exact drift measured beside its implicit rewards."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ from kleash.errors import SourceError
 from kleash.extras import need
 from kleash.integrations.trainer import DriftMonitor
 from kleash.models import Sampling, source_path
-from kleash.models.lines import json_lines
+from kleash.models.dataset_formats import preference_of
+from kleash.models.source_files import read_lines
 from kleash.records import DPOJob, TrainingResult
 from kleash.training.journal import Journal
 from kleash.training.with_trl.arguments import shared_arguments
@@ -83,25 +85,23 @@ def drift_of_step(monitor: DriftMonitor) -> Generated | None:
 
 
 def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
-    """JSONL with "prompt", "chosen" and "rejected", each a text or a list of messages, all of one kind.
+    """Records with "prompt", "chosen" and "rejected", each a text or a list of messages, all of one kind.
+
+    Without "prompt" it is what the two answers begin with alike.
 
     Raises:
         SourceError: naming the line, if one of them is missing or of another kind.
     """
     rows: list[dict[str, Any]] = []
-    for line in json_lines(source_path(name)):
-        record = line.record or {}
-        row = {field: record.get(field) for field in ("prompt", "chosen", "rejected")}
-        kinds = {type(value) for value in row.values()}
-        if kinds not in ({str}, {list}) or not all(row.values()):
+    for line in islice(read_lines(source_path(name)), limit):
+        if line.record is None:
             raise SourceError(
-                f"{line.where}: expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
+                f"{line.where}: expected a record with 'prompt', 'chosen' and 'rejected' and found text"
             )
+        row = preference_of(line)._asdict()
         if rows and type(row["prompt"]) is not type(rows[0]["prompt"]):
             raise SourceError(f"{line.where}: texts and lists of messages in one file; part it")
         rows.append(row)
-        if len(rows) == limit:
-            break
     if not rows:
         raise SourceError(f"{name} holds no pair")
     return rows

@@ -1,0 +1,229 @@
+"""The formats of data sets that TRL documents: which fields of a record are prompt, response and text.
+
+    prompt only      {"prompt": P}
+    prompt and completion  {"prompt": P, "completion": C}
+    preference       {"prompt": P, "chosen": C, "rejected": C}, or without "prompt", which is then what the two
+                     begin with alike
+    language modelling     {"text": T} or {"messages": M}
+
+P, C are texts or lists of messages. References: "Dataset formats and types",
+https://huggingface.co/docs/trl/dataset_formats.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from kleash.errors import SourceError
+from kleash.models.lines import Line, field, show_value, whole
+from kleash.models.quiet import first_line
+
+RESPONSE_FIELDS = ("response", "response_token_ids", "completion", "chosen")
+Turns = str | list[dict[str, Any]]
+"""A text, or a list of messages."""
+
+
+class Preference(NamedTuple):
+    """A pair of answers to one prompt; all three are texts, or all three are lists of messages."""
+
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
+
+
+def turns(line: Line, name: str) -> Turns | None:
+    """The field ``name`` of a record, a text or a list of messages; None if it has none.
+
+    Raises:
+        SourceError: if it is of another kind, or a message is none.
+    """
+    value = field(line, name, (str, list), "text or a list of messages")
+    return check_messages(line, name, value) if isinstance(value, list) else value
+
+
+def check_messages(line: Line, name: str, messages: list[Any]) -> list[dict[str, Any]]:
+    """``messages``, if each has a role and content.
+
+    Raises:
+        SourceError: if not, or there are none.
+    """
+    if not messages:
+        raise SourceError(f"{line.where}: {name!r} is empty; it needs at least one message")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
+            raise SourceError(
+                f"{line.where}: expected each message to have a 'role' and 'content' and found {show_value(message)}"
+            )
+    return messages
+
+
+def preference_of(line: Line) -> Preference:
+    """The preference pair of a record; a prompt that is not given is what chosen and rejected begin with alike.
+
+    Raises:
+        SourceError: if a part is missing, empty or of another kind than the others, or the answers are equal.
+    """
+    prompt, chosen, rejected = (turns(line, name) for name in ("prompt", "chosen", "rejected"))
+    parts = (
+        [chosen, rejected]
+        if prompt is None and "prompt" not in (line.record or {})
+        else [prompt, chosen, rejected]
+    )
+    if not all(parts) or len({type(part) for part in parts}) != 1 or chosen is None or rejected is None:
+        raise SourceError(
+            f"{line.where}: expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
+        )
+    if chosen == rejected:
+        raise SourceError(f"{line.where}: 'chosen' and 'rejected' are the same; leave the line out")
+    if prompt is not None:
+        return Preference(prompt, chosen, rejected)
+    # Of texts the characters are compared, of lists the messages.
+    shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+    if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
+        shared -= 1  # the space belongs to the answer's first word
+    if not shared or shared in (len(chosen), len(rejected)):
+        raise SourceError(
+            f"{line.where}: expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to begin "
+            "alike and to go on differently"
+        )
+    return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
+
+
+def has_preference(line: Line) -> bool:
+    """Whether a record is a preference pair."""
+    record = line.record or {}
+    return "chosen" in record and "rejected" in record
+
+
+def expand_responses(line: Line) -> Iterator[Line]:
+    """The responses of a record, each as a record with a prompt and a response: two of a preference pair.
+
+    Messages that end with the assistant's are a prompt and the response to it.
+
+    Raises:
+        SourceError: if the record cannot be read as one of the formats.
+    """
+    record = line.record
+    if record is None or "response" in record or "response_token_ids" in record:
+        yield line
+        return
+    if has_preference(line):
+        pair = preference_of(line)
+        for answer in (pair.chosen, pair.rejected):
+            yield _with_response(line, pair.prompt, answer)
+        return
+    completion = turns(line, "completion")
+    if completion is not None:
+        prompt = turns(line, "prompt")
+        yield (
+            line
+            if prompt is None and isinstance(completion, str)
+            else _with_response(line, prompt, completion)
+        )
+        return
+    messages = turns(line, "messages")
+    if isinstance(messages, list) and len(messages) > 1 and messages[-1]["role"] == "assistant":
+        yield _with_response(line, messages[:-1], messages[-1:])
+        return
+    yield line
+
+
+def _with_response(line: Line, prompt: Turns | None, answer: Turns) -> Line:
+    record = {
+        name: value
+        for name, value in (line.record or {}).items()
+        if name not in ("prompt", "messages", "completion", "chosen", "rejected")
+    }
+    if type(prompt) is not type(answer):
+        raise SourceError(
+            f"{line.where}: expected prompt and completion to be both texts or both lists of messages and found "
+            f"{show_value(prompt)} and {show_value(answer)}"
+        )
+    return replace(line, record={**record, "prompt": prompt, "response": answer})
+
+
+def document_of(line: Line, tokenizer: Any) -> str | None:
+    """The text of a record: "text", "messages" through the chat template, or a prompt and its completion.
+
+    Returns:
+        None if the record has none of these.
+
+    Raises:
+        SourceError: if they cannot be read as text.
+    """
+    text = field(line, "text", str, "text")
+    if text is not None:
+        return text
+    messages, prompt, completion = (turns(line, name) for name in ("messages", "prompt", "completion"))
+    if isinstance(messages, list):
+        return render(line, messages, tokenizer, "messages")
+    if prompt is None or completion is None:
+        return None
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt + completion
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return render(line, prompt + completion, tokenizer, "prompt")
+    raise SourceError(
+        f"{line.where}: expected prompt and completion to be both texts or both lists of messages"
+    )
+
+
+def answer_after(
+    line: Line, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
+) -> str:
+    """The text that the chat template adds to a prompt for the answer's messages, up to the token that ends it.
+
+    Raises:
+        SourceError: if the template writes the prompt in another way once it is answered.
+    """
+    before = render(line, prompt, tokenizer, "prompt", generate=True)
+    after = render(line, prompt + answer, tokenizer, "completion")
+    if not after.startswith(before):
+        raise SourceError(
+            f"{line.where}: the chat template writes the prompt in another way once it is answered, so the answer "
+            "cannot be told from it; give 'prompt_token_ids' and 'response_token_ids'"
+        )
+    text, end = after[len(before) :], tokenizer.eos_token
+    if end and end in text and not text[text.rindex(end) + len(end) :].strip():
+        return text[: text.rindex(end) + len(end)]
+    return text
+
+
+def render(
+    line: Line, messages: list[dict[str, Any]], tokenizer: Any, name: str, *, generate: bool = False
+) -> str:
+    """Messages as the chat template writes them.
+
+    Args:
+        line: where they stand, for errors.
+        messages: checked ones.
+        tokenizer: whose template is taken.
+        name: the field that they come from, for errors.
+        generate: end where the assistant begins to speak; a last message of the assistant's is left open then.
+
+    Raises:
+        SourceError: if there is no template, or it refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise SourceError(
+            f"{line.where}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give 'prompt' as "
+            "text, or a tokenizer that has one"
+        )
+    speaking = generate and messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=generate and not speaking,
+            continue_final_message=speaking,
+            tokenize=False,
+        )
+    except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
+        raise SourceError(
+            f"{line.where}: the chat template refuses the messages: {first_line(error)}"
+        ) from error
+    return whole(line, repr(name), text)

@@ -1,0 +1,202 @@
+"""Rows of tables as records: CSV, Parquet, and arrays of JSON."""
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import SourceError
+from kleash.extras import need
+from kleash.models.lines import Line, label_of, shorten, show_value, text_lines
+from kleash.models.quiet import first_line
+
+DELIMITERS = ",;\t|"
+JSON_COLUMNS = frozenset(
+    {
+        *("messages", "prompt_token_ids", "response_token_ids", "logprobs"),
+        *("prompt_id", "sample_id", "temperature"),
+    }
+)
+"""Columns of a CSV whose cells are JSON: lists and numbers."""
+CONVERSATIONS = frozenset({"prompt", "completion", "chosen", "rejected"})
+"""Columns whose cells may be a list of messages, as JSON, or text."""
+PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content)'")
+NAME = re.compile(r"(\w[\w.-]*)?")
+"""A column's name, or the empty one of an index."""
+ROWS = 256
+"""Rows of a Parquet file that are held at once."""
+
+
+def header_delimiter(text: str, known: Collection[str], *, names_only: bool = False) -> str | None:
+    """The delimiter of a CSV's first line; None if no cell of it is the name of a known field.
+
+    Args:
+        text: the first line.
+        known: names of fields.
+        names_only: every cell must look like a name, so that a sentence with a known name in it is no header.
+    """
+    for delimiter in DELIMITERS:
+        try:
+            cells = next(csv.reader([text], delimiter=delimiter, strict=True), [])
+        except csv.Error:
+            continue
+        if names_only and not all(NAME.fullmatch(cell) for cell in cells):
+            continue
+        if any(cell.strip() in known for cell in cells):
+            return delimiter
+    return None
+
+
+def csv_rows(path: Path, known: Collection[str]) -> Iterator[Line]:
+    """The rows of a CSV with a header, each a record of text by column.
+
+    Cells of ``JSON_COLUMNS`` are read as JSON. Empty cells of these are null. Columns without a name, such as the
+    index that pandas writes, are left out.
+
+    Args:
+        path: the file; the delimiter is a comma, a semicolon, a tab or a bar: the one that gives a known field.
+        known: names of fields, of which the header holds at least one.
+
+    Raises:
+        SourceError: if the header names no known field or one twice, at the first row that has more or fewer cells,
+            or where the file is not UTF-8.
+    """
+    csv.field_size_limit(
+        min(sys.maxsize, 2**31 - 1)
+    )  # the default refuses documents above 131 072 characters
+    label = label_of(path)
+    lines = (text for _, text in text_lines(path, ends=True))
+    first = next((text for text in lines if text.strip()), "")
+    delimiter = header_delimiter(first.rstrip("\r\n"), known)
+    if delimiter is None:
+        raise SourceError(
+            f"{label} is read as CSV, and its first line, {shorten(first)}, names no column that is read; give one of "
+            f"{', '.join(sorted(known))}, or name the file .txt if it is plain text"
+        )
+    header = [cell.strip() for cell in next(csv.reader([first], delimiter=delimiter))]
+    repeated = sorted({name for name in header if name and header.count(name) > 1})
+    if repeated:
+        raise SourceError(f"{label} has the column {repeated[0]!r} more than once; keep one")
+    skipped = next(number for number, text in text_lines(path) if text.strip())
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    number = skipped
+    while True:
+        number = skipped + reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise SourceError(
+                f"{label}, line {skipped + reader.line_num}: it is not CSV ({error})"
+            ) from error
+        if cells is None:
+            return
+        if not cells:
+            continue
+        where = f"{label}, line {number}"
+        if len(cells) != len(header):
+            raise SourceError(
+                f"{where}: expected {len(header)} cells, as in the header, and found {len(cells)}"
+            )
+        record = {name: _cell(name, cell, where) for name, cell in zip(header, cells, strict=True) if name}
+        yield Line(number=number, where=where, text="", record=record)
+
+
+def parquet_rows(path: Path) -> Iterator[Line]:
+    """The rows of a Parquet file, each a record by column; a few hundred are held at once.
+
+    Raises:
+        SourceError: if the file is damaged.
+        MissingExtraError: if pyarrow is not installed.
+    """
+    parquet = need("pyarrow.parquet", "models")
+    errors = (need("pyarrow", "models").ArrowException, OSError, ValueError, OverflowError, MemoryError)
+    label, number = label_of(path), 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    record = {name: _without_nulls(value) for name, value in row.items()}
+                    yield Line(number=number, where=f"{label}, row {number}", text="", record=record)
+    except errors as error:
+        raise SourceError(
+            f"{label} cannot be read as Parquet: {first_line(error)}; make or fetch it again"
+        ) from error
+
+
+def json_array(path: Path) -> Iterator[Line]:
+    """The entries of a JSON array: objects are records, texts are plain text. The file is held whole.
+
+    Raises:
+        SourceError: if the file holds something else.
+    """
+    label = label_of(path)
+    text = "\n".join(line for _, line in text_lines(path))
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{label} is neither JSONL nor a JSON array ({first_line(error)})") from error
+    if not isinstance(content, list):
+        what = (
+            f"an object with {', '.join(map(repr, content))}"
+            if isinstance(content, dict)
+            else show_value(content)
+        )
+        raise SourceError(
+            f"{label} holds {shorten(what)}; give an array of objects, or JSONL with an object a line"
+        )
+    for number, entry in enumerate(content, start=1):
+        where = f"{label}, entry {number}"
+        if isinstance(entry, dict):
+            yield Line(number=number, where=where, text="", record=entry)
+        elif isinstance(entry, str):
+            yield Line(number=number, where=where, text=entry)
+        else:
+            raise SourceError(f"{where}: expected an object or a text and found {show_value(entry)}")
+
+
+def _cell(name: str, cell: str, where: str) -> Any:
+    """The value of a CSV's cell."""
+    if name in JSON_COLUMNS:
+        if not cell.strip():
+            return None
+        try:
+            return json.loads(cell)
+        except (ValueError, RecursionError) as error:
+            raise SourceError(
+                f"{where}: expected {name!r} to be JSON and found {shorten(cell)} ({first_line(error)})"
+            ) from error
+    if name in CONVERSATIONS and cell.lstrip().startswith("["):
+        if PYTHON_MESSAGES.match(cell):
+            raise SourceError(
+                f"{where}: {name!r} is a list of messages as Python prints it, {shorten(cell)}; save the data as JSONL "
+                "or Parquet"
+            )
+        try:
+            value = json.loads(cell)
+        except (ValueError, RecursionError):
+            return cell
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(entry, dict) and "role" in entry for entry in value)
+        ):
+            return value
+    return cell if cell or name != "finish_reason" else None
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column's value, without the keys that a table adds to each of its messages with null in them."""
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(entry, dict) and "role" in entry for entry in value)
+    ):
+        return [
+            {name: part for name, part in entry.items() if part is not None or name == "content"}
+            for entry in value
+        ]
+    return value

@@ -1,0 +1,412 @@
+"""Kinds of source files (CSV, Parquet, JSON arrays, standard input) and TRL's data set formats: read or refused."""
+
+import csv
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_models import tiny_tokenizer
+
+from kleash.errors import KleashError, SourceError
+from kleash.models import (
+    count_documents,
+    read_prompts,
+    read_responses,
+    read_text,
+    source_files,
+    source_path,
+)
+from kleash.models.source_files import kind_of, read_lines
+from kleash.training.with_trl.preferences import read_pairs
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "The sea was calm."}
+OTHER = {"role": "assistant", "content": "A grey boat."}
+PROMPTS = ["The sea", 'was "calm", and', "two\nlines"]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a source and gives its name."""
+
+    def at(name, content):
+        path = tmp_path / name
+        if name.endswith((".csv", ".tsv")) and isinstance(content, list):
+            with path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file, delimiter="\t" if name.endswith(".tsv") else ",").writerows(content)
+        elif name.endswith(".parquet") and isinstance(content, list):
+            pq.write_table(pa.Table.from_pylist(content), path)
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return str(path)
+
+    return at
+
+
+def jsonl(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def test_prompts_are_the_same_from_every_kind_of_file(pair, write):
+    rows = [[text, str(place)] for place, text in enumerate(PROMPTS)]
+    records = [{"prompt": text, "answer": str(place)} for place, text in enumerate(PROMPTS)]
+    names = [
+        write("a.jsonl", jsonl(*records)),
+        write("a.json", json.dumps(records, indent=2)),
+        write("strings.json", PROMPTS),
+        write("pretty", json.dumps(records, indent=1)),
+        write("a.csv", [["prompt", "answer"], *rows]),
+        write("a.tsv", [["prompt", "answer"], *rows]),
+        write("a", "prompt,answer\n" + 'The sea,0\n"was ""calm"", and",1\n"two\nlines",2\n'),
+        write("excel.csv", '\ufeffprompt;answer\r\nThe sea;0\r\n"was ""calm"", and";1\r\n"two\nlines";2\r\n'),
+        write("pandas.csv", ',prompt\n0,The sea\n1,"was ""calm"", and"\n2,"two\nlines"\n'),
+        write("a.parquet", records),
+        write("parquet_by_content", pq_bytes(records)),
+    ]
+    expected = [one.token_ids for one in read_prompts(names[0], pair)]
+    for name in names:
+        assert [one.token_ids for one in read_prompts(name, pair)] == expected, name
+        assert [one.text for one in read_prompts(name, pair, limit=2)] == PROMPTS[:2], name
+
+
+def pq_bytes(records):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(records), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def test_every_column_of_a_row_stands_in_its_record(write):
+    record = {"prompt": "x", "answer": "4", "tests": ["a", None], "level": 3, "extra": {"k": 1.5}}
+    rows = list(read_lines(_path(write("a.parquet", [record, {**record, "answer": None}]))))
+    assert [row.record for row in rows] == [record, {**record, "answer": None}]
+    assert rows[1].where.endswith("a.parquet, row 2")
+    (row,) = read_lines(_path(write("a.csv", [["prompt", "answer"], ["x", "4"]])))
+    assert row.record == {"prompt": "x", "answer": "4"}
+
+
+def _path(name):
+    from pathlib import Path
+
+    return Path(name)
+
+
+def test_errors_name_the_line_of_a_csv_also_after_cells_of_several_lines(pair, write):
+    name = write("a.csv", [["prompt", "prompt_token_ids"], ["one\ntwo\nthree", ""], ["x", "[1, 999]"]])
+    with pytest.raises(SourceError, match=r"a.csv, line 5: expected 'prompt_token_ids' to hold token ids"):
+        read_prompts(name, pair)
+
+
+def test_a_cell_may_be_longer_than_the_csv_module_allows_by_itself(pair, write):
+    name = write("a.csv", [["text"], ["The sea was calm. " * 10_000]])
+    assert count_documents(name) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.csv",
+            "What is this?\nfoo\n",
+            "is read as CSV, and its first line, 'What is this.', names no column",
+        ),
+        ("a.csv", "prompt,prompt\na,b\n", "has the column 'prompt' more than once"),
+        ("a.csv", "prompt,id\nx\n", "line 2: expected 2 cells, as in the header, and found 1"),
+        ("a.csv", "prompt,id\nx,1,2\n", "line 2: expected 2 cells, as in the header, and found 3"),
+        ("a.csv", 'prompt\n"x"y\n', "line 2: it is not CSV"),
+        ("a.csv", 'prompt\n"never closed\n', "it is not CSV"),
+        ("a.csv", "text\nx\n", "line 2: expected a field 'prompt' or 'messages' and found 'text'"),
+        ("a.csv", "messages\nx\n", "line 2: expected 'messages' to be JSON and found 'x'"),
+        ("a.csv", "prompt\n\"[{'role': 'user', 'content': 'x'}]\"\n", "messages as Python prints it"),
+        ("a.csv", b"prompt\nna\xefve\n", "line 2: expected UTF-8 and found byte 0xef"),
+        ("a.csv", "prompt\n", "holds no prompt"),
+        ("a.parquet", "prompt\nx\n", "is not a Parquet file"),
+        ("a.parquet", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
+        ("a.txt", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
+        ("a.json", '{\n "prompt": "x"\n}', "holds .an object with 'prompt'.; give an array of objects"),
+        ("a.json", "[1]", "entry 1: expected an object or a text and found '1'"),
+        ("a.json", "nothing", "is neither JSONL nor a JSON array"),
+        ("a.json", "[" * 100_000, "is neither JSONL nor a JSON array"),
+        ("a.txt", "The sea\n".encode("utf-16"), "is UTF-16 text; give JSONL"),
+        (
+            "a.txt",
+            "The sea\n".encode("utf-16-le"),
+            "line 1: it holds a NUL byte, so the file is UTF-16 or no text",
+        ),
+        ("a.jsonl", jsonl({"prompt": "x"}).encode("utf-16-be"), "line 1: it holds a NUL byte"),
+        ("a.csv", "prompt\nx\n".encode("utf-16-le"), "it holds a NUL byte"),
+        ("a.txt", b"fine\nnot\0fine\n", "line 2: it holds a NUL byte"),
+        ("a.txt", "one\rtwo\rthree", "line 1: it holds a carriage return that is not at its end"),
+        ("a.xlsx", b"PK\x03\x04 and so on", "is a zip archive"),
+        ("prompts", b"SQLite format 3\0", "is a SQLite database"),
+        ("a.npy", b"\x93NUMPY\x01\0", "is a NumPy array"),
+        ("a.pkl", b"\x80\x04\x95", "is a pickle"),
+        ("a.arrow", b"ARROW1\0\0", "is an Arrow file"),
+        ("a.bz2", b"BZh91AY", "is packed by bzip2"),
+        ("a.xz", b"\xfd7zXZ\0", "is packed by xz"),
+        ("a.yaml", "prompt: x\n", "is YAML by its suffix"),
+        ("a.ipynb", "{}", "is a structured file of another kind by its suffix"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_kind(pair, write, name, content, message, unhooked):
+    with pytest.raises(SourceError, match=message):
+        read_prompts(write(name, content), pair)
+
+
+def test_a_sentence_is_no_header(pair, write):
+    for first in ("Summarise this, prompt", "text: the sea", "prompt me, please", "Hi"):
+        name = write("a.prompts", f"{first}\nThe sea\n")
+        assert [one.text for one in read_prompts(name, pair)] == [first, "The sea"]
+    assert kind_of(_path(write("b", "prompt,answer\nx,1\n"))) == "csv"
+    assert kind_of(_path(write("b.txt", "prompt,answer\nx,1\n"))) == "plain text"
+
+
+FORMATS = {
+    "prompt": {"prompt": [USER]},
+    "messages": {"messages": [USER]},
+    "completion": {"prompt": [USER], "completion": [ANSWER]},
+    "preference": {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+    "without a prompt": {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+@pytest.mark.parametrize("record", FORMATS.values(), ids=FORMATS)
+def test_prompts_of_trl_are_the_same_in_every_format(pair, write, record, suffix):
+    if suffix == "csv":
+        content = [list(record), [json.dumps(value) for value in record.values()]]
+    else:
+        content = jsonl(record) if suffix == "jsonl" else [record]
+    (prompt,) = read_prompts(write(f"a.{suffix}", content), pair)
+    assert prompt.text == "<s>user: Hi\nassistant: "
+    assert [dict(message) for message in prompt.messages] == [USER]
+
+
+def test_a_table_adds_no_keys_to_messages(write):
+    tool = {"role": "tool", "content": None, "name": "search"}
+    (row,) = read_lines(_path(write("a.parquet", [{"messages": [USER, tool]}])))
+    assert row.record == {"messages": [USER, tool]}
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_continued(pair, write):
+    (prompt,) = read_prompts(write("a.jsonl", jsonl({"prompt": [USER, ANSWER]})), pair)
+    assert prompt.text.endswith("assistant: The sea was calm.")
+    with pytest.raises(SourceError, match="the last of 'messages' is the assistant's; leave it out"):
+        read_prompts(write("b.jsonl", jsonl({"messages": [USER, ANSWER]})), pair)
+
+
+def test_responses_of_trl(pair, write):
+    text = {"prompt": "The sea", "response": " was calm"}
+    records = [
+        text,
+        {"prompt": "The sea", "completion": " was calm"},
+        {"prompt": "The sea", "chosen": " was calm", "rejected": " was not"},
+        {"chosen": "The sea was calm", "rejected": "The sea was not"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"messages": [USER, ANSWER]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+    ]
+    read = list(read_responses(write("a.jsonl", jsonl(*records)), pair))
+    same = [one.response_ids for one in read[:3]]
+    assert same == [read[0].response_ids] * 3
+    assert read[3].response_text == " was not"
+    assert [read[4].prompt_text, read[4].response_text] == ["The sea was", " calm"]
+    assert read[5].response_text == " not"
+    assert [one.prompt_text for one in read[6:]] == ["<s>user: Hi\nassistant: "] * 4
+    answer = read[6].response_text
+    assert answer.startswith("The sea was calm.")
+    assert [one.response_text for one in read[6:]] == [answer, answer, answer, answer.replace(*_swap())]
+    assert read[6].response_ids == tuple(tiny_tokenizer()(answer, add_special_tokens=False)["input_ids"])
+
+
+def _swap():
+    return ANSWER["content"], OTHER["content"]
+
+
+def test_text_of_trl(pair, write):
+    records = [
+        {"text": "The sea was calm"},
+        {"prompt": "The sea", "completion": " was calm"},
+        {"messages": [USER, ANSWER]},
+        {"prompt": [USER], "completion": [ANSWER]},
+    ]
+    texts = [one.response_text for one in read_text(write("a.jsonl", jsonl(*records)), pair)]
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3] and "The sea was calm." in texts[2]
+    for name, content in (
+        ("a.csv", [["text"], ["The sea was calm"]]),
+        ("a.parquet", [{"text": "The sea was calm"}]),
+    ):
+        assert [one.response_text for one in read_text(write(name, content), pair)] == texts[:1]
+
+
+def test_preference_pairs_are_the_same_from_every_kind_of_file(write):
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    rows = [list(pairs[0]), list(pairs[0].values())]
+    for name, content in (
+        ("a.jsonl", jsonl(*pairs)),
+        ("a.json", pairs),
+        ("a.csv", rows),
+        ("a.parquet", pairs),
+    ):
+        assert read_pairs(write(name, content), limit=None) == pairs
+    implicit = write("b.jsonl", jsonl({"chosen": "The sea was", "rejected": "The sea is"}))
+    assert read_pairs(implicit, limit=1) == [{"prompt": "The sea", "chosen": " was", "rejected": " is"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "without 'prompt' the other two to begin alike"),
+        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are the same"),
+        ({"prompt": "x", "chosen": [ANSWER], "rejected": [OTHER]}, "each a text or each a list of messages"),
+        ({"prompt": "x", "chosen": "a", "rejected": None}, "each a text or each a list of messages"),
+        (
+            {"prompt": [USER], "chosen": ["a"], "rejected": ["b"]},
+            "each message to have a 'role' and 'content'",
+        ),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "expected 'prompt' to be text or a list of messages"),
+    ],
+)
+def test_preference_pairs_that_cannot_be_read(pair, write, record, message, unhooked):
+    for read in (lambda name: read_pairs(name, limit=None), lambda name: list(read_responses(name, pair))):
+        with pytest.raises(SourceError, match=message):
+            read(write("a.jsonl", jsonl(record)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": [-1000.0, -1000.0]}, r"too low to be of drawn tokens \(down to -1000, -2000 in all\)"),
+        ({"logprobs": [-1000, -0.1]}, "too low to be of drawn tokens"),
+        ({"logprobs": [-80.0, -80.0]}, "too low to be of drawn tokens"),
+        ({"logprobs": [-9999.0, -0.5]}, "too low to be of drawn tokens"),
+        ({"logprobs": [0.5, -0.1]}, "at most 0, and found '0.5'"),
+        ({"logprobs": [10**400, -1]}, "at most 0, and found '1000"),
+        ({"logprobs": [-(10**400), -1]}, "at most 0, and found '-1000"),
+        ({"logprobs": [None, -1]}, "found 'null'"),
+        ({"temperature": 10**400}, "'temperature' to be a number from 0 on and found '1000"),
+        ({"temperature": float("nan")}, "'temperature' to be a number from 0 on and found 'NaN'"),
+        ({"prompt_id": 2**70}, "'prompt_id' to be from 0 to 2147483647"),
+        ({"prompt_id": 1.0}, "'prompt_id' to be a whole number and found '1.0'"),
+        ({"response_token_ids": [2**70]}, "to hold token ids from 0 to 319"),
+        ({"response_token_ids": [1.0]}, "to hold token ids from 0 to 319 and found '1.0'"),
+        ({"prompt_token_ids": [-1]}, "to hold token ids from 0 to 319 and found '-1'"),
+    ],
+)
+def test_numbers_that_cannot_be(pair, write, fields, message, unhooked):
+    record = {"prompt": "x", "response_token_ids": [4, 5], **fields}
+    with pytest.raises(SourceError, match=message):
+        list(read_responses(write("a.jsonl", jsonl(record)), pair))
+
+
+def test_log_probabilities_of_real_draws_are_taken(pair, write):
+    """Also unlikely ones, and those that rounding put above 0."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(scale=8.0, size=(200, 320))
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    drawn = [int(rng.choice(320, p=np.exp(row))) for row in logp]
+    values = [float(row[token]) for row, token in zip(logp, drawn, strict=True)]
+    records = [
+        {"prompt": "x", "response_token_ids": drawn[:60], "logprobs": values[:60]},
+        {"prompt": "x", "response_token_ids": [4, 5], "logprobs": [5e-4, -30.0]},
+    ]
+    first, second = read_responses(write("a.jsonl", jsonl(*records)), pair)
+    np.testing.assert_allclose(first.logp_sampled, values[:60], rtol=1e-6)
+    assert second.logp_sampled.tolist() == [0.0, -30.0]
+
+
+def test_damaged_tables_are_read_or_refused_in_a_sentence(pair, tmp_path):
+    """Random damage: other prompts may come out of a text file, a traceback never."""
+    records = [{"prompt": f"The sea {place}", "messages": None, "answer": place} for place in range(40)]
+    whole = {
+        "a.parquet": pq_bytes(records),
+        "a.csv": b"prompt,answer\n" + b"".join(b"The sea,%d\n" % place for place in range(40)),
+        "a.json": json.dumps(records).encode(),
+    }
+    rng = random.Random(0)
+    for name, content in whole.items():
+        path = tmp_path / name
+        for _ in range(60):
+            damaged = bytearray(content)
+            for _ in range(rng.choice([1, 1, 4])):
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            path.write_bytes(damaged[: rng.choice([len(damaged), rng.randrange(1, len(damaged))])])
+            try:
+                read_prompts(str(path), pair)
+            except KleashError as error:
+                assert "\n" not in str(error)
+
+
+class Stream:
+    """A standard input that is no terminal."""
+
+    def __init__(self, content):
+        self.buffer = io.BytesIO(content)
+
+
+@pytest.fixture
+def standard_input(monkeypatch):
+    """Sets what standard input holds."""
+
+    def holds(content):
+        source_files._standard_input.cache_clear()
+        monkeypatch.setattr("sys.stdin", Stream(content) if isinstance(content, bytes) else content)
+
+    yield holds
+    source_files._standard_input.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "record"),
+    [
+        (b"The sea\n", "line 1", None),
+        (b'{"prompt": "The sea"}\n', "line 1", {"prompt": "The sea"}),
+        (b"prompt,answer\nThe sea,1\n", "line 2", {"prompt": "The sea", "answer": "1"}),
+        (b'[\n{"prompt": "The sea"}\n]', "entry 1", {"prompt": "The sea"}),
+        (pq_bytes([{"prompt": "The sea"}]), "row 1", {"prompt": "The sea"}),
+    ],
+)
+def test_standard_input_is_a_source_of_any_kind(pair, standard_input, content, where, record):
+    standard_input(content)
+    assert [(line.where, line.record) for line in read_lines(source_path("-"))] == [
+        (f"standard input, {where}", record)
+    ]
+    for _ in range(2):  # a source is read more than once
+        assert [one.text for one in read_prompts("-", pair)] == ["The sea"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "standard input is empty"),
+        (b"a\0b", "standard input, line 1: it holds a NUL byte"),
+        (b"\x1f\x8b...", "standard input is packed by gzip"),
+        (None, "standard input is closed"),
+    ],
+)
+def test_a_standard_input_that_cannot_be_read(pair, standard_input, content, message, unhooked):
+    standard_input(content)
+    with pytest.raises(SourceError, match=message):
+        read_prompts("-", pair)
+
+
+def test_the_copy_of_standard_input_is_deleted_with_the_process(tmp_path):
+    script = "from kleash.models import source_path; print(source_path('-').read_text())"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=b"The sea",
+        capture_output=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        check=True,
+    )
+    assert done.stdout == b"The sea\n"
+    assert not list(tmp_path.iterdir())
