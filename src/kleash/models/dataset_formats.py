@@ -211,8 +211,8 @@ def render(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise SourceError(
-            f"{line.where}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give 'prompt' as "
-            "text, or a tokenizer that has one"
+            f"{line.where}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
+            "'prompt' as text, or a tokenizer that has one"
         )
     speaking = generate and messages[-1]["role"] == "assistant"
     try:
