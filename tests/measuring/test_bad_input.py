@@ -15,6 +15,7 @@ import kleash.records.atomic
 from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
+from kleash.models.source_files import KINDS
 
 Run = Any
 
@@ -44,11 +45,11 @@ def written(path: Path, content: str | bytes) -> Path:
 def test_a_missing_an_empty_and_a_blank_file(option: str, failing: Run, tmp_path: Path) -> None:
     assert failing(option, tmp_path / "none.jsonl") == f"there is no file {tmp_path / 'none.jsonl'}"
     empty = written(tmp_path / "empty.jsonl", "")
-    assert failing(option, empty) == f"{empty} is empty; give a file of JSONL or plain text"
+    assert failing(option, empty) == f"{empty} is empty; give a file of {KINDS}"
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
     (tmp_path / "folder").mkdir()
     said = failing(option, tmp_path / "folder")
-    assert said == f"{tmp_path / 'folder'} is a folder; give a file of JSONL or plain text"
+    assert said == f"{tmp_path / 'folder'} is a folder; give a file of {KINDS}"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,11 @@ def test_a_missing_an_empty_and_a_blank_file(option: str, failing: Run, tmp_path
             "line 2: expected a field 'prompt' or 'messages' and found 'question'",
         ),
         ("--prompts", '{"prompt": ""}', "line 2: the prompt is empty"),
-        ("--prompts", '{"prompt": 3}', "line 2: expected 'prompt' to be text and found '3'"),
+        (
+            "--prompts",
+            '{"prompt": 3}',
+            "line 2: expected 'prompt' to be text or a list of messages and found '3'",
+        ),
         ("--text", '{"body": "a"}', "line 2: expected a field 'text' and found 'body'"),
         (
             "--responses",

@@ -166,6 +166,15 @@ def test_an_exact_term_is_weighted_by_what_came_before_its_token() -> None:
     assert terms.weight[0] == pytest.approx(ratio[2])
 
 
+def test_weights_that_overflow_leave_the_kl_between_responses_out_with_the_reason() -> None:
+    part = part_of(3)
+    part["logp_sampled"] = np.full_like(part["logp_policy"], -400.0)
+    terms = sequence_terms(part, quantities(part, "importance"), "importance")
+    weighted = estimand_of(MeasureJob(responses="r"), all_have_logprobs=True)
+    (doubt,) = weight_doubts(np.array([1.0, *terms.weight]), weighted)
+    assert "1 of 2 responses are so much likelier" in doubt
+
+
 @pytest.mark.parametrize(
     ("weights", "doubted"), [([1.0] * 8, False), ([1.0] * 5 + [3.0], False), ([1.0, 50.0, 1.0], True)]
 )

@@ -273,7 +273,7 @@ def test_preference_pairs_are_the_same_from_every_kind_of_file(write):
             {"prompt": [USER], "chosen": ["a"], "rejected": ["b"]},
             "each message to have a 'role' and 'content'",
         ),
-        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "expected 'prompt' to be text or a list of messages"),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "each a text or each a list of messages"),
     ],
 )
 def test_preference_pairs_that_cannot_be_read(pair, write, record, message, unhooked):

@@ -60,10 +60,13 @@ def quantities(part: Mapping[str, NDArray[np.generic]], weighting: str | None) -
     if weighting is not None:
         weights = weights_of(part, weighting, level="token")
         log_ratios = torch.from_numpy(columns["log_ratio"])
-        for name, estimator in ESTIMATORS.items():
-            columns[name] = weights * estimator.of(log_ratios).numpy()
-            columns[f"{name} - exact"] = columns[name] - exact
-            columns[f"({name} - exact)^2"] = columns[f"{name} - exact"] ** 2
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # numbers that are not finite are named among the doubts
+            for name, estimator in ESTIMATORS.items():
+                columns[name] = weights * estimator.of(log_ratios).numpy()
+                columns[f"{name} - exact"] = columns[name] - exact
+                columns[f"({name} - exact)^2"] = columns[f"{name} - exact"] ** 2
     return Quantities(
         columns=columns,
         position_bin=np.searchsorted(POSITIONS, part["position"], side="right") - 1,

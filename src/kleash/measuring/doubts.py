@@ -23,6 +23,12 @@ def on_policy_doubts(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
     if estimand.weighting is None:
         return ()
     gap = mean_per_token(sums, "k1 - exact")
+    if estimand.weighting == "importance" and not np.isfinite(gap.value):
+        sentence = (
+            "the weighted estimators are no numbers: some tokens are so much likelier under the policy than their "
+            "logprobs say; check that the logprobs are of these tokens"
+        )
+        return (sentence,)
     if not np.isfinite(gap.standard_error) or abs(gap.value) <= SURPRISING * gap.standard_error:
         return ()
     drawn = "the tokens" if estimand.weighting == "none" else "even with their weights the tokens"
@@ -38,6 +44,14 @@ def weight_doubts(weights: Floats, estimand: Estimand) -> tuple[str, ...]:
     """Whether the importance weights of whole responses leave enough of them to average over."""
     if estimand.weighting != "importance":
         return ()
+    overflowing = int(np.sum(~np.isfinite(weights)))
+    if overflowing:
+        sentence = (
+            f"the KL between responses is left out: {overflowing} of {len(weights)} responses are so much likelier "
+            "under the policy than their logprobs say that the ratio is no number; check that the logprobs are of "
+            "these tokens"
+        )
+        return (sentence,)
     effective = effective_sample_size(weights)
     if effective >= FEW * len(weights):
         return ()

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from kleash.records import MeasureJob
 
 ON_TRUST = (
-    "the responses carry no log-probabilities, so that the policy drew them, at this temperature and from its "
-    "whole distribution, is taken on trust; give logprobs for each token to have it checked and weighted"
+    "not every response carries the log-probabilities of its tokens, so that the policy drew them, at this "
+    "temperature and from its whole distribution, is taken on trust; give logprobs for each token to have it checked "
+    "and weighted"
 )
 
 

@@ -82,7 +82,9 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         ),
         per_token={name: Number.of(mean_per_token(sums, name)) for name in PER_TOKEN},
         per_sequence=(
-            sequence_total(counted.terms, sequences.clusters) if estimand.between_sequences else None
+            sequence_total(counted.terms, sequences.clusters)
+            if estimand.between_sequences and np.isfinite(counted.terms.weight).all()
+            else None
         ),
         estimators=estimator_records(sums, tuple(ESTIMATORS)),
         estimators_note=estimand.estimators_note,

@@ -109,9 +109,11 @@ def sequence_terms(
             with_token[begin:end] = weights_of(rows, weighting, level="prefix")
             before[begin + 1 : end] = with_token[begin : end - 1]
             weights[place] = with_token[end - 1]
-        log_ratios, exact = with_token * log_ratios, before * exact
-    return SequenceTerms(
-        log_ratio=np.add.reduceat(log_ratios, starts),
-        exact=np.add.reduceat(exact, starts),
-        weight=weights,
-    )
+        with np.errstate(invalid="ignore", over="ignore"):  # a weight of infinity is named among the doubts
+            log_ratios, exact = with_token * log_ratios, before * exact
+    with np.errstate(invalid="ignore", over="ignore"):
+        return SequenceTerms(
+            log_ratio=np.add.reduceat(log_ratios, starts),
+            exact=np.add.reduceat(exact, starts),
+            weight=weights,
+        )

@@ -68,16 +68,14 @@ def preference_of(line: Line) -> Preference:
     Raises:
         SourceError: if a part is missing, empty or of another kind than the others, or the answers are equal.
     """
-    prompt, chosen, rejected = (turns(line, name) for name in ("prompt", "chosen", "rejected"))
-    parts = (
-        [chosen, rejected]
-        if prompt is None and "prompt" not in (line.record or {})
-        else [prompt, chosen, rejected]
-    )
-    if not all(parts) or len({type(part) for part in parts}) != 1 or chosen is None or rejected is None:
+    record = line.record or {}
+    names = [name for name in ("prompt", "chosen", "rejected") if name != "prompt" or name in record]
+    if {type(record.get(name)) for name in names} not in ({str}, {list}) or not all(map(record.get, names)):
         raise SourceError(
             f"{line.where}: expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
         )
+    prompt, chosen, rejected = (turns(line, name) for name in ("prompt", "chosen", "rejected"))
+    assert chosen is not None and rejected is not None
     if chosen == rejected:
         raise SourceError(f"{line.where}: 'chosen' and 'rejected' are the same; leave the line out")
     if prompt is not None:

@@ -118,7 +118,8 @@ class DPOJob(TrainJob):
     algorithm: ClassVar[str] = "dpo"
 
     pairs: str | None = None
-    """JSONL with "prompt", "chosen" and "rejected": texts, or lists of messages."""
+    """JSONL, a JSON array, CSV or Parquet with "prompt", "chosen" and "rejected": texts, or lists of messages; - is
+    standard input. Without "prompt" it is what the two answers begin with alike."""
     beta: float = 0.1
     """The leash of DPO: how much log-probability, against the reference, one nat of reward is worth."""
     pairs_per_step: int = 16

@@ -7,8 +7,9 @@ from typing import Any, TypeVar, cast
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.records.codec import decode, to_json
-from kleash.records.job import HOW_IT_IS_SHOWN, SHIPPED_REFERENCE, MeasureJob, paths_as_text
+from kleash.records.job import HOW_IT_IS_SHOWN, SHIPPED_REFERENCE, MeasureJob
 from kleash.records.measurement import ModelRecord
+from kleash.records.option_types import check_option_types
 
 T = TypeVar("T")
 
@@ -30,9 +31,11 @@ class CacheJob:
     revision_reference: str | None = None
     """Branch, tag or commit of the reference on the hub."""
     text: str | None = None
-    """Source: JSONL with "text", or plain text with a blank line between documents."""
+    """Source: JSONL, a JSON array, CSV or Parquet with "text", or plain text with a blank line between documents; - is
+    standard input."""
     responses: str | None = None
-    """Source: JSONL with prompts and the responses that somebody already generated."""
+    """Source: JSONL, a JSON array, CSV or Parquet with prompts and responses that were already generated; - is
+    standard input."""
     temperature: float = 1.0
     """Temperature of the measurements to come, for which rounding is looked at; others work as well, but
     then without a noise floor."""
@@ -65,7 +68,7 @@ class CacheJob:
         Raises:
             OptionError: naming the option, what it was and what it may be.
         """
-        paths_as_text(self)
+        check_option_types(self)
         if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
             raise OptionError("say what the reference should read: --text or --responses")
         self.measurement()

@@ -7,6 +7,7 @@ from pathlib import Path
 from kleash.errors import OptionError, RunFolderError
 from kleash.records.codec import decode, to_json
 from kleash.records.number import Number
+from kleash.records.option_types import check_option_types
 from kleash.records.steps import Sample
 
 DEMONSTRATION = "demonstration.json"
@@ -36,6 +37,7 @@ class DemonstrationJob:
         Raises:
             OptionError: naming the option, what it was and what it may be.
         """
+        check_option_types(self)
         if not 0 <= self.seed < 2**63:
             raise OptionError(f"--seed must be a whole number from 0 to 2^63 - 1; it is {self.seed}")
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import PurePath
 from typing import Any
 
 from kleash.errors import OptionError
+from kleash.records.option_types import check_option_types
 
 SHIPPED_POLICY = "shipped:policy"
 SHIPPED_REFERENCE = "shipped:reference"
@@ -37,11 +37,14 @@ class MeasureJob:
     revision_reference: str | None = None
     """Branch, tag or commit of the reference on the hub."""
     prompts: str | None = None
-    """Source: JSONL with "prompt" or "messages", or plain text, a prompt a line. The policy answers them."""
+    """Source: JSONL, a JSON array, CSV or Parquet with "prompt" or "messages", or plain text, a prompt a line; - is
+    standard input. The policy answers them."""
     text: str | None = None
-    """Source: JSONL with "text", or plain text with a blank line between documents. Both models read it."""
+    """Source: JSONL, a JSON array, CSV or Parquet with "text", or plain text with a blank line between documents; - is
+    standard input. Both models read it."""
     responses: str | None = None
-    """Source: JSONL with prompts and the responses that somebody already generated."""
+    """Source: JSONL, a JSON array, CSV or Parquet with prompts and responses that were already generated; - is
+    standard input."""
     samples_per_prompt: int = 1
     """Responses drawn for each prompt."""
     max_new_tokens: int = 256
@@ -93,7 +96,7 @@ class MeasureJob:
         Raises:
             OptionError: naming the option, what it was and what it may be.
         """
-        paths_as_text(self)
+        check_option_types(self)
         self._check_sources()
         for name in (
             "samples_per_prompt",
@@ -181,14 +184,6 @@ def changed(job: Any, names: Iterable[str]) -> list[str]:
     """Those of a job's fields that do not have their default."""
     defaults = {field.name: field.default for field in fields(job)}
     return [name for name in names if getattr(job, name) != defaults[name]]
-
-
-def paths_as_text(job: Any) -> None:
-    """Turn the ``Path``s among a job's fields into the text that they are on the command line and in records."""
-    for field in fields(job):
-        value = getattr(job, field.name)
-        if isinstance(value, PurePath):
-            object.__setattr__(job, field.name, str(value))
 
 
 def _option(name: str) -> str:

@@ -13,8 +13,8 @@ from kleash.records.job import (
     SHIPPED_PROMPTS,
     SHIPPED_REFERENCE,
     changed,
-    paths_as_text,
 )
+from kleash.records.option_types import check_option_types
 from kleash.records.training_kl import KL_PLACES, KL_SCOPES, KLS, kl_clash
 
 CONTROLLERS = ("fixed", "ziegler", "pid", "dual")
@@ -83,7 +83,7 @@ class TrainJob:
         Raises:
             OptionError: naming the option, what it was and what it may be.
         """
-        paths_as_text(self)
+        check_option_types(self)
         self._at_least_1("limit", "steps", "batch_tokens", "checkpoint_every")
         self._above_0("learning_rate", "max_gradient_norm")
         self._one_of("dtype", DTYPES)
@@ -135,7 +135,8 @@ class OnlineJob(TrainJob):
     """What is asked where the policy answers prompts and learns from its own answers."""
 
     prompts: str | None = None
-    """JSONL with "prompt" or "messages", or plain text, a prompt a line."""
+    """JSONL, a JSON array, CSV or Parquet with "prompt" or "messages", or plain text, a prompt a line; - is standard
+    input."""
     prompts_per_step: int = 16
     """Prompts answered in a step, by all processes together."""
     samples_per_prompt: int = 1

@@ -1,0 +1,86 @@
+"""The types of a job's options, checked where the job is made: from Python anything can be given."""
+
+import math
+from dataclasses import fields
+from operator import index
+from pathlib import PurePath
+from types import NoneType
+from typing import Any, SupportsFloat, SupportsIndex, get_args, get_origin
+
+from kleash.errors import OptionError
+
+LARGEST_WHOLE_NUMBER = 2**63 - 1
+"""What a token, a count or a seed may be: the tables and the random draws hold 64 bits."""
+NAMES = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    tuple: "a tuple of texts",
+}
+
+
+def check_option_types(job: Any) -> None:
+    """Give each field of a job the type that its annotation says, or refuse it.
+
+    A ``Path`` becomes the text that it is on the command line and in records, a list a tuple, a NumPy integer an int.
+
+    Raises:
+        OptionError: naming the option, what it was and what it may be.
+    """
+    for field in fields(job):
+        value = getattr(job, field.name)
+        # In Python 3.10 and later both spellings of a union give their members to get_args.
+        union = () if get_origin(field.type) is tuple else get_args(field.type)
+        types = tuple(get_origin(kind) or kind for kind in (union or (field.type,)))
+        if value is None and NoneType in types:
+            continue
+        object.__setattr__(job, field.name, _converted(field.name, value, types))
+
+
+def _converted(name: str, value: Any, types: tuple[Any, ...]) -> Any:
+    """``value`` as the first of the types that takes it."""
+    option = "--" + name.replace("_", "-")
+    for kind in types:
+        if kind is tuple and _are_texts(value):
+            return tuple(value)
+        if kind is str and isinstance(value, str | PurePath):
+            return str(value)
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind is int and not isinstance(value, bool) and isinstance(value, SupportsIndex):
+            return _whole_number(option, index(value))
+        if kind is float and not isinstance(value, bool | str) and isinstance(value, SupportsFloat):
+            return _float(option, value)
+    wanted = " or ".join("None" if kind is NoneType else NAMES.get(kind, str(kind)) for kind in types)
+    raise OptionError(f"{option} must be {wanted}; it is {_shown(value)}, of type {type(value).__name__}")
+
+
+def _are_texts(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(isinstance(entry, str) for entry in value)
+
+
+def _whole_number(option: str, number: int) -> int:
+    if abs(number) > LARGEST_WHOLE_NUMBER:
+        raise OptionError(
+            f"{option} must be a whole number of at most {LARGEST_WHOLE_NUMBER}; it takes {number.bit_length()} bits"
+        )
+    return number
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(str(value)[:60])
+    except Exception:  # whole numbers of more than 4 300 digits, and whatever an object's own __str__ raises
+        return "something that cannot be printed"
+
+
+def _float(option: str, value: Any) -> Any:
+    """``value``, if a float can hold it; NaN and infinity are refused by the options that they do not suit."""
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise OptionError(
+            f"{option} must be a number that a float can hold; it has more than 308 digits"
+        ) from error
+    return value if isinstance(value, int | float) and not math.isnan(number) else number
