@@ -42,8 +42,8 @@ def _converted(name: str, value: Any, types: tuple[Any, ...]) -> Any:
     """``value`` as the first of the types that takes it."""
     option = "--" + name.replace("_", "-")
     for kind in types:
-        if kind is tuple and _are_texts(value):
-            return tuple(value)
+        if kind is tuple and (texts := _texts(value)) is not None:
+            return texts
         if kind is str and isinstance(value, str | PurePath):
             return str(value)
         if kind is bool and isinstance(value, bool):
@@ -56,8 +56,11 @@ def _converted(name: str, value: Any, types: tuple[Any, ...]) -> Any:
     raise OptionError(f"{option} must be {wanted}; it is {_shown(value)}, of type {type(value).__name__}")
 
 
-def _are_texts(value: Any) -> bool:
-    return type(value) in (list, tuple) and all(isinstance(entry, str) for entry in value)
+def _texts(value: Any) -> tuple[str, ...] | None:
+    """A list or tuple of texts as a tuple; None of anything else."""
+    if type(value) not in (list, tuple) or not all(isinstance(entry, str) for entry in value):
+        return None
+    return tuple(value)
 
 
 def _whole_number(option: str, number: int) -> int:
