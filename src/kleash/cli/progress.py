@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from kleash.cli.numbers import with_error
 from kleash.cli.terminal import Terminal, can_redraw, say
 from kleash.records import Number
 
@@ -99,7 +100,7 @@ class Progress:
 
     def shard_written(self, kl: Number) -> None:
         """Show the running mean."""
-        self._kl = f"KL {kl}"
+        self._kl = f"KL {with_error(kl)}"
         if self._draws:
             self._bar.update(self._task, kl=self._kl)
 

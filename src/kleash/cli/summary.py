@@ -4,122 +4,165 @@ import math
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.measure import Measurement as Width
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from kleash.records import Comparison, Measurement, Number
+from kleash.cli.numbers import cells, named, with_error
+from kleash.cli.terminal import Terminal, remark, say
+from kleash.records import PERPLEXITIES, Comparison, Measurement, Number
+from kleash.reports.measurement import every_doubt, headline, means, vocabulary
 
 WIDEST = 200
-PER_TOKEN = {
-    "kl_policy_reference": "KL(policy || reference)",
-    "kl_reference_policy": "KL(reference || policy)",
-    "jensen_shannon": "Jensen-Shannon",
-    "total_variation": "total variation",
-    "entropy_policy": "entropy of the policy",
-    "entropy_reference": "entropy of the reference",
-}
+KL = "kl_policy_reference"
+NO_INTERVAL = "no interval: one cluster alone does not show how much clusters differ"
 
 
 def print_measurement(measurement: Measurement, folder: Path) -> None:
     """The numbers with their intervals, what to doubt about them, and where the rest lies."""
-    console = Console(highlight=False)
-    counts = measurement.counts
+    console = Terminal()
     console.print()
-    console.print(
-        f"[bold]{measurement.per_token['kl_policy_reference']}[/bold] per token: KL(policy || reference)",
-        soft_wrap=True,
-    )
-    console.print(escape(measurement.estimand), style="dim")
-    console.print(
-        f"{counts.tokens:,} tokens in {counts.sequences:,} sequences, {counts.clusters:,} independent clusters",
-        style="dim",
-    )
+    say(console, f"{named(KL)} per token: {interval_first(headline(measurement))}", style="bold")
+    for role, model in measurement.models.items():
+        where = f" on {measurement.device}" if measurement.device else ""
+        say(console, f"{role}: {model.path} ({model.dtype}{where})")
+    console.print(Text(measurement.estimand, "dim"))
+    console.print(Text(measured_on(measurement), "dim"))
     _print_whole(console, _numbers(measurement))
-    console.print(_tail(measurement), soft_wrap=True)
-    for doubt in _all_doubts(measurement):
-        console.print(f"[yellow]doubt:[/yellow] {escape(doubt)}", soft_wrap=True)
-    console.print(f"report: {escape(str(folder / 'report.html'))}", soft_wrap=True)
+    say(console, _tail(measurement))
+    for doubt in every_doubt(measurement):
+        remark(console, "doubt", named(doubt))
+    say(console, f"report: {folder / 'report.html'}")
+
+
+def interval_first(number: Number) -> str:
+    """The 95 % interval, then the value and its standard error; in words where there is no interval."""
+    value, interval, error, unit = cells(number)
+    unit = f" {unit}" if unit else ""
+    if not interval:
+        return f"{value}{unit} ({NO_INTERVAL})"
+    return f"{interval}{unit} (95 % interval), mean {value}, standard error {error or 'unknown'}"
+
+
+def measured_on(measurement: Measurement) -> str:
+    """How much was measured, and how much of it was cut off."""
+    counts, words = measurement.counts, vocabulary(measurement)
+    amount = f"{counts.tokens:,} tokens in {_counted(counts.sequences, words['sequence'])}"
+    if words["sequence"] != words["prompt"]:
+        joined = "of" if words["sequence"] == "window" else "to"
+        amount += f" {joined} {_counted(counts.prompts, words['prompt'])}"
+    if words["sequence"] == "response":
+        amount += f", of which {counts.truncated_sequences:,} cut off before the end"
+    return f"{amount}; {_counted(counts.clusters, 'independent cluster')}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _print_whole(console: Console, table: Table) -> None:
     """A table no narrower than its numbers: a terminal that is narrower breaks the lines, and nothing is cut off."""
     needed = Width.get(console, console.options.update(max_width=WIDEST), table).maximum
-    Console(highlight=False, width=max(needed, console.width)).print(Padding(table, (1, 0)))
+    Terminal(width=max(needed, console.width)).print(Padding(table, (1, 0)))
 
 
 def _tail(measurement: Measurement) -> str:
     """How unevenly the KL is spread over tokens: a mean alone hides that."""
-    ladder = measurement.quantiles["kl_policy_reference"]
+    ladder = measurement.quantiles[KL]
     rungs = [("median", "50"), ("99 %", "99"), ("99.9 %", "99.9"), ("largest", "max")]
     steps = ", ".join(f"{name} {ladder[rung].value:.3g}" for name, rung in rungs)
     share = measurement.top_percent_share
-    held = "" if math.isnan(share) else f"; the 1 % with the most hold {share:.0%} of the KL"
-    return f"tokens: {steps} nats{held}"
+    part = "" if math.isnan(share) else f"; the 1 % with the most hold {share:.0%} of the KL"
+    return f"tokens: {steps} nats{part}"
 
 
 def _numbers(measurement: Measurement) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("mean", justify="right", no_wrap=True)
-    table.add_column("95 % interval", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for name, title in PER_TOKEN.items():
-        _row(table, title, measurement.per_token[name])
-    _row(table, "same likeliest token", measurement.top1_agreement)
-    _row(table, "perplexity, policy / reference", measurement.perplexity["ratio"])
+    for heading in ("", "mean", "95 % interval", "standard error", ""):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    alone = measurement.counts.clusters < 2
+    for name, _, number in means(measurement):
+        if not name.startswith("log "):  # the perplexities say the same
+            _row(table, name, number, alone=alone)
     if measurement.per_sequence is not None:
-        _row(table, "KL per sequence", measurement.per_sequence.kl_policy_reference)
+        _row(table, "KL per sequence", measurement.per_sequence.kl_policy_reference, alone=alone)
     if measurement.noise_floor is not None:
-        _row(table, "noise floor (rounding alone)", measurement.noise_floor)
+        _row(table, "Noise floor (rounding alone)", measurement.noise_floor, alone=alone)
     if measurement.dtype_gap is not None:
-        _row(table, "dtype gap (against float32)", measurement.dtype_gap)
-    if measurement.estimators:
-        table.add_section()
-        for name, record in measurement.estimators.items():
-            _row(table, f"{name} on these tokens", record.number)
+        _row(table, "Gap to float32", measurement.dtype_gap, alone=alone)
+    for name, record in measurement.estimators.items():
+        _row(table, f"Estimator {name}, same tokens", record.number, alone=alone)
     return table
 
 
-def _row(table: Table, title: str, number: Number) -> None:
-    low, high = (number.format(end) for end in number.ci95)
-    table.add_row(title, number.rounded, f"{low} to {high}", number.unit if number.unit == "nats" else "")
-
-
-def _all_doubts(measurement: Measurement) -> list[str]:
-    headline = measurement.per_token["kl_policy_reference"]
-    return list(dict.fromkeys([*measurement.doubts, *headline.doubts]))
+def _row(table: Table, title: str, number: Number, *, alone: bool) -> None:
+    """A number's row; with one cluster ``alone`` there is no interval, whatever bounds the number has."""
+    value, interval, error, unit = cells(number)
+    known = interval if interval and not alone else "unknown"
+    table.add_row(named(title), value, known, error or "unknown", unit)
 
 
 def print_comparison(comparison: Comparison, page: Path) -> None:
-    """Each run's KL, and how it differs from the first."""
-    console = Console(highlight=False)
+    """Each run's KL and perplexities, and how they differ from the first run's."""
+    console = Terminal()
+    noun = "documents" if comparison.runs[0].source == "text" else "prompts"
+    _print_whole(console, _compared(comparison, noun))
+    if any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES):
+        _print_whole(console, _perplexities(comparison))
+    say(console, "± is one standard error; a difference whose interval holds 0 may be none", style="dim")
+    for doubt in dict.fromkeys(comparison_doubts(comparison)):
+        remark(console, "doubt", named(doubt))
+    say(console, f"picture: {page}")
+
+
+def comparison_doubts(comparison: Comparison) -> list[str]:
+    """What is held against the comparison, its differences and its runs."""
+    of_differences = [
+        *(doubt for each in comparison.differences for doubt in each.doubts),
+        *(
+            f"{each.name} minus {each.minus}, {named(name)}: {doubt}"
+            for each in comparison.differences
+            for name, number in each.differences.items()
+            for doubt in number.doubts
+        ),
+    ]
+    return [
+        *comparison.doubts,
+        *of_differences,
+        *(f"{r.name}: {doubt}" for r in comparison.runs for doubt in r.doubts),
+    ]
+
+
+def _compared(comparison: Comparison, noun: str) -> Table:
     table = Table(box=None, pad_edge=False)
-    for heading in (
-        "run",
-        "KL(policy ||\nreference)",
-        "difference from\nthe first",
-        "95 % interval",
-        "prompts",
-    ):
+    for heading in ("run", "KL(policy ||\nreference)", "difference from\nthe first", "95 % interval", noun):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     first, *others = comparison.runs
-    name = "kl_policy_reference"
-    table.add_row(escape(first.name), str(first.numbers[name]), "", "", str(first.counts.prompts))
+    table.add_row(first.name, with_error(first.numbers[KL]), "", "", str(first.counts.prompts))
     for run, difference in zip(others, comparison.differences, strict=True):
-        number = difference.differences[name]
-        low, high = (number.format(end) for end in number.ci95)
-        table.add_row(
-            escape(run.name),
-            str(run.numbers[name]),
-            str(number),
-            f"{low} to {high}",
-            f"{difference.shared_prompts} shared",
-        )
-    _print_whole(console, table)
-    for doubt in dict.fromkeys(
-        [*comparison.doubts, *(d for each in comparison.differences for d in each.doubts)]
-    ):
-        console.print(f"[yellow]doubt:[/yellow] {escape(doubt)}", soft_wrap=True)
-    console.print(f"picture: {escape(str(page))}", soft_wrap=True)
+        number = difference.differences[KL]
+        interval = cells(number)[1] or "unknown"
+        shared = f"{difference.shared_prompts} shared"
+        table.add_row(run.name, with_error(run.numbers[KL]), with_error(number), interval, shared)
+    return table
+
+
+def _perplexities(comparison: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False)
+    headings = (
+        "run",
+        "perplexity of\nthe policy",
+        "of the\nreference",
+        "ratio",
+        "difference of the\npolicy's",
+        "",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
+    for place, run in enumerate(comparison.runs):
+        values = [with_error(run.numbers[name]) if name in run.numbers else "" for name in PERPLEXITIES]
+        number = comparison.differences[place - 1].differences.get(PERPLEXITIES[0]) if place else None
+        difference = ("", "") if number is None else (with_error(number), cells(number)[1] or "unknown")
+        table.add_row(run.name, *values, *difference)
+    return table

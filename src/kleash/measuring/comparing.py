@@ -11,10 +11,13 @@ from kleash.errors import OptionError, RunFolderError
 from kleash.measuring.rows import sequence_starts
 from kleash.measuring.scales import scale_of
 from kleash.records import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
-from kleash.records.comparison import COMPARED
+from kleash.records.comparison import COMPARED, PERPLEXITIES
+from kleash.reports.measurement import every_doubt
 from kleash.uncertainty import paired_difference
 from kleash.version import __version__
 
+SUMMED = (*COMPARED, "logp_policy", "logp_reference")
+"""What is summed for each prompt."""
 FEW_SHARED = 0.5
 """Share of a run's prompts below which a difference speaks for too small a part of it."""
 
@@ -56,19 +59,29 @@ class _Run:
     rows: dict[str, int]
     """Prompt hash to row."""
     sums: NDArray[np.float64]
-    """Of each prompt hash: tokens, then the columns ``COMPARED``."""
+    """Of each prompt hash: tokens, then the columns ``SUMMED``."""
     prompts: NDArray[np.int64]
     """Of each prompt hash: the prompt, or on text the document, that it belongs to."""
+
+    @property
+    def on_text(self) -> bool:
+        """Whether what is paired are windows of documents."""
+        return self.measurement.job.get("text") is not None
+
+    @property
+    def noun(self) -> str:
+        """What is paired, in words."""
+        return "documents" if self.on_text else "prompts"
 
 
 def _read(path: Path) -> _Run:
     measurement = Measurement.read(path)
     folder = RunFolder(path)
     folder.require_shards(measurement.counts.shards)
-    missing = [name for name in COMPARED if name not in (*measurement.per_token, "top1_agreement")]
+    missing = [name for name in SUMMED if name not in (*measurement.per_token, "top1_agreement")]
     if missing:
         raise RunFolderError(f"{path}/measurement.json has no {missing[0]} under per_token; measure again")
-    wanted = [name for name in COMPARED if name != "top1_agreement"]
+    wanted = [name for name in SUMMED if name != "top1_agreement"]
     rows: dict[str, int] = {}
     prompts: list[int] = []
     sums: list[NDArray[np.float64]] = []
@@ -77,7 +90,7 @@ def _read(path: Path) -> _Run:
         tokens["top1_agreement"] = tokens["top1_policy"] == tokens["top1_reference"]
         starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
         ones = np.ones(len(tokens["prompt_id"]))
-        columns = np.stack([ones, *(tokens[name].astype(np.float64) for name in COMPARED)], axis=1)
+        columns = np.stack([ones, *(tokens[name].astype(np.float64) for name in SUMMED)], axis=1)
         found = zip(
             sequences["prompt_hash"], sequences["prompt_id"], np.add.reduceat(columns, starts), strict=True
         )
@@ -97,8 +110,8 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
     shared = [key for key in first.rows if key in run.rows]
     if not shared:
         raise RunFolderError(
-            f"{run.folder} ({len(run.rows)} prompts) and {first.folder} ({len(first.rows)} prompts) share no prompt; "
-            "compare runs over the same ones"
+            f"{run.folder} ({_count(run)} {run.noun}) and {first.folder} ({_count(first)} {first.noun}) share no "
+            f"{first.noun[:-1]}; compare runs over the same ones"
         )
     here = run.sums[[run.rows[key] for key in shared]]
     there_rows = [first.rows[key] for key in shared]
@@ -112,21 +125,55 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
                 here[:, place], here[:, 0], there[:, place], there[:, 0], unit=scale_of(column).unit
             )
         )
-    only_here, only_there = len(run.rows) - len(shared), len(first.rows) - len(shared)
+    differences |= _perplexity_differences(here, there)
+    both = _count(first, there_rows)
+    only_here = _count(run) - _count(run, [run.rows[key] for key in shared])
+    only_there = _count(first) - both
     doubts = ()
     if len(shared) < FEW_SHARED * max(len(run.rows), len(first.rows)):
         doubts = (
-            f"{name} and {first_name} share only {len(shared)} prompts; {only_here} and {only_there} are in one alone",
+            f"{name} and {first_name} share only {both} {first.noun}; {only_here} and {only_there} are in one alone",
         )
     return RunDifference(
         name=name,
         minus=first_name,
-        shared_prompts=len(shared),
+        shared_prompts=both,
         only_here=only_here,
         only_there=only_there,
         differences=differences,
         doubts=doubts,
     )
+
+
+def _count(run: _Run, rows: list[int] | None = None) -> int:
+    """How many prompts these rows of a run belong to; on text, where a row is a window, documents."""
+    if not run.on_text:
+        return len(run.rows) if rows is None else len(rows)
+    return len(np.unique(run.prompts if rows is None else run.prompts[rows]))
+
+
+def _perplexity_differences(here: NDArray[np.float64], there: NDArray[np.float64]) -> dict[str, Number]:
+    """Differences of perplexities, exp of a mean; their errors are those of the means, times the derivative."""
+    policy, reference = (1 + SUMMED.index(name) for name in ("logp_policy", "logp_reference"))
+    losses = {
+        "perplexity_policy": lambda sums: -sums[:, policy],
+        "perplexity_reference": lambda sums: -sums[:, reference],
+        "perplexity_ratio": lambda sums: sums[:, reference] - sums[:, policy],
+    }
+    found: dict[str, Number] = {}
+    for name in PERPLEXITIES:
+        sides: list[NDArray[np.float64]] = []
+        for sums in (here, there):
+            loss = losses[name](sums)
+            mean = loss.sum() / sums[:, 0].sum()
+            with np.errstate(over="ignore", invalid="ignore"):
+                # Its sum over the tokens is the perplexity, and a cluster moves it by what it moves the mean.
+                sides.append(np.exp(mean) * (loss - mean * sums[:, 0] + sums[:, 0]))
+        if all(np.isfinite(side).all() for side in sides):
+            found[name] = Number.of(
+                paired_difference(sides[0], here[:, 0], sides[1], there[:, 0], unit="none")
+            )
+    return found
 
 
 def _by_cluster(labels: NDArray[np.int64], sums: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -147,9 +194,13 @@ def _compared(run: _Run, name: str) -> ComparedRun:
             if column == "top1_agreement"
             else measurement.per_token[column]
             for column in COMPARED
-        },
+        }
+        | {f"perplexity_{name}": number for name, number in measurement.perplexity.items()},
         noise_floor=measurement.noise_floor,
-        doubts=measurement.doubts,
+        doubts=tuple(every_doubt(measurement)),
+        source=next(
+            (kind for kind in ("text", "responses") if measurement.job.get(kind) is not None), "prompts"
+        ),
     )
 
 

@@ -26,25 +26,27 @@ class Estimand:
     doubts: tuple[str, ...] = ()
 
 
-def estimand_of(job: MeasureJob, *, all_have_logprobs: bool = False) -> Estimand:
+def estimand_of(job: MeasureJob, *, all_have_logprobs: bool = False, split: bool = True) -> Estimand:
     """What ``job`` measures.
 
     Args:
         job: the job.
         all_have_logprobs: of responses that somebody else generated: whether each of their tokens
             comes with the log-probability under which it was drawn.
+        split: of text: whether a document was longer than a window.
     """
     kind, path = job.source
     if kind == "text":
-        return _of_text(job, path)
+        return _of_text(job, path, split=split)
     if kind == "responses":
         return _of_responses(job, path, all_have_logprobs=all_have_logprobs)
     return _of_prompts(job, path)
 
 
-def _of_text(job: MeasureJob, path: str) -> Estimand:
+def _of_text(job: MeasureJob, path: str, *, split: bool) -> Estimand:
+    read = _windows(job) if split else "each document read whole"
     return Estimand(
-        words=_words(job, f"the prefixes of the text {path}, {_windows(job)}"),
+        words=_words(job, f"the prefixes of the text {path}, {read}"),
         weighting=None,
         estimators_note=(
             "left out: k1, abs, k2 and k3 are averages over tokens that the policy drew, and these are the text's"

@@ -60,7 +60,11 @@ class Sequences:
 def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
     """Everything that is reported of a run, from its files and a second look at some of its sequences."""
     sequences = read_sequences(run.folder, on_text=run.job.source[0] == "text")
-    estimand = estimand_of(run.job, all_have_logprobs=sequences.all_have_logprobs)
+    estimand = estimand_of(
+        run.job,
+        all_have_logprobs=sequences.all_have_logprobs,
+        split=len(sequences.clusters.labels) > sequences.prompts,
+    )
     counted = tally(run.folder, estimand, sequences.clusters)
     sums, worst = counted.sums, counted.worst
     worst_sequences = worst.worst_sequences()
@@ -72,6 +76,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         job=run.job.settings(),
         source_sha256=run.source_sha256,
         models={model.role: model.record() for model in (run.pair.policy, run.pair.reference)},
+        device=device_of(run.pair),
         counts=Counts(
             prompts=sequences.prompts,
             sequences=len(sequences.clusters.labels),
@@ -107,6 +112,12 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     )
+
+
+def device_of(pair: Pair) -> str:
+    """Where the models of a run are."""
+    places = [str(model.device_map or model.device) for model in (pair.policy, pair.reference)]
+    return " and ".join(dict.fromkeys(places))
 
 
 def read_sequences(folder: RunFolder, *, on_text: bool) -> Sequences:

@@ -14,7 +14,7 @@ from kleash.records.audit import (
     ZoneRow,
 )
 from kleash.records.caching import CacheContents, CachedSource, CacheJob, CacheLabel
-from kleash.records.comparison import COMPARED, ComparedRun, Comparison, RunDifference
+from kleash.records.comparison import COMPARED, PERPLEXITIES, ComparedRun, Comparison, RunDifference
 from kleash.records.demonstration import BestOf, Demonstration, DemonstrationJob, Leash
 from kleash.records.folder import RunFolder, RunHeader
 from kleash.records.job import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE, MeasureJob
@@ -50,6 +50,7 @@ __all__ = [
     "AUDIT_SCHEMA",
     "COMPARED",
     "METRICS",
+    "PERPLEXITIES",
     "SCHEMA",
     "SHIPPED_POLICY",
     "SHIPPED_PROMPTS",

@@ -18,6 +18,8 @@ COMPARED = (
     "top1_agreement",
 )
 """The means per token that a comparison holds, in the order in which they are shown."""
+PERPLEXITIES = ("perplexity_policy", "perplexity_reference", "perplexity_ratio")
+"""The perplexities that it holds beside them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +35,13 @@ class ComparedRun:
     reference: str
     counts: Counts
     numbers: Mapping[str, Number]
-    """The run's own means per token, over all of its prompts; names as in ``COMPARED``."""
+    """The run's own means per token, over all of its prompts, and its perplexities; names as in ``COMPARED``
+    and ``PERPLEXITIES``."""
     noise_floor: Number | None = None
     doubts: tuple[str, ...] = ()
+    """Everything that the run's own report doubts."""
+    source: str = "prompts"
+    """What was read: "prompts", "text" or "responses"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +53,13 @@ class RunDifference:
     minus: str
     """The run that is taken away: the first one."""
     shared_prompts: int
-    """Prompts that both have, told by their hash; the differences are over these alone."""
+    """Prompts (on text: documents) that both have, told by their hash; the differences are over these alone."""
     only_here: int
     """Prompts of ``name`` that ``minus`` has not."""
     only_there: int
     """Prompts of ``minus`` that ``name`` has not."""
     differences: Mapping[str, Number]
-    """``name`` minus ``minus``, paired prompt by prompt; names as in ``COMPARED``."""
+    """``name`` minus ``minus``, paired prompt by prompt; names as in ``COMPARED`` and ``PERPLEXITIES``."""
     doubts: tuple[str, ...] = ()
 
 

@@ -134,6 +134,23 @@ class PromptDrift:
     kl_max: float
 
 
+KINDS = (
+    ("demonstration.json", "it is a demonstration of kleash train, whose runs lie in the folders inside it"),
+    ("steps.jsonl", "it is the folder of a training run; measure its policy: kleash measure --policy"),
+    ("reference.json", "it is the cache of a reference; give it to kleash measure as --reference-cache"),
+    ("run.json", "the run has not finished: finish it with --resume"),
+)
+"""Files that tell what a folder is, and what it is, the most telling first."""
+
+
+def what_it_is(folder: Path) -> str:
+    """What a folder without a measurement is, and what can be done with it."""
+    for name, sentence in KINDS:
+        if (folder / name).exists():
+            return f"{sentence} {folder / 'policy'}" if name == "steps.jsonl" else sentence
+    return "is it a run folder?"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """How far a policy has drifted from its reference."""
@@ -147,6 +164,8 @@ class Measurement:
     source_sha256: str
     """Hash of the file of prompts, texts or responses."""
     models: Mapping[str, ModelRecord]
+    device: str = ""
+    """Where the models ran: "cpu", "cuda:0"; empty in files of older versions."""
     counts: Counts
     per_token: Mapping[str, Number]
     """A mean for each column of ``tokens/``."""
@@ -209,11 +228,7 @@ class Measurement:
                 )
             return decode(cls, data)
         except FileNotFoundError as error:
-            unfinished = (folder / "run.json").exists()
-            hint = (
-                "the run has not finished: finish it with --resume" if unfinished else "is it a run folder?"
-            )
-            raise RunFolderError(f"{folder} has no measurement.json; {hint}") from error
+            raise RunFolderError(f"{folder} has no measurement.json; {what_it_is(folder)}") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, RunFolderError):
                 raise

@@ -37,6 +37,9 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     ),
     "rank_reference": ("Rank of the observed token", "among the reference's tokens; 0 is the likeliest"),
     "top1_agreement": ("Top-1 agreement", "both models find the same token likeliest"),
+    "perplexity_policy": ("Perplexity of the policy", "on the observed tokens"),
+    "perplexity_reference": ("Perplexity of the reference", "on the observed tokens"),
+    "perplexity_ratio": ("Perplexity ratio", "policy over reference"),
 }
 """For each column: what it is called on a page, and what it says."""
 
@@ -57,18 +60,23 @@ class Shown:
     doubts: tuple[str, ...]
 
 
+def in_unit(number: Number) -> tuple[Number, str]:
+    """``number`` in the unit in which it is shown, and that unit: probabilities as percentages."""
+    if number.unit != "probability":
+        return number, "" if number.unit == "none" else number.unit
+    low, high = number.ci95
+    shares = replace(
+        number,
+        value=100 * number.value,
+        standard_error=100 * number.standard_error,
+        ci95=(100 * low, 100 * high),
+    )
+    return shares, "%"
+
+
 def shown(number: Number) -> Shown:
     """``number`` as a page shows it; probabilities as percentages."""
-    unit = "" if number.unit == "none" else number.unit
-    if number.unit == "probability":
-        low, high = number.ci95
-        number = replace(
-            number,
-            value=100 * number.value,
-            standard_error=100 * number.standard_error,
-            ci95=(100 * low, 100 * high),
-        )
-        unit = "%"
+    number, unit = in_unit(number)
     low, high = (typeset(number.format(end)) for end in number.ci95)
     known = not (math.isnan(number.ci95[0]) or math.isnan(number.ci95[1]))
     return Shown(

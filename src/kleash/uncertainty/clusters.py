@@ -44,12 +44,14 @@ def cluster_labels(
     if len(documents) >= few:
         return ClusterLabels(labels.astype(np.int64), ())
     blocks = np.stack([labels, window_ids // block], axis=1)
-    _, labels = np.unique(blocks, axis=0, return_inverse=True)
+    found, labels = np.unique(blocks, axis=0, return_inverse=True)
     noun = "document" if len(documents) == 1 else "documents"
-    doubt = (
-        f"only {len(documents)} {noun}, below {few}: the clusters are blocks of {block} neighbouring windows, "
-        "and what blocks of one document share is missing from the error"
-    )
+    doubt = f"only {len(documents)} {noun}, below {few}"
+    if len(found) > len(documents):
+        doubt += (
+            f": the clusters are blocks of {block} neighbouring windows, and what blocks of one document share is "
+            "missing from the error"
+        )
     return ClusterLabels(np.ravel(labels).astype(np.int64), (doubt,))
 
 
