@@ -170,6 +170,34 @@ def test_reference_and_policy_are_not_swapped_for_an_adapter(training, folder, t
     assert abs(swapped.per_token.value / by_adapter.per_token.value - 1) > 0.01
 
 
+@pytest.mark.usefixtures("unhooked")
+def test_a_base_that_its_adapter_has_changed_is_no_reference(training, folder):
+    from peft import LoraConfig, get_peft_model
+
+    def over(**settings):
+        network = AutoModelForCausalLM.from_pretrained(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
+            return training(network=get_peft_model(network, lora))
+
+    trainer = over(init_lora_weights="pissa")
+    with pytest.raises(
+        ModelError, match=r"takes its initial matrices out of .*; name a reference that is loaded"
+    ):
+        monitor(folder, reference=None).attach(trainer).measure()
+    start = (
+        monitor(folder, sampling=Sampling(max_new_tokens=5)).attach(over(init_lora_weights="pissa")).measure()
+    )
+    assert 0 <= start.per_token.value < 1e-8  # what PiSSA starts from is the base, up to rounding
+    trainer = over()
+    trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
+    with pytest.raises(
+        ModelError, match=r"1 tensors of it are trained, such as .*norm\.weight; freeze them, or name"
+    ):
+        monitor(folder, reference=None).attach(trainer).measure()
+
+
 @pytest.mark.parametrize("per", ["token", "sequence"])
 def test_a_budget_stops_training(training, folder, caplog, per):
     free = training()

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import save_tiny, tiny_adapter
+from transformers import AutoModelForCausalLM
 from trl_batches import PROMPT, TIME, batch, counted, make, moved, score, whole_logp
 
-from kleash.errors import CannotRunError, OptionError
+from kleash.errors import CannotRunError, ModelError, OptionError
 from kleash.leash import PIDBeta
 from kleash.shipped import shipped_folder, shipped_prompts
 
@@ -99,7 +100,6 @@ def test_rloo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
 )
 def test_an_update_in_parts_is_the_update_in_one(trl, folder, tmp_path, kind, loss_type):
     """Rewards are all alike, so that the KL is all there is to the update; its size shows in the gradient's norm."""
-    from transformers import AutoModelForCausalLM
 
     norms, weights = [], []
     for parts in (1, 2):
@@ -144,7 +144,6 @@ def test_without_a_leash_trls_trainer_is_as_it_was(trl, folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_a_reference_of_ones_own_takes_the_place_of_trls(trl, folder, tmp_path, kind):
-    from transformers import AutoModelForCausalLM
 
     own = moved(AutoModelForCausalLM.from_pretrained(folder), 0.2)
     settings = {"temperature": 0.7, "max_steps": 1}
@@ -204,7 +203,6 @@ def test_the_reference_of_an_adapter_is_its_base(trl, folder, tmp_path):
 
 def test_the_reference_of_a_trained_adapter_is_that_adapter(trl, folder, tmp_path):
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     adapter = tiny_adapter(tmp_path / "adapter", folder)
     with warnings.catch_warnings():
@@ -215,6 +213,51 @@ def test_the_reference_of_a_trained_adapter_is_that_adapter(trl, folder, tmp_pat
     trainer.train()
     first, second = steps(trainer)
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"init_lora_weights": "pissa"},
+            "takes its initial matrices out of the weights of its base; give reference=",
+        ),
+        ({"layer_replication": [[0, 2], [0, 2]]}, "repeats layers of its base"),
+        ({"bias": "lora_only"}, "has trained biases"),
+    ],
+)
+@pytest.mark.usefixtures("unhooked")
+def test_an_adapter_that_changes_its_base_needs_another_reference(trl, folder, tmp_path, settings, reason):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
+    given = {"model": str(folder), "folder": tmp_path, "peft_config": lora}
+    with pytest.raises(ModelError, match=reason):
+        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, **given)
+    with pytest.raises(ModelError, match=reason):
+        make(trl.LeashedRLOOTrainer, trl.RLOOConfig, **given)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, **given, reference=base)
+    inputs = batch()
+    reference = trainer._pass_over(inputs, reference=True, hidden=True)
+    fresh = whole_logp(AutoModelForCausalLM.from_pretrained(folder), inputs, 1.0)
+    logp = fresh.gather(-1, inputs["completion_ids"].unsqueeze(-1))[..., 0]
+    counts = counted(inputs)
+    torch.testing.assert_close(reference.logp[counts], logp[counts], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_a_base_that_is_trained_under_its_adapter_is_no_reference(trl, folder, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        network = get_peft_model(network, lora)
+    network.get_base_model().model.norm.weight.requires_grad_(True)
+    with pytest.raises(ModelError, match=r"1 tensors of it are trained, such as .*norm\.weight; freeze them"):
+        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, network, tmp_path)
 
 
 def test_a_head_that_is_adapted_itself_is_refused(trl, folder, tmp_path):

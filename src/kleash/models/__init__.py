@@ -1,5 +1,6 @@
 """Two language models that can be compared: loading, reading sources, answering prompts, scoring."""
 
+from kleash.models.adapters import require_unchanged_base
 from kleash.models.against_itself import score_against_alone, score_in_float32
 from kleash.models.alternatives import alternatives
 from kleash.models.anatomy import Anatomy, disagreement, take_apart
@@ -56,6 +57,7 @@ __all__ = [
     "read_prompts",
     "read_responses",
     "read_text",
+    "require_unchanged_base",
     "retokenisation_doubts",
     "save_rounding",
     "score",

@@ -9,7 +9,9 @@ from typing import Any
 
 from kleash.errors import ModelError
 from kleash.extras import need
+from kleash.models.checkpoint_safety import INDEX, check_adapter_files, check_index, check_model_settings
 from kleash.models.quiet import first_line, quiet
+from kleash.models.safetensors_header import safetensors_header
 from kleash.shipped import shipped_folder
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -17,6 +19,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 UNWANTED = ["*/*", "consolidated*"]
 SAMPLE_BYTES = 256
+LARGEST_SETTINGS = 1 << 26
+"""Bytes of a JSON file that is read here; the largest indices of shards are a tenth of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +70,17 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
         _check_model_folder(name, folder)
         return Checkpoint(name=name, folder=folder, revision=commit)
     settings = read_json(folder / "adapter_config.json")
+    check_adapter_files(name, folder, settings)
     _check_weights(name, folder)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"the adapter {name} does not name its base in adapter_config.json; write it there")
     try:
         base_folder, _ = _find_base(base, settings.get("revision"), folder)
+        if (base_folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{base} is an adapter itself; merge that into its base, and name the folder here"
+            )
         _check_model_folder(base, base_folder)
     except ModelError as error:
         raise ModelError(f"the adapter {name} lies over the base {base}, but {error}") from error
@@ -106,33 +115,17 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: if it is not one.
     """
     try:
+        size = path.stat().st_size
+        if size > LARGEST_SETTINGS:
+            raise ModelError(f"{path} is {size} bytes long, too long for settings; fetch or make it again")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ModelError):
+            raise
         raise ModelError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} should hold a JSON object and holds a {type(content).__name__}")
     return content
-
-
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """The table at the start of a safetensors file: name → dtype, shape and where its bytes are.
-
-    Raises:
-        ModelError: if the file is damaged.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        raw = file.read(length) if length <= size - 8 else b""
-    try:
-        header = json.loads(raw)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is not a safetensors file; fetch or make it again") from error
-    if end != size:
-        raise ModelError(f"{path} should be {end} bytes long and is {size}; fetch or make it again")
-    return entries
 
 
 def _sample_tensors(path: Path, digest: Any) -> None:
@@ -201,7 +194,9 @@ def _check_model_folder(name: str, folder: Path) -> None:
         raise ModelError(
             f"{name} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
         )
-    read_json(folder / "config.json")
+    check_model_settings(folder / "config.json", read_json(folder / "config.json"))
+    if (folder / INDEX).is_file():
+        check_index(folder / INDEX, read_json(folder / INDEX))
     _check_weights(name, folder)
 
 

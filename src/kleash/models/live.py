@@ -11,6 +11,8 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.linear import Head
+from kleash.models.adapter_kinds import rule_of
+from kleash.models.adapters import require_unchanged_base, trained_base_tensors
 from kleash.models.loading import DTYPES, anatomy_of, check_rows, ends_of
 from kleash.models.pairs import Model
 
@@ -40,12 +42,15 @@ def live_model(
         name: what it is called in errors and records; the name it was loaded by, if not given.
 
     Raises:
-        ModelError: if it is no causal language model of text, is in training mode, or is sharded over processes.
+        ModelError: if it is no causal language model of text, is in training mode, or is sharded over processes; if
+            an adapter has changed the base that is asked for, or acts through a forward pass of its own.
     """
     adapters = network if hasattr(network, "get_base_model") else None
     inner = network if adapters is None else adapters.get_base_model()
     chosen = _adapter(adapters, adapter, role)
     _check_at_rest(inner, role)
+    if adapters is not None:
+        _check_adapters(adapters, chosen, role)
     model = Model(
         role=role,
         path=name or getattr(inner.config, "_name_or_path", "") or type(inner).__name__,
@@ -114,6 +119,23 @@ def _adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
             f"the {role} has {len(active)} adapters at work at once; name the one to be measured"
         )
     return active
+
+
+def _check_adapters(adapters: Any, chosen: str | None, role: str) -> None:
+    """See that the base, where it counts, is what it was, and that a chosen adapter acts by weights alone."""
+    instead = "name a reference that is loaded by itself"
+    if chosen is None:
+        require_unchanged_base(adapters, role, instead=instead)
+        return
+    rule = rule_of(adapters.peft_config[chosen].to_dict())
+    if rule is not None and rule.treatment == "refused" and not rule.changes_base:
+        raise ModelError(f"the adapter {chosen!r} of the {role} {rule.reason}; {rule.advice}")
+    trained = trained_base_tensors(adapters)
+    if trained and chosen != adapters.active_adapter:
+        raise ModelError(
+            f"the {role} would be the adapter {chosen!r} beside one that is trained, but {len(trained)} tensors under "
+            f"both are trained too, such as {trained[0]}; freeze them, or {instead}"
+        )
 
 
 def _check_at_rest(network: Any, role: str) -> None:

@@ -7,9 +7,10 @@ import torch
 
 from kleash.errors import CannotRunError, ModelError, OptionError
 from kleash.linear import Head
+from kleash.models.adapters import Loaded
 from kleash.models.anatomy import Anatomy, cut, take_apart
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
-from kleash.models.networks import Loaded, load_network, load_tokenizer
+from kleash.models.networks import load_network, load_tokenizer
 from kleash.models.pairs import Model, Pair
 from kleash.models.quiet import quiet
 from kleash.models.tokenizers import PROBES, compare_tokenizers, token_count
@@ -78,7 +79,7 @@ def load_pair(
     }
     with quiet():
         tokenizers = {role: load_tokenizer(side, role, trust_remote_code) for role, side in sides.items()}
-        notes = [*compare_tokenizers(tokenizers["policy"], tokenizers["reference"]), *_taken(sides)]
+        notes = [*compare_tokenizers(tokenizers["policy"], tokenizers["reference"]), *_adapters_taken(sides)]
         models, said = load_models(sides, tokenizers, how)
     return fit_together(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *said])))
 
@@ -88,7 +89,7 @@ def load_models(
 ) -> tuple[dict[str, Model], list[str]]:
     """The models of these sides, and what is to be said about them."""
     place = place_of(how.device, how.device_map)
-    loaded = load_network(
+    loaded, sharing = load_network(
         sides,
         dtype=dtype_of(how.dtype, place),
         device=place,
@@ -96,7 +97,7 @@ def load_models(
         trust_remote_code=how.trust_remote_code,
     )
     models: dict[str, Model] = {}
-    notes: list[str] = []
+    notes = list(sharing)
     for role, side in sides.items():
         model, said = _model(role, side, tokenizers[role], loaded[role])
         models[role] = replace(model, device_map=how.device_map, trusted=how.trust_remote_code)
@@ -177,21 +178,13 @@ def _cut(model: Model, tokens: int) -> Model:
     return replace(model, head=cut(model.head, tokens), vocabulary=tokens)
 
 
-def _taken(sides: dict[str, Checkpoint]) -> list[str]:
-    """In words, what adapters and bases were taken for."""
-    policy, reference = sides["policy"], sides["reference"]
-    notes = [
+def _adapters_taken(sides: dict[str, Checkpoint]) -> list[str]:
+    """In words, which sides are adapters over which bases."""
+    return [
         f"the {role} is the adapter {side.name} over {side.base}"
         for role, side in sides.items()
         if side.adapter is not None
     ]
-    if notes and policy.folder.resolve() == reference.folder.resolve():
-        adapted = policy.adapter is not None and reference.adapter is not None
-        what = "two adapters over one base" if adapted else "an adapter and its base"
-        notes.append(f"policy and reference are {what}, which is loaded once and switched")
-    elif notes:
-        notes.append("policy and reference have different bases, which are both loaded")
-    return notes
 
 
 def ends_of(network: Any, tokenizer: Any) -> tuple[int, ...]:

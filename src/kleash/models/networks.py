@@ -1,7 +1,5 @@
 """Networks and tokenizers out of checkpoints, each base in memory once."""
 
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +7,14 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.extras import need
-from kleash.models.checkpoints import Checkpoint, safetensors_header
+from kleash.models.adapters import Base, Loaded, networks_over_one_base
+from kleash.models.checkpoints import Checkpoint
 from kleash.models.quiet import first_line
 
 TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
 """Files of which every tokenizer has one."""
 OTHER_SENSES = ("vision", "audio", "image", "video", "vq")
 """What the parts of a configuration are called where a model is not of text alone."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Loaded:
-    """A network as one side sees it."""
-
-    network: Any
-    adapters: Any
-    adapter: str | None
-    parameters: int
-    notes: tuple[str, ...]
 
 
 def load_network(
@@ -36,40 +24,34 @@ def load_network(
     device: torch.device,
     device_map: str | None,
     trust_remote_code: bool,
-) -> dict[str, Loaded]:
-    """The network of each side, in evaluation mode; sides over one folder share it.
+) -> tuple[dict[str, Loaded], tuple[str, ...]]:
+    """The network of each side, in evaluation mode, and notes about what is in memory once and what twice.
+
+    Sides over one folder share its network, unless an adapter changes it (``networks_over_one_base``).
 
     Raises:
         ModelError: if one cannot be loaded, is no decoder-only text model, or lacks weights.
     """
-    bases: dict[str, tuple[Any, int, tuple[str, ...]]] = {}
-    wrapped: dict[str, Any] = {}
-    named: dict[tuple[str, str], str] = {}
+    folders: dict[Path, dict[str, Checkpoint]] = {}
     for role, side in sides.items():
-        key = str(side.folder.resolve())
-        if key not in bases:
-            network, notes = _load_base(side, role, dtype, device_map, trust_remote_code)
+        folders.setdefault(side.folder.resolve(), {})[role] = side
+    loaded: dict[str, Loaded] = {}
+    notes: list[str] = []
+    for over in folders.values():
+
+        def base(role: str) -> Base:
+            network, said = _load_base(sides[role], role, dtype, device_map, trust_remote_code)
             if device_map is None:
                 network.to(device)
-            bases[key] = network, sum(p.numel() for p in network.parameters()), notes
-        if side.adapter is not None and (key, str(side.adapter.resolve())) not in named:
-            wrapped[key] = _add_adapter(bases[key][0], wrapped.get(key), side, role)
-            named[key, str(side.adapter.resolve())] = role
-    loaded = {}
-    for role, side in sides.items():
-        key = str(side.folder.resolve())
-        network, parameters, notes = bases[key]
-        if side.adapter is not None:
-            parameters += _adapter_parameters(side)
-        loaded[role] = Loaded(
-            network=network,
-            adapters=wrapped.get(key),
-            adapter=None if side.adapter is None else named[key, str(side.adapter.resolve())],
-            parameters=parameters,
-            notes=notes,
-        )
-        network.eval()
-    return loaded
+            network.eval()
+            return Base(network=network, parameters=sum(p.numel() for p in network.parameters()), notes=said)
+
+        networks, note = networks_over_one_base(over, base)
+        loaded |= networks
+        notes += [note] if note else []
+    if len(folders) > 1 and any(side.adapter is not None for side in sides.values()):
+        notes.append("policy and reference have different bases, which are both loaded")
+    return loaded, tuple(notes)
 
 
 def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
@@ -120,7 +102,7 @@ def _load_base(
         )
     except ModelError:
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError, TypeError) as error:
+    except Exception as error:  # a configuration decides what is raised, down to AssertionError
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
         raise ModelError(f"{what} cannot be loaded: {first_line(error)}{hint}") from error
     _check_shapes(report, what)
@@ -163,52 +145,3 @@ def _check_kind(config: Any, what: str) -> None:
             f"{what} is a multi-modal model ({config.model_type}, with {', '.join(other)}); kleash measures "
             "models of text alone"
         )
-
-
-def _add_adapter(network: Any, wrapper: Any, side: Checkpoint, role: str) -> Any:
-    """Put the adapter on the network, under the name of its role; returns the PEFT model around it."""
-    peft = need("peft", "models")
-    what = f"the adapter {side.name} of the {role}"
-    try:
-        config = peft.PeftConfig.from_pretrained(side.adapter)
-        if config.is_prompt_learning:
-            raise ModelError(
-                f"{what} is of kind {config.peft_type}, which adds tokens of its own to the prompt; "
-                "kleash measures adapters that change weights"
-            )
-        if wrapper is None:
-            wrapper = peft.PeftModel.from_pretrained(network, str(side.adapter), adapter_name=role)
-        else:
-            wrapper.load_adapter(str(side.adapter), adapter_name=role)
-    except ModelError:
-        raise
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{what} cannot be put on {side.base}: {first_line(error)}") from error
-    _check_adapter(wrapper, side, role, what)
-    return wrapper
-
-
-def _check_adapter(wrapper: Any, side: Checkpoint, role: str, what: str) -> None:
-    """See that every tensor of the adapter found its place, and every place its tensor."""
-    peft = need("peft", "models")
-    stored = {name for path in _weights(side) for name in safetensors_header(path)}
-    every, needed = (
-        set(peft.get_peft_model_state_dict(wrapper, adapter_name=role, save_embedding_layers=embeddings))
-        for embeddings in (True, False)
-    )
-    stray, missing = sorted(stored - every), sorted(needed - stored)
-    if stray or missing:
-        raise ModelError(
-            f"{what} does not fit {side.base}: {len(stray)} of its {len(stored)} tensors have no place "
-            f"there and {len(missing)} places no tensor, such as {(stray + missing)[0]}; give it the base "
-            "it was trained on"
-        )
-
-
-def _adapter_parameters(side: Checkpoint) -> int:
-    headers = [safetensors_header(path) for path in _weights(side)]
-    return sum(prod(entry["shape"]) for header in headers for entry in header.values())
-
-
-def _weights(side: Checkpoint) -> list[Path]:
-    return [] if side.adapter is None else sorted(side.adapter.glob("*.safetensors"))

@@ -12,6 +12,7 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trl.passes import Pass, caught, head_of, inner, of_responses, reading_of
 from kleash.integrations.trl.seams import add_fused_lm_head, disable_gradient_checkpointing, use_adapter
 from kleash.linear import Head
+from kleash.models import require_unchanged_base
 
 IMAGES = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -37,6 +38,7 @@ class Catching:
         self._known: tuple[Head, Head] | None = None
         if reference is None:
             super().__init__(*given, **named)
+            self._require_reference()
             return
         if named.get("args") is None:
             raise OptionError("a reference of one's own needs the configuration by name: args=…")
@@ -48,6 +50,18 @@ class Catching:
         wide = getattr(self.args, "cast_lm_head_to_fp32", False)  # GRPO has it, RLOO not
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=wide)
         self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def _require_reference(self) -> None:
+        """See that what TRL takes for the reference, the policy with its adapters off, is the policy's base.
+
+        Raises:
+            ModelError: if an adapter has changed that base.
+        """
+        network = self._bare(self.model)
+        if self.beta != 0 and self.ref_model is None and hasattr(network, "peft_config"):
+            require_unchanged_base(
+                network, "reference", instead="give reference=, a model of its own in memory"
+            )
 
     def _bare(self, model: Any) -> Any:
         return self.accelerator.unwrap_model(model)

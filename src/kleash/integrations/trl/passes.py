@@ -55,7 +55,7 @@ def reading_of(network: Any, tokenizer: Any, role: str) -> Head:
         ModelError: if it is no causal language model of text, or its weights are sharded.
     """
     layer = inner(network).get_output_embeddings()
-    if hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save"):
+    if any(hasattr(layer, name) for name in ("base_layer", "modules_to_save", "token_adapter")):
         raise CannotRunError(
             f"the head of the {role} is adapted itself, and the exact KL is computed from a plain one; leave the "
             "output embedding out of the adapter, or take kl='k3'"

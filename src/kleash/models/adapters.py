@@ -1,0 +1,325 @@
+"""PEFT adapters put on their base, which is shared with another model where it is proven to be unchanged."""
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import ModelError
+from kleash.extras import need
+from kleash.models.adapter_kinds import Settings, is_plain, kind_of, rule_of
+from kleash.models.base_proof import NetworkState, logits_of, probe_of, same_bits, state_of
+from kleash.models.checkpoint_safety import ADAPTER_WEIGHTS
+from kleash.models.checkpoints import Checkpoint, read_json
+from kleash.models.quiet import first_line
+from kleash.models.safetensors_header import safetensors_header
+
+UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Base:
+    """A network as its folder holds it."""
+
+    network: Any
+    parameters: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Loaded:
+    """A network as one side sees it."""
+
+    network: Any
+    adapters: Any
+    """The PEFT model around it; None where no side has an adapter on it."""
+    adapter: str | None
+    """The name of this side's adapter in it; None for the base."""
+    parameters: int
+    notes: tuple[str, ...]
+
+
+class _ChangedBaseError(Exception):
+    """An adapter that cannot share the base it was put on."""
+
+
+def networks_over_one_base(
+    sides: Mapping[str, Checkpoint], load_base: Callable[[str], Base]
+) -> tuple[dict[str, Loaded], str]:
+    """The networks of sides that have one base, and a note about how often that is in memory.
+
+    The base is shared where every tensor of it, and its logits for a probe with all adapters switched off, are bit for
+    bit what they were before, and where no adapter changes what another gives. Otherwise each side loads it anew.
+
+    Args:
+        sides: by role.
+        load_base: loads the base for the role, in evaluation mode.
+
+    Raises:
+        ModelError: if an adapter cannot be put on its base, or is of a kind that cannot be measured.
+    """
+    settings = {
+        role: adapter_settings(side, role) for role, side in sides.items() if side.adapter is not None
+    }
+    distinct = _distinct(sides)
+    if len(distinct) == 1:
+        return _together(sides, load_base), ""
+    reason = _static_reason(sides, settings)
+    if reason is None:
+        what = "two adapters over one base" if len(settings) > 1 else "an adapter and its base"
+        try:
+            loaded = _together(sides, load_base)
+        except _ChangedBaseError as changed:
+            reason = str(changed)
+        else:
+            return loaded, f"policy and reference are {what}, which is loaded once and switched"
+        gc.collect()  # what was put on in vain holds itself in circles
+    loaded = {}
+    for roles in distinct.values():
+        loaded |= _together({role: sides[role] for role in roles}, load_base)
+    size = sum(p.numel() * p.element_size() for p in loaded[next(iter(sides))].network.parameters())
+    times = f"{len(distinct)} times ({len(distinct)} x {_in_words(size)})"
+    return loaded, f"policy and reference have one base, which is in memory {times}, since {reason}"
+
+
+def adapter_settings(side: Checkpoint, role: str) -> dict[str, Any]:
+    """The content of a side's adapter_config.json.
+
+    Raises:
+        ModelError: if the adapter is of a kind that cannot be measured.
+    """
+    assert side.adapter is not None
+    settings = read_json(side.adapter / "adapter_config.json")
+    rule = rule_of(settings)
+    if rule is not None and rule.treatment == "refused":
+        kind = kind_of(settings)[:40]
+        raise ModelError(f"the adapter {side.name} of the {role} ({kind}) {rule.reason}; {rule.advice}")
+    return settings
+
+
+def require_unchanged_base(wrapper: Any, role: str, *, instead: str) -> None:
+    """See that the base of a PEFT model in memory, all adapters switched off, is the model that it was.
+
+    Args:
+        wrapper: the PEFT model.
+        role: what its base is taken for, for errors.
+        instead: what to do where it has changed.
+
+    Raises:
+        ModelError: if putting an adapter on changed the base, or training it does.
+    """
+    for name, config in wrapper.peft_config.items():
+        rule = rule_of(config.to_dict())
+        if rule is not None and rule.changes_base:
+            raise ModelError(
+                f"the {role} would be the base with its adapters switched off, but the adapter {name!r} {rule.reason}; "
+                f"{instead}"
+            )
+    trained = trained_base_tensors(wrapper)
+    if trained:
+        raise ModelError(
+            f"the {role} would be the base with its adapters switched off, but {len(trained)} tensors of it are "
+            f"trained, such as {trained[0]}; freeze them, or {instead}"
+        )
+
+
+def trained_base_tensors(wrapper: Any) -> list[str]:
+    """The parameters of a PEFT model in memory that are trained and belong to none of its adapters."""
+    adapters = set(wrapper.peft_config)  # every parameter of an adapter has its name in its path
+    return [
+        path
+        for path, parameter in wrapper.named_parameters()
+        if parameter.requires_grad and adapters.isdisjoint(path.split("."))
+    ]
+
+
+def _distinct(sides: Mapping[str, Checkpoint]) -> dict[Path | None, list[str]]:
+    """Roles by the adapter that they have."""
+    roles: dict[Path | None, list[str]] = {}
+    for role, side in sides.items():
+        roles.setdefault(None if side.adapter is None else side.adapter.resolve(), []).append(role)
+    return roles
+
+
+def _static_reason(sides: Mapping[str, Checkpoint], settings: Mapping[str, Settings]) -> str | None:
+    """Why a base cannot be shared, as far as the settings of the adapters show it."""
+    for role, one in settings.items():
+        rule = rule_of(one)
+        if rule is not None:
+            return f"the adapter {sides[role].name} {rule.reason}"
+    if len(settings) > 1:
+        for role, one in settings.items():
+            if not is_plain(one):
+                return f"the adapter {sides[role].name} is no plain LoRA, of which a base can carry several"
+    return None
+
+
+def _together(sides: Mapping[str, Checkpoint], load_base: Callable[[str], Base]) -> dict[str, Loaded]:
+    """The networks of these sides on one base.
+
+    Raises:
+        _ChangedBaseError: if one adapter changes the base, or what another gives.
+    """
+    distinct = _distinct(sides)
+    base = load_base(next(iter(sides)))
+    network, tied = base.network, _tied(base.network)
+    before = state_of(network, _special_tokens(sides)) if len(distinct) > 1 else None
+    wrapper: Any = None
+    names: dict[Path | None, str] = {}
+    alone: dict[str, Any] = {}
+    for folder, roles in distinct.items():
+        if folder is None:
+            continue
+        side, role = sides[roles[0]], roles[0]
+        wrapper = _put_on(network, wrapper, side, role)
+        wrapper.eval()
+        names[folder] = role
+        _check_acts_on_weights(wrapper, network, side, role, tied)
+        if before is not None:
+            _check_unchanged(before, wrapper, network, side, alone)
+            alone[role] = logits_of(network, before.probe)
+    loaded = {}
+    for role, side in sides.items():
+        name = None if side.adapter is None else names[side.adapter.resolve()]
+        loaded[role] = Loaded(
+            network=network,
+            adapters=wrapper,
+            adapter=name,
+            parameters=base.parameters + _adapter_parameters(side),
+            notes=base.notes,
+        )
+    return loaded
+
+
+def _check_unchanged(
+    before: NetworkState, wrapper: Any, network: Any, side: Checkpoint, alone: Mapping[str, Any]
+) -> None:
+    """See that the base, and the adapters that were there before, give what they gave; the new one is active after.
+
+    Raises:
+        _ChangedBaseError: if not.
+    """
+    active = wrapper.active_adapter
+    with wrapper.disable_adapter():
+        logits = logits_of(network, before.probe)
+    change = before.change(network, logits)
+    for other, logits in alone.items():
+        wrapper.set_adapter(other)
+        if change is None and not same_bits(logits_of(network, before.probe), logits):
+            change = "changes what another adapter on its base gives"
+    wrapper.set_adapter(active)
+    if change is not None:
+        raise _ChangedBaseError(f"the adapter {side.name} {change}")
+
+
+def _put_on(network: Any, wrapper: Any, side: Checkpoint, role: str) -> Any:
+    """Put the adapter on the network, under the name of its role, make it active, and return the PEFT model around it.
+
+    Raises:
+        ModelError: if it does not fit.
+    """
+    peft = need("peft", "models")
+    what = f"the adapter {side.name} of the {role}"
+    try:
+        if wrapper is None:
+            wrapper = peft.PeftModel.from_pretrained(network, str(side.adapter), adapter_name=role)
+        else:
+            wrapper.load_adapter(str(side.adapter), adapter_name=role)
+            wrapper.set_adapter(role)
+        _check_fits(wrapper, side, role, what)
+    except ModelError:
+        raise
+    except Exception as error:  # settings decide what is raised, down to re.error
+        raise ModelError(f"{what} cannot be put on {side.base}: {first_line(error)}") from error
+    return wrapper
+
+
+def _check_fits(wrapper: Any, side: Checkpoint, role: str, what: str) -> None:
+    """See that every tensor of the adapter found its place, and every place its tensor."""
+    peft = need("peft", "models")
+    stored = set(_header(side))
+    every, needed = (
+        set(peft.get_peft_model_state_dict(wrapper, adapter_name=role, save_embedding_layers=embeddings))
+        for embeddings in (True, False)
+    )
+    stray, missing = sorted(stored - every), sorted(needed - stored)
+    if stray or missing:
+        raise ModelError(
+            f"{what} does not fit {side.base}: {len(stray)} of its {len(stored)} tensors have no place "
+            f"there and {len(missing)} places no tensor, such as {(stray + missing)[0]}; give it the base "
+            "it was trained on"
+        )
+
+
+def _check_acts_on_weights(wrapper: Any, network: Any, side: Checkpoint, role: str, tied: bool) -> None:
+    """See that the adapter acts within the network, and that there is one way to read it.
+
+    Raises:
+        ModelError: if it needs PEFT's own forward pass, is random, or is on one of two embeddings that are one tensor.
+    """
+    what = f"the adapter {side.name} of the {role}"
+    if tied and _are_adapted_apart(network.get_input_embeddings(), network.get_output_embeddings()):
+        raise ModelError(
+            f"{what} is on an embedding whose tensor is also the other embedding, so that running it and merging it "
+            "give two models; leave both embeddings out of the adapter, or merge it and give that folder"
+        )
+    probe = probe_of(network, _special_tokens({role: side}))
+    try:
+        inner, outer = logits_of(network, probe), logits_of(wrapper, probe)
+    except Exception as error:
+        raise ModelError(f"{what} cannot be run on {side.base}: {first_line(error)}") from error
+    if not same_bits(inner, outer):
+        raise ModelError(
+            f"{what} gives other logits through PEFT's forward pass than through the network's, so that it does not "
+            "act by weights alone; merge it into its base and give that folder"
+        )
+
+
+def _tied(network: Any) -> bool:
+    """Whether input and output embedding are one tensor."""
+    embeddings = network.get_input_embeddings(), network.get_output_embeddings()
+    weights = [getattr(layer, "weight", None) for layer in embeddings]
+    return weights[0] is not None and weights[0] is weights[1]
+
+
+def _are_adapted_apart(embedding: Any, head: Any) -> bool:
+    """Whether adapters change input and output embedding in two ways, so that merging would add both to one tensor.
+
+    A copy that is trained whole, and rows that are trained for both at once, are read in one way only.
+    """
+    tuner_layer = need("peft.tuners.tuners_utils", "models").BaseTunerLayer
+    layers = [getattr(layer, "token_adapter", layer) for layer in (embedding, head)]
+    if getattr(layers[1], "tied_adapter", None) is not None:
+        return layers[1].tied_adapter is not layers[0]
+    return any(isinstance(layer, tuner_layer) for layer in layers)
+
+
+def _special_tokens(sides: Mapping[str, Checkpoint]) -> tuple[int, ...]:
+    """Token ids whose embeddings adapters have trained apart from the others."""
+    tokens: list[Any] = []
+    for side in sides.values():
+        settings = {} if side.adapter is None else read_json(side.adapter / "adapter_config.json")
+        for name in ("trainable_token_indices", "token_indices"):
+            named = settings.get(name)
+            tokens += (
+                [token for part in named.values() for token in part]
+                if isinstance(named, dict)
+                else named or []
+            )
+    return tuple(token for token in tokens if type(token) is int)
+
+
+def _in_words(size_bytes: int) -> str:
+    unit = next((unit for unit, size in UNITS.items() if size_bytes >= size), "kB")
+    return f"{size_bytes / UNITS[unit]:.3g} {unit}"
+
+
+def _adapter_parameters(side: Checkpoint) -> int:
+    return 0 if side.adapter is None else sum(prod(entry["shape"]) for entry in _header(side).values())
+
+
+def _header(side: Checkpoint) -> dict[str, Any]:
+    assert side.adapter is not None
+    return safetensors_header(side.adapter / ADAPTER_WEIGHTS)

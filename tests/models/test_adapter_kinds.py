@@ -1,0 +1,283 @@
+"""Every kind of PEFT adapter: the same numbers as two models in two processes, or a refusal in a sentence."""
+
+import json
+import warnings
+from itertools import permutations
+from typing import Any
+
+import make_adapter_table
+import peft
+import pytest
+import torch
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM
+
+from kleash.errors import ModelError
+from kleash.models import adapter_kinds, adapters, load_pair, load_reference
+from kleash.models.anatomy import logits
+from kleash.models.loading import Loading
+
+QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+TOKENS = [290, 299]
+
+
+def lora(**more: Any) -> tuple[str, dict[str, Any]]:
+    return "LoraConfig", {"r": 4, "lora_alpha": 8, **QV, **more}
+
+
+SHARED: dict[str, Any] = {
+    "lora": lora(),
+    "eva": lora(init_lora_weights="eva"),
+    "orthogonal": lora(init_lora_weights="orthogonal"),
+    "patterns": lora(
+        rank_pattern={"layers.0.self_attn.q_proj": 2}, alpha_pattern={"layers.1.self_attn.v_proj": 3}
+    ),
+    "dora": lora(use_dora=True),
+    "saved": lora(modules_to_save=["embed_tokens", "norm"]),
+    "saved-tied": lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "tokens": lora(trainable_token_indices=TOKENS),
+    "tokens-tied": lora(trainable_token_indices=TOKENS),
+    "embedding": lora(target_modules=["embed_tokens", "q_proj"]),
+    "parameters": lora(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
+    "loha": ("LoHaConfig", QV),
+    "lokr": ("LoKrConfig", QV),
+    "ia3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "oft": ("OFTConfig", {"oft_block_size": 8, **QV}),
+    "boft": ("BOFTConfig", {"boft_block_size": 4, **QV}),
+    "vera": ("VeraConfig", QV),
+    "fourierft": ("FourierFTConfig", {"n_frequency": 20, **QV}),
+    "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm", "norm"]}),
+    "adalora": ("AdaLoraConfig", {"total_step": 10, **QV}),
+    "miss": ("MissConfig", {"r": 4, **QV}),
+    "trainable": ("TrainableTokensConfig", {"token_indices": TOKENS}),
+}
+SEPARATE: dict[str, Any] = {
+    "pissa": lora(init_lora_weights="pissa"),
+    "olora": lora(init_lora_weights="olora"),
+    "repeated": lora(layer_replication=[[0, 2], [0, 2]]),
+    "biases": lora(bias="all", target_modules=["c_attn"]),
+    "own-biases": lora(bias="lora_only", target_modules=["c_attn"]),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "pissa-random": ({"init_lora_weights": "pissa_niter_4"}, "changed by random draws or by data"),
+    "corda": ({"init_lora_weights": "corda"}, "changed by random draws or by data"),
+    "loftq": ({"init_lora_weights": "loftq"}, "changed by random draws or by data"),
+    "lora-ga": ({"init_lora_weights": "lora_ga"}, "changed by random draws or by data"),
+    "alora": ({"alora_invocation_tokens": [50, 51]}, "a forward pass of PEFT's own"),
+    "xlora": ({"peft_type": "XLORA"}, "a forward pass of PEFT's own"),
+    "poly": ({"peft_type": "POLY"}, "a forward pass of PEFT's own"),
+    "prompt": ({"peft_type": "PROMPT_TUNING"}, "adds tokens of its own to the prompt"),
+    "future": ({"peft_type": "NEVER_HEARD_OF"}, "of a kind that kleash was not tested with"),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bases")
+    return {name: save_tiny(root / name, name) for name in ("llama", "gpt2", "qwen3")}
+
+
+@pytest.fixture(scope="module")
+def ids():
+    torch.manual_seed(3)
+    rows = torch.randint(3, 300, (2, 40))
+    rows[0, 5], rows[1, 7] = TOKENS
+    return rows
+
+
+@pytest.fixture(scope="module")
+def made(bases, tmp_path_factory):
+    """Adapters, made once: name → (its folder, its base's)."""
+    root, done = tmp_path_factory.mktemp("adapters"), {}
+
+    def make(name):
+        if name not in done:
+            base = bases["gpt2" if "biases" in name else "qwen3" if "tied" in name else "llama"]
+            kind, settings = (SHARED | SEPARATE)[name]
+            if not hasattr(peft, kind):
+                pytest.skip(f"this PEFT has no {kind}")
+            done[name] = save(root / name, base, kind, settings)
+        return done[name]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def silence():
+    """PEFT warns of merging, of biases, and of what transformers has renamed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def save(folder, base, kind, settings):
+    """An adapter that was trained: every weight of it has moved."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(len(folder.name))
+        try:
+            config = getattr(peft, kind)(task_type="CAUSAL_LM", **settings)
+        except TypeError:
+            pytest.skip("this PEFT has no such setting")
+        network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        with torch.no_grad():
+            for name, weight in network.named_parameters():
+                if weight.requires_grad:
+                    spread = 1.0 if "lora" in name else float(weight.std().nan_to_num(1.0)) or 1.0
+                    weight.add_(0.1 * min(spread, 1.0) * torch.randn_like(weight))
+        network.peft_config["default"].base_model_name_or_path = str(base)
+        network.save_pretrained(folder)
+    return folder, base
+
+
+@pytest.fixture(scope="module")
+def truth(ids):
+    """Log-probabilities by PEFT alone, each computed once."""
+    done = {}
+
+    def find(adapter, base):
+        if (adapter, base) not in done:
+            done[adapter, base] = alone(adapter, base, ids)
+        return done[adapter, base]
+
+    return find
+
+
+def alone(adapter, base, ids):
+    """Log-probabilities by PEFT alone: the adapter merged into a fresh base, and a fresh base."""
+    network = AutoModelForCausalLM.from_pretrained(base).eval()
+    if adapter is not None:
+        network = peft.PeftModel.from_pretrained(network, adapter).eval()
+        if not network.peft_config["default"].to_dict().get("layer_replication"):  # which PEFT cannot merge
+            network = network.merge_and_unload()
+    with torch.no_grad():
+        return network(input_ids=ids).logits.double().log_softmax(-1)
+
+
+def seen(model, ids):
+    with torch.no_grad():
+        return logits(model.hidden(ids), model.head).double().log_softmax(-1)
+
+
+def assert_right(pair, sides, base, ids, truth):
+    """Each side gives its truth, also after the other was asked in between."""
+    models = [(pair.policy, sides[0]), (pair.reference, sides[1])]
+    for model, adapter in models * 2:
+        torch.testing.assert_close(seen(model, ids), truth(adapter, base), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_kinds_that_leave_their_base_alone_share_it(made, ids, truth, name):
+    adapter, base = made(name)
+    pair = load_pair(str(adapter), str(base))
+    assert_right(pair, (adapter, None), base, ids, truth)
+    assert pair.policy.network is pair.reference.network
+    assert "an adapter and its base, which is loaded once and switched" in pair.notes[1]
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_kinds_that_change_their_base_have_one_of_their_own(made, ids, truth, name):
+    adapter, base = made(name)
+    for sides in ((adapter, None), (None, adapter)):
+        pair = load_pair(*(str(side or base) for side in sides))
+        assert_right(pair, sides, base, ids, truth)
+        assert pair.policy.network is not pair.reference.network
+        assert "one base, which is in memory 2 times (2 x 1" in pair.notes[1]
+        assert (
+            adapter_kinds.rule_of(json.loads((adapter / "adapter_config.json").read_text())).reason
+            in pair.notes[1]
+        )
+
+
+@pytest.mark.parametrize("name", [*SEPARATE, "lora", "tokens"])
+def test_the_proof_finds_what_the_settings_do_not_show(made, ids, truth, name, monkeypatch):
+    monkeypatch.setattr(adapter_kinds, "RULES", ())
+    adapter, base = made(name)
+    pair = load_pair(str(adapter), str(base))
+    assert_right(pair, (adapter, None), base, ids, truth)
+    assert (pair.policy.network is pair.reference.network) is (name in SHARED)
+    if name in SEPARATE:
+        assert f"since the adapter {adapter} changes " in pair.notes[1]
+
+
+def test_two_adapters_over_one_base_in_each_order(made, ids, truth):
+    names = ("lora", "dora", "pissa", "saved", "tokens", "ia3")
+    for ours, theirs in permutations(names, 2):
+        if (ours, theirs) not in (("lora", "dora"), ("dora", "lora")) and "lora" not in (ours, theirs):
+            continue
+        (policy, base), (reference, _) = made(ours), made(theirs)
+        pair = load_pair(str(policy), str(reference))
+        assert_right(pair, (policy, reference), base, ids, truth)
+        assert (pair.policy.network is pair.reference.network) is ({ours, theirs} == {"lora", "dora"})
+
+
+def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatch):
+    """As PEFT's tuners with shared projections or wrapped modules could."""
+    put_on = adapters._put_on
+    (policy, base), (reference, _) = made("lora"), made("dora")
+
+    def meddling(network, wrapper, side, role):
+        done = put_on(network, wrapper, side, role)
+        if wrapper is not None:
+            with torch.no_grad():
+                next(p for name, p in done.named_parameters() if "lora_B.policy" in name).mul_(1.5)
+        return done
+
+    monkeypatch.setattr(adapters, "_put_on", meddling)
+    pair = load_pair(str(policy), str(reference))
+    assert "changes what another adapter on its base gives" in pair.notes[2]
+    assert_right(pair, (policy, reference), base, ids, truth)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.usefixtures("unhooked")
+def test_kinds_that_cannot_be_measured(made, tmp_path, name):
+    adapter, base = made("lora")
+    settings, reason = REFUSED[name]
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+    before = json.loads((adapter / "adapter_config.json").read_text())
+    (changed / "adapter_config.json").write_text(json.dumps(before | settings))
+    for sides in ((changed, base), (base, changed), (changed, changed)):
+        with pytest.raises(ModelError, match=reason):
+            load_pair(str(sides[0]), str(sides[1]))
+    with pytest.raises(ModelError, match=reason):
+        load_reference(str(changed), None, Loading())
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["embed_tokens"]}, {"target_modules": ["lm_head"]}])
+@pytest.mark.usefixtures("unhooked")
+def test_an_adapter_on_one_of_two_tied_embeddings_has_two_readings(bases, tmp_path, settings):
+    adapter, base = save(tmp_path / "tied", bases["qwen3"], *lora(**settings))
+    with pytest.raises(
+        ModelError, match=r"running it and merging it give two models; leave both embeddings out"
+    ):
+        load_pair(str(adapter), str(base))
+
+
+def test_the_reference_of_a_cache_may_be_an_adapter_of_any_kind(made, ids, truth):
+    adapter, base = made("pissa")
+    pair = load_reference(str(adapter), None, Loading())
+    assert_right(pair, (adapter, adapter), base, ids, truth)
+
+
+def test_a_checksum_sees_every_bit_and_every_exchange():
+    from kleash.models.base_proof import checksum
+
+    torch.manual_seed(0)
+    for values in (torch.randn(700, 33), torch.randn(5).bfloat16(), torch.randn(3, 4).T, torch.tensor(2.0)):
+        before = checksum(values)
+        assert checksum(values.clone()) == before
+        for place in {0, values.numel() // 2, values.numel() - 1}:
+            other = values.clone().contiguous()
+            other.view(-1)[place] = torch.nextafter(other.view(-1)[place], other.new_tensor(9.0))
+            assert checksum(other) != before
+    rows = torch.randn(700, 33)
+    assert checksum(rows) != checksum(rows.flip(0))
+
+
+def test_the_table_of_the_documentation_is_that_of_the_rules():
+    assert make_adapter_table.page() == make_adapter_table.PAGE.read_text(encoding="utf-8"), (
+        "run: python tools/make_adapter_table.py"
+    )

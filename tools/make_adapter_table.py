@@ -1,0 +1,46 @@
+"""Writes the table of adapters in docs/models.md, out of the rules by which they are loaded.
+
+python tools/make_adapter_table.py            write it
+python tools/make_adapter_table.py --check    exit 1 if it is not what would be written
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from made_files import write_or_check
+
+from kleash.models.adapter_kinds import RULES, TESTED_KINDS
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+BLOCK = re.compile(r"(<!-- adapters: [^\n]*-->\n).*?(<!-- end of adapters -->)", re.DOTALL)
+TREATMENTS = {
+    "separate": "measured; the base is loaded once more for the other side",
+    "refused": "refused",
+}
+
+
+def table() -> str:
+    """The rules as rows, the first that applies first."""
+    kinds = ", ".join(f"`{kind}`" for kind in sorted(TESTED_KINDS))
+    rows = [
+        ("adapter_config.json has", "what is done", "since the adapter"),
+        ("---", "---", "---"),
+        *((rule.settings, TREATMENTS[rule.treatment], rule.reason) for rule in RULES),
+        (
+            f"none of these, and a `peft_type` of {kinds}",
+            "measured; the base is shared where the proof succeeds, and otherwise loaded once more",
+            "leaves its base as it is",
+        ),
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def page() -> str:
+    """The page with the table as it should be."""
+    text = PAGE.read_text(encoding="utf-8")
+    return BLOCK.sub(lambda block: f"{block[1]}\n{table()}\n{block[2]}", text)
+
+
+if __name__ == "__main__":
+    sys.exit(write_or_check({PAGE: page()}, check="--check" in sys.argv[1:]))
