@@ -1,5 +1,6 @@
 """Kinds of source files (CSV, Parquet, JSON arrays, standard input) and TRL's data set formats: read or refused."""
 
+import copy
 import csv
 import io
 import json
@@ -7,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -225,6 +227,19 @@ def test_responses_of_trl(pair, write):
     assert answer.startswith("The sea was calm.")
     assert [one.response_text for one in read[6:]] == [answer, answer, answer, answer.replace(*_swap())]
     assert read[6].response_ids == tuple(tiny_tokenizer()(answer, add_special_tokens=False)["input_ids"])
+
+
+def test_a_response_of_messages_ends_with_its_end_token(pair, write):
+    """Templates write a line end after it, which no policy draws."""
+    tokenizer = copy.copy(pair.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    record = {"prompt": [USER], "completion": [ANSWER]}
+    (read,) = read_responses(write("a.jsonl", jsonl(record)), replace(pair, tokenizer=tokenizer))
+    assert read.response_text == "The sea was calm.</s>"
+    assert read.response_ids[-1] == tokenizer.eos_token_id
 
 
 def _swap():
