@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.divergences.record import Divergence, Side, weigh
+from kleash.divergences.record import Divergence, Side, parts, weigh
 from kleash.divergences.table import DIVERGENCES
 from kleash.errors import ShapeError, VocabularyMismatchError
 from kleash.precision import at_least_float32
@@ -67,11 +67,9 @@ def contributions(
     in_p, in_q = logp != -torch.inf, logq != -torch.inf
     both = in_p & in_q
     shared_p, shared_q = torch.where(both, logp, 0.0), torch.where(both, logq, 0.0)
-    lead = shared_p - shared_q
     # One of the two gaps is 0, and f(0) is exactly 0: adding both sides selects the right one.
-    shared = weigh(record.from_p, shared_p, lead.clamp(min=0)) + weigh(
-        record.from_q, shared_q, (-lead).clamp(min=0)
-    )
+    ahead, behind = parts(shared_p - shared_q)
+    shared = weigh(record.from_p, shared_p, ahead) + weigh(record.from_q, shared_q, behind)
     apart = torch.where(
         in_p, _alone(record.from_p, logp), torch.where(in_q, _alone(record.from_q, logq), 0.0)
     )

@@ -35,9 +35,10 @@ def unchanged(total: Tensor) -> Tensor:
 
 
 def square_root(total: Tensor) -> Tensor:
-    """The root, with gradient 0 at 0, where a distance has a kink; NaN stays NaN."""
+    """The root, with gradient 0 at 0, where a distance has a kink and no second derivative: NaN there."""
     apart = total > 0
-    return torch.where(apart, torch.where(apart, total, 1.0).sqrt(), total.detach())
+    # At 0, x^1.5 has the value and the slope that are wanted, and a slope of that which is not finite.
+    return torch.where(apart, torch.where(apart, total, 1.0).sqrt(), torch.where(apart, 1.0, total).pow(1.5))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,8 @@ class Divergence:
 
     def of(self, u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """The generator f(u), for every log ratio."""
-        behind = (-u).clamp(min=0)
-        return weigh(self.from_p, 0.0, u.clamp(min=0)) + weigh(self.from_q, behind, behind)
+        ahead, behind = parts(u)
+        return weigh(self.from_p, 0.0, ahead) + weigh(self.from_q, behind, behind)
 
     def score(self, u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """``f + f'``: the weight of ``p grad log p``, in sampled surrogates and in logits."""
@@ -74,6 +75,16 @@ class Divergence:
     def swapped(self) -> "Divergence":
         """The same with its arguments exchanged: D(q || p)."""
         return replace(self, from_p=self.from_q, from_q=self.from_p)
+
+
+def parts(u: Float[Tensor, "*any"]) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
+    """max(u, 0) and max(-u, 0), of which one alone has a derivative, at u = 0 the second.
+
+    Two clamps would both have one at 0, or neither, by torch's version: second derivatives of what is counted
+    from both sides would be doubled, or 0, wherever two log-probabilities are equal.
+    """
+    ahead = torch.relu(u)
+    return ahead, ahead - u
 
 
 def weigh(side: Side, log_mass: Tensor | float, gap: Tensor) -> Tensor:
