@@ -28,31 +28,39 @@ def is_transformed(tensor: Tensor | None) -> bool:
         return False
     if _functorch.is_functorch_wrapped_tensor(tensor):
         return True
-    return _level() >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return _level() >= 0 and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
 
 
-def refuse_transforms(name: str, instead: str, *tensors: Tensor | None) -> None:
+def refuse_transforms(name: str, instead: str, *tensors: Tensor | None, inside: bool = True) -> None:
     """Raise if a function without such derivatives is given a tensor of forward mode or of ``torch.func``.
+
+    Or, inside a transform of ``torch.func``, one that requires a gradient outside of it. ``inside``: whether the
+    function can run there at all, on constants.
 
     Raises:
         CannotRunError: then; it names the function and says what to do instead.
     """
-    if any(is_transformed(x) for x in tensors):
+    active = bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
+    trained = active and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if trained or (active and not inside) or any(is_transformed(x) for x in tensors):
         raise CannotRunError(
             f"{name} has no forward-mode derivative and cannot run inside torch.func (grad, vjp, jvp, vmap, hessian); "
             f"{instead}"
         )
 
 
-def first_derivative_only(gradient: Tensor, name: str) -> Tensor:
-    """``gradient``, which raises when it is differentiated again.
+def first_derivative_only(gradient: Tensor, of: Tensor | None, refusal: str) -> Tensor:
+    """``gradient``, with respect to ``of``, which raises when it is differentiated again.
 
-    For a backward pass whose result is a constant to autograd although the true gradient is none.
+    For a backward pass whose result autograd would take for a constant, or for a part of the true derivative.
+
+    Raises:
+        CannotRunError: when it is differentiated, saying ``refusal``.
     """
-    if not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or of is None:
         return gradient
     apply = cast("Callable[..., Tensor]", _FirstOnly.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(gradient, name)
+    return apply(gradient, of, refusal)
 
 
 class _FirstOnly(torch.autograd.Function):
@@ -61,16 +69,20 @@ class _FirstOnly(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: Tensor, name: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(gradient: Tensor, of: Tensor, refusal: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.view_as(gradient)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        ctx.name = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+        ctx.refusal = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise CannotRunError(f"{ctx.name} can be differentiated once, and a second derivative was asked for")
+        raise CannotRunError(ctx.refusal)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise CannotRunError(ctx.refusal)
 
 
 def _level() -> int:

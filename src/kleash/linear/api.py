@@ -12,11 +12,13 @@ from kleash.linear.checks import (
     check_side,
     check_temperature,
     check_tokens,
+    check_transforms,
     checked_pair,
     common_dtype,
     in_a_row,
 )
 from kleash.linear.head import Head, gathered
+from kleash.linear.impl.across import ALONE
 from kleash.linear.impl.choice import implementation
 from kleash.linear.impl.pair import OneModel
 from kleash.linear.impl.project import logits, normalised
@@ -105,6 +107,8 @@ def linear_divergence(
     record = as_record(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     options = options or LinearOptions()
+    if options.impl != "reference" or pair.across is not ALONE:
+        check_transforms("linear_divergence", (hidden_p, head_p), (hidden_q, head_q), temperature)
     engine = implementation(options, pair, record)
     with torch.autocast(hidden_p.device.type, enabled=False):
         if options.impl == "reference" or not autograd.wanted(pair):
@@ -153,6 +157,7 @@ def token_statistics(
         return TokenStatistics(
             *ops.token_statistics(*(t.detach() if isinstance(t, Tensor) else t for t in x), tokens)
         )
+    check_transforms("token_statistics", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
         check_tokens(tokens, hidden_p)

@@ -49,7 +49,11 @@ def weighted(
         shares = torch.where(weights != 0, weights.to(formed.per_token.dtype), 0.0)
         return (formed.per_token * shares).sum(), (formed.per_token,), formed.gradients
 
-    return _applied(_AtOnce, run, *_asked_of(pair))
+    if not wanted(pair):
+        with torch.no_grad():
+            loss, (per_token,), _ = run((False,) * 6)
+        return loss, per_token
+    return _applied(_AtOnce, run, *pair.tensors)
 
 
 def judged(
@@ -61,15 +65,12 @@ def judged(
         found = engine.judged(pair, tokens, objective, needed, options)
         return found.loss, found.terms, found.gradients
 
-    loss, *terms = _applied(_AtOnce, run, *_asked_of(pair))
+    if not wanted(pair):
+        with torch.no_grad():
+            loss, terms, _ = run((False,) * 6)
+        return loss, terms
+    loss, *terms = _applied(_AtOnce, run, *pair.tensors)
     return loss, TokenTerms(*terms)
-
-
-def _asked_of(pair: Pair) -> tuple[Tensor | None, ...]:
-    """Its tensors, detached where no gradient is recorded: autograd looks at them alone when it says what it needs."""
-    if torch.is_grad_enabled():
-        return pair.tensors
-    return tuple(None if x is None else x.detach() for x in pair.tensors)
 
 
 def _applied(function: type[torch.autograd.Function], *given: Any) -> Any:

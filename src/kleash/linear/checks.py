@@ -9,11 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.autodiff import refuse_transforms
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, gathered
 from kleash.linear.impl.across import ALONE, Alone, Ranks
 from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.sharding import WHOLE, common_group, met
+
+INSTEAD = "take linear_divergence with impl='reference', or the functions of kleash.divergences"
 
 
 def checked_pair(
@@ -87,8 +90,19 @@ def part(name: str, hidden: Tensor, head: Head, across: Ranks) -> tuple[Tensor, 
 
 
 def in_a_row(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """A number, or one for each token."""
-    return temperature.reshape(-1).to(dtype) if isinstance(temperature, Tensor) else float(temperature)
+    """A number, or one for each token: a copy, since a backward pass to come reads it again."""
+    if not isinstance(temperature, Tensor):
+        return float(temperature)
+    return temperature.reshape(-1).to(dtype, copy=True)
+
+
+def check_transforms(
+    name: str, p: tuple[Tensor, Head], q: tuple[Tensor, Head], *others: object, inside: bool = True
+) -> None:
+    """Refuse tensors of forward mode or of ``torch.func``, whose derivatives would be 0 in silence."""
+    (hidden_p, head_p), (hidden_q, head_q) = p, q
+    tensors = (hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias, *others)
+    refuse_transforms(name, INSTEAD, *(x for x in tensors if isinstance(x, Tensor)), inside=inside)
 
 
 def common_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:

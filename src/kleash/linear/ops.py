@@ -29,17 +29,20 @@ __all__ = [
 
 
 def separate(needs: Sequence[bool], shared: Sequence[bool]) -> list[bool]:
-    """Which gradients there are: that of one weight that is both heads' is whole in p's."""
-    one = shared[1] and needs[1] and needs[4]
-    return [n and not (one and place == 4) for place, n in enumerate(needs)]
+    """Which gradients there are: that of one tensor that is both models' is whole in p's."""
+    return [
+        needed and not (place >= 3 and shared[place - 3] and needs[place - 3])
+        for place, needed in enumerate(needs)
+    ]
 
 
 def answered(gradients: Sequence[Tensor | None], given: Given, needs: Sequence[bool]) -> list[Tensor]:
     """The gradients as an operation may return them: nothing is an empty tensor."""
     kept, there = list(gradients), separate(needs, given[SHARED])
-    if needs[4] and not there[4]:
-        parts = [g for g in (kept[1], kept[4]) if g is not None]
-        kept[1] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    for place in range(3):
+        if needs[place + 3] and not there[place + 3]:
+            parts = [g for g in (kept[place], kept[place + 3]) if g is not None]
+            kept[place] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     rows = zip(kept, given[:6], there, strict=True)
     return [g.reshape(x.shape) if n and g is not None else given[0].new_empty(0) for g, x, n in rows]
 

@@ -11,7 +11,7 @@ from kleash.divergences import Divergence
 from kleash.errors import CannotRunError, ShapeError
 from kleash.linear import autograd
 from kleash.linear.api import as_record
-from kleash.linear.checks import check_ids, check_tokens, checked_pair
+from kleash.linear.checks import check_ids, check_tokens, check_transforms, checked_pair
 from kleash.linear.head import Head
 from kleash.linear.impl.choice import implementation
 from kleash.linear.options import LinearOptions
@@ -98,6 +98,8 @@ def linear_divergence_loss(
         found = ops.linear_divergence_gradient(*x, ops.named(divergence), weights.detach(), ops.needed(x))
         return LinearLoss(found[0], found[1].detach())
     record = as_record(divergence)
+    given = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
+    check_transforms("linear_divergence_loss", *given, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_weights(weights, hidden_p)
     options = options or LinearOptions()
@@ -161,6 +163,8 @@ def linear_objective(
         terms = TokenTerms(*ops.token_terms(*x, tokens))
         losses = objective(TokenTerms(*(t.reshape(-1) for t in terms)), slice(0, tokens.numel()))
         return losses.sum(), TokenTerms(*(t.detach() for t in terms))
+    given = (hidden_p, head_p), (hidden_q, head_q), temperature, tokens
+    check_transforms("linear_objective", *given, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_tokens(tokens, hidden_p)
     check_ids(tokens, pair.words)

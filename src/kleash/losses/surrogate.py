@@ -6,9 +6,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from kleash.autodiff import first_derivative_only, forward_mode_active
 from kleash.errors import CannotRunError, DetachedError, ShapeError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
+
+ONCE = (
+    "a loss of kleash.losses carries the gradient of a divergence, which is not that of its own value, so it has one "
+    "derivative, in backward mode; for second or forward-mode derivatives take an exact function of kleash.divergences"
+)
 
 
 class SampledPair(NamedTuple):
@@ -93,6 +99,8 @@ def attach(
     leaf, toward = (None, None) if other is None else other
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
     function = _Attach if traced or value is slope else _AttachInPlace
+    if forward_mode_active() and not torch.compiler.is_compiling():
+        function = _AttachOrRefuse
     apply = cast("Callable[..., Tensor]", function.apply)  # pyright: ignore[reportUnknownMemberType]
     return apply(token_logp, leaf, value, slope, toward)
 
@@ -110,14 +118,16 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[3:])
+        ctx.save_for_backward(*inputs[3:], *inputs[:2])
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, weight: Tensor
     ) -> tuple[Tensor | None, ...]:
-        slope, toward = ctx.saved_tensors
-        return weight * slope, None if toward is None else weight * toward, None, None, None
+        slope, toward, token_logp, leaf = ctx.saved_tensors
+        in_p = first_derivative_only(weight * slope, token_logp, ONCE)
+        in_q = None if toward is None else first_derivative_only(weight * toward, leaf, ONCE)
+        return in_p, in_q, None, None, None
 
 
 class _AttachInPlace(_Attach):
@@ -132,4 +142,12 @@ class _AttachInPlace(_Attach):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
         ctx.mark_dirty(output)
-        ctx.save_for_backward(*inputs[3:])
+        ctx.save_for_backward(*inputs[3:], *inputs[:2])
+
+
+class _AttachOrRefuse(_Attach):
+    """The same where forward-mode derivatives are being taken: it has none."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise CannotRunError(ONCE)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kleash.errors import CannotRunError
 from kleash.precision import at_least_float32
@@ -180,6 +179,14 @@ def together(numbers: Sequence[Tensor], exchange: Callable[[Tensor], Tensor]) ->
     return tuple(new.reshape(x.shape).to(x.dtype) for x, new in zip(numbers, packed, strict=True))
 
 
+def refuse_create_graph() -> None:
+    """Raise in a backward pass of which a second derivative is wanted."""
+    if torch.is_grad_enabled():
+        raise CannotRunError(
+            "what a vocabulary_group exchanges can be differentiated once; leave create_graph off, or give whole heads"
+        )
+
+
 class _Added(torch.autograd.Function):
     """A sum of which every rank goes on to make the same."""
 
@@ -188,8 +195,8 @@ class _Added(torch.autograd.Function):
         return together(numbers, lambda packed: reduced(packed, "SUM", group))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_create_graph()
         return None, *gradients
 
 
@@ -202,8 +209,8 @@ class _AddedForOwn(torch.autograd.Function):
         return together(numbers, lambda packed: reduced(packed, "SUM", group))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_create_graph()
         return None, *together(gradients, lambda packed: reduced(packed, "SUM", ctx.group))
 
 
@@ -216,6 +223,6 @@ class _Entered(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_create_graph()
         return None, reduced(gradient.clone(), "SUM", ctx.group)

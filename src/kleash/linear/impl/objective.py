@@ -137,8 +137,8 @@ def turn_(
         found = pulled_rows(rows, needs, chunk.pair.across, spare, pull)
         for side, gradient in enumerate(found):
             if gradient is not None:
-                gradient[unused[here]] = 0.0
                 pull_back_(gradient, (zp, zq)[side], models[side].head, models[side].divisor(here))
+                gradient[unused[here]] = 0.0  # last: a softcap's slope at NaN, times 0, would be NaN
         for side, gradient in enumerate(found):
             if gradient is not None:
                 rooms[side][here] = gradient

@@ -9,7 +9,7 @@ from torch import Tensor
 from kleash.linear.head import Head
 from kleash.linear.impl import onednn
 from kleash.linear.impl.across import Alone
-from kleash.linear.impl.pair import OneModel
+from kleash.linear.impl.pair import OneModel, Where
 
 
 def logits(model: OneModel) -> Float[Tensor, "*tokens vocab"]:
@@ -145,6 +145,13 @@ def into_weight_(
         return
     for start in range(0, len(total), tile):
         total[start : start + tile].add_(gradient[:, start : start + tile].T @ hidden)
+
+
+def add_rows_(
+    total: Float[Tensor, "tokens dim"], where: Where, rows: Float[Tensor, "some dim"], *, shared: bool
+) -> None:
+    """Put a chunk's rows where they belong; add them to what the other model may have put there, if it is shared."""
+    total[where] = total[where] + rows if shared else rows.to(total.dtype)
 
 
 def widens(a: Tensor, b: Tensor, out: Tensor) -> bool:

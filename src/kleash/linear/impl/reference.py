@@ -1,14 +1,16 @@
 """The specification: all logits at once, and the divergences of kleash.divergences."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kleash.autodiff import is_transformed
 from kleash.divergences import Divergence, entropy, jensen_shannon, kl, total_variation
 from kleash.divergences.exact import contributions
-from kleash.linear.head import Head
 from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.impl.project import both_normalised, logits
@@ -69,8 +71,77 @@ def terms_of_logits(
 
 
 def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
-    """D(p || q) per token, with autograd's gradient."""
-    return divergence_of_logits(record, logits(pair.p), logits(pair.q), pair.across)
+    """D(p || q) per token, with autograd's gradient; of a token that cannot be read, NaN if any comes in for it."""
+    pair = widened(pair)
+    zp, zq = logits(pair.p), logits(pair.q)
+    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in pair.tensors)
+    if not differentiated or any(is_transformed(x) for x in pair.tensors):
+        return divergence_of_logits(record, zp, zq, pair.across)
+    bad = unreadable(pair, zp.detach(), zq.detach())
+    if not bad.any():
+        return divergence_of_logits(record, zp, zq, pair.across)
+    good, rest = (rows.nonzero()[:, 0] for rows in (~bad, bad))
+    with torch.no_grad():
+        unread = divergence_of_logits(record, zp[rest], zq[rest], pair.across)
+    read = pair.at(good)
+    values = divergence_of_logits(record, logits(read.p), logits(read.q), pair.across)
+    values = torch.cat([values, cast("Any", _Unreadable).apply(unread, rest, *pair.tensors)])
+    return values.index_select(0, torch.cat([good, rest]).argsort())
+
+
+def unreadable(
+    pair: Pair, zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"]
+) -> Bool[Tensor, " tokens"]:
+    """The tokens that leave NaN in the gradient of all they are multiplied with, even where what comes in is 0."""
+    tops = pair.across.highest(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
+    found = ~torch.cat(tops, -1).isfinite().all(-1)
+    for model in (pair.p, pair.q):
+        if model.head.weight is not None:
+            found |= ~model.hidden.isfinite().all(-1)
+        if isinstance(model.temperature, Tensor):
+            found |= ~model.temperature.isfinite()
+    return found
+
+
+class _Unreadable(torch.autograd.Function):
+    """Values whose gradient is NaN where any comes in for them, and 0 where none does."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, values: Tensor, rows: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
+        ctx.rows, ctx.shapes = rows, [None if x is None else x.shape for x in tensors]
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        counted = weight != 0
+        gradients: list[Tensor | None] = []
+        for place, (shape, needs) in enumerate(zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)):
+            gradient = weight.new_zeros(shape) if needs else None
+            if gradient is not None and place % 3 == 0:  # hidden states: those of the token itself
+                gradient[ctx.rows[counted]] = torch.nan
+            elif gradient is not None:
+                gradient.masked_fill_(counted.any(), torch.nan)
+            gradients.append(gradient)
+        return None, None, *gradients
+
+
+def widened(pair: Pair) -> Pair:
+    """The same in the dtype of the logits: a tensor of both models is converted once, and its gradient rounded once."""
+    known: dict[int, Tensor] = {}
+    return converted(pair, lambda x: known.setdefault(id(x), x.to(pair.p.dtype)))
+
+
+def converted(pair: Pair, convert: Callable[[Tensor], Tensor]) -> Pair:
+    """The same two models with other tensors."""
+
+    def one(model: OneModel) -> OneModel:
+        hidden, weight, bias = (x if x is None else convert(x) for x in model.tensors)
+        assert hidden is not None
+        return replace(model, hidden=hidden, head=replace(model.head, weight=weight, bias=bias))
+
+    return Pair(p=one(pair.p), q=one(pair.q))
 
 
 def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:
@@ -87,7 +158,7 @@ def gradients(
     per_token = torch.zeros_like(weights, dtype=pair.p.dtype)
     with torch.enable_grad():
         values = divergence(leaves.at(read.nonzero()[:, 0]), record, options)
-        found = derived((values * weights[read].to(values.dtype)).sum(), given, needed)
+        found = derived((values * weights[read].to(values.dtype)).sum(), given, pair, needed)
     per_token[read] = values.detach()
     return Formed(per_token, found)
 
@@ -104,32 +175,34 @@ def judged(
         read = leaves.at(used)
         terms = terms_of_logits(logits(read.p), logits(read.q), tokens[used], pair.across)
         total = combined(terms, TokenTerms(*(c[used] for c in coefficients))).sum()
-        found = derived(total, given, needed)
+        found = derived(total, given, pair, needed)
     return Judged(loss, seen, found)
 
 
 def detached(pair: Pair) -> tuple[Pair, tuple[Tensor | None, ...]]:
-    """The same numbers as leaves of a graph of their own, and those leaves; each in its ``formed_dtype``."""
+    """The same numbers as leaves of a graph of their own, in the dtype of the logits, and those leaves."""
+    known: dict[int, Tensor] = {}
 
     def leaf(x: Tensor) -> Tensor:
-        return x.detach().to(formed_dtype(x)).requires_grad_()
+        return known.setdefault(id(x), x.detach().to(pair.p.dtype, copy=True).requires_grad_())
 
-    def one(model: OneModel) -> OneModel:
-        hidden, weight, bias = (x if x is None else leaf(x) for x in model.tensors)
-        assert hidden is not None
-        head = Head(weight, bias, scale=model.head.scale, softcap=model.head.softcap)
-        return replace(model, hidden=hidden, head=head)
-
-    leaves = Pair(p=one(pair.p), q=one(pair.q))
+    leaves = converted(pair, leaf)
     return leaves, leaves.tensors
 
 
-def derived(total: Tensor, given: tuple[Tensor | None, ...], needed: Needed) -> tuple[Tensor | None, ...]:
-    """The gradient of ``total`` in what is needed of the given tensors."""
-    wanted = [x for x, needs in zip(given, needed, strict=True) if needs and x is not None]
-    if not wanted:
+def derived(
+    total: Tensor, given: tuple[Tensor | None, ...], pair: Pair, needed: Needed
+) -> tuple[Tensor | None, ...]:
+    """The gradient of ``total`` in what is needed of the given leaves; of what both models have, all of it is p's."""
+    both = [place >= 3 and x is given[place - 3] and needed[place - 3] for place, x in enumerate(given)]
+    asked_of = [
+        x if needs and not there else None for x, needs, there in zip(given, needed, both, strict=True)
+    ]
+    leaves = [x for x in asked_of if x is not None]
+    if not leaves:
         return (None,) * len(given)
-    found = iter(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
+    found = iter(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
     return tuple(
-        next(found) if needs and x is not None else None for x, needs in zip(given, needed, strict=True)
+        None if x is None or original is None else next(found).to(formed_dtype(original))
+        for x, original in zip(asked_of, pair.tensors, strict=True)
     )

@@ -7,11 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.autodiff import refuse_transforms
 from kleash.errors import ShapeError
 from kleash.linear.statistics import TokenTerms
 
 Needed: TypeAlias = tuple[bool, ...]
 """Of hidden states, weight and bias of p, and of q: which gradients are wanted."""
+Tensors: TypeAlias = tuple[Tensor | None, ...]
+"""Hidden states, weight and bias of p, and of q."""
 Objective: TypeAlias = Callable[[TokenTerms, slice], Tensor]
 """From the terms of some tokens, and which of all tokens in a row they are, to a loss for each."""
 
@@ -44,6 +47,18 @@ def formed_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
 
+def summed_in_p(place: int, tensors: Tensors, needed: Needed) -> bool:
+    """Whether the gradient of p's tensor at this place is that of q's, too: one half-precision tensor of both.
+
+    Where the two models nearly agree, what they give such a tensor nearly cancels: their sum is rounded once, in
+    its float32, and not each for itself.
+    """
+    mine, its = tensors[place], tensors[place + 3]
+    if mine is None or mine is not its:
+        return False
+    return needed[place] and needed[place + 3] and mine.dtype in (torch.bfloat16, torch.float16)
+
+
 def asked(objective: Objective, terms: TokenTerms, where: slice) -> tuple[Tensor, TokenTerms]:
     """The sum of the losses, and its derivative in each term.
 
@@ -58,6 +73,11 @@ def asked(objective: Objective, terms: TokenTerms, where: slice) -> tuple[Tensor
                 f"the objective was given {len(leaves.kl)} tokens and gave losses of shape "
                 f"{tuple(losses.shape)}; give one for each token"
             )
+        refuse_transforms(
+            "linear_objective",
+            "its losses are differentiated in its terms alone; detach what else they read",
+            losses,
+        )
         total = losses.sum()
     if not total.requires_grad:
         return total, TokenTerms(*(torch.zeros_like(x) for x in terms))

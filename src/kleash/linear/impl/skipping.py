@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kleash.linear.impl.loop import ROW_BLOCK
 from kleash.linear.impl.pair import OneModel, Where
-from kleash.linear.impl.project import widens
+from kleash.linear.impl.project import add_rows_, widens
 from kleash.linear.options import LinearOptions, Skipped
 
 GROUP = 128
@@ -56,9 +56,12 @@ class Cutter:
         gradient: Float[Tensor, "chunk vocab"],
         hidden: Float[Tensor, "chunk dim"],
         sums: tuple[Tensor | None, Tensor | None],
+        *,
+        shared: bool = False,
     ) -> bool:
         """Put 0 for what is left out, and add the products of the rest, for hidden states and weight, to the sums.
 
+        ``shared``: the sum for hidden states is that of both models.
         False if that is as dear as multiplying everything: then nothing has been added.
         """
         groups = self.groups_(where, gradient)
@@ -73,7 +76,7 @@ class Cutter:
         for group in groups:
             add_group_(group, gradient, self.model, (hidden, self.room), (part, total))
         if into is not None and part is not None:
-            into[where] = part.to(into.dtype)
+            add_rows_(into, where, part, shared=shared)
         return True
 
     def groups_(self, where: Where, gradient: Float[Tensor, "chunk vocab"]) -> list[Group]:

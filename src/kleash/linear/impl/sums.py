@@ -5,8 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.impl.pair import OneModel, Pair, Where
-from kleash.linear.impl.project import into_hidden, into_weight_, narrow
-from kleash.linear.impl.results import Needed, formed_dtype
+from kleash.linear.impl.project import add_rows_, into_hidden, into_weight_, narrow
+from kleash.linear.impl.results import Needed, formed_dtype, summed_in_p
 from kleash.linear.impl.skipping import Cutter
 from kleash.linear.options import LinearOptions
 
@@ -21,20 +21,23 @@ class Sums:
         model: OneModel,
         needed: Needed,
         options: LinearOptions,
-        weight: Tensor | None = None,
-        *,
-        wide: bool = False,
+        shared: tuple[bool, ...] = (False,) * 3,
+        first: "Sums | None" = None,
     ) -> None:
-        """Zeros where a gradient is needed; ``weight`` is a sum to go on with; ``wide`` forbids bfloat16."""
+        """Zeros where a gradient is needed; of what is ``shared``, the sums of the ``first`` model to go on with."""
 
-        def zeros(tensor: Tensor | None, wanted: bool, dtype: torch.dtype) -> Tensor | None:
-            return torch.zeros_like(tensor, dtype=dtype) if wanted and tensor is not None else None
+        def zeros(place: int, dtype: torch.dtype) -> Tensor | None:
+            tensor = model.tensors[place]
+            return torch.zeros_like(tensor, dtype=dtype) if needed[place] and tensor is not None else None
 
-        self.model, self.wanted, self.shared = model, any(needed), weight is not None
-        self.narrow = self.wanted and narrow(model) and not wide
-        self.hidden = zeros(model.hidden, needed[0], formed_dtype(model.hidden))
-        self.weight = zeros(model.head.weight, needed[1], model.dtype) if weight is None else weight
-        self.bias = zeros(model.head.bias, needed[2], model.dtype)
+        self.model, self.wanted, self.shared, self.first = model, any(needed), shared, first is None
+        # What both models give to one tensor nearly cancels where they nearly agree.
+        self.narrow = self.wanted and narrow(model) and not any(shared)
+        dtypes = model.dtype if shared[0] else formed_dtype(model.hidden), model.dtype, model.dtype
+        self.hidden, self.weight, self.bias = (
+            first.sums[place] if first is not None and shared[place] else zeros(place, dtypes[place])
+            for place in range(3)
+        )
         multiplied = model.head.weight is not None and any(needed[:2])
         self.cutter = Cutter(options, model) if options.skip_below and multiplied else None
 
@@ -49,26 +52,32 @@ class Sums:
         """Take in the gradient in a chunk's ``hidden W^T + bias``; of its products only what counts."""
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
-        if self.cutter is not None and self.cutter.add_(where, gradient, hidden, (self.hidden, self.weight)):
+        if self.cutter is not None and self.cutter.add_(
+            where, gradient, hidden, (self.hidden, self.weight), shared=self.shared[0]
+        ):
             return
         if self.hidden is not None:
-            self.hidden[where] = into_hidden(gradient, self.model, tile).to(self.hidden.dtype)
+            add_rows_(self.hidden, where, into_hidden(gradient, self.model, tile), shared=self.shared[0])
         if self.weight is not None:
             into_weight_(self.weight, gradient, hidden, tile)
 
     @property
+    def sums(self) -> tuple[Tensor | None, ...]:
+        """Those of hidden states, weight and bias."""
+        return self.hidden, self.weight, self.bias
+
+    @property
     def done(self) -> tuple[Tensor | None, ...]:
-        """The gradients, each in its tensor's ``formed_dtype``."""
-        sums = (self.hidden, None if self.shared else self.weight, self.bias)
-        pairs = zip(sums, self.model.tensors, strict=True)
+        """The gradients, each in its tensor's ``formed_dtype``; what is shared is with the first model."""
+        kept = (s if self.first or not both else None for s, both in zip(self.sums, self.shared, strict=True))
+        pairs = zip(kept, self.model.tensors, strict=True)
         return tuple(None if s is None or x is None else s.to(formed_dtype(x)) for s, x in pairs)
 
 
 def both_sums(pair: Pair, needed: Needed, options: LinearOptions = WHOLE) -> tuple[Sums, Sums]:
-    """For p and for q; one weight that is both heads' is summed once, as p's.
-
-    In float32 then: what the two sides add to it nearly cancels where they nearly agree.
-    """
+    """For p and for q; one weight that is both heads' is summed once, as p's, and so is what is ``summed_in_p``."""
     one = pair.p.head.weight is pair.q.head.weight and needed[1] and needed[4]
-    sums_p = Sums(pair.p, needed[:3], options, wide=one)
-    return sums_p, Sums(pair.q, needed[3:], options, sums_p.weight if one else None, wide=one)
+    hidden, bias = (summed_in_p(place, pair.tensors, needed) for place in (0, 2))
+    shared = hidden, one, bias
+    sums_p = Sums(pair.p, needed[:3], options, shared)
+    return sums_p, Sums(pair.q, needed[3:], options, shared, sums_p)

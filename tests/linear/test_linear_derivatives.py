@@ -1,0 +1,256 @@
+"""Derivatives beyond the first, in forward mode and inside torch.func: right by the reference, refused by the rest."""
+
+import pytest
+import torch
+from linear_cases import CHUNKED, EVERY, NATIVE, REFERENCE, head_case
+from torch.autograd import forward_ad
+
+from kleash.divergences import DIVERGENCES
+from kleash.errors import CannotRunError
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    linear_divergence,
+    linear_divergence_loss,
+    linear_kl,
+    linear_kl_loss,
+    linear_objective,
+    token_statistics,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+TRITON = LinearOptions(impl="triton")
+CASE = head_case(torch.float64, tokens=(5,), words=11, bias=True)
+WEIGHTS = torch.linspace(0.5, 2, 5, dtype=torch.float64)
+
+
+def objective(terms, rows):
+    return terms.kl - 0.1 * terms.entropy
+
+
+DOORS = {
+    "linear_kl": lambda m, o: linear_kl(*m, options=o),
+    "linear_divergence": lambda m, o: linear_divergence(*m, divergence="hellinger", options=o),
+    "linear_kl_loss": lambda m, o: linear_kl_loss(*m, weights=WEIGHTS, options=o).loss,
+    "linear_divergence_loss": lambda m, o: (
+        linear_divergence_loss(*m, weights=WEIGHTS, divergence="jeffreys", options=o).loss
+    ),
+    "linear_objective": lambda m, o: linear_objective(*m[:2], CASE.tokens, *m[2:], objective, options=o)[0],
+    "token_statistics": lambda m, o: token_statistics(*m, CASE.tokens, options=o).kl_pq,
+}
+VALUES = ("linear_kl", "linear_divergence")
+
+
+def with_tensor(place, tensor):
+    """The four arguments, one of whose six tensors is another."""
+    p, q = CASE.head_p, CASE.head_q
+    six = [CASE.hidden_p, p.weight, p.bias, CASE.hidden_q, q.weight, q.bias]
+    six[place] = tensor
+    return six[0], Head(*six[1:3]), six[3], Head(*six[4:])
+
+
+def tensor_of(place):
+    p, q = CASE.head_p, CASE.head_q
+    return (CASE.hidden_p, p.weight, p.bias, CASE.hidden_q, q.weight, q.bias)[place]
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda y: f(y).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("name", DOORS)
+def test_transforms_of_torch_func_are_refused_in_a_sentence(name, place):
+    """They gave a tangent of None, which is 0, or an error of torch about functions with out=."""
+    for options in (CHUNKED, NATIVE, TRITON, *([REFERENCE] if name not in VALUES else [])):
+        for transform in TRANSFORMS.values():
+            with pytest.raises(CannotRunError, match="inside torch"):
+                transform(lambda x, o=options: DOORS[name](with_tensor(place, x), o), tensor_of(place))
+        with forward_ad.dual_level(), pytest.raises(CannotRunError, match="forward-mode"):
+            dual = forward_ad.make_dual(tensor_of(place), torch.ones_like(tensor_of(place)))
+            DOORS[name](with_tensor(place, dual), options)
+
+
+def test_what_is_not_transformed_runs_inside_torch_func():
+    """A constant to the transform around it, with the value that it has outside."""
+    for name in (*VALUES, "token_statistics"):
+        door = DOORS[name]
+        inside = torch.func.vmap(lambda x, f=door: x + f(CASE.models, CHUNKED).sum())(torch.zeros(2))
+        torch.testing.assert_close(inside[0].double(), door(CASE.models, CHUNKED).sum(), rtol=1e-6, atol=0)
+    trained = CASE.hidden_p.clone().requires_grad_()
+    for door in DOORS.values():
+        with pytest.raises(CannotRunError, match="inside torch"):
+            torch.func.vmap(lambda x, f=door: x + f(with_tensor(0, trained), CHUNKED).sum())(torch.zeros(2))
+    with forward_ad.dual_level():
+        assert linear_kl(*CASE.models, options=CHUNKED).isfinite().all()
+
+
+def test_tangents_of_weights_temperatures_and_what_an_objective_reads_are_refused():
+    ones = torch.ones(5, dtype=torch.float64)
+    calls = (
+        lambda x: linear_kl_loss(*CASE.models, weights=x, options=CHUNKED).loss,
+        lambda x: linear_kl(*CASE.models, temperature=x, options=CHUNKED),
+        lambda x: linear_objective(
+            *CASE.models[:2], CASE.tokens, *CASE.models[2:], lambda t, r: x[r] * t.kl, options=CHUNKED
+        )[0],
+    )
+    for call in calls:
+        with pytest.raises(CannotRunError):
+            torch.func.jvp(call, (ones,), (ones,))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("name", [n for n in DIVERGENCES if n not in ("total_variation", "hellinger")])
+def test_the_reference_has_every_derivative(name, tie):
+    """Against the dense functions on logits that are formed here, at a tie where both heads give the same."""
+    random = torch.Generator().manual_seed(1)
+    h, g, weight = (torch.randn(*s, generator=random, dtype=torch.float64) for s in ((2, 3), (2, 3), (6, 3)))
+    g = h.clone() if tie else g
+
+    def ours(w):
+        found = linear_divergence(h, Head(w), g, Head(weight), divergence=name, options=REFERENCE)
+        return found.sum()
+
+    def exact(w):
+        from kleash.divergences import divergence
+
+        logp, logq = ((x @ y.T).log_softmax(-1) for x, y in ((h, w), (g, weight)))
+        return divergence(name, logp, logq).sum()
+
+    wanted = torch.autograd.functional.hessian(exact, weight)
+    for found in (torch.autograd.functional.hessian(ours, weight), torch.func.hessian(ours)(weight)):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    value, tangent = torch.func.jvp(ours, (weight,), (h[:1] + weight,))
+    torch.testing.assert_close(tangent, (torch.func.grad(exact)(weight) * (h[:1] + weight)).sum())
+    batch = torch.func.vmap(ours)(torch.stack([weight, 2 * weight]))
+    torch.testing.assert_close(batch, torch.stack([value, ours(2 * weight)]))
+
+
+@pytest.mark.parametrize("name", [n for n in DOORS if n != "token_statistics"])
+@EVERY
+def test_a_second_derivative_is_right_or_refused(name, options):
+    leaf = CASE.hidden_p.clone().requires_grad_()
+    total = DOORS[name](with_tensor(0, leaf), options).sum()
+    if options.impl == "reference" and name in VALUES:
+        (gradient,) = torch.autograd.grad(total, leaf, create_graph=True)
+        (found,) = torch.autograd.grad(gradient.sum(), leaf)
+        step = 1e-5
+        sides = []
+        for by in (step, -step):
+            moved = (CASE.hidden_p + by).requires_grad_()
+            sides.append(torch.autograd.grad(DOORS[name](with_tensor(0, moved), options).sum(), moved)[0])
+        torch.testing.assert_close(found, (sides[0] - sides[1]) / (2 * step), rtol=1e-5, atol=1e-7)
+    else:
+        with pytest.raises(CannotRunError, match="differentiated once"):
+            torch.autograd.grad(total, leaf, create_graph=True)
+
+
+@EVERY
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", ["p", "q"])
+@pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
+def test_a_token_that_is_selected_away_has_no_part_in_any_gradient(options, spoilt, side, traits):
+    """Nor whatever its hidden states hold: by an incoming gradient or weight of 0, or left out by an objective."""
+    case = head_case(torch.float64, tokens=(7,), words=23, **traits)
+    counted = torch.tensor([1, 1, 0, 1, 0, 1, 1], dtype=torch.bool)
+    weights = torch.where(counted, 1.5, 0.0).double()
+    hidden = getattr(case, f"hidden_{side}")
+    hidden[2, 3], hidden[4] = spoilt, spoilt
+    p, q = case.head_p, case.head_q
+    six = [case.hidden_p, p.weight, p.bias, case.hidden_q, q.weight, q.bias]
+
+    def loss(name, tensors, keep):
+        tensors = [x if x is None or len(x) != 7 else x[keep] for x in tensors]
+        hp, wp, bp, hq, wq, bq = tensors
+        head_p, head_q = (Head(w, b, softcap=p.softcap) for w, b in ((wp, bp), (wq, bq)))
+        models, some = (hp, head_p, hq, head_q), counted[keep]
+        if name == "values":
+            found = linear_kl(*models, options=options)
+            return torch.where(some, found * 1.5, 0.0).sum()
+        if name == "hellinger":
+            return linear_divergence(*models, divergence="hellinger", options=options)[some].sum()
+        if name == "loss":
+            return linear_kl_loss(*models, weights=weights[keep], options=options).loss
+        return linear_objective(
+            hp, head_p, case.tokens[keep], hq, head_q,
+            lambda t, rows: torch.where(some[rows], t.kl - t.token_logp - 0.3 * t.entropy, 0.0), options=options,
+        )[0]  # fmt: skip
+
+    for name in ("values", "hellinger", "loss", "objective"):
+        found = []
+        for keep in (torch.ones_like(counted), counted):
+            leaves = [x if x is None else x.clone().requires_grad_() for x in six]
+            wanted = [x for x in leaves if x is not None]
+            found.append(torch.autograd.grad(loss(name, leaves, keep), wanted))
+        for ours, exact in zip(*found, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@EVERY
+def test_a_token_that_cannot_be_read_and_counts_is_not_silent(options):
+    case = head_case(torch.float64, tokens=(4,), words=9, bias=True)
+    case.hidden_p[1, 0] = torch.nan
+    leaves = [x.clone().requires_grad_() for x in (case.hidden_p, case.head_p.weight)]
+    linear_kl(leaves[0], Head(leaves[1]), *case.models[2:], options=options).sum().backward()
+    assert leaves[0].grad[1].isnan().all() and leaves[0].grad[[0, 2, 3]].isfinite().all()
+    assert leaves[1].grad.isnan().any()
+
+
+@EVERY
+def test_a_temperature_changed_after_the_forward_pass_changes_nothing(options):
+    """The gradient was that of the new temperature, 75 % off; other tensors changed in place raise."""
+    case = head_case(torch.float64, tokens=(5,), words=9)
+    found = []
+    for changed in (False, True):
+        weight, heat = case.head_p.weight.clone().requires_grad_(), torch.full((5,), 2.0, dtype=torch.float64)
+        value = linear_kl(case.hidden_p, Head(weight), *case.models[2:], temperature=heat, options=options)
+        if changed:
+            heat.mul_(0.25)
+        found.append(torch.autograd.grad(value.sum(), weight)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("what", ["bias", "hidden", "weight", "all"])
+@pytest.mark.parametrize("door", ["values", "loss", "objective"])
+def test_the_gradient_of_a_half_precision_tensor_of_both_models_is_rounded_once(options, dtype, what, door):
+    """What both give to it nearly cancels; rounded each for itself, a bias's gradient was 12 % off."""
+    case = head_case(torch.float64, tokens=(9,), words=31, apart=0.02, bias=True)
+    p, q = case.head_p, case.head_q
+    hidden_q, weight_q = case.hidden_q[:, :13], q.weight[:, :13]
+    six = [case.hidden_p, p.weight, p.bias, hidden_q, weight_q, q.bias]
+    six = [x.to(dtype) for x in six]
+    for place, name in enumerate(("hidden", "weight", "bias")):
+        if what in (name, "all"):
+            six[place + 3] = six[place]
+    if what == "all":
+        six[5] = (six[2].double() * 1.02).to(dtype)
+
+    def gradients(wide):
+        known = {id(x): x.to(torch.float64 if wide else dtype).clone().requires_grad_() for x in six}
+        hp, wp, bp, hq, wq, bq = (known[id(x)] for x in six)
+        models, o = (hp, Head(wp, bp), hq, Head(wq, bq)), REFERENCE if wide else options
+        ones = torch.ones(9, dtype=torch.float64 if wide else torch.float32)
+        if door == "values":
+            loss = linear_kl(*models, options=o).sum()
+        elif door == "loss":
+            loss = linear_kl_loss(*models, weights=ones, options=o).loss
+        else:
+            loss = linear_objective(hp, models[1], case.tokens, hq, models[3], lambda t, r: t.kl, options=o)[
+                0
+            ]
+        (2**12 * loss).backward()  # into the range of float16
+        shared = [x for place, x in enumerate(six[:3]) if x is six[place + 3]]
+        return [known[id(x)].grad.double() for x in shared]
+
+    for ours, exact in zip(gradients(False), gradients(True), strict=True):
+        error = (ours - exact).norm() / exact.norm()
+        assert error < 4e-3, f"{error:.2g}"
