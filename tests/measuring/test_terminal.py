@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,48 @@ def test_a_reader_that_has_gone_away(words: list[str], run: Path, tmp_path: Path
     err = process.stderr.read()
     process.stderr.close()
     assert (process.wait(timeout=60), err) == (141, b"")
+
+
+FULL, CLOSED = "> /dev/full", ">&-"
+
+
+@pytest.mark.parametrize("output", [FULL, CLOSED])
+@pytest.mark.parametrize("words", [["--help"], ["report"], ["compare", "--json"]])
+def test_standard_output_that_cannot_be_written_is_a_sentence(
+    words: list[str], output: str, run: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "c.html"
+    more = {"report": [str(run)], "compare": [str(run), str(run), "--out", str(page)]}.get(words[0], [])
+    command = shlex.join([sys.executable, "-m", "kleash", *words, *more])
+    done = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    reason = "No space left on device" if output == FULL else "it is closed"
+    assert (
+        done.stderr == f"kleash: standard output cannot be written ({reason}); files that were written stay\n"
+    )
+    assert page.exists() is (words[0] == "compare")
+
+
+def test_a_run_whose_summary_cannot_be_printed_is_on_the_disk(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(measuring(pair, tmp_path / "run")) == 2
+        monkeypatch.undo()
+    assert "standard output cannot be written (No space left" in capsys.readouterr().err
+    assert (
+        Measurement.read(tmp_path / "run").counts.prompts == 3 and (tmp_path / "run" / "report.html").exists()
+    )
+
+
+@pytest.mark.parametrize("progress", ["2> /dev/full", "2>&-"])
+def test_a_run_does_not_end_because_its_progress_cannot_be_shown(
+    progress: str, run: Path, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "kleash", "compare", str(run), str(tmp_path / "none")]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} {progress}"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"")
 
 
 def test_an_interruption_before_anything_was_done_is_said(

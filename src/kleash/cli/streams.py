@@ -104,7 +104,9 @@ class CommandStream:
     def _failed(self, error: OSError | ValueError) -> None:
         if isinstance(error, UnicodeError):
             raise error
-        lead_nowhere(self._number)
+        if self._stream is not None:
+            with suppress(OSError, ValueError):
+                lead_nowhere(self._stream.fileno())
         if isinstance(error, BrokenPipeError) and self._number == 1:
             raise error
         if self._number == 1:
@@ -116,8 +118,10 @@ class CommandStream:
 
 def lead_nowhere(number: int) -> None:
     """Let what is still buffered for a file of the process go nowhere, so that Python does not fail at its end."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere != number:
+        os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 @contextmanager
@@ -126,7 +130,8 @@ def command_streams() -> Generator[None]:
     before = sys.stdout, sys.stderr
     for number, stream in ((1, before[0]), (2, before[1])):
         if stream is None:  # a closed descriptor, whose number the next file to be opened would get
-            lead_nowhere(number)
+            with suppress(OSError):
+                lead_nowhere(number)
     sys.stdout, sys.stderr = CommandStream(before[0], 1), CommandStream(before[1], 2)
     try:
         yield

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.measure import Measurement as Width
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from kleash.cli.numbers import cells, named, with_error
 from kleash.cli.terminal import Terminal, remark, say
@@ -27,8 +26,8 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     for role, model in measurement.models.items():
         where = f" on {measurement.device}" if measurement.device else ""
         say(console, f"{role}: {model.path} ({model.dtype}{where})")
-    console.print(Text(measurement.estimand, "dim"))
-    console.print(Text(measured_on(measurement), "dim"))
+    console.print(measurement.estimand, style="dim")
+    console.print(measured_on(measurement), style="dim")
     _print_whole(console, _numbers(measurement))
     say(console, _tail(measurement))
     for doubt in every_doubt(measurement):

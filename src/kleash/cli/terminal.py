@@ -21,6 +21,10 @@ class Terminal(Console):
         plain = {"file": file, "markup": False, "highlight": False, "emoji": False}
         super().__init__(**{**plain, "force_terminal": file.isatty(), **more})
 
+    def render_str(self, text: str, **more: Any) -> Text:  # type: ignore[override]
+        """A string as rich's text, which would drop some control characters unseen."""
+        return super().render_str(printable(text), **more)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """What rich draws, with every piece of text made safe."""
         for segment in super().render(renderable, options):
@@ -30,12 +34,12 @@ class Terminal(Console):
 
 def say(console: Console, sentence: str, *, style: str = "") -> None:
     """Print a sentence on one line, however wide the terminal is."""
-    console.print(Text(sentence, style=style), soft_wrap=True)
+    console.print(Text(printable(sentence), style=style), soft_wrap=True)
 
 
 def remark(console: Console, kind: str, sentence: str, colour: str = "yellow") -> None:
     """Print ``kind: sentence``, the kind in colour."""
-    console.print(Text.assemble((f"{kind}:", colour), f" {sentence}"), soft_wrap=True)
+    console.print(Text.assemble((f"{kind}:", colour), f" {printable(sentence)}"), soft_wrap=True)
 
 
 def can_redraw(console: Console) -> bool:

@@ -1,0 +1,281 @@
+"""The words of the command line: what they mean, what is answered to those that mean nothing, and help."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kleash.cli import main
+from kleash.cli.commands import ALGORITHMS, Audit, Compare, Demonstrate, Measure, Train
+from kleash.cli.help import completion_script
+from kleash.cli.options import GROUPS, OTHERS, commands
+from kleash.cli.parsing import SYNONYMS, CompletionRequest, HelpRequest, VersionRequest, read_words
+from kleash.errors import OptionError
+
+
+def failing(capsys: Any, *words: str) -> str:
+    """What is said on standard error, in one line, by a command that ends with 2."""
+    assert main(list(words)) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("kleash: ") and told.err.count("\n") == 1
+    return told.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "near", "look"),
+    [
+        ("mesure", "did you mean measure?", "kleash --help"),
+        ("gropo", "did you mean train grpo?", "kleash --help"),
+        ("grpo", "kleash train grpo", ""),
+        ("version", "did you mean --version?", "kleash --help"),
+        ("--versoin", "did you mean --version?", "kleash --help"),
+        ("--policy x", "a command comes first", "kleash --help"),
+        ("train pp", "did you mean ppo?", "kleash train --help"),
+        ("measure --polcy x", "did you mean --policy?", "kleash measure --help"),
+        ("measure --polcy=x", "did you mean --policy?", "kleash measure --help"),
+        ("measure --model x", "did you mean --policy?", "kleash measure --help"),
+        ("train ppo --gamma 1", "did you mean --discount?", "kleash train ppo --help"),
+        ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
+        ("train grpo --kl-plce x", "did you mean --kl-place?", "kleash train grpo --help"),
+        ("train --policy x", "name one: ppo, grpo", "kleash train --help"),
+        (
+            "cache --prompts x",
+            "measure, train ppo, train grpo, train rloo, train distill have it",
+            "kleash cache",
+        ),
+        ("audit --convetion x", "did you mean --convention?", "kleash audit --help"),
+        ("measure --limit x", "--limit takes a whole number; it is 'x'", "kleash measure --help"),
+        ("measure --limit 1.5", "--limit takes a whole number; it is '1.5'", "kleash measure --help"),
+        ("measure --limit 99999999999999999999", "below 2^63", "kleash measure --help"),
+        ("measure --temperature hot", "--temperature takes a number; it is 'hot'", "kleash measure --help"),
+        ("measure --limit", "--limit needs a value: --limit N", "kleash measure --help"),
+        ("measure --limit --quiet", "--limit needs a value: --limit N", "kleash measure --help"),
+        ("measure --quiet=1", "--quiet takes no value", "kleash measure --help"),
+        ("measure stray", "was given 'stray'", "kleash measure --help"),
+        ("report", "needs FOLDER", "kleash report --help"),
+        ("report a b", "was given 'b'", "kleash report --help"),
+        ("measure --resume", "give it as --out", ""),
+        ("measure --text a --prompts b", "not --prompts and --text", ""),
+        ("cache --text a --responses b", "not --text and --responses", ""),
+        ("--completion tcsh", "takes bash, zsh, fish", ""),
+        ("help mesure", "did you mean measure?", "kleash --help"),
+    ],
+)
+def test_a_typo_is_answered_by_what_was_meant_and_where_to_look(
+    words: str, near: str, look: str, capsys: Any
+) -> None:
+    told = failing(capsys, *words.split())
+    assert near in told and look in told
+    assert "None" not in told
+
+
+def test_words_are_read_as_they_were_written() -> None:
+    def read(words: str) -> Any:
+        return read_words(words.split())
+
+    measure = read("measure --policy=a --samples_per_prompt 2 --top-p None --temperature 1e-1 --quiet")
+    assert measure == Measure(policy="a", samples_per_prompt=2, temperature=0.1, quiet=True)
+    assert read("compare a b --json c") == Compare(folders=(Path("a"), Path("b"), Path("c")), json=True)
+    audit = read("audit --set kind=k3 x=-1 --fail-on fault note --convention loss pkg:f")
+    assert (audit.set, audit.fail_on) == (("kind=k3", "x=-1"), ("fault", "note"))
+    assert read("audit") == Audit()
+    assert read("train --out x --seed 3") == Train(algorithm=Demonstrate(out="x", seed=3))
+    assert read("train") == Train(algorithm=Demonstrate())
+    ppo = read("train ppo --no-whiten --reward a b --value-clip None --limit 3 --limit 4")
+    assert (ppo.algorithm.whiten, ppo.algorithm.reward, ppo.algorithm.value_clip) == (False, ("a", "b"), None)
+    assert ppo.algorithm.limit == 4
+    for words, request in {
+        "": HelpRequest(),
+        "-h": HelpRequest(),
+        "help": HelpRequest(),
+        "help train ppo": HelpRequest(name="train ppo"),
+        "measure --policy x --help": HelpRequest(name="measure"),
+        "train ppo -h": HelpRequest(name="train ppo"),
+        "--version": VersionRequest(),
+        "--completion=fish": CompletionRequest(shell="fish"),
+    }.items():
+        assert read(words) == request
+
+
+def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, command in commands().items():
+        assert main([*name.split(), "--help"]) == 0
+        told = capsys.readouterr().out
+        assert told.startswith(f"usage: kleash {name}") and "None" not in told.replace("None for no", "")
+        assert max(map(len, told.splitlines())) <= 80
+        for typed, option in command.named.items():
+            lines = [
+                line for line in told.splitlines() if line.startswith(f"  {typed} ") or line == f"  {typed}"
+            ]
+            assert len(lines) == 1, (name, typed)
+            assert option.explained, (name, typed)
+            assert option.group != OTHERS or name == "audit", (name, typed)
+    assert told.index("essentials") < told.index("responses that are drawn")
+    assert main([]) == 2  # and shows what there is
+    assert "commands" in capsys.readouterr().out
+
+
+def test_the_tables_name_nothing_that_is_not_there() -> None:
+    there = {option.name for command in commands().values() for option in command.options}
+    grouped = [name for _, names in GROUPS for name in names]
+    assert set(grouped) <= there and len(set(grouped)) == len(grouped)
+    assert set(SYNONYMS.values()) <= {name for command in commands().values() for name in command.named}
+    for command in commands().values():
+        assert not any({theirs, ours} <= set(command.named) for theirs, ours in SYNONYMS.items())
+    assert [name.removeprefix("train ") for name in commands() if name.startswith("train ")] == [
+        "demonstration",
+        *ALGORITHMS,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("kleash mea", ["measure"]),
+        ("kleash measure --rev", ["--revision-policy", "--revision-reference"]),
+        ("kleash train gr", ["grpo"]),
+        ("kleash train ppo --no", ["--no-whiten"]),
+        ("kleash train ppo --max-g", ["--max-gradient-norm"]),
+    ],
+)
+def test_bash_completes_commands_and_options(line: str, completed: list[str]) -> None:
+    words = line.split()
+    script = (
+        f"{completion_script('bash')}\nCOMP_WORDS=({line})\nCOMP_CWORD={len(words) - 1}\n_kleash\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, completed, "")
+
+
+def test_the_other_shells_get_the_same_words(capsys: Any) -> None:
+    for shell in ("zsh", "fish"):
+        assert main(["--completion", shell]) == 0
+        told = capsys.readouterr().out
+        assert "--until-relative-error" in told and "distill" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("measure --window 9", "--window does nothing with prompts"),
+        ("measure --prompts p --window 9 --stride 4", "--window does nothing with --prompts"),
+        (
+            "measure --policy p --text t --samples-per-prompt 2",
+            "--samples-per-prompt does nothing with --text",
+        ),
+        ("measure --text t --max-new-tokens 3", "--max-new-tokens does nothing with --text"),
+        ("measure --text t --seed 3", "--seed does nothing with --text"),
+        ("measure --responses r --top-p 0.9", "--top-p does nothing with --responses"),
+        ("measure --responses r --top-k 9", "--top-k does nothing with --responses"),
+        ("measure --responses r --min-p 0.1", "--min-p does nothing with --responses"),
+        ("measure --responses r --stride 9", "--stride does nothing with --responses"),
+        ("measure --text t --temperature 0", "nothing is decoded"),
+        ("measure --revision-policy main", "--revision-policy does nothing for shipped:policy"),
+        ("train ppo --beta-min 0.1", "--beta-min does nothing with a fixed beta"),
+        ("train grpo --beta-max 5", "--beta-max does nothing with a fixed beta"),
+        ("train rloo --target-per token", "--target-per does nothing without --target-nats"),
+        ("train distill --metric-names trl", "--metric-names does nothing without --trackers"),
+    ],
+)
+def test_an_option_without_effect_is_named(words: str, told: str) -> None:
+    request: Any = read_words(words.split())
+    assert any(told in sentence for sentence in request.job().without_effect())
+
+
+def test_options_with_an_effect_are_not() -> None:
+    for words in (
+        "measure",
+        "measure --top-p 0.9 --seed 4 --samples-per-prompt 2 --max-new-tokens 5 --temperature 0.7",
+        "measure --text t --window 9 --stride 3 --limit 2 --temperature 0.7",
+        "measure --responses r --temperature 0.7 --limit 4",
+        "cache --text t --window 9",
+        "train ppo --controller pid --target-nats 4 --target-per token --beta-min 0.01 --trackers tensorboard",
+    ):
+        request: Any = read_words(words.split())
+        job = request.job()
+        assert (job.measurement() if words.startswith("cache") else job).without_effect() == ()
+
+
+def test_an_option_without_effect_and_the_shipped_pair_are_said_before_anything_is_read(
+    tmp_path: Path, capsys: Any
+) -> None:
+    words = [
+        "measure",
+        "--prompts",
+        str(tmp_path / "none.txt"),
+        "--window",
+        "9",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "the small pair that ships with kleash" in told.splitlines()[0]
+    assert "--window does nothing with --prompts" in told.splitlines()[1]
+    assert "there is no file" in told.splitlines()[2]
+
+
+def test_reading_the_command_line_needs_no_more_than_the_base_install() -> None:
+    code = (
+        "import sys\n"
+        "class Deny:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('rich', 'torch', 'transformers', 'jinja2', 'plotly'):\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Deny())\n"
+        "from kleash.cli import main\n"
+        "assert main(['train', 'ppo', '--help']) == 0\n"
+        "assert main(['measure', '--polcy', 'x']) == 2\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+
+    def missing(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2
+        return done.stderr.strip().splitlines()[-1]
+
+    models = "rich, transformers, jinja2 and plotly are not installed; run: pip install 'kleash[models]'"
+    assert missing("measure", "--quiet") == f"kleash: {models}"
+    assert missing("compare", "a", "b").startswith("kleash: rich, jinja2 and plotly are not installed")
+
+
+def test_missing_packages_of_an_option_are_named_with_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    gone = {"transformers", "trl", "datasets", "peft", "accelerate", "wandb", "tensorboard"}
+    for module in ("kleash.extras", "kleash.cli.requirements"):
+        monkeypatch.setattr(f"{module}.is_installed", lambda name: name not in gone)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for words, told in {
+        "cache": "transformers is not installed; run: pip install 'kleash[models]'",
+        "measure --device-map auto": "transformers and accelerate are not installed; run: pip install 'kleash[models]'",
+        f"measure --policy {adapter} --text t": "transformers and peft are not installed",
+        "train": "transformers, accelerate and peft are not installed; run: pip install 'kleash[train]'",
+        "train grpo": "transformers, accelerate, trl and datasets are not installed; run: pip install 'kleash[trl]'",
+        "train ppo --lora-rank 4 --trackers wandb tensorboard": (
+            "transformers, accelerate, peft, tensorboard and wandb are not installed; "
+            "run: pip install 'kleash[train]' wandb"
+        ),
+    }.items():
+        assert told in failing(capsys, *words.split())
+    gone.clear()
+    gone.add("wandb")
+    assert failing(capsys, "train", "dpo", "--pairs", "x", "--trackers", "wandb") == (
+        "kleash: wandb is not installed; run: pip install wandb"
+    )
+
+
+def test_an_option_error_of_a_job_is_one_sentence() -> None:
+    request: Any = read_words(["measure", "--top-p", "7"])
+    with pytest.raises(OptionError, match="--top-p must be above 0"):
+        request.job()

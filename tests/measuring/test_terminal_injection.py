@@ -1,0 +1,234 @@
+"""Text of others never reaches the terminal as a command to it: neither control sequences nor rich's markup."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kleash.cli import main
+from kleash.cli.streams import printable
+
+PLANT = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202e\u2066\u200b[red]x[/red]\r"
+"""A window's title, a cleared screen, colours in C0 and C1, an overwritten line, a turned one, markup."""
+NAME = PLANT.replace("/", "")
+"""The same for a file's name."""
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069]")
+SHOWN = "\\u001b]0;owned\\u0007\\u001b[2J\\u009b31m\\u007f\\u202e\\u2066\\u200b[red]x["
+
+Folders = tuple[Path, Path]
+
+
+def test_every_control_character_is_escaped_and_no_other() -> None:
+    assert printable(PLANT) == SHOWN + "/red]\\u000d"
+    for code in (
+        *range(0x20),
+        *range(0x7F, 0xA0),
+        *range(0x202A, 0x202F),
+        *range(0x2066, 0x206A),
+        0x2028,
+        0xE0041,
+    ):
+        kept = chr(code) in "\n\t"
+        assert (printable(chr(code)) == chr(code)) is kept, hex(code)
+        assert json.loads(f'"{printable(chr(code))}"', strict=False) == chr(code)
+    readable = "Ünïcödé 🙂 نص עברית 👩\u200d👧 \u00b1 ‖ · \\x1b \ttab\n"
+    assert printable(readable) == readable
+
+
+def edited(folder: Path, to: Path, name: str, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a model's folder with one of its JSON files changed."""
+    shutil.copytree(folder, to)
+    content = json.loads((to / name).read_text())
+    edit(content)
+    (to / name).write_text(json.dumps(content))
+    return to
+
+
+def renamed_tensor(pair: Folders, to: Path) -> Path:
+    shutil.copytree(pair[0], to)
+    tensors = load_file(to / "model.safetensors")
+    tensors[PLANT] = tensors["model.norm.weight"].clone()
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def adapter(pair: Folders, to: Path) -> Path:
+    to.mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": PLANT, "r": 2, "target_modules": ["q_proj"]}
+    (to / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(
+        {PLANT: load_file(pair[0] / "model.safetensors")["model.norm.weight"]},
+        to / "adapter_model.safetensors",
+    )
+    return to
+
+
+def templated(pair: Folders, to: Path) -> Path:
+    shutil.copytree(pair[0], to)
+    (to / "chat_template.jinja").write_text("{{ raise_exception('" + PLANT.replace("\r", "") + "') }}")
+    return to
+
+
+def words_of(case: str, pair: Folders, folder: Path) -> list[object]:
+    """A command that meets the plant where ``case`` says."""
+    models = ["--policy", pair[0], "--reference", pair[1]]
+    prompts, chat = folder / "prompts.txt", folder / "chat.jsonl"
+    prompts.write_text("The sea\nA road\n")
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "The sea"}]}))
+    match case:
+        case "a path that is not there":
+            return ["measure", "--policy", f"nowhere/{NAME}/x", "--reference", pair[1], "--prompts", prompts]
+        case "an option" | "a command":
+            return ["measure", f"--{PLANT}"] if case == "an option" else [PLANT]
+        case "a value":
+            return ["measure", "--dtype", PLANT]
+        case "a tensor's name":
+            return [
+                "measure",
+                "--policy",
+                renamed_tensor(pair, folder / "p"),
+                *models[2:],
+                "--prompts",
+                prompts,
+            ]
+        case "an adapter's base":
+            return ["measure", "--policy", adapter(pair, folder / "p"), *models[2:], "--prompts", prompts]
+        case "a model's type":
+            odd = edited(pair[0], folder / "p", "config.json", lambda config: config.update(model_type=PLANT))
+            return ["measure", "--policy", odd, *models[2:], "--prompts", prompts]
+        case "a chat template":
+            odd = templated(pair, folder / "p")
+            return ["measure", "--policy", odd, "--reference", odd, "--prompts", chat]
+        case "a line of a source":
+            source = folder / f"{NAME}.jsonl"
+            source.write_text(json.dumps({f"key {PLANT}": 1}))
+            return ["measure", *models, "--prompts", source]
+        case "a reward":
+            (folder / "planted_reward.py").write_text(
+                f"def planted(prompts, responses):\n    raise ValueError({PLANT!r})\n"
+            )
+            limits = [
+                "--limit",
+                2,
+                "--prompts-per-step",
+                2,
+                "--max-new-tokens",
+                2,
+                "--minibatches",
+                1,
+                "--steps",
+                1,
+            ]
+            return ["train", "ppo", *limits, "--reward", "planted_reward:planted", "--out", folder / "run"]
+        case "an audited function":
+            (folder / "planted_kl.py").write_text(
+                f"def planted(token_logp, token_logq):\n    raise ValueError({PLANT!r})\n"
+            )
+            return ["audit", "planted_kl:planted", "--convention", "loss", "--out", folder / "a.html"]
+        case _:
+            raise AssertionError(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            "a path that is not there",
+            "an option",
+            "a command",
+            "a value",
+            "a tensor's name",
+            "an adapter's base",
+        ),
+        *("a model's type", "a chat template", "a line of a source", "a reward", "an audited function"),
+    ],
+)
+def test_errors_show_what_was_planted_and_do_not_obey_it(
+    case: str, pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [str(word) for word in words_of(case, pair, tmp_path)]
+    if words[0] == "measure":
+        words += ["--out", str(tmp_path / "run"), "--max-new-tokens", "2"]
+    assert main(words) == (0 if case == "a tensor's name" else 2)  # which is a note there
+    told = capsys.readouterr()
+    for name in ("planted_reward", "planted_kl"):
+        sys.modules.pop(name, None)
+    both = told.out + told.err
+    assert not UNSAFE.search(both)
+    assert "\\u001b" in both or "\\x1b" in both, both
+    assert "[red]x" in both, both
+
+
+@pytest.fixture(scope="module")
+def planted_run(pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run in a folder, over a file, with doubts and notes, that all hold the plant."""
+    folder = tmp_path_factory.mktemp("planted")
+    source, out = folder / f"{NAME}.txt", folder / NAME
+    source.write_text(f"The sea was calm {NAME}\n\nA road")
+    assert main(["measure", *models(pair), "--text", str(source), "--out", str(out), "--quiet"]) == 0
+    file = out / "measurement.json"
+    content = json.loads(file.read_text())
+    content["doubts"].append(PLANT)
+    content["models"]["policy"]["path"] = PLANT
+    file.write_text(json.dumps(content))
+    return out
+
+
+def models(pair: Folders) -> list[str]:
+    return ["--policy", str(pair[0]), "--reference", str(pair[1])]
+
+
+def test_summaries_comparisons_and_progress_show_it_too(
+    planted_run: Path, pair: Folders, tmp_path: Path, capsys: Any
+) -> None:
+    source = planted_run.with_name(f"{NAME}.txt")
+    page = str(tmp_path / "c.html")
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["measure", *models(pair), "--text", str(source), "--out", str(tmp_path / NAME)]) == 0
+        assert main(["report", str(planted_run)]) == 0
+    assert main(["compare", str(planted_run), str(planted_run), "--out", page]) == 0
+    told = capsys.readouterr()
+    assert not UNSAFE.search(told.out + told.err)
+    assert told.out.count(SHOWN) >= 5
+    assert main(["compare", str(planted_run), str(planted_run), "--out", page, "--json"]) == 0
+    told = capsys.readouterr().out
+    assert not UNSAFE.search(told) and PLANT in json.loads(told)["runs"][0]["doubts"]
+
+
+def test_a_terminal_gets_kleash_s_own_colours_and_nothing_else(planted_run: Path, tmp_path: Path) -> None:
+    """On a pseudo-terminal, where rich writes control sequences of its own."""
+    ours, theirs = pty.openpty()
+    words = ["compare", str(planted_run), str(planted_run), "--out", str(tmp_path / "c.html")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kleash", *words],
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
+    )
+    os.close(theirs)
+    told = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # Linux's way to say that nobody writes any more
+            break
+        if not piece:
+            break
+        told += piece
+    assert process.wait(timeout=60) == 0
+    text = told.decode()
+    assert "\x1b[33mdoubt:\x1b[0m" in text and SHOWN in text
+    assert not UNSAFE.search(re.sub("\x1b\\[[0-9;]*m|\r\n", "", text))
