@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionError
-from kleash.models import load_pair
+from kleash.models import load_pair, score
 from kleash.records import StepWarning, read_steps
 from kleash.training.journal import Advice
 from kleash.training.leashes import leash_of, tightened
@@ -29,6 +29,9 @@ from kleash.training.ppo.step import advised, one_step
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ppo-steps")
+
+
+NEAR = {"rtol": 1e-3, "atol": 1e-6}
 
 
 def weights(module):
@@ -329,6 +332,10 @@ def test_in_bfloat16_what_is_trained_is_float32_and_the_first_kl_is_0(folder, ra
     assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
     metrics = one_step(setting, prompts, folder, started(job), None).metrics
     assert metrics["kl/exact_per_token"] == 0.0 and metrics["policy/gradient_norm"] > 0.0
+    assert setting.trainee.dtypes == {"policy": "bfloat16" if rank else "float32", "reference": "bfloat16"}
+    if not rank:
+        network = setting.trainee.reference.model.network
+        assert {weight.dtype for weight in network.parameters()} == {torch.bfloat16}
     assert 0 < metrics["kl/update"] < 1.0 and metrics["sampling/k3"] < 1e-2
 
 
@@ -342,6 +349,30 @@ def test_an_adapter_is_merged_where_every_weight_is_trained(folder, tmp_path):
     names = [name for name, weight in setting.trainee.policy.named_parameters() if weight.requires_grad]
     assert len(names) == 23 and not any("lora" in name for name in names)
     assert any("lora" in name for name, _ in setting.trainee.reference.model.network.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Merging lora module:UserWarning")
+def test_adapters_that_change_their_base_are_trained_against_what_they_were(folder, tmp_path):
+    from tiny_models import tiny_adapter
+
+    base = folder / "llama-policy"
+    adapter = tiny_adapter(tmp_path / "pissa", base, init_lora_weights="pissa", size=0.02)
+    for reference in (None, str(base)):
+        setting, prompts = ready(tiny_job(folder, policy=str(adapter), reference=reference))
+        rollout = roll_out(setting, prompts, 1)
+        drift = rollout.token_kl[rollout.mask]
+        fresh = load_pair(str(adapter), str(reference or adapter))
+        torch.testing.assert_close(
+            drift.double(),
+            torch.tensor(score(fresh, rollout.sequences)["kl_policy_reference"]).double(),
+            **NEAR,
+        )
+        assert (float(drift.mean()) > 1e-4) is (reference is not None)
+    repeated = tiny_adapter(tmp_path / "repeated", base, layer_replication=[[0, 2], [0, 2]])
+    with pytest.raises(
+        ModelError, match=r"merged into its base, the adapter .* is another model: .* move by up to"
+    ):
+        ready(tiny_job(folder, policy=str(repeated), reference=str(base)))
 
 
 @pytest.mark.parametrize(

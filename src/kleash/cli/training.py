@@ -59,6 +59,9 @@ def print_result(result: TrainingResult) -> None:
         if name in result.metrics
     )
     say(console, f"after step {result.steps}: {said}")
+    if result.dtypes:
+        weights = ", ".join(f"{role} {dtype}" for role, dtype in result.dtypes.items())
+        say(console, f"weights in memory: {weights}")
     say(console, f"policy: {result.policy}")
     say(console, f"report: {Path(result.out) / 'report.html'}")
 

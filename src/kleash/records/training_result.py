@@ -1,7 +1,7 @@
 """What a training run came to."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kleash.records.codec import to_json
 
@@ -26,6 +26,8 @@ class TrainingResult:
     """Folder of the trained model or adapter, which "kleash measure --policy" reads."""
     out: str
     """The run's folder."""
+    dtypes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """In which dtypes the weights of the models were in memory, by role: policy, and reference or teacher."""
     warnings: tuple[str, ...] = ()
     """What the watch said, in its order."""
 

@@ -1,5 +1,6 @@
 """The models of a run: the policy that moves, and a reference that does not."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from kleash.extras import need
 from kleash.linear import Head
 from kleash.models import Model, Pair, find_checkpoint
 from kleash.models.anatomy import cut
+from kleash.models.base_proof import logits_of, probe_of
 from kleash.models.quiet import first_line, quiet
 from kleash.records import TrainJob
 from kleash.training.loading import both, lora_settings, require_trainable
 from kleash.training.ppo.policy import Batch, Policy
+
+MERGED_NATS = 1e-3
+"""The most that merging an adapter in float32 may move a log-probability by rounding."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,6 +62,8 @@ class Trainee:
     """Policy and reference as they were loaded: tokenizer, context, notes, fingerprints."""
     base: str
     """What the adapter that is trained calls its base; "" where every weight is trained."""
+    dtypes: Mapping[str, str]
+    """In which dtypes the weights of policy and reference are in memory."""
 
     def speaking(self, policy: Policy) -> Model:
         """The policy as it is now, ready to generate."""
@@ -68,7 +75,7 @@ def load(job: TrainJob, device: torch.device) -> Trainee:
 
     With ``lora_rank`` the reference is the policy's own network with the adapter off, unless another one was
     named. Otherwise every weight of the policy is trained, in at least float32, and the reference is another
-    copy. A policy that is an adapter is merged into its base first.
+    copy, in the dtype that was asked for. A policy that is an adapter is merged into its base first.
 
     Raises:
         ModelError: if a model cannot be loaded, compared or trained.
@@ -92,6 +99,7 @@ def load(job: TrainJob, device: torch.device) -> Trainee:
     network, adapters, base = _trained(job, policy, adapted)
     if not shared:
         reference = _frozen(reference, network.dtype)
+    dtypes = {"policy": network.dtype, "reference": network.dtype if shared else reference.dtype}
     return Trainee(
         policy=Policy(network, policy.head, adapters=adapters).eval(),
         speaker=replace(
@@ -105,6 +113,7 @@ def load(job: TrainJob, device: torch.device) -> Trainee:
         reference=Reference(model=None if shared else reference),
         pair=pair,
         base=base,
+        dtypes={role: str(dtype).removeprefix("torch.") for role, dtype in dtypes.items()},
     )
 
 
@@ -130,18 +139,51 @@ def _trained(job: TrainJob, policy: Model, adapted: bool) -> tuple[Any, Any, str
     if job.lora_rank:
         adapters = _with_adapter(policy, job.lora_rank)
         return policy.network, adapters, adapters.peft_config["default"].base_model_name_or_path
-    network = policy.adapters.merge_and_unload() if adapted else policy.network
     wide = torch.promote_types(policy.dtype, torch.float32)
-    return network.to(wide).requires_grad_(True), None, ""
+    policy.network.to(wide)
+    network = _merged(policy, wide) if adapted else policy.network
+    return network.requires_grad_(True), None, ""
+
+
+def _merged(policy: Model, dtype: torch.dtype) -> Any:
+    """The network of a policy with its adapter merged into it, which is done in ``dtype`` so that little is rounded.
+
+    Raises:
+        ModelError: if it cannot be merged, or is another model then.
+    """
+    probe = probe_of(policy.network)
+    try:
+        with policy.switched():
+            before = logits_of(policy.network, probe)
+            network = policy.adapters.to(dtype).merge_and_unload()
+    except Exception as error:  # each kind of adapter has its own
+        raise ModelError(
+            f"the policy {policy.path} is an adapter that cannot be merged into its base ({first_line(error)}), which "
+            "training every weight of it needs; merge it yourself and give that folder"
+        ) from error
+    moved = (logits_of(network, probe).log_softmax(-1) - before.log_softmax(-1)).abs().max()
+    if not moved <= MERGED_NATS:
+        raise ModelError(
+            f"merged into its base, the adapter {policy.path} is another model: its log-probabilities move by up to "
+            f"{float(moved):.3g} nats; give a policy that is no adapter"
+        )
+    return network
 
 
 def _frozen(reference: Model, dtype: torch.dtype) -> Model:
-    """The reference, never to be trained, as exact as the policy: while both are one model, their KL is 0."""
-    network, head = reference.network.to(dtype).requires_grad_(False), reference.head
-    parts = {
-        name: None if x is None else x.to(dtype) for name, x in (("weight", head.weight), ("bias", head.bias))
-    }
-    return replace(reference, network=network, dtype=dtype, head=replace(head, **parts))
+    """The reference, never to be trained, which computes as the policy does: while both are one model, their KL is 0.
+
+    A policy of bfloat16 is trained in float32 with bfloat16 products (autocast). The reference's weights stay in
+    bfloat16, and the states between its layers are made float32, as the policy's are.
+    """
+    network = reference.network.requires_grad_(False)
+    if network.dtype != dtype:
+        network.get_input_embeddings().register_forward_hook(_widen_under_autocast)
+    return replace(reference, network=network)
+
+
+def _widen_under_autocast(_: Any, __: Any, states: Tensor) -> Tensor:
+    return states.float() if torch.is_autocast_enabled(states.device.type) else states
 
 
 def _with_adapter(policy: Model, rank: int) -> Any:

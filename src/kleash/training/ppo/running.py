@@ -60,6 +60,7 @@ def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
         beta=progress.controller.beta,
         policy=str(root / POLICY),
         out=str(root),
+        dtypes=setting.trainee.dtypes,
         warnings=progress.warnings,
     )
 

@@ -85,4 +85,4 @@ def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingRe
         job, journal, spelt=spelt, generated=trainer.take_counted, notes=networks.pair.notes
     )
     journalling.attach(trainer)
-    return run(trainer, journalling, job)
+    return run(trainer, journalling, job, networks.dtypes)

@@ -1,7 +1,7 @@
 """Running one of TRL's trainers from wherever a run stands to its end."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def silently() -> Iterator[None]:
             utils.enable_progress_bars()
 
 
-def run(trainer: Any, journalling: Journalling, job: TrainJob) -> TrainingResult:
+def run(trainer: Any, journalling: Journalling, job: TrainJob, dtypes: Mapping[str, str]) -> TrainingResult:
     """Train to the end, from the last whole checkpoint if the job goes on, and leave the policy in ``policy/``.
 
     A run that has taken all its steps, or that the watch has stopped, takes no more.
@@ -61,6 +61,7 @@ def run(trainer: Any, journalling: Journalling, job: TrainJob) -> TrainingResult
         beta=beta,
         policy=str(root / POLICY),
         out=str(root),
+        dtypes=dtypes,
     )
 
 

@@ -1,5 +1,6 @@
 """The networks that TRL's trainers are given: one to be trained, and others that stay as they are."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ class Networks:
     """The adapter that TRL is to put on the policy; None to train every weight."""
     pair: Pair
     """Both as they were loaded: tokenizer, context, notes."""
+    dtypes: Mapping[str, str]
+    """In which dtypes the weights are in memory, by role."""
 
 
 def load_networks(job: TrainJob, other: str, *, role: str = "reference") -> Networks:
@@ -51,4 +54,8 @@ def load_networks(job: TrainJob, other: str, *, role: str = "reference") -> Netw
         other=None if shared else positions_from_the_first_token(second.network),
         lora=lora_settings(job.lora_rank) if job.lora_rank else None,
         pair=pair,
+        dtypes={
+            "policy": str(policy.dtype).removeprefix("torch."),
+            role: str((policy if shared else second.network).dtype).removeprefix("torch."),
+        },
     )

@@ -96,7 +96,7 @@ def _train(
         notes=networks.pair.notes,
     )
     journalling.attach(trainer)
-    return run(trainer, journalling, job)
+    return run(trainer, journalling, job, networks.dtypes)
 
 
 def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def train_dpo(job: DPOJob, journal: Journal | None = None) -> TrainingResult:
         job, journal, generated=lambda: drift_of_step(monitor), notes=networks.pair.notes
     )
     journalling.attach(trainer)
-    return run(trainer, journalling, job)
+    return run(trainer, journalling, job, networks.dtypes)
 
 
 def drift_of_step(monitor: DriftMonitor) -> Generated | None:
