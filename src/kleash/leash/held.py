@@ -6,7 +6,7 @@ from typing import Any, SupportsFloat
 from kleash.leash.controllers import Leash
 from kleash.leash.kinds import beta_from_dict
 
-STEERED_BY = ("beta", "levels")
+STEERED_BY = ("beta", "levels", "reached")
 """What measurements have made of a controller; all else is its configuration."""
 
 

@@ -1,15 +1,13 @@
 """A PID controller of beta, in log space."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, SupportsFloat
 
-from kleash.errors import OptionError
-from kleash.leash.steering import Steered, growth, moved, read, require_above, require_gains, within
+from kleash.leash.steering import Anticipating, growth, read, require_above, require_gains, within
 
 
 @dataclass(frozen=True, kw_only=True)
-class PIDBeta(Steered):
+class PIDBeta(Anticipating):
     """Beta steered so that the measured KL settles at a target, soon and without overshooting much.
 
         l_k = clip(log(KL_k / target), -reach, reach),    e_k = clip(l_k, -largest_error, largest_error)
@@ -19,7 +17,8 @@ class PIDBeta(Steered):
     the gains have no unit. This is the velocity form: beta itself is the integrator, so what the bounds
     cut off is never wound up, and a beta that somebody sets (``dataclasses.replace``) is where it goes on from. The
     differences are of the measured KL alone: a target that moves gives no kick. They reach further than the
-    error, so that a KL which runs away from 0 is answered while it is still below the target.
+    error, so that a KL which runs away from 0 is answered shortly before it reaches the target: within
+    ``lookahead`` updates of it, and not earlier (see ``Anticipating``).
 
     The default gains are for a KL that answers beta within 3 to 20 updates, seen up to 3 updates
     late, with 10 % noise: from a beta ten times off, overshoot 6 % at most, and within 10 % of the
@@ -40,18 +39,15 @@ class PIDBeta(Steered):
     """The most of log(KL / target) that is answered, to either side."""
     reach: float = 3.0
     """Beyond so many e-folds from the target, to either side, changes of the KL are not answered."""
-    levels: tuple[float, ...] = ()
-    """The log of the last two KLs, as they were answered; newest first."""
+    lookahead: float = 3.0
+    """Below the target beta rises only if the KL is about to pass it in so many updates; 0 asks nothing of the
+    kind, and a climb from 0 then tightens all the way."""
 
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
         super().__post_init__()
         require_gains(proportional=self.proportional, integral=self.integral, derivative=self.derivative)
         require_above(0.0, largest_error=self.largest_error, reach=self.reach)
-        if len(self.levels) > 2 or not all(map(math.isfinite, self.levels)):
-            raise OptionError(
-                f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
-            )
 
     def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "PIDBeta":
         """The leash for the next update, having measured this KL in this one.
@@ -62,13 +58,11 @@ class PIDBeta(Steered):
         ratio, event = read(measured_nats, self.target_nats, sequences)
         if ratio is None:
             return replace(self, event=event)
-        log_target = math.log(self.target_nats)
-        level = within(math.log(ratio) if ratio > 0 else -math.inf, self.reach)
-        before = [within(earlier - log_target, self.reach) for earlier in self.levels]
+        course = self.course(ratio, self.reach)
+        level, before = course.level, course.earlier
         push = self.integral * within(level, self.largest_error)
         if before:
             push += self.proportional * (level - before[0])
         if len(before) > 1:
             push += self.derivative * (level - 2 * before[0] + before[1])
-        answered = replace(self, levels=(log_target + level, *self.levels[:1]))
-        return moved(answered, growth(push), event)
+        return self.answered(course, growth(push), event)

@@ -12,7 +12,14 @@ LARGEST_COUNT = 2**53
 """Sequences that a float still counts one by one; nobody measures more."""
 LARGEST_EXPONENT = 700.0
 ZERO = "the measured KL is 0: answered as the largest error below the target"
+FURTHEST = 30.0
+"""E-folds off the target from which a KL is not told from one that is further off."""
+PATIENCE = 10.0
+"""Updates in which a KL that rises reaches its target, if beta is to be left alone."""
+STEADY = 0.15
+"""E-folds per update up to which a KL that runs up to its target is left to the controller's own rule."""
 AnySteered = TypeVar("AnySteered", bound="Steered")
+AnyAnticipating = TypeVar("AnyAnticipating", bound="Anticipating")
 
 
 class Reading(NamedTuple):
@@ -93,6 +100,110 @@ class Steered:
     def to_dict(self) -> dict[str, object]:
         """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
         return {"kind": self.kind, **saved_fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anticipating(Steered):
+    """Beta that is moved by where the KL is going, not only by where it is.
+
+    With ``lookahead`` above 0:
+
+    - Below the target beta rises only if the KL, going on as it does, reaches the target within ``lookahead``
+      updates; and falls only if it does not reach it within ``PATIENCE``. A climb towards the target is no reason
+      to move beta.
+    - A KL that runs up to its target for the first time, growing by more than a share ``STEADY`` per update, is
+      braked: ``brake`` (growth - STEADY) is added to log beta. How fast it runs says how far beta is off.
+    """
+
+    lookahead: float = 0.0
+    """Updates ahead that the KL is extrapolated along a line through the last two; 0 for none of this."""
+    brake: float = 1.5
+    """What a KL that grows e-fold per update adds to log beta, while it runs up to its target for the first time."""
+    levels: tuple[float, ...] = ()
+    """The log of the last two KLs, as they were answered; newest first."""
+    reached: bool = False
+    """Whether the KL has come to stand at or above the target since the start."""
+
+    def __post_init__(self) -> None:
+        """Raise OptionError where a number means nothing."""
+        super().__post_init__()
+        require_gains(lookahead=self.lookahead, brake=self.brake)
+        if len(self.levels) > 2 or not all(map(math.isfinite, self.levels)):
+            raise OptionError(
+                f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
+            )
+
+    def course(self, ratio: float, reach: float) -> "Course":
+        """Where a KL of so many times the target comes from and is going; levels further off than ``reach`` are cut."""
+        log_target = math.log(self.target_nats)
+        level = within(math.log(ratio) if ratio > 0 else -math.inf, reach)
+        earlier = tuple(within(one - log_target, reach) for one in self.levels)
+        return Course(level=level, earlier=earlier, lookahead=self.lookahead)
+
+    def answered(
+        self: AnyAnticipating, course: "Course", factor: float, event: str | None
+    ) -> AnyAnticipating:
+        """The controller with beta times ``factor``, as far as the course of the KL, step and bounds allow."""
+        if self.lookahead > 0:
+            factor = course.allowed(factor)
+            if not self.reached and course.is_crossing:
+                factor *= growth(self.brake * max(0.0, course.growth - STEADY))
+        levels = (math.log(self.target_nats) + course.level, *self.levels[:1])
+        known = replace(self, levels=levels, reached=self.reached or course.has_arrived)
+        return moved(known, factor, event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A KL and the two before it, as logs of their shares of the target."""
+
+    level: float
+    earlier: tuple[float, ...]
+    """Newest first; at most two."""
+    lookahead: float
+
+    @property
+    def change(self) -> float:
+        """By how much of the target the KL has grown since the last update; 0 at the first."""
+        return _ratio(self.level) - _ratio(self.earlier[0]) if self.earlier else 0.0
+
+    @property
+    def growth(self) -> float:
+        """E-folds per update: the smaller of those since the last update and since the one before."""
+        if not self.earlier:
+            return 0.0
+        return min(self.level - self.earlier[0], (self.level - self.earlier[-1]) / len(self.earlier))
+
+    @property
+    def predicted(self) -> float:
+        """The KL over the target in ``lookahead`` updates, at least 0."""
+        return self.after(self.lookahead)
+
+    def after(self, updates: float) -> float:
+        """The KL over the target in so many updates, if it goes on along a line; at least 0."""
+        return max(0.0, _ratio(self.level) + updates * self.change)
+
+    @property
+    def is_crossing(self) -> bool:
+        """Whether the KL grows and is above the target, or about to be."""
+        return self.change > 0 and self.predicted >= 1
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the KL is at the target or above and grows no more, or has begun there."""
+        return self.level >= 0 and self.change <= 0
+
+    def allowed(self, factor: float) -> float:
+        """What beta may be multiplied by; 1 where the KL is on its way to the target from below."""
+        if self.level >= 0:
+            return factor
+        if factor > 1:
+            return factor if self.is_crossing else 1.0
+        return 1.0 if self.change > 0 and self.after(PATIENCE) > 1 else factor
+
+
+def _ratio(level: float) -> float:
+    return math.exp(within(level, FURTHEST))
 
 
 def saved_fields(record: Any) -> dict[str, object]:

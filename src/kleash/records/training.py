@@ -184,6 +184,9 @@ class RewardJob(OnlineJob):
     """The KL that a controller steers to; with a fixed beta, what the watch compares with."""
     target_per: str = "sequence"
     """Whether the target is per sequence or per token."""
+    horizon: int | None = None
+    """Of the controller ziegler, in sequences: its rule is then the published one to the last digit (10000 is the
+    published horizon); if not given, three steps' sequences, and a look at where the KL is going."""
     beta_min: float = 1e-4
     """No controller goes below."""
     beta_max: float = 10.0
@@ -201,6 +204,11 @@ class RewardJob(OnlineJob):
         if reason is not None:
             raise OptionError(reason)
         self._above_0("target_nats", "beta_min", "beta_max")
+        self._at_least_1("horizon")
+        if self.horizon is not None and self.controller != "ziegler":
+            raise OptionError(
+                f"--horizon belongs to --controller ziegler, and the controller is {self.controller}; leave it out"
+            )
         self._check_beta()
         if not self.reward and self.policy != SHIPPED_REFERENCE:
             raise OptionError(

@@ -6,8 +6,11 @@ from typing import Any
 from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.records import RewardJob
 
-HORIZON_STEPS = 10
-"""Steps that make up the horizon of Ziegler's rule: fast enough for a run of hundreds of steps."""
+HORIZON_STEPS = 3
+"""Steps that make up the horizon of Ziegler's rule: fast enough for a run of fifty steps, with ``LOOKAHEAD``."""
+LOOKAHEAD = 4.0
+"""Steps ahead that Ziegler's and the dual rule look, so that at such rates they do not overshoot."""
+DUAL_RATE = 0.2
 
 
 def leash_of(job: RewardJob) -> Leash:
@@ -24,13 +27,14 @@ def leash_of(job: RewardJob) -> Leash:
     }
     match job.controller:
         case "ziegler":
-            return ZieglerBeta(
-                **steered, horizon=HORIZON_STEPS * job.prompts_per_step * job.samples_per_prompt
-            )
+            if job.horizon is not None:
+                return ZieglerBeta(**steered, horizon=job.horizon)  # the published rule
+            horizon = HORIZON_STEPS * job.prompts_per_step * job.samples_per_prompt
+            return ZieglerBeta(**steered, horizon=horizon, lookahead=LOOKAHEAD)
         case "pid":
             return PIDBeta(**steered)
         case _:
-            return DualBeta(**steered)
+            return DualBeta(**steered, rate=DUAL_RATE, lookahead=LOOKAHEAD)
 
 
 def tightened(leash: Leash, job: RewardJob) -> Leash:
