@@ -271,11 +271,77 @@ def test_rloo_charges_its_kl_once(rloo, place):
             {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
             "multi_objective_aggregation",
         ),
+        (
+            {"kl": "k3"},
+            {"top_p": 0.9},
+            "top_p is 0.9, so tokens are drawn from another distribution than the pol",
+        ),
+        ({"kl": "k2"}, {"top_k": 20}, "top_k is 20"),
+        ({"kl": "k3"}, {"min_p": 0.05}, "min_p is 0.05"),
+        ({"kl": "k3"}, {"repetition_penalty": 1.2}, "repetition_penalty is 1.2"),
+        ({"kl_scope": "sequence"}, {"top_p": 0.9, "loss_type": "dr_grpo"}, "the KL after each token"),
+        (
+            {"kl": "k1", "kl_place": "reward"},
+            {"scale_rewards": "none", "top_k": 5},
+            "the KL that k1 estimates",
+        ),
+        ({"kl": "k3"}, {"generation_kwargs": {"typical_p": 0.9}}, r"generation_kwargs\['typical_p'\] is 0.9"),
+        ({"kl": "k3"}, {"generation_kwargs": {"temperature": 2.0}}, r"beside a temperature of 0.7\) is 2.0"),
+        ({"kl": "k3"}, {"generation_kwargs": {"do_sample": False}}, r"\['do_sample'\] is False"),
     ],
 )
 def test_what_would_train_something_else_is_refused(grpo, asked, settings, reason):
     with pytest.raises(OptionError, match=reason):
         grpo(settings.get("loss_type", "dapo"), config_of=settings, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [
+        ({"kl": "exact"}, {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}),
+        (
+            {"kl": "k3"},
+            {"temperature": 2.0, "top_k": -1, "generation_kwargs": {"temperature": 2.0, "top_p": 1.0}},
+        ),
+        ({"kl": "k3"}, {"beta": 0.0, "top_p": 0.9, "use_bias_correction_kl": True}),
+    ],
+)
+def test_what_leaves_the_kl_as_it_is_is_not_refused(grpo, asked, settings):
+    grpo(config_of=settings, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "noted"),
+    [
+        ({"kl": "exact"}, {}, True),
+        ({"kl": "k3"}, {}, True),
+        ({"kl": "k3", "kl_gradient": "ratio_attached"}, {}, False),
+        ({"kl": "exact"}, {"use_bias_correction_kl": False}, False),
+        ({"kl": "exact"}, {"beta": 0.0}, False),
+    ],
+)
+def test_a_correction_of_trls_kl_that_does_nothing_is_noted(grpo, caplog, asked, settings, noted):
+    grpo(config_of=settings, **asked)
+    said = [
+        record.getMessage() for record in caplog.records if "use_bias_correction_kl" in record.getMessage()
+    ]
+    assert [text.partition(":")[0] for text in said] == (
+        ["use_bias_correction_kl=True (TRL's default) does nothing"] if noted else []
+    )
+
+
+def test_what_a_checkpoint_says_of_sampling_counts(trl, folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    network.generation_config.no_repeat_ngram_size = 2
+    with pytest.raises(OptionError, match=r"checkpoint's generation_config\.no_repeat_ngram_size is 2"):
+        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, network, tmp_path, kl="k3")
+
+
+def test_rloo_draws_from_its_policy_too(rloo):
+    with pytest.raises(OptionError, match=r"top_p is 0\.5"):
+        rloo(kl="k1", kl_place="reward", kl_scope="sequence", config_of={"top_p": 0.5})
 
 
 def test_rloo_with_a_normalised_reward_is_refused(rloo):

@@ -149,10 +149,12 @@ class DualBeta(Anticipating):
         log beta <- log beta + rate clip(KL / target - 1, -largest_error, largest_error)
 
     The derivative of the Lagrangian ``reward - beta (KL - budget)`` in beta is how far the KL is over the
-    budget; ``target_nats`` is the budget. With ``lookahead``, the KL that is coming takes the place of the measured
-    one (``kleash train`` takes 4, and a rate of 0.2; see ``Anticipating``). The ascent is made in log beta (mirror ascent), so that ``rate`` has no
+    budget; ``target_nats`` is the budget. The ascent is made in log beta (mirror ascent), so that ``rate`` has no
     unit and beta stays above 0. While the KL keeps below the budget beta falls, down to the floor
     ``beta_min``: the constraint costs nothing where it does not bind.
+
+    With ``lookahead`` the KL that is coming takes the place of the measured one (``kleash train`` takes 4, and a
+    rate of 0.2; see ``Anticipating``).
 
     ``sequences`` plays no part, but that none is no measurement.
     """

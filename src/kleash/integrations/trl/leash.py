@@ -11,6 +11,7 @@ from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.estimators.weights import ImportanceWeights
 from kleash.integrations.trl.catching import Catching
+from kleash.integrations.trl.drawing import note_what_does_nothing, require_own_samples
 from kleash.integrations.trl.passes import Pass
 from kleash.integrations.trl.terms import Wanted, Window
 from kleash.linear import LinearOptions, linear_kl_loss
@@ -69,6 +70,8 @@ class OwnKL(Catching):
             length=self.args.max_completion_length,
         )
         self._term = self._wanted.term(off_policy=self._off_policy)
+        require_own_samples(self._wanted, self)
+        note_what_does_nothing(self._wanted, self)
         if self.beta != 0 and self._wanted.exact:
             self._readings()
 

@@ -40,7 +40,10 @@ def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
     from kleash.integrations.trl import LeashedGRPOTrainer
     from kleash.training.with_trl.measured import measured
 
-    settings = {"scale_rewards": "none" if job.kl_place == "reward" else "group"}
+    settings = {
+        "scale_rewards": "none" if job.kl_place == "reward" else "group",
+        "use_bias_correction_kl": False,  # of TRL's own KL, which is off
+    }
     config = need("trl", "trl").GRPOConfig
     return _train(job, journal, measured(LeashedGRPOTrainer), config, settings)
 

@@ -1,0 +1,118 @@
+"""Settings of TRL that draw responses from another distribution than the one that is trained."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kleash.errors import OptionError
+from kleash.integrations.trl.terms import Wanted
+
+LOG = logging.getLogger(__name__)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "top_p": (None, 1, 1.0),
+        "top_k": (None, 0, -1),
+        "min_p": (None, 0, 0.0),
+        "repetition_penalty": (None, 1, 1.0),
+        "do_sample": (None, True),
+        "typical_p": (None, 1, 1.0),
+        "top_h": (None,),
+        "epsilon_cutoff": (None, 0, 0.0),
+        "eta_cutoff": (None, 0, 0.0),
+        "encoder_repetition_penalty": (None, 1, 1.0),
+        "presence_penalty": (None, 0, 0.0),
+        "frequency_penalty": (None, 0, 0.0),
+        "no_repeat_ngram_size": (None, 0),
+        "encoder_no_repeat_ngram_size": (None, 0),
+        "bad_words_ids": (None, []),
+        "bad_words": (None, []),
+        "suppress_tokens": (None, []),
+        "begin_suppress_tokens": (None, []),
+        "allowed_token_ids": (None,),
+        "logit_bias": (None, {}),
+        "logits_processors": (None, []),
+        "sequence_bias": (None,),
+        "forced_bos_token_id": (None,),
+        "forced_eos_token_id": (None,),
+        "exponential_decay_length_penalty": (None,),
+        "guidance_scale": (None, 1, 1.0),
+        "watermarking_config": (None,),
+        "penalty_alpha": (None, 0, 0.0),
+        "num_beams": (None, 1),
+        "min_length": (None, 0),
+        "min_new_tokens": (None, 0),
+        "min_tokens": (None, 0),
+        "structured_outputs": (None,),
+        "guided_decoding": (None,),
+    }
+)
+"""Name -> the values with which a setting leaves the distribution as it is."""
+OF_TRL = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
+
+
+def require_own_samples(wanted: Wanted, trainer: Any) -> None:
+    """See that a KL which is estimated from samples gets samples of the policy.
+
+    The exact KL of each token where it stands is not concerned: it is a sum over the vocabulary, not over samples.
+
+    Args:
+        wanted: what is trained.
+        trainer: TRL's, made.
+
+    Raises:
+        OptionError: naming the setting that draws from another distribution.
+    """
+    if trainer.beta == 0 or (wanted.exact and wanted.scope == "token"):
+        return
+    for name, value in _settings(trainer):
+        raise OptionError(
+            f"{name} is {value!r}, so tokens are drawn from another distribution than the policy's, and "
+            f"{_concerned(wanted)} is no longer that of the policy; leave {name} out, or take kl='exact' with "
+            "kl_scope='token'"
+        )
+
+
+def note_what_does_nothing(wanted: Wanted, trainer: Any) -> None:
+    """Log that ``use_bias_correction_kl``, TRL's default, does nothing, where it is not what is trained anyway."""
+    if trainer.beta == 0 or not getattr(trainer.args, "use_bias_correction_kl", False):
+        return
+    if wanted.gradient == "ratio_attached" and wanted.kl == "k3":  # TRL's own term, with that correction
+        return
+    LOG.warning(
+        "use_bias_correction_kl=True (TRL's default) does nothing: it weighs TRL's own KL, which is switched off; "
+        "what is trained is kl=%r, whose gradient needs no such correction. Set use_bias_correction_kl=False to say "
+        "so, or take kl='k3' with kl_gradient='ratio_attached' for TRL's term",
+        wanted.kl,
+    )
+
+
+def _concerned(wanted: Wanted) -> str:
+    return "the KL after each token" if wanted.exact else f"the KL that {wanted.kl} estimates from them"
+
+
+def _settings(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Each setting that changes what is drawn, with its value."""
+    args = trainer.args
+    for name in OF_TRL:
+        value = getattr(args, name, None)
+        if not _is_neutral(name, value):
+            yield name, value
+    more = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
+    for name, value in more.items():
+        if name == "temperature":
+            if value != args.temperature:
+                yield f"generation_kwargs['temperature'] (beside a temperature of {args.temperature})", value
+        elif name in NEUTRAL and not _is_neutral(name, value):
+            yield f"generation_kwargs[{name!r}]", value
+    if args.use_vllm:
+        return
+    checkpoint = getattr(trainer.accelerator.unwrap_model(trainer.model), "generation_config", None)
+    for name in NEUTRAL.keys() - {*OF_TRL, "do_sample", *more}:  # TRL sets these itself
+        value = getattr(checkpoint, name, None)
+        if not _is_neutral(name, value):
+            yield f"the checkpoint's generation_config.{name}", value
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return any(value is one or value == one for one in NEUTRAL.get(name, (None,)))
