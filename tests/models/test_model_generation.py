@@ -1,13 +1,16 @@
 """Generation: against plain recomputation with the same noise, and against transformers' own sampler."""
 
+import math
 from dataclasses import replace
+from hashlib import blake2b
 
 import numpy as np
 import pytest
 import torch
-from scipy.special import log_softmax
+from scipy.special import log_softmax, logsumexp
 from scipy.stats import chisquare, kstest
 from tiny_models import ARCHITECTURES, double_logits, save_tiny, tiny_tokenizer
+from torch.overrides import TorchFunctionMode
 from transformers import (
     LogitsProcessorList,
     MambaConfig,
@@ -22,6 +25,7 @@ from kleash.models import (
     Pair,
     Prompt,
     Sampling,
+    draw,
     exponentials,
     generate,
     hash_tokens,
@@ -44,20 +48,37 @@ def prompts(texts=TEXTS):
     return made
 
 
+def splitmix(x):
+    """SplitMix64's bijection, from its definition."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def noise_by_hand(seed, prompt_hash, sample, position, counter):
+    """The keyed exponential number of a counter, in Python's integers."""
+    digest = blake2b(f"{seed} {prompt_hash} {sample} {position}".encode(), digest_size=16).digest()
+    a, b = (int.from_bytes(half, "little") for half in (digest[:8], digest[8:]))
+    raw = splitmix(b ^ splitmix((a + counter * 0x9E3779B97F4A7C15) % 2**64))
+    return -math.log1p(-((raw >> 11) + 0.5) / 2**53)
+
+
+def token_by_hand(logp, seed, key):
+    """The draw of one row of float64 log-probabilities: the group of 512 that wins, then the token in it."""
+    parts = [logp[start : start + 512] for start in range(0, len(logp), 512)]
+    scores = [logsumexp(part) - math.log(noise_by_hand(seed, *key, -1 - g)) for g, part in enumerate(parts)]
+    group = int(np.argmax(scores))
+    inside = range(group * 512, group * 512 + len(parts[group]))
+    return max(inside, key=lambda i: logp[i] - math.log(noise_by_hand(seed, *key, i)))
+
+
 def drawn_by_hand(folder, prompt, sample, sampling, ends=(1,)):
     """The same response, by reading the whole text again in float64 for each token."""
     text, response = list(prompt.token_ids), []
     while len(response) < sampling.max_new_tokens and not set(ends) & set(response):
         logp = log_softmax(double_logits(folder, text)[-1].numpy() / sampling.temperature)
-        uniform = (
-            np.random.Philox(
-                key=np.array([sampling.seed, int(prompt.prompt_hash, 16)], dtype=np.uint64),
-                counter=np.array([0, 0, sample, len(response)], dtype=np.uint64),
-            ).random_raw(len(logp))
-            // 2**11
-            + 0.5
-        ) / 2**53
-        response.append(int((np.exp(logp) / -np.log(uniform)).argmax()))
+        key = (prompt.prompt_hash, sample, len(response))
+        response.append(token_by_hand(logp, sampling.seed, key))
         text.append(response[-1])
     return tuple(response)
 
@@ -269,30 +290,100 @@ def test_the_distribution_is_that_of_the_model(folders):
 def test_noise_is_exponential_and_keyed_by_everything():
     noise = exponentials(7, [("ff", 0, 0)], 20_000)
     assert noise.shape == (1, 20_000)
-    assert kstest(noise[0], "expon").pvalue > 1e-3
+    assert noise.dtype == torch.float64
+    assert kstest(noise[0].numpy(), "expon").pvalue > 1e-3
     keys = [("ff", 0, 0), ("fe", 0, 0), ("ff", 1, 0), ("ff", 0, 1)]
     rows = exponentials(7, keys, 1000)
-    np.testing.assert_array_equal(rows[0], noise[0, :1000])
+    assert torch.equal(rows[0], noise[0, :1000])
     correlations = np.corrcoef(np.vstack([rows, exponentials(8, keys[:1], 1000)]))
     assert np.abs(correlations - np.eye(5)).max() < 0.15
 
 
-def philox(key, counter):
-    """Four raw numbers of Philox 4x64 with ten rounds, from its definition."""
-    (a, b, c, d), (k0, k1), mask = counter, key, 2**64 - 1
-    for _ in range(10):
-        left, right = 0xD2E7470EE14C6C93 * a, 0xCA5A826395121157 * c
-        a, b, c, d = (right >> 64) ^ b ^ k0, right & mask, (left >> 64) ^ d ^ k1, left & mask
-        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
-    return a, b, c, d
-
-
 def test_noise_is_the_same_for_ever():
-    """Numpy counts up before its first block. A change here would change what an interrupted run goes on with."""
-    raw = [*philox((7, 0xFF), (1, 0, 3, 2)), *philox((7, 0xFF), (2, 0, 3, 2))]
-    wanted = [-np.log(((number >> 11) + 0.5) / 2**53) for number in raw]
-    np.testing.assert_allclose(exponentials(7, [("ff", 3, 2)], 8)[0], wanted, rtol=1e-14)
-    np.testing.assert_allclose(exponentials(7, [("ff", 3, 2)], 6)[0], wanted[:6], rtol=1e-14)
+    """A change here would change what an interrupted run goes on with."""
+    wanted = [noise_by_hand(2**63 + 7, "ff", 3, 2, counter) for counter in range(8)]
+    np.testing.assert_allclose(exponentials(2**63 + 7, [("ff", 3, 2)], 8)[0], wanted, rtol=1e-14)
+    first = exponentials(0, [("00000000000000ff", 0, 0)], 3)[0].tolist()
+    assert first == pytest.approx([1.013213223559256, 1.727544540860273, 1.145378026724057], rel=1e-14)
+
+
+KEYS = [(f"{number:x}", number % 3, number % 7) for number in range(40)]
+
+
+@pytest.mark.parametrize("vocabulary", [3, 512, 513, 1500])
+def test_a_draw_is_the_winner_of_its_group_and_its_group_the_winner_of_all(vocabulary):
+    logits = 3 * torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logp = logits.log_softmax(-1)
+    tokens, found = draw(logp, 11, KEYS)
+    assert tokens.tolist() == [
+        token_by_hand(row, 11, key) for row, key in zip(logp.numpy(), KEYS, strict=True)
+    ]
+    assert torch.equal(found, logp.gather(-1, tokens[:, None])[:, 0])
+    for some in ([5], [39, 0, 17]):
+        assert torch.equal(draw(logp[some], 11, [KEYS[row] for row in some])[0], tokens[some])
+    assert torch.equal(draw(logp.float(), 11, KEYS)[0], tokens)
+
+
+def test_draws_have_their_probabilities_in_head_and_tail_and_never_one_of_zero():
+    """Chi-squared over the likely tokens one by one, and over the many unlikely ones by stretches of ids."""
+    vocabulary, count = 2000, 40_000
+    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(4))
+    logits = -1.1 * torch.log1p(order.float())
+    logits[order % 5 == 4] = -torch.inf
+    logp = logits.log_softmax(-1)
+    counts = np.zeros(vocabulary)
+    for start in range(0, count, 4000):
+        keys = [("a", number, 0) for number in range(start, start + 4000)]
+        tokens, _ = draw(logp.expand(4000, -1), 5, keys)
+        counts += np.bincount(tokens.numpy(), minlength=vocabulary)
+    probs = logp.double().exp().numpy()
+    assert counts[probs == 0].sum() == 0
+    likely = probs > 2e-3
+    tail = np.array_split(np.flatnonzero(~likely), 100)
+    observed = [*counts[likely], *(counts[part].sum() for part in tail)]
+    wanted = count * np.array([*probs[likely], *(probs[part].sum() for part in tail)])
+    assert chisquare(observed, wanted * (count / wanted.sum())).pvalue > 1e-3
+    assert likely.sum() > 30
+
+
+@pytest.mark.parametrize("slope", [0.0, 1.0, 3.0], ids=["flat", "usual", "peaked"])
+def test_rounding_turns_hardly_more_draws_than_gumbel_max(slope):
+    """Noise of the size of bfloat16 rounding; an inverse CDF would turn ten to a hundred times as many."""
+    some = torch.Generator().manual_seed(int(slope))
+    logits = slope * torch.randn(2048, generator=some, dtype=torch.float64)
+    turned = np.zeros(2, dtype=int)
+    for start in range(0, 4000, 1000):
+        keys = [("b", number, 1) for number in range(start, start + 1000)]
+        noise = exponentials(1, keys, 2048).log()
+        moved = logits + 1.6e-2 * torch.randn(1000, 2048, generator=some, dtype=torch.float64)
+        before, after = logits.log_softmax(-1).expand(1000, -1), moved.log_softmax(-1)
+        turned[0] += int((draw(before, 1, keys)[0] != draw(after, 1, keys)[0]).sum())
+        turned[1] += int(((before - noise).argmax(-1) != (after - noise).argmax(-1)).sum())
+    assert 5 < turned[0] <= 3 * turned[1]
+
+
+class Crossings(TorchFunctionMode):
+    """Collects the sizes of all tensors that are asked to leave the device."""
+
+    LEAVING = ("cpu", "numpy", "tolist", "item", "__array__", "__float__", "__bool__", "__int__")
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        places = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, str | torch.device)]
+        if name in self.LEAVING or (name == "to" and places):
+            self.sizes.append(args[0].numel())
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 9, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.0}])
+def test_nothing_of_the_vocabularys_size_leaves_the_device(pair: Pair, cut):
+    with Crossings() as crossings:
+        generate(pair.policy, prompts(TEXTS[:1]), Sampling(max_new_tokens=3, **cut))
+    assert 0 < max(crossings.sizes) < pair.policy.vocabulary
 
 
 def test_nan_names_the_prompt(folders, unhooked):

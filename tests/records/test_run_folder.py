@@ -72,6 +72,7 @@ def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
             "the reference's weights was 'r' and is now 's'",
         ),
         ({"kleash": "2"}, "kleash was '1' and is now '2'"),
+        ({"sampler": "b"}, "the sampler was 'that of an older version' and is now 'b'"),
     ],
 )
 def test_going_on_with_other_settings_is_refused(

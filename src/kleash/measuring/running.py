@@ -11,7 +11,7 @@ from kleash.measuring.shards import plan, source_sha256
 from kleash.measuring.sides import filled_cache, load_models
 from kleash.measuring.summary import Run, summarise
 from kleash.measuring.watching import Nobody, Watcher
-from kleash.models import Pair
+from kleash.models import SAMPLER, Pair
 from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
 from kleash.version import __version__
@@ -61,6 +61,7 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
         settings=job.settings(),
         source_sha256=digest,
         fingerprints={"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint},
+        sampler=SAMPLER,
     )
     with folder.writing(header, resume=job.resume):
         try:

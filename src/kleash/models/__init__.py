@@ -10,7 +10,7 @@ from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
 from kleash.models.live import at_rest, live_model
 from kleash.models.loading import Loading, fit_together, load_pair
-from kleash.models.noise import exponentials
+from kleash.models.noise import SAMPLER, draw, exponentials
 from kleash.models.one_side import load_beside, load_reference
 from kleash.models.pairs import Model, Pair
 from kleash.models.prompts import column_counts, prompts_of, read_prompts
@@ -23,6 +23,7 @@ from kleash.models.texts import count_documents, read_text, window_and_stride
 from kleash.models.tokenizers import TokenizerMismatchError, compare_tokenizers, token_count, token_texts
 
 __all__ = [
+    "SAMPLER",
     "Anatomy",
     "Checkpoint",
     "Loading",
@@ -40,6 +41,7 @@ __all__ = [
     "compare_tokenizers",
     "count_documents",
     "disagreement",
+    "draw",
     "exponentials",
     "find_checkpoint",
     "finish",

@@ -14,7 +14,7 @@ from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.linear import log_probabilities
 from kleash.models.batching import length_batches
-from kleash.models.noise import exponentials
+from kleash.models.noise import draw
 from kleash.models.pairs import Model
 from kleash.models.quiet import quiet
 from kleash.models.sequences import Prompt, Sequence
@@ -167,25 +167,26 @@ def _draw(
 ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
     """The next token of each row, and its log-probability under the distribution it was drawn from."""
     logp = log_probabilities(hidden, model.head, temperature=sampling.temperature or 1.0)
-    if sampling.temperature > 0 and (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None):
-        logp = truncate(logp, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).logp
-    scores = logp.double().cpu().numpy()
-    _refuse_nan(scores, rows)
     if sampling.temperature == 0:
-        return scores.argmax(-1), np.zeros(len(rows))
+        best = logp.max(-1)
+        _refuse_non_finite(best.values, rows)
+        return best.indices.cpu().numpy(), np.zeros(len(rows))
+    if (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None):
+        logp = truncate(logp, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).logp
     samples = sampling.samples_per_prompt
     keys = [
         (row.prompt.prompt_hash, row.prompt.copy * samples + row.sample, len(row.token_ids)) for row in rows
     ]
-    noise = exponentials(sampling.seed, keys, scores.shape[-1])
-    tokens = (scores - np.log(noise, out=noise)).argmax(-1)
-    return tokens, np.take_along_axis(scores, tokens[:, None], -1)[:, 0]
+    tokens, token_logp = draw(logp, sampling.seed, keys)
+    _refuse_non_finite(token_logp, rows)
+    return tokens.cpu().numpy(), token_logp.double().cpu().numpy()
 
 
-def _refuse_nan(scores: Float[np.ndarray, "rows vocabulary"], rows: list[_Row]) -> None:
-    bad = np.isnan(scores).any(-1)
+def _refuse_non_finite(token_logp: Float[Tensor, " rows"], rows: list[_Row]) -> None:
+    """See that each row has a token: NaN or infinite logits make the whole row NaN, or leave nothing to draw."""
+    bad = ~token_logp.isfinite().cpu()
     if bad.any():
-        row = rows[int(bad.argmax())]
+        row = rows[int(bad.int().argmax())]
         raise NonFiniteError(
             f"the policy gives NaN or infinite logits for prompt {row.prompt.prompt_id}, sample {row.sample} "
             f"({row.prompt.where}), response token {len(row.token_ids)}; try --dtype float32, or look at the "

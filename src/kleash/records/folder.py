@@ -34,6 +34,8 @@ class RunHeader:
     source_sha256: str
     fingerprints: Mapping[str, str]
     """Of the policy and of the reference."""
+    sampler: str = ""
+    """The algorithm that draws responses; empty in runs from before it was recorded."""
 
     def differences(self, other: "RunHeader") -> list[str]:
         """What differs in ``other``, each as "name: mine, not yours"."""
@@ -47,6 +49,7 @@ class RunHeader:
             **{f"--{name.replace('_', '-')}": value for name, value in self.settings.items()},
             "the source's content (sha256)": self.source_sha256[:16],
             **{f"the {role}'s weights": mark for role, mark in self.fingerprints.items()},
+            "the sampler": self.sampler or "that of an older version",
         }
 
 

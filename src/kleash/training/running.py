@@ -9,7 +9,7 @@ from typing import Any
 
 from kleash.errors import Interrupted, OptionError
 from kleash.measuring import default_out
-from kleash.models import find_checkpoint, source_path
+from kleash.models import SAMPLER, find_checkpoint, source_path
 from kleash.records import (
     DistillJob,
     DPOJob,
@@ -137,4 +137,5 @@ def header_of(job: TrainJob) -> RunHeader:
         settings=job.settings(),
         source_sha256=sha256(source_path(source).read_bytes()).hexdigest(),
         fingerprints={role: find_checkpoint(name).fingerprint() for role, name in names.items()},
+        sampler=SAMPLER,
     )
