@@ -192,8 +192,8 @@ def test_intervals_of_few_clusters_end_where_the_quantity_does(job: dict[str, An
     table = measured.per_token
     assert table["jensen_shannon"].ci95[1] == math.log(2)
     assert measured.quantiles["jensen_shannon"]["max"].ci95[1] == pytest.approx(math.log(2), rel=1e-5)
-    assert table["logp_policy"].ci95[1] == 0.0 and table["logp_reference"].ci95[1] == 0.0
-    assert measured.perplexity["policy"].ci95[0] == 1.0 and measured.perplexity["reference"].ci95[0] == 1.0
+    assert table["logp_policy"].ci95[1] == 0.0 >= table["logp_reference"].ci95[1]
+    assert measured.perplexity["policy"].ci95[0] == 1.0 <= measured.perplexity["reference"].ci95[0]
     assert measured.perplexity["ratio"].ci95[0] < 1.0
 
 

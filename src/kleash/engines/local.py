@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from kleash.linear import LinearOptions
 from kleash.models import (
@@ -14,7 +15,6 @@ from kleash.models import (
     ReferenceCache,
     Sampling,
     Sequence,
-    alternatives,
     generate,
     score,
     score_against_alone,
@@ -22,7 +22,6 @@ from kleash.models import (
     token_texts,
 )
 from kleash.records import MeasureJob
-from kleash.records.tables import ALTERNATIVE_COLUMNS
 
 BUFFER_BYTES = 96 * 2**20
 """For the logits of a chunk of tokens: with what reading and writing files takes, a run stays within 256 MB
@@ -50,6 +49,8 @@ class ShardResult:
 
     tokens: dict[str, Any]
     sequences: dict[str, Any]
+    likeliest: dict[str, np.ndarray]
+    """Ids and probabilities of both models' likeliest tokens, with a row for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,19 @@ class LocalEngine:
     cache: ReferenceCache | None = None
     generated: Callable[[int], None] = _ignore
     """Called with the number of tokens drawn since the last call."""
+    top: int = 5
+    """Of how many of each model's likeliest tokens a shard's result tells."""
 
     @property
     def temperature(self) -> float:
         """At which both models are scored: greedy responses at 1."""
         return self.job.temperature if self.job.temperature > 0 else 1.0
+
+    @property
+    def runs_below_float32(self) -> bool:
+        """Whether ``float32_gap`` loads the reference once more."""
+        reference = self.pair.reference
+        return reference.stored is None and reference.dtype not in (torch.float32, torch.float64)
 
     def run(self, shard: Shard) -> ShardResult:
         """Answer the prompts of ``shard``, if it has some, and score all of its sequences.
@@ -81,9 +90,12 @@ class LocalEngine:
             batch_tokens=self.job.batch_tokens,
             options=LinearOptions(buffer_bytes=BUFFER_BYTES),
             cache=self.cache,
+            top=self.top,
         )
+        names = [name for name in tokens if name.startswith("top_")]
+        likeliest = {name.removeprefix("top_"): tokens.pop(name) for name in names}
         tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
-        return ShardResult(tokens=tokens, sequences=_sequence_columns(sequences))
+        return ShardResult(tokens=tokens, sequences=_sequence_columns(sequences), likeliest=likeliest)
 
     def noise(self, sequences: Many[Sequence]) -> dict[str, np.ndarray] | None:
         """The token columns of the reference in batches against the reference with each sequence alone.
@@ -109,14 +121,6 @@ class LocalEngine:
         return score_in_float32(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
-
-    def alternatives(self, sequences: Many[Sequence]) -> dict[str, Any]:
-        """The columns of ``alternatives.parquet`` for these sequences."""
-        columns: dict[str, Any] = {name: [] for name in ALTERNATIVE_COLUMNS}
-        for sequence in sequences:
-            for name, values in alternatives(self.pair, sequence, temperature=self.temperature).items():
-                columns[name].extend(values)
-        return columns
 
     def _answer(self, prompts: Many[Prompt]) -> list[Sequence]:
         job = self.job

@@ -40,6 +40,21 @@ class TokenStatistics(NamedTuple):
     """How many tokens q finds strictly likelier than this one; 0 is the likeliest."""
 
 
+class TopTokens(NamedTuple):
+    """The likeliest tokens of one model at each position, likeliest first."""
+
+    token_ids: Int[Tensor, "*tokens top"]
+    probability: Float[Tensor, "*tokens top"]
+
+
+class StatisticsAndTop(NamedTuple):
+    """``TokenStatistics``, and the likeliest tokens of both models."""
+
+    statistics: TokenStatistics
+    top_p: TopTokens
+    top_q: TopTokens
+
+
 class TokenTerms(NamedTuple):
     """What an objective may be made of, for each token; nats."""
 

@@ -1,33 +1,72 @@
-"""What is asked of the models once more when all is scored: how much of a drift is rounding, and the alternatives."""
+"""What is asked of the models once more when all is scored: how much of a drift is rounding."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
 
 from kleash.engines import LocalEngine
 from kleash.measuring.ledger import Ledger
-from kleash.measuring.rows import sequence_starts
+from kleash.measuring.rows import sequence_spans
 from kleash.measuring.shards import given_sequences
 from kleash.models import Pair, Sequence, read_prompts, retokenisation_doubts
-from kleash.records import Drifted, MeasureJob, Number, RunFolder
+from kleash.records import MeasureJob, Number, RunFolder
 
-NOISE_BATCHES = 2
-"""Batches on which the noise floor is measured."""
+NOISE_SHARE = 1 / 50
+"""Tokens on which the noise floor is measured, as a share of the run's."""
+NOISE_TOKENS = (256, 8192)
+"""The fewest and the most of them."""
+NOISE_SEQUENCES = 8
+"""Sequences on which it is measured, where they are long; each is shortened to its share."""
 
 
-def sequences_again(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[Sequence]:
-    """The sequences of a run in their order, made again from its source and its files."""
-    count = sum(len(part["prompt_id"]) for part in folder.sequence_parts(["prompt_id"]))
+def noise_tokens(scored: int) -> int:
+    """How many tokens the reference reads for the noise floor of a run with so many."""
+    fewest, most = NOISE_TOKENS
+    return max(fewest, min(most, int(scored * NOISE_SHARE)))
+
+
+def noise_sequences(sequences: Iterable[Sequence], scored: int) -> list[Sequence]:
+    """The first of a run's sequences, shortened and as many as it takes, for the noise floor of ``scored`` tokens."""
+    budget, read = noise_tokens(scored), 0
+    found: list[Sequence] = []
+    for sequence in sequences:
+        found.append(shortened_to(sequence, budget // NOISE_SEQUENCES))
+        read += found[-1].read
+        if read >= budget:
+            break
+    return found
+
+
+def shortened_to(sequence: Sequence, read: int) -> Sequence:
+    """A piece of a sequence of which models read at most so many tokens: the prompt's last, the response's first."""
+    if sequence.read <= read:
+        return sequence
+    prompt = sequence.prompt_ids[-max(1, read // 2, read + 1 - len(sequence.response_ids)) :]
+    count = max(1, read + 1 - len(prompt))
+    sampled = sequence.logp_sampled
+    return replace(
+        sequence,
+        prompt_ids=prompt,
+        response_ids=sequence.response_ids[:count],
+        logp_sampled=None if sampled is None else sampled[:count],
+    )
+
+
+def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[Sequence]:
+    """A run's sequences in their order, from its source and its files; no more of these are read than are taken."""
     kind, path = job.source
     if kind != "prompts":
+        count = sum(len(part["prompt_id"]) for part in folder.sequence_parts(["prompt_id"]))
         yield from islice(given_sequences(job, pair), count)
         return
-    prompts = read_prompts(path, pair, limit=job.limit)
+    most = NOISE_TOKENS[1]
+    prompts = read_prompts(path, pair, limit=most if job.limit is None else min(job.limit, most))
     for part in folder.token_parts(["prompt_id", "sample_id", "token_id"]):
-        starts = sequence_starts(part["prompt_id"], part["sample_id"])
-        for begin, end in zip(starts, [*starts[1:], len(part["token_id"])], strict=True):
+        for begin, end in sequence_spans(part["prompt_id"], part["sample_id"]):
+            if part["prompt_id"][begin] >= len(prompts):
+                return
             prompt = prompts[int(part["prompt_id"][begin])]
             yield Sequence(
                 prompt_id=prompt.prompt_id,
@@ -41,45 +80,54 @@ def sequences_again(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
             )
 
 
+@dataclass(kw_only=True)
+class SourceChecks:
+    """What given responses say of themselves that limits what can be concluded from them."""
+
+    temperature: float
+    """At which the run scores."""
+    sequences: int = 0
+    retokenised: int = 0
+    other_temperatures: set[float] = field(default_factory=set)
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Count the sequences of a shard."""
+        for one in sequences:
+            self.sequences += 1
+            self.retokenised += one.retokenised
+            if one.temperature is not None and one.temperature != self.temperature:
+                self.other_temperatures.add(one.temperature)
+
+    def doubts(self) -> tuple[str, ...]:
+        """The sentences that the measurement must carry."""
+        found = retokenisation_doubts(self.sequences, self.retokenised)
+        if not self.other_temperatures:
+            return found
+        said = ", ".join(f"{value:g}" for value in sorted(self.other_temperatures))
+        sentence = (
+            f"some responses say that they were drawn at temperature {said}, and both models were scored at "
+            f"{self.temperature:g}; give --temperature"
+        )
+        return (*found, sentence)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Aftermath:
-    """What a second look at some of the sequences told."""
+    """How much of a drift is rounding."""
 
     noise_floor: Number | None
     dtype_gap: Number | None
     doubts: tuple[str, ...]
 
 
-def look_again(
-    job: MeasureJob, engine: LocalEngine, folder: RunFolder, worst: tuple[Drifted, ...]
-) -> Aftermath:
-    """Measure the noise, write the alternatives in the worst sequences, and gather what the source gives to doubt."""
-    wanted = {(one.prompt_id, one.sample_id): place for place, one in enumerate(worst)}
-    first: list[Sequence] = []
-    found: dict[int, Sequence] = {}
-    seen, retokenised, read = 0, 0, 0
-    temperatures: set[float] = set()
-    for sequence in sequences_again(job, engine.pair, folder):
-        seen += 1
-        retokenised += sequence.retokenised
-        if sequence.temperature is not None and sequence.temperature != job.temperature:
-            temperatures.add(sequence.temperature)
-        if read < NOISE_BATCHES * job.batch_tokens:
-            first.append(sequence)
-            read += sequence.read
-        place = wanted.get((sequence.prompt_id, sequence.sample_id))
-        if place is not None:
-            found[place] = sequence
-    folder.write_alternatives(engine.alternatives([found[place] for place in sorted(found)]))
+def measure_rounding(job: MeasureJob, engine: LocalEngine, folder: RunFolder, scored: int) -> Aftermath:
+    """The noise floor and the dtype's gap, on a share of the run's ``scored`` tokens."""
+    first = noise_sequences(first_sequences(job, engine.pair, folder), scored)
     noise = engine.noise(first)
     return Aftermath(
         noise_floor=_mean(noise),
         dtype_gap=_mean(engine.float32_gap(first)),
-        doubts=(
-            *retokenisation_doubts(seen, retokenised),
-            *_temperature_doubts(job, temperatures),
-            *([] if noise is not None else [_no_floor(engine)]),
-        ),
+        doubts=() if noise is not None else (_no_floor(engine),),
     )
 
 
@@ -96,14 +144,3 @@ def _mean(columns: dict[str, np.ndarray] | None) -> Number | None:
     ledger = Ledger(on_text=False)
     ledger.add(columns)
     return Number.of(ledger.kl())
-
-
-def _temperature_doubts(job: MeasureJob, others: set[float]) -> tuple[str, ...]:
-    if not others:
-        return ()
-    said = ", ".join(f"{value:g}" for value in sorted(others))
-    sentence = (
-        f"some responses say that they were drawn at temperature {said}, and both models were scored at "
-        f"{job.temperature:g}; give --temperature"
-    )
-    return (sentence,)

@@ -10,7 +10,7 @@ import torch
 
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted, RunFolderError
-from kleash.measuring.aftermath import NOISE_BATCHES
+from kleash.measuring.aftermath import noise_sequences
 from kleash.measuring.ledger import Ledger
 from kleash.measuring.shards import given_sequences, plan, source_sha256
 from kleash.measuring.sides import loading, source_of
@@ -26,7 +26,7 @@ from kleash.models import (
     save_rounding,
 )
 from kleash.models.cache import require_cache
-from kleash.records import CacheContents, CacheJob, MeasureJob
+from kleash.records import CacheContents, CacheJob
 from kleash.records.atomic import TEMPORARY
 from kleash.records.locking import folder_lock
 
@@ -93,23 +93,17 @@ def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, watching: Watch
     read = finite_reader(pair.reference)
     planned = plan(asked, pair)
     watching.planned(planned.sequences)
+    scored = 0
     for shard in planned.shards:
+        scored += sum(len(one.response_ids) for one in shard.sequences)
         cache.fill(read, shard.sequences, asked.batch_tokens)
         watching.scored(len(shard.sequences), sum(len(one.response_ids) for one in shard.sequences))
-    _look_at_rounding(LocalEngine(pair=pair, job=asked), folder, _first(asked, pair))
+    _look_at_rounding(
+        LocalEngine(pair=pair, job=asked), folder, noise_sequences(given_sequences(asked, pair), scored)
+    )
     contents = _contents(pair, cache)
     finish(folder, pair.reference, contents)
     return contents
-
-
-def _first(asked: MeasureJob, pair: Pair) -> list[Sequence]:
-    """The first sequences of a source, as many as a measurement looks at rounding on."""
-    held: list[Sequence] = []
-    for one in given_sequences(asked, pair):
-        if sum(other.read for other in held) >= NOISE_BATCHES * asked.batch_tokens:
-            break
-        held.append(one)
-    return held
 
 
 def _look_at_rounding(engine: LocalEngine, folder: Path, sequences: Many[Sequence]) -> None:

@@ -9,6 +9,12 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 
+def sequence_spans(prompt: NDArray[Any], sample: NDArray[Any]) -> list[tuple[int, int]]:
+    """The first row of each sequence and the one after its last; arguments as of ``sequence_starts``."""
+    starts = sequence_starts(prompt, sample).tolist()
+    return list(zip(starts, [*starts[1:], len(prompt)], strict=True)) if starts else []
+
+
 def sequence_starts(prompt: NDArray[Any], sample: NDArray[Any]) -> Ids:
     """The row at which each sequence begins.
 

@@ -6,11 +6,14 @@ from time import monotonic
 
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted
+from kleash.measuring.aftermath import SourceChecks
 from kleash.measuring.ledger import Ledger
+from kleash.measuring.likeliest import TOP, top_rows
 from kleash.measuring.shards import plan, source_sha256
 from kleash.measuring.sides import filled_cache, load_models
 from kleash.measuring.summary import Run, summarise
 from kleash.measuring.watching import Nobody, Watcher
+from kleash.measuring.worst import WORST_SEQUENCES, Largest, offer_sequences
 from kleash.models import SAMPLER, Pair
 from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
@@ -75,9 +78,11 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
 def _measure(job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, watching: Watcher) -> Measurement:
     began = monotonic()
     with filled_cache(job, pair) as cache:
-        engine = LocalEngine(pair=pair, job=job, cache=cache, generated=watching.generated)
-        run_shards(job, pair, folder, engine, watching)
-    run = Run(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest)
+        engine = LocalEngine(pair=pair, job=job, cache=cache, generated=watching.generated, top=TOP)
+        checks = run_shards(job, pair, folder, engine, watching)
+    if engine.runs_below_float32:
+        watching.said("the reference is loaded once more, in float32, for dtype_gap")
+    run = Run(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest, checks=checks)
     measurement = summarise(run, seconds=lambda: monotonic() - began)
     folder.write_measurement(measurement)
     write_report(folder.root)
@@ -86,21 +91,27 @@ def _measure(job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, watchi
 
 def run_shards(
     job: MeasureJob, pair: Pair, folder: RunFolder, engine: LocalEngine, watching: Watcher
-) -> None:
-    """Do the shards that are not there yet, until all are or the error is small enough."""
+) -> SourceChecks:
+    """Do the shards that are not there yet, until all are or the error is small enough; returns the source's checks."""
     finished = folder.finished_shards()
     ledger = Ledger(on_text=job.source[0] == "text")
     parts = folder.token_parts(list(Ledger.READ))
+    worst, checks = Largest(most=WORST_SEQUENCES), SourceChecks(temperature=job.temperature)
     if finished:
         watching.said(f"going on after {finished} finished shards in {folder.root}")
     planned = plan(job, pair)
     watching.planned(planned.sequences)
     for shard in planned.shards:
+        checks.add(shard.sequences)
         if shard.index < finished:
-            ledger.add(next(parts))
+            part = next(parts)
+            ledger.add(part)
+            offer_sequences(worst, part)
         else:
             result = engine.run(shard)
-            folder.write_shard(shard.index, result.tokens, result.sequences)
+            offer_sequences(worst, result.tokens)
+            top = top_rows(worst, result.tokens, result.likeliest)
+            folder.write_shard(shard.index, result.tokens, result.sequences, top)
             ledger.add(result.tokens)
             watching.scored(len(result.sequences["prompt_id"]), len(result.tokens["token_id"]))
         sofar = ledger.kl()
@@ -108,3 +119,4 @@ def run_shards(
         wanted = job.until_relative_error
         if wanted is not None and sofar.clusters >= FEWEST_CLUSTERS and sofar.relative_error <= wanted:
             break
+    return checks

@@ -10,12 +10,13 @@ import numpy as np
 
 from kleash.engines import LocalEngine
 from kleash.estimators import ESTIMATORS
-from kleash.measuring.aftermath import Aftermath, look_again
+from kleash.measuring.aftermath import Aftermath, SourceChecks, measure_rounding
 from kleash.measuring.columns import PER_TOKEN, READ, quantities
 from kleash.measuring.doubts import on_policy_doubts, weight_doubts
 from kleash.measuring.estimands import Estimand, estimand_of
 from kleash.measuring.ladder import climb
 from kleash.measuring.ledger import Clusters, clusters_of
+from kleash.measuring.likeliest import write_alternatives
 from kleash.measuring.numbers import (
     bins,
     estimator_records,
@@ -44,6 +45,7 @@ class Run:
     folder: RunFolder
     engine: LocalEngine
     source_sha256: str
+    checks: SourceChecks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,8 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
     counted = tally(run.folder, estimand, sequences.clusters)
     sums, worst = counted.sums, counted.worst
     worst_sequences = worst.worst_sequences()
-    after = look_again(run.job, run.engine, run.folder, worst_sequences)
+    write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
+    after = measure_rounding(run.job, run.engine, run.folder, sequences.tokens)
     quantiles, top_share = climb(run.folder, sequences.clusters)
     return Measurement(
         kleash=__version__,
@@ -189,6 +192,7 @@ def gather_doubts(
                 *run.pair.doubts,
                 *sequences.clusters.doubts,
                 *estimand.doubts,
+                *run.checks.doubts(),
                 *after.doubts,
                 *on_policy_doubts(counted.sums, estimand),
                 *weight_doubts(counted.terms.weight, estimand),

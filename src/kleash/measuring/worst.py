@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kleash.measuring.rows import sequence_starts
+from kleash.measuring.rows import sequence_spans
 from kleash.records import Drifted, PromptDrift, RunFolder
 
 WORST_TOKENS = 50
@@ -37,6 +37,22 @@ class Largest:
         return sorted(self.heap, reverse=True)
 
 
+def offer_sequences(largest: Largest, part: Mapping[str, Any]) -> None:
+    """Enter a shard's sequences, each with its summed KL.
+
+    Args:
+        largest: the sequences with the largest so far.
+        part: the shard's columns ``prompt_id``, ``sample_id`` and ``kl_policy_reference``.
+    """
+    prompt, sample, kl = (
+        np.asarray(part[name]) for name in ("prompt_id", "sample_id", "kl_policy_reference")
+    )
+    kl = kl.astype(np.float64)
+    for begin, end in sequence_spans(prompt, sample):
+        total = float(kl[begin:end].sum())
+        largest.offer((total, -int(prompt[begin]), -int(sample[begin]), 0, int(end - begin), ""))
+
+
 @dataclass(kw_only=True)
 class Worst:
     """Collects, shard by shard, what drifted most."""
@@ -59,10 +75,9 @@ class Worst:
             self.tokens.offer(
                 (float(ranked[row]), -int(prompt[row]), -int(sample[row]), -place, 1, part["text"][row])
             )
-        starts = sequence_starts(prompt, sample)
-        for begin, end in zip(starts, [*starts[1:], len(kl)], strict=True):
+        offer_sequences(self.sequences, part)
+        for begin, end in sequence_spans(prompt, sample):
             total, who = float(kl[begin:end].sum()), int(prompt[begin])
-            self.sequences.offer((total, -who, -int(sample[begin]), 0, int(end - begin), ""))
             held = self.prompts.setdefault(who, [0.0, 0.0, 0.0, 0.0])
             held[0] += 1
             held[1] += float(end - begin)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import NonFiniteError, OptionError
-from kleash.linear import Head, LinearOptions, token_statistics
+from kleash.linear import Head, LinearOptions, token_statistics, token_statistics_and_top
 from kleash.models.batching import length_batches
 from kleash.models.cache import ReferenceCache
 from kleash.models.pairs import Model, Pair
@@ -46,6 +46,7 @@ def score(
     batch_tokens: int = 4096,
     options: LinearOptions | None = None,
     cache: ReferenceCache | None = None,
+    top: int = 0,
 ) -> dict[str, np.ndarray]:
     """Per-token statistics of both models for each response token, in the order of ``sequences``.
 
@@ -59,10 +60,12 @@ def score(
         batch_tokens: the most tokens in a batch, padding included.
         options: how ``token_statistics`` is computed.
         cache: where the reference's hidden states are read from and written to.
+        top: of how many of each model's likeliest tokens ids and probabilities are wanted.
 
     Returns:
         A flat array for each column of the token table except ``text``: every response token of the first
-        sequence, then of the second, and so on. ``logp_sampled`` is NaN where it is unknown.
+        sequence, then of the second, and so on. ``logp_sampled`` is NaN where it is unknown. With ``top``, four
+        arrays [tokens, top] besides: ``top_token_id_policy``, ``top_probability_policy``, and those of the reference.
 
     Raises:
         NonFiniteError: if a model gives NaN or infinities, naming the model, the prompt and the position.
@@ -73,7 +76,7 @@ def score(
         read = reader(pair.reference)
         read = read if cache is None else cache.reader(read)
     sides = Sides(pair=pair, policy=reader(pair.policy), reference=read)
-    columns = score_sides(sides, sequences, temperature, batch_tokens, options)
+    columns = score_sides(sides, sequences, temperature, batch_tokens, options, top)
     if cache is not None:
         cache.save()
     return columns
@@ -140,6 +143,7 @@ def score_sides(
     temperature: float,
     batch_tokens: int,
     options: LinearOptions | None,
+    top: int = 0,
 ) -> dict[str, np.ndarray]:
     """``score``, of hidden states that come from wherever ``sides`` says."""
     if not temperature > 0:
@@ -150,10 +154,11 @@ def score_sides(
     for batch in length_batches([one.read for one in sequences], batch_tokens):
         chosen = [sequences[index] for index in batch]
         with quiet():
-            found = _statistics(sides, chosen, temperature, options)
+            found = _statistics(sides, chosen, temperature, options, top)
         places = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
         for name, values in found.items():
-            columns.setdefault(name, np.empty(sum(counts), dtype=values.dtype))[places] = values
+            shape = (sum(counts), *values.shape[1:])
+            columns.setdefault(name, np.empty(shape, dtype=values.dtype))[places] = values
     return columns
 
 
@@ -174,24 +179,26 @@ def _known(sequences: Many[Sequence], counts: list[int]) -> dict[str, np.ndarray
 
 
 def _statistics(
-    sides: Sides, batch: list[Sequence], temperature: float, options: LinearOptions | None
+    sides: Sides, batch: list[Sequence], temperature: float, options: LinearOptions | None, top: int
 ) -> dict[str, np.ndarray]:
     """The columns that both models make of one batch, on the CPU."""
     policy, reference = sides.pair.policy, sides.pair.reference
     hidden_p = sides.policy(batch)
     hidden_q = hidden_p if sides.reference is None else sides.reference(batch).to(hidden_p.device)
     tokens = torch.tensor([token for one in batch for token in one.response_ids], device=hidden_p.device)
+    both = hidden_p, _beside(policy.head, hidden_p), hidden_q, _beside(reference.head, hidden_p)
+    columns: dict[str, np.ndarray] = {}
     with torch.inference_mode():
-        found = token_statistics(
-            hidden_p,
-            _beside(policy.head, hidden_p),
-            hidden_q,
-            _beside(reference.head, hidden_p),
-            tokens,
-            temperature=temperature,
-            options=options,
-        )
-    columns = {name: _plain(getattr(found, field)) for name, field in STATISTICS.items()}
+        if top:
+            found, *tops = token_statistics_and_top(
+                *both, tokens, top=top, temperature=temperature, options=options
+            )
+            for side, one in zip(("policy", "reference"), tops, strict=True):
+                columns[f"top_token_id_{side}"] = _plain(one.token_ids)
+                columns[f"top_probability_{side}"] = _plain(one.probability)
+        else:
+            found = token_statistics(*both, tokens, temperature=temperature, options=options)
+    columns |= {name: _plain(getattr(found, field)) for name, field in STATISTICS.items()}
     for model, side in ((policy, "policy"), (reference, "reference")):
         _refuse_non_finite(model.role, np.isfinite(columns[f"logp_{side}"]), batch)
     return columns

@@ -16,11 +16,12 @@ from kleash.records.tables import (
     ALTERNATIVE_COLUMNS,
     SEQUENCE_COLUMNS,
     TOKEN_COLUMNS,
+    TOP_COLUMNS,
     read_parts,
     write_table,
 )
 
-BEFORE_A_RUN = frozenset({".lock", "tokens", "sequences", f"{TEMPORARY}run.json"})
+BEFORE_A_RUN = frozenset({".lock", "tokens", "sequences", "alternatives", f"{TEMPORARY}run.json"})
 """What a run may leave behind that was killed before it had begun."""
 
 
@@ -111,7 +112,9 @@ class RunFolder:
     """The files of one run.
 
     ``run.json`` says what is run; ``tokens/part-*.parquet`` and ``sequences/part-*.parquet`` hold a
-    shard each, the second written last, so that a shard counts once its sequences are there;
+    shard each, the second written last, so that a shard counts once its sequences are there; of its sequences that
+    had drifted most, ``alternatives/part-*.parquet`` holds both models' likeliest tokens, of which
+    ``alternatives.parquet`` is made in the end;
     ``measurement.json`` and ``report.html`` come at the end.
     """
 
@@ -145,7 +148,7 @@ class RunFolder:
 
     def _begin(self, header: RunHeader, *, resume: bool) -> None:
         self.check(resume=resume)
-        folders = (self.root, self.root / "tokens", self.root / "sequences")
+        folders = (self.root, *(self.root / kind for kind in ("tokens", "sequences", "alternatives")))
         path = self.root / "run.json"
         kept = self.finished_shards()
         if kept:
@@ -186,8 +189,16 @@ class RunFolder:
                 "or run again with --resume to make it anew"
             )
 
-    def write_shard(self, index: int, tokens: Mapping[str, Any], sequences: Mapping[str, Any]) -> None:
-        """Write a shard: its tokens first, then its sequences, which make it count."""
+    def write_shard(
+        self,
+        index: int,
+        tokens: Mapping[str, Any],
+        sequences: Mapping[str, Any],
+        top: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a shard: ``top`` of its worst sequences, its tokens, and its sequences, which make it count."""
+        if top is not None:
+            write_table(self._part("alternatives", index), top, TOP_COLUMNS)
         write_table(self._part("tokens", index), tokens, TOKEN_COLUMNS)
         write_table(self._part("sequences", index), sequences, SEQUENCE_COLUMNS)
 
@@ -206,6 +217,12 @@ class RunFolder:
     def sequence_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
         """The named columns of ``sequences/``, a shard at a time."""
         return read_parts([self._part("sequences", index) for index in range(self.finished_shards())], names)
+
+    def top_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
+        """The named columns of ``alternatives/``, a shard at a time."""
+        return read_parts(
+            [self._part("alternatives", index) for index in range(self.finished_shards())], names
+        )
 
     def alternatives(self) -> dict[str, Any]:
         """The columns of ``alternatives.parquet``."""

@@ -57,6 +57,11 @@ ALTERNATIVE_COLUMNS: Mapping[str, str] = {
 }
 """``place`` 0 to 4: each model's likeliest tokens, likeliest first."""
 
+TOP_COLUMNS: Mapping[str, str] = {
+    name: kind for name, kind in ALTERNATIVE_COLUMNS.items() if kind != "string"
+}
+"""``ALTERNATIVE_COLUMNS`` without the texts: what a shard keeps of its sequences that drifted most."""
+
 
 def write_table(path: Path, columns: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
     """Write ``columns`` as the Parquet file ``path``, whole or not at all.

@@ -17,9 +17,9 @@ from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.reference import divergence_of_logits, statistics_of_logits
 from kleash.linear.impl.results import Needed
 from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import TokenStatistics
+from kleash.linear.statistics import StatisticsAndTop, TokenStatistics
 
-__all__ = ["divergence", "gradients", "judged", "keeping", "token_statistics"]
+__all__ = ["divergence", "gradients", "judged", "keeping", "statistics_and_top", "token_statistics"]
 
 
 def plainly(record: Divergence) -> RowCore:
@@ -76,3 +76,15 @@ def keeping(
 def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:
     """The statistics of each token."""
     return TokenStatistics(*per_token(STATISTICS, pair, options, tokens))
+
+
+def statistics_and_top(
+    pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
+) -> StatisticsAndTop:
+    """The statistics of each token, and both models' likeliest tokens there, from the same logits."""
+
+    def tops(zp: Tensor, zq: Tensor) -> tuple[Tensor, ...]:
+        return *rows.top_rows(zp, top), *rows.top_rows(zq, top)
+
+    *numbers, zp, ids_p, zq, ids_q = per_token(STATISTICS, pair, options, tokens, of_logits=tops)
+    return rows.with_top(TokenStatistics(*numbers), (zp, ids_p), (zq, ids_q))

@@ -178,13 +178,22 @@ class Core(NamedTuple):
     """Whether it can do with the difference of the logits: it takes the keyword ``apart`` then."""
 
 
-def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) -> tuple[Tensor, ...]:
-    """What ``core`` says about each token; ``given`` is known about them beforehand."""
+def per_token(
+    core: Core,
+    pair: Pair,
+    options: LinearOptions,
+    *given: Tensor,
+    of_logits: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+) -> tuple[Tensor, ...]:
+    """What ``core`` says about each token; ``given`` is known about them beforehand.
+
+    ``of_logits``: makes more tensors, with a row for each token, from the logits of a few rows of both models.
+    """
     native = core.native is not None and goes_native(pair, options)
     cut = plan(pair, options, 0 if native else core.rooms, native=native)
     none = torch.empty((0, pair.p.vocabulary), dtype=pair.p.dtype, device=pair.p.hidden.device)
-    kinds = core.careful(none, none, *(x[:0] for x in given))
-    out = tuple(numbers.new_empty(pair.tokens) for numbers in kinds)
+    kinds = *core.careful(none, none, *(x[:0] for x in given)), *(of_logits(none, none) if of_logits else ())
+    out = tuple(numbers.new_empty((pair.tokens, *numbers.shape[1:])) for numbers in kinds)
     fast = fast_way(core, pair, cut, options)
     for chunk in chunks(pair, cut, apart=core.apart):
         traits = {"apart": chunk.apart} if core.apart else {}
@@ -192,6 +201,7 @@ def per_token(core: Core, pair: Pair, options: LinearOptions, *given: Tensor) ->
         for here in blocks(chunk, cut.rows):
             rows = chunk.zp[here], chunk.zq[here], *(x[here] for x in known)
             found = checked(core, fast(*rows, **traits), rows, chunk.apart, pair.across)
+            found = *found, *(of_logits(rows[0], rows[1]) if of_logits else ())
             for numbers, new in zip(result, found, strict=True):
                 numbers[here] = new
     return out

@@ -16,7 +16,7 @@ from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.impl.project import both_normalised, logits
 from kleash.linear.impl.results import Formed, Judged, Needed, Objective, asked, combined, formed_dtype
 from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import TokenStatistics, TokenTerms
+from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
 
 
 def divergence_of_logits(
@@ -147,6 +147,18 @@ def converted(pair: Pair, convert: Callable[[Tensor], Tensor]) -> Pair:
 def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:
     """The statistics of each token."""
     return statistics_of_logits(logits(pair.p), logits(pair.q), tokens, pair.across)
+
+
+def statistics_and_top(
+    pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
+) -> StatisticsAndTop:
+    """The statistics of each token, and both models' likeliest tokens there."""
+    zp, zq = logits(pair.p), logits(pair.q)
+    found = statistics_of_logits(zp, zq, tokens, pair.across)
+    top_p, top_q = (
+        TopTokens(*reversed(z.log_softmax(-1).exp().topk(min(top, z.shape[-1]), -1))) for z in (zp, zq)
+    )
+    return StatisticsAndTop(found, top_p, top_q)
 
 
 def gradients(

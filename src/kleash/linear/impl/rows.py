@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import hardshrink
 
 from kleash.linear.impl.across import ALONE, Alone
+from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TopTokens
 
 Room: TypeAlias = Sequence[Tensor | None]
 """ROOMS tensors shaped like the logits, to write into; or None that often, to leave it to the compiler."""
@@ -176,6 +177,35 @@ def largest(z: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
     tail = z[:, whole:].argmax(-1) + whole
     better = z.gather(-1, tail[:, None]) > z.gather(-1, best[:, None])
     return torch.where(better[:, 0], tail, best)
+
+
+def top_rows(
+    z: Float[Tensor, "rows vocab"], top: int
+) -> tuple[Float[Tensor, "rows top"], Int[Tensor, "rows top"]]:
+    """The largest logits of each row, largest first, and their ids; at most as many as there are.
+
+    The blocks with the largest maxima first, then within them: each of the largest logits is in one of these.
+    """
+    words = z.shape[-1]
+    whole, top = words // BLOCK * BLOCK, min(top, words)
+    if whole < 2 * top * BLOCK:
+        found = z.topk(top, -1)
+        return found.values, found.indices
+    blocks = z[:, :whole].unflatten(-1, (-1, BLOCK))
+    best = blocks.amax(-1).topk(top, -1).indices
+    ids = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=z.device)).flatten(1)
+    ids = torch.cat([ids, torch.arange(whole, words, device=z.device).expand(len(z), -1)], -1)
+    found = z.gather(-1, ids).topk(top, -1)
+    return found.values, ids.gather(-1, found.indices)
+
+
+def with_top(found: TokenStatistics, p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor]) -> StatisticsAndTop:
+    """The statistics with the likeliest tokens, whose largest logits and ids are given for both models."""
+    tops = (
+        TopTokens(ids, (z - z[:, :1]).exp() * likeliest[:, None])
+        for (z, ids), likeliest in ((p, found.top1_probability_p), (q, found.top1_probability_q))
+    )
+    return StatisticsAndTop(found, *tops)
 
 
 def beneath(z: Float[Tensor, "rows vocab"], one: Side, out: Tensor | None) -> Float[Tensor, "rows 1"]:

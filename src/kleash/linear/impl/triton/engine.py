@@ -12,14 +12,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.divergences import Divergence
+from kleash.linear.impl import chunked
 from kleash.linear.impl.gradient import REVERSE_KL, Sums, Turn, both_sums, formed_by
 from kleash.linear.impl.loop import Chunk, Plan, chunks, plan
 from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.project import finish_
 from kleash.linear.impl.results import Formed, Judged, Needed, Objective, asked
+from kleash.linear.impl.rows import top_rows, with_top
 from kleash.linear.impl.triton import fused
 from kleash.linear.impl.triton.rows import measured, statistics, turned
 from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import TokenStatistics, TokenTerms
+from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TokenTerms
 
 FEW = 512
 """Tokens in a chunk below which reading the weights costs a GPU more than multiplying by them."""
@@ -55,6 +58,24 @@ def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: Linear
         places = ("top1_p", "top1_q", "rank_q")
         return TokenStatistics(*(whole.long() if x in places else whole for x in TokenStatistics._fields))
     return TokenStatistics(*(torch.cat(numbers) for numbers in zip(*parts, strict=True)))
+
+
+def statistics_and_top(
+    pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
+) -> StatisticsAndTop:
+    """The statistics of each token, and both models' likeliest tokens there, from the same logits."""
+    if not pair.tokens:
+        return chunked.statistics_and_top(pair, tokens, options, top)
+    parts: list[tuple[Tensor, ...]] = []
+    for chunk in chunks(pair, cut_for(pair, options)):
+        numbers = statistics(measured(chunk, tokens[chunk.where]))
+        tops: list[Tensor] = []
+        for z, model in ((chunk.zp, chunk.pair.p), (chunk.zq, chunk.pair.q)):
+            finish_(z, model.head, model.divisor(slice(0, len(z))))
+            tops += top_rows(z, top)
+        parts.append((*numbers, *tops))
+    *numbers, zp, ids_p, zq, ids_q = (torch.cat(each) for each in zip(*parts, strict=True))
+    return with_top(TokenStatistics(*numbers), (zp, ids_p), (zq, ids_q))
 
 
 def gradients(
