@@ -20,6 +20,7 @@ from kleash.linear import (
     linear_kl_loss,
     linear_objective,
     token_statistics,
+    token_statistics_and_top,
 )
 from kleash.linear.impl.triton import fused
 from kleash.linear.impl.triton import rows as triton_rows
@@ -358,6 +359,22 @@ def test_a_model_against_itself_is_exactly_zero(dtype):
         assert torch.equal(getattr(found, name), torch.zeros(37)), name
     for gradient in gradients(case, TRITON)[1:]:
         assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("options", [TRITON, SMALL])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_likeliest_tokens_are_those_of_the_reference(options, shared):
+    case = head_case(bias=True, softcap=3.0, scale=1.3, temperature=0.7)
+    if shared:
+        case.hidden_q, case.head_q = case.hidden_p + 0.1, case.head_p
+    found, wanted = (
+        token_statistics_and_top(*case.models, case.tokens, top=5, temperature=0.7, options=each)
+        for each in (options, REFERENCE)
+    )
+    for ours, right in ((found.top_p, wanted.top_p), (found.top_q, wanted.top_q)):
+        torch.testing.assert_close(ours.probability, right.probability, rtol=1e-4, atol=1e-7)
+        assert (ours.token_ids == right.token_ids).float().mean() > 0.9  # a softcap leaves ties
+    torch.testing.assert_close(found.statistics.kl_pq, wanted.statistics.kl_pq, rtol=1e-3, atol=1e-6)
 
 
 def test_nothing_is_ever_negative():

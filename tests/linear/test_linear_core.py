@@ -6,13 +6,21 @@ from linear_cases import (
     CHUNKED,
     EVERY,
     REFERENCE,
+    TRAITS,
     head_case,
     in_float64,
     logp_the_long_way,
 )
 
 from kleash.divergences import phi
-from kleash.linear import Head, log_probabilities, token_statistics
+from kleash.errors import OptionError
+from kleash.linear import (
+    Head,
+    TokenStatistics,
+    log_probabilities,
+    token_statistics,
+    token_statistics_and_top,
+)
 from kleash.linear.impl.rows import kl_rows, tanh_half
 
 
@@ -37,6 +45,39 @@ def test_the_likeliest_token_is_found_wherever_it_stands(words):
     assert torch.equal(found.top1_p, z.argmax(-1))
     assert torch.equal(found.top1_q, z.argmin(-1))
     assert torch.equal(found.rank_q, (-z > -z[:, :1]).sum(-1))
+
+
+@EVERY
+@pytest.mark.parametrize(("words", "traits"), [(101, "softcap"), (2999, "temperature"), (4, "scale")])
+def test_the_likeliest_tokens_come_with_the_statistics(options, words, traits):
+    case = head_case(words=words, **TRAITS[traits])
+    found = token_statistics_and_top(
+        *case.models, case.tokens, top=5, temperature=case.temperature, options=options
+    )
+    for name, one in zip(TokenStatistics._fields, found.statistics, strict=True):
+        assert torch.equal(one, getattr(case.statistics(options), name)), name
+    wide = in_float64(case)
+    sides = ((wide.hidden_p, wide.head_p, found.top_p), (wide.hidden_q, wide.head_q, found.top_q))
+    for hidden, head, top in sides:
+        probs = torch.from_numpy(logp_the_long_way(hidden, head, case.temperature)).exp()
+        for values in (top.probability.double(), probs.gather(-1, top.token_ids)):
+            torch.testing.assert_close(values, probs.topk(min(5, words), -1).values, rtol=2e-5, atol=1e-12)
+        assert all(len(set(ids)) == min(5, words) for ids in top.token_ids.tolist())
+
+
+def test_the_likeliest_tokens_stand_anywhere_and_tie():
+    z = torch.zeros(3, 3001)
+    z[0, [0, 255, 256, 2999, 3000]] = torch.tensor([1.0, 5.0, 4.0, 3.0, 2.0])
+    z[1, 700:706] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    tokens = torch.zeros(3, dtype=torch.long)
+    top = token_statistics_and_top(z, Head(None), z, Head(None), tokens, top=5, options=CHUNKED).top_q
+    assert top.token_ids[:2].tolist() == [[255, 256, 2999, 3000, 0], [705, 704, 703, 702, 701]]
+    assert len(set(top.token_ids[2].tolist())) == 5
+    torch.testing.assert_close(top.probability[2], torch.full((5,), 1 / 3001))
+    shaped = token_statistics_and_top(z[:, None], Head(None), z[:, None], Head(None), tokens[:, None], top=2)
+    assert shaped.top_p.probability.shape == (3, 1, 2)
+    with pytest.raises(OptionError, match="top is 0; ask for at least 1 token"):
+        token_statistics_and_top(z, Head(None), z, Head(None), tokens, top=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -69,6 +69,7 @@ def test_killed_twice_and_resumed_it_is_the_same(
     for kind in ("tokens", "sequences"):
         for part in sorted((undisturbed / kind).iterdir()):
             assert (out / kind / part.name).read_bytes() == part.read_bytes()
+    assert (out / "alternatives.parquet").read_bytes() == (undisturbed / "alternatives.parquet").read_bytes()
 
 
 def heed_interrupts() -> None:

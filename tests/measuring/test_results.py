@@ -11,6 +11,9 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import compare, measure
+from kleash.measuring.aftermath import noise_sequences, noise_tokens, shortened_to
+from kleash.measuring.shards import given_sequences
+from kleash.models import Model, Sequence, alternatives, load_pair
 from kleash.records import MeasureJob, RunFolder
 from kleash.uncertainty import CoarseCounts
 
@@ -291,6 +294,74 @@ def test_the_alternatives_are_those_at_the_runs_temperature(job: dict[str, Any],
         np.testing.assert_allclose(
             found[f"probability_{side}"][first], tokens[f"top1_probability_{side}"][rows], rtol=1e-4
         )
+
+
+def test_the_alternatives_are_those_of_the_worst_sequences_read_again(job: dict[str, Any], own: Path) -> None:
+    """160 sequences in several shards, of which 50 are kept: as if both models had read these once more."""
+    found = RunFolder(own).alternatives()
+    worst = json.loads((own / "measurement.json").read_text())["worst_sequences"]
+    order = dict.fromkeys(zip(found["prompt_id"].tolist(), found["sample_id"].tolist(), strict=True))
+    assert list(order) == [(one["prompt_id"], one["sample_id"]) for one in worst] and len(order) == 50
+    pair = load_pair(job["policy"], job["reference"])
+    source = given_sequences(
+        MeasureJob(**{**job, "prompts": None}, responses=str(as_responses(own, own / "r.jsonl"))), pair
+    )
+    for one in [one for one in source if (one.prompt_id, one.sample_id) in list(order)[::9]]:
+        again = alternatives(pair, one)
+        rows = (found["prompt_id"] == one.prompt_id) & (found["sample_id"] == one.sample_id)
+        for name, values in again.items():
+            here = [found[name][row] for row in np.flatnonzero(rows)]
+            if name.startswith("probability"):
+                np.testing.assert_allclose(here, values, rtol=1e-4)
+            else:
+                assert here == list(values), name
+
+
+def test_hardly_anything_is_read_after_scoring(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models read each token once, and the reference a small share of them twice more for the noise floor."""
+    read: list[int] = []
+    hidden = Model.hidden
+
+    def counted(self: Model, input_ids: Any, attention_mask: Any = None) -> Any:
+        read.append(input_ids.numel())
+        return hidden(self, input_ids, attention_mask)
+
+    monkeypatch.setattr(Model, "hidden", counted)
+    path = tmp_path / "text.txt"
+    path.write_text(
+        "\n\n".join(f"{number} the sea was calm and a boat went out " * 12 for number in range(70))
+    )
+    options = {"policy": str(pair[0]), "reference": str(pair[1]), "text": str(path), "batch_tokens": 512}
+    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    assert measured.counts.tokens > 8000 and len(measured.worst_sequences) == 50
+    assert measured.noise_floor is not None
+    assert 2 * measured.counts.tokens <= sum(read) <= 2.15 * measured.counts.tokens
+
+
+def test_the_noise_floor_reads_pieces_of_the_first_sequences(pair: tuple[Path, Path]) -> None:
+    def sequence(number: int, prompt: int, response: int) -> Sequence:
+        ids = tuple(range(prompt + response))
+        texts = {"prompt_text": "", "response_text": ""}
+        return Sequence(
+            prompt_id=number, sample_id=0, prompt_ids=ids[:prompt], response_ids=ids[prompt:], **texts
+        )
+
+    for prompt, response in ((1, 5000), (5000, 1), (700, 700), (3, 3), (2000, 40)):
+        whole = sequence(0, prompt, response)
+        for length in (1, 2, 32, 100):
+            piece = shortened_to(whole, length)
+            assert piece.read <= length or piece is whole
+            assert piece.prompt_ids and piece.response_ids
+            joined = (*piece.prompt_ids, *piece.response_ids)
+            assert joined == tuple(range(joined[0], joined[0] + len(joined)))
+            assert piece.response_ids[0] == prompt
+    for scored, budget in ((10, 256), (50_000, 1000), (10**7, 8192)):
+        assert noise_tokens(scored) == budget
+        taken = noise_sequences((sequence(number, 1, 3000) for number in range(10**6)), scored)
+        assert len(taken) == 8 and abs(sum(one.read for one in taken) - budget) <= 8
+    assert len(noise_sequences((sequence(number, 2, 3) for number in range(10**6)), 10)) == 64
 
 
 def test_responses_end_where_the_shorter_context_of_the_two_ends(job: dict[str, Any], tmp_path: Path) -> None:
