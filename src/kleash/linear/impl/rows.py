@@ -191,7 +191,7 @@ def top_rows(
     if whole < 2 * top * BLOCK:
         found = z.topk(top, -1)
         return found.values, found.indices
-    blocks = z[:, :whole].unflatten(-1, (-1, BLOCK))
+    blocks = z[:, :whole].reshape(len(z), whole // BLOCK, BLOCK)
     best = blocks.amax(-1).topk(top, -1).indices
     ids = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=z.device)).flatten(1)
     ids = torch.cat([ids, torch.arange(whole, words, device=z.device).expand(len(z), -1)], -1)
