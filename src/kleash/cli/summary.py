@@ -11,7 +11,9 @@ from rich.table import Table
 from kleash.cli.numbers import cells, named, with_error
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.records import PERPLEXITIES, Comparison, Measurement, Number
-from kleash.reports.measurement import every_doubt, headline, means, vocabulary
+from kleash.reports.comparison import prompts_of
+from kleash.reports.measurement import every_doubt, headline, means, measured_on, together
+from kleash.reports.words import label
 
 WIDEST = 200
 KL = "kl_policy_reference"
@@ -27,7 +29,8 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
         where = f" on {measurement.device}" if measurement.device else ""
         say(console, f"{role}: {model.path} ({model.dtype}{where})")
     console.print(measurement.estimand, style="dim")
-    console.print(measured_on(measurement), style="dim")
+    amount = measured_on(measurement).replace("\u202f", ",")
+    console.print(f"{measurement.counts.tokens:,} tokens in {amount}", style="dim")
     _print_whole(console, _numbers(measurement))
     say(console, _tail(measurement))
     for doubt in every_doubt(measurement):
@@ -42,22 +45,6 @@ def interval_first(number: Number) -> str:
     if not interval:
         return f"{value}{unit} ({NO_INTERVAL})"
     return f"{interval}{unit} (95 % interval), mean {value}, standard error {error or 'unknown'}"
-
-
-def measured_on(measurement: Measurement) -> str:
-    """How much was measured, and how much of it was cut off."""
-    counts, words = measurement.counts, vocabulary(measurement)
-    amount = f"{counts.tokens:,} tokens in {_counted(counts.sequences, words['sequence'])}"
-    if words["sequence"] != words["prompt"]:
-        joined = "of" if words["sequence"] == "window" else "to"
-        amount += f" {joined} {_counted(counts.prompts, words['prompt'])}"
-    if words["sequence"] == "response":
-        amount += f", of which {counts.truncated_sequences:,} cut off before the end"
-    return f"{amount}; {_counted(counts.clusters, 'independent cluster')}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _print_whole(console: Console, table: Table) -> None:
@@ -105,8 +92,7 @@ def _row(table: Table, title: str, number: Number, *, alone: bool) -> None:
 def print_comparison(comparison: Comparison, page: Path) -> None:
     """Each run's KL and perplexities, and how they differ from the first run's."""
     console = Terminal()
-    noun = "documents" if comparison.runs[0].source == "text" else "prompts"
-    _print_whole(console, _compared(comparison, noun))
+    _print_whole(console, _compared(comparison, prompts_of(comparison)))
     if any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES):
         _print_whole(console, _perplexities(comparison))
     say(console, "± is one standard error; a difference whose interval holds 0 may be none", style="dim")
@@ -118,18 +104,15 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
 def comparison_doubts(comparison: Comparison) -> list[str]:
     """What is held against the comparison, its differences and its runs."""
     of_differences = [
-        *(doubt for each in comparison.differences for doubt in each.doubts),
-        *(
-            f"{each.name} minus {each.minus}, {named(name)}: {doubt}"
-            for each in comparison.differences
-            for name, number in each.differences.items()
-            for doubt in number.doubts
-        ),
+        f"{each.name} minus {each.minus}: {doubt}"
+        for each in comparison.differences
+        for doubt in together((label(name), number) for name, number in each.differences.items())
     ]
     return [
         *comparison.doubts,
+        *(doubt for each in comparison.differences for doubt in each.doubts),
         *of_differences,
-        *(f"{r.name}: {doubt}" for r in comparison.runs for doubt in r.doubts),
+        *(f"{run.name}: {doubt}" for run in comparison.runs for doubt in run.doubts),
     ]
 
 

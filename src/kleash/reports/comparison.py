@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kleash.records import COMPARED, Comparison, Number, RunDifference
+from kleash.records import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
 from kleash.reports.drift_charts import APART, DIRECTIONS
 from kleash.reports.figures import INK, Chart, dots, escape, figure, rows_of
 from kleash.reports.page import write_page
@@ -25,15 +25,15 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         RunFolderError: if the page cannot be written.
         MissingExtraError: if Jinja2 or Plotly is not installed.
     """
-    columns = [
-        name for name in COMPARED if any(name in found.differences for found in comparison.differences)
-    ]
+    names = (*COMPARED, *PERPLEXITIES)
+    columns = [name for name in names if any(name in found.differences for found in comparison.differences)]
     context = {
         "comparison": comparison,
         "columns": columns,
         "about": COLUMNS,
         "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
-        "verdict": verdict,
+        "verdict": lambda found: verdict(found, prompts_of(comparison)),
+        "prompts": prompts_of(comparison),
     }
     return write_page(path, "comparison.html", context, ("plotly", "charts.js"))
 
@@ -49,7 +49,10 @@ def differences_chart(comparison: Comparison) -> Chart:
     rows = [(ending(found.name), found.differences) for found in comparison.differences]
     first = ending(comparison.runs[0].name)
     return _rows_chart(
-        "differences", f"Difference from {first}, on the prompts that both have", rows, zero=True
+        "differences",
+        f"Difference from {first}, on the {prompts_of(comparison)} that both have",
+        rows,
+        zero=True,
     )
 
 
@@ -93,7 +96,8 @@ def _rows_figure(rows: Sequence[tuple[str, Mapping[str, Number]]], *, zero: bool
     return figure(
         data,
         height=150 + 56 * len(rows),
-        x="difference, nats" if zero else "nats",
+        x="difference of the KL, nats per token" if zero else "KL, nats per token",
+        y="run",
         xaxis={"rangemode": "tozero"},
         yaxis=rows_of([text for text, _ in rows]),
         showlegend=True,
@@ -101,9 +105,14 @@ def _rows_figure(rows: Sequence[tuple[str, Mapping[str, Number]]], *, zero: bool
     )
 
 
-def verdict(found: RunDifference) -> str:
-    """In words, whether the run has drifted further than the first, and on how much that rests."""
-    on = f"{count(found.shared_prompts)} shared prompts"
+def prompts_of(comparison: Comparison) -> str:
+    """What was paired: "prompts", or "documents" of text."""
+    return "documents" if comparison.runs[0].source == "text" else "prompts"
+
+
+def verdict(found: RunDifference, prompts: str = "prompts") -> str:
+    """In words, whether the run has drifted further than the first, and on how many ``prompts`` that rests."""
+    on = f"{count(found.shared_prompts)} shared {prompts if found.shared_prompts != 1 else prompts[:-1]}"
     number = found.differences.get("kl_policy_reference")
     if number is None:
         return f"not compared, on {on}"

@@ -9,8 +9,7 @@ from kleash.records import (
     read_samples,
     read_steps,
 )
-from kleash.reports.drift_charts import decades
-from kleash.reports.figures import ACCENT, INK, MUTED, Chart, figure
+from kleash.reports.figures import ACCENT, INK, MUTED, Chart, decades, figure
 from kleash.reports.frontier import LAST_SAMPLES, Ran, frontier
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import MOST_ROWS, thinned, trace, values_of

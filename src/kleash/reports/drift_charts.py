@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kleash.records import Bin, Measurement, Number
-from kleash.reports.figures import ACCENT, MUTED, Chart, axis, bars, dots, figure, rows_of
+from kleash.reports.figures import ACCENT, MUTED, Chart, axis, bars, decades, dots, figure, rows_of
 from kleash.reports.words import count, label, percent, plain, sizes, with_interval
 
 DIRECTIONS = (("kl_policy_reference", ACCENT), ("kl_reference_policy", MUTED))
@@ -59,23 +59,12 @@ def _ladder_figure(
     return figure(
         data,
         height=340,
-        x="nats, on a logarithmic scale" if logarithmic else "nats",
+        x="KL of a token, nats",
+        y="share of the tokens at or below",
         xaxis=decades(drawn) if logarithmic else {},
         yaxis=rows_of(rungs),
         showlegend=len(ladders) > 1,
     )
-
-
-def decades(values: Sequence[float]) -> dict[str, object]:
-    """A logarithmic axis with a tick at each power of ten."""
-    known = [value for value in values if math.isfinite(value)]
-    powers = (
-        range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
-        if known
-        else range(1)
-    )
-    texts = [f"{10.0**power:g}" if -4 < power < 5 else f"10<sup>{power}</sup>" for power in powers]
-    return {"type": "log", "tickvals": [10.0**power for power in powers], "ticktext": texts}
 
 
 def by_bin(name: str, title: str, found: Sequence[Bin], what: str, *, whole: bool = False) -> Chart | None:

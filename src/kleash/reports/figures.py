@@ -16,6 +16,10 @@ ACCENT, ACCENT_BAND, MUTED, INK, GRID = (
 )
 
 
+FEWEST_TICKS = 2
+"""Powers of ten below which a logarithmic axis has ticks between them, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """A figure with everything that says the same in words."""
@@ -69,7 +73,9 @@ def figure(
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis in the common style: a quiet grid, no zooming by accident."""
+    """An axis in the common style: a quiet grid, no zooming by accident; a logarithmic one says that it is."""
+    if more.get("type") == "log" and "logarithmic" not in title:
+        title = f"{title}, logarithmic scale" if title else "logarithmic scale"
     return {
         "title": {"text": title, "standoff": 10, "font": {"size": 13}},
         "automargin": True,
@@ -80,6 +86,25 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
         "ticks": "",
         **more,
     }
+
+
+def decades(values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis with ticks at the powers of ten, and at 2 and 5 times these where that would be one tick."""
+    known = [value for value in values if math.isfinite(value) and value > 0]
+    if not known:
+        return {"type": "log"}
+    low, high = math.log10(min(known)), math.log10(max(known))
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    digits = (1, 2, 5) if sum(low <= power <= high for power in powers) < FEWEST_TICKS else (1,)
+    ticks = [digit * 10.0**power for power in powers for digit in digits]
+    texts = [f"{tick:g}" if 1e-4 < tick < 1e5 else _scientific(tick) for tick in ticks]
+    return {"type": "log", "tickvals": ticks, "ticktext": texts}
+
+
+def _scientific(value: float) -> str:
+    digit, _, power = f"{value:e}".partition("e")
+    raised = f"10<sup>{int(power)}</sup>"
+    return raised if float(digit) == 1 else f"{float(digit):g}·{raised}"
 
 
 def whiskers(numbers: Sequence[Number], scale: float = 1.0) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kleash.records import BestOf, Leash, Sample, SampleRecord, StepRecord
-from kleash.reports.figures import INK, Chart, escape, figure, finite, whiskers
+from kleash.reports.figures import INK, Chart, decades, escape, figure, finite, whiskers
 from kleash.reports.training import number_of
 from kleash.reports.training_charts import trace, values_of
-from kleash.reports.words import percent, plain, sentence, threshold, with_interval
+from kleash.reports.words import percent, plain, sentence, with_interval
 
 LAST_SAMPLES = 3
 NEAREST = 0.02
@@ -118,18 +118,11 @@ def frontier(runs: Sequence[Ran], best_of: Sequence[BestOf]) -> Chart:
 
 
 def logarithmic_axis(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis that holds ``values`` with a little room: ticks at 1, 10 …, also at 2 and 5 if it is short."""
+    """A logarithmic axis that holds ``values`` with a little room."""
     if not values:
         return {"type": "log"}
     low, high = math.log10(min(values)), math.log10(max(values))
-    powers = range(math.floor(low) - 1, math.ceil(high) + 1)
-    ticks = [digit * 10.0**power for power in powers for digit in ((1, 2, 5) if high - low < 2 else (1,))]
-    return {
-        "type": "log",
-        "tickvals": ticks,
-        "ticktext": [threshold(tick) for tick in ticks],
-        "range": [low - 0.1, high + 0.15],
-    }
+    return {**decades(values), "range": [low - 0.1, high + 0.15]}
 
 
 def _frontier_in_words(runs: Sequence[Ran], best_of: Sequence[BestOf]) -> str:

@@ -14,6 +14,8 @@ MAX_SEQUENCES = 50
 MAX_TOKENS_OF_SEQUENCE = 1000
 MAX_TOKENS = 25_600
 """What is drawn at most. Nothing is left out of what is counted."""
+BEFORE, AFTER = 60, 30
+"""Tokens that are drawn around a drifted one whose sequence is not drawn, or not as far."""
 MAX_PROMPT = 4000
 STEPS = 8
 """Colours besides none."""
@@ -41,6 +43,13 @@ class Sequence:
 
     texts: list[str]
     columns: Mapping[str, np.ndarray]
+
+    def place_of(self, position: int | None) -> int | None:
+        """Where among its tokens the one at ``position`` is; None if it is not there."""
+        if position is None:
+            return None
+        found = np.flatnonzero(self.columns["position"] == position)
+        return int(found[0]) if found.size else None
 
 
 def read_sequences(folder: RunFolder, wanted: Iterable[Key]) -> dict[Key, Sequence]:
@@ -82,6 +91,13 @@ class HeatMap:
     """Whether the first of them is the KL that three quarters of all tokens stay below."""
     shortened: int
     """Sequences of which only the beginning is drawn."""
+    pieces: tuple[dict[str, Any], ...] = ()
+    """Likewise, the surroundings of the most drifted tokens that lie elsewhere."""
+
+    @property
+    def drawn(self) -> tuple[dict[str, Any], ...]:
+        """The sequences, and then the pieces of others."""
+        return (*self.sequences, *self.pieces)
 
 
 def heat_map(folder: RunFolder, measurement: Measurement, tokens: Mapping[Key, Sequence]) -> HeatMap:
@@ -94,14 +110,29 @@ def heat_map(folder: RunFolder, measurement: Measurement, tokens: Mapping[Key, S
         if length and len(lengths) < MAX_SEQUENCES:
             lengths[key_of(drift)] = length
             left -= length
-    prompts = read_prompts(folder, lengths.keys())
-    others = read_alternatives(folder, lengths)
+    around = surroundings(measurement.worst_tokens, tokens, lengths)
+    spans = {key: [range(length)] for key, length in lengths.items()}
+    for key, span in around:
+        spans.setdefault(key, []).append(span)
+    prompts = read_prompts(folder, spans.keys())
+    others = read_alternatives(folder, spans.keys(), tokens)
     drawn = tuple(
-        _payload(drift, tokens[key_of(drift)], lengths[key_of(drift)], prompts, others)
+        _payload(drift.kl, key_of(drift), tokens, range(lengths[key_of(drift)]), prompts, others)
         for drift in measurement.worst_sequences
         if key_of(drift) in lengths
     )
-    kls = [value for sequence in drawn for value in sequence["kl"] if 0 < value < math.inf]
+    pieces = tuple(
+        _payload(
+            float(np.sum(tokens[key].columns["kl_policy_reference"], dtype=np.float64)),
+            key,
+            tokens,
+            span,
+            prompts,
+            others,
+        )
+        for key, span in around
+    )
+    kls = [value for sequence in (*drawn, *pieces) for value in sequence["kl"] if 0 < value < math.inf]
     ladder = measurement.quantiles.get("kl_policy_reference", {})
     ordinary = ladder["75"].value if "75" in ladder else math.nan
     steps = thresholds(max(kls, default=1.0), ordinary)
@@ -110,7 +141,30 @@ def heat_map(folder: RunFolder, measurement: Measurement, tokens: Mapping[Key, S
         thresholds=steps,
         from_ordinary=math.isclose(steps[0], ordinary, rel_tol=0.1),
         shortened=sum(len(sequence["text"]) < sequence["tokens"] for sequence in drawn),
+        pieces=pieces,
     )
+
+
+def surroundings(
+    worst: Iterable[Drifted], tokens: Mapping[Key, Sequence], lengths: Mapping[Key, int]
+) -> list[tuple[Key, range]]:
+    """Where the ``worst`` tokens lie that are not drawn anyway: a sequence, and a range of places in it.
+
+    Args:
+        worst: tokens, the most drifted first.
+        tokens: of their sequences.
+        lengths: for each sequence that is drawn, how much of it.
+    """
+    found: list[tuple[Key, range]] = []
+    for drift in worst:
+        key = key_of(drift)
+        place = tokens[key].place_of(drift.position) if key in tokens else None
+        if place is None or place < lengths.get(key, 0):
+            continue
+        if not any(key == other and place in span for other, span in found):
+            size = len(tokens[key].texts)
+            found.append((key, range(max(0, place - BEFORE), min(size, place + AFTER + 1))))
+    return found
 
 
 def key_of(drift: Drifted) -> Key:
@@ -145,10 +199,12 @@ def read_prompts(folder: RunFolder, wanted: Collection[Key]) -> dict[Key, str]:
     return found
 
 
-def read_alternatives(folder: RunFolder, lengths: Mapping[Key, int]) -> dict[Key, dict[int, Any]]:
+def read_alternatives(
+    folder: RunFolder, wanted: Collection[Key], tokens: Mapping[Key, Sequence]
+) -> dict[Key, Any]:
     """For each sequence and position: (text, probability) of the policy's likeliest tokens, and of the other's."""
-    found: dict[Key, dict[int, Any]] = {key: {} for key in lengths}
-    if not lengths:
+    found: dict[Key, dict[int, Any]] = {key: {} for key in wanted}
+    if not any(key in tokens for key in wanted):
         return found
     table = folder.alternatives()
     order = np.lexsort([table[name] for name in ("place", "position", "sample_id", "prompt_id")])
@@ -158,7 +214,7 @@ def read_alternatives(folder: RunFolder, lengths: Mapping[Key, int]) -> dict[Key
     )
     for prompt, sample, position, row in places:
         of_sequence = found.get((int(prompt), int(sample)))
-        if of_sequence is None or position >= lengths[int(prompt), int(sample)]:
+        if of_sequence is None:
             continue
         both = of_sequence.setdefault(int(position), ([], []))
         for side, (texts, probabilities) in zip(both, sides, strict=True):
@@ -167,11 +223,18 @@ def read_alternatives(folder: RunFolder, lengths: Mapping[Key, int]) -> dict[Key
     return found
 
 
+# More arguments than elsewhere: one sequence, and what is known of all.
 def _payload(
-    drift: Drifted, sequence: Sequence, length: int, prompts: Mapping[Key, str], others: Mapping[Key, Any]
+    total: float,
+    key: Key,
+    tokens: Mapping[Key, Sequence],
+    span: range,
+    prompts: Mapping[Key, str],
+    others: Mapping[Key, Any],
 ) -> dict[str, Any]:
-    key = key_of(drift)
-    columns = {name: values[:length] for name, values in sequence.columns.items()}
+    """The tokens of a sequence in ``span``, as the page's script reads them."""
+    sequence = tokens[key]
+    columns = {name: values[span.start : span.stop] for name, values in sequence.columns.items()}
     words: dict[str, int] = {}
 
     def side(pairs: list[tuple[str, float]]) -> list[int | float]:
@@ -182,12 +245,13 @@ def _payload(
         for position in columns["position"]
     ]
     return {
-        "prompt_id": drift.prompt_id,
-        "sample_id": drift.sample_id,
-        "total": rounded(drift.kl),
+        "prompt_id": key[0],
+        "sample_id": key[1],
+        "total": rounded(total),
         "tokens": len(sequence.texts),
+        "before": span.start,
         "prompt": excerpt(prompts.get(key, ""), MAX_PROMPT),
-        "text": [visible(text) for text in sequence.texts[:length]],
+        "text": [visible(text) for text in sequence.texts[span.start : span.stop]],
         "kl": [rounded(value) for value in columns["kl_policy_reference"]],
         "p": [rounded(math.exp(value)) for value in columns["logp_policy"]],
         "q": [rounded(math.exp(value)) for value in columns["logp_reference"]],

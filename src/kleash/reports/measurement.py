@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from kleash.reports.figures import Chart
 from kleash.reports.heatmap import Key, Sequence, heat_map, key_of, read_sequences, rounded
 from kleash.reports.page import write_page
 from kleash.reports.trust_charts import convergence, estimators
-from kleash.reports.words import COLUMNS, command_line, plain, visible
+from kleash.reports.words import COLUMNS, command_line, count, plain, visible
 
 FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 MOST_NAMES = 3
@@ -46,7 +46,11 @@ def write_report(folder: Path) -> Path:
     worst_tokens = measurement.worst_tokens[:MAX_WORST_TOKENS]
     tokens = read_sequences(files, map(key_of, (*worst_tokens, *measurement.worst_sequences)))
     heat = heat_map(files, measurement, tokens)
-    drawn = {(seq["prompt_id"], seq["sample_id"]): seq["position"][-1] for seq in heat.sequences}
+    drawn = {
+        (part["prompt_id"], part["sample_id"], position)
+        for part in heat.drawn
+        for position in part["position"]
+    }
     context = {
         "measurement": measurement,
         "headline": headline(measurement),
@@ -57,8 +61,10 @@ def write_report(folder: Path) -> Path:
         "prompts": measurement.prompts[:MAX_PROMPTS],
         "command": command_line(measurement.job),
         "doubts": doubts(measurement),
+        "doubted": every_doubt(measurement) != doubts(measurement),
         "floor_in_words": above_the_floor(measurement),
         "words": vocabulary(measurement),
+        "amount": measured_on(measurement),
         "share_of": share_of(measurement),
         "sorted_by": "kl_per_token" if sorted_by_kl_per_token(measurement) else "",
     }
@@ -96,12 +102,22 @@ def every_doubt(measurement: Measurement) -> list[str]:
     carries 21% to 35% of the variance".
     """
     said = doubts(measurement)
+    return [*said, *together(numbers(measurement), said)]
+
+
+def together(numbered: Iterable[tuple[str, Number]], said: Collection[str] = ()) -> list[str]:
+    """The doubts of several numbers, each said once with the names of those that it is about.
+
+    Args:
+        numbered: names and their numbers.
+        said: doubts that are left out.
+    """
     alike: dict[str, dict[str, str]] = {}
-    for name, number in numbers(measurement):
+    for name, number in numbered:
         for doubt in number.doubts:
             if doubt not in said:
                 alike.setdefault(FIGURE.sub("#", doubt), {})[name] = doubt
-    return [*said, *(f"on {_names(list(each))}: {_merged(list(each.values()))}" for each in alike.values())]
+    return [f"on {_names(list(each))}: {_merged(list(each.values()))}" for each in alike.values()]
 
 
 def _names(names: list[str]) -> str:
@@ -148,6 +164,21 @@ def vocabulary(measurement: Measurement) -> Mapping[str, str]:
             return {**text, "sequence": "document", "sequences": "documents"}
         return {**text, "sequence": "window", "sequences": "windows"}
     return {"prompt": "prompt", "prompts": "prompts", "sequence": "response", "sequences": "responses"}
+
+
+def measured_on(measurement: Measurement) -> str:
+    """On how many sequences of what a run rests, and how many of them were cut off."""
+    counts, words = measurement.counts, vocabulary(measurement)
+    amount = _counted(counts.sequences, words["sequence"])
+    if words["sequence"] != words["prompt"]:
+        amount += f" to {_counted(counts.prompts, words['prompt'])}"
+    if words["sequence"] == "response":
+        amount += f", of which {count(counts.truncated_sequences)} cut off before the end"
+    return f"{amount}; {_counted(counts.clusters, 'independent cluster')}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def sorted_by_kl_per_token(measurement: Measurement) -> bool:
@@ -208,18 +239,23 @@ def means(measurement: Measurement) -> list[tuple[str, str, Number]]:
     return rows
 
 
-def in_context(drift: Drifted, tokens: dict[Key, Sequence], drawn: dict[Key, int]) -> dict[str, Any]:
-    """A drifted token with the words around it and both models' probabilities of it."""
+def in_context(
+    drift: Drifted, tokens: dict[Key, Sequence], drawn: set[tuple[int, int, int]]
+) -> dict[str, Any]:
+    """A drifted token with the words around it and both models' probabilities of it.
+
+    Args:
+        drift: the token.
+        tokens: of the sequences that are read.
+        drawn: prompt, sample and position of each token of the heat map.
+    """
     key = drift.prompt_id, drift.sample_id
     row: dict[str, Any] = {"drift": drift, "before": "", "after": "", "p": None, "q": None, "rank": None}
-    row["drawn"] = drift.position is not None and drift.position <= drawn.get(key, -1)
-    if key not in tokens or drift.position is None:
+    row["drawn"] = (*key, drift.position) in drawn
+    at = tokens[key].place_of(drift.position) if key in tokens else None
+    if at is None:
         return row
     sequence = tokens[key]
-    found = (sequence.columns["position"] == drift.position).nonzero()[0]
-    if not found.size:
-        return row
-    at = int(found[0])
     texts = sequence.texts
     return {
         **row,

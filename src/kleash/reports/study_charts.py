@@ -64,6 +64,7 @@ def case_chart(case: StudyCase) -> Chart:
             [dots(shown, range(len(shown)), name="mean ± one standard deviation", across=True, text=names)],
             height=70 + 34 * len(names),
             x="multiples of the KL",
+            y="estimator",
             xaxis={"range": [min(ends) - margin, max(ends) + margin], "nticks": 7},
             yaxis=rows_of(names),
             shapes=[{**line, "line": {"color": MUTED, "width": 1}}],

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kleash.records import StepRecord
-from kleash.reports.drift_charts import decades
-from kleash.reports.figures import ACCENT, INK, MUTED, Chart, band, escape, figure, finite
+from kleash.reports.figures import ACCENT, INK, MUTED, Chart, band, decades, escape, figure, finite
 from kleash.reports.words import plain
 
 MOST_POINTS = 400

@@ -106,6 +106,7 @@ def _estimator_figure(exact: Number, found: Mapping[str, EstimatorRecord]) -> di
         data,
         height=280,
         x="nats per token, on the same tokens",
+        y="estimator",
         yaxis=rows_of(["exact", *found]),
         shapes=shapes,
     )

@@ -11,10 +11,11 @@
   const places = Array.from(document.querySelectorAll("[data-figure]"));
   const config = { responsive: true, displayModeBar: false, showTips: false, doubleClick: false };
 
-  const draw = (place) => {
+  const draw = (place, width) => {
     const figure = JSON.parse(document.getElementById(place.dataset.figure).textContent);
     const { data, layout } = themed(figure, getComputedStyle(document.documentElement));
-    return Plotly.react(place, data, layout, config).then(() => { place.dataset.drawn = "yes"; });
+    const sized = width ? { ...layout, width, autosize: false } : { ...layout, autosize: true };
+    return Plotly.react(place, data, sized, config).then(() => { place.dataset.drawn = "yes"; });
   };
 
   const drawAll = async () => {
@@ -24,6 +25,17 @@
     }
     document.documentElement.dataset.charts = "drawn";
   };
+
+  // A printed page has its own width and no dark mode; what is not drawn yet is drawn at once.
+  const PRINTED = 690;
+  addEventListener("beforeprint", () => {
+    document.documentElement.classList.add("printing");
+    for (const place of places) draw(place, PRINTED);
+  });
+  addEventListener("afterprint", () => {
+    document.documentElement.classList.remove("printing");
+    drawAll();
+  });
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   requestAnimationFrame(() => setTimeout(drawAll));

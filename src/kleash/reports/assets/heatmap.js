@@ -55,6 +55,7 @@
     on.disabled = index === sources.length - 1;
     prompt.textContent = sequence.prompt;
     const made = document.createDocumentFragment();
+    if (sequence.before) add(made, "span", `${sequence.before} before … `, "unit");
     sequence.text.forEach((text, at) => {
       const unseen = /^[␣⏎␍⇥∅]+$/.test(text) ? " unseen" : "";
       const unknown = Number.isNaN(number(sequence.kl[at])) ? " unknown" : "";
@@ -65,7 +66,8 @@
       token.tabIndex = -1;
       token.dir = "auto";
     });
-    if (sequence.text.length < sequence.tokens) add(made, "span", ` … ${sequence.tokens - sequence.text.length} more`, "unit");
+    const more = sequence.tokens - sequence.before - sequence.text.length;
+    if (more) add(made, "span", ` … ${more} more`, "unit");
     box.replaceChildren(made);
     const found = position === undefined ? peak() : sequence.position.indexOf(position);
     select(found < 0 ? 0 : found);
@@ -89,6 +91,8 @@
   const describe = (at) => {
     const of = (name) => sequence[name][at];
     const made = document.createDocumentFragment();
+    const unfold = add(made, "button", panel.dataset.open ? "Fewer numbers" : "All numbers", "unfold");
+    unfold.type = "button";
     add(add(made, "h4"), "bdi", of("text"));
     add(made, "p", `position ${of("position")}, token id ${of("token_id")}`, "where");
     const table = add(made, "table");
@@ -109,7 +113,9 @@
     row("Jensen–Shannon", [plain(of("jensen_shannon"))]);
     row("Total variation", [percent(of("total_variation"))]);
     const others = add(made, "div", undefined, "others");
-    of("alternatives").forEach((flat, side) => {
+    if (of("alternatives").every((flat) => flat.length === 0)) {
+      add(others, "p", "The likeliest tokens of both models are kept for the worst sequences only.", "where");
+    } else of("alternatives").forEach((flat, side) => {
       const part = add(others, "div");
       add(part, "h5", side === 0 ? "Policy's likeliest" : "Reference's likeliest");
       const list = add(part, "ol");
@@ -168,6 +174,12 @@
       if (at >= 0 && at !== selected()) select(at);
     });
   }
+  // On a narrow screen the panel shows the essential until the rest is asked for.
+  panel.addEventListener("click", (event) => {
+    if (!event.target.closest(".unfold")) return;
+    if (panel.dataset.open) delete panel.dataset.open; else panel.dataset.open = "yes";
+    describe(selected());
+  });
   choice.addEventListener("change", () => show(Number(choice.value)));
   back.addEventListener("click", () => turn(-1));
   on.addEventListener("click", () => turn(1));
@@ -178,7 +190,7 @@
     const { prompt: promptId, sample, position } = button.dataset;
     const option = sources.findIndex((source) => {
       const of = JSON.parse(source.textContent);
-      return of.prompt_id === Number(promptId) && of.sample_id === Number(sample);
+      return of.prompt_id === Number(promptId) && of.sample_id === Number(sample) && of.position.includes(Number(position));
     });
     show(option, Number(position));
     tokens()[selected()].focus({ preventScroll: true });
