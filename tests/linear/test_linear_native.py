@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from kleash.linear.checks import checked_pair
 from kleash.linear.impl import compiling
 from kleash.linear.impl.loop import plan
 from kleash.linear.impl.native import building, rows
+from kleash.user_cache import is_private_file
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -390,3 +392,28 @@ def test_two_processes_build_at_once(tmp_path):
     ]
     assert [one.communicate(timeout=120)[0].strip() for one in both] == ["built", "built"]
     assert len(list((tmp_path / "kleash").iterdir())) == 1
+
+
+@pytest.mark.parametrize("spoilt", ["folder", "file", "link"])
+def test_a_library_that_another_user_could_have_written_is_not_loaded(anew, tmp_path, monkeypatch, spoilt):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    building.library()
+    (library,) = (tmp_path / "kleash").iterdir()
+    loaded = []
+    genuine = building.ctypes.CDLL
+    monkeypatch.setattr(building.ctypes, "CDLL", lambda path: loaded.append(Path(path)) or genuine(path))
+    if spoilt == "folder":
+        library.parent.chmod(0o777)
+    elif spoilt == "file":
+        library.chmod(0o777)
+    else:
+        library.rename(tmp_path / "planted.so")
+        library.symlink_to(tmp_path / "planted.so")
+    built = []
+    genuine_build = building.build
+    monkeypatch.setattr(building, "build", lambda *given: built.append(given) or genuine_build(*given))
+    building.library.cache_clear()
+    building.library()
+    assert len(built) == 1, "it is built anew"
+    assert (library in loaded) == (spoilt != "folder"), "and apart where the folder is not the user's alone"
+    assert spoilt == "folder" or is_private_file(library)

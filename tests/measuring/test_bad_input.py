@@ -16,6 +16,7 @@ from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
 from kleash.models.source_files import KINDS
+from kleash.records.checksums import seal_folder
 
 Run = Any
 
@@ -176,6 +177,7 @@ def test_a_run_of_which_a_part_is_missing_is_not_reported_as_if_it_were_whole(
     measurement = json.loads((whole / "measurement.json").read_text())
     del measurement["per_token"]["jensen_shannon"]
     (whole / "measurement.json").write_text(json.dumps(measurement))
+    seal_folder(whole)
     assert main([*map(str, ["compare", whole, whole, "--out", tmp_path / "c.html"])]) == 2
     assert "measurement.json has no jensen_shannon under per_token; measure again" in capsys.readouterr().err
 

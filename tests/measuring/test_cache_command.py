@@ -249,7 +249,11 @@ def test_killed_and_given_again_it_is_the_same(
     (out / ".writing-part-x.safetensors").write_bytes(b"half")
     assert main(words) == 0
     assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
-    both = [{name: part[0] for name, part in contents(folder).items()} for folder in (out, cached)]
+    # A kill may leave a checksum without its file, which is written once more with the file.
+    both = [
+        {name: part[0] for name, part in contents(folder).items() if name != "checksums.jsonl"}
+        for folder in (out, cached)
+    ]
     assert both[0] == both[1]
 
 

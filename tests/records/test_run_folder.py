@@ -69,7 +69,7 @@ def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
         ),
         (
             {"fingerprints": {"policy": "p", "reference": "s"}},
-            "the reference's weights was 'r' and is now 's'",
+            "the fingerprint of the reference's weights and tokenizer was 'r' and is now 's'",
         ),
         ({"kleash": "2"}, "kleash was '1' and is now '2'"),
         ({"sampler": "b"}, "the sampler was 'that of an older version' and is now 'b'"),

@@ -11,6 +11,7 @@ import pytest
 from synthetic_run import write_synthetic_run
 
 from kleash.records import Drifted, Measurement, RunFolder
+from kleash.records.checksums import seal_folder
 from kleash.reports import heatmap
 from kleash.reports.heatmap import heat_map, read_sequences, thresholds
 
@@ -118,6 +119,7 @@ def test_not_even_infinite_or_missing_kl_stops_it(tmp_path: Path) -> None:
     values[:2] = [math.inf, math.nan]
     changed = table.set_column(place, table.schema.field(place), arrow.array(values, type=arrow.float32()))
     parquet.write_table(changed, path)
+    seal_folder(folder)
     kls = [kl for drawn in made((folder, measurement)).sequences for kl in drawn["kl"]]
     assert sum(math.isinf(kl) for kl in kls) == 1
     assert sum(math.isnan(kl) for kl in kls) == 1

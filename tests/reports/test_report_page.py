@@ -166,7 +166,7 @@ def test_many_prompts_are_capped_aloud_and_counted(tmp_path: Path) -> None:
     measurement = write_synthetic_run(folder, prompts=3, tokens=8, hostile=False)
     counts = type(measurement.counts)(**{**vars(measurement.counts), "prompts": 5000})
     changed = Measurement(**{**vars(measurement), "prompts": many, "counts": counts})
-    (folder / "measurement.json").write_text(changed.to_json(), encoding="utf-8")
+    RunFolder(folder).write_measurement(changed)
     page = Outline(write_report(folder))
     assert "Listed: the 500 with the most drift of 5\u202f000 prompts".replace("\u202f", " ") in page.text
     assert "prompt 499" in page.text

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from kleash.errors import RunFolderError
 from kleash.records import read_steps
+from kleash.records.checksums import seal_folder
 from kleash.training.journal import Journal
 from kleash.training.ppo import checkpoints, train_ppo
 from kleash.training.ppo.checkpoints import last_checkpoint, load_progress
@@ -145,6 +146,7 @@ def test_another_number_of_processes_may_go_on_and_it_is_said(folder, tmp_path):
     path = last_checkpoint(tmp_path) / "progress.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps({**state, "generators": state["generators"] * 2}))
+    seal_folder(path.parent)
     said = []
     display = SimpleNamespace(said=said.append, stepped=lambda record: None)
     journal = Journal(tmp_path, replace(job, steps=2, resume=True), display=display)

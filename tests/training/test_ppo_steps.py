@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionError
 from kleash.models import load_pair, score
 from kleash.records import StepWarning, read_steps
+from kleash.records.checksums import seal_folder
 from kleash.training.journal import Advice
 from kleash.training.leashes import leash_of, tightened
 from kleash.training.ppo import train_ppo
@@ -257,11 +258,12 @@ def test_a_loss_that_is_no_number_stops_with_the_batch_saved(folder, tmp_path):
     job = tiny_job(folder, out=str(tmp_path), steps=1, checkpoint_every=1)
     train_ppo(job)
     kept = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints/step-000001").glob("*.*")}
-    wild = replace(job, learning_rate=1e18, steps=2, resume=True)
+    wild = replace(job, steps=2, resume=True)
     checkpoint = tmp_path / "checkpoints/step-000001/progress.json"
     state = json.loads(checkpoint.read_text())
     state["progress"]["learning_rate"] = 1e18
     checkpoint.write_text(json.dumps(state))
+    seal_folder(checkpoint.parent)
     with pytest.raises(
         NonFiniteError,
         match=r"in step 2, epoch \d, minibatch \d; .*learning rate of 1e\+18.*failed-step-000002"

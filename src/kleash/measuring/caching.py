@@ -26,8 +26,9 @@ from kleash.models import (
     save_rounding,
 )
 from kleash.models.cache import require_cache
+from kleash.models.stored import TOKENIZER
 from kleash.records import CacheContents, CacheJob
-from kleash.records.atomic import TEMPORARY
+from kleash.records.atomic import remove_leftovers
 from kleash.records.locking import folder_lock
 
 
@@ -69,8 +70,8 @@ def cache_reference(job: CacheJob, watcher: Watcher | None = None) -> CacheConte
         watching.said(note)
     try:
         with folder_lock(folder, "wait for it, or give another --out"):
-            for left in folder.glob(f"**/{TEMPORARY}*"):
-                left.unlink()
+            for path in (folder, folder / TOKENIZER):
+                remove_leftovers(path)
             return _cache(job, pair, folder, digest, watching)
     except KeyboardInterrupt as stop:
         raise Interrupted(

@@ -11,7 +11,9 @@ from kleash.errors import OptionError, RunFolderError
 from kleash.measuring.rows import sequence_starts
 from kleash.measuring.scales import scale_of
 from kleash.records import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
+from kleash.records.checksums import damage_as_sentence
 from kleash.records.comparison import COMPARED, PERPLEXITIES
+from kleash.records.folder import KIND_OF_FINGERPRINT
 from kleash.reports.measurement import every_doubt
 from kleash.uncertainty import paired_difference
 from kleash.version import __version__
@@ -39,7 +41,7 @@ def compare(folders: Many[Path | str]) -> Comparison:
         given = 1 if isinstance(folders, str) else len(folders)
         raise OptionError(f"two or more run folders can be compared, not {given}; give a list of them")
     paths = [Path(folder).expanduser() for folder in folders]
-    runs, names = [_read(path) for path in paths], _names(paths)
+    runs, names = [_read_checked(path) for path in paths], _names(paths)
     first = runs[0]
     differences = tuple(
         _difference(run, first, name, names[0]) for run, name in zip(runs[1:], names[1:], strict=True)
@@ -72,6 +74,13 @@ class _Run:
     def noun(self) -> str:
         """What is paired, in words."""
         return "documents" if self.on_text else "prompts"
+
+
+def _read_checked(path: Path) -> _Run:
+    with damage_as_sentence(path):
+        run = _read(path)
+        _compared(run, "")  # what a measurement must have to be compared
+        return run
 
 
 def _read(path: Path) -> _Run:
@@ -220,7 +229,13 @@ def _doubts(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
     doubts: list[str] = []
     for run, name in zip(runs[1:], names[1:], strict=True):
         other = run.measurement
-        if other.models["reference"].fingerprint != first.models["reference"].fingerprint:
+        marks = [record.models["reference"].fingerprint for record in (other, first)]
+        if len({mark.startswith(KIND_OF_FINGERPRINT) for mark in marks}) > 1:
+            doubts.append(
+                f"{name} and {names[0]} were measured by versions of kleash whose fingerprints cannot be compared, so "
+                "nothing proves that their reference is the same"
+            )
+        elif marks[0] != marks[1]:
             doubts.append(f"{name} has another reference than {names[0]}")
         for option in (
             "temperature",

@@ -14,7 +14,8 @@ from kleash.measuring.sides import filled_cache, load_models
 from kleash.measuring.summary import Run, summarise
 from kleash.measuring.watching import Nobody, Watcher
 from kleash.measuring.worst import WORST_SEQUENCES, Largest, offer_sequences
-from kleash.models import SAMPLER, Pair
+from kleash.models import SAMPLER, Pair, find_checkpoint
+from kleash.models.checkpoints import GENERATION
 from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
 from kleash.version import __version__
@@ -63,7 +64,7 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
         kleash=__version__,
         settings=job.settings(),
         source_sha256=digest,
-        fingerprints={"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint},
+        fingerprints=_fingerprints(job, pair),
         sampler=SAMPLER,
     )
     with folder.writing(header, resume=job.resume):
@@ -73,6 +74,15 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
             raise Interrupted(
                 f"interrupted; what was finished is kept: go on with --resume --out {folder.root}"
             ) from stop
+
+
+def _fingerprints(job: MeasureJob, pair: Pair) -> dict[str, str]:
+    """What stands for the models, and for where the policy's responses end if it is to answer."""
+    models = {"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint}
+    if job.source[0] != "prompts":
+        return models
+    ends = find_checkpoint(job.policy, job.revision_policy).generation_fingerprint()
+    return {**models, f"policy {GENERATION}": ends}
 
 
 def _measure(job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, watching: Watcher) -> Measurement:

@@ -14,14 +14,15 @@ from kleash.models.batching import length_batches
 from kleash.models.hidden_states import HiddenStates, key_of
 from kleash.models.pairs import Model
 from kleash.models.sequences import Sequence
-from kleash.records import CachedSource, CacheLabel, write_atomically
+from kleash.records import CachedSource, CacheLabel
 from kleash.records.atomic import TEMPORARY, cannot_write
-from kleash.records.caching import read_record
+from kleash.records.caching import LABEL, read_label
+from kleash.records.checksums import CHECKSUMS, begin_checksums, write_checked
 from kleash.records.codec import to_json
+from kleash.records.folder import KIND_OF_FINGERPRINT
 from kleash.version import __version__
 
-LABEL = "reference.json"
-BEFORE_A_CACHE = (".lock", TEMPORARY)
+BEFORE_A_CACHE = (".lock", CHECKSUMS, TEMPORARY)
 """How the names begin of what a cache may leave behind that was killed before it had begun."""
 
 
@@ -57,9 +58,11 @@ class ReferenceCache:
             raise cannot_write(folder, error) from error
         label = CacheLabel(kleash=__version__, reference=model.record(), source=source)
         if (folder / LABEL).is_file():
-            label = _agreed(folder, read_record(CacheLabel, folder / LABEL), label)
+            label = _agreed(folder, read_label(folder), label)
+        else:
+            begin_checksums(folder)
         if label is not None:
-            write_atomically(folder / LABEL, to_json(label))
+            write_checked(folder, folder / LABEL, to_json(label))
         self.folder = folder
         self.states = HiddenStates(folder)
         """What is on disk."""
@@ -154,6 +157,12 @@ def check_model(folder: Path, found: CacheLabel, name: str, fingerprint: str, dt
         ModelError: if not, naming both.
     """
     there = found.reference
+    if there.fingerprint != fingerprint and not there.fingerprint.startswith(KIND_OF_FINGERPRINT):
+        raise ModelError(
+            f"{folder} was made by an older kleash, whose fingerprint of {there.path} reads only samples of the "
+            f"weights, so that nothing proves that {name} is that model; make the cache again with kleash cache, in "
+            "another folder"
+        )
     if (there.fingerprint, there.dtype) != (fingerprint, dtype):
         raise ModelError(
             f"{folder} holds hidden states of {there.path} (fingerprint {there.fingerprint}, {there.dtype}) and "

@@ -2,25 +2,34 @@
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError
 from kleash.extras import need
 from kleash.models.checkpoint_safety import INDEX, check_adapter_files, check_index, check_model_settings
+from kleash.models.file_hashes import hashes_of
 from kleash.models.quiet import first_line, quiet
 from kleash.models.safetensors_header import safetensors_header
+from kleash.records.folder import KIND_OF_FINGERPRINT
 from kleash.shipped import shipped_folder
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 UNWANTED = ["*/*", "consolidated*"]
-SAMPLE_BYTES = 256
 LARGEST_SETTINGS = 1 << 26
 """Bytes of a JSON file that is read here; the largest indices of shards are a tenth of it."""
+GENERATION = "generation_config.json"
+CHAT_TEMPLATES = "additional_chat_templates"
+NO_INPUT = re.compile(
+    r"(all|train|eval|test|predict)_results\.json|trainer_state\.json|training_args.*|LICENSE.*|NOTICE.*|README.*"
+    r"|checksums\.jsonl|consolidated.*"
+)
+"""Names of files that lie beside a model and are no part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +48,54 @@ class Checkpoint:
     """What the adapter calls its base."""
 
     def fingerprint(self) -> str:
-        """16 hex digits that change with the configuration or the weights, from a few hundred bytes a tensor.
+        """ "sha256:" and 32 hex digits that stand for every byte of weights, configuration, tokenizer and adapter.
 
-        Two checkpoints that differ only in bytes that were not sampled share one: it tells a reference that
-        was trained further from the one before, and is no proof that two files are the same.
+        Chat templates and Python files that come with the model are part of it; ``generation_config.json`` is not,
+        since no probability depends on it: ``generation_fingerprint`` tells it.
+
+        Raises:
+            ModelError: if a file cannot be read.
         """
-        digest = blake2b(digest_size=8)
-        for folder in filter(None, (self.folder, self.adapter)):
-            for path in sorted(folder.glob("*.safetensors")):
-                digest.update(path.name.encode())
-                _sample_tensors(path, digest)
-            for name in ("config.json", "adapter_config.json"):
-                if (folder / name).is_file():
-                    digest.update((folder / name).read_bytes())
-        return digest.hexdigest()
+        return _hash_of(
+            (role, folder, path)
+            for role, folder in self._folders()
+            for path in inputs_of(folder)
+            if path.name != GENERATION
+        )
+
+    def generation_fingerprint(self) -> str:
+        """The same of ``generation_config.json``, which says at which tokens a response ends.
+
+        Raises:
+            ModelError: if the file cannot be read.
+        """
+        return _hash_of(
+            (role, folder, folder / GENERATION)
+            for role, folder in self._folders()
+            if (folder / GENERATION).is_file()
+        )
+
+    def _folders(self) -> list[tuple[str, Path]]:
+        folders = [("base", self.folder), ("adapter", self.adapter)]
+        return [(role, folder) for role, folder in folders if folder is not None]
+
+
+def inputs_of(folder: Path) -> list[Path]:
+    """The files of a checkpoint's folder that can change what a model computes or how its text is cut."""
+    found = {path for pattern in WANTED for path in folder.glob(pattern)}
+    found |= set((folder / CHAT_TEMPLATES).glob("*.jinja"))
+    return sorted(path for path in found if path.is_file() and not NO_INPUT.fullmatch(path.name))
+
+
+def _hash_of(files: Iterable[tuple[str, Path, Path]]) -> str:
+    """One hash of files: of their roles, of their names in their folders, and of their content."""
+    named = list(files)
+    digest = sha256()
+    for (role, folder, path), value in zip(named, hashes_of([path for _, _, path in named]), strict=True):
+        digest.update(
+            f"{role} {path.relative_to(folder).as_posix()} {value}\n".encode("utf-8", "backslashreplace")
+        )
+    return f"{KIND_OF_FINGERPRINT}{digest.hexdigest()[:32]}"
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
@@ -126,19 +169,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} should hold a JSON object and holds a {type(content).__name__}")
     return content
-
-
-def _sample_tensors(path: Path, digest: Any) -> None:
-    """Feed the name, shape and three short pieces of every tensor to ``digest``."""
-    header = safetensors_header(path)
-    with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        for name, entry in sorted(header.items()):
-            begin, end = entry["data_offsets"]
-            digest.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
-            for place in (begin, (begin + end) // 2, max(begin, end - SAMPLE_BYTES)):
-                file.seek(start + place)
-                digest.update(file.read(min(SAMPLE_BYTES, end - place)))
 
 
 def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:

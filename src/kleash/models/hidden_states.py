@@ -11,12 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.errors import ModelError, RunFolderError
+from kleash.errors import KleashError, ModelError, RunFolderError
 from kleash.extras import need
 from kleash.models.checkpoints import safetensors_header
 from kleash.models.quiet import first_line
 from kleash.models.sequences import Sequence
 from kleash.records import write_atomically
+from kleash.records.caching import REMAKE_CACHE, cache_checksums
+from kleash.records.checksums import write_checked
 
 KEY_BYTES = 16
 START_BITS = 40
@@ -39,10 +41,11 @@ class HiddenStates:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read what there is.
+        """Read what there is, and see that every byte of it is as it was written.
 
         Raises:
             ModelError: if a file is damaged, naming it.
+            RunFolderError: if a file is not what was written, or one is missing.
         """
         self._folder = folder
         self._paths: list[Path] = []
@@ -50,8 +53,14 @@ class HiddenStates:
         self._open: tuple[int, Tensor] | None = None
         self.tokens = 0
         """Positions of all the sequences."""
+        checksums = cache_checksums(folder)
+        self.checked = checksums.exists
+        """Whether the files have checksums, which an older kleash did not write."""
         for path in sorted(folder.glob("part-*.safetensors")):
-            self._enter(path)
+            if checksums.covers(path):
+                self._enter(path)
+        entered = {path.name for path in self._paths}
+        checksums.check_all(entered.__contains__, REMAKE_CACHE)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the sequence is there."""
@@ -89,6 +98,7 @@ class HiddenStates:
                 "keys": torch.tensor([list(key) for key in parts], dtype=torch.uint8),
                 "lengths": torch.tensor([len(part) for part in parts.values()]),
             },
+            root=self._folder,
         )
         self._enter(path)
 
@@ -98,23 +108,29 @@ class HiddenStates:
             found = _tensors(path, ("keys", "lengths"))
             lengths = found["lengths"].tolist()
             rows = header["hidden"]["shape"][0]
-            if sum(lengths) != rows or len(lengths) != len(found["keys"]):
+            keys = found["keys"].numpy()
+            if sum(lengths) != rows or min(lengths) < 0 or keys.shape != (len(lengths), KEY_BYTES):
                 raise ModelError(f"{path} holds {rows} hidden states and a list of {sum(lengths)}")
-        except (ModelError, KeyError) as error:
+        except (KleashError, KeyError, ValueError, TypeError, IndexError) as error:
             raise ModelError(
                 f"{first_line(error)}: this part of the reference cache is damaged; delete {path} and give the "
                 "kleash cache command again"
             ) from error
         number, start = len(self._paths), 0
         self._paths.append(path)
-        for key, length in zip(found["keys"].numpy(), lengths, strict=True):
+        for key, length in zip(keys, lengths, strict=True):
             self._index.setdefault(key.tobytes(), number << START_BITS | start)
             start += length
         self.tokens += start
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = None) -> None:
     """Write a safetensors file whole or not at all.
+
+    Args:
+        path: the file.
+        tensors: by their names.
+        root: the folder that keeps the file's checksum; None for none.
 
     Raises:
         RunFolderError: if the disk is full or the folder cannot be written.
@@ -123,7 +139,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file = need("safetensors.torch", "models").save_file
 
     def save(unfinished: Path) -> None:
-        unfinished.touch()
         mode = unfinished.stat().st_mode
         try:
             save_file(tensors, unfinished)
@@ -132,7 +147,10 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
             number = errno.ENOSPC if NO_SPACE in str(error) else errno.EIO
             raise OSError(number, first_line(error)) from error
 
-    write_atomically(path, save)
+    if root is None:
+        write_atomically(path, save)
+    else:
+        write_checked(root, path, save)
 
 
 def _tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:

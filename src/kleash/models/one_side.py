@@ -1,5 +1,7 @@
 """Loading one side of a pair: a reference to be cached, or a policy beside a reference that was."""
 
+from dataclasses import replace
+
 from kleash.models.checkpoints import find_checkpoint
 from kleash.models.loading import Loading, check_rows, dtype_of, fit_together, load_models, place_of
 from kleash.models.networks import load_tokenizer
@@ -7,6 +9,7 @@ from kleash.models.pairs import Pair
 from kleash.models.quiet import quiet
 from kleash.models.stored import StoredReference
 from kleash.models.tokenizers import compare_tokenizers
+from kleash.records.checksums import UNCHECKED
 
 
 def load_reference(name: str, revision: str | None, how: Loading) -> Pair:
@@ -51,4 +54,7 @@ def load_beside(
     taken = [f"the policy is the adapter {side.name} over {side.base}"] if side.adapter else []
     taken.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
     model = stored.model(models["policy"].device, theirs)
-    return fit_together(models["policy"], model, (*notes, *taken, *said, *stored.contents.notes))
+    pair = fit_together(models["policy"], model, (*notes, *taken, *said, *stored.contents.notes))
+    if stored.checksums.exists:
+        return pair
+    return replace(pair, doubts=(*pair.doubts, f"{stored.folder}: {UNCHECKED}"))

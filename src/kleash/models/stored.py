@@ -13,19 +13,19 @@ from torch import Tensor
 from kleash.errors import ModelError, RunFolderError
 from kleash.extras import need
 from kleash.linear import Head
-from kleash.models.cache import LABEL, check_model
-from kleash.models.checkpoints import HUB_ID, WANTED, Checkpoint, find_checkpoint, hub_commit
+from kleash.models.cache import check_model
+from kleash.models.checkpoints import HUB_ID, Checkpoint, find_checkpoint, hub_commit, inputs_of
 from kleash.models.hidden_states import HiddenStates, key_of, save_tensors
 from kleash.models.networks import load_tokenizer, tokenizer_folder
 from kleash.models.pairs import Model
 from kleash.models.quiet import first_line
 from kleash.models.sequences import Sequence
-from kleash.records import CacheContents, CacheLabel, write_atomically
+from kleash.records import CacheContents
 from kleash.records.atomic import cannot_write
-from kleash.records.caching import read_record
+from kleash.records.caching import CONTENTS, REMAKE_CACHE, cache_checksums, read_contents, read_label
+from kleash.records.checksums import Checksums, write_checked
 from kleash.records.codec import to_json
 
-CONTENTS = "contents.json"
 HEAD = "head.safetensors"
 TOKENIZER = "tokenizer"
 NO_TOKENIZER = (".safetensors", ".index.json", ".bin")
@@ -42,8 +42,8 @@ class StoredReference:
             RunFolderError: if it cannot be read, or another version of kleash wrote it.
         """
         self.folder = folder
-        self.label = read_record(CacheLabel, folder / LABEL)
-        self.contents = read_record(CacheContents, folder / CONTENTS)
+        self.label = read_label(folder)
+        self.contents = read_contents(folder)
         self.states = HiddenStates(folder)
         self._device = torch.device("cpu")
 
@@ -51,6 +51,11 @@ class StoredReference:
     def is_in(folder: Path) -> bool:
         """Whether ``folder`` holds a finished cache."""
         return (folder / CONTENTS).is_file()
+
+    @property
+    def checksums(self) -> Checksums:
+        """The checksums of the cache's files as they are now."""
+        return cache_checksums(self.folder)
 
     def check(self, name: str, revision: str | None, dtype: str) -> None:
         """See that the reference that is asked for is the one that is here.
@@ -91,6 +96,13 @@ class StoredReference:
         side = Checkpoint(name=self.label.reference.path, folder=self.folder / TOKENIZER)
         if not side.folder.is_dir():
             raise ModelError(f"{side.folder} is missing; give the kleash cache command again")
+        checksums = self.checksums
+        checksums.check_all(lambda name: name.startswith(f"{TOKENIZER}/"), REMAKE_CACHE)
+        for path in sorted(side.folder.rglob("*")):
+            if path.is_file() and not checksums.covers(path):
+                raise ModelError(
+                    f"{path} was not written by kleash cache and would change the tokenizer; delete it"
+                )
         return load_tokenizer(side, "reference", trust_remote_code)
 
     def model(self, device: torch.device, tokenizer: Any) -> Model:
@@ -103,14 +115,16 @@ class StoredReference:
         safetensors, torch_side = need("safetensors", "models"), need("safetensors.torch", "models")
         try:
             tensors = torch_side.load_file(self.folder / HEAD, device=str(device))
-        except (OSError, safetensors.SafetensorError) as error:
+            weight = tensors["weight"]
+        except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
             raise ModelError(
                 f"the head in {self.folder} cannot be read ({first_line(error)}); give the kleash cache command "
                 "again"
             ) from error
+        self.checksums.check(self.folder / HEAD, REMAKE_CACHE)
         self._device = device
         head = Head(
-            weight=tensors["weight"],
+            weight=weight,
             bias=tensors.get("bias"),
             scale=contents.scale,
             softcap=contents.softcap,
@@ -166,15 +180,18 @@ class StoredReference:
             ModelError: if they are damaged.
         """
         path = _rounding_path(self.folder, what, temperature)
-        if not path.is_file():
+        checksums = self.checksums
+        if not path.is_file() and not checksums.expects(path):
             return None
         safetensors = need("safetensors", "models")
         try:
-            return dict(need("safetensors.numpy", "models").load_file(path))
-        except (OSError, safetensors.SafetensorError) as error:
+            columns = dict(need("safetensors.numpy", "models").load_file(path))
+        except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError) as error:
             raise ModelError(
                 f"{path} cannot be read ({first_line(error)}); give the kleash cache command again"
             ) from error
+        checksums.check(path, REMAKE_CACHE)
+        return columns
 
 
 def finish(folder: Path, model: Model, contents: CacheContents) -> None:
@@ -183,16 +200,18 @@ def finish(folder: Path, model: Model, contents: CacheContents) -> None:
     Raises:
         RunFolderError: if the folder cannot be written.
     """
-    save_tensors(folder / HEAD, head_tensors(model.head))
+    save_tensors(folder / HEAD, head_tensors(model.head), root=folder)
     source = tokenizer_folder(find_checkpoint(model.path, model.revision))
     try:
         (folder / TOKENIZER).mkdir(exist_ok=True)
-        for path in sorted(found for pattern in WANTED for found in source.glob(pattern)):
+        for path in inputs_of(source):
             if not path.name.endswith(NO_TOKENIZER):
-                write_atomically(folder / TOKENIZER / path.name, path.read_bytes())
+                target = folder / TOKENIZER / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                write_checked(folder, target, path.read_bytes())
     except OSError as error:
         raise error if isinstance(error, RunFolderError) else cannot_write(folder, error) from error
-    write_atomically(folder / CONTENTS, to_json(contents))
+    write_checked(folder, folder / CONTENTS, to_json(contents))
 
 
 def save_rounding(folder: Path, what: str, temperature: float, columns: Mapping[str, np.ndarray]) -> None:
@@ -202,7 +221,7 @@ def save_rounding(folder: Path, what: str, temperature: float, columns: Mapping[
         RunFolderError: if the folder cannot be written.
     """
     tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
-    save_tensors(_rounding_path(folder, what, temperature), tensors)
+    save_tensors(_rounding_path(folder, what, temperature), tensors, root=folder)
 
 
 def head_tensors(head: Head) -> dict[str, Tensor]:

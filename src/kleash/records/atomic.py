@@ -2,43 +2,102 @@
 
 import errno
 import os
+import platform
+import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 
 from kleash.errors import RunFolderError
 
 TEMPORARY = ".writing-"
+"""How the names of unfinished files begin; machine and process that write them follow."""
+ABANDONED_S = 24 * 3600.0
+"""Age from which an unfinished file of another machine counts as left behind."""
 
 
-def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) -> None:
+def write_atomically(
+    path: Path,
+    content: str | bytes | Callable[[Path], None],
+    *,
+    before_rename: Callable[[Path], None] | None = None,
+) -> None:
     """Write ``path`` so that nobody ever finds half of it, whatever happens meanwhile.
+
+    It is written under a name of its own, which no other process has and no link can lead elsewhere, and renamed
+    once every byte is on the disk. Any number of processes may write one path: the last one stays.
 
     Args:
         path: where; its folder exists.
         content: the text, the bytes, or a function that writes the file it is given.
+        before_rename: called with the complete file, before it gets its name.
 
     Raises:
         RunFolderError: if the disk is full, the folder cannot be written, or ``path`` is a folder.
     """
-    if not path.name or path.is_dir():
-        raise RunFolderError(f"{path} is a folder; give the name of a file")
-    unfinished = path.with_name(f"{TEMPORARY}{path.name}")
+    unfinished = path.with_name(temporary_name()) if path.name else path
     try:
+        if not path.name or path.is_dir():
+            raise RunFolderError(f"{path} is a folder; give the name of a file")
+        with os.fdopen(os.open(unfinished, _NEW_FILE, 0o666), "wb") as file:
+            if not callable(content):
+                # Half of a surrogate pair (in a path that is not UTF-8) becomes an escape that JSON understands.
+                file.write(
+                    content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+                )
         if callable(content):
             content(unfinished)
-        else:
-            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
         with unfinished.open("rb+") as file:
             os.fsync(file.fileno())
+        if before_rename is not None:
+            before_rename(unfinished)
         unfinished.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if unfinished != path:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, RunFolderError):
             raise cannot_write(path, error) from error
         raise
+
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+
+
+def temporary_name() -> str:
+    """A new name for a file or folder that is being written: its machine, its process and a random number."""
+    return f"{TEMPORARY}{_machine()}-{os.getpid()}-{token_hex(6)}"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the unfinished files and folders in ``folder`` whose writer is no longer running.
+
+    Raises:
+        OSError: if one cannot be removed.
+    """
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with suppress(FileNotFoundError):  # another process removes it, or gives it its name
+            if _is_abandoned(path):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove ``folder`` so that it is never there in part under its own name.
+
+    Raises:
+        OSError: if it cannot be renamed; what cannot be removed then is left to ``remove_leftovers``.
+    """
+    leaving = folder.with_name(temporary_name())
+    folder.rename(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)
 
 
 def cannot_write(path: Path, error: OSError) -> RunFolderError:
@@ -51,7 +110,8 @@ def cannot_write(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(f"{path} cannot be written: {error.strerror or error}")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk (where the system can do that)."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -59,3 +119,31 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@cache
+def _machine() -> str:
+    """Stands for the machine, or the container, in which process numbers mean something."""
+    try:
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        space = ""
+    return sha256(f"{platform.node()} {space}".encode("utf-8", "backslashreplace")).hexdigest()[:8]
+
+
+def _is_abandoned(path: Path) -> bool:
+    machine, _, rest = path.name.removeprefix(TEMPORARY).partition("-")
+    process = rest.partition("-")[0]
+    if not process.isascii() or not process.isdigit() or len(machine) != 8:
+        return True  # of an older kleash, which put no process into the name
+    if machine != _machine():
+        return time.time() - path.lstat().st_mtime > ABANDONED_S
+    if int(process) == os.getpid():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False

@@ -1,20 +1,20 @@
 """What is asked of ``kleash cache``, and what lies in the folder that it makes."""
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.records.codec import decode, to_json
+from kleash.records.checksums import Checksums
+from kleash.records.codec import to_json
 from kleash.records.job import HOW_IT_IS_SHOWN, SHIPPED_REFERENCE, MeasureJob
 from kleash.records.measurement import ModelRecord
 from kleash.records.option_types import check_option_types
 
-T = TypeVar("T")
-
 CACHE_SCHEMA = 1
 """Raised when a file of a cache is renamed or means something else."""
+LABEL, CONTENTS = "reference.json", "contents.json"
+REMAKE_CACHE = "delete it and give the kleash cache command again, or make the cache anew in another folder"
 SHIPPED_TEXT = "shipped:text"
 
 
@@ -137,6 +137,8 @@ class CacheLabel:
     reference: ModelRecord
     source: CachedSource | None = None
     """None where measurements have filled the folder as they went."""
+    checksums: bool = True
+    """Whether the folder's files have checksums; False for caches that an older kleash made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,22 +171,51 @@ class CacheContents:
         return to_json(self)
 
 
-def read_record(kind: type[T], path: Path) -> T:
-    """The record of this kind that lies in a cache's file.
+@dataclass(frozen=True, kw_only=True)
+class StoredLabel(CacheLabel):
+    """A label as it is read: an older kleash wrote nothing of checksums."""
+
+    checksums: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaOfCache:
+    """What every version of kleash can read of a label."""
+
+    schema: int | None = None
+
+
+def cache_checksums(folder: Path) -> Checksums:
+    """The checksums of a cache's files.
 
     Raises:
-        RunFolderError: if it is damaged, or of another version of kleash.
+        RunFolderError: if they are damaged, or missing where there must be some.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        schema = cast("dict[str, Any]", data).get("schema") if isinstance(data, dict) else None
-        if kind is CacheLabel and schema != CACHE_SCHEMA:
-            raise RunFolderError(
-                f"{path.parent} is a reference cache of schema {schema} and this kleash reads "
-                f"{CACHE_SCHEMA}; make it again with kleash cache, in another folder"
-            )
-        return decode(kind, data)
-    except RunFolderError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunFolderError(f"{path} cannot be read as a part of a reference cache: {error}") from error
+    return Checksums.read(folder, declared_by=LABEL)
+
+
+def read_label(folder: Path) -> CacheLabel:
+    """Whose hidden states a cache holds, and of what.
+
+    Raises:
+        RunFolderError: if the file is damaged, or of another version of kleash.
+    """
+    checksums, path, what = cache_checksums(folder), folder / LABEL, "a part of a reference cache"
+    schema = checksums.read_record(SchemaOfCache, path, what, REMAKE_CACHE, verify=False).schema
+    if schema != CACHE_SCHEMA:
+        raise RunFolderError(
+            f"{folder} is a reference cache of schema {schema} and this kleash reads "
+            f"{CACHE_SCHEMA}; make it again with kleash cache, in another folder"
+        )
+    return CacheLabel(**vars(checksums.read_record(StoredLabel, path, what, REMAKE_CACHE)))
+
+
+def read_contents(folder: Path) -> CacheContents:
+    """What a finished cache holds.
+
+    Raises:
+        RunFolderError: if the file is damaged.
+    """
+    return cache_checksums(folder).read_record(
+        CacheContents, folder / CONTENTS, "a part of a reference cache", REMAKE_CACHE
+    )

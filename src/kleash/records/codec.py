@@ -14,6 +14,20 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 T = TypeVar("T")
 
 NON_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+LARGEST_INT = 2**63
+"""Whole numbers that are read are below it in size, so that numpy and Parquet can hold them."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that JSON text stands for.
+
+    Raises:
+        ValueError: if it is not JSON, not UTF-8, nested too deeply, or has a number of too many digits.
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def encode(value: Any) -> Any:
@@ -41,11 +55,18 @@ def decode(kind: type[T], data: Any) -> T:
         TypeError, ValueError, KeyError: if ``data`` is something else.
     """
     if not isinstance(data, Mapping):
-        raise TypeError(f"{kind.__name__} is an object in JSON, not {type(data).__name__}")
+        raise TypeError(f"{kind.__name__} is an object in JSON, not {_kind_of(data)}")
     hints = get_type_hints(kind)
     given = cast("Mapping[str, Any]", data)
-    known = {name: _value(hints[name], given[name]) for name in hints if name in given}
+    known = {name: _field(name, hints[name], given[name]) for name in hints if name in given}
     return kind(**known)
+
+
+def _field(name: str, hint: Any, data: Any) -> Any:
+    try:
+        return _value(hint, data)
+    except (TypeError, ValueError, KeyError) as error:
+        raise type(error)(f"{name}: {error.args[0] if error.args else error}") from error
 
 
 def _value(hint: Any, data: Any) -> Any:
@@ -55,15 +76,40 @@ def _value(hint: Any, data: Any) -> Any:
             return None
         return _value(next(part for part in parts if part is not type(None)), data)
     if origin is tuple:
+        if not isinstance(data, list | tuple):
+            raise TypeError(f"expected an array, found {_kind_of(data)}")
+        items = cast("list[Any]", data)
         if parts[-1] is Ellipsis:
-            return tuple(_value(parts[0], part) for part in data)
-        return tuple(_value(part, given) for part, given in zip(parts, data, strict=True))
+            return tuple(_value(parts[0], part) for part in items)
+        return tuple(_value(part, item) for part, item in zip(parts, items, strict=True))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: _value(parts[1], part) for key, part in data.items()}
+        if not isinstance(data, Mapping):
+            raise TypeError(f"expected an object, found {_kind_of(data)}")
+        return {key: _value(parts[1], part) for key, part in cast("Mapping[str, Any]", data).items()}
     if is_dataclass(hint):
         return decode(cast("type[Any]", hint), data)
-    if hint is float:
-        return NON_FINITE[data] if isinstance(data, str) else float(data)
-    if hint in (int, str, bool) and not isinstance(data, hint):
-        raise TypeError(f"expected {hint.__name__}, found {type(data).__name__}")
+    if hint in (float, int, str, bool):
+        return _plain_value(hint, data)
     return data
+
+
+def _plain_value(hint: Any, data: Any) -> Any:
+    if hint is float:
+        if isinstance(data, str):
+            if data not in NON_FINITE:
+                raise ValueError(f"expected a number, found {data[:40]!r}")
+            return NON_FINITE[data]
+        if isinstance(data, bool) or not isinstance(data, int | float):
+            raise TypeError(f"expected a number, found {_kind_of(data)}")
+        if isinstance(data, int) and abs(data) >= LARGEST_INT:
+            raise ValueError("a whole number beyond 64 bits")
+        return float(data)
+    if not isinstance(data, hint) or (hint is int and isinstance(data, bool)):
+        raise TypeError(f"expected {hint.__name__}, found {_kind_of(data)}")
+    if hint is int and abs(data) >= LARGEST_INT:
+        raise ValueError("a whole number beyond 64 bits")
+    return data
+
+
+def _kind_of(data: Any) -> str:
+    return "null" if data is None else type(data).__name__

@@ -1,11 +1,11 @@
 """The demonstration of ``kleash train``: one reward, three leashes."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from kleash.errors import OptionError, RunFolderError
-from kleash.records.codec import decode, to_json
+from kleash.errors import OptionError
+from kleash.records.checksums import Checksums
+from kleash.records.codec import to_json
 from kleash.records.number import Number
 from kleash.records.option_types import check_option_types
 from kleash.records.steps import Sample
@@ -91,8 +91,4 @@ class Demonstration:
         Raises:
             RunFolderError: if there is none, or it is damaged.
         """
-        path = folder / DEMONSTRATION
-        try:
-            return decode(cls, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunFolderError(f"{path} cannot be read as a demonstration: {error}") from error
+        return Checksums.read(folder).read_record(cls, folder / DEMONSTRATION, "a demonstration")

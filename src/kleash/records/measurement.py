@@ -1,13 +1,13 @@
 """The result of a measurement: every number with its error, its unit and its doubts."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.records.codec import decode, encode, to_json
+from kleash.records.checksums import UNCHECKED, Checksums
+from kleash.records.codec import encode, to_json
 from kleash.records.number import Number
 
 SCHEMA = 1
@@ -25,7 +25,8 @@ class ModelRecord:
     vocabulary: int
     """Rows of the head: tokens that can have a probability."""
     fingerprint: str
-    """Hash of the configuration, of the weights' names, shapes and sizes, and of the adapter's."""
+    """Hash of every byte of its weights, configuration, tokenizer and adapter; without "sha256:" before it an older
+    one, of samples of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +153,13 @@ def what_it_is(folder: Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SchemaOf:
+    """What every version of kleash can read of a measurement."""
+
+    schema: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """How far a policy has drifted from its reference."""
 
@@ -220,17 +228,21 @@ class Measurement:
         """
         path = folder / "measurement.json"
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            schema = data["schema"]
-            if schema > SCHEMA:
-                raise RunFolderError(
-                    f"{path} has schema {schema}, and this kleash reads up to {SCHEMA}; update kleash"
-                )
-            return decode(cls, data)
+            path.stat()
         except FileNotFoundError as error:
             raise RunFolderError(f"{folder} has no measurement.json; {what_it_is(folder)}") from error
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, RunFolderError):
-                raise
-            reason = getattr(error, "strerror", None) or error
-            raise RunFolderError(f"{path} cannot be read as a measurement: {reason}") from error
+        except OSError as error:  # a file in place of a folder, a name that is too long
+            raise RunFolderError(
+                f"{path} cannot be read as a measurement: {error.strerror or error}"
+            ) from error
+        checksums = Checksums.read(folder)
+        advice = "run again with --resume to make it anew"
+        schema = checksums.read_record(SchemaOf, path, "a measurement", advice, verify=False).schema
+        if schema > SCHEMA:
+            raise RunFolderError(
+                f"{path} has schema {schema}, and this kleash reads up to {SCHEMA}; update kleash"
+            )
+        measurement = checksums.read_record(cls, path, "a measurement", advice)
+        if checksums.exists:
+            return measurement
+        return replace(measurement, doubts=(*measurement.doubts, UNCHECKED))

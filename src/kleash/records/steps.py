@@ -1,15 +1,22 @@
-"""The steps of a training run as they lie on disk: a line each, that is there whole or is not read."""
+"""The steps of a training run as they lie on disk: a line each, that is there whole or is not read.
+
+Each line ends with a check of itself and of all lines before it, and a step's line has the check of its last sample's:
+a line that was changed, lost, moved or brought in from elsewhere is noticed when the lines are read.
+"""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kleash.errors import RunFolderError
 from kleash.records.atomic import cannot_write, write_atomically
-from kleash.records.codec import decode, encode
+from kleash.records.checksums import declares_checksums
+from kleash.records.codec import decode, encode, parse_json
 
 STEPS, SAMPLES = "steps.jsonl", "samples.jsonl"
 
@@ -60,23 +67,35 @@ class SampleRecord:
 
 T = TypeVar("T", bound=StepRecord | SampleRecord)
 
+CHECK = re.compile(rb', "check": "([0-9a-f]{16})"\}$')
+CHECK_BYTES = 64
+SAMPLES_CHECK = "samples_check"
+"""In a step's line: the check of the last line of ``samples.jsonl`` at that time."""
+BROKEN = "the file is damaged: go on from a copy of the folder, or begin again in another one"
+
 
 def read_steps(folder: Path) -> tuple[StepRecord, ...]:
     """The steps that a run's folder holds.
 
     Raises:
-        RunFolderError: if a line but the last is damaged.
+        RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_read(folder / STEPS, StepRecord))
+    return tuple(record for record, _ in _read(folder / STEPS, StepRecord))
 
 
 def read_samples(folder: Path) -> tuple[SampleRecord, ...]:
     """The sampled responses that a run's folder holds.
 
     Raises:
-        RunFolderError: if a line but the last is damaged.
+        RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_read(folder / SAMPLES, SampleRecord))
+    read = _read(folder / SAMPLES, SampleRecord)
+    checks = {check for _, check in read}
+    for step, line in _lines_of_steps(folder):
+        expected = line.get(SAMPLES_CHECK)
+        if expected and expected not in checks:
+            raise RunFolderError(f"{folder / SAMPLES} lacks the responses of step {step}; {BROKEN}")
+    return tuple(record for record, _ in read)
 
 
 def append_step(folder: Path, record: StepRecord, samples: Sequence[Sample]) -> None:
@@ -85,10 +104,16 @@ def append_step(folder: Path, record: StepRecord, samples: Sequence[Sample]) -> 
     Raises:
         RunFolderError: if they cannot be written.
     """
-    kept = [SampleRecord(step=record.step, sample=sample) for sample in samples]
-    if kept:
-        _append(folder / SAMPLES, kept)
-    _append(folder / STEPS, [record])
+    try:
+        check = _last_check(folder / SAMPLES)
+        kept = [SampleRecord(step=record.step, sample=sample) for sample in samples]
+        if kept:
+            lines, check = _chained([encode(one) for one in kept], check)
+            _append(folder / SAMPLES, lines)
+        line = {**encode(record), SAMPLES_CHECK: check}
+        _append(folder / STEPS, _chained([line], _last_check(folder / STEPS))[0])
+    except OSError as error:
+        raise cannot_write(folder / STEPS, error) from error
 
 
 def keep_steps(folder: Path, last: int) -> None:
@@ -97,40 +122,97 @@ def keep_steps(folder: Path, last: int) -> None:
     Raises:
         RunFolderError: if a line but the last is damaged, or the files cannot be written.
     """
-    for name, kind in ((STEPS, StepRecord), (SAMPLES, SampleRecord)):
-        path = folder / name
+    steps, samples = read_steps(folder), read_samples(folder)
+    by_step: dict[int, str] = {}
+    kept = [one for one in samples if one.step <= last]
+    sample_lines: list[bytes] = []
+    check = ""
+    for one in kept:
+        lines, check = _chained([encode(one)], check)
+        sample_lines += lines
+        by_step[one.step] = check
+    records: list[dict[str, Any]] = []
+    check = ""
+    for step in steps:
+        if step.step <= last:
+            check = by_step.get(step.step, check)
+            records.append({**encode(step), SAMPLES_CHECK: check})
+    # Steps first: lines of samples that no step knows are what a kill leaves between the two.
+    for path, lines in ((folder / STEPS, _chained(records, "")[0]), (folder / SAMPLES, sample_lines)):
         if path.exists():
-            kept = [_line(record) for record in _read(path, kind) if record.step <= last]
-            write_atomically(path, "".join(kept))
+            write_atomically(path, b"".join(lines))
 
 
-def _read(path: Path, kind: type[T]) -> list[T]:
+def _lines_of_steps(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    path = folder / STEPS
+    lines = [cast("dict[str, Any]", parse_json(line)) for line, _ in _verified(path)]
+    return [(at, line) for at, line in enumerate(lines, 1)]
+
+
+def _read(path: Path, kind: type[T]) -> list[tuple[T, str]]:
+    """The records in a file with the checks of their lines."""
+    records: list[tuple[T, str]] = []
+    for number, (line, check) in enumerate(_verified(path), 1):
+        try:
+            records.append((decode(kind, parse_json(line)), check))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunFolderError(
+                f"{path}, line {number}, cannot be read: {error}; mend it or take it out"
+            ) from error
+    return records
+
+
+def _verified(path: Path) -> list[tuple[bytes, str]]:
+    """The whole lines of a file, each with its check, which is "" in files of an older kleash."""
     try:
-        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+        content = path.read_bytes() if path.exists() else b""
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
-    whole, _, _ = text.rpartition("\n")  # what has no line break after it was half written
-    return [_record(path, number, line, kind) for number, line in enumerate(whole.split("\n"), 1) if line]
+    whole, _, _ = content.rpartition(b"\n")  # what has no line break after it was half written
+    lines = whole.split(b"\n") if whole else []
+    found = [(line, CHECK.search(line)) for line in lines if line]
+    if not any(match for _, match in found) and not declares_checksums(path.parent):
+        return [(line, "") for line, _ in found]
+    before = ""
+    verified: list[tuple[bytes, str]] = []
+    for number, (line, match) in enumerate(found, 1):
+        check = "" if match is None else match[1].decode()
+        if match is None or check != _check_of(line[: match.start()] + b"}", before):
+            raise RunFolderError(f"{path}, line {number}, cannot be read: its check does not fit; {BROKEN}")
+        verified.append((line, check))
+        before = check
+    return verified
 
 
-def _record(path: Path, number: int, line: str, kind: type[T]) -> T:
-    try:
-        data: Any = json.loads(line)
-        return decode(kind, data)
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunFolderError(
-            f"{path}, line {number}, cannot be read: {error}; mend it or take it out"
-        ) from error
+def _chained(records: Iterable[Any], before: str) -> tuple[list[bytes], str]:
+    """The lines of encoded records that follow a line with the check ``before``, and the last one's check."""
+    lines: list[bytes] = []
+    for record in records:
+        text = json.dumps(record, allow_nan=False, ensure_ascii=False)
+        body = text.encode("utf-8", "backslashreplace")
+        before = _check_of(body, before)
+        lines.append(body[:-1] + f', "check": "{before}"}}\n'.encode())
+    return lines, before
 
 
-def _line(record: object) -> str:
-    return json.dumps(encode(record), allow_nan=False, ensure_ascii=False) + "\n"
+def _check_of(body: bytes, before: str) -> str:
+    return sha256(before.encode() + body).hexdigest()[:16]
 
 
-def _append(path: Path, records: Sequence[object]) -> None:
+def _last_check(path: Path) -> str:
+    """The check of a file's last line; "" if it has none."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - CHECK_BYTES))
+        match = CHECK.search(file.read().removesuffix(b"\n"))
+    return "" if match is None else match[1].decode()
+
+
+def _append(path: Path, lines: Sequence[bytes]) -> None:
     try:
         with path.open("ab") as file:
-            file.write("".join(_line(record) for record in records).encode(errors="replace"))
+            file.write(b"".join(lines))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

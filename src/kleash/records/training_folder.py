@@ -1,21 +1,21 @@
 """The folder of a training run."""
 
-import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kleash.errors import RunFolderError
-from kleash.records.atomic import TEMPORARY, cannot_write, write_atomically
-from kleash.records.codec import decode, to_json
-from kleash.records.folder import RunHeader, check_root, read_header, require_same
+from kleash.records.atomic import cannot_write, remove_leftovers
+from kleash.records.checksums import CHECKSUMS, Checksums, record_removal, write_checked
+from kleash.records.folder import RunHeader, begin_header, check_root, read_header, require_same
 from kleash.records.locking import folder_lock
-from kleash.records.steps import STEPS
+from kleash.records.steps import STEPS, StepRecord, read_steps
 from kleash.records.training_result import TrainingResult
 
-BEFORE_A_RUN = frozenset({".lock", f"{TEMPORARY}run.json"})
+BEFORE_A_RUN = frozenset({".lock", CHECKSUMS})
 RESULT = "training.json"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class TrainingFolder:
             self.check(resume=resume)
             if self.begun:
                 require_same(self.root, read_header(self.root), header)
-            else:
-                write_atomically(self.root / "run.json", to_json(header))
+            remove_leftovers(self.root)
+            if not self.begun:
+                begin_header(self.root, header)
             yield self
 
     def check(self, *, resume: bool) -> None:
@@ -55,8 +56,8 @@ class TrainingFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether a step has been taken."""
-        return (self.root / STEPS).exists()
+        """Whether a step has been taken, whatever became of it."""
+        return (self.root / STEPS).exists() or any((self.root / CHECKPOINTS).glob("*"))
 
     def header(self) -> RunHeader:
         """What the run in this folder is.
@@ -66,9 +67,24 @@ class TrainingFolder:
         """
         return read_header(self.root)
 
+    def history(self) -> tuple[StepRecord, ...]:
+        """The steps of the run.
+
+        Raises:
+            RunFolderError: if they are damaged, or those of a finished run are not all there.
+        """
+        steps, result = read_steps(self.root), self.result()
+        last = steps[-1].step if steps else 0
+        if result is not None and last != result.steps:
+            raise RunFolderError(
+                f"{self.root / STEPS} ends at step {last}, and the run finished after step {result.steps}; copy the "
+                "whole folder again"
+            )
+        return steps
+
     def write_result(self, result: TrainingResult) -> None:
         """Write ``training.json``: with it the run is finished."""
-        write_atomically(self.root / RESULT, result.to_json())
+        write_checked(self.root, self.root / RESULT, result.to_json())
 
     def take_back_result(self) -> None:
         """Take ``training.json`` away, if it is there: a finished run that goes on has not finished.
@@ -76,21 +92,33 @@ class TrainingFolder:
         Raises:
             RunFolderError: if it cannot be taken away.
         """
+        path = self.root / RESULT
+        if not path.exists():
+            return
+        record_removal(self.root, path)
         try:
-            (self.root / RESULT).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError as error:
-            raise cannot_write(self.root / RESULT, error) from error
+            raise cannot_write(path, error) from error
 
     def result(self) -> TrainingResult | None:
         """What the run came to; None while it has not finished.
 
         Raises:
-            RunFolderError: if that is damaged.
+            RunFolderError: if that is damaged, or gone.
         """
         path = self.root / RESULT
+        checksums = Checksums.read(self.root)
         if not path.exists():
+            if checksums.expects(path):
+                raise RunFolderError(
+                    f"{path} is missing, and the run wrote it; run again with --resume to make it anew, or copy the "
+                    "whole folder again"
+                )
             return None
-        try:
-            return decode(TrainingResult, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunFolderError(f"{path} cannot be read as the result of a training run: {error}") from error
+        return checksums.read_record(
+            TrainingResult,
+            path,
+            "the result of a training run",
+            "delete it and run again with --resume to make it anew",
+        )

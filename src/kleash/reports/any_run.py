@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from kleash.errors import RunFolderError
+from kleash.records.checksums import damage_as_sentence
 from kleash.records.demonstration import DEMONSTRATION
+from kleash.records.folder import HEADER, read_header
 from kleash.records.steps import STEPS
 from kleash.reports.demonstration import write_demonstration
 from kleash.reports.measurement import write_report
@@ -22,8 +24,13 @@ def write_report_of(folder: Path) -> Path:
     """
     try:
         kind = next((name for name in (DEMONSTRATION, STEPS) if (folder / name).exists()), None)
+        if kind is None and (folder / HEADER).exists() and "algorithm" in read_header(folder).settings:
+            kind = STEPS
+    except RunFolderError:
+        raise
     except OSError as error:  # a name that is too long, a folder that may not be looked into
         raise RunFolderError(f"{folder} cannot be read: {error.strerror or error}") from error
-    if kind == DEMONSTRATION:
-        return write_demonstration(folder)
-    return write_training_report(folder) if kind == STEPS else write_report(folder)
+    with damage_as_sentence(folder):
+        if kind == DEMONSTRATION:
+            return write_demonstration(folder)
+        return write_training_report(folder) if kind == STEPS else write_report(folder)

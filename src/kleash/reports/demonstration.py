@@ -4,11 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from kleash.records import (
-    Demonstration,
-    read_samples,
-    read_steps,
-)
+from kleash.records import Demonstration, TrainingFolder, read_samples
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, decades, figure
 from kleash.reports.frontier import LAST_SAMPLES, Ran, frontier
 from kleash.reports.page import write_page
@@ -35,7 +31,7 @@ def write_demonstration(folder: Path) -> Path:
     runs = [
         Ran(
             leash=leash,
-            history=read_steps(folder / leash.name),
+            history=TrainingFolder(folder / leash.name).history(),
             samples=read_samples(folder / leash.name),
             color=STYLES[at % len(STYLES)][0],
             dash=STYLES[at % len(STYLES)][1],

@@ -23,8 +23,9 @@ from kleash.records import (
     TrainJob,
     metric_of,
     read_samples,
-    read_steps,
 )
+from kleash.records.checksums import UNCHECKED
+from kleash.records.steps import STEPS
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import charts_of
 from kleash.reports.words import command_of, plain, typeset
@@ -52,13 +53,17 @@ def write_training_report(folder: Path) -> Path:
         MissingExtraError: if Jinja2 or Plotly is not installed.
     """
     files = TrainingFolder(folder)
-    header, history, result = files.header(), read_steps(folder), files.result()
+    header, history, result = files.header(), files.history(), files.result()
     if not history:
+        gone = (folder / "checkpoints").exists()
         raise RunFolderError(
-            f"{folder} holds a training run that has not taken a step yet; there is nothing to show"
+            f"{folder / STEPS} is missing or empty, and the run has checkpoints; copy the whole folder again"
+            if gone
+            else f"{folder} holds a training run that has not taken a step yet; there is nothing to show"
         )
     events = [(record.step, event) for record in history for event in record.events]
     context = {
+        "doubts": () if header.checksums else (UNCHECKED,),
         "algorithm": str(header.settings.get("algorithm", "")),
         "settings": header.settings,
         "kleash": header.kleash,

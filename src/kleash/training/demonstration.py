@@ -25,6 +25,7 @@ from kleash.records import (
     Sample,
     write_atomically,
 )
+from kleash.records.checksums import write_checked
 from kleash.records.demonstration import DEMONSTRATION
 from kleash.records.training import SHIPPED_REWARD
 from kleash.reports import write_demonstration
@@ -119,7 +120,7 @@ def demonstrate(
         except Interrupted as stop:
             raise Interrupted(f"interrupted; the runs that had finished are kept in {root}") from stop
         found = replace(found, runs=(*found.runs, leash))
-        write_atomically(root / DEMONSTRATION, found.to_json())
+        write_checked(root, root / DEMONSTRATION, found.to_json())
         write_demonstration(root)
     return found
 

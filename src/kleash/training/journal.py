@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from kleash.errors import RunFolderError
 from kleash.records import (
     Sample,
     StepRecord,
@@ -17,6 +18,7 @@ from kleash.records import (
     read_steps,
     spelt,
 )
+from kleash.records.steps import STEPS
 from kleash.training.trackers import Tracker, open_trackers
 from kleash.training.watching import Watch, distinct, repetition
 
@@ -102,11 +104,17 @@ class Journal:
         """Go on after ``step``, the last one that a checkpoint holds; 0 begins anew.
 
         Raises:
-            RunFolderError: if the files of the run cannot be read or written.
+            RunFolderError: if the files of the run cannot be read or written, or lack steps before ``step``.
             MissingExtraError: if a tracker is not installed.
         """
         keep_steps(self.folder, step)
         self.history = list(read_steps(self.folder))
+        last = self.history[-1].step if self.history else 0
+        if last != step:
+            raise RunFolderError(
+                f"{self.folder / STEPS} ends at step {last}, and the checkpoint is of step {step}; copy the whole "
+                "folder again, or begin again in another --out"
+            )
         self._trackers = open_trackers(self.job, self.folder, after=step)
 
     def step(

@@ -10,6 +10,7 @@ from typing import Any
 from kleash.errors import Interrupted, OptionError
 from kleash.measuring import default_out
 from kleash.models import SAMPLER, find_checkpoint, source_path
+from kleash.models.checkpoints import GENERATION
 from kleash.records import (
     DistillJob,
     DPOJob,
@@ -24,6 +25,7 @@ from kleash.records import (
 )
 from kleash.reports import write_training_report
 from kleash.training.journal import Display, Journal
+from kleash.training.rewards import weight_of
 from kleash.version import __version__
 
 Trainer = Callable[[Any, Journal | None], TrainingResult]
@@ -132,10 +134,17 @@ def header_of(job: TrainJob) -> RunHeader:
     names = {"policy": job.policy, "reference": job.reference_name}
     if isinstance(job, DistillJob):
         names["teacher"] = job.teacher_name
+    models = {role: find_checkpoint(name) for role, name in names.items()}
+    marks = {role: model.fingerprint() for role, model in models.items()}
+    if isinstance(job, OnlineJob):
+        marks[f"policy {GENERATION}"] = models["policy"].generation_fingerprint()
+    for _, what in map(weight_of, getattr(job, "rewards", ())):
+        if Path(what).is_dir() or ":" not in what:
+            marks[f"reward model {what}"] = find_checkpoint(what).fingerprint()
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),
         source_sha256=sha256(source_path(source).read_bytes()).hexdigest(),
-        fingerprints={role: find_checkpoint(name).fingerprint() for role, name in names.items()},
+        fingerprints=marks,
         sampler=SAMPLER,
     )

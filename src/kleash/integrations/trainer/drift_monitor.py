@@ -58,7 +58,7 @@ class DriftMonitor(Attached):
             prompts: a file as ``kleash measure --prompts`` reads it, "shipped:prompts", texts, or lists of messages.
             reference: a folder, hub id or "shipped:…"; a model in memory; or None for what the trainer
                 compares with: the base with its adapters off, the adapter "ref", or its ``ref_model``.
-            every: steps between measurements; also before the first step.
+            every: steps between measurements; also before the first step and after the last.
             sampling: how answers are drawn; 64 new tokens at temperature 1 if not given.
             limit: the most prompts.
             stop_at_nats: training stops when the KL has passed this budget.
@@ -86,8 +86,8 @@ class DriftMonitor(Attached):
             self._look(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measure every so many steps, and stop training where the budget is spent."""
-        if state.global_step % self.every == 0:
+        """Measure every so many steps and after the last one, and stop training where the budget is spent."""
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._look(control)
 
     def measure(self) -> Drift:

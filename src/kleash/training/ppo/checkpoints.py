@@ -1,8 +1,7 @@
 """Checkpoints: all that a run needs to go on as if it had never been stopped, there whole or not at all."""
 
-import json
-import os
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +16,21 @@ from kleash.errors import RunFolderError
 from kleash.extras import need
 from kleash.leash import Leash, beta_from_dict
 from kleash.models.quiet import first_line, quiet
-from kleash.records.atomic import TEMPORARY, cannot_write
-from kleash.records.codec import decode, to_json
+from kleash.records.atomic import (
+    cannot_write,
+    remove_folder,
+    remove_leftovers,
+    sync_folder,
+    temporary_name,
+)
+from kleash.records.checksums import Checksums, seal_folder
+from kleash.records.codec import to_json
+from kleash.records.training_folder import CHECKPOINTS
 from kleash.training.ppo.policy import Policy, let_go
 from kleash.training.ppo.setting import Setting
 
 STATE, PROGRESS, POLICY = "state.safetensors", "progress.json", "policy"
+NAME = re.compile(r"step-([0-9]{6,})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +56,15 @@ class Progress:
         return beta_from_dict(self.leash)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """``progress.json``."""
+
+    progress: Progress
+    generators: tuple[Any, ...]
+    """Of each process: where its generators of random numbers stand."""
+
+
 def save(setting: Setting, root: Path, progress: Progress) -> None:
     """Write ``checkpoints/step-…``, and then let the checkpoints before it go. A collective.
 
@@ -61,36 +78,88 @@ def save(setting: Setting, root: Path, progress: Progress) -> None:
     tensors = _tensors(setting)
     generators = setting.ranks.told(_generators())
     if setting.ranks.first:
-        folder = root / "checkpoints"
+        folder = root / CHECKPOINTS
         final = folder / f"step-{progress.step:06d}"
-        unfinished = folder / f"{TEMPORARY}{final.name}"
+        unfinished = folder / temporary_name()
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            _write(setting, unfinished, tensors, {"progress": progress, "generators": generators})
-            shutil.rmtree(final, ignore_errors=True)
+            notes = {"checksums": True, "progress": progress, "generators": generators}
+            _write(setting, unfinished, tensors, notes)
+            seal_folder(unfinished)
+            if final.exists():
+                remove_folder(final)
             unfinished.rename(final)
-            _sync(folder)
+            sync_folder(folder)
         except OSError as error:
-            raise cannot_write(final, error) from error
-        for older in folder.iterdir():
-            if older.name < final.name:
-                shutil.rmtree(older, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise error if isinstance(error, RunFolderError) else cannot_write(final, error) from error
+        _remove_before(folder, progress.step)
     setting.ranks.wait()
+
+
+def tidy_checkpoints(root: Path) -> None:
+    """Remove what a kill left of checkpoints: those that were not finished, and those before the newest.
+
+    Raises:
+        RunFolderError: if something cannot be removed.
+    """
+    newest = last_checkpoint(root)
+    if newest is not None:
+        _remove_before(root / CHECKPOINTS, step_of(newest))
+
+
+def _remove_before(folder: Path, step: int) -> None:
+    try:
+        remove_leftovers(folder)
+        for path in folder.iterdir():
+            number = step_of(path)
+            if number is not None and number < step:
+                remove_folder(path)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint stands after; None of what is no checkpoint of this run."""
+    name = NAME.fullmatch(path.name)
+    return int(name[1]) if name is not None and path.is_dir() and not path.is_symlink() else None
 
 
 def last_checkpoint(root: Path) -> Path | None:
     """The newest finished checkpoint of a run's folder."""
-    return max((root / "checkpoints").glob("step-*"), default=None)
+    folder = root / CHECKPOINTS
+    found = {step: path for path in folder.glob("step-*") if (step := step_of(path)) is not None}
+    return found[max(found)] if found else None
 
 
 def load_progress(checkpoint: Path) -> Progress:
-    """Where the run was.
+    """Where the run was. Every file of the checkpoint is seen to be as it was written.
 
     Raises:
         RunFolderError: if the checkpoint is damaged.
     """
-    return decode(Progress, _read_json(checkpoint)["progress"])
+    advice = _advice(checkpoint)
+    try:
+        checksums = Checksums.read(checkpoint, declared_by=PROGRESS)
+        progress = checksums.read_record(
+            Notes, checkpoint / PROGRESS, "the progress of a run", advice
+        ).progress
+        checksums.check_all(advice=advice)
+    except RunFolderError as error:
+        raise RunFolderError(f"the checkpoint {checkpoint} cannot be read: {error}") from error
+    if progress.step != step_of(checkpoint):
+        raise RunFolderError(f"{checkpoint} is the checkpoint of step {progress.step}; {advice}")
+    return progress
+
+
+def _advice(checkpoint: Path) -> str:
+    """What to do where a checkpoint is damaged: there may be one before it."""
+    others = [
+        path for path in checkpoint.parent.glob("step-*") if path != checkpoint and step_of(path) is not None
+    ]
+    if others:
+        return f"delete {checkpoint}, and --resume goes on from {max(others, key=lambda path: step_of(path) or 0).name}"
+    return "no other checkpoint is kept: begin the run again in another --out, or copy the checkpoint from a backup"
 
 
 def restore(setting: Setting, checkpoint: Path) -> str | None:
@@ -119,14 +188,23 @@ def restore(setting: Setting, checkpoint: Path) -> str | None:
                     for key, x in found.items()
                 }
     except (OSError, KeyError, ValueError, RuntimeError, damage) as error:
-        raise RunFolderError(f"the checkpoint {checkpoint} cannot be read: {first_line(error)}") from error
-    generators = _read_json(checkpoint)["generators"]
+        raise RunFolderError(
+            f"the checkpoint {checkpoint} cannot be read: {first_line(error)}; {_advice(checkpoint)}"
+        ) from error
+    what, advice = "the progress of a run", _advice(checkpoint)
+    checksums = Checksums.read(checkpoint, declared_by=PROGRESS)
+    generators = checksums.read_record(Notes, checkpoint / PROGRESS, what, advice).generators
     if len(generators) != setting.ranks.count:
         return (
             f"the checkpoint is of {len(generators)} processes and {setting.ranks.count} go on: what rewards draw from "
             "Python's, numpy's and torch's generators begins anew"
         )
-    _set_generators(generators[setting.ranks.index])
+    try:
+        _set_generators(generators[setting.ranks.index])
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RunFolderError(
+            f"{checkpoint / PROGRESS} holds no state of random generators: {first_line(error)}; {advice}"
+        ) from error
     return None
 
 
@@ -153,8 +231,7 @@ def _write(setting: Setting, folder: Path, tensors: dict[str, Tensor], notes: Ma
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o644)
-        _sync(path)
-    _sync(folder)
+        sync_folder(path)
 
 
 def save_policy(setting: Setting, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -210,21 +287,3 @@ def _set_generators(state: Mapping[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-
-
-def _read_json(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / PROGRESS
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path} cannot be read: {error}; take the checkpoint before it") from error
-
-
-def _sync(path: Path) -> None:
-    if os.name != "posix":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,10 +6,19 @@ from pathlib import Path
 
 from kleash.models import Prompt, read_prompts
 from kleash.records import PPOJob, TrainingResult
-from kleash.records.atomic import TEMPORARY
+from kleash.records.atomic import cannot_write, remove_folder, temporary_name
+from kleash.records.training_folder import CHECKPOINTS
 from kleash.training.journal import Journal
 from kleash.training.leashes import leash_of
-from kleash.training.ppo.checkpoints import POLICY, Progress, last_checkpoint, load_progress, restore, save
+from kleash.training.ppo.checkpoints import (
+    POLICY,
+    Progress,
+    last_checkpoint,
+    load_progress,
+    restore,
+    save,
+    tidy_checkpoints,
+)
 from kleash.training.ppo.setting import Setting, set_up
 from kleash.training.ppo.step import one_step
 from kleash.training.rewards import check_rewards
@@ -28,8 +37,8 @@ def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
 
     Args:
         job: what to train, and how; ``out`` is given.
-        journal: keeps the steps, on the first process. Left out there, one that shows nothing keeps them in
-            ``job.out``.
+        journal: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``,
+            which keeps them in ``job.out``, with all that a run's folder has.
 
     Raises:
         SourceError, ModelError, OptionError, UnknownNameError: if the job asks for what is not there.
@@ -37,14 +46,15 @@ def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
         RunFolderError: if a checkpoint cannot be written or read.
         CannotRunError, MissingExtraError: if something the job needs cannot run here.
     """
+    from kleash.training.running import is_first, train
+
+    if journal is None and is_first():
+        return train(job)
     root = Path(str(job.out))
     check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
     setting = set_up(job)
     prompts = read_prompts(job.source, setting.trainee.pair, limit=job.limit, columns=True)
-    if setting.ranks.first:
-        root.mkdir(parents=True, exist_ok=True)
-        journal = journal or Journal(root, job)
-    else:
+    if not setting.ranks.first:
         journal = None
     progress = _begun(setting, root, journal)
     progress = _train(setting, prompts, root, progress, journal)
@@ -76,6 +86,8 @@ def _begun(setting: Setting, root: Path, journal: Journal | None) -> Progress:
     else:
         progress = load_progress(checkpoint)
         said = restore(setting, checkpoint)
+        if setting.ranks.first:
+            tidy_checkpoints(root)
         notes += [f"going on after step {progress.step}, from {checkpoint}", *([said] if said else [])]
     if journal is not None:
         journal.begin(progress.step)
@@ -98,12 +110,16 @@ def _train(
 
 def _put_policy(root: Path, step: int) -> None:
     """The last checkpoint's model as ``policy/``: the same files under another name, where the disk can do that."""
-    found = root / "checkpoints" / f"step-{step:06d}" / POLICY
-    unfinished, final = root / f"{TEMPORARY}{POLICY}", root / POLICY
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(found, unfinished, copy_function=_link)
-    shutil.rmtree(final, ignore_errors=True)
-    unfinished.rename(final)
+    found = root / CHECKPOINTS / f"step-{step:06d}" / POLICY
+    unfinished, final = root / temporary_name(), root / POLICY
+    try:
+        shutil.copytree(found, unfinished, copy_function=_link)
+        if final.exists():
+            remove_folder(final)
+        unfinished.rename(final)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise cannot_write(final, error) from error
 
 
 def _link(source: str, target: str) -> None:

@@ -9,7 +9,7 @@ from kleash.records import DistillJob, TrainingResult
 from kleash.training.journal import Journal
 from kleash.training.ranks import Ranks
 from kleash.training.with_trl.arguments import shared_arguments
-from kleash.training.with_trl.ending import run, silently
+from kleash.training.with_trl.ending import as_run, run
 from kleash.training.with_trl.journalling import SPELT, Generated, Journalling
 from kleash.training.with_trl.networks import load_networks
 from kleash.training.with_trl.online import data_set
@@ -40,7 +40,7 @@ class Counting:
         return Generated(metrics={"policy/entropy": total["nats"] / total["tokens"]})
 
 
-@silently()
+@as_run
 def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingResult:
     """Train a policy to say what a teacher would, by TRL's on-policy distillation.
 
@@ -49,7 +49,7 @@ def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingRe
 
     Args:
         job: what to train, and how; ``out`` is given.
-        journal: keeps the steps, on the first process.
+        journal: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
         SourceError, ModelError, OptionError: if the job asks for what is not there.

@@ -1,19 +1,24 @@
 """Running one of TRL's trainers from wherever a run stands to its end."""
 
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from kleash.extras import need
 from kleash.models.quiet import quiet
 from kleash.records import TrainingResult, TrainJob
+from kleash.records.checksums import CHECKSUMS, Checksums
+from kleash.training.journal import Journal
 from kleash.training.with_trl.arguments import CHECKPOINTS
 from kleash.training.with_trl.journalling import Journalling
 from kleash.version import __version__
 
 POLICY = "policy"
+NAME = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 STATE = "trainer_state.json"
 """What transformers writes into a checkpoint last."""
 
@@ -36,6 +41,24 @@ def silently() -> Iterator[None]:
             utils.enable_progress_bars()
 
 
+Trainer = Callable[[Any, Journal | None], TrainingResult]
+
+
+def as_run(trainer: Trainer) -> Callable[..., TrainingResult]:
+    """``trainer``, silent, and with a journal: without one the first process runs the whole of ``train(job)``."""
+
+    @wraps(trainer)
+    def trained(job: TrainJob, journal: Journal | None = None) -> TrainingResult:
+        from kleash.training.running import is_first, train
+
+        if journal is None and is_first():
+            return train(job)
+        with silently():
+            return trainer(job, journal)
+
+    return trained
+
+
 def run(trainer: Any, journalling: Journalling, job: TrainJob, dtypes: Mapping[str, str]) -> TrainingResult:
     """Train to the end, from the last whole checkpoint if the job goes on, and leave the policy in ``policy/``.
 
@@ -44,6 +67,7 @@ def run(trainer: Any, journalling: Journalling, job: TrainJob, dtypes: Mapping[s
     root = Path(str(job.out))
     checkpoint = last_checkpoint(root) if job.resume else None
     if checkpoint is not None:
+        journalling.notes = (*journalling.notes, *verified(checkpoint))
         stopped, taken = journalling.was_stopped(step_of(checkpoint)), step_of(checkpoint)
         if stopped or taken >= trainer.args.max_steps:  # of which transformers would take one more
             trainer.args.max_steps, trainer.args.num_train_epochs = -1, 0
@@ -67,10 +91,31 @@ def run(trainer: Any, journalling: Journalling, job: TrainJob, dtypes: Mapping[s
 
 def last_checkpoint(root: Path) -> Path | None:
     """The newest checkpoint that was written to its end; None if there is none."""
-    whole = [path.parent for path in (root / CHECKPOINTS).glob(f"checkpoint-*/{STATE}")]
-    return max(whole, key=step_of, default=None)
+    return max(_whole(root / CHECKPOINTS), key=step_of, default=None)
+
+
+def verified(checkpoint: Path) -> tuple[str, ...]:
+    """See that a checkpoint is as it was written; returns what there is to say about it.
+
+    Raises:
+        RunFolderError: if it is damaged.
+    """
+    others = [path for path in _whole(checkpoint.parent) if path != checkpoint]
+    advice = "no other checkpoint is kept: begin the run again in another --out, or copy the checkpoint from a backup"
+    if others:
+        advice = f"delete {checkpoint}, and --resume goes on from {max(others, key=step_of).name}"
+    checksums = Checksums.read(checkpoint, declared_by=CHECKSUMS)
+    if not checksums.exists:
+        return (f"{checkpoint} carries no checksums, so damage to it would not be noticed",)
+    checksums.check_all(advice=advice)
+    return ()
 
 
 def step_of(checkpoint: Path) -> int:
     """TRL's steps that a checkpoint stands after."""
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def _whole(folder: Path) -> list[Path]:
+    found = (path.parent for path in folder.glob(f"checkpoint-*/{STATE}"))
+    return [path for path in found if NAME.fullmatch(path.name)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kleash.errors import NonFiniteError
@@ -9,6 +10,7 @@ from kleash.extras import need
 from kleash.integrations.trainer import BetaController
 from kleash.integrations.trainer.attached import Attached
 from kleash.records import Sample, TrainJob, read_steps
+from kleash.records.checksums import seal_folder
 from kleash.training.journal import Advice, Journal, stopped_by
 from kleash.training.leashes import tightened
 from kleash.training.ranks import Ranks
@@ -66,7 +68,7 @@ class Journalling(Attached):
             notes: what is worth knowing of the models, said at the beginning.
         """
         self.job, self.journal, self.updates, self.spelt = job, journal, updates, dict(spelt)
-        self.generated, self.notes = generated, notes
+        self.generated, self.notes = generated, tuple(notes)
         self.outcome = Outcome()
 
     def attach(self, trainer: Any) -> "Journalling":
@@ -127,6 +129,13 @@ class Journalling(Attached):
             advice = self.journal.step(step, metrics, samples, self._events())
         self.outcome.step, self.outcome.metrics = step, metrics
         self._do(self._ranks.agreed(advice) or Advice(), control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the checksums of the checkpoint that was just written, once every process has written its part."""
+        self.trainer.accelerator.wait_for_everyone()
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self.trainer.accelerator.process_index == 0 and checkpoint.is_dir():
+            seal_folder(checkpoint)
 
     @property
     def _ranks(self) -> Ranks:

@@ -16,12 +16,12 @@ from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards
 from kleash.training.sharing import shuffled
 from kleash.training.with_trl.arguments import PROMPT_COLUMN, shared_arguments
-from kleash.training.with_trl.ending import run, silently
+from kleash.training.with_trl.ending import as_run, run
 from kleash.training.with_trl.journalling import Journalling
 from kleash.training.with_trl.networks import Networks, load_networks
 
 
-@silently()
+@as_run
 def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
     """Train a policy by TRL's GRPO on a leash to its reference.
 
@@ -30,7 +30,7 @@ def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
 
     Args:
         job: what to train, and how; ``out`` is given.
-        journal: keeps the steps, on the first process.
+        journal: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
         SourceError, ModelError, OptionError, UnknownNameError: if the job asks for what is not there.
@@ -48,7 +48,7 @@ def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
     return _train(job, journal, measured(LeashedGRPOTrainer), config, settings)
 
 
-@silently()
+@as_run
 def train_rloo(job: RLOOJob, journal: Journal | None = None) -> TrainingResult:
     """Train a policy by TRL's RLOO on a leash to its reference; as ``train_grpo``, which see.
 

@@ -13,7 +13,7 @@ from kleash.models.source_files import read_lines
 from kleash.records import DPOJob, TrainingResult
 from kleash.training.journal import Journal
 from kleash.training.with_trl.arguments import shared_arguments
-from kleash.training.with_trl.ending import run, silently
+from kleash.training.with_trl.ending import as_run, run
 from kleash.training.with_trl.journalling import Generated, Journalling
 from kleash.training.with_trl.networks import load_networks
 
@@ -21,7 +21,7 @@ WATCHED_PROMPTS, WATCHED_TOKENS = 32, 32
 """On so many of the pairs' prompts, and so many new tokens each, the drift is measured."""
 
 
-@silently()
+@as_run
 def train_dpo(job: DPOJob, journal: Journal | None = None) -> TrainingResult:
     """Train a policy by TRL's DPO, from pairs of a chosen and a rejected answer.
 
@@ -31,7 +31,7 @@ def train_dpo(job: DPOJob, journal: Journal | None = None) -> TrainingResult:
 
     Args:
         job: what to train, and how; ``out`` is given.
-        journal: keeps the steps, on the first process.
+        journal: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
         SourceError, ModelError, OptionError: if the job asks for what is not there.

@@ -5,13 +5,14 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from shutil import which
+
+from kleash.user_cache import is_private_file, user_cache_folder
 
 SOURCE = Path(__file__).with_name("rows.c")
 FLAGS = ("-std=c11", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -42,14 +43,16 @@ def library() -> ctypes.CDLL:
 
 
 def loaded(folder: Path | None, name: str, command: tuple[str, ...]) -> ctypes.CDLL:
-    """The library from the folder, built there if it is missing or broken; None is a folder that goes at once."""
+    """The library from the folder, built there if it is missing or broken; None is a folder that goes at once.
+
+    A library is code: one that another user could have written is not loaded, but made anew in its place.
+    """
     if folder is None:
-        with tempfile.TemporaryDirectory() as own:
-            return loaded(Path(own), name, command)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as private:
+            return loaded(Path(private), name, command)
     path = folder / name
-    if path.exists():
-        with suppress(OSError):
+    with suppress(OSError):
+        if is_private_file(path):
             return ctypes.CDLL(str(path))
     build(path, command)
     return ctypes.CDLL(str(path))
@@ -84,6 +87,7 @@ def build(path: Path, command: tuple[str, ...], source: Path = SOURCE) -> None:
         if result.returncode != 0:
             said = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[0]
             raise CannotBuildError(f"a C compiler with OpenMP, and {command[0]} refused: {said}")
+        Path(unfinished).chmod(0o700)
         Path(unfinished).replace(path)
     except subprocess.TimeoutExpired as error:
         raise CannotBuildError(
@@ -141,11 +145,9 @@ def processor() -> bytes:
 
 
 def cache_folder() -> Path | None:
-    """Where the library is kept: $XDG_CACHE_HOME/kleash, by default ~/.cache/kleash; None for nobody's home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    if given:
-        return Path(given) / "kleash"
-    try:
-        return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "kleash"
-    except RuntimeError:
-        return None
+    """Where the library is kept: $XDG_CACHE_HOME/kleash, by default ~/.cache/kleash.
+
+    None where another user could put a library there, and where nobody is at home: it is then built in a private
+    folder that goes at once, in about half a second.
+    """
+    return user_cache_folder()

@@ -1,0 +1,445 @@
+"""Does kleash notice damage to what it reads back?
+
+    python benchmarks/damage.py                                  # 1 000 damages to each kind of folder
+    python benchmarks/damage.py --damages 50 --kinds run cache
+
+Four kinds of folder are made with the shipped models: a measurement ("run"), a reference cache ("cache"), a PPO run
+with a checkpoint ("training"), and a measurement as an older kleash left it, without checksums ("old run"). Each damage
+is one change to one pristine copy: flipped bits, overwritten, zeroed, missing or added bytes, lines of JSON Lines that
+are lost, doubled or swapped, a changed value in JSON, a file that is lost, renamed, or overwritten by another valid one
+of its kind from this folder or from another run. Then everything that reads the folder reads it: `report`, `compare`,
+`measure --resume`'s and `train --resume`'s reading, the whole of a cache, a checkpoint with its tensors.
+
+Each outcome is one of: "identical" (to the bit what the undamaged folder gives), "refused" (a sentence), "silent"
+(other output and no word), "traceback". Of folders without checksums, other output carries the doubt that says so:
+"doubted".
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from harness import write_result
+
+KINDS = ("run", "cache", "training", "old run")
+NEVER_READ = {".lock", "report.html"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A folder to be damaged."""
+
+    pristine: Path
+    """Copied for each damage."""
+    read: Callable[[Path], str]
+    """Everything that reads the folder; what it gave, as text."""
+    others: tuple[Path, ...] = ()
+    """Folders whose valid files may land in this one."""
+    checked: bool = True
+    """Whether its files carry checksums."""
+
+
+def make_subjects(root: Path, kinds: tuple[str, ...] = KINDS) -> dict[str, Subject]:
+    """The folders, made in ``root``, and what reads them."""
+    made: dict[str, Subject] = {}
+    if {"run", "old run"} & set(kinds):
+        runs = [_measured(root / f"run-{seed}", seed) for seed in (0, 1)]
+        made["run"] = Subject(pristine=runs[0], read=_reading_a_run(runs[1], runs[0]), others=(runs[1],))
+        old = root / "old"
+        shutil.copytree(runs[0], old)
+        without_checksums(old)
+        made["old run"] = replace(made["run"], pristine=old, checked=False)
+    if "cache" in kinds:
+        caches = [_cached(root / f"cache-{limit}", limit) for limit in (3, 2)]
+        made["cache"] = Subject(pristine=caches[0], read=read_cache, others=(caches[1],))
+    if "training" in kinds:
+        trained = [_trained(root / f"ppo-{seed}", seed) for seed in (0, 1)]
+        made["training"] = Subject(
+            pristine=trained[0], read=_reading_training(trained[0]), others=(trained[1],)
+        )
+    return {kind: made[kind] for kind in kinds}
+
+
+def without_checksums(run: Path) -> None:
+    """Make of a run's folder what an older kleash would have left."""
+    (run / "checksums.jsonl").unlink()
+    header = json.loads((run / "run.json").read_text())
+    del header["checksums"]
+    (run / "run.json").write_text(json.dumps(header, indent=2))
+
+
+def damages(subject: Subject, count: int, seed: int = 0) -> Iterator[tuple[str, Path, str, str]]:
+    """Damage copies of a folder: what was done to which file, its outcome, and the words of it.
+
+    Yields:
+        The kind of damage, the file in the folder, "identical", "refused", "silent", "doubted" or "traceback",
+        and the sentence or traceback.
+    """
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "folder"
+        shutil.copytree(subject.pristine, folder)
+        expected = subject.read(folder)
+        done = 0
+        while done < count:
+            shutil.rmtree(folder)
+            shutil.copytree(subject.pristine, folder)
+            before = _contents(folder)
+            kind = draw.choice(DAMAGES)
+            files = sorted(name for name in before if Path(name).name not in NEVER_READ)
+            victim = draw.choice(files)
+            kind(draw, folder, victim, subject)
+            if _contents(folder) == before:
+                continue  # a zero was overwritten by a zero, or the file was of another kind
+            done += 1
+            name = kind.__name__.removeprefix("_").replace("_", " ")
+            try:
+                found = subject.read(folder)
+            except _sentences() as error:
+                yield name, Path(victim), "refused", str(error)
+            except Exception:
+                yield name, Path(victim), "traceback", traceback.format_exc()
+            else:
+                same = found == expected
+                other = "silent" if subject.checked else "doubted"
+                yield name, Path(victim), "identical" if same else other, ""
+
+
+def _sentences() -> type[Exception]:
+    from kleash.errors import KleashError
+
+    return KleashError
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+# ---- what reads a folder
+
+
+def _reading_a_run(other: Path, pristine: Path) -> Callable[[Path], str]:
+    from kleash.measuring.comparing import compare
+    from kleash.records.folder import RunFolder, read_header, require_same
+    from kleash.reports import write_report_of
+
+    header = read_header(pristine)
+
+    def read(folder: Path) -> str:
+        page = write_report_of(folder).read_text(encoding="utf-8")
+        comparison = compare([folder, other]).to_json()
+        run = RunFolder(folder)  # as --resume reads it
+        if run.checksums().exists:
+            require_same(folder, run.header(), header)
+            for part in (
+                *run.token_parts(["kl_policy_reference"]),
+                *run.sequence_parts(["tokens", "prompt"]),
+            ):
+                page += str(len(part))
+        return page + comparison
+
+    return read
+
+
+def read_cache(folder: Path) -> str:
+    """All that a measurement reads of a finished cache."""
+    import torch
+
+    from kleash.models.stored import StoredReference
+
+    stored = StoredReference(folder)
+    stored.check(str(folder), None, "auto")
+    tokenizer = stored.tokenizer(trust_remote_code=False)
+    model = stored.model(torch.device("cpu"), tokenizer)
+    digest = hashlib.sha256(str(stored.contents).encode())
+    digest.update(str(stored.label).encode())
+    digest.update(str(tokenizer("She was the youngest of the two daughters.")["input_ids"]).encode())
+    digest.update(model.head.weight.numpy().tobytes())
+    for key in sorted(stored.states._index):
+        digest.update(stored.states.get(key, 4).numpy().tobytes())
+    for what in ("noise", "gap"):
+        for values in (stored.rounding(what, 1.0) or {}).values():
+            digest.update(values.tobytes())
+    if len(stored.states) < stored.contents.sequences:  # what a measurement says of them is another sentence
+        raise _sentences()("sequences are missing")
+    return digest.hexdigest()
+
+
+def _reading_training(pristine: Path) -> Callable[[Path], str]:
+    from kleash.records import PPOJob, read_samples
+    from kleash.records.folder import read_header, require_same
+    from kleash.reports import write_report_of
+    from kleash.training.journal import Journal
+    from kleash.training.ppo.checkpoints import _tensors, last_checkpoint, load_progress, restore
+    from kleash.training.ppo.setting import set_up
+
+    setting = set_up(_ppo_job(Path(), 0))
+    header = read_header(pristine)
+
+    def read(folder: Path) -> str:
+        page = write_report_of(folder).read_text(encoding="utf-8")
+        require_same(folder, read_header(folder), header)
+        checkpoint = last_checkpoint(folder)
+        if checkpoint is None:
+            raise _sentences()("there is no checkpoint: the run begins anew, and steps.jsonl says more")
+        progress = load_progress(checkpoint)
+        restore(setting, checkpoint)
+        journal = Journal(folder, PPOJob())
+        journal.begin(progress.step)
+        digest = hashlib.sha256(page.encode())
+        digest.update(repr((progress, journal.history, read_samples(folder))).encode())
+        for name, tensor in sorted(_tensors(setting).items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+    return read
+
+
+# ---- the folders
+
+
+def _measured(out: Path, seed: int) -> Path:
+    from kleash import MeasureJob, measure
+
+    measure(
+        MeasureJob(limit=6, samples_per_prompt=1, max_new_tokens=8, batch_tokens=24, seed=seed, out=str(out))
+    )
+    return out
+
+
+def _cached(out: Path, limit: int) -> Path:
+    from kleash.measuring import cache_reference
+    from kleash.records import CacheJob
+
+    cache_reference(CacheJob(limit=limit, window=64, batch_tokens=64, out=str(out)))
+    return out
+
+
+def _trained(out: Path, seed: int) -> Path:
+    from kleash.training import train
+
+    train(_ppo_job(out, seed))
+    return out
+
+
+def _ppo_job(out: Path, seed: int) -> Any:
+    from kleash.records import PPOJob
+
+    return PPOJob(
+        steps=3,
+        checkpoint_every=2,
+        prompts_per_step=4,
+        max_new_tokens=6,
+        limit=8,
+        lora_rank=2,
+        learning_rate=1e-3,
+        device="cpu",
+        seed=seed,
+        out=str(out),
+    )
+
+
+# ---- the damages: each takes the draw, the folder, a file in it, and the subject
+
+
+def _flipped_bit(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    content = bytearray((folder / victim).read_bytes())
+    if content:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    (folder / victim).write_bytes(content)
+
+
+def _overwritten_bytes(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    content = bytearray((folder / victim).read_bytes())
+    start = draw.randrange(len(content) + 1)
+    size = min(draw.choice((1, 4, 64, 4096)), len(content) - start)
+    content[start : start + size] = draw.randbytes(size)
+    (folder / victim).write_bytes(content)
+
+
+def _zeroed_bytes(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    content = bytearray((folder / victim).read_bytes())
+    start = draw.randrange(len(content) + 1)
+    size = draw.choice((8, 512, 4096, len(content)))
+    content[start : start + size] = bytes(min(size, len(content) - start))
+    (folder / victim).write_bytes(content)
+
+
+def _truncated(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    content = (folder / victim).read_bytes()
+    kept = draw.choice((0, len(content) - 1, draw.randrange(len(content) + 1)))
+    (folder / victim).write_bytes(content[: max(0, kept)])
+
+
+def _extended(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    more = draw.choice((b"\n", b"\0", b" ", draw.randbytes(16), bytes(512)))
+    with (folder / victim).open("ab") as file:
+        file.write(more)
+
+
+def _repeated(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    content = (folder / victim).read_bytes()
+    start = draw.randrange(len(content) + 1)
+    (folder / victim).write_bytes(content[:start] + content)
+
+
+def _lost_file(_: random.Random, folder: Path, victim: str, __: Subject) -> None:
+    (folder / victim).unlink()
+
+
+def _renamed_file(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    path = folder / victim
+    names = [path.name + ".bak", path.name.replace("0", "7"), f"{path.stem}-copy{path.suffix}"]
+    path.rename(path.with_name(draw.choice(names)))
+
+
+def _added_file(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    path = folder / victim
+    names = [
+        "part-00099.parquet",
+        "part-00004.parquet",
+        "part-extra.safetensors",
+        "step-zzz",
+        path.name + ".txt",
+    ]
+    shutil.copy(path, path.with_name(draw.choice(names)))
+
+
+def _swapped_files(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    other = draw.choice(_alike(folder, folder, victim))
+    one, two = (folder / victim).read_bytes(), other.read_bytes()
+    (folder / victim).write_bytes(two)
+    other.write_bytes(one)
+
+
+def _other_part(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    shutil.copy(draw.choice(_alike(folder, folder, victim)), folder / f"{victim}.new")
+    (folder / f"{victim}.new").replace(folder / victim)
+
+
+def _other_run(draw: random.Random, folder: Path, victim: str, subject: Subject) -> None:
+    source = draw.choice(subject.others)
+    same = source / victim
+    found = same if same.exists() and draw.random() < 0.7 else draw.choice(_alike(source, folder, victim))
+    (folder / victim).write_bytes(found.read_bytes())
+
+
+def _changed_lines(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    path = _one_of(draw, folder, victim, ".jsonl")
+    if path is None:
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    at, other = draw.randrange(len(lines)), draw.randrange(len(lines))
+    match draw.randrange(4):
+        case 0:
+            del lines[at]
+        case 1:
+            lines.insert(other, lines[at])
+        case 2:
+            lines[at], lines[other] = lines[other], lines[at]
+        case _:
+            del lines[at:]
+    path.write_bytes(b"".join(lines))
+
+
+def _changed_json(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+    path = _one_of(draw, folder, victim, ".json")
+    if path is None:
+        return
+    document: Any = {"": json.loads(path.read_text())}
+    holder, key = document, ""
+    while isinstance(holder[key], dict | list) and holder[key] and draw.random() < 0.9:
+        holder = holder[key]
+        key = draw.choice(list(holder)) if isinstance(holder, dict) else draw.randrange(len(holder))
+    old = holder[key]
+    new = [10**30, -1, 0.5, 2**63, "Infinity", "x", None, True, [], {}, [[]], "", 1e308]
+    if isinstance(old, float | int) and not isinstance(old, bool):
+        new += [old + 1, old * 2, -old, float(old) * 1.000001] * 3
+    if key and draw.random() < 0.3:
+        del holder[key]
+    else:
+        holder[key] = draw.choice(new)
+    path.write_text(json.dumps(document[""], indent=2))
+
+
+def _one_of(draw: random.Random, folder: Path, victim: str, suffix: str) -> Path | None:
+    if Path(victim).suffix == suffix:
+        return folder / victim
+    found = sorted(path for path in folder.rglob(f"*{suffix}") if path.stat().st_size)
+    return draw.choice(found) if found else None
+
+
+def _alike(source: Path, folder: Path, victim: str) -> list[Path]:
+    """Files of the victim's kind that hold something else."""
+    path = folder / victim
+    found = sorted(one for one in source.rglob(f"*{path.suffix}") if one.is_file() and one != path)
+    return found or [path]
+
+
+DAMAGES: tuple[Callable[[random.Random, Path, str, Subject], None], ...] = (
+    _flipped_bit,
+    _flipped_bit,
+    _overwritten_bytes,
+    _zeroed_bytes,
+    _truncated,
+    _extended,
+    _repeated,
+    _lost_file,
+    _renamed_file,
+    _added_file,
+    _swapped_files,
+    _other_part,
+    _other_run,
+    _changed_lines,
+    _changed_json,
+    _changed_json,
+)
+
+
+def main() -> int:
+    """Damage folders of each kind, print the counts, and write them to benchmarks/results/damage.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--damages", type=int, default=1000)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="damage")
+    given = parser.parse_args()
+    results: dict[str, Any] = {}
+    bad = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        for kind, subject in make_subjects(Path(temporary), tuple(given.kinds)).items():
+            began = perf_counter()
+            outcomes: Counter[str] = Counter()
+            by_damage: dict[str, Counter[str]] = {}
+            for name, victim, outcome, words in damages(subject, given.damages, given.seed):
+                outcomes[outcome] += 1
+                by_damage.setdefault(name, Counter())[outcome] += 1
+                if outcome in ("silent", "traceback"):
+                    bad += 1
+                    print(f"{kind}: {name} of {victim}: {outcome}\n{words}", file=sys.stderr)
+            results[kind] = {
+                "outcomes": dict(outcomes),
+                "by_damage": {name: dict(found) for name, found in sorted(by_damage.items())},
+                "seconds": round(perf_counter() - began),
+            }
+            print(f"{kind}: {dict(outcomes)}")
+    write_result(given.out, {"damages": given.damages, "seed": given.seed, "kinds": results})
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
