@@ -104,8 +104,9 @@ def tidy_checkpoints(root: Path) -> None:
         RunFolderError: if something cannot be removed.
     """
     newest = last_checkpoint(root)
-    if newest is not None:
-        _remove_before(root / CHECKPOINTS, step_of(newest))
+    step = None if newest is None else step_of(newest)
+    if step is not None:
+        _remove_before(root / CHECKPOINTS, step)
 
 
 def _remove_before(folder: Path, step: int) -> None:
