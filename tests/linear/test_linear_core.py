@@ -5,6 +5,7 @@ import torch
 from linear_cases import (
     CHUNKED,
     EVERY,
+    NATIVE,
     REFERENCE,
     TRAITS,
     head_case,
@@ -16,7 +17,6 @@ from kleash.divergences import phi
 from kleash.errors import OptionError
 from kleash.linear import (
     Head,
-    TokenStatistics,
     log_probabilities,
     token_statistics,
     token_statistics_and_top,
@@ -47,15 +47,14 @@ def test_the_likeliest_token_is_found_wherever_it_stands(words):
     assert torch.equal(found.rank_q, (-z > -z[:, :1]).sum(-1))
 
 
-@EVERY
-@pytest.mark.parametrize(("words", "traits"), [(101, "softcap"), (2999, "temperature"), (4, "scale")])
-def test_the_likeliest_tokens_come_with_the_statistics(options, words, traits):
-    case = head_case(words=words, **TRAITS[traits])
+def check_likeliest(case, options):
+    """Five tokens a row: the statistics are those of ``token_statistics``, the tokens and probabilities float64's."""
+    words = logp_the_long_way(case.hidden_p, case.head_p, case.temperature).shape[-1]
     found = token_statistics_and_top(
         *case.models, case.tokens, top=5, temperature=case.temperature, options=options
     )
-    for name, one in zip(TokenStatistics._fields, found.statistics, strict=True):
-        assert torch.equal(one, getattr(case.statistics(options), name)), name
+    plain = case.statistics(options)
+    assert all(torch.equal(*pair) for pair in zip(found.statistics, plain, strict=True))
     wide = in_float64(case)
     sides = ((wide.hidden_p, wide.head_p, found.top_p), (wide.hidden_q, wide.head_q, found.top_q))
     for hidden, head, top in sides:
@@ -63,6 +62,17 @@ def test_the_likeliest_tokens_come_with_the_statistics(options, words, traits):
         for values in (top.probability.double(), probs.gather(-1, top.token_ids)):
             torch.testing.assert_close(values, probs.topk(min(5, words), -1).values, rtol=2e-5, atol=1e-12)
         assert all(len(set(ids)) == min(5, words) for ids in top.token_ids.tolist())
+
+
+@EVERY
+@pytest.mark.parametrize(("words", "traits"), [(101, "softcap"), (4, "scale")])
+def test_the_likeliest_tokens_come_with_the_statistics(options, words, traits):
+    check_likeliest(head_case(words=words, **TRAITS[traits]), options)
+
+
+@pytest.mark.parametrize("options", [REFERENCE, CHUNKED, NATIVE], ids=["reference", "chunked", "native"])
+def test_the_likeliest_of_many_tokens_come_with_the_statistics(options):
+    check_likeliest(head_case(words=2999, tokens=(5,), **TRAITS["temperature"]), options)
 
 
 def test_the_likeliest_tokens_stand_anywhere_and_tie():
