@@ -318,3 +318,43 @@ def test_the_page_of_an_audit_is_drawn_and_inert(driver: Any, audit_page: Path) 
     assert driver.execute_script("return window.broken") is None
     assert len(driver.find_elements(By.CSS_SELECTOR, ".plot .main-svg")) >= 1
     assert len(driver.find_elements(By.CSS_SELECTOR, "#all tbody tr")) == 2
+
+
+def test_on_a_phone_the_panel_leaves_room_for_the_text(driver: Any, report: Path) -> None:
+    visit(driver, report, PHONE)
+    driver.execute_script("document.getElementById('heat-tokens').scrollIntoView()")
+    heights = "return [document.getElementById('heat-panel').offsetHeight, innerHeight]"
+    panel_height, window = driver.execute_script(heights)
+    assert panel_height < 0.3 * window
+    assert "Probability" in panel(driver) and "Entropy" not in panel(driver)
+    driver.find_element(By.CSS_SELECTOR, ".unfold").click()
+    assert "Entropy" in panel(driver) and "likeliest" in panel(driver)
+    assert driver.execute_script(heights)[0] <= 0.46 * window
+    driver.find_element(By.CSS_SELECTOR, ".unfold").click()
+    assert "Entropy" not in panel(driver)
+
+
+def test_printing_draws_every_chart_in_the_width_of_the_paper(driver: Any, report: Path) -> None:
+    """Also those that were not drawn yet, and in light colours on a device in the dark."""
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", WIDE)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
+    driver.get(report.as_uri())
+    driver.execute_script(
+        "addEventListener('afterprint', () => { window.printed = true; });"
+        "addEventListener('beforeprint', () => { window.widths = Array.from("
+        "  document.querySelectorAll('[data-figure]'), (place) => {"
+        "    const drawn = place.querySelector('svg.main-svg'); return drawn ? Number(drawn.getAttribute('width')) : 0;"
+        "  }); window.paper = getComputedStyle(document.documentElement).getPropertyValue('--paper').trim(); });"
+    )
+    driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    widths, paper = driver.execute_script("return [window.widths, window.paper]")
+    assert len(widths) == 5 and all(600 < width < 718 for width in widths)
+    assert paper == "#fdfdfc"
+    WebDriverWait(driver, 20).until(
+        lambda browser: browser.execute_script(
+            "return window.printed && document.querySelector('[data-figure] svg.main-svg').getAttribute('width') > 800"
+        )
+    )
+    features = [{"name": "prefers-color-scheme", "value": "light"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

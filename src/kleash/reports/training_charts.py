@@ -131,6 +131,7 @@ def curves(
         data.append(trace(x, values, line.label, color=line.color, dash=line.dash))
     known = [value for line in there for value in values_of(history, line.metric) if value > 0]
     logarithmic = logarithmic and bool(known) and max(known) > 5 * min(known)
+    negative = any(value < 0 for line in there for value in values_of(history, line.metric))
     return Chart(
         name=name,
         title=title,
@@ -140,7 +141,9 @@ def curves(
             x="step",
             y=y,
             xaxis={"showgrid": False, "nticks": 6, **({"tickformat": "d"} if len(history) < 6 else {})},
-            yaxis=decades(known) if logarithmic else {"nticks": 6, "rangemode": "normal"},
+            yaxis=decades(known)
+            if logarithmic
+            else {"nticks": 6, "rangemode": "normal" if negative else "nonnegative"},
             showlegend=len(there) > 1 or target is not None,
             shapes=[] if target is None else [level(target)],
             annotations=[] if target is None else [_target_label(target)],

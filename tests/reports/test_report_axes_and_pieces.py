@@ -1,0 +1,149 @@
+"""Axes say what they are, every drifted token can be shown, and words fit what was read."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from histories import healthy
+from synthetic_run import synthetic_comparison, write_synthetic_run
+
+from kleash.records import Measurement, Number, RunFolder
+from kleash.reports import heatmap
+from kleash.reports.comparison import differences_chart, runs_chart, verdict
+from kleash.reports.figures import axis, decades
+from kleash.reports.heatmap import heat_map, key_of, read_sequences
+from kleash.reports.measurement import charts, every_doubt, measured_on, vocabulary, write_report
+from kleash.reports.training_charts import charts_of
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0.19, 2.19], [0.2, 0.5, 1, 2]),  # a single power of ten lies between
+        ([0.3, 0.7], [0.5]),
+        ([2.0, 9.0], [2, 5]),
+        ([0.1, 9.0], [0.1, 1]),
+        ([1e-4, 30.0], [1e-4, 1e-3, 1e-2, 0.1, 1, 10]),
+        ([3e-12, 8e-11], [5e-12, 1e-11, 2e-11, 5e-11]),
+    ],
+)
+def test_a_logarithmic_axis_has_more_than_one_tick_where_that_is_possible(
+    values: list[float], ticks: list[float]
+) -> None:
+    made = decades([*values, math.nan, 0.0, math.inf])
+    seen = [tick for tick in made["tickvals"] if min(values) <= tick <= max(values)]
+    assert seen == pytest.approx(ticks)
+    assert len(made["ticktext"]) == len(made["tickvals"])
+    assert decades([]) == {"type": "log"}
+
+
+def test_a_logarithmic_axis_says_so() -> None:
+    assert axis("nats", type="log")["title"]["text"] == "nats, logarithmic scale"
+    assert axis("", type="log")["title"]["text"] == "logarithmic scale"
+    assert axis("nats")["title"]["text"] == "nats"
+
+
+def test_every_axis_of_every_chart_has_a_title(run: tuple[Path, Measurement]) -> None:
+    comparison = synthetic_comparison()
+    found = [*charts(run[1]).values(), runs_chart(comparison), differences_chart(comparison)]
+    history = [replace(one, metrics={**one.metrics, "beta": 2.0**one.step}) for one in healthy(20)]
+    found += [*charts_of(healthy(20)).values(), *charts_of(history, target=3.0).values()]
+    logarithmic = 0
+    for chart in found:
+        for name, made in chart.figure["layout"].items():
+            if name.startswith(("xaxis", "yaxis")):
+                assert made["title"]["text"], (chart.name, name)
+                logarithmic += made.get("type") == "log"
+                assert ("logarithmic" in made["title"]["text"]) is (made.get("type") == "log")
+    assert logarithmic >= 2
+
+
+def test_a_constant_beta_is_drawn_above_zero() -> None:
+    assert charts_of(healthy(5))["beta"].figure["layout"]["yaxis"]["rangemode"] == "nonnegative"
+
+
+def made(folder: Path, measurement: Measurement) -> heatmap.HeatMap:
+    keys = [key_of(drift) for drift in (*measurement.worst_sequences, *measurement.worst_tokens)]
+    return heat_map(RunFolder(folder), measurement, read_sequences(RunFolder(folder), keys))
+
+
+def test_a_drifted_token_beyond_what_is_drawn_gets_its_surroundings(
+    run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, measurement = run
+    assert made(folder, measurement).pieces == () or measurement.counts.sequences > 50
+    monkeypatch.setattr(heatmap, "MAX_TOKENS_OF_SEQUENCE", 20)
+    monkeypatch.setattr(heatmap, "MAX_TOKENS", 100)
+    monkeypatch.setattr(heatmap, "BEFORE", 6)
+    monkeypatch.setattr(heatmap, "AFTER", 3)
+    heat = made(folder, measurement)
+    assert len(heat.sequences) == 5 and len(heat.pieces) > 10
+    drawn = {(part["prompt_id"], part["sample_id"], at) for part in heat.drawn for at in part["position"]}
+    assert all((*key_of(drift), drift.position) in drawn for drift in measurement.worst_tokens)
+    for part in heat.pieces:
+        assert len(part["text"]) <= 10 and part["position"] == list(
+            range(part["before"], part["before"] + len(part["text"]))
+        )
+        assert part["total"] >= max(part["kl"])
+
+
+def test_every_drifted_token_has_its_button(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heatmap, "MAX_TOKENS", 60)
+    folder = tmp_path / "run"
+    measurement = write_synthetic_run(folder, prompts=30, samples=3, tokens=40, hostile=False)
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert page.count('class="show"') == len(measurement.worst_tokens)
+    assert "and the surroundings of the most drifted tokens that lie elsewhere" in page
+
+
+def on_text(run: tuple[Path, Measurement], **counts: int) -> Measurement:
+    measurement = run[1]
+    job = {**measurement.job, "text": "t.txt"}
+    return replace(measurement, job=job, counts=replace(measurement.counts, **counts))
+
+
+def test_windows_are_spoken_of_only_where_documents_were_cut(run: tuple[Path, Measurement]) -> None:
+    whole = on_text(run, prompts=24, sequences=24, clusters=24)
+    assert "window" not in " ".join(vocabulary(whole).values())
+    assert measured_on(whole) == "24 documents; 24 independent clusters"
+    cut = on_text(run, prompts=1, sequences=24, clusters=3)
+    assert measured_on(cut) == "24 windows to 1 document; 3 independent clusters"
+    drawn = replace(
+        run[1], counts=replace(run[1].counts, prompts=2, sequences=8, clusters=2, truncated_sequences=3)
+    )
+    assert (
+        measured_on(drawn)
+        == "8 responses to 2 prompts, of which 3 cut off before the end; 2 independent clusters"
+    )
+
+
+def test_a_comparison_of_texts_speaks_of_documents() -> None:
+    comparison = synthetic_comparison()
+    texts = replace(comparison, runs=tuple(replace(one, source="text") for one in comparison.runs))
+    assert differences_chart(texts).title.endswith("on the documents that both have")
+    assert differences_chart(comparison).title.endswith("on the prompts that both have")
+    assert verdict(comparison.differences[0], "documents").endswith("on 200 shared documents")
+
+
+def test_doubts_of_single_numbers_are_said_once_with_their_names(run: tuple[Path, Measurement]) -> None:
+    def doubted(*doubts: str) -> Number:
+        return Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), doubts=doubts)
+
+    many = {
+        "kl_policy_reference": doubted("few"),
+        **{
+            name: doubted("few", f"one cluster carries {20 + at}% of the variance")
+            for at, name in enumerate(
+                ("kl_reference_policy", "jensen_shannon", "entropy_policy", "entropy_reference")
+            )
+        },
+    }
+    bare: dict[str, Any] = {"estimators": {}, "noise_floor": None, "per_sequence": None, "doubts": ("whole",)}
+    said = every_doubt(replace(run[1], per_token=many, **bare))
+    assert said == [
+        "whole",
+        "few",
+        "on KL(reference ‖ policy), Jensen–Shannon and 2 others: one cluster carries 20% to 23% of the variance",
+    ]
