@@ -1,0 +1,164 @@
+"""Comparing runs over text: documents, perplexities, doubts, and folders that are no measurements."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import save_tiny, tiny_tokenizer
+
+from kleash.cli import main
+from kleash.measuring import compare, measure
+from kleash.records import PERPLEXITIES, MeasureJob, RunFolder
+
+WORDS = ("sea", "calm", "road", "long", "bird", "wire", "house", "town", "rain", "window", "night", "letter")
+
+
+@pytest.fixture(scope="module")
+def runs(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs over the same documents, the models the other way round in the second, which has fewer of them."""
+    folder = tmp_path_factory.mktemp("texts")
+    source = folder / "text.txt"
+    draw = np.random.default_rng(3)
+    source.write_text("\n\n".join(" ".join(draw.choice(WORDS, 9)) for _ in range(12)))
+    first, second = folder / "first", folder / "second"
+    models = [{"policy": str(pair[at]), "reference": str(pair[1 - at])} for at in (0, 1)]
+    measure(MeasureJob(**models[0], text=str(source), window=24, stride=24, out=str(first)))
+    measure(MeasureJob(**models[1], text=str(source), window=24, stride=24, limit=9, out=str(second)))
+    return first, second
+
+
+def losses(run: Path, documents: int) -> dict[str, np.ndarray]:
+    """For each document, its tokens and the sums of both models' negative log-probabilities and of their difference."""
+    found = np.zeros((documents, 4))
+    for part in RunFolder(run).token_parts(["prompt_id", "logp_policy", "logp_reference"]):
+        for who, p, q in zip(part["prompt_id"], part["logp_policy"], part["logp_reference"], strict=True):
+            if who < documents:
+                found[who] += [1.0, -float(p), -float(q), float(q) - float(p)]
+    return dict(zip(("tokens", *PERPLEXITIES), found.T, strict=True))
+
+
+def test_perplexities_are_compared_and_their_errors_are_those_of_a_jackknife(runs: tuple[Path, Path]) -> None:
+    comparison = compare(runs)
+    (difference,) = comparison.differences
+    first, second = (losses(run, 9) for run in runs)
+    for name in PERPLEXITIES:
+
+        def at(keep: np.ndarray, name: str = name) -> float:
+            here, there = (np.exp(s[name][keep].sum() / s["tokens"][keep].sum()) for s in (second, first))
+            return float(here - there)
+
+        everything = np.arange(9)
+        number = difference.differences[name]
+        assert number.value == pytest.approx(at(everything), rel=1e-9)
+        without = np.array([at(everything[everything != one]) for one in everything])
+        jackknife = np.sqrt(8 / 9 * ((without - without.mean()) ** 2).sum())
+        assert number.standard_error == pytest.approx(jackknife, rel=0.15)
+        assert number.ci95[0] < number.value < number.ci95[1]
+        of_run = comparison.runs[0].numbers[name]
+        whole = losses(runs[0], 12)
+        assert of_run.value == pytest.approx(np.exp(whole[name].sum() / whole["tokens"].sum()), rel=1e-9)
+
+
+def test_documents_are_counted_and_named(runs: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+    comparison = compare(runs)
+    (difference,) = comparison.differences
+    assert comparison.runs[0].source == "text"
+    hashes = [
+        key for part in RunFolder(runs[0]).sequence_parts(["prompt_hash"]) for key in part["prompt_hash"]
+    ]
+    assert len(set(hashes)) == len(hashes)  # windows are paired by them
+    assert comparison.runs[0].counts.sequences > comparison.runs[0].counts.prompts == 12
+    assert (difference.shared_prompts, difference.only_here, difference.only_there) == (9, 0, 3)
+    page = tmp_path / "c.html"
+    assert main(["compare", *map(str, runs), "--out", str(page)]) == 0
+    told = capsys.readouterr().out
+    assert "documents" in told and "9 shared" in told and "prompt" not in told
+    assert "perplexity of" in told and "± is one standard error" in told
+    html = page.read_text(encoding="utf-8")
+    assert "9 shared documents" in html and "Perplexity ratio" in html and "shared prompts" not in html
+
+
+def test_every_doubt_of_the_report_stands_in_the_terminal_in_compare_and_in_json(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: Any
+) -> None:
+    shown = json.loads((runs[0] / "measurement.json").read_text())
+    numbers = [*shown["per_token"].values(), *shown["perplexity"].values(), shown["top1_agreement"]]
+    doubts = {doubt for number in numbers for doubt in number["doubts"]} | set(shown["doubts"])
+    kinds = {re.split("[;0-9]", doubt.removeprefix("only "))[0].strip() for doubt in doubts} - {""}
+    assert kinds
+    report = (runs[0] / "report.html").read_text(encoding="utf-8")
+    job = shown["job"]
+    words = ["--policy", job["policy"], "--reference", job["reference"], "--text", job["text"]]
+    capsys.readouterr()
+    assert main(["measure", *words, "--window", "24", "--stride", "24", "--out", str(tmp_path / "run")]) == 0
+    terminal = capsys.readouterr().out
+    assert main(["compare", str(runs[0]), str(runs[1]), "--json", "--out", str(tmp_path / "c.html")]) == 0
+    compared = "\n".join(json.loads(capsys.readouterr().out)["runs"][0]["doubts"])
+    for kind in kinds:
+        assert kind in terminal and kind in compared and kind in report, kind
+
+
+def test_the_summary_names_the_models_and_leads_with_the_interval(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: Any
+) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text("The sea\nA long road\nIt is said")
+    words = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(source)]
+    out = tmp_path / "run"
+    assert main(["measure", *words, "--max-new-tokens", "3", "--out", str(out)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    measured = json.loads((out / "measurement.json").read_text())
+    assert told[1].startswith("KL(policy || reference) per token: ") and "(95 % interval), mean " in told[1]
+    assert "standard error" in told[1] and measured["device"] == "cpu"
+    assert told[2:4] == [f"policy: {pair[0]} (float32 on cpu)", f"reference: {pair[1]} (float32 on cpu)"]
+    text = " ".join(told)
+    assert f"of which {measured['counts']['truncated_sequences']} cut off before the end" in text
+    for name in ("Perplexity of the policy", "Perplexity of the reference", "Δp of the observed token, mean"):
+        assert name in text
+    assert (
+        main(["measure", *words, "--limit", "1", "--max-new-tokens", "3", "--out", str(tmp_path / "one")])
+        == 0
+    )
+    told = capsys.readouterr().out
+    assert "nan" not in told.lower() and "no interval: one cluster alone" in told
+
+
+def test_folders_that_are_no_measurements_are_told_apart(tmp_path: Path, capsys: Any) -> None:
+    for file, told in {
+        "steps.jsonl": f"it is the folder of a training run; measure its policy: kleash measure --policy {tmp_path}",
+        "demonstration.json": "it is a demonstration of kleash train",
+        "reference.json": "it is the cache of a reference",
+        "nothing": "the run has not finished: finish it with --resume",
+    }.items():
+        folder = tmp_path / file.partition(".")[0]
+        folder.mkdir()
+        (folder / "run.json").write_text("{}")
+        (folder / file).write_text("{}")
+        assert main(["compare", str(folder), str(folder)]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_tokenizer_clash_with_a_defaulted_model_says_which_to_give(tmp_path: Path, capsys: Any) -> None:
+    model = save_tiny(tmp_path / "model")
+    source = tmp_path / "text.txt"
+    source.write_text("The sea was calm")
+    assert len(tiny_tokenizer()) < 1000
+    for role, other in (("policy", "reference"), ("reference", "policy")):
+        words = [
+            "measure",
+            f"--{role}",
+            str(model),
+            "--text",
+            str(source),
+            "--out",
+            str(tmp_path / "run"),
+            "--quiet",
+        ]
+        if role == "reference":
+            words += ["--policy", "shipped:policy"]
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert "the tokenizers differ" in told and told.strip().endswith(f"own small model: give --{other}")
