@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from kleash.errors import RunFolderError
 from kleash.records import read_steps
 from kleash.records.checksums import seal_folder
+from kleash.reports import write_report_of
 from kleash.training.journal import Journal
 from kleash.training.ppo import checkpoints, train_ppo
 from kleash.training.ppo.checkpoints import last_checkpoint, load_progress
@@ -188,3 +190,86 @@ def test_a_damaged_checkpoint_is_named(folder, tmp_path):
     (last_checkpoint(tmp_path) / "state.safetensors").write_bytes(b"nothing")
     with pytest.raises(RunFolderError, match=r"the checkpoint .*step-000001 cannot be read"):
         train_ppo(replace(job, steps=2, resume=True))
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """A run of two steps, and its job."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    job = tiny_job(folder, out=str(out), steps=2, checkpoint_every=1)
+    train_ppo(job)
+    return job
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    shutil.copytree(finished.out, tmp_path / "run")
+    return replace(finished, out=str(tmp_path / "run"), resume=True)
+
+
+def test_a_run_begun_from_python_has_all_that_a_report_needs(copied):
+    root = Path(copied.out)
+    assert write_report_of(root) == root / "report.html"
+    assert json.loads((root / "training.json").read_text())["steps"] == 2
+    with pytest.raises(RunFolderError, match="--seed was 0 and is now 1"):
+        train_ppo(replace(copied, seed=1))
+
+
+def test_what_is_no_checkpoint_is_in_nobodys_way(copied):
+    folder = Path(copied.out) / "checkpoints"
+    (folder / "step-zzz").mkdir()
+    (folder / "step-999999").write_text("a file")
+    (folder / "step-000001").mkdir()  # half deleted when the run was killed
+    (folder / ".writing-step-000003").mkdir()  # half written, by an older kleash
+    assert last_checkpoint(Path(copied.out)).name == "step-000002"
+    assert checkpoints.step_of(folder / "step-999999") is None
+    (folder / "step-1000000").mkdir()
+    assert last_checkpoint(Path(copied.out)).name == "step-1000000", "compared as numbers"
+    (folder / "step-1000000").rmdir()
+    train_ppo(copied)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-999999", "step-zzz"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"progress": {}}', "[" * 200_000, '{"generators": [1]}'])
+def test_progress_that_is_none_is_said(copied, text):
+    checkpoint = last_checkpoint(Path(copied.out))
+    (checkpoint / "progress.json").write_text(text)
+    for sealed in (False, True):
+        if sealed:
+            seal_folder(checkpoint)
+        with pytest.raises(
+            RunFolderError,
+            match=r"the checkpoint .*progress\.json cannot be read as the progress of a run: .*"
+            "no other checkpoint is kept",
+        ):
+            load_progress(checkpoint)
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_not_gone_on_with(copied):
+    checkpoint = last_checkpoint(Path(copied.out))
+    state = checkpoint / "state.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-7] ^= 1
+    state.write_bytes(content)
+    with pytest.raises(RunFolderError, match=r"state\.safetensors is damaged: it has other bytes"):
+        train_ppo(copied)
+    shutil.copytree(checkpoint, checkpoint.with_name("step-000001"))
+    with pytest.raises(RunFolderError, match=r"delete .*step-000002, and --resume goes on from step-000001"):
+        train_ppo(copied)
+
+
+@pytest.mark.parametrize("lines", [0, 1, None])
+def test_steps_that_are_gone_are_missed(copied, lines):
+    path = Path(copied.out) / "steps.jsonl"
+    if lines is None:
+        path.unlink()
+    else:
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
+    with pytest.raises(RunFolderError, match=r"steps\.jsonl"):
+        write_report_of(path.parent)
+    with pytest.raises(
+        RunFolderError, match=r"steps\.jsonl ends at step \d, and the checkpoint is of step 2"
+    ):
+        train_ppo(copied)
+    with pytest.raises(RunFolderError, match="holds a run already"):
+        train_ppo(replace(copied, resume=False))

@@ -15,7 +15,7 @@ from kleash.models.hidden_states import HiddenStates, key_of
 from kleash.models.pairs import Model
 from kleash.models.sequences import Sequence
 from kleash.records import CachedSource, CacheLabel
-from kleash.records.atomic import TEMPORARY, cannot_write
+from kleash.records.atomic import TEMPORARY, cannot_write, require_utf8
 from kleash.records.caching import LABEL, read_label
 from kleash.records.checksums import CHECKSUMS, begin_checksums, write_checked
 from kleash.records.codec import to_json
@@ -135,6 +135,7 @@ def require_cache(folder: Path) -> None:
     Raises:
         RunFolderError: if it is a file, or holds something else.
     """
+    require_utf8(folder)
     try:
         taken = folder.exists() and not folder.is_dir()
         labelled = taken or not folder.exists() or (folder / LABEL).is_file()

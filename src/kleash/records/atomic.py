@@ -69,6 +69,20 @@ def write_atomically(
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
+def require_utf8(folder: Path) -> None:
+    """See that a folder in which safetensors files will lie has a name that safetensors can open.
+
+    Raises:
+        RunFolderError: if it is not UTF-8.
+    """
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise RunFolderError(
+            f"{folder} has a name that is not UTF-8, and safetensors opens no other; give another name"
+        ) from error
+
+
 def temporary_name() -> str:
     """A new name for a file or folder that is being written: its machine, its process and a random number."""
     return f"{TEMPORARY}{_machine()}-{os.getpid()}-{token_hex(6)}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kleash.errors import RunFolderError
-from kleash.records.atomic import cannot_write, remove_leftovers
+from kleash.records.atomic import cannot_write, remove_leftovers, require_utf8
 from kleash.records.checksums import CHECKSUMS, Checksums, record_removal, write_checked
 from kleash.records.folder import RunHeader, begin_header, check_root, read_header, require_same
 from kleash.records.locking import folder_lock
@@ -52,6 +52,7 @@ class TrainingFolder:
         Raises:
             RunFolderError: if not.
         """
+        require_utf8(self.root)
         check_root(self.root, resume=resume, begun=self.begun, leftovers=BEFORE_A_RUN)
 
     @property

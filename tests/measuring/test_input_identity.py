@@ -1,0 +1,138 @@
+"""What a resumed run and a cache depend on is compared to the last byte."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kleash.cli import main
+
+SOURCE = "The sea was calm and a boat went out before dawn.\n\nIt came back.\n"
+
+
+@pytest.fixture
+def models(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of the pair, to be changed."""
+    policy, reference = tmp_path / "policy", tmp_path / "reference"
+    for source, copy in zip(pair, (policy, reference), strict=True):
+        shutil.copytree(source, copy)
+    return policy, reference
+
+
+def changed_between_samples(folder: Path) -> None:
+    """Change weights that the old fingerprints did not look at: neither the first, the middle nor the last bytes."""
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    name = max(tensors, key=lambda name: tensors[name].numel())
+    flat = tensors[name].view(-1)
+    flat[200:400] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def changed_json(folder: Path, name: str, **changes: object) -> None:
+    path = folder / name
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**settings, **changes}))
+
+
+def command(models: tuple[Path, Path], kind: str, source: Path, out: Path, *more: object) -> list[str]:
+    words = ["measure", "--policy", models[0], "--reference", models[1], f"--{kind}", source, "--out", out]
+    return [str(word) for word in [*words, "--max-new-tokens", 4, "--quiet", *more]]
+
+
+CHANGES = {
+    "policy's weights": lambda policy, reference: changed_between_samples(policy),
+    "reference's weights": lambda policy, reference: changed_between_samples(reference),
+    "policy's weights and tokenizer": lambda policy, reference: changed_json(
+        policy, "tokenizer_config.json", chat_template="{{ messages }}"
+    ),
+    "reference's weights and tokenizer": lambda policy, reference: (
+        reference / "chat_template.jinja"
+    ).write_text("{{ messages }}"),
+    "policy's generation_config.json": lambda policy, reference: changed_json(
+        policy, "generation_config.json", eos_token_id=[1, 7]
+    ),
+}
+
+
+def test_nothing_of_a_model_may_change_between_kill_and_resume(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The sea was calm\nIt came back\n")
+    assert main(command(models, "prompts", prompts, tmp_path / "run")) == 0
+    (tmp_path / "run" / "measurement.json").unlink()
+    kept = {folder: {path: path.read_bytes() for path in folder.iterdir()} for folder in models}
+    for what, change in CHANGES.items():
+        change(*models)
+        assert main(command(models, "prompts", prompts, tmp_path / "run", "--resume")) == 2, what
+        said = capsys.readouterr().err
+        assert f"holds another run: the fingerprint of the {what}" in said, said
+        for folder, files in kept.items():
+            for path in folder.iterdir():
+                path.unlink()
+            for path, content in files.items():
+                path.write_bytes(content)
+    (models[0] / "README.md").write_text("a model card is no part of a model")
+    (models[0] / "trainer_state.json").write_text("{}")
+    assert main(command(models, "prompts", prompts, tmp_path / "run", "--resume")) == 0
+
+
+def test_a_run_of_an_older_kleash_is_not_gone_on_with(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(SOURCE)
+    assert main(command(models, "text", text, run)) == 0
+    header = json.loads((run / "run.json").read_text())
+    del header["checksums"]
+    header["fingerprints"] = {"policy": "0" * 16, "reference": "1" * 16}
+    (run / "run.json").write_text(json.dumps(header))
+    (run / "checksums.jsonl").unlink()
+    assert main(command(models, "text", text, run, "--resume")) == 2
+    assert "holds a run of an older kleash, whose fingerprints read only samples" in capsys.readouterr().err
+    assert main(["report", str(run)]) == 0
+    assert "carry no checksums" in (run / "report.html").read_text()
+
+
+def test_a_cache_is_of_one_reference_to_the_last_byte(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, cache = tmp_path / "text.txt", tmp_path / "cache"
+    text.write_text(SOURCE)
+    words = ["cache", "--reference", models[1], "--text", text, "--out", cache, "--quiet"]
+    assert main([str(word) for word in words]) == 0
+    again = command(models, "text", text, tmp_path / "run", "--reference-cache", cache)
+    changed_json(models[1], "generation_config.json", eos_token_id=[1, 7])  # of which no hidden state depends
+    assert main(again) == 0
+    changed_between_samples(models[1])
+    for refused in (again, [str(word) for word in words]):
+        assert main([*refused[:-1], refused[-1], *(["--resume"] if refused is again else [])]) == 2
+        assert "holds hidden states of" in capsys.readouterr().err
+    label = json.loads((cache / "reference.json").read_text())
+    del label["checksums"]
+    label["reference"]["fingerprint"] = "0" * 16
+    (cache / "reference.json").write_text(json.dumps(label))
+    (cache / "checksums.jsonl").unlink()
+    assert main([*again, "--resume"]) == 2
+    assert "was made by an older kleash, whose fingerprint of" in capsys.readouterr().err
+
+
+def test_a_name_that_is_not_utf8(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(SOURCE)
+    out = f"{tmp_path}/run-\udcff"
+    assert main(command(models, "text", text, Path(out))) == 0
+    assert main(["report", out]) == 0
+    assert main(["compare", out, out, "--out", f"{out}.html"]) == 0
+    capsys.readouterr()
+    for words in (
+        ["cache", "--reference", str(models[1]), "--text", str(text), "--out", f"{out}-cache"],
+        ["train", "ppo", "--steps", "1", "--out", f"{out}-ppo"],
+    ):
+        assert main(words) == 2
+        assert "has a name that is not UTF-8, and safetensors opens no other" in capsys.readouterr().err

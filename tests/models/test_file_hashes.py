@@ -1,0 +1,104 @@
+"""Whole files are hashed, once where nothing has changed, and whatever lies in the memory of hashes."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kleash.models import file_hashes
+from kleash.models.file_hashes import MEMORY, hashes_of
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kleash"
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that were read."""
+    genuine, read = file_hashes._hashed, []
+    monkeypatch.setattr(file_hashes, "_hashed", lambda paths: read.extend(paths) or genuine(paths))
+    return read
+
+
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an hour pass."""
+    now = time.time_ns()
+    monkeypatch.setattr(file_hashes.time, "time_ns", lambda: now + 3600 * 10**9)
+
+
+def test_every_byte_counts_and_where_it_is(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    monkeypatch.setattr(file_hashes, "PIECE", 300)
+    seen = set()
+    for content in (
+        b"",
+        bytes(1),
+        bytes(300),
+        bytes(301),
+        bytes(900),
+        bytes(899) + b"\1",
+        b"\1" + bytes(899),
+    ):
+        path.write_bytes(content)
+        (value,) = hashes_of([path])
+        assert hashes_of([path]) == [value]
+        seen.add(value)
+    assert len(seen) == 7
+
+
+def test_a_file_is_read_once_unless_anything_of_it_changes(
+    cache: Path, tmp_path: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(SIZE))
+    first = hashes_of([path])
+    assert hashes_of([path]) == first and len(read) == 2, "it is younger than two seconds"
+    assert not (cache / MEMORY).exists()
+    settled(monkeypatch)
+    assert hashes_of([path]) == hashes_of([path]) == first and len(read) == 3
+    status = path.stat()
+    path.write_bytes(bytes(SIZE - 1) + b"\1")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # size and time of change as before
+    assert hashes_of([path]) != first and len(read) == 4
+    other = tmp_path / "copy"
+    other.write_bytes(bytes(SIZE))
+    assert hashes_of([other]) == first, "the name is no part of it"
+
+
+@pytest.mark.parametrize("spoilt", ["damaged", "changed", "nested", "folder", "link", "mode", "unwritable"])
+def test_a_memory_that_cannot_be_trusted_is_ignored(
+    cache: Path, tmp_path: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch, spoilt: str
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(SIZE))
+    settled(monkeypatch)
+    (value,) = hashes_of([path])
+    memory = cache / MEMORY
+    text = memory.read_text()
+    match spoilt:
+        case "damaged":
+            memory.write_text(text[: len(text) // 2])
+        case "changed":
+            memory.write_text(json.dumps(json.loads(text.replace(value, "0" * 64))))
+        case "nested":
+            memory.write_text("[" * 200_000)
+        case "folder":
+            memory.unlink()
+            memory.mkdir()
+        case "link":
+            memory.rename(tmp_path / "elsewhere")
+            memory.symlink_to(tmp_path / "elsewhere")
+        case "mode":
+            memory.chmod(0o666)
+        case _:
+            cache.chmod(0o777)
+    assert hashes_of([path]) == [value] and len(read) == 2
