@@ -1,0 +1,32 @@
+"""A slice of benchmarks/damage.py: random damage is noticed, or changes nothing; nothing ends in a traceback."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DAMAGES = 24
+
+
+@pytest.fixture(scope="module")
+def tool(root: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root / "benchmarks")
+        import damage
+
+        yield damage
+
+
+@pytest.fixture(scope="module")
+def subjects(tool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return tool.make_subjects(tmp_path_factory.mktemp("subjects"))
+
+
+@pytest.mark.parametrize("kind", ["run", "cache", "training", "old run"])
+def test_no_damage_is_silent_and_none_a_traceback(tool: Any, subjects: dict[str, Any], kind: str) -> None:
+    outcomes: Counter[str] = Counter()
+    for name, victim, outcome, words in tool.damages(subjects[kind], DAMAGES, seed=1):
+        assert outcome not in ("silent", "traceback"), f"{name} of {victim}: {outcome}\n{words}"
+        outcomes[outcome] += 1
+    assert outcomes["refused"] >= DAMAGES / 4, outcomes
