@@ -1,46 +1,67 @@
 """From linearised estimates to estimates with an interval and doubts."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
-from kleash.uncertainty.bootstrap import studentised_quantiles
+from kleash.uncertainty.diagnostics import doubts_about, unseen_share
 from kleash.uncertainty.estimate import Estimate
-from kleash.uncertainty.linearised import MOST_DRAWN, Linearised
-from kleash.uncertainty.student import student_t_quantile
-
-FEW_CLUSTERS = 30
-LARGE_SHARE = 0.2
-FARTHEST = 4.0
-"""No end lies farther away than so many times Student's: few clusters, or many alike, leave the bootstrap without
-a bound."""
+from kleash.uncertainty.linearised import Linearised
+from kleash.uncertainty.skewness import logarithmic_reach, skewed_reach, skewness_of_mean
 
 Interval = tuple[float, float]
 
 
 def estimates_of(
-    linearised: Sequence[Linearised], units: Sequence[str], bounds: Sequence[Interval], fitted: int = 0
+    linearised: Sequence[Linearised],
+    units: Sequence[str],
+    bounds: Sequence[Interval],
+    *,
+    fitted: int = 0,
+    known_value: float | None = None,
 ) -> tuple[Estimate, ...]:
-    """Each with its error, interval and doubts; ``fitted`` parameters cost a degree of freedom each."""
-    errors = [standard_error(one, fitted) for one in linearised]
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index, (one, error) in enumerate(zip(linearised, errors, strict=True)):
-        if error > 0 and one.clusters <= MOST_DRAWN:
-            groups[one.clusters].append(index)
-    strays: dict[int, Interval] = {}
-    for members in groups.values():
-        found = studentised_quantiles([linearised[index] for index in members])
-        strays.update(zip(members, found, strict=True))
+    """Each with its error, interval and doubts.
+
+    Args:
+        linearised: the estimates.
+        units: of each.
+        bounds: the least and the most that each can be.
+        fitted: parameters that were fitted to the same clusters; each costs a degree of freedom.
+        known_value: what the mean of every cluster is by construction, if that is known; an estimate whose clusters
+            all have it is exact.
+    """
     return tuple(
-        Estimate(
-            value=one.value,
-            unit=unit,
-            standard_error=error,
-            clusters=one.clusters,
-            ci95=cut(_interval(one, error, strays.get(index, (0.0, 0.0)), fitted), one.value, ends),
-            doubts=doubts_about(one, error),
-        )
-        for index, (one, error, unit, ends) in enumerate(zip(linearised, errors, units, bounds, strict=True))
+        _exact(one, unit)
+        if known_value is not None and is_constant(one, known_value)
+        else _estimate(one, unit, ends, fitted)
+        for one, unit, ends in zip(linearised, units, bounds, strict=True)
+    )
+
+
+def is_constant(one: Linearised, value: float) -> bool:
+    """Whether all clusters, and there is one at least, have this mean."""
+    return one.clusters > 0 and one.value == value and not one.influence.any()
+
+
+def _exact(one: Linearised, unit: str) -> Estimate:
+    return Estimate(
+        value=one.value,
+        unit=unit,
+        standard_error=0.0,
+        clusters=one.clusters,
+        ci95=(one.value, one.value),
+    )
+
+
+def _estimate(one: Linearised, unit: str, bounds: Interval, fitted: int) -> Estimate:
+    error = standard_error(one, fitted)
+    interval = constant_interval(one, bounds) if error == 0 else _interval(one, error, bounds, fitted)
+    return Estimate(
+        value=one.value,
+        unit=unit,
+        standard_error=error,
+        clusters=one.clusters,
+        ci95=cut(interval, one.value, bounds),
+        doubts=doubts_about(one, bounds),
     )
 
 
@@ -52,42 +73,37 @@ def standard_error(one: Linearised, fitted: int = 0) -> float:
     return math.sqrt(one.clusters / freedom * float(one.influence @ one.influence))
 
 
-def _interval(one: Linearised, error: float, stray: Interval, fitted: int) -> Interval:
-    """At each end Student's t or the bootstrap-t, whichever reaches further."""
+def _interval(one: Linearised, error: float, bounds: Interval, fitted: int) -> Interval:
+    """Student's t corrected for skewness; on the side away from a bound also on the logarithmic scale."""
     if one.trouble or one.clusters == 0:
         return math.nan, math.nan
     if math.isnan(error):
         return -math.inf, math.inf
-    if error == 0:
-        return one.value, one.value
-    student = student_t_quantile(0.975, one.clusters - 1 - fitted)
-    down, up = (min(max(student, -end), FARTHEST * student) for end in (-stray[1], stray[0]))
+    freedom = one.clusters - 1 - fitted
+    down, up = skewed_reach(skewness_of_mean(one.influence), one.clusters, freedom)
+    down = max(down, logarithmic_reach(bounds[1] - one.value, error, freedom))
+    up = max(up, logarithmic_reach(one.value - bounds[0], error, freedom))
     return one.value - down * error, one.value + up * error
+
+
+def constant_interval(one: Linearised, bounds: Interval) -> Interval:
+    """The interval of a mean whose clusters are all alike, though it is not known that they must be.
+
+    A share of all clusters that none of these shows, up to 1 - 0.025^(1/C), may have any mean up to the
+    bounds: Clopper and Pearson's interval for a share of 0, with the effective number of clusters as Korn and
+    Graubard have it. Infinite on the side where there is no bound.
+
+    References:
+        Clopper & Pearson (1934), "The Use of Confidence or Fiducial Limits Illustrated in the Case of the Binomial".
+        Korn & Graubard (1998), "Confidence Intervals for Proportions With Small Expected Number of Positive Counts
+        Estimated From Survey Data".
+    """
+    unseen = unseen_share(one.effective_clusters, 0.975)
+    low, high = bounds
+    return one.value - unseen * (one.value - low), one.value + unseen * (high - one.value)
 
 
 def cut(interval: Interval, value: float, bounds: Interval) -> Interval:
     """The part of the interval that the quantity can be in; the value itself is never cut off."""
     low, high = interval
     return min(max(low, bounds[0]), max(value, low)), max(min(high, bounds[1]), min(value, high))
-
-
-def doubts_about(one: Linearised, error: float) -> tuple[str, ...]:
-    """What the clusters give reason to doubt; nothing about an exact constant."""
-    if one.trouble:
-        return (one.trouble,)
-    if error == 0:
-        return ()
-    found = list(few_clusters(one.clusters))
-    if error > 0:
-        share = float((one.influence**2).max() / (one.influence @ one.influence))
-        if share > LARGE_SHARE:
-            found.append(f"one cluster carries {share:.0%} of the variance")
-    return tuple(found)
-
-
-def few_clusters(clusters: int) -> tuple[str, ...]:
-    """The doubt that there are too few clusters to know the error well, if there are."""
-    if clusters >= FEW_CLUSTERS:
-        return ()
-    noun = "cluster" if clusters == 1 else "clusters"
-    return (f"only {clusters} {noun}; below {FEW_CLUSTERS} the error itself is uncertain",)

@@ -21,6 +21,7 @@ def ratio_of_sums(
     unit: str = "nats",
     lower: float | None = None,
     upper: float | None = None,
+    known_value: float | None = None,
 ) -> Estimate:
     """The mean per token, sum over sum, with an error that is robust within clusters.
 
@@ -28,16 +29,17 @@ def ratio_of_sums(
         standard error^2 = C / (C - 1) sum_c (s_c - r n_c)^2 / (sum_c n_c)^2
 
     A cluster (a prompt, a document) may hold any number of tokens, correlated in any way; clusters are
-    taken to be independent. ``ci95`` is Student's t with C - 1 degrees of freedom or the bootstrap-t
-    (whole clusters drawn again, always with the same draws), at each end whichever reaches further, and
-    Student's alone above 4096 clusters.
+    taken to be independent. ``ci95`` is Student's t with C - 1 degrees of freedom, corrected for the skewness
+    of the clusters, and away from a bound not shorter than Student's t of the logarithm of the distance to it.
 
-    | what comes in                  | what comes out                                       |
-    | every cluster has the same mean | standard error 0, interval (r, r), no doubts         |
-    | a sum is infinite or NaN       | that value, standard error and interval NaN, a doubt |
-    | one cluster                    | the value, standard error NaN, an interval without ends, a doubt |
-    | a cluster with count 0         | left out                                             |
-    | nothing                        | NaN                                                  |
+    | what comes in                   | what comes out                                                    |
+    | every cluster has the same mean | standard error 0, and the interval that clusters which are missing |
+    |                                 | allow between ``lower`` and ``upper``; with no bound no end, a doubt |
+    | ... and it is ``known_value``   | the exact value: standard error 0, interval (r, r), no doubts      |
+    | a sum is infinite or NaN        | that value, standard error and interval NaN, a doubt               |
+    | one cluster                     | the value, standard error NaN, an interval without ends, a doubt   |
+    | a cluster with count 0          | left out                                                           |
+    | nothing                         | NaN                                                                |
 
     Args:
         sums: a number per cluster, the sum over its tokens.
@@ -45,13 +47,17 @@ def ratio_of_sums(
         unit: of the mean: "nats", "probability" or "none".
         lower: the least that the mean can be (0 for a KL): the interval is cut there.
         upper: the most that it can be (1 for an agreement).
+        known_value: what every cluster's mean is by construction: 0 for the KL of a model against itself. A
+            sample that is constant is not exact without it.
 
     Raises:
         ShapeError: if there are not as many counts as sums.
     """
     if sums.ndim != 1 or sums.shape != counts.shape:
         raise ShapeError(f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster")
-    return ratio_of_many(sums[:, None], counts, unit=unit, lower=lower, upper=upper)[0]
+    return ratio_of_many(sums[:, None], counts, unit=unit, lower=lower, upper=upper, known_value=known_value)[
+        0
+    ]
 
 
 def ratio_of_many(
@@ -61,6 +67,7 @@ def ratio_of_many(
     unit: str | Sequence[str] = "nats",
     lower: Bound = None,
     upper: Bound = None,
+    known_value: float | None = None,
 ) -> tuple[Estimate, ...]:
     """``ratio_of_sums`` of many quantities on the same clusters at once: each comes out the same, sooner.
 
@@ -70,6 +77,7 @@ def ratio_of_many(
         unit: one for all columns, or one for each.
         lower: likewise.
         upper: likewise.
+        known_value: of all columns alike.
 
     Raises:
         ShapeError: if the shapes do not fit together.
@@ -86,7 +94,7 @@ def ratio_of_many(
     ]
     units = [unit] * columns if isinstance(unit, str) else list(unit)
     bounds = zip(_each(lower, -math.inf, columns), _each(upper, math.inf, columns), strict=True)
-    return estimates_of(linearised, units, list(bounds))
+    return estimates_of(linearised, units, list(bounds), known_value=known_value)
 
 
 def clustered_mean(
@@ -128,6 +136,9 @@ def paired_difference(
     counts_b: Real[np.ndarray, "clusters_nb"],
     *,
     unit: str = "nats",
+    lower: float | None = None,
+    upper: float | None = None,
+    known_value: float | None = None,
 ) -> Estimate:
     """Mean of a minus mean of b, where cluster c is the same prompt in both.
 
@@ -135,7 +146,8 @@ def paired_difference(
 
     What a prompt does to both cancels, so that the error is usually far below that of two separate
     measurements. A prompt without tokens in one of them still counts in the other. The edges are those
-    of ``ratio_of_sums``.
+    of ``ratio_of_sums``; but a difference is exactly 0 where both measurements are the same bit for bit, in clusters
+    of which no two have the same mean: that does not happen by chance.
 
     Args:
         sums_a: a number per cluster, the sum over its tokens in the first measurement.
@@ -143,6 +155,9 @@ def paired_difference(
         sums_b: the same clusters in the second measurement.
         counts_b: likewise.
         unit: of both means.
+        lower: the least that the difference can be (-1 for two probabilities).
+        upper: the most that it can be.
+        known_value: what the difference is in every cluster by construction: 0 for the same models.
 
     Raises:
         ShapeError: if the four differ in shape.
@@ -154,7 +169,17 @@ def paired_difference(
         Part(1.0, _float64(sums_a), _float64(counts_a)),
         Part(-1.0, _float64(sums_b), _float64(counts_b)),
     ]
-    return estimates_of([linearise(parts)], [unit], [(-math.inf, math.inf)])[0]
+    bounds = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
+    known = 0.0 if _is_repeated(parts[0], parts[1]) else known_value
+    return estimates_of([linearise(parts)], [unit], [bounds], known_value=known)[0]
+
+
+def _is_repeated(a: Part, b: Part) -> bool:
+    """Whether b is the measurement a once more: equal bit for bit, in several clusters that all differ."""
+    if not (np.array_equal(a.sums, b.sums) and np.array_equal(a.counts, b.counts)):
+        return False
+    means = a.sums[a.counts > 0] / a.counts[a.counts > 0]
+    return len(means) > 1 and len(np.unique(means)) == len(means)
 
 
 def _float64(values: np.ndarray) -> Array:

@@ -9,8 +9,9 @@ from jaxtyping import Float32, Float64, Int64, Integer
 
 from kleash.errors import OptionError, ShapeError
 from kleash.uncertainty.bits import HALF, keys_of, values_of
+from kleash.uncertainty.diagnostics import few_clusters, unseen_share
 from kleash.uncertainty.estimate import Estimate
-from kleash.uncertainty.intervals import cut, few_clusters, standard_error
+from kleash.uncertainty.intervals import cut, standard_error
 from kleash.uncertainty.linearised import Part, linearise
 from kleash.uncertainty.student import student_t_quantile
 
@@ -73,7 +74,12 @@ class FineCounts:
         )
 
     def estimates(
-        self, *, unit: str = "nats", lower: float = -math.inf, upper: float = math.inf
+        self,
+        *,
+        unit: str = "nats",
+        lower: float = -math.inf,
+        upper: float = math.inf,
+        known_value: float | None = None,
     ) -> tuple[Estimate, ...]:
         """The quantile at each level: the smallest value that so large a share of the values does not exceed.
 
@@ -82,16 +88,20 @@ class FineCounts:
         below that of independent values, turned back into values. Its ends are rounded outwards to
         8 significant bits (0.8 %), and infinite (or ``lower``, ``upper``) where there are too few values to
         bound them. The standard error is half of the interval over Student's quantile. Where all values are
-        the same, there is no error; a maximum has none either, and its interval no end above.
+        the same, the interval has an end on either side only if so many clusters would have met, with 97.5 %, one of
+        a kind large enough to move the quantile there. A maximum has no error, and its interval no end above.
 
         Args:
             unit: of the values.
             lower: the least that a value can be.
             upper: the most that it can be.
+            known_value: what every value is by construction: 0 for the KL of a model against itself.
 
         References:
             Woodruff (1952), "Confidence Intervals for Medians and Other Position Measures".
         """
+        if known_value is not None and self._is_constant(known_value):
+            return tuple(self._exact(known_value, unit) for _ in self.levels)
         return tuple(self._estimate(level, unit, (lower, upper)) for level in self.levels)
 
     def top_share(self, share: float) -> float:
@@ -148,8 +158,8 @@ class FineCounts:
         rank = rank_at(level, total)
         quantile = student_t_quantile(0.975, clusters - 1)
         if self._order_statistic(1) == self._order_statistic(total) == self._order_statistic(rank):
-            value, _ = self._order_statistic(rank)
-            return 0.0, (value, value)
+            low, high = self._constant_interval(self._order_statistic(rank)[0], level)
+            return 0.0 if low == high else math.inf, (low, high)
         independent = math.sqrt(level * (1 - level) / total)
         reach = quantile * max(self._share_error(rank), independent)
         odds = math.exp(min(reach / (level * (1 - level)), 700.0))
@@ -159,6 +169,26 @@ class FineCounts:
         low = self._order_statistic(first)[0] if first >= 1 else -math.inf
         high = self._order_statistic(last)[1] if last <= total else math.inf
         return 0.0 if low == high else (high - low) / 2 / quantile, (low, high)
+
+    def _is_constant(self, value: float) -> bool:
+        """Whether there are values, and all of them are this one."""
+        total = int(self.coarse.sum())
+        ends = {end for rank in (1, total) for end in self._order_statistic(rank)} if total else set[float]()
+        return ends == {value}
+
+    def _exact(self, value: float, unit: str) -> Estimate:
+        clusters = int((self.by_cluster.sum(1) > 0).sum())
+        return Estimate(value=value, unit=unit, standard_error=0.0, clusters=clusters, ci95=(value, value))
+
+    def _constant_interval(self, value: float, level: float) -> tuple[float, float]:
+        """The interval of a quantile where all values are the same, though they need not be.
+
+        A share of all clusters that none of these shows may hold other values; it moves the quantile upwards if it is
+        more than 1 - level, and downwards if it is level or more.
+        """
+        sizes = self.by_cluster.sum(1).astype(np.float64)
+        unseen = unseen_share(float(sizes.sum() ** 2 / (sizes @ sizes)), 0.975)
+        return (value if level > unseen else -math.inf), (value if level <= 1 - unseen else math.inf)
 
     def _share_error(self, rank: int) -> float:
         """Cluster-robust standard error of the share of values up to the one of this rank.

@@ -36,7 +36,13 @@ def student_t_quantile(probability: float, degrees_of_freedom: float | int) -> f
             f"there are {degrees_of_freedom} degrees of freedom; give a finite number from 1 on"
         )
     if probability < 0.5:
-        return -student_t_quantile(1 - probability, degrees_of_freedom)
+        return -_upper_quantile(1 - probability, degrees_of_freedom)
+    return _upper_quantile(probability, degrees_of_freedom)
+
+
+@lru_cache(maxsize=1024)
+def _upper_quantile(probability: float, degrees_of_freedom: float | int) -> float:
+    """The quantile of a probability of at least 1/2."""
     nodes, weights = _gauss_legendre()
     scale = math.exp(_log_gamma_ratio(degrees_of_freedom / 2)) / math.sqrt(math.pi)
     theta, step = 0.0, 1.0

@@ -36,6 +36,7 @@ def controlled_total(
     *,
     unit: str = "nats",
     lower: float | None = 0.0,
+    known_value: float | None = None,
 ) -> ControlledTotal:
     """KL(p || q) of whole sequences drawn from p: the mean of ``U - a (U - C)``.
 
@@ -52,6 +53,7 @@ def controlled_total(
         clusters: a label per sequence: sequences of one prompt belong together.
         unit: of both.
         lower: the least that the total can be; 0 for a KL.
+        known_value: what both sums are in every sequence by construction: 0 for a model against itself.
 
     Raises:
         ShapeError: if the three differ in length.
@@ -67,8 +69,8 @@ def controlled_total(
     combined = summed if weight == 1 else sampled - weight * (sampled - summed)
     bounds = (-math.inf if lower is None else lower, math.inf)
     one, other, both = (linearise([Part(1.0, total, counts)]) for total in (sampled, summed, combined))
-    alone = estimates_of([one, other], [unit] * 2, [(-math.inf, math.inf), bounds])
-    (together,) = estimates_of([both], [unit], [bounds], fitted=fitted)
+    alone = estimates_of([one, other], [unit] * 2, [(-math.inf, math.inf), bounds], known_value=known_value)
+    (together,) = estimates_of([both], [unit], [bounds], fitted=fitted, known_value=known_value)
     return ControlledTotal(estimate=together, weight=weight, monte_carlo=alone[0], exact_sum=alone[1])
 
 

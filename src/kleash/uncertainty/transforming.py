@@ -10,6 +10,7 @@ from jaxtyping import Float64, Int64, Real
 
 from kleash.errors import ShapeError
 from kleash.uncertainty.estimate import Estimate
+from kleash.uncertainty.linearised import ROUNDING
 from kleash.uncertainty.student import student_t_quantile
 
 
@@ -56,11 +57,15 @@ class RunningMean(NamedTuple):
     tokens: Int64[np.ndarray, "points"]
     mean: Float64[np.ndarray, "points"]
     half_width: Float64[np.ndarray, "points"]
-    """Half of the 95 % interval by Student's t; NaN over fewer than two clusters."""
+    """Half of the 95 % interval by Student's t; NaN over fewer than two clusters, and where all are alike."""
 
 
 def running_mean(
-    sums: Real[np.ndarray, "clusters_s"], counts: Real[np.ndarray, "clusters_n"], points: int = 100
+    sums: Real[np.ndarray, "clusters_s"],
+    counts: Real[np.ndarray, "clusters_n"],
+    points: int = 100,
+    *,
+    known_value: float | None = None,
 ) -> RunningMean:
     """The mean per token after the first clusters, at evenly spaced numbers of clusters up to all of them.
 
@@ -68,6 +73,8 @@ def running_mean(
         sums: a number per cluster, in the order in which they were measured.
         counts: how many tokens went into each.
         points: how many to return; fewer where there are fewer clusters.
+        known_value: what every cluster's mean is by construction: 0 for the KL of a model against itself. Then
+            the half width is 0 as long as that is so.
 
     Raises:
         ShapeError: if there are not as many counts as sums.
@@ -89,4 +96,7 @@ def running_mean(
         variance = np.maximum(squares - 2 * shift * mixed + shift**2 * sizes, 0.0) * ends / (ends - 1)
         quantiles = [student_t_quantile(0.975, end - 1) if end > 1 else math.nan for end in ends.tolist()]
         half_width = np.array(quantiles) * np.sqrt(variance) / tokens
-    return RunningMean(tokens.astype(np.int64), centre + shift, half_width)
+    mean = centre + shift
+    constant = ~(half_width > ROUNDING * np.abs(mean))
+    half_width[constant] = np.where(mean[constant] == known_value, 0.0, math.nan)
+    return RunningMean(tokens.astype(np.int64), mean, half_width)

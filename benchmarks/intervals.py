@@ -1,0 +1,335 @@
+"""Coverage, misses at each end, width and doubts of 95 % intervals, by simulation: python benchmarks/intervals.py
+
+For processes whose true mean is known: how often the interval of kleash holds it, on which side it misses, how
+wide it is beside the spread of the estimate itself, how often it comes with a doubt, and how often it holds the truth
+where it comes with none. For two of them also the intervals of other methods.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from harness import write_result
+from numpy.typing import NDArray
+
+from kleash.uncertainty import Estimate, ratio_of_many, student_t_quantile
+
+CLUSTERS = (5, 8, 12, 20, 30, 64, 300)
+COLUMNS = 500
+DRAWS = 1999
+
+Array = NDArray[np.float64]
+Random = np.random.Generator
+
+
+class Sample(NamedTuple):
+    """Simulated measurements: sums and counts are [cluster, measurement]."""
+
+    sums: Array
+    counts: Array
+    truth: float
+    lower: float | None = None
+    upper: float | None = None
+
+
+def lengths(random: Random, shape: tuple[int, ...]) -> Array:
+    return random.integers(16, 128, endpoint=True, size=shape).astype(np.float64)
+
+
+def lognormal(random: Random, shape: tuple[int, ...], spread: float) -> Array:
+    """Mean 1; ``spread`` is the standard deviation of the logarithm."""
+    return np.exp(spread * random.standard_normal(shape) - spread**2 / 2)
+
+
+def normal(random: Random, shape: tuple[int, ...]) -> Sample:
+    return Sample(1 + 0.3 * random.standard_normal(shape), np.ones(shape), 1.0)
+
+
+def skewed(spread: float) -> Callable[[Random, tuple[int, ...]], Sample]:
+    def draw(random: Random, shape: tuple[int, ...]) -> Sample:
+        counts = lengths(random, shape)
+        return Sample(lognormal(random, shape, spread) * counts, counts, 1.0, lower=0.0)
+
+    return draw
+
+
+def zeros(random: Random, shape: tuple[int, ...]) -> Sample:
+    counts = lengths(random, shape)
+    values = np.where(random.random(shape) < 0.03, lognormal(random, shape, 0.5), 0.0)
+    return Sample(values * counts, counts, 0.03, lower=0.0)
+
+
+def rare_long(random: Random, shape: tuple[int, ...]) -> Sample:
+    counts, values = lengths(random, shape), lognormal(random, shape, 0.5)
+    rare = random.random(shape) < 0.02
+    counts, values = np.where(rare, 30, 1) * counts, np.where(rare, 5, 1) * values
+    return Sample(values * counts, counts, (0.98 + 0.02 * 30 * 5) / (0.98 + 0.02 * 30), lower=0.0)
+
+
+def agreement(random: Random, shape: tuple[int, ...]) -> Sample:
+    counts = np.full(shape, 15.0)
+    return Sample(random.binomial(15, 0.98, size=shape).astype(np.float64), counts, 0.98, 0.0, 1.0)
+
+
+def agreement_by_prompt(random: Random, shape: tuple[int, ...]) -> Sample:
+    counts = lengths(random, shape)
+    hits = random.binomial(counts.astype(np.int64), random.beta(9.8, 0.2, size=shape))
+    return Sample(hits.astype(np.float64), counts, 0.98, 0.0, 1.0)
+
+
+def random_lengths(random: Random, shape: tuple[int, ...]) -> Sample:
+    counts = np.ceil(40 * lognormal(random, shape, 1.0))
+    return Sample(lognormal(random, shape, 0.5) * counts, counts, 1.0, lower=0.0)
+
+
+def longer_drift_more(random: Random, shape: tuple[int, ...]) -> Sample:
+    """log KL and log length correlate by 0.7; weighted by length, the mean of exp(0.5 e) is exp(0.35 + 0.125)."""
+    z = random.standard_normal(shape)
+    e = 0.7 * z + math.sqrt(0.51) * random.standard_normal(shape)
+    counts = np.exp(z)
+    return Sample(np.exp(0.5 * e) * counts, counts, math.exp(0.5 * 0.7 + 0.125), lower=0.0)
+
+
+def autoregressive(random: Random, shape: tuple[int, ...]) -> Array:
+    """[window, ...]: the logarithms of the KL of neighbouring windows, each correlated by 0.8 with the one before."""
+    windows = np.empty(shape)
+    windows[0] = random.standard_normal(shape[1:])
+    for place in range(1, shape[0]):
+        windows[place] = 0.8 * windows[place - 1] + 0.6 * random.standard_normal(shape[1:])
+    return windows
+
+
+def documents(random: Random, shape: tuple[int, ...]) -> Sample:
+    """Documents of 4 to 16 windows."""
+    values = np.exp(0.7 * autoregressive(random, (16, *shape)) - 0.245)
+    windows = random.integers(4, 16, endpoint=True, size=shape)
+    there = np.arange(16)[:, None, None] < windows
+    return Sample((values * there).sum(0), windows.astype(np.float64), 1.0, lower=0.0)
+
+
+def blocks(random: Random, shape: tuple[int, ...]) -> Sample:
+    """One long text, cut into blocks of 8 windows."""
+    values = np.exp(0.7 * autoregressive(random, (8 * shape[0], shape[1])) - 0.245)
+    return Sample(values.reshape(shape[0], 8, shape[1]).sum(1), np.full(shape, 8.0), 1.0, lower=0.0)
+
+
+PROCESSES: Mapping[str, Callable[[Random, tuple[int, ...]], Sample]] = {
+    "normal": normal,
+    "lognormal 0.5": skewed(0.5),
+    "lognormal 1": skewed(1.0),
+    "lognormal 1.5": skewed(1.5),
+    "97 % zeros": zeros,
+    "2 % long and heavy": rare_long,
+    "agreement 0.98": agreement,
+    "agreement by prompt": agreement_by_prompt,
+    "random lengths": random_lengths,
+    "longer drift more": longer_drift_more,
+    "documents, AR(1)": documents,
+    "one text in blocks": blocks,
+}
+
+
+def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, Any]:
+    """What the intervals of one process over so many clusters are worth."""
+    random = np.random.default_rng([seed, list(PROCESSES).index(name), clusters])
+    found: list[Estimate] = []
+    truth = 0.0
+    for _ in range(measurements // COLUMNS):
+        sums, counts, truth, lower, upper = PROCESSES[name](random, (clusters, COLUMNS))
+        found += ratio_of_many(sums, counts, lower=lower, upper=upper)
+    values = np.array([one.value for one in found])
+    low, high = np.array([one.ci95 for one in found]).T
+    doubted = np.array([bool(one.doubts) for one in found])
+    missed = (truth < low) | (truth > high)
+    spread = float(np.subtract(*np.quantile(values, [0.975, 0.025])))
+    with np.errstate(invalid="ignore"):
+        width = float(np.median(high - low))
+    return {
+        "process": name,
+        "clusters": clusters,
+        "coverage": 1 - float(missed.mean()),
+        "truth_below": float((truth < low).mean()),
+        "truth_above": float((truth > high).mean()),
+        "width": round(width / spread, 4) if math.isfinite(width) else "Infinity",
+        "doubted": float(doubted.mean()),
+        "coverage_without_doubt": 1 - float(missed[~doubted].mean()) if (~doubted).any() else None,
+        "missed_without_doubt": float((missed & ~doubted).mean()),
+    }
+
+
+def rival_row(name: str, clusters: int, measurements: int, seed: int) -> dict[str, Any]:
+    """Misses above and width of other methods, and of kleash, on the same measurements."""
+    random = np.random.default_rng([seed, 77, clusters])
+    resampled = np.random.default_rng([seed, clusters]).multinomial(
+        clusters, np.full(clusters, 1 / clusters), DRAWS
+    )
+    t = student_t_quantile(0.975, clusters - 1)
+    ends: dict[str, list[tuple[float, float, float]]] = {}
+    values: list[float] = []
+    for _ in range(measurements // COLUMNS):
+        sums, counts, truth, lower, upper = PROCESSES[name](random, (clusters, COLUMNS))
+        found = ratio_of_many(sums, counts, lower=lower, upper=upper)
+        value, error, skewness = studentised(sums, counts)
+        bootstrap = bootstrap_t(resampled, sums, counts, t)
+        down, up = (np.maximum(t, reach) for reach in bootstrap)
+        hall_down, hall_up = hall(skewness, t)
+        shift = skewness * (1 + 2 * t * t) / 6
+        reaches = {
+            "Student": (np.full(COLUMNS, t), np.full(COLUMNS, t)),
+            "Johnson": (t - shift, t + shift),
+            "Hall": (hall_down, hall_up),
+            "bootstrap-t, at most 4 t": (np.minimum(down, 4 * t), np.minimum(up, 4 * t)),
+            "bootstrap-t, at most 2 t": (np.minimum(down, 2 * t), np.minimum(up, 2 * t)),
+        }
+        for method, (below, above) in reaches.items():
+            ends.setdefault(method, []).extend(
+                zip(value - below * error, value + above * error, np.full(COLUMNS, truth), strict=True)
+            )
+        ends.setdefault("kleash", []).extend((*one.ci95, truth) for one in found)
+        values += [one.value for one in found]
+    spread = float(np.subtract(*np.quantile(values, [0.975, 0.025])))
+    methods: dict[str, Any] = {}
+    for method, rows in ends.items():
+        low, high, truth = np.array(rows).T
+        methods[method] = {
+            "coverage": float(((low <= truth) & (truth <= high)).mean()),
+            "truth_above": float((truth > high).mean()),
+            "truth_below": float((truth < low).mean()),
+            "width": round(float(np.median(high - low)) / spread, 4),
+        }
+    return {"process": name, "clusters": clusters, "methods": methods}
+
+
+def studentised(sums: Array, counts: Array) -> tuple[Array, Array, Array]:
+    """Ratio, clustered error, and skewness over the root of the number of clusters, of each measurement."""
+    size, total = len(sums), counts.sum(0)
+    value = sums.sum(0) / total
+    residuals = (sums - value * counts) / total
+    squares = (residuals**2).sum(0)
+    return value, np.sqrt(size / (size - 1) * squares), (residuals**3).sum(0) / squares**1.5
+
+
+def hall(skewness: Array, t: float) -> tuple[Array, Array]:
+    """Both reaches by Hall's (1992) cubic transformation, turned back."""
+    g = np.where(np.abs(skewness) < 1e-9, 1e-9, skewness)
+    down, up = (3 / g * (np.cbrt(1 + g * (x - g / 6)) - 1) for x in (t, -t))
+    return down, -up
+
+
+def bootstrap_t(times: Array, sums: Array, counts: Array, t: float) -> tuple[Array, Array]:
+    """Both reaches by the bootstrap-t with expanded tails (Hesterberg 2015), as kleash 0.1 had it."""
+    size = len(sums)
+    residuals = sums - sums.sum(0) / counts.sum(0) * counts
+    drawn, tokens = times @ residuals, times @ counts
+    shift = drawn / tokens
+    squares = (
+        times @ residuals**2 - 2 * shift * (times @ (residuals * counts)) + shift**2 * (times @ counts**2)
+    )
+    errors = np.sqrt(np.maximum(size / (size - 1) * squares, 0.0)) / tokens
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = np.sort(
+            np.where(errors > 1e-9 * np.abs(shift), shift / errors, np.copysign(np.inf, shift)), axis=0
+        )
+    tail = math.erfc(math.sqrt(size / (size - 1)) * t / math.sqrt(2)) / 2
+    place = max(0, math.floor(tail * (DRAWS + 1)) - 1)
+    return ratios[DRAWS - 1 - place], -ratios[place]
+
+
+def tables(figures: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of docs/uncertainty.md by name, from the figures."""
+
+    def percent(share: float | None) -> str:
+        return "–" if share is None else f"{100 * share:.1f}"
+
+    def times(width: float | str) -> str:
+        return "∞" if isinstance(width, str) else f"{width:.2f}"
+
+    rows: list[dict[str, Any]] = figures["processes"]
+    texts = {
+        "coverage": lambda one: percent(one["coverage"]),
+        "misses": lambda one: f"{percent(one['truth_below'])} + {percent(one['truth_above'])}",
+        "width": lambda one: times(one["width"]),
+        "doubts": lambda one: (
+            f"{100 * one['doubted']:.0f} · {percent(one['coverage_without_doubt'])} · "
+            f"{percent(one['missed_without_doubt'])}"
+        ),
+    }
+    heading = ["process", *(str(clusters) for clusters in CLUSTERS)]
+    found = {
+        title: table(
+            heading,
+            [
+                [name, *(text(one) for one in rows if one["process"] == name)]
+                for name in dict.fromkeys(one["process"] for one in rows)
+            ],
+        )
+        for title, text in texts.items()
+    }
+    rivals: list[dict[str, Any]] = figures["methods"]
+    for name in dict.fromkeys(one["process"] for one in rivals):
+        mine = [one["methods"] for one in rivals if one["process"] == name]
+        found[f"methods, {name}"] = table(
+            ["method", *heading[1:]],
+            [
+                [
+                    method,
+                    *(
+                        f"{percent(one[method]['truth_above'])} · {times(one[method]['width'])}"
+                        for one in mine
+                    ),
+                ]
+                for method in mine[0]
+            ],
+        )
+    return found
+
+
+def table(heading: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(
+        [
+            f"| {' | '.join(heading)} |",
+            "|---" * len(heading) + "|",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What 95 % intervals are worth, by simulation.")
+    parser.add_argument("--measurements", type=int, default=10_000, help="simulated for each cell")
+    parser.add_argument(
+        "--rivals", type=int, default=4_000, help="simulated for each cell of the other methods"
+    )
+    parser.add_argument("--seed", type=int, default=13)
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    rows = [
+        cell(name, clusters, options.measurements, options.seed)
+        for name in PROCESSES
+        for clusters in CLUSTERS
+    ]
+    rivals = [
+        rival_row(name, clusters, options.rivals, options.seed)
+        for name in ("normal", "lognormal 1")
+        for clusters in CLUSTERS
+    ]
+    figures = {
+        "what": "coverage, misses, width (over the spread of the estimate) and doubts of 95 % intervals",
+        "numpy": np.__version__,
+        "seed": options.seed,
+        "measurements": options.measurements,
+        "measurements_of_other_methods": options.rivals,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "processes": rows,
+        "methods": rivals,
+    }
+    for title, text in tables(figures).items():
+        print(f"\n{title}\n{text}")
+    print(f"\n{write_result('intervals', figures)}")
+
+
+if __name__ == "__main__":
+    main()
