@@ -69,7 +69,7 @@ def test_the_weight_is_fitted_over_clusters_and_not_over_sequences() -> None:
 
 
 def test_models_that_are_the_same_are_exactly_zero_apart() -> None:
-    total = controlled_total(np.zeros(50), np.zeros(50), np.arange(50))
+    total = controlled_total(np.zeros(50), np.zeros(50), np.arange(50), known_value=0.0)
     assert (total.estimate.value, total.estimate.standard_error, total.weight) == (0.0, 0.0, 1.0)
     assert total.estimate.ci95 == (0.0, 0.0)
     assert total.estimate.doubts == ()

@@ -17,7 +17,7 @@ def cells(number: Number) -> tuple[str, str, str, str]:
     low, high = (number.format(end) for end in number.ci95)
     alone = math.isnan(number.standard_error) and any(map(math.isinf, number.ci95))
     known = not alone and not any(map(math.isnan, number.ci95))
-    error = "" if math.isnan(number.standard_error) else number.format(number.standard_error)
+    error = number.format(number.standard_error) if number.has_error else ""
     return number.rounded, f"{low} to {high}" if known else "", error, unit
 
 

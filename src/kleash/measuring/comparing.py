@@ -131,7 +131,13 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
     for place, column in enumerate(COMPARED, start=1):
         differences[column] = Number.of(
             paired_difference(
-                here[:, place], here[:, 0], there[:, place], there[:, 0], unit=scale_of(column).unit
+                here[:, place],
+                here[:, 0],
+                there[:, place],
+                there[:, 0],
+                unit=scale_of(column).unit,
+                **_bounds(column),
+                known_value=_known_difference(run, first, column),
             )
         )
     differences |= _perplexity_differences(here, there)
@@ -152,6 +158,28 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
         differences=differences,
         doubts=doubts,
     )
+
+
+def _bounds(column: str) -> dict[str, float | None]:
+    """Between what the difference of two means of a column lies, where the column has two bounds."""
+    scale = scale_of(column)
+    if scale.lower is None or scale.upper is None:
+        return {"lower": None, "upper": None}
+    return {"lower": scale.lower - scale.upper, "upper": scale.upper - scale.lower}
+
+
+def _known_difference(run: _Run, first: _Run, column: str) -> float | None:
+    """0 where both runs measured the same models, as far as the column depends on them; None if not."""
+    roles = {"entropy_policy": ("policy",), "entropy_reference": ("reference",)}
+    pairs = [
+        (run.measurement.models[role], first.measurement.models[role])
+        for role in roles.get(column, ("policy", "reference"))
+    ]
+    same = all(
+        one.fingerprint and (one.fingerprint, one.dtype) == (other.fingerprint, other.dtype)
+        for one, other in pairs
+    )
+    return 0.0 if same else None
 
 
 def _count(run: _Run, rows: list[int] | None = None) -> int:

@@ -29,7 +29,8 @@ def on_policy_doubts(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
             "logprobs say; check that the logprobs are of these tokens"
         )
         return (sentence,)
-    if not np.isfinite(gap.standard_error) or abs(gap.value) <= SURPRISING * gap.standard_error:
+    known = 0 < gap.standard_error < np.inf
+    if not known or abs(gap.value) <= SURPRISING * gap.standard_error:
         return ()
     drawn = "the tokens" if estimand.weighting == "none" else "even with their weights the tokens"
     sentence = (

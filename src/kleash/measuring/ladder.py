@@ -16,7 +16,9 @@ LADDERS = ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "tota
 HEADLINE = "kl_policy_reference"
 
 
-def climb(folder: RunFolder, clusters: Clusters) -> tuple[Mapping[str, Mapping[str, Number]], float]:
+def climb(
+    folder: RunFolder, clusters: Clusters, *, one_model: bool = False
+) -> tuple[Mapping[str, Mapping[str, Number]], float]:
     """The quantiles of each divergence, and the share of KL(policy || reference) in the top 1 % of tokens."""
     coarse = dict.fromkeys(LADDERS, CoarseCounts.empty())
     for part in folder.token_parts(list(LADDERS)):
@@ -35,6 +37,8 @@ def climb(folder: RunFolder, clusters: Clusters) -> tuple[Mapping[str, Mapping[s
     for name, counts in fine.items():
         scale = scale_of(name)
         upper = np.inf if scale.upper is None else scale.upper
-        estimates = counts.estimates(unit=scale.unit, lower=0.0, upper=upper)
+        estimates = counts.estimates(
+            unit=scale.unit, lower=0.0, upper=upper, known_value=0.0 if one_model else None
+        )
         quantiles[name] = {rung: Number.of(estimate) for rung, estimate in zip(RUNGS, estimates, strict=True)}
     return quantiles, fine[HEADLINE].top_share(0.01)

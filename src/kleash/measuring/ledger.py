@@ -34,6 +34,8 @@ class Ledger:
 
     on_text: bool
     """Whether ``prompt_id`` is a document and ``sample_id`` a window of it."""
+    one_model: bool = False
+    """Whether a model is compared with itself: its KL is 0, and known to be."""
     _parts: list[tuple[Ids, Ids, Floats, Floats]] = field(default_factory=list)
 
     def add(self, tokens: Mapping[str, Any]) -> None:
@@ -52,7 +54,7 @@ class Ledger:
         """KL(policy || reference) per token over all sequences entered."""
         clusters = self.clusters()
         kl, tokens = (np.bincount(clusters.labels, weights=self._column(place)) for place in (2, 3))
-        return ratio_of_sums(kl, tokens, unit="nats", lower=0.0)
+        return ratio_of_sums(kl, tokens, unit="nats", lower=0.0, known_value=0.0 if self.one_model else None)
 
     def _column(self, place: int) -> NDArray[Any]:
         return np.concatenate([part[place] for part in self._parts]) if self._parts else np.zeros(0, np.int64)

@@ -7,7 +7,7 @@ import numpy as np
 
 from kleash.measuring.columns import CONFIDENCES, POSITIONS
 from kleash.measuring.ledger import Clusters
-from kleash.measuring.scales import scale_of
+from kleash.measuring.scales import scale_of, value_of_itself
 from kleash.measuring.tally import ClusterSums, SequenceTerms
 from kleash.records import Bin, EstimatorRecord, Number, SequenceTotal
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, transformed
@@ -16,7 +16,19 @@ from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, transf
 def mean_per_token(sums: ClusterSums, name: str) -> Estimate:
     """The mean per token of a quantity, with its cluster-robust error."""
     scale = scale_of(name)
-    return ratio_of_sums(sums[name], sums["tokens"], unit=scale.unit, lower=scale.lower, upper=scale.upper)
+    return ratio_of_sums(
+        sums[name],
+        sums["tokens"],
+        unit=scale.unit,
+        lower=scale.lower,
+        upper=scale.upper,
+        known_value=known_value(sums, name),
+    )
+
+
+def known_value(sums: ClusterSums, name: str) -> float | None:
+    """What the quantity is by construction, where a model was compared with itself."""
+    return value_of_itself(name) if sums.one_model else None
 
 
 def perplexities(sums: ClusterSums) -> dict[str, Number]:
@@ -27,7 +39,17 @@ def perplexities(sums: ClusterSums) -> dict[str, Number]:
         "ratio": ("log_ratio", None),
     }
     return {
-        name: Number.of(_exponential(ratio_of_sums(-sums[column], sums["tokens"], unit="nats", lower=lower)))
+        name: Number.of(
+            _exponential(
+                ratio_of_sums(
+                    -sums[column],
+                    sums["tokens"],
+                    unit="nats",
+                    lower=lower,
+                    known_value=known_value(sums, column),
+                )
+            )
+        )
         for name, (column, lower) in ways.items()
     }
 
@@ -84,7 +106,15 @@ def bins(sums: ClusterSums, kind: str) -> tuple[Bin, ...]:
                 high=float(high),
                 tokens=int(tokens.sum()),
                 share_of_kl=share(kl.sum(), whole),
-                kl_policy_reference=Number.of(ratio_of_sums(kl[here], tokens[here], unit="nats", lower=0.0)),
+                kl_policy_reference=Number.of(
+                    ratio_of_sums(
+                        kl[here],
+                        tokens[here],
+                        unit="nats",
+                        lower=0.0,
+                        known_value=known_value(sums, "kl_policy_reference"),
+                    )
+                ),
             )
         )
     return tuple(found)
@@ -97,9 +127,15 @@ def share(part: float, whole: float) -> float:
     return float(part / whole) if np.isfinite(whole) else float("nan")
 
 
-def sequence_total(terms: SequenceTerms, clusters: Clusters) -> SequenceTotal:
+def sequence_total(terms: SequenceTerms, clusters: Clusters, *, one_model: bool = False) -> SequenceTotal:
     """The KL between whole responses, by the combination of its two estimates that varies least."""
-    total = controlled_total(terms.log_ratio, terms.exact, clusters.labels, unit="nats")
+    total = controlled_total(
+        terms.log_ratio,
+        terms.exact,
+        clusters.labels,
+        unit="nats",
+        known_value=0.0 if one_model else None,
+    )
     return SequenceTotal(
         kl_policy_reference=Number.of(total.estimate),
         control_variate_weight=total.weight,

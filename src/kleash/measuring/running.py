@@ -104,7 +104,7 @@ def run_shards(
 ) -> SourceChecks:
     """Do the shards that are not there yet, until all are or the error is small enough; returns the source's checks."""
     finished = folder.finished_shards()
-    ledger = Ledger(on_text=job.source[0] == "text")
+    ledger = Ledger(on_text=job.source[0] == "text", one_model=pair.is_one_model)
     parts = folder.token_parts(list(Ledger.READ))
     worst, checks = Largest(most=WORST_SEQUENCES), SourceChecks(temperature=job.temperature)
     if finished:

@@ -32,6 +32,17 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
 """Of what is not here: nats, without bounds."""
 
 
+OF_EACH_MODEL = ("entropy_policy", "entropy_reference", "logp_policy", "logp_reference")
+"""What belongs to one model; all other quantities compare two."""
+
+
+def value_of_itself(name: str) -> float | None:
+    """What a quantity is, token by token, of a model and itself; None for what is not known beforehand."""
+    if name in OF_EACH_MODEL:
+        return None
+    return 1.0 if name == "top1_agreement" else 0.0
+
+
 def scale_of(name: str) -> Scale:
     """The scale of a quantity."""
     return SCALES.get(name, NATS)

@@ -20,6 +20,7 @@ from kleash.measuring.likeliest import write_alternatives
 from kleash.measuring.numbers import (
     bins,
     estimator_records,
+    known_value,
     mean_per_token,
     perplexities,
     probability_changes,
@@ -67,12 +68,13 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         all_have_logprobs=sequences.all_have_logprobs,
         split=len(sequences.clusters.labels) > sequences.prompts,
     )
-    counted = tally(run.folder, estimand, sequences.clusters)
+    one_model = run.pair.is_one_model
+    counted = tally(run.folder, estimand, sequences.clusters, one_model=one_model)
     sums, worst = counted.sums, counted.worst
     worst_sequences = worst.worst_sequences()
     write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
     after = measure_rounding(run.job, run.engine, run.folder, sequences.tokens)
-    quantiles, top_share = climb(run.folder, sequences.clusters)
+    quantiles, top_share = climb(run.folder, sequences.clusters, one_model=one_model)
     return Measurement(
         kleash=__version__,
         estimand=estimand.words,
@@ -90,7 +92,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         ),
         per_token={name: Number.of(mean_per_token(sums, name)) for name in PER_TOKEN},
         per_sequence=(
-            sequence_total(counted.terms, sequences.clusters)
+            sequence_total(counted.terms, sequences.clusters, one_model=one_model)
             if estimand.between_sequences and np.isfinite(counted.terms.weight).all()
             else None
         ),
@@ -152,9 +154,9 @@ class Tally:
     worst: Worst
 
 
-def tally(folder: RunFolder, estimand: Estimand, clusters: Clusters) -> Tally:
+def tally(folder: RunFolder, estimand: Estimand, clusters: Clusters, *, one_model: bool = False) -> Tally:
     """One pass over all tokens: the sums of every quantity for each cluster, and what drifted most."""
-    sums, worst, terms = ClusterSums(), Worst(), [SequenceTerms(*np.zeros((3, 0)))]
+    sums, worst, terms = ClusterSums(one_model=one_model), Worst(), [SequenceTerms(*np.zeros((3, 0)))]
     done = 0
     for part in folder.token_parts([*READ, "text"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
@@ -175,7 +177,11 @@ def tally(folder: RunFolder, estimand: Estimand, clusters: Clusters) -> Tally:
 
 def convergence(sums: ClusterSums) -> tuple[RunningMean, ...]:
     """The mean KL as it stood at up to a hundred moments of the run."""
-    tokens, means, halves = running_mean(sums["kl_policy_reference"], sums["tokens"])
+    tokens, means, halves = running_mean(
+        sums["kl_policy_reference"],
+        sums["tokens"],
+        known_value=known_value(sums, "kl_policy_reference"),
+    )
     return tuple(
         RunningMean(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))
         for count, mean, half in zip(tokens, means, halves, strict=True)

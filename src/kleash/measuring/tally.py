@@ -25,8 +25,9 @@ def neighbours_together(clusters: int) -> int:
 class ClusterSums:
     """Sums of named quantities for each cluster, added to a shard at a time."""
 
-    def __init__(self) -> None:
-        """With nothing in it."""
+    def __init__(self, *, one_model: bool = False) -> None:
+        """With nothing in it; of two models, or of one that is compared with itself."""
+        self.one_model = one_model
         self._sums: dict[str, Floats] = {}
         self._size = 0
         self.together = 1

@@ -132,6 +132,13 @@ class Pair:
     """What could make the numbers mean less than they seem to."""
 
     @property
+    def is_one_model(self) -> bool:
+        """Whether both sides are known to be the same: one network, or one fingerprint in one dtype."""
+        policy, reference = self.policy, self.reference
+        marks = (policy.fingerprint, policy.dtype), (reference.fingerprint, reference.dtype)
+        return policy.is_same_as(reference) or (policy.fingerprint != "" and marks[0] == marks[1])
+
+    @property
     def vocabulary(self) -> int:
         """Tokens both give a probability to."""
         return self.policy.vocabulary

@@ -138,6 +138,10 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             verl="response_length/mean",
             trl="completions/mean_length",
         ),
+        "response/prompts": Metric(
+            unit="none",
+            meaning="prompts that were answered: the independent clusters behind the errors of the step",
+        ),
         "response/cut_share": Metric(
             unit="probability",
             meaning="share of responses that were cut off at --max-new-tokens",

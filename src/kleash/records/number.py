@@ -30,7 +30,7 @@ class Number:
     unit: str
     """"nats", "probability" or "none"."""
     standard_error: float
-    """Cluster-robust standard error, in the same unit."""
+    """Cluster-robust standard error, in the same unit; NaN, or 0 with an interval that has a width, if not known."""
     ci95: tuple[float, float]
     """The 95 % confidence interval: its lower and its upper end."""
     doubts: tuple[str, ...] = ()
@@ -53,11 +53,20 @@ class Number:
         return cls(value=value, unit="none", standard_error=standard_error, ci95=(math.nan, math.nan))
 
     def __str__(self) -> str:
-        """The number to the digits that its error supports, with the error and the unit."""
+        """The number to the digits that its error supports, with the error and the unit; words where there is none."""
         unit = f" {self.unit}" if self.unit == "nats" else ""
         if not math.isfinite(self.value):
             return f"{self.value}{unit}"
+        if not self.has_error:
+            return f"{self.rounded}{unit}, error unknown"
         return f"{self.rounded} ± {self.format(self.standard_error)}{unit}"
+
+    @property
+    def has_error(self) -> bool:
+        """Whether its error is known: not that of a single cluster, nor of clusters that only happen to be alike."""
+        if self.standard_error == 0:
+            return not self.ci95[0] < self.ci95[1]
+        return not math.isnan(self.standard_error)
 
     @property
     def rounded(self) -> str:

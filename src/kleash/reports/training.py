@@ -29,6 +29,7 @@ from kleash.records.steps import STEPS
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import charts_of
 from kleash.reports.words import command_of, plain, typeset
+from kleash.uncertainty import few_clusters
 
 SHOWN_STEPS = 6
 """Steps whose responses are shown: the first, the last, and some between."""
@@ -70,6 +71,7 @@ def write_training_report(folder: Path) -> Path:
         "result": result,
         "steps": history[-1].step,
         "cards": cards(header, history, result),
+        "doubts": doubts(history),
         "warnings": [(record.step, warning) for record in history for warning in record.warnings],
         "events": events[-SHOWN_EVENTS:],
         "events_left_out": max(0, len(events) - SHOWN_EVENTS),
@@ -109,6 +111,13 @@ def cards(
     steps = f"{history[-1].step}"
     end = "still running, or interrupted" if result is None else result.stopped or "finished"
     return [*found, ("Steps", steps, end)]
+
+
+def doubts(history: Sequence[StepRecord]) -> list[str]:
+    """What there is to doubt about the errors of the last step that has any."""
+    prompts = [step.metrics["response/prompts"] for step in history if "response/prompts" in step.metrics]
+    few = few_clusters(int(prompts[-1])) if prompts else ()
+    return [f"the errors of a step are over its prompts: {doubt}" for doubt in few]
 
 
 def target_of(header: RunHeader) -> float | None:

@@ -81,7 +81,7 @@ def shown(number: Number) -> Shown:
     known = not (math.isnan(number.ci95[0]) or math.isnan(number.ci95[1]))
     return Shown(
         value=typeset(number.rounded),
-        error=UNKNOWN if math.isnan(number.standard_error) else typeset(number.format(number.standard_error)),
+        error=typeset(number.format(number.standard_error)) if number.has_error else UNKNOWN,
         interval=f"{low} to {high}" if known else UNKNOWN,
         unit=unit,
         doubts=number.doubts,

@@ -21,6 +21,7 @@ from kleash.records import (
 from kleash.records.steps import STEPS
 from kleash.training.trackers import Tracker, open_trackers
 from kleash.training.watching import Watch, distinct, repetition
+from kleash.uncertainty import few_clusters
 
 SAMPLES_KEPT = 4
 """Responses of a step that are kept as text."""
@@ -99,6 +100,8 @@ class Journal:
         self.history: list[StepRecord] = []
         """The steps so far."""
         self._trackers: list[Tracker] = []
+        self._doubted = False
+        """Whether it was said that the errors of a step rest on few prompts."""
 
     def begin(self, step: int) -> None:
         """Go on after ``step``, the last one that a checkpoint holds; 0 begins anew.
@@ -149,6 +152,10 @@ class Journal:
         TrainingFolder(self.folder).take_back_result()
         append_step(self.folder, record, some_of(samples))
         self.history.append(record)
+        if not self._doubted and "response/prompts" in values:
+            for doubt in few_clusters(int(values["response/prompts"])):
+                self.said(f"the errors of a step are over its prompts: {doubt}")
+                self._doubted = True
         for tracker in self._trackers:
             tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
         self.display.stepped(record)

@@ -70,6 +70,7 @@ def of_responses(responses: Many[Response], beta: float) -> dict[str, float]:
         "kl/max_token": float(token_kl.max()),
         "policy/entropy": float(column_of(responses, "entropy").mean()),
         "response/length": float(lengths.mean()),
+        "response/prompts": float(score.clusters),
         "response/cut_share": float(np.mean([one.cut for one in responses])),
     }
 

@@ -150,7 +150,7 @@ def _mean(records: Sequence[StepRecord], name: str) -> float:
 def _variance_of_mean(records: Sequence[StepRecord]) -> float:
     """Of the mean reward: from the steps' own errors, or else from how much one step differs from the next."""
     errors = _values(records, "reward/score_error")
-    if len(errors) == len(records) and not any(map(math.isnan, errors)):
+    if len(errors) == len(records) and all(error > 0 for error in errors):
         return sum(error**2 for error in errors) / len(errors) ** 2
     values = _values(records, "reward/score")
     squares = [(later - earlier) ** 2 for earlier, later in pairwise(values)]

@@ -1,6 +1,7 @@
 """How far a number can be trusted: errors, intervals, quantiles and doubts."""
 
 from kleash.uncertainty.clusters import ClusterLabels, cluster_labels, effective_sample_size
+from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.estimate import Estimate
 from kleash.uncertainty.quantiles import CoarseCounts, FineCounts
 from kleash.uncertainty.ratios import clustered_mean, paired_difference, ratio_of_many, ratio_of_sums
@@ -19,6 +20,7 @@ __all__ = [
     "clustered_mean",
     "controlled_total",
     "effective_sample_size",
+    "few_clusters",
     "paired_difference",
     "ratio_of_many",
     "ratio_of_sums",

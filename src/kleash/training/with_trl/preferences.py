@@ -80,6 +80,7 @@ def drift_of_step(monitor: DriftMonitor) -> Generated | None:
             "kl/exact_per_token": drift.per_token.value,
             "kl/exact_per_token_error": drift.per_token.standard_error,
             "response/length": drift.tokens / drift.sequences,
+            "response/prompts": float(drift.per_token.clusters),
         }
     )
 
