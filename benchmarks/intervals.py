@@ -15,7 +15,8 @@ import numpy as np
 from harness import write_result
 from numpy.typing import NDArray
 
-from kleash.uncertainty import Estimate, ratio_of_many, student_t_quantile
+from kleash.uncertainty import Estimate, cluster_labels, ratio_of_many, student_t_quantile
+from kleash.uncertainty.clusters import BLOCK_WINDOWS
 
 CLUSTERS = (5, 8, 12, 20, 30, 64, 300)
 COLUMNS = 500
@@ -33,6 +34,8 @@ class Sample(NamedTuple):
     truth: float
     lower: float | None = None
     upper: float | None = None
+    doubts: tuple[str, ...] = ()
+    """About the clusters themselves: what a run says of all of its numbers."""
 
 
 def lengths(random: Random, shape: tuple[int, ...]) -> Array:
@@ -112,8 +115,12 @@ def documents(random: Random, shape: tuple[int, ...]) -> Sample:
 
 def blocks(random: Random, shape: tuple[int, ...]) -> Sample:
     """One long text, cut into blocks of 8 windows."""
-    values = np.exp(0.7 * autoregressive(random, (8 * shape[0], shape[1])) - 0.245)
-    return Sample(values.reshape(shape[0], 8, shape[1]).sum(1), np.full(shape, 8.0), 1.0, lower=0.0)
+    values = np.exp(0.7 * autoregressive(random, (BLOCK_WINDOWS * shape[0], shape[1])) - 0.245)
+    _, doubts = cluster_labels(
+        np.zeros(BLOCK_WINDOWS * shape[0], np.int64), np.arange(BLOCK_WINDOWS * shape[0])
+    )
+    sums = values.reshape(shape[0], BLOCK_WINDOWS, shape[1]).sum(1)
+    return Sample(sums, np.full(shape, float(BLOCK_WINDOWS)), 1.0, lower=0.0, doubts=doubts)
 
 
 PROCESSES: Mapping[str, Callable[[Random, tuple[int, ...]], Sample]] = {
@@ -136,13 +143,14 @@ def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, An
     """What the intervals of one process over so many clusters are worth."""
     random = np.random.default_rng([seed, list(PROCESSES).index(name), clusters])
     found: list[Estimate] = []
-    truth = 0.0
+    truth, about_all = 0.0, False
     for _ in range(measurements // COLUMNS):
-        sums, counts, truth, lower, upper = PROCESSES[name](random, (clusters, COLUMNS))
+        sums, counts, truth, lower, upper, doubts = PROCESSES[name](random, (clusters, COLUMNS))
         found += ratio_of_many(sums, counts, lower=lower, upper=upper)
+        about_all = bool(doubts)
     values = np.array([one.value for one in found])
     low, high = np.array([one.ci95 for one in found]).T
-    doubted = np.array([bool(one.doubts) for one in found])
+    doubted = np.array([about_all or bool(one.doubts) for one in found])
     missed = (truth < low) | (truth > high)
     spread = float(np.subtract(*np.quantile(values, [0.975, 0.025])))
     with np.errstate(invalid="ignore"):
@@ -170,7 +178,7 @@ def rival_row(name: str, clusters: int, measurements: int, seed: int) -> dict[st
     ends: dict[str, list[tuple[float, float, float]]] = {}
     values: list[float] = []
     for _ in range(measurements // COLUMNS):
-        sums, counts, truth, lower, upper = PROCESSES[name](random, (clusters, COLUMNS))
+        sums, counts, truth, lower, upper, _ = PROCESSES[name](random, (clusters, COLUMNS))
         found = ratio_of_many(sums, counts, lower=lower, upper=upper)
         value, error, skewness = studentised(sums, counts)
         bootstrap = bootstrap_t(resampled, sums, counts, t)

@@ -94,7 +94,7 @@ def best_of_n_kl_from_rewards(rewards: Real[np.ndarray, "..."], n: int) -> Estim
     where ``below`` and ``tied`` are the shares of the prompt's *other* draws with a lower and with the same
     reward, and ``gap`` is what the bound exceeds the sum by on rewards of that rank. Needs no
     probabilities. A draw that ties with none adds nothing, so where rewards never tie the estimate is the
-    bound, without error. Otherwise the shares are unbiased and the function of them is curved; the jackknife
+    bound. Otherwise the shares are unbiased and the function of them is curved; the jackknife
     takes out the bias of order 1/draws that this leaves, and what remains is of order 1/draws^2. It may
     pass the bound by noise.
 
