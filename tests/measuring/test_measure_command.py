@@ -158,8 +158,23 @@ def test_a_model_against_itself_is_exactly_zero(tmp_path: Path, kleash: Kleash) 
         assert (tokens[name] == 0).all()
     measured = json.loads((out / "measurement.json").read_text())
     assert measured["per_token"]["kl_policy_reference"]["value"] == 0
-    assert measured["per_token"]["kl_policy_reference"]["ci95"] == [0, 0]
     assert measured["top1_agreement"]["value"] == 1
+    by_position = [part["kl_policy_reference"] for part in measured["by_position"]]
+    known = [
+        *(
+            measured["per_token"][name]
+            for name in ("kl_policy_reference", "jensen_shannon", "total_variation")
+        )
+    ]
+    known += [
+        measured["top1_agreement"],
+        measured["perplexity"]["ratio"],
+        measured["probability_change"]["rms"],
+    ]
+    for number in (*known, *by_position, *measured["quantiles"]["kl_policy_reference"].values()):
+        assert number["standard_error"] == 0 and number["doubts"] == []
+        assert number["ci95"] == [number["value"]] * 2
+    assert measured["per_token"]["entropy_policy"]["doubts"], "few clusters are said of what is not known"
 
 
 def test_json_mode_prints_the_file_and_nothing_else(tmp_path: Path, kleash: Kleash) -> None:

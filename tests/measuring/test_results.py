@@ -243,6 +243,11 @@ def test_reports_and_comparisons_from_the_files_alone(
     found = compare([own, other])
     difference = found.differences[0]
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (30, 0, 10)
+    again = compare([own, own]).differences[0].differences
+    assert all(
+        (one.value, one.standard_error, one.ci95, one.doubts) == (0, 0, (0, 0), ()) for one in again.values()
+    )
+    assert found.runs[1].numbers["top1_agreement"].ci95 == (1.0, 1.0), "the reference against itself"
     kept = np.zeros(2)
     for part in RunFolder(own).token_parts(["prompt_id", "kl_policy_reference"]):
         mine = part["prompt_id"] < 30

@@ -74,3 +74,12 @@ def test_a_wrong_kind_is_an_error_and_not_a_surprise_later() -> None:
 )
 def test_digits_follow_the_error(value: float, error: float, text: str) -> None:
     assert str(numbers(value, error)) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(math.nan, (0.0, math.inf)), (0.0, (0.0, math.inf)), (0.0, (0.1, 0.5))]
+)
+def test_an_error_that_is_not_known_is_words(error: float, ends: tuple[float, float]) -> None:
+    number = Number(value=0.3, unit="nats", standard_error=error, ci95=ends)
+    assert not number.has_error and str(number) == "0.30000 nats, error unknown"
+    assert Number(value=0.3, unit="nats", standard_error=0.0, ci95=(0.3, 0.3)).has_error

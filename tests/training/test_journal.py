@@ -56,6 +56,16 @@ def test_a_step_is_on_the_disk_when_it_has_been_told(tmp_path: Path) -> None:
     assert journal.display.records == [record]  # type: ignore[attr-defined]
 
 
+def test_errors_over_few_prompts_are_doubted_once(tmp_path: Path) -> None:
+    for prompts, expected in ((8.0, 1), (30.0, 0)):
+        journal = journal_of(tmp_path)
+        for step in (1, 2):
+            journal.step(step, {"response/prompts": prompts})
+        said = [one for one in journal.display.sentences if "only 8 clusters; below 30" in one]  # type: ignore[attr-defined]
+        assert len(said) == expected
+        assert read_steps(tmp_path)[0].metrics["response/prompts"] == prompts
+
+
 def test_a_number_that_no_table_explains_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"no metric is called 'kl/k4'; .* did you mean 'kl/k"):
         journal_of(tmp_path).step(1, {"kl/k4": 1.0})
