@@ -64,14 +64,13 @@ def write_training_report(folder: Path) -> Path:
         )
     events = [(record.step, event) for record in history for event in record.events]
     context = {
-        "doubts": () if header.checksums else (UNCHECKED,),
+        "doubts": (*(() if header.checksums else (UNCHECKED,)), *doubts(history)),
         "algorithm": str(header.settings.get("algorithm", "")),
         "settings": header.settings,
         "kleash": header.kleash,
         "result": result,
         "steps": history[-1].step,
         "cards": cards(header, history, result),
-        "doubts": doubts(history),
         "warnings": [(record.step, warning) for record in history for warning in record.warnings],
         "events": events[-SHOWN_EVENTS:],
         "events_left_out": max(0, len(events) - SHOWN_EVENTS),
