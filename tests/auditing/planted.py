@@ -109,7 +109,9 @@ FAULTS: dict[str, Planted] = {
         lambda p, q: right(p, q).mean(-1), "sequence_loss", {"wrong_scale"}, {"nan_value", "token_gradient"}
     ),
     "sum over the steps for a mean": Planted(
-        lambda p, q, mask: masked(p, q, mask).sum(), "mean_loss_with_mask", {"wrong_scale"}
+        lambda p, q, mask: masked(p, q, mask).sum(),
+        "mean_loss_with_mask",
+        {"wrong_scale", "wrong_reduction"},
     ),
     "dropped weight": Planted(
         lambda p, q, behaviour: right(p, q),
@@ -150,7 +152,7 @@ FAULTS: dict[str, Planted] = {
     "clamped reward": Planted(
         lambda p, q: u_of(p, q).clamp(-3, 3), "reward", {"biased_value", "wrong_gradient", "flat_value"}
     ),
-    "clamped far out": Planted(saturated, "reward", {"flat_value"}, {"infinite_missed"}),
+    "clamped far out": Planted(saturated, "reward", {"flat_value", "hides_nan"}, {"infinite_missed"}),
     "log q floored": Planted(
         lambda p, q: kleash.kl(p, q.clamp(min=-20)),
         WHOLE,

@@ -4,14 +4,18 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from kleash.auditing import audits_of, cases_of
+from kleash.auditing import CONVENTIONS, audits_of, cases_of
 from kleash.auditing.targets import TARGETS
 from kleash.cli import main
-from kleash.errors import CannotRunError, OptionError, UnknownNameError
+from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
+from kleash.reports import page
 
 THEIRS = """
 def k3(token_logp, token_logq):
@@ -40,7 +44,8 @@ def test_a_verdict_a_page_and_no_failure_unless_asked(here: Path, capsys: pytest
     assert main(["audit", "their_kl:k3", "--convention", "loss"]) == 0
     said = capsys.readouterr().out
     assert "follows KL(q || p), not KL(p || q)" in said
-    assert "faults: wrong_gradient" in said
+    assert "faults: wrong_gradient (wrong)" in said
+    assert "change wrong_gradient: use kleash.kl_loss" in said
     assert "1 function audited, 1 with faults" in said
     assert "wrong_gradient" in (here / "audit.html").read_text()
 
@@ -53,6 +58,42 @@ def test_fail_on_a_kind_that_is_there(here: Path, capsys: pytest.CaptureFixture[
     assert said.err.startswith("kleash: their_kl:k3 fails: wrong_gradient: ")
     assert main([*words, "fault"]) == 1
     assert main([*words, "zero_gradient", "wrong_sign"]) == 0
+    assert main([*words, "zero_gradient,wrong"]) == 1, "kinds and severities, with commas between"
+    assert main([*words, "fragile"]) == 1, "in bfloat16"
+    assert main([*words, "wrong_sign,truncated"]) == 0
+
+
+def test_the_usual_conventions_are_explained_where_none_is_given(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "their_kl:k3"]) == 2
+    said = capsys.readouterr().err
+    assert "loss is f(token_logp, token_logq), log-probabilities of sampled tokens" in said
+    assert "logits is f(logits_p, logits_q)" in said
+    assert "docs/" not in said, "a file that no installed package has"
+    assert all(name in said for name in CONVENTIONS)
+
+
+@pytest.mark.parametrize("package", ["plotly", "jinja2"])
+def test_without_plotly_it_prints_and_makes_no_page(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    def need(module: str, extra: str) -> ModuleType:
+        if module.partition(".")[0] == package:
+            raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'")
+        return import_module(module)
+
+    page._environment.cache_clear()
+    page._plotly.cache_clear()
+    monkeypatch.setattr(page, "need", need)
+    monkeypatch.setattr(page, "find_spec", lambda name: None if name == package else find_spec(name))
+    assert main(["audit", "their_kl:k3", "--convention", "loss", "--fail-on", "wrong_gradient"]) == 1
+    said = capsys.readouterr()
+    assert "1 function audited, 1 with faults: 1 wrong, 0 only fragile" in said.out
+    assert f"kleash: no page was made: {package} is not installed" in said.err
+    assert not (here / "audit.html").exists() and "page:" not in said.out
+    page._environment.cache_clear()
+    page._plotly.cache_clear()
 
 
 def test_an_unknown_kind_is_refused_before_anything_runs(
@@ -145,7 +186,7 @@ def test_gradient(kleash_audit):
     kleash_audit(k3, "loss")
 
 def test_another_kind(kleash_audit):
-    assert kleash_audit(k3, "loss", fail_on={"zero_gradient"}).gradient == "KL(q || p)"
+    assert kleash_audit(k3, "loss", fail_on={"zero_gradient", "truncated,wrong_sign"}).gradient == "KL(q || p)"
 
 def test_right(kleash_audit):
     kleash_audit(scaled, "loss", arguments={"by": 1.0}, fail_on="wrong_gradient")
@@ -164,6 +205,7 @@ def test_the_fixture_in_somebody_elses_tests(here: Path) -> None:
         "their_kl.k3, called as f(token_logp, token_logq) -> [sequences, steps], fails its audit:"
         in done.stdout
     )
+    assert "    change: use kleash.kl_loss" in done.stdout
     assert "  wrong_gradient: Backpropagated on-policy it follows KL(q || p)" in done.stdout
     assert "no kind of finding is called 'zero_gradents'" in done.stdout
 

@@ -108,7 +108,8 @@ def test_a_reward_of_k1_follows_whole_responses():
     found = audit(u_of, "reward")
     error = next(r.relative_error for r in found.gradients if r.target == "sequence KL(p || q)")
     assert error < 1e-9
-    assert "token by token and between whole responses" in found.verdict[1]
+    assert "follows KL(p || q) between whole responses, as it should" in found.verdict[1]
+    assert found.gradient_level == "sequence"
     assert {f.kind for f in found.findings} == {"off_policy_value", "negative_values"}, (
         "its trainer weighs it"
     )

@@ -86,6 +86,27 @@ def from_fields(name: str, *taken: str, **options: Any) -> Convention:
     )
 
 
+def packed(name: str, *taken: str, **options: Any) -> Convention:
+    """A function of one axis: these fields of all tokens of all responses, one response after the other."""
+
+    def call(function: Callable[..., Any], given: Situation) -> Any:
+        flat = (getattr(given, field).flatten(0, 1) for field in taken)
+        found = function(*flat)
+        shape = given.tokens.shape
+        if isinstance(found, Tensor) and found.shape == (given.tokens.numel(),):
+            return found.reshape(shape)
+        return found
+
+    return Convention(
+        name=name,
+        summary=f"f({', '.join(taken)}) -> [tokens], all responses in a row",
+        call=call,
+        takes_behaviour="behaviour_logp" in taken,
+        takes_mask="mask" in taken,
+        **options,
+    )
+
+
 PAIR = ("token_logp", "token_logq")
 
 
@@ -106,6 +127,10 @@ def _sampled() -> list[Convention]:
         from_fields("reward_with_mask", *PAIR, "mask", place="reward"),
         from_fields("sequence_reward", *PAIR, place="reward", gives="sequence"),
         from_fields("metric", *PAIR, place="metric"),
+        packed("packed_loss", *PAIR),
+        packed("packed_loss_with_mask", *PAIR, "mask"),
+        packed("packed_reward", *PAIR, place="reward"),
+        packed("packed_metric", *PAIR, place="metric"),
         from_fields("mean_metric_with_mask", *PAIR, "mask", place="metric", gives="mean"),
     ]
 

@@ -8,18 +8,23 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kleash.auditing.accuracy import accuracy_rows, estimator_of, returned_dtype
+from kleash.auditing.accuracy import accuracy_rows, error_in_float32, estimator_of, returned_dtype
+from kleash.auditing.batches import Together, together
 from kleash.auditing.edges import edge_rows
 from kleash.auditing.exact import label
 from kleash.auditing.expectations import Expectation, Expectations, expectations
+from kleash.auditing.hidden_nans import nan_rows
 from kleash.auditing.masks import mask_rows, over_a_batch
 from kleash.auditing.naming import Name
+from kleash.auditing.purity import Purity, averaged, later_call
+from kleash.auditing.ratios import ratio_zones
 from kleash.auditing.scanning import Course, course
 from kleash.auditing.situations import Situation
+from kleash.auditing.steps import OverSteps, gradient_over_steps, value_over_steps
 from kleash.auditing.subject import Subject
 from kleash.auditing.worlds import SAMPLINGS, Sampling
 from kleash.errors import KleashError
-from kleash.records.audit import AccuracyRow, EdgeRow, MaskRow
+from kleash.records.audit import AccuracyRow, CallRow, EdgeRow, MaskRow, ZoneRow
 
 Names: TypeAlias = dict[Sampling, Name | None]
 
@@ -37,12 +42,21 @@ class Evidence:
     edges: tuple[EdgeRow, ...]
     masks: tuple[MaskRow, ...]
     accuracy: tuple[AccuracyRow, ...]
+    error_in_float32: float
+    """Where nothing cancels, beside the same numbers in float64."""
     returned_dtype: torch.dtype | None
     """Of the result for inputs in bfloat16."""
     with_probabilities: Name | None
     """Which quantity its value would be, were it given probabilities; only asked where it is none."""
     over_a_batch: str
     """How it averages over responses of unequal lengths, in words; "" where there is nothing to say."""
+    calls: tuple[CallRow, ...]
+    is_random: bool
+    value_over_steps: OverSteps
+    gradient_over_steps: OverSteps
+    together: Together
+    hidden_nans: tuple[EdgeRow, ...]
+    ratios: tuple[ZoneRow, ...]
 
     @property
     def claimed(self) -> str:
@@ -84,22 +98,19 @@ class Evidence:
         """Whether this is the claimed divergence itself, in every world."""
         return name is not None and name.quantity == self.claimed and name.how == "itself" and name.everywhere
 
-    def sequence_error(self, sampling: Sampling) -> float:
-        """The relative error against the gradient of the divergence between whole responses."""
-        target = f"sequence {self.claimed}"
-        return next(
-            row.relative_error
-            for row in self.expected.gradient_rows
-            if row.target == target and row.sampling == sampling
-        )
-
     def one_token(self, sampling: Sampling) -> list[Expectation]:
         """The worlds of one position."""
         return self.expected.one_token(sampling)
 
 
-def gather(subject: Subject) -> Evidence:
-    """Run every probe."""
+REPEATS = 12
+"""Calls in each of the groups over which a random function is averaged."""
+
+
+def gather(subject: Subject, purity: Purity) -> Evidence:
+    """Run every probe; precision and padding only of what is not random."""
+    subject = averaged(subject, purity, REPEATS)
+    certain = not purity.is_random
     expected = expectations(subject)
     values: Names = {sampling: expected.value_name(sampling) for sampling in SAMPLINGS}
     asks = subject.convention.place != "metric"
@@ -109,7 +120,15 @@ def gather(subject: Subject) -> Evidence:
     estimator = estimator_of(subject)
     name = values["on-policy"]
     is_claimed = name is not None and name.quantity == expected.claims and name.how == "itself"
-    return Evidence(
+    follows = gradients["on-policy"]
+    follows_claimed = (
+        follows is not None
+        and follows.quantity == expected.claims
+        and follows.how == "itself"
+        and follows.everywhere
+    )
+    masks = mask_rows(subject) if certain else ()
+    found = Evidence(
         subject=subject,
         expected=expected,
         value_names=values,
@@ -117,12 +136,25 @@ def gather(subject: Subject) -> Evidence:
         estimator=estimator,
         course=course(subject),
         edges=edge_rows(subject),
-        masks=mask_rows(subject),
-        accuracy=accuracy_rows(subject, estimator, is_claimed),
+        masks=masks,
+        accuracy=accuracy_rows(subject, estimator, is_claimed) if certain else (),
+        error_in_float32=error_in_float32(subject) if certain else 0.0,
         returned_dtype=returned_dtype(subject),
         with_probabilities=_with_probabilities(subject) if name is None else None,
-        over_a_batch=over_a_batch(subject),
+        over_a_batch=over_a_batch(subject) if certain else "",
+        calls=(),
+        is_random=purity.is_random,
+        value_over_steps=value_over_steps(subject, expected, name),
+        gradient_over_steps=gradient_over_steps(subject, expected)
+        if follows_claimed
+        else OverSteps(level=""),
+        together=together(subject, pads_rightly=not any(row.problem for row in masks[:1]))
+        if certain
+        else Together(),
+        hidden_nans=nan_rows(subject) if certain else (),
+        ratios=ratio_zones(subject),
     )
+    return replace(found, calls=(*purity.rows, later_call(replace(subject, repeats=1), purity)))
 
 
 def _with_probabilities(subject: Subject) -> Name | None:

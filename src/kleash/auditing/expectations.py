@@ -1,6 +1,6 @@
 """Values and gradients of the audited function in expectation: finite sums over every response."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -33,6 +33,12 @@ class Expectation:
     masses: Float64[Tensor, " sequences"]
     gradient: Float64[Tensor, "prefixes vocab"] | None
     """Of the expectation as training forms it; None where no gradient is asked for, or none flows."""
+    parts: Float64[Tensor, "sequences parts"]
+    """The values of a response's tokens, or where there is only one for the response, that."""
+    mean_error: float = 0.0
+    """The standard error of ``mean`` where the function is random; what is averaged is a sample then."""
+    gradient_error: float = 0.0
+    """The standard error of ``gradient``, as a length."""
 
     @cached_property
     def mean(self) -> float:
@@ -45,12 +51,34 @@ class Expectation:
         return (self.masses * (self.values - self.mean).square()).sum().sqrt().item()
 
 
+GROUPS = 12
+"""Of a random function's calls: their means' spread tells how far the mean of all is off."""
+
+
 def expectation(subject: Subject, world: World, sampling: Sampling) -> Expectation:
     """The function's expected value, and what is expected of its gradient where it has its place.
 
     A loss is differentiated as it stands, the probabilities of the samples are not. A reward is
-    detached, and each token's score is multiplied by the rewards from that token on.
+    detached, and each token's score is multiplied by the rewards from that token on. A random function
+    is called again and again, and averaged.
     """
+    if subject.repeats == 1:
+        return _one_expectation(subject, world, sampling)
+    groups = [_one_expectation(subject, world, sampling) for _ in range(GROUPS)]
+    means = torch.tensor([group.mean for group in groups], dtype=torch.float64)
+    flowing = [group.gradient for group in groups if group.gradient is not None]
+    gradients = torch.stack(flowing) if flowing else None
+    return replace(
+        groups[0],
+        values=torch.stack([group.values for group in groups]).mean(0),
+        parts=torch.stack([group.parts for group in groups]).mean(0),
+        gradient=None if gradients is None else gradients.mean(0),
+        mean_error=(means.std() / GROUPS**0.5).item(),
+        gradient_error=0.0 if gradients is None else (gradients.std(0) / GROUPS**0.5).norm().item(),
+    )
+
+
+def _one_expectation(subject: Subject, world: World, sampling: Sampling) -> Expectation:
     leaf = world.logits_p.clone().requires_grad_()
     situation = world.situation(leaf, sampling)
     parts = subject.parts(situation).double()
@@ -65,7 +93,12 @@ def expectation(subject: Subject, world: World, sampling: Sampling) -> Expectati
     if surrogate is not None:
         (gradient,) = subject.gradients(surrogate, leaf)
     return Expectation(
-        world=world, sampling=sampling, values=parts.detach().sum(-1), masses=masses, gradient=gradient
+        world=world,
+        sampling=sampling,
+        values=parts.detach().sum(-1),
+        masses=masses,
+        gradient=gradient,
+        parts=parts.detach(),
     )
 
 
@@ -91,9 +124,10 @@ class Expectations:
 
     def value_name(self, sampling: Sampling = "on-policy") -> Name | None:
         """Which quantity the expected value is."""
-        means = tuple(e.mean for e in self.one_token(sampling))
+        found = self.one_token(sampling)
         names = [world.name for world in one_token_worlds()]
-        return name_values(means, quantity_values(), names, self.claims)
+        errors = tuple(e.mean_error for e in found)
+        return name_values(tuple(e.mean for e in found), quantity_values(), names, self.claims, errors)
 
     def gradient_name(self, sampling: Sampling = "on-policy") -> Name | None:
         """Which quantity the expected gradient is that of."""
@@ -105,7 +139,8 @@ class Expectations:
             quantity: {world: token_gradient(world, sampling, quantity) for world in flowing}
             for quantity in gradient_candidates()
         }
-        return name_gradients(flowing, candidates, self.claims)
+        errors = {e.world.name: e.gradient_error for e in self.one_token(sampling)}
+        return name_gradients(flowing, candidates, self.claims, errors)
 
     def value_rows(self) -> tuple[ValueRow, ...]:
         """Bias and spread in every world."""

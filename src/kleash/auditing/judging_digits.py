@@ -5,6 +5,7 @@ import torch
 from kleash.auditing.evidence import Evidence
 from kleash.records.audit import AccuracyRow, Finding, Severity
 
+LOW = ("bfloat16", "float16")
 LOST = 1e-2
 """A relative error in float32 from which on digits that matter are lost."""
 ROUNDING = 1e-4
@@ -15,7 +16,7 @@ ONE_ROUNDING = 2.0**-8 * 1.5
 
 def digit_findings(evidence: Evidence) -> list[Finding]:
     """Digits lost in float32 to cancellation, and in bfloat16 to computing in it."""
-    return [*_cancellation(evidence), *_low_precision(evidence)]
+    return [*_cancellation(evidence), *_in_float32(evidence), *_low_precision(evidence)]
 
 
 def _cancellation(evidence: Evidence) -> list[Finding]:
@@ -24,7 +25,7 @@ def _cancellation(evidence: Evidence) -> list[Finding]:
         for row in evidence.accuracy
         if row.dtype == "float32" and row.relative_error > max(LOST, 10 * row.forced)
     ]
-    if not lost:
+    if not lost or _in_float32(evidence):
         return []
     first = max(lost, key=lambda row: row.kl)
     sentence = (
@@ -34,21 +35,33 @@ def _cancellation(evidence: Evidence) -> list[Finding]:
     return [Finding(kind="cancellation", severity="note", sentence=sentence, where="float32, near")]
 
 
-def _low_precision(evidence: Evidence) -> list[Finding]:
-    lost = [row for row in evidence.accuracy if row.dtype == "bfloat16" and _too_much(row)]
-    if not lost:
+def _in_float32(evidence: Evidence) -> list[Finding]:
+    """What float32 inputs lose where nothing cancels: it computes in less."""
+    if not evidence.error_in_float32 > ROUNDING:
         return []
-    worst = max(lost, key=lambda row: row.relative_error)
+    sentence = (
+        f"For float32 inputs it computes in less than float32: on the far pair its value is "
+        f"{evidence.error_in_float32:.2g} of itself away from that of the same numbers in float64."
+    )
+    return [Finding(kind="low_precision", severity="wrong", sentence=sentence, where="float32")]
+
+
+def _low_precision(evidence: Evidence) -> list[Finding]:
+    lost = [row for row in evidence.accuracy if row.dtype in LOW and _too_much(row)]
+    if not lost or _in_float32(evidence):
+        return []
+    in_bfloat16 = [row for row in lost if row.dtype == "bfloat16"]
+    worst = max(in_bfloat16 or lost, key=lambda row: row.relative_error)
     only_returned = evidence.returned_dtype == torch.bfloat16 and worst.relative_error <= ONE_ROUNDING
-    severity: Severity = "note" if only_returned else "fault"
+    severity: Severity = "note" if only_returned else "fragile"
     in_it = evidence.returned_dtype == torch.bfloat16
     how = "it computes in bfloat16" if in_it else "it computes before it upcasts"
     how = "it returns bfloat16" if only_returned else how
     sentence = (
-        f"For bfloat16 inputs {how}: at a KL of {worst.kl:.2g} nats {worst.relative_error:.2g} of the value is "
+        f"For {worst.dtype} inputs {how}: at a KL of {worst.kl:.2g} nats {worst.relative_error:.2g} of the value is "
         f"rounding error, where {worst.forced:.1g} is forced."
     )
-    return [Finding(kind="low_precision", severity=severity, sentence=sentence, where="bfloat16")]
+    return [Finding(kind="low_precision", severity=severity, sentence=sentence, where=worst.dtype)]
 
 
 def _too_much(row: AccuracyRow) -> bool:

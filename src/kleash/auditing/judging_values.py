@@ -6,6 +6,7 @@ from math import isfinite
 from kleash.auditing.evidence import Evidence
 from kleash.auditing.exact import SYMMETRIC, exact_values, quantities
 from kleash.auditing.expectations import Expectation, expectation
+from kleash.auditing.judging_edges import validity
 from kleash.auditing.naming import TOLERANCE, Name
 from kleash.auditing.worlds import Sampling, worlds
 from kleash.records.audit import Finding, Severity
@@ -34,25 +35,36 @@ def _expected(evidence: Evidence) -> list[Finding]:
         return []
     kind = _kind(evidence, name)
     softened = kind == "biased_value" and evidence.gradient_is_right
-    severity: Severity = "note" if softened else "fault"
+    severity: Severity = "note" if softened else "wrong"
     return [
         Finding(kind=kind, severity=severity, sentence=value_sentence(evidence), where=_worst(evidence)[0])
     ]
 
 
 def _over_steps(evidence: Evidence) -> list[Finding]:
-    """Whether what is right for one token still is for a response of three."""
-    if not evidence.value_is_right:
+    """Whether what it is for one token it still is for a response of three."""
+    over, name = evidence.value_over_steps, evidence.value_names["on-policy"]
+    if over.level != "neither" or name is None:
         return []
     e = evidence.expected.sequences("on-policy")
     exact = exact_values(e.world, "on-policy", evidence.subject.convention.claims)["token"]
-    if abs(e.mean - exact) <= TOLERANCE * exact:
-        return []
-    sentence = (
-        f"Over responses of three tokens its value is {e.mean / exact:.4g} times what it should be: "
-        f"{e.mean:.4g}, and {evidence.claimed} {exact:.4g}."
-    )
-    return [Finding(kind="wrong_scale", severity="fault", sentence=sentence, where="sequences, on-policy")]
+    of = "what it should be" if evidence.value_is_right else "what it is for a single token"
+    if over.in_words:
+        at = "" if over.is_even else " at the first, the second and the third token"
+        sentence = f"Over responses of three tokens its value is {over.in_words} {of}{at}."
+    else:
+        sentence = (
+            f"Over responses of three tokens its mean is {e.mean:.4g}, and {evidence.claimed} {exact:.4g}."
+        )
+    only_logged = evidence.gradient_over_steps.level in ("token", "sequence", "both")
+    return [
+        Finding(
+            kind="wrong_scale" if over.is_even else "wrong_later_tokens",
+            severity="note" if only_logged else "wrong",
+            sentence=sentence,
+            where="sequences, on-policy",
+        )
+    ]
 
 
 def _kind(evidence: Evidence, name: Name | None) -> str:
@@ -76,7 +88,8 @@ def value_sentence(evidence: Evidence) -> str:
     if evidence.value_is_right:
         spread = max(e.standard_deviation for e in evidence.one_token("on-policy"))
         what = "an unbiased estimate of" if spread > 1e-3 else "exactly"
-        return f"Its value is {what} {claimed}{formula}."
+        within = validity(evidence, "value")
+        return f"Its value is {what} {claimed}{', ' + within if within else ''}{formula}."
     if name is not None and (name.quantity != claimed or name.how != "itself"):
         return f"Its value is in expectation {name}, not {claimed}{formula}."
     if evidence.with_probabilities is not None:
@@ -122,7 +135,7 @@ def _asymmetry(evidence: Evidence) -> list[Finding]:
     return [
         Finding(
             kind="not_symmetric",
-            severity="fault",
+            severity="wrong",
             sentence=f"It is not symmetric: on the far pair it is {one:.4g}, and with p and q exchanged {other:.4g}.",
             where="far",
         )
@@ -147,7 +160,7 @@ def _off_policy(evidence: Evidence) -> list[Finding]:
     return [
         Finding(
             kind="off_policy_value",
-            severity="fault" if told and not only_logged else "note",
+            severity="wrong" if told and not only_logged else "note",
             sentence=f"Off-policy its value is biased, {why}: on the {world} pair its mean is {mean:.4g}, "
             f"and {evidence.claimed} {exact:.4g}.",
             where=f"{world}, off-policy",
@@ -205,5 +218,5 @@ def _off_policy_over_steps(evidence: Evidence) -> list[Finding]:
         "the behaviour's prefixes nor between whole responses."
     )
     return [
-        Finding(kind="off_policy_value", severity="fault", sentence=sentence, where="sequences, off-policy")
+        Finding(kind="off_policy_value", severity="wrong", sentence=sentence, where="sequences, off-policy")
     ]

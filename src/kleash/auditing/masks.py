@@ -30,6 +30,9 @@ FILLS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """What is written into the padding of p's and of q's tensors."""
 
+ORDINARY_PADDING = ("equal numbers", "other numbers")
+"""The fills that any padding may hold."""
+
 DIVIDES = "the mean divides by the padding too"
 
 OF_P = ("token_logp", "logp", "probs_p", "logits_p", "hidden_p")
@@ -48,7 +51,7 @@ def over_a_batch(subject: Subject) -> str:
     """How a mean over the mask averages over responses of unequal lengths, in words."""
     if subject.convention.gives != "mean" or not subject.convention.takes_mask:
         return ""
-    given = _padded(FILLS["equal numbers"])
+    given = padded(FILLS["equal numbers"])
     lengths = torch.tensor(LENGTHS)
     totals = subject.parts(given).detach().squeeze(-1)
     found = subject.convention.sign * subject.raw(given).detach()
@@ -61,8 +64,8 @@ def over_a_batch(subject: Subject) -> str:
     return "Over a batch it takes neither the mean over all tokens nor the mean of the responses' means."
 
 
-def _padded(fill: tuple[float, float] | None) -> Situation:
-    """Responses of three lengths; ``fill`` in their padding, or what was there."""
+def padded(fill: tuple[float, float] | None) -> Situation:
+    """Responses of three lengths, in float32; ``fill`` in their padding, or what was there."""
     world = worlds()["sequences"]
     whole = world.situation(world.logits_p, "on-policy")
     chosen = {
@@ -102,7 +105,7 @@ def _without_padding(subject: Subject) -> tuple[list[Tensor], list[dict[str, Ten
     values: list[Tensor] = []
     gradients: list[dict[str, Tensor]] = []
     for i, length in enumerate(LENGTHS):
-        whole = _padded(None)
+        whole = padded(None)
         cut = whole.only(slice(i, i + 1), slice(length))
         parts, total = _of(subject, cut)
         values.append(parts.detach()[0])
@@ -117,7 +120,7 @@ def _row(
     right_values: list[Tensor],
     right_gradients: list[dict[str, Tensor]],
 ) -> MaskRow:
-    given = _padded(fill)
+    given = padded(fill)
     try:
         parts, total = _of(subject, given)
         found = _gradients(subject, total, given)

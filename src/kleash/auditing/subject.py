@@ -21,6 +21,8 @@ class Subject:
     convention: Convention
     name: str
     arguments: Mapping[str, Any]
+    repeats: int = 1
+    """How many calls ``parts`` averages: more than one where the function is random."""
 
     @property
     def differentiated(self) -> bool:
@@ -35,12 +37,18 @@ class Subject:
             ShapeError: if it returns another shape than the convention says.
         """
 
+        with torch.enable_grad():  # whatever it leaves behind
+            return self.raw_in_place(situation.copied())
+
+    def raw_in_place(self, situation: Situation) -> Tensor:
+        """``raw``, called on the situation's own tensors: the function may change them."""
+
         def bound(*given: Any, **named: Any) -> Any:
             return self.function(*given, **{**self.arguments, **named})
 
         how = f"convention {self.convention.name!r}, {self.convention.summary}"
         try:
-            found = self.convention.call(bound, situation.copied())
+            found = self.convention.call(bound, situation)
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             said = f": {lines[0][:300]}" if lines else ""
@@ -96,6 +104,11 @@ class Subject:
         A mean is called for one sequence at a time and multiplied by the tokens that count, so that the
         parts of a sequence always add up to it.
         """
+        if self.repeats == 1:
+            return self._parts(situation)
+        return torch.stack([self._parts(situation) for _ in range(self.repeats)]).mean(0)
+
+    def _parts(self, situation: Situation) -> Float[Tensor, "sequences parts"]:
         gives = self.convention.gives
         if gives == "mean":
             rows = [situation.only(slice(i, i + 1)) for i in range(len(situation.tokens))]

@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kleash.records.codec import decode, to_json
 
-AUDIT_SCHEMA = 1
+AUDIT_SCHEMA = 2
 """Raised when a field of an audit is renamed or means something else; readers take theirs and older."""
 
-Severity = Literal["fault", "note"]
+Severity = Literal["wrong", "fragile", "note"]
+
+FAULTS: tuple[Severity, ...] = ("wrong", "fragile")
+"""The severities that "fault" stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +23,13 @@ class Finding:
     kind: str
     """A key of ``FINDINGS``: what ``--fail-on`` takes."""
     severity: Severity
-    """"fault": not what the convention claims; "note": true, and worth knowing."""
+    """"wrong": in ordinary use it trains on, or reports, something else than the convention claims. "fragile": it
+    does so only at extreme log ratios, in low precision, or with garbage in the padding. "note": worth knowing."""
     sentence: str
     where: str = ""
     """On which pair, how sampled, in which precision."""
+    remedy: str = ""
+    """What to change, in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +126,29 @@ class AccuracyRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallRow:
+    """Whether a call depends on, or changes, anything but its arguments."""
+
+    case: str
+    """What was done."""
+    problem: str
+    """"" if the result was that of a pure function; otherwise what happened."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveRow:
+    """Value and gradient at one log ratio, in float32, beside the right ones."""
+
+    log_ratio: float
+    """log p - log q of the sampled token; for whole distributions of two tokens, the difference of their log-odds."""
+    value: float
+    right_value: float
+    gradient: float
+    """In the token's log-probability, or in the first token's logit; NaN where no gradient is asked for."""
+    right_gradient: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Audit:
     """What a KL implementation estimates and what it differentiates."""
 
@@ -152,6 +181,18 @@ class Audit:
     edges: tuple[EdgeRow, ...]
     masks: tuple[MaskRow, ...]
     accuracy: tuple[AccuracyRow, ...]
+    value_range: str = ""
+    """As long as which log ratios ``value`` holds, in words, where it is clamped beyond; "" where it is not."""
+    gradient_range: str = ""
+    """The same for ``gradient``."""
+    gradient_level: str = ""
+    """Over responses of several tokens, whose gradient it is on-policy: "token" (the sum of the next-token
+    divergences along sampled prefixes), "sequence" (the divergence between whole responses), "both", "neither";
+    "" where that was not asked."""
+    calls: tuple[CallRow, ...] = ()
+    curve: tuple[CurveRow, ...] = ()
+    right_value_is: str = ""
+    """What ``right_value`` of the curve is: an estimator, or a divergence."""
     notes: tuple[str, ...] = ()
     """What the reader should know about how the target was run: stubs, adapters."""
     versions: Mapping[str, str]
@@ -159,12 +200,21 @@ class Audit:
 
     @property
     def faults(self) -> tuple[Finding, ...]:
-        """The findings that contradict what the convention claims."""
-        return tuple(finding for finding in self.findings if finding.severity == "fault")
+        """The findings that contradict what the convention claims: those that are wrong or fragile."""
+        return tuple(finding for finding in self.findings if finding.severity in FAULTS)
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the result depends on the arguments alone, and changes nothing but itself."""
+        return not any(row.problem for row in self.calls)
 
     def failing(self, kinds: Collection[str]) -> tuple[Finding, ...]:
-        """The findings of these kinds, whatever their severity; "fault" and "note" stand for all such."""
-        return tuple(f for f in self.findings if f.kind in kinds or f.severity in kinds)
+        """The findings of these kinds, whatever their severity.
+
+        "wrong", "fragile" and "note" stand for all of that severity, "fault" for wrong and fragile.
+        """
+        chosen = {*kinds, *(FAULTS if "fault" in kinds else ())}
+        return tuple(f for f in self.findings if f.kind in chosen or f.severity in chosen)
 
     def to_json(self) -> str:
         """The audit as JSON text; what is not finite is a string."""
@@ -174,7 +224,15 @@ class Audit:
     def from_json(cls, text: str) -> "Audit":
         """The audit that ``to_json`` made this text of.
 
+        Schema 1 knew one severity above "note", "fault": it is read as "wrong".
+
         Raises:
             ValueError, TypeError, KeyError: if the text is something else.
         """
-        return decode(cls, json.loads(text))
+        found = decode(cls, json.loads(text))
+        return replace(found, findings=tuple(map(_renamed_severity, found.findings)))
+
+
+def _renamed_severity(finding: Finding) -> Finding:
+    """A finding as it was read, its severity one of today's."""
+    return replace(finding, severity="wrong") if str(finding.severity) == "fault" else finding

@@ -1,5 +1,6 @@
 """How the functions of the known packages are called, and the notes that several of them need."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +27,22 @@ def claiming(convention: str | Convention, claims: str) -> Convention:
 
 
 def case(
-    name: str, function: Function, convention: str | Convention, audits: str, *notes: str, **arguments: Any
+    name: str,
+    function: Function,
+    convention: str | Convention,
+    audits: str,
+    *notes: str,
+    fragile: Collection[str] = (),
+    **arguments: Any,
 ) -> Case:
-    """A case, its convention by name."""
+    """A case, its convention by name; ``fragile``: kinds of findings that its own trainer never meets."""
     record = CONVENTIONS[convention] if isinstance(convention, str) else convention
     return Case(
-        name=name, function=function, convention=record, audits=audits, notes=notes, arguments=arguments
+        name=name,
+        function=function,
+        convention=record,
+        audits=audits,
+        notes=notes,
+        fragile=fragile,
+        arguments=arguments,
     )

@@ -1,6 +1,6 @@
 """What is audited: one function, how it is called, and what to say about how it was run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ class Case:
     """The real code that runs, by its dotted path."""
     notes: tuple[str, ...] = ()
     """What whoever reads the result should know about how it was run."""
+    fragile: Collection[str] = ()
+    """Kinds of findings that its own trainer never meets, for a reason that stands in the notes: fragile, not wrong."""
     packages: tuple[str, ...] = ()
     """The importable packages whose versions belong to the result."""
 

@@ -124,6 +124,7 @@ OPENRLHF = Target(
             "scores of 0 and a coefficient of 1",
             "compute_reward does not mask; OpenRLHF's actor hands over log-probabilities that are 0 in the padding "
             "(openrlhf.models.actor), and its advantages mask the rewards again",
+            fragile=("padding_counts",),
         ),
         *(
             case(

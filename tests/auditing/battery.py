@@ -1,0 +1,644 @@
+"""Wrong KL functions as people write them, each with the finding that names it, and right ones with no fault.
+
+The mistakes are those of published code (a mask that multiplies, a clamp with a dead gradient, a weight that is
+truncated, a mean that is a sum), put where one token, one call, one precision or one response would not show them.
+``make`` builds the function, so that one with a memory begins each audit anew.
+"""
+
+import random as python_random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from types import MappingProxyType
+
+import torch
+from planted import k3, masked, rho, right, textbook, u_of, up
+from torch import Tensor
+
+import kleash
+from kleash.auditing import CONVENTIONS, Convention, from_fields
+
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plant:
+    """A function whose mistake is known."""
+
+    make: Callable[[], Function]
+    convention: str | Convention
+    kinds: frozenset[str]
+    """Any of these names the mistake."""
+    severity: str = "wrong"
+    """The worst severity that it should be given: "wrong", "fragile" or "note"."""
+
+
+def plant(function: Function, convention: str | Convention, *kinds: str, severity: str = "wrong") -> Plant:
+    return Plant(make=lambda: function, convention=convention, kinds=frozenset(kinds), severity=severity)
+
+
+def made(
+    make: Callable[[], Function], convention: str | Convention, *kinds: str, severity: str = "wrong"
+) -> Plant:
+    return Plant(make=make, convention=convention, kinds=frozenset(kinds), severity=severity)
+
+
+def steps_of(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[-1], dtype=torch.float64)
+
+
+def to_go(x: Tensor) -> Tensor:
+    return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def first_then(later: float) -> Callable[[Tensor], Tensor]:
+    """The first token as it is, the later ones times ``later``."""
+    return lambda x: x * torch.where(steps_of(x) == 0, 1.0, later)
+
+
+def only_last(x: Tensor) -> Tensor:
+    return x * (steps_of(x) == x.shape[-1] - 1)
+
+
+OVER_STEPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "sign flipped after the first token": first_then(-1.0),
+        "halved after the first token": first_then(0.5),
+        "dropped after the first token": first_then(0.0),
+        "only the last token": only_last,
+        "rolled by one token": lambda x: x.roll(1, -1),
+        "read from the next token": lambda x: x.roll(-1, -1),
+        "in reverse order": lambda x: x.flip(-1),
+        "discounted": lambda x: x * 0.9 ** steps_of(x),
+        "cumulative from the front": lambda x: x.cumsum(-1),
+        "divided by length": lambda x: x / x.shape[-1],
+        "multiplied by position": lambda x: x * (1 + steps_of(x)),
+    }
+)
+"""What goes wrong only where a response has several tokens."""
+
+MISPLACED = ("rolled by one token", "read from the next token", "in reverse order")
+"""These leave a response's sum as it is."""
+VALUE = ("wrong_later_tokens", "wrong_scale", "wrong_credit")
+GRADIENT = ("wrong_gradient",)
+SUMMED = CONVENTIONS["sequence_loss"]
+EXACT_SEQUENCE = from_fields(
+    "exact_sequence", "logp", "logq", "token_logp", gives="sequence", sees="distributions"
+)
+SEQUENCE_METRIC = replace(CONVENTIONS["sequence_loss"], name="sequence_metric", place="metric")
+WHOLE = CONVENTIONS["log_probabilities"]
+
+
+def over_steps() -> dict[str, Plant]:
+    """Each mistake in a loss, a reward and a metric, per token, per response and over whole distributions."""
+    found: dict[str, Plant] = {}
+    for name, of in OVER_STEPS.items():
+        credit = ("wrong_credit",) if name in MISPLACED else ()
+        found[f"token loss, {name}"] = plant(
+            lambda p, q, of=of: of(right(p, q)), "loss", *(credit or (*GRADIENT, *VALUE))
+        )
+        found[f"token reward, {name}"] = plant(
+            lambda p, q, of=of: of(u_of(p, q)), "reward", *GRADIENT, *VALUE
+        )
+        found[f"token metric, {name}"] = plant(lambda p, q, of=of: of(k3(p, q)), "metric", *VALUE)
+        found[f"exact KL, {name}"] = plant(
+            lambda p, q, of=of: of(kleash.kl(p, q)), "log_probabilities", *(credit or (*GRADIENT, *VALUE))
+        )
+        if name not in MISPLACED:
+            found[f"k2 of a response, {name}"] = plant(
+                lambda p, q, of=of: (of(u_of(p, q).square()) / 2).sum(-1), "sequence_loss", *GRADIENT, *VALUE
+            )
+            found[f"squared log ratio of a response, {name}"] = plant(
+                lambda p, q, of=of: of(u_of(p, q)).sum(-1).square() / 2, SUMMED, *GRADIENT, *VALUE
+            )
+            found[f"reward of a response, {name}"] = plant(
+                lambda p, q, of=of: of(u_of(p, q)).sum(-1), "sequence_reward", *GRADIENT, *VALUE
+            )
+    return found
+
+
+def surrogate(weights: Callable[[Tensor], Tensor]) -> Function:
+    """log p times detached weights made of the log ratios: the score function."""
+    return lambda p, q: (p * weights(u_of(p, q).detach())).sum(-1)
+
+
+def future(later: Callable[[Tensor], Tensor]) -> Function:
+    """Exact KL whose effect on later tokens is credited by ``later``."""
+
+    def function(logp: Tensor, logq: Tensor, token_logp: Tensor) -> Tensor:
+        each = kleash.kl(logp, logq)
+        return (each + token_logp * later(each.detach())).sum(-1)
+
+    return function
+
+
+def score_functions() -> dict[str, Plant]:
+    """Surrogates of the KL between whole responses, credited wrongly."""
+    wrong: dict[str, Callable[[Tensor], Tensor]] = {
+        "without the last token's share": lambda u: to_go(u) - u[:, -1:] * (u.shape[-1] > 1),
+        "discounted": lambda u: to_go(u * 0.8 ** steps_of(u)) / 0.8 ** steps_of(u),
+        "rolled": lambda u: to_go(u).roll(1, -1),
+        "sign flipped after the first token": lambda u: first_then(-1.0)(to_go(u)),
+        "averaged over the tokens left": lambda u: to_go(u) / to_go(torch.ones_like(u)),
+    }
+    found = {
+        f"score function, {name}": plant(surrogate(weights), SUMMED, *GRADIENT)
+        for name, weights in wrong.items()
+    }
+    found["exact KL with its future, one token too late"] = plant(
+        future(lambda d: to_go(d).roll(-2, -1) * (steps_of(d) < d.shape[-1] - 2)), EXACT_SEQUENCE, *GRADIENT
+    )
+    found["exact KL with half its future"] = plant(
+        future(lambda d: 0.5 * (to_go(d) - d)), EXACT_SEQUENCE, *GRADIENT
+    )
+    found["response's ratio on each token's k3"] = plant(
+        lambda p, q, b, mask: (up(p) - up(b)).mean(-1, keepdim=True).exp() * k3(p, q),
+        "loss_with_behaviour_and_mask",
+        *GRADIENT,
+    )
+    found["exact KL as reward"] = plant(
+        lambda p, q: kleash.kl(p, q), replace(WHOLE, place="reward"), *GRADIENT, "zero_gradient"
+    )
+    return found
+
+
+def vocabulary() -> dict[str, Plant]:
+    """[batch, time, vocab], as F.kl_div gives it."""
+    per_word = from_fields("per_word", "logp", "logq", gives="vocabulary", sees="distributions")
+
+    def terms(p: Tensor, q: Tensor) -> Tensor:
+        return kleash.kl(p, q).unsqueeze(-1) / p.shape[-1] * torch.ones_like(p)
+
+    return {
+        f"per word, {name}": plant(
+            lambda p, q, of=of: of(terms(p, q).mT).mT,
+            per_word,
+            *(("wrong_credit",) if name in MISPLACED else (*GRADIENT, *VALUE)),
+        )
+        for name, of in OVER_STEPS.items()
+        if name in ("sign flipped after the first token", "rolled by one token", "divided by length")
+    }
+
+
+def counting(change: Callable[[int], float]) -> Callable[[], Function]:
+    """A loss that is multiplied by a function of how often it was called."""
+
+    def make() -> Function:
+        calls = count()
+        return lambda p, q: right(p, q) * change(next(calls))
+
+    return make
+
+
+def running_mean() -> Function:
+    mean = torch.zeros(())
+
+    def function(p: Tensor, q: Tensor) -> Tensor:
+        nonlocal mean
+        u = u_of(p, q)
+        mean = 0.9 * mean + 0.1 * u.detach().mean()
+        return u - mean
+
+    return function
+
+
+def cached_by_shape() -> Function:
+    kept: dict[tuple[int, ...], Tensor] = {}
+
+    def function(p: Tensor, q: Tensor) -> Tensor:
+        return u_of(p, kept.setdefault(tuple(q.shape), q.detach().clone()).to(p.dtype))
+
+    return function
+
+
+def cached_by_address() -> Function:
+    kept: dict[int, Tensor] = {}
+
+    def function(p: Tensor, q: Tensor) -> Tensor:
+        found = kept.setdefault(q.data_ptr(), q.detach().clone())
+        return u_of(p, (found if found.shape == q.shape else q).to(p.dtype))
+
+    return function
+
+
+def cached_result() -> Function:
+    kept: dict[tuple[int, ...], Tensor] = {}
+
+    def function(p: Tensor, q: Tensor) -> Tensor:
+        return kept.setdefault(tuple(p.shape), right(p, q))
+
+    return function
+
+
+def private_noise() -> Function:
+    draw = torch.Generator().manual_seed(1)
+    return lambda p, q: right(p, q) * (0.5 + torch.rand(p.shape, generator=draw))
+
+
+def private_python_noise() -> Function:
+    draw = python_random.Random(5)
+    return lambda p, q: right(p, q) * (0.5 + draw.random())
+
+
+def in_place(p: Tensor, q: Tensor) -> Tensor:
+    with torch.no_grad():
+        q.copy_(up(p) - up(q))
+    u = up(p) - up(p).detach() + q.to(up(p).dtype)
+    return u.square() / 2 - (u.square() / 2).detach() + (torch.expm1(-u) + u).detach()
+
+
+def masks_in_place(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+    q.masked_fill_(~mask, 0.0)
+    return masked(p, q, mask)
+
+
+def clears_the_mask(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+    keep = mask.clone()
+    mask.fill_(True)
+    return masked(p, q, keep)
+
+
+def reseeds(p: Tensor, q: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return right(p, q)
+
+
+def calls() -> dict[str, Plant]:
+    """What shows only from one call to the next."""
+    return {
+        "beta annealed by a counter": made(counting(lambda n: 1 + n / 1000), "loss", "stateful"),
+        "off in its first ten calls": made(counting(lambda n: float(n >= 10)), "loss", "stateful"),
+        "doubled every seventh call": made(
+            counting(lambda n: 2.0 if n % 7 == 6 else 1.0), "loss", "stateful"
+        ),
+        "decays after two hundred calls": made(
+            counting(lambda n: 1.0 if n < 200 else 0.5), "loss", "stateful"
+        ),
+        "less its running mean": made(lambda: running_mean(), "reward", "stateful"),
+        "reference cached by shape": made(lambda: cached_by_shape(), "reward", "stateful"),
+        "reference cached by address": made(lambda: cached_by_address(), "metric", "stateful"),
+        "result cached by shape": made(lambda: cached_result(), "loss", "stateful"),
+        "global noise, unbiased": plant(
+            lambda p, q: right(p, q) * (0.5 + torch.rand(p.shape)), "loss", "random", severity="note"
+        ),
+        "own noise, unbiased": made(lambda: private_noise(), "loss", "random", severity="note"),
+        "Python's noise, unbiased": made(lambda: private_python_noise(), "loss", "random", severity="note"),
+        "dropout of the tokens, unbiased": plant(
+            lambda p, q: u_of(p, q) * 2 * (torch.rand(p.shape) < 0.5), "reward", "random", severity="note"
+        ),
+        "noise added, unbiased": plant(
+            lambda p, q: u_of(p, q) + 0.1 * torch.randn(p.shape), "reward", "random", severity="note"
+        ),
+        "noise and half the size": plant(
+            lambda p, q: right(p, q) * torch.rand(p.shape), "loss", "wrong_scale", "wrong_gradient"
+        ),
+        "noise of k3's wrong gradient": plant(
+            lambda p, q: k3(p, q) * (0.9 + 0.2 * torch.rand(p.shape)), "loss", "wrong_gradient"
+        ),
+        "writes into the reference's log-probabilities": plant(in_place, "loss", "changes_inputs"),
+        "masks its input in place": plant(masks_in_place, "loss_with_mask", "changes_inputs"),
+        "clears the mask": plant(clears_the_mask, "loss_with_mask", "changes_inputs"),
+        "sorts the vocabulary in place": plant(
+            lambda p, q: (
+                kleash.kl(p, q) + 0 * q.data.copy_(q.data.flip(-1)).sum(-1).detach().nan_to_num(neginf=0)
+            ),
+            "log_probabilities",
+            "changes_inputs",
+        ),
+        "seeds the generator of the process": plant(reseeds, "loss", "changes_settings"),
+    }
+
+
+def batches() -> dict[str, Plant]:
+    """What shows only where several responses come at once, or responses of several lengths."""
+
+    def summed_mean(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        return (masked(p, q, mask).sum(-1) / mask.sum(-1)).sum()
+
+    def sum_of_sequences(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        return masked(p, q, mask).sum(-1).mean()
+
+    def constant_length(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        return (masked(p, q, mask).sum(-1) / mask.shape[-1]).mean()
+
+    def longest(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        return masked(p, q, mask).sum() / (mask.sum(-1).max() * len(mask))
+
+    return {
+        "sum over the batch of means": plant(
+            summed_mean, "mean_loss_with_mask", "wrong_reduction", "batch_dependent"
+        ),
+        "sum over tokens, mean over the batch": plant(
+            sum_of_sequences, "mean_loss_with_mask", "wrong_scale", "wrong_reduction"
+        ),
+        "divided by the padded length": plant(
+            constant_length, "mean_loss_with_mask", "padding_in_denominator", "wrong_reduction"
+        ),
+        "divided by the longest length": plant(longest, "mean_loss_with_mask", "wrong_reduction"),
+        "sum for a mean, of distributions": plant(
+            lambda p, q: kleash.kl(p, q).mean(-1).sum(), "mean_log_probabilities", "wrong_reduction"
+        ),
+        "mean over the batch for each response": plant(
+            lambda p, q: kleash.kl_loss(p, q, torch.ones_like(p, dtype=torch.bool)).sum(-1) / len(p),
+            "sequence_loss",
+            "batch_dependent",
+        ),
+        "a batch's mean for every response": plant(
+            lambda p, q: right(p, q).sum(-1).mean().expand(len(p)), "sequence_loss", "batch_dependent"
+        ),
+        "centred over the batch": plant(
+            lambda p, q: u_of(p, q) - u_of(p, q).mean(), "reward", "batch_dependent"
+        ),
+        "whitened over the batch": plant(
+            lambda p, q: u_of(p, q) / (u_of(p, q).std() + 1e-8), "reward", "batch_dependent"
+        ),
+        "rolled over the batch": plant(lambda p, q: right(p, q).roll(1, 0), "loss", "batch_dependent"),
+        "the neighbour's reference": plant(lambda p, q: right(p, q.flip(0)), "loss", "batch_dependent"),
+        "divided by the batch size": plant(lambda p, q: right(p, q) / len(p), "loss", "batch_dependent"),
+        "a fifth of the neighbour": plant(
+            lambda p, q: 0.8 * k3(p, q) + 0.2 * k3(p, q).roll(1, 0), "metric", "batch_dependent"
+        ),
+        "distributions centred over the batch": plant(
+            lambda p, q: kleash.kl(p, q) - kleash.kl(p, q).detach().mean(),
+            "log_probabilities",
+            "batch_dependent",
+        ),
+        "cumulative sum over the padding": plant(
+            lambda p, q, mask: (
+                torch.where(mask, to_go(right(p, q)) - to_go(right(p, q)) + right(p, q), 0.0)
+                + 0.1 * to_go(torch.where(mask, 0.0, 1.0))
+            ),
+            "loss_with_mask",
+            "padding_counts",
+        ),
+        "first tokens instead of the mask": plant(
+            lambda p, q, mask: right(p, q).sum(-1), "sequence_loss_with_mask", "padding_counts"
+        ),
+        "mask multiplied": plant(
+            lambda p, q, mask: right(p, q) * mask, "loss_with_mask", "nan_from_padding", severity="fragile"
+        ),
+        "mask off by one": plant(
+            lambda p, q, mask: masked(p, q, torch.cat([mask[:, :1], mask[:, :-1]], -1)),
+            "loss_with_mask",
+            "padding_counts",
+            "wrong_gradient",
+        ),
+        "padding in the denominator of distributions": plant(
+            lambda p, q, mask: torch.where(
+                mask, kleash.kl(*(torch.where(mask.unsqueeze(-1), x, 0.0) for x in (p, q))), 0.0
+            ).mean(),
+            from_fields("mean_masked", "logp", "logq", "mask", gives="mean", sees="distributions"),
+            "padding_in_denominator",
+        ),
+    }
+
+
+def ratios() -> dict[str, Plant]:
+    """Weights that are truncated, dropped or of the wrong level."""
+    straight = "loss_with_behaviour"
+    found = {
+        f"ratio clamped at {cap}": plant(
+            lambda p, q, b, cap=cap: rho(p, b).clamp(max=cap).detach() * right(p, q),
+            straight,
+            "truncated_ratio",
+            severity="fragile",
+        )
+        for cap in (5, 10, 100)
+    }
+    return found | {
+        "ratio of 0 above 10": plant(
+            lambda p, q, b: torch.where(rho(p, b) > 10, 0.0, rho(p, b)).detach() * right(p, q),
+            straight,
+            "truncated_ratio",
+            severity="fragile",
+        ),
+        "ratio clipped to 0.8 … 1.2": plant(
+            lambda p, q, b: rho(p, b).clamp(0.8, 1.2).detach() * right(p, q), straight, "off_policy_gradient"
+        ),
+        "attached ratio clamped at 8": plant(
+            lambda p, q, b: rho(p, b).clamp(max=8) * u_of(p, q),
+            straight,
+            "truncated_ratio",
+            severity="fragile",
+        ),
+        "mean of a ratio clamped at 5": plant(
+            lambda p, q, b: (rho(p, b).clamp(max=5).detach() * right(p, q)).mean(),
+            "mean_loss_with_behaviour",
+            "truncated_ratio",
+            severity="fragile",
+        ),
+        "ratio the wrong way round": plant(
+            lambda p, q, b: rho(b, p).detach() * right(p, q), straight, "off_policy_gradient"
+        ),
+        "squared ratio": plant(
+            lambda p, q, b: rho(p, b).square().detach() * right(p, q), straight, "off_policy_gradient"
+        ),
+    }
+
+
+def ranges() -> dict[str, Plant]:
+    """Clamps, dead gradients and hidden infinities."""
+
+    def nansum(p: Tensor, q: Tensor) -> Tensor:
+        return torch.nansum(up(p).exp() * u_of(p, q), dim=-1)
+
+    def hides_nan(p: Tensor, q: Tensor) -> Tensor:
+        return torch.nan_to_num(textbook(p, q))
+
+    return {
+        "k1 clamped at 10": plant(
+            lambda p, q: u_of(p, q).clamp(-10, 10), "reward", "flat_value", severity="fragile"
+        ),
+        "k1 clamped at 5": plant(
+            lambda p, q: u_of(p, q).clamp(-5, 5), "reward", "flat_value", "biased_value"
+        ),
+        "k2 clamped at 200": plant(
+            lambda p, q: (u_of(p, q).square() / 2).clamp(max=200), "loss", "dead_gradient", severity="fragile"
+        ),
+        "log ratio clamped at 3": plant(
+            lambda p, q: u_of(p, q).clamp(-3, 3).square() / 2, "loss", "dead_gradient"
+        ),
+        "log ratio clamped at 40": plant(
+            lambda p, q: u_of(p, q).clamp(-40, 40).square() / 2, "loss", "dead_gradient", severity="fragile"
+        ),
+        "never negative": plant(
+            lambda p, q: u_of(p, q).clamp(min=0), "reward", "wrong_gradient", "biased_value"
+        ),
+        "nansum over the vocabulary": plant(nansum, "log_probabilities", "hides_nan", severity="fragile"),
+        "nan_to_num over tokens": plant(
+            lambda p, q: torch.nan_to_num(right(p, q)), "loss", "hides_nan", severity="fragile"
+        ),
+        "nan_to_num over distributions": plant(
+            hides_nan, "log_probabilities", "hides_nan", severity="fragile"
+        ),
+        "nanmean over tokens": plant(
+            lambda p, q: torch.nanmean(right(p, q)), "mean_loss", "hides_nan", severity="fragile"
+        ),
+        "nan_to_num of logits": plant(
+            lambda p, q: kleash.kl(*(up(x).nan_to_num().log_softmax(-1) for x in (p, q))),
+            "logits",
+            "hides_nan",
+            severity="fragile",
+        ),
+    }
+
+
+def precisions() -> dict[str, Plant]:
+    """Wrong in one precision."""
+
+    def rounded(x: Tensor) -> Tensor:
+        """Through bfloat16, whatever it was."""
+        return x if x.dtype == torch.float64 else x.bfloat16().float()
+
+    return {
+        "computes in bfloat16 always": plant(
+            lambda p, q: right(rounded(p), rounded(q)), "loss", "low_precision"
+        ),
+        "half the size in float32": plant(
+            lambda p, q: right(p, q) * (0.5 if p.dtype == torch.float32 else 1.0), "loss", "low_precision"
+        ),
+        "half the size in bfloat16": plant(
+            lambda p, q: right(p, q) * (0.5 if p.dtype == torch.bfloat16 else 1.0),
+            "loss",
+            "low_precision",
+            severity="fragile",
+        ),
+        "float16 inside": plant(
+            lambda p, q: right(p, q) if p.dtype == torch.float64 else right(p.half(), q.half()).float(),
+            "loss",
+            "low_precision",
+            "infinite_value",
+            "nan_value",
+        ),
+        "subtracts in bfloat16": plant(
+            lambda p, q: (
+                (p - q).float().square() / 2 if p.dtype == torch.bfloat16 else u_of(p, q).square() / 2
+            ),
+            "loss",
+            "low_precision",
+            severity="fragile",
+        ),
+        "float16 breaks it": plant(
+            lambda p, q: right(p, q) * (3.0 if p.dtype == torch.float16 else 1.0),
+            "loss",
+            "low_precision",
+            severity="fragile",
+        ),
+    }
+
+
+def whole_mistakes() -> dict[str, Plant]:
+    """Wrong already for one token, by other conventions than those of ``planted``."""
+    distillation = "distillation"
+
+    def logs(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        return up(p).log_softmax(-1), up(q).log_softmax(-1)
+
+    return {
+        "distillation the other way round": plant(
+            lambda p, q: kleash.kl(*logs(p, q)), distillation, "wrong_direction"
+        ),
+        "distillation's cross-entropy": plant(
+            lambda p, q: -(logs(p, q)[1].exp() * logs(p, q)[0]).sum(-1), distillation, "cross_entropy"
+        ),
+        "temperature squared forgotten": plant(
+            lambda p, q: kleash.kl(*logs(p / 2, q / 2)), "logits", "biased_value", "wrong_gradient"
+        ),
+        "logits taken for log-probabilities": plant(
+            lambda p, q: (up(p).softmax(-1) * u_of(p, q)).sum(-1),
+            "logits",
+            "biased_value",
+            "other_divergence",
+        ),
+        "mean over the vocabulary": plant(
+            lambda p, q: kleash.kl(*logs(p, q)) / p.shape[-1], "logits", "wrong_scale", "biased_value"
+        ),
+        "top 2, renormalised": plant(
+            lambda p, q: kleash.kl(
+                *(x.gather(-1, p.topk(2, -1).indices).log_softmax(-1) for x in logs(p, q))
+            ),
+            "logits",
+            "truncated",
+        ),
+        "hidden states of the wrong model": plant(
+            lambda hp, wp, hq, wq: kleash.kl(
+                (up(hp) @ up(wp).T).log_softmax(-1), (up(hp) @ up(wq).T).log_softmax(-1)
+            ),
+            "hidden",
+            "biased_value",
+            "other_divergence",
+        ),
+        "squared ratio without its half": plant(lambda p, q: u_of(p, q).square(), "loss", "wrong_gradient"),
+        "k3 of the other direction": plant(
+            lambda p, q: k3(q, p), "metric", "biased_value", "other_divergence"
+        ),
+        "straight-through with the sign of k1": plant(
+            lambda p, q: k3(p, q).detach() + u_of(p, q) - u_of(p, q).detach(), "loss", "zero_gradient"
+        ),
+    }
+
+
+PLANTS: Mapping[str, Plant] = MappingProxyType(
+    over_steps()
+    | score_functions()
+    | vocabulary()
+    | calls()
+    | batches()
+    | ratios()
+    | ranges()
+    | precisions()
+    | whole_mistakes()
+)
+
+
+def sequence_k1(p: Tensor, q: Tensor) -> Tensor:
+    """The whole reward on the last token: later than it was earned, which changes no expectation."""
+    return u_of(p, q).sum(-1, keepdim=True) * (steps_of(p) == p.shape[-1] - 1)
+
+
+RIGHT_ONES: Mapping[str, tuple[Function, str | Convention]] = MappingProxyType(
+    {
+        "value k3, gradient k2": (right, "loss"),
+        "k2": (lambda p, q: u_of(p, q).square() / 2, "loss"),
+        "attached ratio times k1": (lambda p, q, b: rho(p, b) * u_of(p, q), "loss_with_behaviour"),
+        "detached ratio times k2": (
+            lambda p, q, b: rho(p, b).detach() * u_of(p, q).square() / 2,
+            "loss_with_behaviour",
+        ),
+        "k1 reward": (u_of, "reward"),
+        "k1 reward of a response": (lambda p, q: u_of(p, q).sum(-1), "sequence_reward"),
+        "k1 reward on the last token": (sequence_k1, "reward"),
+        "k2 of a response": (lambda p, q: (u_of(p, q).square() / 2).sum(-1), "sequence_loss"),
+        "k3 metric": (k3, "metric"),
+        "k1 metric": (u_of, "metric"),
+        "mean metric": (lambda p, q, mask: masked(p, q, mask).sum() / mask.sum(), "mean_metric_with_mask"),
+        "mean of responses' means": (
+            lambda p, q, mask: (masked(p, q, mask).sum(-1) / mask.sum(-1)).mean(),
+            "mean_loss_with_mask",
+        ),
+        "score function, token by token": (surrogate(lambda u: u), SUMMED),
+        "score function with the past as baseline": (surrogate(lambda u: u.cumsum(-1)), SUMMED),
+        "exact KL with its past as baseline": (future(lambda d: d.cumsum(-1) - d), EXACT_SEQUENCE),
+        "score function of whole responses": (surrogate(to_go), SUMMED),
+        "squared log ratio of a response": (lambda p, q: u_of(p, q).sum(-1).square() / 2, SUMMED),
+        "exact KL": (kleash.kl, "log_probabilities"),
+        "exact KL with its future": (future(lambda d: to_go(d) - d), EXACT_SEQUENCE),
+        "exact KL with its future and a baseline": (future(to_go), EXACT_SEQUENCE),
+        "exact KL of logits": (
+            lambda p, q: kleash.kl(up(p).log_softmax(-1), up(q).log_softmax(-1)),
+            "logits",
+        ),
+        "distillation": (
+            lambda p, q: kleash.kl(up(q).log_softmax(-1), up(p).log_softmax(-1)),
+            "distillation",
+        ),
+        "jensen-shannon": (kleash.jensen_shannon, replace(WHOLE, name="js", claims="jensen_shannon")),
+        "total variation": (kleash.total_variation, replace(WHOLE, name="tv", claims="total_variation")),
+        "kl_loss": (kleash.kl_loss, "loss_with_mask"),
+        "minus k1, as a reward": (
+            lambda p, q: -u_of(p, q),
+            replace(CONVENTIONS["reward"], name="-", sign=-1),
+        ),
+    }
+)
+"""Name -> a function without a fault, and its convention."""

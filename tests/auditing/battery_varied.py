@@ -1,0 +1,496 @@
+"""Variations of the battery's mistakes, written after the audit was mended with it: what does it see of others?"""
+
+import os
+import random as python_random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import count
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from battery import (
+    EXACT_SEQUENCE,
+    GRADIENT,
+    SUMMED,
+    VALUE,
+    WHOLE,
+    Function,
+    Plant,
+    future,
+    made,
+    plant,
+    steps_of,
+    surrogate,
+    to_go,
+)
+from planted import k3, masked, rho, right, u_of, up
+from torch import Tensor
+
+import kleash
+from kleash.auditing import CONVENTIONS, Convention, from_fields
+
+ANY_VALUE = (*VALUE, "biased_value", "other_divergence")
+SAMPLED_LOGITS = from_fields("sampled_logits", "logits_p", "logits_q", "tokens")
+
+
+def every_other(x: Tensor) -> Tensor:
+    return x * (1 - 2 * (steps_of(x) % 2))
+
+
+def without_last(x: Tensor) -> Tensor:
+    return torch.where((steps_of(x) == x.shape[-1] - 1) & (x.shape[-1] > 1), 0.0, x)
+
+
+def responses() -> dict[str, Plant]:
+    def aligned(p: Tensor, q: Tensor) -> Tensor:
+        return kleash.kl(up(p).log_softmax(-1), up(q).roll(1, 1).log_softmax(-1))
+
+    def next_token(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+        at = tokens.roll(-1, -1).unsqueeze(-1)
+        p, q = (up(x).log_softmax(-1).gather(-1, at).squeeze(-1) for x in (p, q))
+        return right(p, q)
+
+    def earlier(u: Tensor) -> Tensor:
+        return torch.cat([u[:, 1:], 0 * u[:, :1]], -1) if u.shape[-1] > 1 else u
+
+    return {
+        "sign alternates": plant(lambda p, q: every_other(right(p, q)), "loss", *GRADIENT),
+        "sign alternates in the reward": plant(lambda p, q: every_other(u_of(p, q)), "reward", *GRADIENT),
+        "the last token left out": plant(lambda p, q: without_last(right(p, q)), "loss", *GRADIENT),
+        "the last token left out of the reward": plant(
+            lambda p, q: without_last(u_of(p, q)), "reward", *GRADIENT
+        ),
+        "the last token left out of the metric": plant(lambda p, q: without_last(k3(p, q)), "metric", *VALUE),
+        "credited one token early": plant(
+            lambda p, q: earlier(u_of(p, q)), "reward", *GRADIENT, "wrong_credit"
+        ),
+        "to-go sums as rewards": plant(lambda p, q: to_go(u_of(p, q)), "reward", *GRADIENT),
+        "divided by position": plant(lambda p, q: u_of(p, q) / (1 + steps_of(p)), "reward", *GRADIENT),
+        "mean for a sum in the reward": plant(
+            lambda p, q: u_of(p, q).mean(-1), "sequence_reward", *GRADIENT, *VALUE
+        ),
+        "largest for a sum": plant(lambda p, q: right(p, q).max(-1).values, "sequence_loss", *GRADIENT),
+        "squared log ratio over length": plant(
+            lambda p, q: u_of(p, q).sum(-1).square() / 2 / p.shape[-1], SUMMED, *GRADIENT, *VALUE
+        ),
+        "squared mean log ratio": plant(
+            lambda p, q: u_of(p, q).mean(-1).square() / 2, SUMMED, *GRADIENT, *VALUE
+        ),
+        "exact KL, discounted by half": plant(
+            lambda p, q: kleash.kl(p, q) * 0.5 ** steps_of(p[..., 0]), WHOLE, *GRADIENT
+        ),
+        "exact KL minus its mean over the response": plant(
+            lambda p, q: kleash.kl(p, q) - kleash.kl(p, q).mean(-1, keepdim=True),
+            WHOLE,
+            "other_divergence",
+            *GRADIENT,
+        ),
+        "exact KL, future discounted": plant(
+            future(lambda d: (to_go(d * 0.9 ** steps_of(d)) / 0.9 ** steps_of(d)) - d),
+            EXACT_SEQUENCE,
+            *GRADIENT,
+        ),
+        "score function, advantages normalised": plant(
+            surrogate(lambda u: to_go(u) / (1 + to_go(u).abs())), SUMMED, *GRADIENT
+        ),
+        "score function, each response's mean": plant(
+            surrogate(lambda u: u.mean(-1, keepdim=True).expand_as(u)), SUMMED, *GRADIENT, *VALUE
+        ),
+        "score function of the tokens after": plant(
+            surrogate(lambda u: to_go(u) - u * (u.shape[-1] > 1)), SUMMED, *GRADIENT
+        ),
+        "metric accumulates": plant(lambda p, q: k3(p, q).cumsum(-1), "metric", *VALUE),
+        "metric spreads the response's mean": plant(
+            lambda p, q: k3(p, q).mean(-1, keepdim=True).expand_as(p), "metric", *VALUE, "wrong_credit"
+        ),
+        "reference logits one step behind": plant(aligned, "logits", "wrong_credit", *GRADIENT, *VALUE),
+        "log-probabilities of the next token": plant(next_token, SAMPLED_LOGITS, *GRADIENT, *VALUE),
+        "softmax over the steps": plant(
+            lambda p, q: kleash.kl(up(p).log_softmax(1), up(q).log_softmax(1)),
+            "logits",
+            *ANY_VALUE,
+            "cross_entropy",
+        ),
+        "packed tokens accumulate": plant(
+            lambda p, q: right(p, q).cumsum(-1), "packed_loss", "batch_dependent"
+        ),
+        "packed tokens rolled": plant(
+            lambda p, q: u_of(p, q).roll(1), "packed_reward", "batch_dependent", "wrong_credit"
+        ),
+        "packed tokens over their number": plant(
+            lambda p, q: right(p, q) / len(p), "packed_loss", "batch_dependent"
+        ),
+        "centred within the response": plant(
+            lambda p, q: u_of(p, q) - u_of(p, q).mean(-1, keepdim=True), "reward", "zero_gradient"
+        ),
+    }
+
+
+def warm_up() -> Function:
+    calls = count(1)
+    return lambda p, q: right(p, q) * min(1.0, next(calls) / 20)
+
+
+def alternates() -> Function:
+    calls = count()
+    return lambda p, q: right(p, q).detach() if next(calls) % 2 else right(p, q)
+
+
+def normalised_by_history() -> Function:
+    scale = 1.0
+
+    def function(p: Tensor, q: Tensor) -> Tensor:
+        nonlocal scale
+        scale = 0.9 * scale + 0.1 * float(u_of(p, q).abs().mean())
+        return u_of(p, q) / scale
+
+    return function
+
+
+def largest_so_far() -> Function:
+    largest = 0.0
+
+    def function(p: Tensor, q: Tensor) -> Tensor:
+        nonlocal largest
+        largest = max(largest, float(k3(p, q).abs().max()))
+        return k3(p, q) / largest
+
+    return function
+
+
+def reference_of_the_last_call() -> Function:
+    last: list[Tensor] = []
+
+    def function(p: Tensor, q: Tensor) -> Tensor:
+        before = last[-1] if last and last[-1].shape == q.shape else q
+        last.append(q.detach().clone())
+        return u_of(p, before.to(q.dtype))
+
+    return function
+
+
+def of_the_system() -> Function:
+    return lambda p, q: u_of(p, q) * (0.5 + int.from_bytes(os.urandom(4), "big") / 2**32)
+
+
+def of_numpy() -> Function:
+    return lambda p, q: right(p, q) + torch.as_tensor(0.2 * np.random.standard_normal(tuple(p.shape)))  # noqa: NPY002
+
+
+def floor_in_place(p: Tensor, q: Tensor) -> Tensor:
+    q.data.clamp_(min=-2.0)
+    return right(p, q)
+
+
+def shifts_logits(p: Tensor, q: Tensor) -> Tensor:
+    q -= q.max(-1, keepdim=True).values
+    return kleash.kl(up(p).log_softmax(-1), up(q).log_softmax(-1))
+
+
+def tidies_nan(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+    p.data[~mask] = 0.0
+    q.data[~mask] = 0.0
+    return masked(p, q, mask)
+
+
+def default_dtype(p: Tensor, q: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    return right(p, q)
+
+
+def seeds_python(p: Tensor, q: Tensor) -> Tensor:
+    python_random.seed(0)
+    return right(p, q)
+
+
+def no_more_gradients(p: Tensor, q: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    return k3(p, q)
+
+
+def calls() -> dict[str, Plant]:
+    return {
+        "warms up": made(lambda: warm_up(), "loss", "stateful"),
+        "detached every other call": made(lambda: alternates(), "loss", "stateful", "detached"),
+        "divided by a running mean": made(lambda: normalised_by_history(), "reward", "stateful"),
+        "divided by the largest so far": made(lambda: largest_so_far(), "metric", "stateful"),
+        "reference of the last call": made(lambda: reference_of_the_last_call(), "reward", "stateful"),
+        "the system's noise": made(lambda: of_the_system(), "reward", "random", severity="note"),
+        "numpy's noise": made(lambda: of_numpy(), "metric", "random", severity="note"),
+        "a token drawn per response, biased": plant(
+            lambda p, q: right(p, q).gather(-1, torch.randint(p.shape[-1], (len(p), 1))).squeeze(-1),
+            "sequence_loss",
+            *GRADIENT,
+            *VALUE,
+        ),
+        "half the tokens dropped, not rescaled": plant(
+            lambda p, q: u_of(p, q) * (torch.rand(p.shape) < 0.5), "reward", "wrong_scale", *GRADIENT
+        ),
+        "floors the reference in place": plant(floor_in_place, "loss", "changes_inputs"),
+        "shifts logits in place": plant(shifts_logits, "logits", "changes_inputs"),
+        "clears padding in place": plant(tidies_nan, "loss_with_mask", "changes_inputs"),
+        "sets the default dtype": plant(default_dtype, "loss", "changes_settings"),
+        "seeds Python": plant(seeds_python, "loss", "changes_settings"),
+        "switches gradients off": plant(no_more_gradients, "metric", "changes_settings"),
+    }
+
+
+def batches() -> dict[str, Plant]:
+    def over_square(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        return masked(p, q, mask).sum() / mask.sum() * len(mask)
+
+    def first_row(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        return masked(p, q, mask).sum() / (mask[0].sum() * len(mask))
+
+    def weighted(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        each = masked(p, q, mask).sum(-1) / mask.sum(-1)
+        return (each * torch.softmax(each.detach(), 0)).sum()
+
+    def left_out(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        return (
+            masked(p[:-1], q[:-1], mask[:-1]).sum() / mask[:-1].sum()
+            if len(p) > 1
+            else masked(p, q, mask).mean()
+        )
+
+    return {
+        "a mean times the batch": plant(over_square, "mean_loss_with_mask", "wrong_reduction"),
+        "over the first response's length": plant(first_row, "mean_loss_with_mask", "wrong_reduction"),
+        "softmax over the batch": plant(weighted, "mean_loss_with_mask", "wrong_reduction"),
+        "without the last response": plant(
+            left_out, "mean_loss_with_mask", "wrong_reduction", "padding_in_denominator"
+        ),
+        "a constant length": plant(
+            lambda p, q, mask: masked(p, q, mask).sum() / 1024,
+            "mean_loss_with_mask",
+            "wrong_scale",
+            "wrong_reduction",
+        ),
+        "times the batch size": plant(
+            lambda p, q: right(p, q).sum(-1) * len(p), "sequence_loss", "batch_dependent"
+        ),
+        "sorted by value": plant(
+            lambda p, q: right(p, q).sum(-1).sort().values, "sequence_loss", "batch_dependent"
+        ),
+        "divided by the batch's largest": plant(
+            lambda p, q: k3(p, q) / k3(p, q).max(), "metric", "batch_dependent"
+        ),
+        "leave-one-out baseline": plant(
+            lambda p, q: (
+                u_of(p, q).sum(-1)
+                - (u_of(p, q).sum() - u_of(p, q).sum(-1)) / max(1, len(p) - 1) * (len(p) > 1)
+            ),
+            "sequence_reward",
+            "batch_dependent",
+        ),
+        "batch norm of logits": plant(
+            lambda p, q: kleash.kl((up(p) - up(p).mean((0, 1))).log_softmax(-1), up(q).log_softmax(-1)),
+            "logits",
+            "batch_dependent",
+        ),
+        "gradient of the neighbour": plant(
+            lambda p, q: right(p, q).detach() + right(p, q).roll(1, 0) - right(p, q).roll(1, 0).detach(),
+            "loss",
+            "batch_dependent",
+        ),
+        "mask inverted": plant(
+            lambda p, q, mask: masked(p, q, ~mask), "loss_with_mask", "padding_counts", "other_divergence"
+        ),
+        "left padding assumed": plant(
+            lambda p, q, mask: masked(p, q, mask.flip(-1)), "loss_with_mask", "padding_counts", *GRADIENT
+        ),
+        "mean over all positions of distributions": plant(
+            lambda p, q, mask: (kleash.kl(p, q) * mask).mean(),
+            from_fields("mean_masked", "logp", "logq", "mask", gives="mean", sees="distributions"),
+            "padding_in_denominator",
+        ),
+    }
+
+
+def ratios_and_ranges() -> dict[str, Plant]:
+    fragile = {"severity": "fragile"}
+
+    def huber(p: Tensor, q: Tensor) -> Tensor:
+        u = u_of(p, q)
+        return torch.where(u.abs() < 1, u.square() / 2, u.abs() - 0.5)
+
+    def finite_only(p: Tensor, q: Tensor) -> Tensor:
+        u = u_of(p, q)
+        return torch.where(u.isfinite(), u.square() / 2, 0.0)
+
+    def squashed(p: Tensor, q: Tensor) -> Tensor:
+        return 20 * torch.tanh(u_of(p, q) / 20)
+
+    return {
+        "log ratio of the weight clamped at 2": plant(
+            lambda p, q, b: (up(p) - up(b)).clamp(-2, 2).exp().detach() * right(p, q),
+            "loss_with_behaviour",
+            "truncated_ratio",
+            "off_policy_gradient",
+        ),
+        "weights outside 0.2 to 6 dropped": plant(
+            lambda p, q, b: (
+                torch.where((rho(p, b) < 0.2) | (rho(p, b) > 6), 0.0, rho(p, b)).detach() * right(p, q)
+            ),
+            "loss_with_behaviour",
+            "truncated_ratio",
+            "off_policy_gradient",
+        ),
+        "weight of a response clamped at 20": plant(
+            lambda p, q, b, mask: (
+                (up(p) - up(b)).sum(-1, keepdim=True).exp().clamp(max=20).detach() * u_of(p, q).square() / 2
+            ),
+            "loss_with_behaviour_and_mask",
+            "truncated_ratio",
+            "off_policy_gradient",
+            "padding_counts",
+        ),
+        "weight p over q": plant(
+            lambda p, q, b: rho(p, q).detach() * right(p, q), "loss_with_behaviour", *ANY_VALUE, *GRADIENT
+        ),
+        "weight without the token's own": plant(
+            lambda p, q, b: ((up(p) - up(b)).cumsum(-1) - (up(p) - up(b))).exp().detach() * right(p, q),
+            "loss_with_behaviour",
+            "off_policy_gradient",
+            "off_policy_value",
+        ),
+        "smoothed weight": plant(
+            lambda p, q, b: rho(p, b).sqrt().detach() * right(p, q),
+            "loss_with_behaviour",
+            "off_policy_gradient",
+        ),
+        "k1 clamped from below at -20": plant(
+            lambda p, q: u_of(p, q).clamp(min=-20), "reward", "flat_value", **fragile
+        ),
+        "log ratio clamped at 5 in k3": plant(
+            lambda p, q: k3(u_of(p, q).clamp(-5, 5), 0 * q), "metric", *ANY_VALUE
+        ),
+        "exponential clamped at 1e6": plant(
+            lambda p, q: (up(q) - up(p)).exp().clamp(max=1e6) - 1 + u_of(p, q),
+            "metric",
+            "biased_value",
+            "wrong_offset",
+            "flat_value",
+            "infinite_missed",
+            **fragile,
+        ),
+        "reference floored at -30": plant(
+            lambda p, q: u_of(p, up(q).clamp(min=-30)), "reward", "flat_value", **fragile
+        ),
+        "huber": plant(huber, "loss", *GRADIENT, "biased_value"),
+        "squashed": plant(squashed, "reward", "flat_value", *GRADIENT, *ANY_VALUE),
+        "infinite entries dropped": plant(finite_only, "loss", "hides_nan", **fragile),
+        "NaN by comparison": plant(
+            lambda p, q: torch.where(u_of(p, q) == u_of(p, q), right(p, q), 0.0),
+            "loss",
+            "hides_nan",
+            **fragile,
+        ),
+        "nansum over a response": plant(
+            lambda p, q: right(p, q).nansum(-1), "sequence_loss", "hides_nan", **fragile
+        ),
+        "nan_to_num of log-probabilities": plant(
+            lambda p, q: kleash.kl(p.nan_to_num(), q.nan_to_num()),
+            "log_probabilities",
+            "hides_nan",
+            **fragile,
+        ),
+        "square root of k2": plant(lambda p, q: (u_of(p, q).square() / 2).sqrt(), "loss", *GRADIENT),
+        "gradient clipped": plant(
+            lambda p, q: (lambda x: x - x.detach() + k3(p, q).detach())(
+                u_of(p, q).clamp(-12, 12).square() / 2
+            ),
+            "loss",
+            "dead_gradient",
+            **fragile,
+        ),
+    }
+
+
+def quantities() -> dict[str, Plant]:
+    def half(x: Tensor) -> Tensor:
+        return x if x.dtype == torch.float64 else x.half().float()
+
+    def mixture(p: Tensor, q: Tensor) -> Tensor:
+        return kleash.kl(p, torch.logaddexp(up(p) + torch.tensor(0.1).log(), up(q) + torch.tensor(0.9).log()))
+
+    return {
+        "bits for nats": plant(lambda p, q: u_of(p, q) / torch.tensor(2.0).log(), "reward", "wrong_scale"),
+        "skewed": plant(mixture, WHOLE, *ANY_VALUE),
+        "temperature on one side": plant(
+            lambda p, q: kleash.kl(up(p).log_softmax(-1), (up(q) / 2).log_softmax(-1)),
+            "logits",
+            *ANY_VALUE,
+            *GRADIENT,
+        ),
+        "policy detached": plant(lambda p, q: kleash.kl(p.detach(), q), WHOLE, "detached"),
+        "k3 with the gradient of k1": plant(
+            lambda p, q: k3(p, q).detach() + u_of(p, q) - u_of(p, q).detach(), "loss", "zero_gradient"
+        ),
+        "entropy bonus": plant(lambda p, q: up(p), "reward", "cross_entropy", "wrong_sign", *ANY_VALUE),
+        "reference forgotten": plant(lambda p, q: u_of(p, 0 * q), "reward", "cross_entropy", *ANY_VALUE),
+        "top 4, the rest dropped": plant(
+            lambda p, q: (
+                lambda at: (p.gather(-1, at).exp() * (p.gather(-1, at) - q.gather(-1, at))).sum(-1)
+            )(p.topk(min(4, p.shape[-1]), -1).indices),
+            "log_probabilities",
+            "truncated",
+        ),
+        "float16 in between": plant(lambda p, q: right(half(p), half(q)), "loss", "low_precision"),
+        "rounds to three decimals": plant(
+            lambda p, q: u_of(p, q) if p.dtype == torch.float64 else (u_of(p, q) * 1000).round() / 1000,
+            "reward",
+            "low_precision",
+            "cancellation",
+        ),
+        "negated in bfloat16": plant(
+            lambda p, q: -right(p, q) if p.dtype == torch.bfloat16 else right(p, q),
+            "loss",
+            "low_precision",
+            severity="fragile",
+        ),
+        "chi-squared for KL": plant(lambda p, q: kleash.chi_squared(p, q), WHOLE, "other_divergence"),
+        "mean over responses and words": plant(
+            lambda p, q: (up(p).exp() * u_of(p, q)).mean(),
+            "mean_log_probabilities",
+            "wrong_scale",
+            *ANY_VALUE,
+        ),
+    }
+
+
+PLANTS: Mapping[str, Plant] = MappingProxyType(
+    responses() | calls() | batches() | ratios_and_ranges() | quantities()
+)
+
+RIGHT_ONES: Mapping[str, tuple[Callable[..., Tensor], str | Convention]] = MappingProxyType(
+    {
+        "k3 and k1 averaged": (lambda p, q: (k3(p, q) + u_of(p, q)) / 2, "metric"),
+        "k1 with its control variate": (lambda p, q: u_of(p, q) + 0.3 * torch.expm1(-u_of(p, q)), "metric"),
+        "k1 with a baseline": (lambda p, q: u_of(p, q) - 0.0, "reward"),
+        "k1 reward given one token late": (
+            lambda p, q: (
+                torch.cat([0 * p[:, :1], u_of(p, q)[:, :-1]], -1)
+                + (u_of(p, q) * (steps_of(p) == p.shape[-1] - 1))
+            ),
+            "reward",
+        ),
+        "prefix weights on k1": (
+            lambda p, q, b: (up(p) - up(b)).cumsum(-1).exp() * u_of(p, q),
+            "loss_with_behaviour",
+        ),
+        "reverse KL distillation": (
+            lambda p, q: kleash.kl(up(p).log_softmax(-1), up(q).log_softmax(-1)),
+            "logits",
+        ),
+        "packed k2": (lambda p, q: u_of(p, q).square() / 2, "packed_loss"),
+        "hellinger": (kleash.hellinger, replace(WHOLE, name="hellinger", claims="hellinger")),
+        "jeffreys": (kleash.jeffreys, replace(WHOLE, name="jeffreys", claims="jeffreys")),
+        "mean of means of distributions": (
+            lambda p, q: kleash.kl(p, q).mean(-1).mean(),
+            "mean_log_probabilities",
+        ),
+        "linear_kl": (kleash.linear_kl, CONVENTIONS["heads"]),
+    }
+)

@@ -1,0 +1,105 @@
+"""Mistakes that show only over several tokens, calls, responses or precisions are named, with the right severity."""
+
+import time
+import warnings
+
+import battery
+import battery_varied
+import pytest
+import torch
+from battery import Plant
+from planted import FAULTS, right, u_of
+
+import kleash
+from kleash.auditing import FINDINGS, audit
+from kleash.records import Audit
+
+PLANTS: dict[str, Plant] = {**battery.PLANTS, **battery_varied.PLANTS}
+RIGHT_ONES = {**battery.RIGHT_ONES, **battery_varied.RIGHT_ONES}
+WORST = ("wrong", "fragile", "note")
+
+
+@pytest.fixture(scope="module")
+def audits():
+    """The audits of all wrong ones, by name."""
+    began = time.process_time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the audited functions warn of is theirs
+        found = {name: audit(plant.make(), plant.convention, name=name) for name, plant in PLANTS.items()}
+    assert time.process_time() - began < 120
+    return found
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_mistake_is_named_with_its_severity(audits, name):
+    found, plant = audits[name], PLANTS[name]
+    named = {finding.kind for finding in found.findings if finding.severity == plant.severity}
+    assert named & plant.kinds, found.verdict
+    assert min(found.findings, key=lambda f: WORST.index(f.severity)).severity == plant.severity, (
+        found.verdict
+    )
+
+
+@pytest.mark.parametrize("name", RIGHT_ONES)
+def test_what_is_right_has_no_fault(name):
+    found = audit(*RIGHT_ONES[name], name=name)
+    assert not found.faults and found.is_pure, found.verdict
+
+
+def test_every_kind_of_finding_is_found_somewhere(audits):
+    found = {finding.kind for one in audits.values() for finding in one.findings}
+    named = {
+        kind for case in FAULTS.values() for kind in (*case.faults, *case.notes)
+    }  # by test_audit_planted
+    assert found | named == set(FINDINGS)
+
+
+def test_two_audits_of_one_function_are_equal_and_leave_the_process_as_it_was():
+    first = audit(kleash.kl_loss, "loss_with_mask")
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    second = audit(kleash.kl_loss, "loss_with_mask")
+    assert torch.equal(before, torch.get_rng_state())
+    assert first.to_json() == second.to_json() and first == second and first.is_pure
+    assert Audit.from_json(first.to_json()) == first
+    noisy = [audit(lambda p, q: u_of(p, q) + torch.rand(p.shape), "reward", name="noisy") for _ in "ab"]
+    assert noisy[0].to_json() == noisy[1].to_json(), "the seed of the process is the audit's"
+    assert not noisy[0].is_pure and "not pure, but random" in " ".join(noisy[0].verdict)
+
+
+def test_the_verdict_says_which_gradient_it_is_over_several_tokens(audits):
+    by_token = audit(right, "loss")
+    assert by_token.gradient_level == "token"
+    assert "follows KL(p || q) token by token, as it should" in by_token.verdict[1]
+    found = audits["token loss, sign flipped after the first token"]
+    assert found.gradient_level == "neither" and found.gradient == "KL(p || q) for one token"
+    assert "1, -1 and -1 times that of KL(p || q) token by token" in found.verdict[1]
+    assert "its value is 1, -1 and -1 times what it should be" in " ".join(found.verdict)
+    mixed = audits["response's ratio on each token's k3"]
+    assert "neither token by token (their cosine is 0.9" in mixed.verdict[1]
+
+
+def test_a_value_that_is_clamped_is_called_unbiased_only_inside(audits):
+    found = audits["k1 clamped at 10"]
+    assert found.value_range == found.gradient_range == "as long as log p - log q lies between -10 and 10"
+    assert found.verdict[0].startswith(
+        f"Its value is an unbiased estimate of KL(p || q), {found.value_range}"
+    )
+
+
+def test_a_ratio_that_is_truncated_is_named_with_its_bound(audits):
+    for bound in (5, 10, 100):
+        (finding,) = audits[f"ratio clamped at {bound}"].faults
+        assert f"truncated: above {bound} it no longer counts in full" in finding.sentence
+
+
+def test_old_audits_are_read(audits):
+    found = audits["k3 with the gradient of k1"]
+    text = (
+        found.to_json()
+        .replace('"severity": "wrong"', '"severity": "fault"')
+        .replace('"schema": 2', '"schema": 1')
+    )
+    old = Audit.from_json(text)
+    assert [finding.severity for finding in old.faults] == ["wrong"]
+    assert old.failing({"fault"}) == old.failing({"wrong"}) == old.faults and not old.failing({"fragile"})
