@@ -12,7 +12,7 @@ at the line that says when and with what the page was made.
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -20,8 +20,9 @@ import torch
 
 from kleash import __version__
 from kleash.auditing import audits_of, cases_of
+from kleash.auditing.hidden_nans import PROBLEM as HIDDEN
 from kleash.auditing.targets import TARGETS
-from kleash.records import Audit
+from kleash.records import Audit, Finding
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "audit.md"
 HEAD = """# What known KL code really does
@@ -35,12 +36,17 @@ what its words mean. Every line below comes out of the run that made this page; 
   were sampled from another distribution, without any weights but the function's own.
 - *Stands still* gives the log ratios at which the gradient is exactly zero, or, behind "value", those at which only
   the value no longer changes. For whole distributions it is the difference of two tokens' log-odds.
-- *Padding* and *bfloat16* say what happens if garbage or bfloat16 is handed over. A trainer that puts finite numbers
-  into its padding, or casts to float32 before, never sees it; whether one does is not audited.
+- *Severity*: **wrong** trains on, or reports, something else in ordinary use; *fragile* does so only at extreme log
+  ratios (beyond 8 nats), in low precision, or with garbage in the padding. A trainer that puts finite numbers into its
+  padding, or casts to float32 before, never meets the last two; whether one does is not audited. A top-k loss is called
+  wrong because it is another quantity than the KL over the whole vocabulary, deliberately or not.
+- Over several tokens the gradient is compared with two truths: *by token* is that of the next-token divergences along
+  sampled prefixes, *by response* that of the divergence between whole responses; *neither* is neither.
 - *Near* is the relative error in float32 where the KL is 1e-6 nats, as it is early in training.
 - A case that is meant to be another divergence than KL(p || q) says so in the name of its convention.
 """
 MADE = "Made on "
+CAPPED = re.compile(r"is truncated: (.*) it no longer")
 SEQUENCES = "sequences"
 ROUNDING = 1e-4
 """A relative error up to which it is the arithmetic's, not the formula's."""
@@ -76,7 +82,8 @@ def section(name: str, audits: Sequence[Audit]) -> str:
 
 def table(audits: Sequence[Audit]) -> list[str]:
     """A row for each case."""
-    heads = ["case", "place", "value", "gradient", "value off-policy", "gradient off-policy"]
+    heads = ["case", "place", "severity", "value", "gradient", "over several tokens", "value off-policy"]
+    heads += ["gradient off-policy"]
     heads += ["stands still", "edges", "padding", "near", "bfloat16"]
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     return [*rows, *(f"| {' | '.join(cells(audit, len(heads)))} |" for audit in audits)]
@@ -85,10 +92,11 @@ def table(audits: Sequence[Audit]) -> list[str]:
 def cells(audit: Audit, columns: int) -> list[str]:
     """One row of the table."""
     kinds = {finding.kind for finding in audit.findings}
-    found = [f"`{audit.target.partition(':')[2]}`", audit.place]
+    found = [f"`{audit.target.partition(':')[2]}`", audit.place, severity(audit)]
     if "cannot_be_called" in kinds:
-        return [*found, "cannot be called", *[""] * (columns - 3)]
-    found += [audit.value, audit.gradient or "–", value_off_policy(audit), gradient_off_policy(audit)]
+        return [*found, "cannot be called", *[""] * (columns - 4)]
+    found += [ranged(audit.value, audit.value_range), ranged(audit.gradient, audit.gradient_range) or "–"]
+    found += [LEVELS[audit.gradient_level], value_off_policy(audit), gradient_off_policy(audit)]
     found += [
         zones(audit),
         edges(audit),
@@ -97,6 +105,19 @@ def cells(audit: Audit, columns: int) -> list[str]:
         in_bfloat16(audit),
     ]
     return [cell.replace("|", "\\|") for cell in found]
+
+
+LEVELS = {"": "–", "token": "by token", "sequence": "by response", "both": "both", "neither": "**neither**"}
+
+
+def severity(audit: Audit) -> str:
+    """The worst of its findings."""
+    return "**wrong**" if audit.failing({"wrong"}) else "*fragile*" if audit.failing({"fragile"}) else "–"
+
+
+def ranged(words: str, within: str) -> str:
+    """What it is, with the log ratios for which it is that."""
+    return f"{words}, {within.replace('log p - log q', 'u')}" if within else words
 
 
 def value_off_policy(audit: Audit) -> str:
@@ -116,11 +137,14 @@ def gradient_off_policy(audit: Audit) -> str:
         return "–"
     if all(row.relative_size < 1e-6 for row in rows):
         return "zero"
+    capped = "".join(
+        f"; ratio truncated {CAPPED.findall(f.sentence)[0]}" for f in audit.failing({"truncated_ratio"})
+    )
     long = any(row.relative_error < 1e-3 for row in rows if row.world == SEQUENCES)
     for target in dict.fromkeys(row.target for row in rows if row.world != SEQUENCES):
         chosen = [row for row in rows if row.target == target and row.world != SEQUENCES]
         if all(row.relative_error < 1e-3 for row in chosen):
-            return target if long else f"{target} for one token"
+            return (target if long else f"{target} for one token") + capped
     return "none of the table"
 
 
@@ -146,6 +170,7 @@ def edges(audit: Audit) -> str:
     for row in audit.edges:
         if row.problem:
             what = next((word for word in ("NaN", "finite") if f"is {word}" in row.problem), "another value")
+            what = "a number" if row.problem == HIDDEN else what
             wrong.setdefault(what, []).append(row.case)
     return "; ".join(f"{what} where {', '.join(cases)}" for what, cases in wrong.items()) or "fine"
 
@@ -181,7 +206,17 @@ def details(audit: Audit, shared: Sequence[str]) -> list[str]:
         lines[-1] += f" With {', '.join(f'`{key}={value}`' for key, value in audit.arguments.items())}."
     own = [note.rstrip(".") for note in audit.notes if note not in shared]
     lines[-1] += f" How: {'; '.join(own)}." if own else ""
-    return [*lines, "", *(f"- {line}" for line in audit.verdict), ""]
+    findings = {finding.sentence: finding for finding in audit.findings}
+    return [*lines, "", *(f"- {severe(line, findings)}" for line in audit.verdict), ""]
+
+
+def severe(line: str, findings: Mapping[str, Finding]) -> str:
+    """A sentence of the verdict, with its severity and what to change where it is a fault."""
+    finding = findings.get(line)
+    if finding is None or finding.severity == "note":
+        return line
+    mark = "**wrong**" if finding.severity == "wrong" else "*fragile*"
+    return f"{mark}: {line} To change: {finding.remedy}."
 
 
 def says_the_same(old: str, new: str) -> bool:

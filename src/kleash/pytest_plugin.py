@@ -22,7 +22,8 @@ def kleash_audit() -> "Callable[..., Audit]":
 
     It takes the function, the convention by which it is called (a name of ``kleash.auditing.CONVENTIONS`` or a
     record of one's own), keyword ``arguments`` to bind, and ``fail_on``, the kinds of findings that fail
-    the test: keys of ``kleash.auditing.FINDINGS``, or "fault" (the default) and "note" for all such. It
+    the test: keys of ``kleash.auditing.FINDINGS``, or "wrong", "fragile", "note" for all of that severity and
+    "fault" (the default) for wrong and fragile; several may stand in one text, with commas between. It
     returns the ``Audit``.
     """
 
@@ -36,7 +37,8 @@ def kleash_audit() -> "Callable[..., Audit]":
         from kleash.auditing import audit, require_kinds
         from kleash.errors import KleashError
 
-        kinds = (fail_on,) if isinstance(fail_on, str) else tuple(fail_on)
+        named = (fail_on,) if isinstance(fail_on, str) else fail_on
+        kinds = tuple(kind.strip() for words in named for kind in words.split(",") if kind.strip())
         try:
             require_kinds(kinds)
             found = audit(function, convention, arguments=arguments)
@@ -56,4 +58,6 @@ def _explained(found: "Audit", failing: Collection[Any]) -> str:
     for finding in failing:
         where = f" ({finding.where})" if finding.where else ""
         lines.append(f"  {finding.kind}: {finding.sentence}{where}")
-    return "\n".join([*lines, "", *found.verdict])
+        lines.append(f"    change: {finding.remedy}")
+    said = {finding.sentence for finding in failing}
+    return "\n".join([*lines, "", *(line for line in found.verdict if line not in said)])

@@ -6,6 +6,8 @@ from dataclasses import replace
 from kleash.records import (
     AccuracyRow,
     Audit,
+    CallRow,
+    CurveRow,
     EdgeRow,
     Finding,
     GradientRow,
@@ -31,7 +33,13 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
         estimator="k3",
         verdict=(f"its value is KL(p || q) {HOSTILE}", "Backpropagated it follows KL(q || p)."),
         findings=(
-            Finding(kind="wrong_gradient", severity="fault", sentence="it follows KL(q || p)", where="far"),
+            Finding(
+                kind="wrong_gradient",
+                severity="wrong",
+                sentence="it follows KL(q || p)",
+                where="far",
+                remedy=f"use another {HOSTILE}",
+            ),
             Finding(kind="negative_values", severity="note", sentence=HOSTILE, where=HOSTILE),
         ),
         values=(
@@ -76,9 +84,30 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
             AccuracyRow(dtype="float32", kl=1e-2, relative_error=0.0, forced=1e-7),
             AccuracyRow(dtype="bfloat16", kl=1e-8, relative_error=math.nan, forced=1e-6),
         ),
+        calls=(CallRow(case=HOSTILE, problem=f"it is random: {HOSTILE}"),),
         notes=(HOSTILE,),
         versions={"kleash": "0", "torch": HOSTILE},
     )
+
+
+def drawn_audit() -> Audit:
+    """One with a picture: a k3 that is clamped at 10."""
+    log_ratios = [at / 2 + 0.25 for at in range(-60, 60)]
+
+    def k3(u: float) -> float:
+        return math.expm1(-u) + u
+
+    curve = tuple(
+        CurveRow(
+            log_ratio=u,
+            value=min(10.0, k3(u)),
+            right_value=k3(u),
+            gradient=0.0 if k3(u) > 10 else 1 - math.exp(-u),
+            right_gradient=u,
+        )
+        for u in log_ratios
+    )
+    return replace(synthetic_audit("drawn"), curve=curve, right_value_is="k3")
 
 
 def plain_audit() -> Audit:
@@ -92,4 +121,5 @@ def plain_audit() -> Audit:
         edges=(),
         masks=(),
         accuracy=(),
+        calls=(),
     )

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_audit import HOSTILE, plain_audit, synthetic_audit
+from synthetic_audit import HOSTILE, drawn_audit, plain_audit, synthetic_audit
 
 from kleash.records import Audit
 from kleash.reports import write_audits
-from kleash.reports.audits import accuracy_chart
+from kleash.reports.audit_charts import picture
+from kleash.reports.audits import accuracy_chart, bias
 
 
 class Text(HTMLParser):
@@ -49,7 +50,7 @@ def test_every_row_is_on_the_page(page: Path) -> None:
     for seen in (
         "2 functions audited",
         "Backpropagated it follows KL(q || p).",
-        "wrong_gradient fault",
+        "wrong_gradient wrong",
         "It follows KL(q || p).",
         "0.01235",
         "∞",
@@ -70,6 +71,42 @@ def test_hostile_text_stays_text(page: Path) -> None:
     assert "img" not in found.tags
     assert found.tags.count("script") == 2 + 1, "Plotly, the drawing, and the data of one chart"
     assert HOSTILE in " ".join(found.parts)
+
+
+def test_the_picture_is_value_and_gradient_beside_the_right_ones_with_dead_zones_shaded() -> None:
+    value, gradient = picture(1, drawn_audit())
+    lines = {line["name"]: line for line in gradient.figure["data"]}
+    assert set(lines) == {"log p − log q", "its gradient"}
+    shapes = [(shape["x0"], shape["x1"]) for shape in gradient.figure["layout"]["shapes"]]
+    assert shapes == [(-8.0, -2.6112), (-1.0, 1.5)]
+    (shade,) = value.figure["layout"]["shapes"]
+    assert shade["x0"] == 11.0 and shade["x1"] == pytest.approx(14.3)
+    low, high = value.figure["layout"]["yaxis"]["range"]
+    assert low < 0 and 10 < high < 50, "not as far as e^14"
+    assert "shaded, where the gradient is zero: below −2.611, −1.000 to 1.500 nats" in gradient.described
+    assert picture(1, synthetic_audit()) == []
+
+
+def test_nothing_is_said_twice_and_rounding_is_0(tmp_path: Path) -> None:
+    audit = drawn_audit()
+    row = replace(audit.values[0], bias=1e-17)
+    audit = replace(
+        audit, values=(row,), verdict=("Its value is right.", *(f.sentence for f in audit.findings))
+    )
+    text = Text(write_audits(tmp_path / "one.html", [audit])).text
+    assert text.count("It follows KL(q || p).") == 1
+    assert bias(row) == "0" and bias(replace(row, bias=1e-3)) == "0.001000"
+    assert "10⁻¹⁷ " not in text.partition("Its expected gradient")[0]
+    assert "Use another" in text, "what to change"
+
+
+def test_many_functions_are_folded(tmp_path: Path) -> None:
+    found = Text(write_audits(tmp_path / "many.html", [plain_audit()] * 3 + [synthetic_audit()]))
+    folded = Text(write_audits(tmp_path / "few.html", [plain_audit()] * 3))
+    assert found.tags.count("details") - folded.tags.count("details") >= 4
+    assert found.text.count("wrong_gradient") == 3, (
+        "in the table of all, at its name and where it is explained"
+    )
 
 
 def test_one_audit_has_no_table_of_all(tmp_path: Path) -> None:

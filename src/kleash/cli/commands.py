@@ -86,7 +86,7 @@ class Audit:
     that package; or one case of it, "verl:low_var_kl"."""
     convention: str | None = None
     """How package.module:function is called and what it returns: "loss", "reward", "logits" ...; without it,
-    they are listed."""
+    the most usual are explained and all are listed."""
     set: tuple[str, ...] = ()
     """Keyword arguments to call it with."""
     out: Path = Path("audit.html")
@@ -94,7 +94,8 @@ class Audit:
     json: bool = False
     """Print the audits as JSON instead of the verdicts."""
     fail_on: tuple[str, ...] = ()
-    """Exit with 1 if there is a finding of one of these kinds; "fault" and "note" stand for all such."""
+    """Exit with 1 if there is a finding of one of these kinds; "wrong" (trains on or reports something else in ordinary
+    use), "fragile" (only at extremes), "note" stand for all such, "fault" for wrong and fragile."""
     quiet: bool = False
     """Print nothing but what fails."""
 

@@ -14,7 +14,7 @@ from kleash.cli.commands import Audit, Cache, Command, Compare, Measure, Report,
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_comparison, print_measurement
 from kleash.cli.training import run_train
-from kleash.errors import OptionError
+from kleash.errors import MissingExtraError, OptionError
 from kleash.records import SHIPPED_POLICY, SHIPPED_REFERENCE, MeasureJob
 
 SHIPPED_PAIR = (
@@ -92,7 +92,8 @@ def _audit(command: Audit) -> int:
     from kleash.records.codec import encode
     from kleash.reports import write_audits
 
-    require_kinds(command.fail_on)
+    fail_on = [kind for words in command.fail_on for kind in words.split(",") if kind]
+    require_kinds(fail_on)
     audits: list[Any] = []
     with redirect_stdout(sys.stderr):  # what the audited code prints is no output of the audit
         coming = audits_of(cases_of(command.target, command.convention, command.set))
@@ -104,13 +105,19 @@ def _audit(command: Audit) -> int:
         audits.append(found)
         if not command.quiet and not command.json:
             print_audit(found)
-    page = write_audits(command.out.expanduser(), audits, _words(command))
+    page, missing = None, ""
+    try:
+        page = write_audits(command.out.expanduser(), audits, _words(command))
+    except MissingExtraError as error:
+        missing = str(error)
     if command.json:
         text = json.dumps({"audits": encode(audits)}, indent=2, allow_nan=False, ensure_ascii=False)
         sys.stdout.write(text + "\n")
     elif not command.quiet:
         print_whole(audits, page)
-    failures = [(audit, finding) for audit in audits for finding in audit.failing(command.fail_on)]
+    if missing and not command.quiet:
+        print(f"kleash: no page was made: {missing}", file=sys.stderr)
+    failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
     print_failures(failures)
     return 1 if failures else 0
 

@@ -21,20 +21,27 @@ def print_audit(audit: Audit) -> None:
     console.print(f"{escape(audit.summary)}, taken as a {audit.place}", style="dim", soft_wrap=True)
     for line in audit.verdict:
         console.print(f"  - {escape(sentence(line))}", soft_wrap=True)
-    for severity, colour in (("fault", "red"), ("note", "yellow")):
-        kinds = dict.fromkeys(found.kind for found in audit.findings if found.severity == severity)
-        if kinds:
-            console.print(f"  [{colour}]{severity}s:[/{colour}] {', '.join(kinds)}", soft_wrap=True)
+    faults = dict.fromkeys(f"{found.kind} ({found.severity})" for found in audit.faults)
+    if faults:
+        console.print(f"  [red]faults:[/red] {', '.join(faults)}", soft_wrap=True)
+    notes = dict.fromkeys(found.kind for found in audit.findings if found.severity == "note")
+    if notes:
+        console.print(f"  [yellow]notes:[/yellow] {', '.join(notes)}", soft_wrap=True)
+    for kind, remedy in {found.kind: found.remedy for found in audit.faults if found.remedy}.items():
+        console.print(f"  change {kind}: {escape(remedy)}", soft_wrap=True)
 
 
-def print_whole(audits: Sequence[Audit], page: Path) -> None:
-    """How many there were, and where the tables are."""
+def print_whole(audits: Sequence[Audit], page: Path | None) -> None:
+    """How many there were, and where the tables are, if a page was made."""
     console = Terminal(markup=True)
     faulty = sum(bool(audit.faults) for audit in audits)
+    wrong = sum(bool(audit.failing({"wrong"})) for audit in audits)
     functions = f"{len(audits)} function{'s' if len(audits) > 1 else ''} audited"
     console.print()
-    console.print(f"{functions}, {faulty} with faults")
-    console.print(f"page: {escape(str(page))}", soft_wrap=True)
+    which = f": {wrong} wrong, {faulty - wrong} only fragile" if faulty else ""
+    console.print(f"{functions}, {faulty} with faults{which}")
+    if page is not None:
+        console.print(f"page: {escape(str(page))}", soft_wrap=True)
 
 
 def print_failures(failures: Sequence[tuple[Audit, Finding]]) -> None:

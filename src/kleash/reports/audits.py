@@ -4,10 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kleash.records import AccuracyRow, Audit, Finding, ZoneRow
+from kleash.records import AccuracyRow, Audit, Finding, ValueRow, ZoneRow
+from kleash.records.audit import Severity
+from kleash.reports.audit_charts import interval, picture
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, escape, figure, finite
 from kleash.reports.page import write_page
 from kleash.reports.words import plain
+
+ROUNDING = 1e-6
+"""Relative; a function may compute in float32."""
+MANY = 3
+"""More functions than this are folded away, each behind its name."""
 
 
 def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path:
@@ -29,7 +36,12 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
         "audits": audits,
         "command": command,
         "accuracy": [accuracy_chart(f"accuracy-{at}", audit) for at, audit in enumerate(audits, 1)],
+        "pictures": [picture(at, audit) for at, audit in enumerate(audits, 1)],
+        "bias": bias,
         "bound": bound,
+        "folded": len(audits) > MANY,
+        "of": of_severity,
+        "summary": summary,
         "zone": zone,
         "kinds": kinds,
         "title": title,
@@ -49,6 +61,23 @@ def kinds(findings: Sequence[Finding]) -> list[str]:
     return list(dict.fromkeys(finding.kind for finding in findings))
 
 
+def of_severity(audit: Audit, severity: Severity) -> list[str]:
+    """The kinds of findings of this severity, each once."""
+    return kinds([finding for finding in audit.findings if finding.severity == severity])
+
+
+def summary(audit: Audit) -> list[str]:
+    """The sentences of the verdict that are not those of findings, which stand in their own table."""
+    said = {finding.sentence for finding in audit.findings}
+    return [line for line in audit.verdict if line not in said]
+
+
+def bias(row: ValueRow) -> str:
+    """The bias of a value, 0 where it is no more than rounding."""
+    scale = max(abs(row.exact), abs(row.expected))
+    return "0" if abs(row.bias) <= ROUNDING * scale else bound(row.bias)
+
+
 def bound(value: float) -> str:
     """A number that may be infinite, missing or tiny."""
     return "–" if value != value else plain(value, 4)
@@ -56,10 +85,7 @@ def bound(value: float) -> str:
 
 def zone(row: ZoneRow) -> str:
     """A range of log ratios in words."""
-    low, high = bound(row.low), bound(row.high)
-    if row.low == float("-inf"):
-        return f"below {high}" if row.high != float("inf") else "everywhere"
-    return f"above {low}" if row.high == float("inf") else f"{low} to {high}"
+    return interval(row)
 
 
 def accuracy_chart(name: str, audit: Audit) -> Chart | None:

@@ -37,6 +37,11 @@
     drawAll();
   });
 
+  // What is drawn in a closed part of the page has no width; it gets one when the part opens.
+  document.addEventListener("toggle", (event) => {
+    if (event.target.open) event.target.querySelectorAll("[data-drawn]").forEach((place) => Plotly.Plots.resize(place));
+  }, true);
+
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   requestAnimationFrame(() => setTimeout(drawAll));
 })();
