@@ -61,6 +61,9 @@ def test_errors_over_few_prompts_are_doubted_once(tmp_path: Path) -> None:
         journal = journal_of(tmp_path)
         for step in (1, 2):
             journal.step(step, {"response/prompts": prompts})
+        again = Journal(tmp_path, PPOJob(), display=journal.display)
+        again.begin(2)
+        again.step(3, {"response/prompts": prompts})
         said = [one for one in journal.display.sentences if "only 8 clusters; below 30" in one]  # type: ignore[attr-defined]
         assert len(said) == expected
         assert read_steps(tmp_path)[0].metrics["response/prompts"] == prompts

@@ -112,11 +112,18 @@ def cards(
     return [*found, ("Steps", steps, end)]
 
 
-def doubts(history: Sequence[StepRecord]) -> list[str]:
+def doubts(history: Sequence[StepRecord]) -> tuple[str, ...]:
     """What there is to doubt about the errors of the last step that has any."""
-    prompts = [step.metrics["response/prompts"] for step in history if "response/prompts" in step.metrics]
-    few = few_clusters(int(prompts[-1])) if prompts else ()
-    return [f"the errors of a step are over its prompts: {doubt}" for doubt in few]
+    measured = [step.metrics for step in history if "response/prompts" in step.metrics]
+    return doubts_about_step(measured[-1]) if measured else ()
+
+
+def doubts_about_step(metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """What there is to doubt about the errors of a step: that they are over few prompts."""
+    if "response/prompts" not in metrics:
+        return ()
+    few = few_clusters(int(metrics["response/prompts"]))
+    return tuple(f"the errors of a step are over its prompts: {doubt}" for doubt in few)
 
 
 def target_of(header: RunHeader) -> float | None:

@@ -19,9 +19,9 @@ from kleash.records import (
     spelt,
 )
 from kleash.records.steps import STEPS
+from kleash.reports.training import doubts_about_step
 from kleash.training.trackers import Tracker, open_trackers
 from kleash.training.watching import Watch, distinct, repetition
-from kleash.uncertainty import few_clusters
 
 SAMPLES_KEPT = 4
 """Responses of a step that are kept as text."""
@@ -112,6 +112,7 @@ class Journal:
         """
         keep_steps(self.folder, step)
         self.history = list(read_steps(self.folder))
+        self._doubted = any(doubts_about_step(record.metrics) for record in self.history)
         last = self.history[-1].step if self.history else 0
         if last != step:
             raise RunFolderError(
@@ -152,10 +153,9 @@ class Journal:
         TrainingFolder(self.folder).take_back_result()
         append_step(self.folder, record, some_of(samples))
         self.history.append(record)
-        if not self._doubted and "response/prompts" in values:
-            for doubt in few_clusters(int(values["response/prompts"])):
-                self.said(f"the errors of a step are over its prompts: {doubt}")
-                self._doubted = True
+        for doubt in () if self._doubted else doubts_about_step(values):
+            self.said(doubt)
+            self._doubted = True
         for tracker in self._trackers:
             tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
         self.display.stepped(record)
