@@ -21,6 +21,7 @@ from kleash.leash.kinds import CONTROLLERS, beta_from_dict
 from kleash.leash.mismatch_record import Mismatch, ProbabilityGaps, SequenceMeans
 from kleash.leash.overoptimisation import Overoptimisation, RewardAt, fit_overoptimisation
 from kleash.leash.pid import PIDBeta
+from kleash.leash.reasons import beta_reason
 from kleash.leash.regions import TrustRegion, intersection
 from kleash.leash.rewards import ControlledKL, controlled_kl, measured_kl, sequence_rewards, shape_rewards
 from kleash.leash.schedules import SHAPES, BetaSchedule, TargetSchedule
@@ -54,6 +55,7 @@ __all__ = [
     "best_of_n_kl_from_rewards",
     "best_of_n_kl_from_winners",
     "beta_from_dict",
+    "beta_reason",
     "binary_divergence",
     "binary_divergence_mask",
     "controlled_kl",

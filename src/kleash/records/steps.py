@@ -29,6 +29,8 @@ class StepWarning:
     """A word for it: "far_from_target", "runaway", "entropy_collapse", "repetition", "heavy_tail"."""
     sentence: str
     """What was seen, with its numbers."""
+    acts: bool = True
+    """Whether the run's ``watch`` does something about it; where not, it is only said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class StepRecord:
     """What else happened: beta was bounded, the updates were ended early."""
     warnings: tuple[StepWarning, ...] = ()
     """What the watch said."""
+    beta_reason: str | None = None
+    """Why beta was moved after this step, in words with its numbers; None where it was not."""
 
 
 @dataclass(frozen=True, kw_only=True)

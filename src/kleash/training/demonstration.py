@@ -13,6 +13,7 @@ from kleash.errors import CannotRunError, Interrupted, RunFolderError
 from kleash.leash import best_of_n_bound, best_of_n_kl_from_rewards
 from kleash.measuring import default_out
 from kleash.models import Sampling, generate, load_pair, read_prompts
+from kleash.models.threads import threads_for
 from kleash.records import (
     SHIPPED_PROMPTS,
     SHIPPED_REFERENCE,
@@ -103,6 +104,16 @@ def demonstrate(
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise RunFolderError(f"{root} holds something already; give another --out")
     root.mkdir(parents=True, exist_ok=True)
+    with threads_for([SHIPPED_REFERENCE], device=asked.device) as note:
+        if note is not None and display is not None:
+            display.said(note)
+        return _demonstrated(asked, how, root, display)
+
+
+def _demonstrated(
+    asked: DemonstrationJob, how: Setting, root: Path, display: Display | None
+) -> Demonstration:
+    """The three runs, and best-of-n beside them, in an empty folder."""
     best_of, samples = what_the_reference_does(asked, how, root)
     found = Demonstration(
         kleash=__version__,

@@ -127,6 +127,7 @@ class Journal:
         metrics: Mapping[str, float],
         samples: Sequence[Sample] = (),
         events: Sequence[str] = (),
+        beta_reason: str | None = None,
     ) -> Advice:
         """Write a step down, show it, and say what is to be done.
 
@@ -135,6 +136,7 @@ class Journal:
             metrics: by kleash's names. ``response/repetition`` and ``response/distinct`` are added.
             samples: all its responses; some are kept.
             events: what else happened, in words.
+            beta_reason: why beta is moved after this step, where it is.
 
         Raises:
             UnknownNameError: if ``METRICS`` does not have a metric.
@@ -147,7 +149,7 @@ class Journal:
         values = {name: float(value) for name, value in {**metrics, **said}.items()}
         for name in values:
             metric_of(name)  # a number that no table explains is refused
-        record = StepRecord(step=step, metrics=values, events=tuple(events))
+        record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
         warnings = self.watch.look([*self.history, record])
         record = replace(record, warnings=warnings)
         TrainingFolder(self.folder).take_back_result()
@@ -159,7 +161,7 @@ class Journal:
         for tracker in self._trackers:
             tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
         self.display.stepped(record)
-        acts = bool(warnings) and self.job.watch != "say"
+        acts = any(warning.acts for warning in warnings) and self.job.watch != "say"
         return Advice(warnings=warnings, act=self.job.watch if acts else None)
 
     def said(self, sentence: str) -> None:

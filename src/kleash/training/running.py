@@ -11,6 +11,7 @@ from kleash.errors import Interrupted, OptionError
 from kleash.measuring import default_out
 from kleash.models import SAMPLER, find_checkpoint, source_path
 from kleash.models.checkpoints import GENERATION
+from kleash.models.threads import threads_for
 from kleash.records import (
     DistillJob,
     DPOJob,
@@ -57,12 +58,20 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
     if job.out is None and processes() > 1:
         raise OptionError("several processes must agree on the run's folder; give --out")
     job = replace(job, out=job.out if job.out is not None else default_out())
+    with threads_for([*models_of(job).values()], device=job.device) as note:
+        return _train(job, trainer, display, note)
+
+
+def _train(job: TrainJob, trainer: Trainer, display: Display | None, note: str | None) -> TrainingResult:
+    """Train, and keep the run's folder on the first process."""
     if not is_first():
         return trainer(job, None)
     folder = TrainingFolder(Path(str(job.out)))
     folder.check(resume=job.resume)
     with folder.writing(header_of(job), resume=job.resume):
         journal = Journal(folder.root, job, display=display)
+        if note is not None:
+            journal.said(note)
         try:
             result = trainer(job, journal)
         except KeyboardInterrupt as stop:
@@ -123,6 +132,14 @@ def trainer_of(job: TrainJob) -> Trainer:
             )
 
 
+def models_of(job: TrainJob) -> dict[str, str]:
+    """The models of a job, by what they are in it."""
+    names = {"policy": job.policy, "reference": job.reference_name}
+    if isinstance(job, DistillJob):
+        names["teacher"] = job.teacher_name
+    return names
+
+
 def header_of(job: TrainJob) -> RunHeader:
     """What decides the run's result.
 
@@ -131,10 +148,7 @@ def header_of(job: TrainJob) -> RunHeader:
         ModelError: if there is no such model.
     """
     source = job.source if isinstance(job, OnlineJob) else str(getattr(job, "pairs", ""))
-    names = {"policy": job.policy, "reference": job.reference_name}
-    if isinstance(job, DistillJob):
-        names["teacher"] = job.teacher_name
-    models = {role: find_checkpoint(name) for role, name in names.items()}
+    models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
     marks = {role: model.fingerprint() for role, model in models.items()}
     if isinstance(job, OnlineJob):
         marks[f"policy {GENERATION}"] = models["policy"].generation_fingerprint()

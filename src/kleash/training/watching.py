@@ -30,6 +30,10 @@ class Watch:
     """Steps until the same thing is said again."""
     far: float = 2.0
     """Times the target from which KL is far above it."""
+    above: float = 1.2
+    """Times the target from which KL that stays there is said to be above it; nothing else comes of that."""
+    settled: int = 8
+    """Steps over which it must be so on average."""
     runaway_nats: float = 0.5
     """KL per token below which nothing runs away; a policy that is kept near has some hundredths."""
     runaway_growth: float = 1.5
@@ -56,15 +60,18 @@ class Watch:
         if len(history) < self.steps:
             return ()
         recent = {warning.kind for record in history[-self.silence - 1 : -1] for warning in record.warnings}
+        far = self._far_from_target(history)
+        above = self._above_target(history) if far is None else None
         found = (
-            ("far_from_target", self._far_from_target(history)),
+            ("far_from_target", far),
+            ("far_from_target", above),
             ("runaway", self._runaway(history)),
             ("entropy_collapse", self._entropy_collapse(history)),
             ("repetition", self._repetition(history)),
             ("heavy_tail", self._heavy_tail(history)),
         )
         return tuple(
-            StepWarning(kind=kind, sentence=sentence)
+            StepWarning(kind=kind, sentence=sentence, acts=sentence is not above)
             for kind, sentence in found
             if sentence is not None and kind not in recent
         )
@@ -76,6 +83,22 @@ class Watch:
         return (
             f"KL(policy || reference) is {now:.3g} nats per {self.target_per} over the last {self.steps} steps, "
             f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}: the leash does not hold"
+        )
+
+    def _above_target(self, history: Sequence[StepRecord]) -> str | None:
+        if self.target_nats is None or len(history) < self.settled:
+            return None
+        name = PER[self.target_per]
+        now = _mean(history[-self.settled :], name)
+        if not (
+            now > self.above * self.target_nats and self._last(history, name) > self.above * self.target_nats
+        ):
+            return None
+        beta = _mean(history[-1:], "beta")
+        return (
+            f"KL(policy || reference) is {now:.3g} nats per {self.target_per} over the last {self.settled} steps, "
+            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}, under a beta of {beta:.3g}: give it "
+            "more steps, or begin with a larger beta"
         )
 
     def _runaway(self, history: Sequence[StepRecord]) -> str | None:

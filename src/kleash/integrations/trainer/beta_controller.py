@@ -5,7 +5,7 @@ from typing import Any
 
 from kleash.errors import OptionError
 from kleash.integrations.trainer.attached import Attached, ExportableState
-from kleash.leash import Leash, beta_from_dict
+from kleash.leash import Leash, beta_from_dict, beta_reason
 
 LOG = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ class BetaController(Attached, ExportableState):
         self.controller, self.metric, self.attribute = controller, metric, attribute
         self._since = 0
         self._changed = False
+        self.reason: str | None = None
+        """Why beta was last moved, in words; None where the last measurement left it alone."""
 
     def attach(self, trainer: Any) -> "BetaController":
         """Join the trainer's callbacks and set its beta; returns itself.
@@ -82,7 +84,11 @@ class BetaController(Attached, ExportableState):
         steps = state.global_step - self._since
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         sequences = round(steps * batch / getattr(args, "num_iterations", 1))  # TRL learns from each so often
-        self.controller = self.controller.after(measured, sequences=max(1, sequences))
+        before = self.controller
+        self.controller = before.after(measured, sequences=max(1, sequences))
+        self.reason = beta_reason(before, self.controller, measured)
+        if self.reason is not None:
+            LOG.info("step %d: %s", state.global_step, self.reason)
         self._since, self._changed = state.global_step, True
         setattr(self.trainer, self.attribute, self.controller.beta)
         if self.controller.event is not None:

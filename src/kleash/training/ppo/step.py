@@ -5,6 +5,7 @@ from pathlib import Path
 from time import monotonic
 
 from kleash.errors import NonFiniteError
+from kleash.leash import beta_reason
 from kleash.linear import Head
 from kleash.models import Prompt
 from kleash.training.journal import Advice, Journal, stopped_by
@@ -54,7 +55,8 @@ def one_step(
         "time/step": monotonic() - began,
     }
     events = [event for event in (following.event, updated.stopped) if event is not None]
-    advice = None if journal is None else journal.step(step, metrics, samples_of(responses), events)
+    reason = beta_reason(leash, following, measured[f"kl/exact_per_{leash.per}"])
+    advice = None if journal is None else journal.step(step, metrics, samples_of(responses), events, reason)
     after = replace(progress, step=step, leash=following.to_dict(), metrics=metrics)
     return advised(after, ranks.agreed(advice) or Advice(), setting)
 

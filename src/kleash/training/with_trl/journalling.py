@@ -126,7 +126,7 @@ class Journalling(Attached):
         advice = None
         if self.journal is not None:
             samples = () if measured is None else measured.samples
-            advice = self.journal.step(step, metrics, samples, self._events())
+            advice = self.journal.step(step, metrics, samples, self._events(), self._beta_reason())
         self.outcome.step, self.outcome.metrics = step, metrics
         self._do(self._ranks.agreed(advice) or Advice(), control)
 
@@ -149,6 +149,10 @@ class Journalling(Attached):
         controller = self._controller()
         event = None if controller is None else controller.controller.event
         return [] if event is None else [event]
+
+    def _beta_reason(self) -> str | None:
+        controller = self._controller()
+        return None if controller is None else controller.reason
 
     def _do(self, advice: Advice, control: Any) -> None:
         match advice.act:
