@@ -14,8 +14,10 @@ LARGEST_EXPONENT = 700.0
 ZERO = "the measured KL is 0: answered as the largest error below the target"
 FURTHEST = 30.0
 """E-folds off the target from which a KL is not told from one that is further off."""
-PATIENCE = 10.0
+PATIENCE = 20.0
 """Updates in which a KL that rises reaches its target, if beta is to be left alone."""
+NEAR = 0.25
+"""E-folds below the target within which a rise may be noise, and is no reason to leave beta alone."""
 STEADY = 0.15
 """E-folds per update up to which a KL that runs up to its target is left to the controller's own rule."""
 AnySteered = TypeVar("AnySteered", bound="Steered")
@@ -176,12 +178,16 @@ class Course:
 
     @property
     def predicted(self) -> float:
-        """The KL over the target in ``lookahead`` updates, at least 0."""
-        return self.after(self.lookahead)
+        """The KL over the target in ``lookahead`` updates, if it goes on along a line; at least 0."""
+        return max(0.0, _ratio(self.level) + self.lookahead * self.change)
 
-    def after(self, updates: float) -> float:
-        """The KL over the target in so many updates, if it goes on along a line; at least 0."""
-        return max(0.0, _ratio(self.level) + updates * self.change)
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether the KL, going on as in the last two updates, reaches the target within ``PATIENCE``."""
+        if not self.earlier or self.level > -NEAR:
+            return False
+        change = (_ratio(self.level) - _ratio(self.earlier[-1])) / len(self.earlier)
+        return change > 0 and _ratio(self.level) + PATIENCE * change > 1
 
     @property
     def is_crossing(self) -> bool:
@@ -199,7 +205,7 @@ class Course:
             return factor
         if factor > 1:
             return factor if self.is_crossing else 1.0
-        return 1.0 if self.change > 0 and self.after(PATIENCE) > 1 else factor
+        return 1.0 if self.is_on_its_way else factor
 
 
 def _ratio(level: float) -> float:

@@ -97,8 +97,8 @@ class Watch:
         beta = _mean(history[-1:], "beta")
         return (
             f"KL(policy || reference) is {now:.3g} nats per {self.target_per} over the last {self.settled} steps, "
-            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}, under a beta of {beta:.3g}: give it "
-            "more steps, or begin with a larger beta"
+            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}, under a beta of {beta:.3g}: give "
+            "it more steps, or begin with a larger beta"
         )
 
     def _runaway(self, history: Sequence[StepRecord]) -> str | None:

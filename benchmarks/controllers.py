@@ -1,0 +1,138 @@
+"""Whether each controller brings the KL to its target within fifty steps of the demonstration's task.
+
+python benchmarks/controllers.py                                  # three controllers, three seeds: 9 runs, about a
+                                                                  # minute each on an idle core
+python benchmarks/controllers.py --target 4 --beta 0.3 --seeds 0  # another target, another start
+
+The task is that of ``kleash train``: the shipped reference, its 24 shortest prompts, a reward for "she" and "her";
+24 responses a step. Figures are the mean KL of the last 15 steps over the target, its highest step over the target,
+and the beta of the last step. The table of docs/beta.md is printed from ``results/controllers.json``.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from harness import RESULTS, write_result
+
+from kleash.models import load_pair, read_prompts
+from kleash.records import SHIPPED_PROMPTS, SHIPPED_REFERENCE, PPOJob, read_steps
+from kleash.training import train
+from kleash.training.demonstration import Setting
+
+CONTROLLERS = ("pid", "ziegler", "dual")
+LAST = 15
+NAME = "controllers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One run."""
+
+    controller: str
+    seed: int
+    settled: float
+    """Mean KL of the last ``LAST`` steps over the target."""
+    highest: float
+    """Highest KL of a step over the target."""
+    beta: float
+    """Of the last step."""
+    kl: tuple[float, ...]
+    """Nats per response, step by step."""
+
+
+def run(controller: str, seed: int, options: argparse.Namespace, folder: Path) -> Figures:
+    """Train once."""
+    how = Setting()
+    out = folder / f"{controller}-{seed}"
+    job = PPOJob(
+        prompts=str(folder / "prompts.jsonl"),
+        controller=controller,
+        beta=options.beta,
+        target_nats=options.target,
+        lora_rank=8,
+        minibatches=1,
+        epochs=1,
+        steps=options.steps,
+        prompts_per_step=how.prompts,
+        samples_per_prompt=1,
+        max_new_tokens=how.max_new_tokens,
+        learning_rate=options.learning_rate,
+        checkpoint_every=options.steps,
+        seed=seed,
+        out=str(out),
+    )
+    train(job)
+    steps = [record.metrics for record in read_steps(out)]
+    kl = [one["kl/exact_per_sequence"] for one in steps]
+    return Figures(
+        controller=controller,
+        seed=seed,
+        settled=sum(kl[-LAST:]) / len(kl[-LAST:]) / options.target,
+        highest=max(kl) / options.target,
+        beta=steps[-1]["beta"],
+        kl=tuple(round(x, 3) for x in kl),
+    )
+
+
+def write_prompts(folder: Path) -> None:
+    """The prompts of the demonstration."""
+    pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE)
+    every = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
+    lines = [
+        json.dumps({"prompt": one.text}, ensure_ascii=False) + "\n" for one in every[: Setting().prompts]
+    ]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """The figures as lines of Markdown: a row for each controller."""
+    seeds = sorted({one["seed"] for one in runs})
+    heads = [f"seed {seed}" for seed in seeds]
+    lines = [
+        f"| controller | {' | '.join(heads)} | highest step |",
+        "|---|" + "---:|" * (len(seeds) + 1),
+    ]
+    for controller in dict.fromkeys(one["controller"] for one in runs):
+        own = {one["seed"]: one for one in runs if one["controller"] == controller}
+        cells = [f"{own[seed]['settled']:.2f}" if seed in own else "–" for seed in seeds]
+        highest = max(one["highest"] for one in own.values())
+        lines.append(f"| `{controller}` | {' | '.join(cells)} | {highest:.1f} |")
+    return lines
+
+
+def main(words: list[str] | None = None) -> None:
+    """Train, write the figures down and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--controllers", nargs="+", default=list(CONTROLLERS), choices=CONTROLLERS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--target", type=float, default=8.0, help="nats per response")
+    parser.add_argument("--beta", type=float, default=0.05, help="where the controller begins")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--learning-rate", type=float, default=Setting().learning_rate)
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder that the figures are written to"
+    )
+    options = parser.parse_args(words)
+    runs: list[dict[str, Any]] = []
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        write_prompts(folder)
+        for controller in options.controllers:
+            for seed in options.seeds:
+                found = run(controller, seed, options, folder)
+                runs.append({**vars(found), "kl": list(found.kl)})
+                print(f"{controller}, seed {seed}: {found.settled:.2f} of the target", flush=True)
+    asked = {"target_nats": options.target, "beta": options.beta, "steps": options.steps}
+    asked["learning_rate"] = options.learning_rate
+    write_result(NAME, {"asked": asked, "runs": runs}, options.results)
+    print("\n".join(table(runs)))
+
+
+if __name__ == "__main__":
+    main()
