@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from kleash.errors import OptionError
 from kleash.records.job import SHIPPED_POLICY, SHIPPED_REFERENCE
-from kleash.records.training import OnlineJob, RewardJob, TrainJob
+from kleash.records.training import LARGEST_BETA, MOST_EPOCHS, MOST_RESPONSES, OnlineJob, RewardJob, TrainJob
 
 SHIPPED_TEACHER = SHIPPED_POLICY
 DIVERGENCES_OF_TEACHING = ("policy_teacher", "teacher_policy", "jensen_shannon")
@@ -48,6 +48,7 @@ class PPOJob(RewardJob):
         """Refuse what means nothing; raises OptionError."""
         super().__post_init__()
         self._at_least_1("epochs", "minibatches")
+        self._at_most(MOST_EPOCHS, "epochs")
         self._above_0("clip", "value_clip", "early_stop_nats")
         for name in ("discount", "decay"):
             value = getattr(self, name)
@@ -82,6 +83,7 @@ class ComparedJob(RewardJob):
         require_group(self)
         require_reward_of_samples(self)
         self._at_least_1("epochs")
+        self._at_most(MOST_EPOCHS, "epochs")
         self._above_0("clip")
 
 
@@ -136,6 +138,8 @@ class DPOJob(TrainJob):
             )
         self._at_least_1("pairs_per_step", "max_tokens")
         self._above_0("beta")
+        self._at_most(LARGEST_BETA, "beta")
+        self._at_most(MOST_RESPONSES, "pairs_per_step")
         require_no_tightening(self)
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from kleash.errors import OptionError
 from kleash.extras import need
 from kleash.models import Pair, load_pair
@@ -32,8 +34,20 @@ def require_trainable(dtype: str) -> None:
         raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
 
 
-def lora_settings(rank: int) -> Any:
-    """A LoRA adapter on every linear layer but the head; it changes nothing yet."""
+def lora_settings(rank: int, network: Any) -> Any:
+    """A LoRA adapter on every linear layer of the network but the head; it changes nothing yet.
+
+    Raises:
+        OptionError: if the rank is above the width of every matrix that it would be put on.
+    """
+    widest = max(
+        (min(one.weight.shape) for one in network.modules() if isinstance(one, torch.nn.Linear)), default=0
+    )
+    if widest and rank > widest:
+        raise OptionError(
+            f"--lora-rank is {rank}, and no matrix of the policy has a rank above {widest}: an adapter of that "
+            "rank has more weights than what it adapts; lower it, or train every weight with --lora-rank 0"
+        )
     return need("peft", "models").LoraConfig(
         r=rank,
         lora_alpha=LORA_SCALE * rank,

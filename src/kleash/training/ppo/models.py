@@ -189,9 +189,10 @@ def _widen_under_autocast(_: Any, __: Any, states: Tensor) -> Tensor:
 def _with_adapter(policy: Model, rank: int) -> Any:
     """Put a LoRA adapter on every linear layer but the head; it changes nothing yet."""
     peft = need("peft", "models")
+    settings = lora_settings(rank, policy.network)
     try:
         with quiet():
-            adapters = peft.get_peft_model(policy.network, lora_settings(rank))
+            adapters = peft.get_peft_model(policy.network, settings)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"no LoRA adapter can be put on {policy.path}: {first_line(error)}") from error
     adapters.peft_config["default"].base_model_name_or_path = base_name(policy)

@@ -52,7 +52,7 @@ def load_networks(job: TrainJob, other: str, *, role: str = "reference") -> Netw
     return Networks(
         policy=policy.train(),
         other=None if shared else positions_from_the_first_token(second.network),
-        lora=lora_settings(job.lora_rank) if job.lora_rank else None,
+        lora=lora_settings(job.lora_rank, policy) if job.lora_rank else None,
         pair=pair,
         dtypes={
             "policy": str(policy.dtype).removeprefix("torch."),

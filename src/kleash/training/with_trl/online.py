@@ -20,6 +20,9 @@ from kleash.training.with_trl.ending import as_run, run
 from kleash.training.with_trl.journalling import Journalling
 from kleash.training.with_trl.networks import Networks, load_networks
 
+MOST_ROWS = 10**7
+"""Of a data set that holds the prompts of all steps."""
+
 
 @as_run
 def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
@@ -124,7 +127,7 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
 
     Raises:
         SourceError: if TRL would make other tokens of a prompt than kleash.
-        OptionError: if some prompts are texts and some messages.
+        OptionError: if some prompts are texts and some messages, or the run is too long for one pass.
     """
     chats = {prompt.messages is not None for prompt in prompts}
     if len(chats) > 1:
@@ -143,6 +146,11 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
         for number, prompt in enumerate(prompts)
     ]
     needed = job.steps * job.prompts_per_step
+    if needed * copies > MOST_ROWS:
+        raise OptionError(
+            f"--steps {job.steps} with --prompts-per-step {job.prompts_per_step} is {needed * copies} rows of a data "
+            f"set that TRL reads in one pass, and {MOST_ROWS} is the most; take fewer steps, and go on with --resume"
+        )
     epochs = range(ceil(needed / len(prompts)))
     order = [place for epoch in epochs for place in shuffled(len(prompts), job.seed, "prompts", epoch)]
     places = [place for place in order[:needed] for _ in range(copies)]
