@@ -94,11 +94,12 @@ class Watch:
             now > self.above * self.target_nats and self._last(history, name) > self.above * self.target_nats
         ):
             return None
-        beta = _mean(history[-1:], "beta")
+        beta = history[-1].metrics.get("beta")
+        under = "" if beta is None else f", under a beta of {beta:.3g}"
         return (
             f"KL(policy || reference) is {now:.3g} nats per {self.target_per} over the last {self.settled} steps, "
-            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}, under a beta of {beta:.3g}: give "
-            "it more steps, or begin with a larger beta"
+            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}{under}: give it "
+            "more steps, or begin with a larger beta"
         )
 
     def _runaway(self, history: Sequence[StepRecord]) -> str | None:
