@@ -17,7 +17,7 @@ FURTHEST = 30.0
 PATIENCE = 20.0
 """Updates in which a KL that rises reaches its target, if beta is to be left alone."""
 NEAR = 0.25
-"""E-folds below the target within which a rise may be noise, and is no reason to leave beta alone."""
+"""E-folds from the target within which what the KL does may be noise."""
 STEADY = 0.15
 """E-folds per update up to which a KL that runs up to its target is left to the controller's own rule."""
 AnySteered = TypeVar("AnySteered", bound="Steered")
@@ -115,12 +115,16 @@ class Anticipating(Steered):
       to move beta.
     - A KL that runs up to its target for the first time, growing by more than a share ``STEADY`` per update, is
       braked: ``brake`` (growth - STEADY) is added to log beta. How fast it runs says how far beta is off.
+    - Once it has been there, beta is loosened by a share ``caution`` only (in log beta) while the KL is further from
+      the target than e^``NEAR``: what brought the KL down is about right, and loosened as fast lets it up again.
     """
 
     lookahead: float = 0.0
     """Updates ahead that the KL is extrapolated along a line through the last two; 0 for none of this."""
     brake: float = 1.5
     """What a KL that grows e-fold per update adds to log beta, while it runs up to its target for the first time."""
+    caution: float = 1.0
+    """Share of a loosening that is carried out while the KL swings far from a target that it has met before."""
     levels: tuple[float, ...] = ()
     """The log of the last two KLs, as they were answered; newest first."""
     reached: bool = False
@@ -129,7 +133,7 @@ class Anticipating(Steered):
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
         super().__post_init__()
-        require_gains(lookahead=self.lookahead, brake=self.brake)
+        require_gains(lookahead=self.lookahead, brake=self.brake, caution=self.caution)
         if len(self.levels) > 2 or not all(map(math.isfinite, self.levels)):
             raise OptionError(
                 f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
@@ -148,6 +152,8 @@ class Anticipating(Steered):
         """The controller with beta times ``factor``, as far as the course of the KL, step and bounds allow."""
         if self.lookahead > 0:
             factor = course.allowed(factor)
+            if self.reached and factor < 1 and course.is_far:
+                factor **= self.caution
             if not self.reached and course.is_crossing:
                 factor *= growth(self.brake * max(0.0, course.growth - STEADY))
         levels = (math.log(self.target_nats) + course.level, *self.levels[:1])
@@ -180,6 +186,11 @@ class Course:
     def predicted(self) -> float:
         """The KL over the target in ``lookahead`` updates, if it goes on along a line; at least 0."""
         return max(0.0, _ratio(self.level) + self.lookahead * self.change)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the KL is further from the target than noise carries it."""
+        return abs(self.level) > NEAR
 
     @property
     def is_on_its_way(self) -> bool:

@@ -11,6 +11,8 @@ HORIZON_STEPS = 3
 LOOKAHEAD = 4.0
 """Steps ahead that Ziegler's and the dual rule look, so that at such rates they do not overshoot."""
 DUAL_RATE = 0.2
+CAUTION = 1 / 3
+"""Share of a loosening that is carried out while the KL swings far from its target."""
 PROPORTIONAL, INTEGRAL = 0.5, 0.05
 """Of PID: faster than its own, which never overshoot by more than 6 % but need 200 updates."""
 
@@ -32,11 +34,11 @@ def leash_of(job: RewardJob) -> Leash:
             if job.horizon is not None:
                 return ZieglerBeta(**steered, horizon=job.horizon)  # the published rule
             horizon = HORIZON_STEPS * job.prompts_per_step * job.samples_per_prompt
-            return ZieglerBeta(**steered, horizon=horizon, lookahead=LOOKAHEAD)
+            return ZieglerBeta(**steered, horizon=horizon, lookahead=LOOKAHEAD, caution=CAUTION)
         case "pid":
-            return PIDBeta(**steered, proportional=PROPORTIONAL, integral=INTEGRAL)
+            return PIDBeta(**steered, proportional=PROPORTIONAL, integral=INTEGRAL, caution=CAUTION)
         case _:
-            return DualBeta(**steered, rate=DUAL_RATE, lookahead=LOOKAHEAD)
+            return DualBeta(**steered, rate=DUAL_RATE, lookahead=LOOKAHEAD, caution=CAUTION)
 
 
 def tightened(leash: Leash, job: RewardJob) -> Leash:
