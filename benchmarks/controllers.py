@@ -11,7 +11,9 @@ and the beta of the last step. The table of docs/beta.md is printed from ``resul
 
 import argparse
 import json
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -123,11 +125,15 @@ def main(words: list[str] | None = None) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_prompts(folder)
-        for controller in options.controllers:
-            for seed in options.seeds:
-                found = run(controller, seed, options, folder)
+        every = [
+            (controller, seed, options, folder)
+            for controller in options.controllers
+            for seed in options.seeds
+        ]
+        with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+            for found in pool.map(run, *zip(*every, strict=True)):
                 runs.append({**vars(found), "kl": list(found.kl)})
-                print(f"{controller}, seed {seed}: {found.settled:.2f} of the target", flush=True)
+                print(f"{found.controller}, seed {found.seed}: {found.settled:.2f} of the target", flush=True)
     asked = {"target_nats": options.target, "beta": options.beta, "steps": options.steps}
     asked["learning_rate"] = options.learning_rate
     write_result(NAME, {"asked": asked, "runs": runs}, options.results)

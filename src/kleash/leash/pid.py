@@ -39,7 +39,7 @@ class PIDBeta(Anticipating):
     """The most of log(KL / target) that is answered, to either side."""
     reach: float = 3.0
     """Beyond so many e-folds from the target, to either side, changes of the KL are not answered."""
-    lookahead: float = 5.0
+    lookahead: float = 4.0
     """Below the target beta rises only if the KL is about to pass it in so many updates; 0 asks nothing of the
     kind, and a climb from 0 then tightens all the way."""
 

@@ -202,8 +202,19 @@ class Course:
 
     @property
     def is_crossing(self) -> bool:
-        """Whether the KL grows and is above the target, or about to be."""
-        return self.change > 0 and self.predicted >= 1
+        """Whether the KL grows and is above the target, or will be within ``lookahead`` updates.
+
+        A rise that slows down by a factor from one update to the next is taken to go on slowing down. From two
+        measurements alone nothing is concluded while the KL is far below.
+        """
+        if not self.change > 0 or (len(self.earlier) < 2 and self.level < -NEAR):
+            return False
+        steps = self.lookahead
+        if len(self.earlier) > 1:
+            before = _ratio(self.earlier[0]) - _ratio(self.earlier[1])
+            slowing = self.change / before if before > self.change else 1.0
+            steps = slowing * (1 - slowing**steps) / (1 - slowing) if slowing < 1 else steps
+        return _ratio(self.level) + steps * self.change >= 1
 
     @property
     def has_arrived(self) -> bool:

@@ -9,7 +9,7 @@ from kleash.records import RewardJob
 HORIZON_STEPS = 3
 """Steps that make up the horizon of Ziegler's rule: fast enough for a run of fifty steps, with ``LOOKAHEAD``."""
 LOOKAHEAD = 4.0
-"""Steps ahead that controllers look, so that at such rates they do not overshoot."""
+"""Steps ahead that Ziegler's and the dual rule look, as PID does, so that at such rates they do not overshoot."""
 DUAL_RATE = 0.2
 CAUTION = 1 / 3
 """Share of a loosening that is carried out while the KL swings far from its target."""
@@ -38,8 +38,13 @@ def leash_of(job: RewardJob) -> Leash:
             horizon = HORIZON_STEPS * job.prompts_per_step * job.samples_per_prompt
             return ZieglerBeta(**steered, horizon=horizon, lookahead=LOOKAHEAD, caution=CAUTION)
         case "pid":
-            gains = {"proportional": PROPORTIONAL, "integral": INTEGRAL, "lookahead": LOOKAHEAD}
-            return PIDBeta(**steered, **gains, caution=PID_CAUTION)
+            return PIDBeta(
+                **steered,
+                proportional=PROPORTIONAL,
+                integral=INTEGRAL,
+                lookahead=LOOKAHEAD,
+                caution=PID_CAUTION,
+            )
         case _:
             return DualBeta(**steered, rate=DUAL_RATE, lookahead=LOOKAHEAD, caution=CAUTION)
 
