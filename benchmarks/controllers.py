@@ -3,6 +3,7 @@
 python benchmarks/controllers.py                                  # three controllers, three seeds: 9 runs, about a
                                                                   # minute each on an idle core
 python benchmarks/controllers.py --target 4 --beta 0.3 --seeds 0  # another target, another start
+python benchmarks/controllers.py --draw                           # the figure of docs/beta.md, from the results
 
 The task is that of ``kleash train``: the shipped reference, its 24 shortest prompts, a reward for "she" and "her";
 24 responses a step. Figures are the mean KL of the last 15 steps over the target, its highest step over the target,
@@ -28,6 +29,7 @@ from kleash.training.demonstration import Setting
 CONTROLLERS = ("pid", "ziegler", "dual")
 LAST = 15
 NAME = "controllers"
+PICTURE = RESULTS.parents[1] / "docs" / "images" / "controllers.svg"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,44 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+COLOURS = {"pid": "#2457c5", "ziegler": "#d9782d", "dual": "#2a9d6f"}
+WIDE, HIGH, LEFT, TOP, MOST = 640, 240, 48, 40, 4.0
+
+
+def picture(figures: dict[str, Any]) -> str:
+    """The KL of every run over its target, step by step, as SVG."""
+    target, steps = figures["asked"]["target_nats"], figures["asked"]["steps"]
+
+    def height(share: float) -> float:
+        return TOP + HIGH * (1 - min(share, MOST) / MOST)
+
+    parts = [
+        f'<rect x="{LEFT}" y="{height(1.15):.1f}" width="{WIDE}" height="{height(0.85) - height(1.15):.1f}" '
+        'fill="#2457c5" opacity=".13"/>'
+    ]
+    for share in range(int(MOST) + 1):
+        y = height(share)
+        parts.append(f'<path d="M{LEFT} {y:.1f}h{WIDE}" stroke="#e4e4e4"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share}</text>')
+    for step in range(0, steps + 1, 10):
+        x = LEFT + WIDE * step / steps
+        parts.append(f'<text x="{x:.1f}" y="{TOP + HIGH + 18}" text-anchor="middle">{step}</text>')
+    for one in figures["runs"]:
+        points = "L".join(
+            f"{LEFT + WIDE * at / steps:.1f} {height(kl / target):.1f}" for at, kl in enumerate(one["kl"], 1)
+        )
+        parts.append(
+            f'<path d="M{points}" fill="none" stroke="{COLOURS[one["controller"]]}" stroke-width="1.6"/>'
+        )
+    for at, (name, colour) in enumerate(COLOURS.items()):
+        parts.append(f'<path d="M{LEFT + 90 * at} 18h22" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{LEFT + 90 * at + 28}" y="22">{name}</text>')
+    parts.append(f'<text x="{LEFT + 300}" y="22">KL over its target, by step; shaded: within 15 %</text>')
+    style = "<style>text{font:12px system-ui,sans-serif;fill:#333}</style><rect width='100%' height='100%' fill='#fff'/>"
+    size = f'width="{LEFT + WIDE + 24}" height="{TOP + HIGH + 32}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}\n' + "\n".join(parts) + "\n</svg>\n"
+
+
 def main(words: list[str] | None = None) -> None:
     """Train, write the figures down and print the table."""
     parser = argparse.ArgumentParser(
@@ -117,10 +157,19 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--beta", type=float, default=0.05, help="where the controller begins")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=Setting().learning_rate)
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder that the figures are written to"
     )
+    parser.add_argument(
+        "--draw", action="store_true", help="train nothing: draw docs/images/controllers.svg again"
+    )
     options = parser.parse_args(words)
+    if options.draw:
+        figures = json.loads((options.results / f"{NAME}.json").read_text())["figures"]
+        PICTURE.write_text(picture(figures), encoding="utf-8")
+        print("\n".join(table(figures["runs"])))
+        return
     runs: list[dict[str, Any]] = []
     with TemporaryDirectory() as name:
         folder = Path(name)

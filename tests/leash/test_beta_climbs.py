@@ -42,7 +42,9 @@ def test_a_climb_below_the_target_is_no_reason_to_tighten(steps, shape):
         "saturating": [1 - math.exp(-4 * x) for x in share],
     }
     betas = follow(LOOKING["pid"], [7 * x for x in climbs[shape]])
-    assert betas[-1] <= BETA * 1.15
+    assert betas[-1] <= BETA * (1.3 if shape == "square" else 1.1), (
+        "the square one is an update from passing the target"
+    )
     assert max(betas[: steps // 2]) <= BETA
 
 
