@@ -119,10 +119,9 @@ def picture(figures: dict[str, Any]) -> str:
     def height(share: float) -> float:
         return TOP + HIGH * (1 - min(share, MOST) / MOST)
 
-    parts = [
-        f'<rect x="{LEFT}" y="{height(1.15):.1f}" width="{WIDE}" height="{height(0.85) - height(1.15):.1f}" '
-        'fill="#2457c5" opacity=".13"/>'
-    ]
+    top, bottom = height(1.15), height(0.85)
+    band = f'x="{LEFT}" y="{top:.1f}" width="{WIDE}" height="{bottom - top:.1f}" fill="#2457c5" opacity=".13"'
+    parts = [f"<rect {band}/>"]
     for share in range(int(MOST) + 1):
         y = height(share)
         parts.append(f'<path d="M{LEFT} {y:.1f}h{WIDE}" stroke="#e4e4e4"/>')
@@ -141,7 +140,8 @@ def picture(figures: dict[str, Any]) -> str:
         parts.append(f'<path d="M{LEFT + 90 * at} 18h22" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{LEFT + 90 * at + 28}" y="22">{name}</text>')
     parts.append(f'<text x="{LEFT + 300}" y="22">KL over its target, by step; shaded: within 15 %</text>')
-    style = "<style>text{font:12px system-ui,sans-serif;fill:#333}</style><rect width='100%' height='100%' fill='#fff'/>"
+    style = "<style>text{font:12px system-ui,sans-serif;fill:#333}</style>"
+    style += "<rect width='100%' height='100%' fill='#fff'/>"
     size = f'width="{LEFT + WIDE + 24}" height="{TOP + HIGH + 32}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}\n' + "\n".join(parts) + "\n</svg>\n"
 
