@@ -8,7 +8,7 @@ import battery_varied
 import pytest
 import torch
 from battery import Plant
-from planted import FAULTS, right, u_of
+from planted import FAULTS, rho, right, u_of
 
 import kleash
 from kleash.auditing import FINDINGS, audit
@@ -103,3 +103,40 @@ def test_old_audits_are_read(audits):
     old = Audit.from_json(text)
     assert [finding.severity for finding in old.faults] == ["wrong"]
     assert old.failing({"fault"}) == old.failing({"wrong"}) == old.faults and not old.failing({"fragile"})
+
+
+def test_a_function_that_fails_after_some_calls_has_state_and_no_traceback():
+    calls = iter(range(11))
+
+    def tired(p, q):
+        if next(calls, None) is None:
+            raise RuntimeError("the pool is empty")
+        return right(p, q)
+
+    found = audit(tired, "loss")
+    assert [finding.kind for finding in found.faults] == ["stateful"]
+    assert "the pool is empty" in found.verdict[0] and not found.is_pure
+    assert Audit.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    "tidy",
+    [lambda q: q.clamp_(min=-100), lambda q: q.nan_to_num_(), lambda q: q.masked_fill_(q.isinf(), -1e4)],
+    ids=["floor", "NaN", "infinity"],
+)
+def test_arguments_that_are_overwritten_only_at_extremes_are_named(tidy):
+    def function(p, q):
+        tidy(q.data)
+        return right(p, q)
+
+    found = audit(function, "loss", name="tidy")
+    assert "changes_inputs" in {finding.kind for finding in found.failing({"wrong"})}, found.verdict
+
+
+def test_a_function_that_refuses_what_a_probe_asks_is_audited_all_the_same():
+    def strict(p, q, b):
+        if bool(((p - b).abs() > 5).any()) or bool(((p - q).abs() < 1e-9).all()):
+            raise ValueError("not these")
+        return (rho(p, b).detach() * right(p, q)).sum(-1)
+
+    assert not audit(strict, "sequence_loss_with_behaviour").failing({"wrong"})

@@ -25,6 +25,9 @@ MORE_CALLS = 70
 """And at the end of the audit: some hundreds of calls in all."""
 SEED = 20
 
+PADDINGS = ((-3.0, -0.5), (-200.0, 0.0), (0.0, -torch.inf), (torch.nan, torch.nan))
+"""What stands in the padding of p's and of q's tensors while arguments are watched."""
+
 AGAIN = "the same numbers again"
 RANDOM = "it is random"
 """How the problem of a random function begins."""
@@ -97,7 +100,7 @@ def purity(subject: Subject) -> Purity:
     before = _settings()
     seed(SEED)
     first = _outcome(subject, _one_token(subject, worlds()["far"]))
-    rows = [CallRow(case=AGAIN, problem=_repeated(subject, first))]
+    rows = [CallRow(case=AGAIN, problem=_without_error(_repeated, subject, first))]
     if not rows[0].problem:
         rows.append(CallRow(case=OTHERS, problem=_without_error(_order, subject, first)))
         rows.append(CallRow(case=REFILLED, problem=_without_error(_refilled, subject)))
@@ -257,7 +260,7 @@ def _refilled(subject: Subject) -> str:
 def _changed_inputs(subject: Subject) -> str:
     """Which of its arguments it overwrites."""
     changed: list[str] = []
-    situations = [_one_token(subject, worlds()["far"]), padded((-3.0, -0.5))]
+    situations = [_one_token(subject, worlds()["far"]), *map(padded, PADDINGS)]
     for given in (*situations, situations[1].to(torch.bfloat16)):
         copies, originals = given.copied(), given.copied()
         with suppress(KleashError):
@@ -265,9 +268,14 @@ def _changed_inputs(subject: Subject) -> str:
         changed += [
             field.name
             for field in fields(Situation)
-            if not torch.equal(getattr(copies, field.name).detach(), getattr(originals, field.name).detach())
+            if not _identical(getattr(copies, field.name).detach(), getattr(originals, field.name).detach())
         ]
     return f"it overwrote {', '.join(dict.fromkeys(changed))}" if changed else ""
+
+
+def _identical(one: Tensor, other: Tensor) -> bool:
+    """The same numbers, NaN where the other has NaN."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _settings() -> dict[str, object]:

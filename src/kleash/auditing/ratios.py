@@ -7,6 +7,7 @@ from torch import Tensor
 from kleash.auditing.scanning import Scan, Search, zones
 from kleash.auditing.situations import make_situation
 from kleash.auditing.subject import Subject
+from kleash.errors import KleashError
 from kleash.records.audit import ZoneRow
 
 REACH = 12.0
@@ -22,6 +23,14 @@ def ratio_zones(subject: Subject) -> tuple[ZoneRow, ...]:
     convention = subject.convention
     if not convention.takes_behaviour or convention.sees != "tokens":
         return ()
+    try:
+        return tuple(_zones(subject))
+    except KleashError:  # it refuses ratios as large as these, and says so
+        return ()
+
+
+def _zones(subject: Subject) -> list[ZoneRow]:
+    convention = subject.convention
     spacing = 1.0 if convention.gives == "mean" else 0.25
     positive = (torch.arange(int(REACH / spacing), dtype=torch.float64) + 0.5) * spacing
     points = torch.cat([-positive.flip(0), positive])
@@ -51,7 +60,7 @@ def ratio_zones(subject: Subject) -> tuple[ZoneRow, ...]:
         )
         scan = _scan(subject, points, part)
         found += zones(search, scan, stands(scan))
-    return tuple(found)
+    return found
 
 
 def _steepness(values: Float64[Tensor, " points"], points: Float64[Tensor, " points"]) -> Tensor:

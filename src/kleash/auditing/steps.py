@@ -14,6 +14,7 @@ from kleash.auditing.expectations import Expectation, Expectations, expectation
 from kleash.auditing.naming import NOISE, TOLERANCE, Name, cosine
 from kleash.auditing.subject import Subject
 from kleash.auditing.worlds import World, worlds
+from kleash.errors import KleashError
 
 Level = Literal["", "token", "sequence", "both", "neither"]
 
@@ -119,7 +120,10 @@ def _value_factors(subject: Subject, e: Expectation, name: Name, exact: Sequence
         means = (e.masses.unsqueeze(-1) * e.parts).sum(0).tolist()
     else:  # one number a response: let p and q differ at one token only
         pairs = [(world, _at_each_step(world, name)) for world in one_step_worlds()]
-        means = [expectation(subject, world, "on-policy").mean for world, _ in pairs]
+        try:
+            means = [expectation(subject, world, "on-policy").mean for world, _ in pairs]
+        except KleashError:  # it refuses p = q
+            return ()
         exact = [right[step] for step, (_, right) in enumerate(pairs)]
     if any(right == 0 for right in exact):
         return ()
