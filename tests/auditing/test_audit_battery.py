@@ -75,6 +75,9 @@ def test_the_verdict_says_which_gradient_it_is_over_several_tokens(audits):
     assert found.gradient_level == "neither" and found.gradient == "KL(p || q) for one token"
     assert "1, -1 and -1 times that of KL(p || q) token by token" in found.verdict[1]
     assert "its value is 1, -1 and -1 times what it should be" in " ".join(found.verdict)
+    assert found.verdict[0] == (
+        "Its value is an unbiased estimate of KL(p || q) for a single token, and over several it is not."
+    )
     mixed = audits["response's ratio on each token's k3"]
     assert "neither token by token (their cosine is 0.9" in mixed.verdict[1]
 

@@ -89,6 +89,8 @@ def value_sentence(evidence: Evidence) -> str:
         spread = max(e.standard_deviation for e in evidence.one_token("on-policy"))
         what = "an unbiased estimate of" if spread > 1e-3 else "exactly"
         within = validity(evidence, "value")
+        if evidence.value_over_steps.level == "neither":
+            return f"Its value is {what} {claimed} for a single token, and over several it is not."
         return f"Its value is {what} {claimed}{', ' + within if within else ''}{formula}."
     if name is not None and (name.quantity != claimed or name.how != "itself"):
         return f"Its value is in expectation {name}, not {claimed}{formula}."
