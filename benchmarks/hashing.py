@@ -1,0 +1,84 @@
+"""What it costs to hash whole files: the fingerprint of weights, and the checksum of a file that is read back.
+
+    python benchmarks/hashing.py
+
+A file of random bytes is hashed by each way in turn, `--rounds` times; the best round counts. "first" is the
+fingerprint's hash of a file that was never seen, "again" that of a file that is remembered, "checksum" the SHA-256 with
+which a file is verified when it is read, beside BLAKE2b and plain reading.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from harness import write_result
+
+BLOCK = 1 << 20
+
+
+def seconds(job: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    job()
+    return time.perf_counter() - began
+
+
+def main() -> int:
+    """Time each way; write MiB a second to benchmarks/results/hashing.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mebibytes", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    from kleash.models import file_hashes
+    from kleash.records.checksums import file_checksum
+
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["XDG_CACHE_HOME"] = temporary
+        path = Path(temporary) / "weights.safetensors"
+        with path.open("wb") as file:
+            for _ in range(given.mebibytes):
+                file.write(os.urandom(BLOCK))
+
+        def blocks(use: Callable[[memoryview], object]) -> None:
+            block = memoryview(bytearray(BLOCK))
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(block):
+                    use(block[:count])
+
+        later = time.time_ns() + 10**10
+        ways: dict[str, Callable[[], object]] = {
+            "reading": lambda: blocks(len),
+            "checksum": lambda: file_checksum(path),
+            "BLAKE2b": lambda: blocks(hashlib.blake2b().update),
+            "first": lambda: file_hashes._hashed([path]),
+            "again": lambda: file_hashes.hashes_of([path]),
+        }
+        with mock.patch.object(file_hashes.time, "time_ns", lambda: later):
+            best = {name: float("inf") for name in ways}
+            for _ in range(given.rounds):
+                for name, way in ways.items():
+                    best[name] = min(best[name], seconds(way))
+    figures = {name: round(given.mebibytes / spent) for name, spent in best.items() if name != "again"}
+    print(figures, f"again: {best['again'] * 1000:.2f} ms")
+    write_result(
+        "hashing",
+        {
+            "mebibytes": given.mebibytes,
+            "threads": os.cpu_count(),
+            "mebibytes_per_second": figures,
+            "again_ms": round(best["again"] * 1000, 2),
+        },
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

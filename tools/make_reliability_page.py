@@ -1,0 +1,101 @@
+"""Writes the tables of docs/reliability.md, between their marks, from what benchmarks left in benchmarks/results.
+
+python tools/make_reliability_page.py            write them
+python tools/make_reliability_page.py --check    exit 1 if they are not what would be written
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from made_files import write_or_check
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+RESULTS = ROOT / "benchmarks" / "results"
+KINDS = {
+    "run": "measurement",
+    "cache": "reference cache",
+    "training": "PPO run with a checkpoint",
+    "old run": "measurement of an older kleash, without checksums",
+}
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """The figures of a benchmark; None if it has not run."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else None
+
+
+def damages(found: dict[str, Any] | None) -> str:
+    """Outcomes by kind of folder."""
+    if found is None:
+        return "Not measured yet: `python benchmarks/damage.py`.\n"
+    rows = [
+        "| folder | damages | same result | refused | other result, doubted | other result, silent | traceback |"
+    ]
+    rows.append("|---|---|---|---|---|---|---|")
+    for kind, words in KINDS.items():
+        if kind not in found["kinds"]:
+            continue
+        outcomes = found["kinds"][kind]["outcomes"]
+        numbers = [
+            outcomes.get(name, 0) for name in ("identical", "refused", "doubted", "silent", "traceback")
+        ]
+        rows.append("| " + " | ".join([words, str(sum(numbers)), *map(str, numbers)]) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def kills(found: dict[str, Any] | None) -> str:
+    """Kills by command."""
+    if found is None:
+        return "Not measured yet: `python benchmarks/kills.py`.\n"
+    rows = [
+        "| command | kills | runs | same result | other result | report between: page / sentence / traceback |"
+    ]
+    rows.append("|---|---|---|---|---|---|")
+    for kind, counts in found["kinds"].items():
+        reports = " / ".join(
+            str(counts.get(f"report: {how}", 0)) for how in ("page", "sentence", "traceback")
+        )
+        numbers = [counts.get(name, 0) for name in ("kills", "runs", "same", "different")]
+        rows.append("| " + " | ".join([f"`kleash {kind}`", *map(str, numbers), reports]) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def hashing(found: dict[str, Any] | None) -> str:
+    """MiB a second."""
+    if found is None:
+        return "Not measured yet: `python benchmarks/hashing.py`.\n"
+    speed = found["mebibytes_per_second"]
+    return (
+        f"| way, {found['mebibytes']} MiB in the page cache, {found['threads']} cores | MiB/s |\n|---|---|\n"
+        f"| reading alone | {speed['reading']} |\n"
+        f"| checksum of a file that is read back (SHA-256, one thread) | {speed['checksum']} |\n"
+        f"| BLAKE2b, one thread, for comparison | {speed['BLAKE2b']} |\n"
+        f"| fingerprint, first time (SHA-256, all cores) | {speed['first']} |\n"
+        f"| fingerprint, from then on | {found['again_ms']} ms in all |\n"
+    )
+
+
+def page(text: str) -> str:
+    """The page with the tables in their places."""
+    for name, table in (("damage", damages), ("kills", kills), ("hashing", hashing)):
+        begin, end = (
+            f"<!-- {name}: written by tools/make_reliability_page.py -->\n",
+            f"<!-- end of {name} -->\n",
+        )
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = before + begin + table(read(name)) + end + after
+    return text
+
+
+def main() -> int:
+    """Write the page, or look whether it would change."""
+    return write_or_check({PAGE: page(PAGE.read_text(encoding="utf-8"))}, check="--check" in sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
