@@ -166,7 +166,8 @@ def read_cache(folder: Path) -> str:
     digest = hashlib.sha256(str(stored.contents).encode())
     digest.update(str(stored.label).encode())
     digest.update(str(tokenizer("She was the youngest of the two daughters.")["input_ids"]).encode())
-    digest.update(model.head.weight.numpy().tobytes())
+    if model.head.weight is not None:
+        digest.update(model.head.weight.numpy().tobytes())
     for key in sorted(stored.states._index):
         digest.update(stored.states.get(key, 4).numpy().tobytes())
     for what in ("noise", "gap"):

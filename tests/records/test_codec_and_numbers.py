@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kleash.records import Number
-from kleash.records.codec import decode, encode, to_json
+from kleash.records.codec import decode, encode, parse_json, to_json
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -83,3 +83,37 @@ def test_an_error_that_is_not_known_is_words(error: float, ends: tuple[float, fl
     number = Number(value=0.3, unit="nats", standard_error=error, ci95=ends)
     assert not number.has_error and str(number) == "0.30000 nats, error unknown"
     assert Number(value=0.3, unit="nats", standard_error=0.0, ci95=(0.3, 0.3)).has_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    count: int = 0
+    share: float = 0.0
+    word: str = ""
+    pairs: tuple[float, float] = (0.0, 0.0)
+    named: dict[str, int] | None = None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"count": 1e3}', "count: expected int, found float"),
+        ('{"count": true}', "count: expected int, found bool"),
+        ('{"count": 9223372036854775808}', "count: a whole number beyond 64 bits"),
+        ('{"share": 1' + "0" * 400 + "}", "share: a whole number beyond 64 bits"),
+        ('{"share": "x"}', "share: expected a number, found 'x'"),
+        ('{"share": false}', "share: expected a number, found bool"),
+        ('{"share": []}', "share: expected a number, found list"),
+        ('{"word": null}', "word: expected str, found null"),
+        ('{"pairs": "12"}', "pairs: expected an array, found str"),
+        ('{"pairs": [1]}', "pairs: "),
+        ('{"named": [1]}', "named: expected an object, found list"),
+        ('{"named": {"a": 1.5}}', "named: expected int, found float"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"count": ' + "1" * 5000 + "}", "count: a whole number beyond|digits"),
+        ("3", "is an object in JSON, not int"),
+    ],
+)
+def test_what_json_holds_in_place_of_a_record_is_said(text: str, message: str) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError), match=message):
+        decode(Plain, parse_json(text))

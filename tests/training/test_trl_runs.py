@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import save_tiny, tiny_adapter
 
-from kleash.errors import CannotRunError, ModelError, OptionError, SourceError
+from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError, SourceError
 from kleash.models import load_pair
 from kleash.records import METRICS, DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
 from kleash.records.metrics import PART
@@ -20,6 +20,7 @@ from kleash.training import train
 from kleash.training.journal import Journal
 from kleash.training.watching import Watch
 from kleash.training.with_trl.arguments import largest_divisor
+from kleash.training.with_trl.ending import last_checkpoint, verified
 
 pytestmark = [
     pytest.mark.peers("trl"),
@@ -96,6 +97,21 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(trl, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert whole[-1].metrics["kl/exact_per_token"] > 0 == whole[0].metrics["kl/exact_per_token"]
     assert len(read_samples(tmp_path / "whole")) == 16
+    for folder in ("checkpoint-zzz", "checkpoint-99.old"):
+        (tmp_path / "parts/checkpoints" / folder).mkdir()
+        (tmp_path / "parts/checkpoints" / folder / "trainer_state.json").write_text("{}")
+    newest = last_checkpoint(tmp_path / "parts")
+    assert newest.name == "checkpoint-4" and verified(newest) == ()
+    damaged = newest / "optimizer.pt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 4
+    damaged.write_bytes(content)
+    with pytest.raises(
+        RunFolderError, match=r"optimizer\.pt is damaged: .*--resume goes on from checkpoint-2"
+    ):
+        go(trl.train_grpo, replace(job, steps=5, resume=True), tmp_path / "parts")
+    (newest / "checksums.jsonl").unlink()
+    assert "carries no checksums" in verified(newest)[0]
 
 
 def test_a_response_that_is_learned_from_twice_steers_beta_once(trl, tmp_path, caplog):

@@ -8,7 +8,7 @@ writers append in any order is the same record.
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -278,17 +278,18 @@ def _append(root: Path, record: dict[str, Any]) -> None:
 
 def _line(record: dict[str, Any]) -> str:
     """A record as a line that says itself whether it is whole."""
-    return json.dumps({**record, "line": _check_of(record)}) + "\n"
+    return json.dumps({**record, "line": check_of(record)}) + "\n"
 
 
-def _check_of(record: dict[str, Any]) -> str:
+def check_of(record: Mapping[str, Any]) -> str:
+    """16 hex digits that stand for a record of plain values, whatever the order of its keys."""
     return sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _parsed(path: Path, number: int, line: bytes) -> tuple[str, FileChecksum | None]:
     try:
         record = dict(parse_json(line))
-        if record.pop("line") != _check_of(record):
+        if record.pop("line") != check_of(record):
             raise ValueError("its check does not fit")
         name = str(record["file"])
         if record.get("removed"):

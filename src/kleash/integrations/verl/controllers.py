@@ -9,9 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, SupportsFloat
 
-from kleash.errors import OptionError
+from kleash.errors import OptionError, RunFolderError
 from kleash.leash import HeldLeash, beta_from_dict
 from kleash.records.atomic import write_atomically
+from kleash.records.codec import parse_json
 from kleash.registry import look_up
 
 __all__ = ["CONTROLLER_FILE", "CONTROLLER_TYPES", "KLController", "get_kl_controller", "keep_in_checkpoints"]
@@ -123,4 +124,10 @@ def _take_up(controller: KLController, folder: Path) -> None:
             f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=3
         )
         return
-    controller.take_up(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        controller.take_up(dict(parse_json(path.read_bytes())))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunFolderError(
+            f"{path} cannot be read as the state of a KL controller: {error}; take it away, and the controller begins "
+            "anew"
+        ) from error
