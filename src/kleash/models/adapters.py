@@ -13,6 +13,7 @@ from kleash.models.adapter_kinds import Settings, is_plain, kind_of, rule_of
 from kleash.models.base_proof import NetworkState, logits_of, probe_of, same_bits, state_of
 from kleash.models.checkpoint_safety import ADAPTER_WEIGHTS
 from kleash.models.checkpoints import Checkpoint, read_json
+from kleash.models.config_sizes import check_adapter_sizes
 from kleash.models.quiet import first_line
 from kleash.models.safetensors_header import safetensors_header
 
@@ -96,6 +97,7 @@ def adapter_settings(side: Checkpoint, role: str) -> dict[str, Any]:
     if rule is not None and rule.treatment == "refused":
         kind = kind_of(settings)[:40]
         raise ModelError(f"the adapter {side.name} of the {role} ({kind}) {rule.reason}; {rule.advice}")
+    check_adapter_sizes(f"the adapter {side.name} of the {role}", side.adapter, side.folder)
     return settings
 
 

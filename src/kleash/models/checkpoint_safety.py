@@ -19,7 +19,7 @@ def check_model_settings(path: Path, settings: dict[str, Any]) -> None:
     Raises:
         ModelError: naming the setting.
     """
-    for name, value in _named_values(settings):
+    for name, value in named_values(settings):
         if "implementation" in name and isinstance(value, str) and ("/" in value or "\\" in value):
             raise ModelError(
                 f"{path} takes {name} from {_shown(value)}, whose code would be fetched and run; set it to null or "
@@ -74,15 +74,16 @@ def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> No
         )
 
 
-def _named_values(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def named_values(settings: Any) -> Iterator[tuple[str, Any]]:
     """Every value of nested settings with the name that it stands under."""
-    unread = [(name, settings)]
+    unread = [("", settings)]
     while unread:
         name, value = unread.pop()
         if isinstance(value, dict):
-            # The keys of a dictionary of implementations are names of parts of the model.
+            # The keys of a dictionary of implementations, or of patterns, are names of parts of the model.
             unread += [
-                (f"{name}.{key}" if "implementation" in name else str(key), one) for key, one in value.items()
+                (f"{key} of {name}" if "implementation" in name or "pattern" in name else str(key), one)
+                for key, one in value.items()
             ]
         elif isinstance(value, list):
             unread += [(name, one) for one in value]

@@ -13,7 +13,7 @@ from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.models.adapter_kinds import rule_of
 from kleash.models.adapters import require_unchanged_base, trained_base_tensors
-from kleash.models.loading import DTYPES, anatomy_of, check_rows, ends_of
+from kleash.models.loading import DTYPES, anatomy_of, check_rows, context_of, ends_of
 from kleash.models.pairs import Model
 
 IN_USE = "the one in use"
@@ -59,7 +59,7 @@ def live_model(
         device=inner.get_input_embeddings().weight.device,
         parameters=sum(p.numel() for p in inner.parameters()),
         vocabulary=0,
-        context=getattr(inner.config, "max_position_embeddings", None),
+        context=context_of(inner),
         ends=ends_of(inner, tokenizer),
         head=Head(weight=None),
         fingerprint="",

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from kleash.errors import CannotRunError, ModelError, OptionError
+from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.linear import Head
 from kleash.models.adapters import Loaded
 from kleash.models.anatomy import Anatomy, cut, take_apart
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.networks import load_network, load_tokenizer
 from kleash.models.pairs import Model, Pair
-from kleash.models.quiet import quiet
+from kleash.models.quiet import first_line, quiet
 from kleash.models.tokenizers import PROBES, compare_tokenizers, token_count
 
 DTYPES = {
@@ -21,6 +21,8 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Ways of transformers to spread a model; any other map is the name of a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple
         device=network.get_input_embeddings().weight.device,
         parameters=loaded.parameters,
         vocabulary=0,
-        context=getattr(network.config, "max_position_embeddings", None),
+        context=context_of(network),
         ends=ends_of(network, tokenizer),
         head=Head(weight=None),
         fingerprint=side.fingerprint(),
@@ -137,7 +139,14 @@ def anatomy_of(model: Model) -> Anatomy:
     probe = model.tokenizer(" ".join(PROBES), add_special_tokens=False, verbose=False)["input_ids"][:24]
     with model.switched():
         ids = torch.tensor([probe, probe[::-1]], device=model.device)
-        return take_apart(model.network, model.body, ids, f"the {model.role}")
+        try:
+            return take_apart(model.network, model.body, ids, f"the {model.role}")
+        except KleashError:
+            raise
+        except Exception as error:  # settings decide what goes wrong, and where
+            raise ModelError(
+                f"the {model.role} {model.path} cannot be run on a few tokens: {first_line(error)}"
+            ) from error
 
 
 def fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
@@ -188,7 +197,11 @@ def _adapters_taken(sides: dict[str, Checkpoint]) -> list[str]:
 
 
 def ends_of(network: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which a response ends."""
+    """The tokens at which a response ends.
+
+    Raises:
+        ModelError: if one that is named is no token of the network.
+    """
     generation = getattr(network, "generation_config", None)
     ends = getattr(generation, "eos_token_id", None)
     if ends is None:
@@ -197,25 +210,50 @@ def ends_of(network: Any, tokenizer: Any) -> tuple[int, ...]:
         ends = tokenizer.eos_token_id
     if ends is None:
         return ()
-    return tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
+    rows = len(network.get_input_embeddings().weight)
+    tokens = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < rows:
+            raise ModelError(
+                f"{getattr(network, 'name_or_path', '') or 'the model'} names the end token {str(token)[:40]!r}, which "
+                f"is no token id from 0 to {rows - 1}; mend eos_token_id in generation_config.json or config.json"
+            )
+    return tokens
+
+
+def context_of(network: Any) -> int | None:
+    """The most tokens that a network says it can read at once; None if nothing limits it.
+
+    Raises:
+        ModelError: if what it says is no number of tokens.
+    """
+    context = getattr(network.config, "max_position_embeddings", None)
+    if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
+        raise ModelError(
+            f"{getattr(network, 'name_or_path', '') or 'the model'} has the max_position_embeddings "
+            f"{str(context)[:40]!r}; mend config.json"
+        )
+    return context
 
 
 def place_of(device: str, device_map: str | None) -> torch.device:
     """Where models go.
 
     Raises:
-        OptionError: if both are given.
-        CannotRunError: if the device is not there.
+        OptionError: if both are given, or the map means nothing.
+        CannotRunError: if the device is not there, or computes nothing.
     """
     if device_map is not None and device != "auto":
         raise OptionError(f"--device {device} and --device-map {device_map} cannot both be given; choose one")
+    if device_map is not None and device_map not in DEVICE_MAPS:
+        return place_of(device_map, None)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-        torch.empty(1, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CannotRunError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+        torch.ones(2, device=place).sum().item()
+    except Exception as error:  # each backend has its own
+        raise CannotRunError(f"device {device} cannot be used here: {first_line(error)}") from error
     return place
 
 

@@ -1,5 +1,6 @@
 """Networks and tokenizers out of checkpoints, each base in memory once."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from kleash.errors import ModelError
 from kleash.extras import need
 from kleash.models.adapters import Base, Loaded, networks_over_one_base
 from kleash.models.checkpoints import Checkpoint
+from kleash.models.config_sizes import check_config_sizes, check_network_size
 from kleash.models.quiet import first_line
 
 TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
@@ -63,7 +65,14 @@ def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
     transformers = need("transformers", "models")
     folder = tokenizer_folder(side)
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        limit = tokenizer.model_max_length
+        if not isinstance(limit, int | float) or isinstance(limit, bool):
+            raise ValueError(
+                f"tokenizer_config.json has the model_max_length {str(limit)[:40]!r}, which is no number"
+            )
+        tokenizer("a", add_special_tokens=True, verbose=False)
+        return tokenizer
     except Exception as error:  # tokenizers raise bare Exceptions, and every other kind
         if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
             raise ModelError(
@@ -87,9 +96,16 @@ def _load_base(
 ) -> tuple[Any, tuple[str, ...]]:
     transformers = need("transformers", "models")
     what = f"the {role} {side.name}"
+    check_config_sizes(what, side.folder)
     try:
         config = transformers.AutoConfig.from_pretrained(side.folder, trust_remote_code=trust_remote_code)
         _check_kind(config, what)
+        check_network_size(
+            what,
+            side.folder,
+            config,
+            partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code),
+        )
         network, report = transformers.AutoModelForCausalLM.from_pretrained(
             side.folder,
             config=config,

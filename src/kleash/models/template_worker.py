@@ -1,0 +1,89 @@
+"""The program of a process that renders chat templates and tries patterns, and can be killed where they do not end.
+
+It is started by ``bounded_work`` with the search path of its parent as its argument, reads requests as lines of JSON and
+answers each with one. Nothing of kleash is imported: the folder of this file is not on its search path.
+"""
+
+import json
+import re
+import sys
+from typing import Any
+
+SECONDS = 10
+"""Of computing for one request; then the system ends the process."""
+MEMORY_BYTES = 1 << 30
+"""Beyond what the process has when it starts."""
+LONGEST_TEXT = 1 << 26
+
+
+def limit_memory() -> None:
+    """Let the process have so much more memory and no more, where the system can do that."""
+    try:
+        import resource
+        from pathlib import Path
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    except (ImportError, OSError, ValueError):
+        return
+
+
+def limit_time() -> None:
+    """End the process after so many more seconds of computing, where the system can do that."""
+    try:
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        most = int(used.ru_utime + used.ru_stime) + SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+    except (ImportError, OSError, ValueError):
+        return
+
+
+def render(request: dict[str, Any]) -> dict[str, Any]:
+    """What transformers makes of conversations by a template."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, _ = render_jinja_template(**request)
+    if any(len(text) > LONGEST_TEXT for text in texts):
+        return {"limit": f"its text is longer than {LONGEST_TEXT} characters"}
+    return {"texts": texts}
+
+
+def match(request: dict[str, Any]) -> dict[str, Any]:
+    """Try each pattern on each name; all that matters is that this ends."""
+    for pattern in request["patterns"]:
+        compiled = re.compile(pattern)
+        for name in request["names"]:
+            compiled.fullmatch(name)
+            compiled.search(name)
+    return {"texts": []}
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    limited = False
+    for line in sys.stdin:
+        request = json.loads(line)
+        kind = request.pop("kind")
+        try:
+            if not limited and kind == "render":
+                from transformers.utils import chat_template_utils  # noqa: F401 (what it takes is no template's)
+            if not limited:
+                limit_memory()
+                limited = kind == "render"
+            limit_time()
+            answer = render(request) if kind == "render" else match(request)
+        except MemoryError:
+            answer = {"limit": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
+        except Exception as error:
+            answer = {"error": f"{error}"[:2000] or type(error).__name__}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
