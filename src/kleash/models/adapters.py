@@ -1,16 +1,18 @@
 """PEFT adapters put on their base, which is shared with another model where it is proven to be unchanged."""
 
 import gc
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kleash.errors import ModelError
 from kleash.extras import need
 from kleash.models.adapter_kinds import Settings, is_plain, kind_of, rule_of
 from kleash.models.base_proof import NetworkState, logits_of, probe_of, same_bits, state_of
+from kleash.models.bounded_work import check_patterns
 from kleash.models.checkpoint_safety import ADAPTER_WEIGHTS
 from kleash.models.checkpoints import Checkpoint, read_json
 from kleash.models.config_sizes import check_adapter_sizes
@@ -224,6 +226,7 @@ def _put_on(network: Any, wrapper: Any, side: Checkpoint, role: str) -> Any:
     """
     peft = need("peft", "models")
     what = f"the adapter {side.name} of the {role}"
+    check_patterns(what, _patterns(side), (name for name, _ in network.named_modules()))
     try:
         if wrapper is None:
             wrapper = peft.PeftModel.from_pretrained(network, str(side.adapter), adapter_name=role)
@@ -236,6 +239,27 @@ def _put_on(network: Any, wrapper: Any, side: Checkpoint, role: str) -> Any:
     except Exception as error:  # settings decide what is raised, down to re.error
         raise ModelError(f"{what} cannot be put on {side.base}: {first_line(error)}") from error
     return wrapper
+
+
+def _patterns(side: Checkpoint) -> list[str]:
+    """What PEFT matches the names of modules against as regular expressions."""
+    assert side.adapter is not None
+    settings = read_json(side.adapter / "adapter_config.json")
+    named = [
+        settings.get(name)
+        for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save")
+    ]
+    tables = [settings.get(name) for name in ("rank_pattern", "alpha_pattern")]
+    patterns = [one for one in named if _is_pattern(one) and one != "all-linear"]
+    patterns += [one for some in named if isinstance(some, list) for one in some if _is_pattern(one)]
+    return patterns + [
+        one for table in tables if isinstance(table, dict) for one in table if _is_pattern(one)
+    ]
+
+
+def _is_pattern(text: Any) -> TypeGuard[str]:
+    """Whether a name holds more than letters, digits, dots and underscores, of which each matches in one way."""
+    return isinstance(text, str) and re.fullmatch(r"[\w.]*", text) is None
 
 
 def _check_fits(wrapper: Any, side: Checkpoint, role: str, what: str) -> None:

@@ -7,21 +7,28 @@ operation. So both are done in a process of their own, which is killed when it t
 import atexit
 import json
 import os
-import selectors
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError
 
 WORKER = Path(__file__).with_name("template_worker.py")
-START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); sys.argv = [sys.argv[2]]; import runpy; "
-START += "runpy.run_path(sys.argv[0], run_name='__main__')"
+START = """
+import sys
+sys.path[:] = sys.argv[1].split("\\n")
+import runpy
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+"""Nothing is imported before the folder where the command stands is off the search path."""
+SECONDS = 5
+"""Of computing for one request; then the system ends the worker."""
 LONGEST_WAIT = 120.0
-"""Seconds by the clock for one request; the worker ends itself after 10 of computing."""
+"""Seconds by the clock for one request, where the system does not count those of computing."""
 
 
 class StoppedError(Exception):
@@ -40,8 +47,8 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def ask(self, request: dict[str, Any]) -> list[str]:
-        """The worker's answer.
+    def ask(self, kind: str, request: dict[str, Any]) -> Any:
+        """The worker's result.
 
         Raises:
             StoppedError: if it takes too long, or too much memory.
@@ -49,7 +56,9 @@ class Worker:
         """
         with self._lock:
             try:
-                answer = self._answer(json.dumps(request, default=str).encode() + b"\n")
+                answer = self._answer(
+                    json.dumps({"kind": kind, "request": request}, default=str).encode() + b"\n"
+                )
             except BaseException:
                 self.stop()
                 raise
@@ -57,55 +66,62 @@ class Worker:
             raise StoppedError(answer["limit"])
         if "error" in answer:
             raise FailedError(answer["error"])
-        return answer["texts"]
+        return answer["result"]
 
     def stop(self) -> None:
-        """End the process, if there is one of this process."""
+        """End the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with suppress(OSError):  # what was not read by a dead process cannot be flushed to it
+                        pipe.close()
 
     def _answer(self, request: bytes) -> dict[str, Any]:
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(LONGEST_WAIT, process.kill)
+        timer.daemon = True
+        timer.start()
         try:
             process.stdin.write(request)
             process.stdin.flush()
-        except OSError as error:
-            raise StoppedError("the process that runs it cannot be reached") from error
-        received = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while not received.endswith(b"\n"):
-                if not selector.select(LONGEST_WAIT):
-                    raise StoppedError(f"it does not end within {LONGEST_WAIT:.0f} s")
-                part = os.read(process.stdout.fileno(), 1 << 20)
-                if not part:
-                    raise StoppedError("it does not end within 10 s of computing, or takes too much memory")
-                received += part
-        return json.loads(received)
+            received = process.stdout.readline()
+        except OSError:
+            received = b""
+        finally:
+            timer.cancel()
+        if not received.endswith(b"\n"):
+            raise StoppedError(f"it does not end within {SECONDS} s of computing, or takes too much memory")
+        return json.loads(received.decode("utf-8", "surrogatepass"))
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            environment = {**os.environ, "USE_TORCH": "0", "USE_TF": "0", "USE_FLAX": "0", "OMP_NUM_THREADS": "1"}
+            one_thread = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, json.dumps(sys.path), str(WORKER)],
+                [
+                    sys.executable,
+                    "-c",
+                    START,
+                    "\n".join(filter(os.path.isabs, sys.path)),
+                    str(WORKER),
+                    str(SECONDS),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=environment,
+                env={**os.environ, "USE_TORCH": "0", "USE_TF": "0", "USE_FLAX": "0", **one_thread},
             )
         return self._process
 
 
 WORK = Worker()
 atexit.register(WORK.stop)
-os.register_at_fork(after_in_child=lambda: WORK.__init__())  # the parent's process answers the parent alone
+if hasattr(os, "register_at_fork"):  # the parent's process answers the parent alone
+    os.register_at_fork(after_in_child=WORK.__init__)
 
 
 def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> None:
@@ -114,13 +130,13 @@ def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> 
     Raises:
         ModelError: if not.
     """
-    request = {"kind": "match", "patterns": list(patterns), "names": list(names)}
+    request = {"patterns": list(patterns), "names": list(names)}
     if not request["patterns"]:
         return
     try:
-        WORK.ask(request)
+        WORK.ask("match", request)
     except (StoppedError, FailedError) as error:
         raise ModelError(
-            f"{what} has a pattern in its adapter_config.json that cannot be used ({error}); mend it, such as by naming "
-            "the modules in a list"
+            f"{what} has a pattern in its adapter_config.json that cannot be used ({error}); mend it, such as by "
+            "naming the modules in a list"
         ) from error

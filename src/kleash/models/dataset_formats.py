@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kleash.errors import SourceError
+from kleash.models.chat_templates import chat_text
 from kleash.models.lines import Line, field, show_value, whole
 from kleash.models.quiet import first_line
 
@@ -214,11 +215,11 @@ def render(
         )
     speaking = generate and messages[-1]["role"] == "assistant"
     try:
-        text = tokenizer.apply_chat_template(
+        text = chat_text(
+            tokenizer,
             messages,
             add_generation_prompt=generate and not speaking,
             continue_final_message=speaking,
-            tokenize=False,
         )
     except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
         raise SourceError(

@@ -1,7 +1,7 @@
 """The program of a process that renders chat templates and tries patterns, and can be killed where they do not end.
 
-It is started by ``bounded_work`` with the search path of its parent as its argument, reads requests as lines of JSON and
-answers each with one. Nothing of kleash is imported: the folder of this file is not on its search path.
+It is started by ``bounded_work`` with the search path of its parent and a number of seconds, reads requests as lines of
+JSON and answers each with one. Nothing of kleash is imported: the folder of this file is not on its search path.
 """
 
 import json
@@ -9,11 +9,12 @@ import re
 import sys
 from typing import Any
 
-SECONDS = 10
+SECONDS = int(sys.argv[-1])
 """Of computing for one request; then the system ends the process."""
 MEMORY_BYTES = 1 << 30
 """Beyond what the process has when it starts."""
-LONGEST_TEXT = 1 << 26
+LONGEST_TEXT = 1 << 24
+"""Characters; a context of a million tokens is a quarter of it."""
 
 
 def limit_memory() -> None:
@@ -42,13 +43,13 @@ def limit_time() -> None:
 
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
-    """What transformers makes of conversations by a template."""
+    """What transformers makes of conversations by a template, and where in it the assistant speaks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, _ = render_jinja_template(**request)
+    texts, places = render_jinja_template(**request)
     if any(len(text) > LONGEST_TEXT for text in texts):
         return {"limit": f"its text is longer than {LONGEST_TEXT} characters"}
-    return {"texts": texts}
+    return {"result": [texts, places]}
 
 
 def match(request: dict[str, Any]) -> dict[str, Any]:
@@ -58,30 +59,32 @@ def match(request: dict[str, Any]) -> dict[str, Any]:
         for name in request["names"]:
             compiled.fullmatch(name)
             compiled.search(name)
-    return {"texts": []}
+    return {"result": []}
 
 
 def main() -> None:
     """Answer requests until there are no more."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-    limited = False
-    for line in sys.stdin:
-        request = json.loads(line)
-        kind = request.pop("kind")
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    ready = False
+    for line in sys.stdin.buffer:
+        request = json.loads(line.decode("utf-8", "surrogatepass"))
         try:
-            if not limited and kind == "render":
-                from transformers.utils import chat_template_utils  # noqa: F401 (what it takes is no template's)
-            if not limited:
-                limit_memory()
-                limited = kind == "render"
-            limit_time()
-            answer = render(request) if kind == "render" else match(request)
+            if request["kind"] == "match":
+                limit_time()
+                answer = match(request["request"])
+            else:
+                if not ready:
+                    from transformers.utils import chat_template_utils  # noqa: F401 (what this takes is no template's)
+
+                    limit_memory()
+                    ready = True
+                limit_time()
+                answer = render(request["request"])
         except MemoryError:
             answer = {"limit": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except Exception as error:
             answer = {"error": f"{error}"[:2000] or type(error).__name__}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         answers.flush()
 
 

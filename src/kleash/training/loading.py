@@ -40,9 +40,7 @@ def lora_settings(rank: int, network: Any) -> Any:
     Raises:
         OptionError: if the rank is above the width of every matrix that it would be put on.
     """
-    widest = max(
-        (min(one.weight.shape) for one in network.modules() if isinstance(one, torch.nn.Linear)), default=0
-    )
+    widest = max((min(weight.shape) for weight in network.parameters() if weight.dim() == 2), default=0)
     if widest and rank > widest:
         raise OptionError(
             f"--lora-rank is {rank}, and no matrix of the policy has a rank above {widest}: an adapter of that "

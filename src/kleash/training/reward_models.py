@@ -9,6 +9,8 @@ import torch
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import need
 from kleash.models import find_checkpoint, length_batches
+from kleash.models.chat_templates import chat_text
+from kleash.models.config_sizes import check_config_sizes, check_network_size
 from kleash.models.loading import dtype_of, place_of
 from kleash.models.networks import load_tokenizer
 from kleash.models.quiet import first_line, quiet
@@ -82,10 +84,18 @@ class _RewardModel:
                 scores[at] = score
         return scores
 
+    def _written(self, messages: list[Any]) -> str:
+        try:
+            return chat_text(self.tokenizer, messages)
+        except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
+            raise ModelError(
+                f"the chat template of the reward model {self.name} refuses the messages: {first_line(error)}"
+            ) from error
+
     def _tokens(self, dialogue: Dialogue) -> list[int]:
         if dialogue.messages is not None and getattr(self.tokenizer, "chat_template", None):
             messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
-            text, special = self.tokenizer.apply_chat_template(messages, tokenize=False), False
+            text, special = self._written(messages), False
         else:
             text, special = dialogue.prompt + dialogue.response, True
         tokens = list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -110,15 +120,21 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
     place = place_of(device, None)
     with quiet():
         tokenizer = load_tokenizer(side, "reward model", False)
+        kind = transformers.AutoModelForSequenceClassification
+        check_config_sizes(what, side.folder)
         try:
-            network, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+            config = transformers.AutoConfig.from_pretrained(side.folder, trust_remote_code=False)
+            check_network_size(what, side.folder, config, kind.from_config)
+            network, report = kind.from_pretrained(
                 side.folder,
                 dtype=dtype_of(dtype, place),
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError, TypeError) as error:
+        except ModelError:
+            raise
+        except Exception as error:  # a configuration decides what is raised
             raise ModelError(f"{what} cannot be loaded: {first_line(error)}") from error
     missing = sorted([*report["missing_keys"], *(str(key) for key in report.get("mismatched_keys", ()))])
     if missing:

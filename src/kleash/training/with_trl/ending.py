@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.extras import need
+from kleash.models.chat_templates import bounded_templates
 from kleash.models.quiet import quiet
 from kleash.records import TrainingResult, TrainJob
 from kleash.records.checksums import CHECKSUMS, Checksums
@@ -33,7 +34,7 @@ def silently() -> Iterator[None]:
     level = callbacks.level
     callbacks.setLevel(logging.ERROR)
     try:
-        with quiet():
+        with quiet(), bounded_templates():  # TRL renders conversations too
             yield
     finally:
         callbacks.setLevel(level)

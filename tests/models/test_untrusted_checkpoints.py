@@ -1,0 +1,379 @@
+"""Checkpoints of strangers: nothing of theirs runs, and loading them is bounded and ends in a number or a sentence."""
+
+import copy
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_mutations import mutated
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny, tiny_adapter, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
+from kleash.models import bounded_work, chat_templates, load_pair, prompts_of
+from kleash.models.anatomy import logits
+from kleash.models.chat_templates import TemplateError, chat_text
+from kleash.models.safetensors_header import safetensors_header
+
+pytestmark = [
+    pytest.mark.usefixtures("unhooked"),
+    pytest.mark.filterwarnings("ignore"),  # what PEFT and transformers say of damaged settings
+]
+PLANTED = "import pathlib; pathlib.Path(__file__).with_name('it-ran').touch()"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("strangers") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    return tiny_adapter(base.parent / "adapter", base)
+
+
+@pytest.fixture
+def model(base, tmp_path):
+    return shutil.copytree(base, tmp_path / "model")
+
+
+@pytest.fixture
+def over(adapter, tmp_path):
+    return shutil.copytree(adapter, tmp_path / "over")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder where the command stands, with modules in it that say when they are imported."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name in ("planted", "megatron", "json", "re", "transformers"):
+        (folder / f"{name}.py").write_text(PLANTED)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend("")
+    yield folder
+    assert not (folder / "it-ran").exists(), "code of the folder ran"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hasty():
+    """A process that gives up after a second of computing."""
+    seconds, bounded_work.SECONDS = bounded_work.SECONDS, 1
+    bounded_work.WORK.stop()
+    yield
+    bounded_work.SECONDS = seconds
+    bounded_work.WORK.stop()
+
+
+def change(path: Path, **settings):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **settings}))
+
+
+def refused(folder, match, other=None, error=ModelError, **options):
+    with pytest.raises(error, match=match) as raised:
+        load_pair(str(folder), str(other or folder), **options)
+    message = str(raised.value)
+    assert "\n" not in message and len(message) < 900
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"megatron_config": {"tensor_model_parallel_size": 1}, "megatron_core": "planted"},
+        {"megatron_core": "planted"},
+    ],
+)
+def test_an_adapter_imports_nothing(over, base, here, settings):
+    change(over / "adapter_config.json", **settings)
+    refused(
+        over, r"for which the module 'planted' would be imported and run; set megatron_config to null", base
+    )
+
+
+def test_an_adapters_pickle_is_not_read_beside_other_safetensors(over, base):
+    (over / "adapter_model.safetensors").rename(over / "another.safetensors")
+    refused(over, r"has no adapter_model\.safetensors; where you trust it", base)
+    (over / "adapter_model.bin").write_bytes(b"never read")
+    refused(over, r"only adapter_model\.bin, a pickle that can run code", base)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("config.json", {"attn_implementation": "someone/kernel:run"}, "whose code would be fetched and run"),
+        (
+            "config.json",
+            {"_attn_implementation_internal": "someone/kernel"},
+            "whose code would be fetched and run",
+        ),
+        (
+            "config.json",
+            {"experts_implementation": {"": "someone/kernel"}},
+            "whose code would be fetched and run",
+        ),
+        (
+            "config.json",
+            {"transformers_weights": "adapter_model.bin"},
+            "takes its weights from 'adapter_model.bin'",
+        ),
+        ("config.json", {"transformers_weights": "../else.safetensors"}, "takes its weights from"),
+    ],
+)
+def test_settings_that_fetch_or_lead_elsewhere(model, name, settings, reason):
+    change(model / name, **settings)
+    refused(model, reason)
+
+
+def test_code_beside_a_checkpoint_stays_where_it_is(model, here):
+    (model / "planted.py").write_text(PLANTED)
+    (model / "custom_generate").mkdir()
+    (model / "custom_generate" / "generate.py").write_text(PLANTED)
+    change(model / "generation_config.json", custom_generate="planted", use_cache=True)
+    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "planted.Tokenizer"]})
+    try:
+        load_pair(str(model), str(model))
+    except ModelError as error:
+        assert "trust" in str(error)
+    assert not list(model.rglob("it-ran"))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "reason"),
+    [
+        ({"a": "../base/model.safetensors"}, "every shard must be a .safetensors file in the same folder"),
+        ({"a": "pytorch_model.bin"}, "every shard must be a .safetensors file"),
+        ({"a": ["x"]}, "every shard must be a .safetensors file"),
+        ({"a": "absent.safetensors"}, "which is not there"),
+        ([], "has no weight_map"),
+    ],
+)
+def test_shards_lie_in_the_folder(model, weight_map, reason):
+    (model / "model.safetensors").rename(model / "other.safetensors")
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    refused(model, reason)
+
+
+def test_a_base_that_is_an_adapter_itself(over, adapter, base):
+    shutil.copy(base / "config.json", adapter.parent / "config.json")
+    change(over / "adapter_config.json", base_model_name_or_path=str(adapter))
+    refused(over, "is an adapter itself; merge that into its base", base)
+
+
+def header(**entries):
+    text = entries.pop("text", None) or json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (header(a=F32) + bytes(8), None),
+        (header(a=F32, b={"dtype": "F32", "shape": [0], "data_offsets": [8, 8]}) + bytes(8), None),
+        (header(text=b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "is not a safetensors file"),
+        (header(text=b'{"a":{},"a":{}}'), "is not a safetensors file"),
+        (header(a=F32, b=F32) + bytes(8), "the bytes of 'b' begin at 0 and not at 8"),
+        (header(a={**F32, "data_offsets": [-8, 0]}), "has no two offsets from 0 on"),
+        (header(a={**F32, "data_offsets": [8, 0]}) + bytes(8), "has -8 bytes, which are not those of F32"),
+        (header(a={**F32, "data_offsets": [8, 16]}) + bytes(16), "the bytes of 'a' begin at 8 and not at 0"),
+        (header(a={**F32, "shape": [3]}) + bytes(8), "has 8 bytes, which are not those of F32"),
+        (header(a={**F32, "dtype": "F99"}) + bytes(8), "has an unknown dtype"),
+        (header(a={**F32, "shape": [-1, -2]}) + bytes(8), "is no list of sizes"),
+        (header(a={**F32, "shape": [1] * 65}) + bytes(8), "is no list of sizes"),
+        (header(a=F32) + bytes(9), "should be 77 bytes long and is 78"),
+        ((2**63).to_bytes(8, "little") + b"{}", "is not a safetensors file"),
+        (b"abc", "is not a safetensors file"),
+        (header(text=b"[]"), "is not a safetensors file"),
+    ],
+)
+def test_headers_of_safetensors_are_checked(tmp_path, raw, reason):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(raw)
+    if reason is None:
+        assert load_file(path)["a"].tolist() == [0, 0] and safetensors_header(path)["a"] == F32
+        return
+    with pytest.raises(ModelError, match=reason):
+        safetensors_header(path)
+
+
+def test_a_folder_is_no_file_of_weights(model):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").mkdir()
+    refused(model, "is not a regular file")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"num_hidden_layers": 10**9},
+            r"has num_hidden_layers 1e\+09 in its config.json, and its weights are 21 tensors",
+        ),
+        ({"vocab_size": 10**12}, "has vocab_size 1e.12 in its config.json"),
+        ({"hidden_size": 10**9}, "has hidden_size 1e.09 in its config.json"),
+        ({"hidden_size": 10**4}, "describes in its config.json a network of [0-9]+ weights"),
+        ({"num_hidden_layers": 250}, "a network of [0-9]+ parts and more, and its files hold 21 tensors"),
+        ({"head_dim": 0}, "cannot be|other shapes|lacks"),
+        ({"pad_token_id": 10**9}, "cannot be loaded"),
+        ({"num_attention_heads": 0}, "cannot be|other shapes"),
+        ({"max_position_embeddings": "x"}, "max_position_embeddings"),
+    ],
+)
+def test_settings_that_describe_another_model_than_the_weights(model, settings, reason):
+    change(model / "config.json", **settings)
+    start = time.process_time()
+    refused(model, reason)
+    assert time.process_time() - start < 10
+
+
+def test_tables_that_are_computed_are_bounded_too(tmp_path):
+    folder = save_tiny(tmp_path / "gpt2", "gpt2")
+    stored = load_file(folder / "model.safetensors")
+    stored["transformer.wpe.weight"] = torch.zeros(40_000, 32)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    change(folder / "config.json", n_positions=10**12)
+    refused(folder, "describes in its config.json a network of 3.* weights and tables of")
+
+
+@pytest.mark.parametrize("end", [-1, "x", 1.5, [[1]], 10**9, True, [1, None]])
+def test_end_tokens_that_are_none(model, end):
+    change(model / "generation_config.json", eos_token_id=end)
+    refused(model, r"is no token id from 0 to 319; mend eos_token_id|cannot be loaded")
+
+
+@pytest.mark.parametrize("limit", ["x", [1], True])
+def test_a_model_max_length_that_is_no_number(model, limit):
+    change(model / "tokenizer_config.json", model_max_length=limit)
+    refused(model, "has the model_max_length .*, which is no number")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"r": 10**6}, "has r 1e.06 in its adapter_config.json, and no tensor of it has a size above 32"),
+        ({"rank_pattern": {"q_proj": 10**6}}, "has q_proj of rank_pattern 1e.06"),
+        ({"target_modules": "("}, r"cannot be used \(missing \)"),
+        ({"target_modules": "(([a-z_.0-9]+)*)*!"}, "cannot be used .it does not end within 1 s of computing"),
+        (
+            {"layer_replication": [[0, 10**9]]},
+            "has layer_replication|makes 1000000000 layers by its layer_replication",
+        ),
+    ],
+)
+def test_adapters_that_would_take_forever(over, base, settings, reason):
+    change(over / "adapter_config.json", **settings)
+    refused(over, reason, base)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"device": "meta"}, CannotRunError),
+        ({"device_map": "meta"}, CannotRunError),
+        ({"device_map": "nowhere"}, CannotRunError),
+        ({"device": "privateuseone"}, CannotRunError),
+        ({"device": ""}, CannotRunError),
+    ],
+)
+def test_devices_that_compute_nothing(base, options, error):
+    refused(base, "cannot be used here", error=error, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "it does not end within 1 s",
+        ),
+        ("{{ 'a' * 10**10 }}", "it takes more than 1024 MiB of memory"),
+        ("{{ 'a'.ljust(10**10) }}", "it takes more than 1024 MiB of memory"),
+        (
+            "{% for i in range(90000) %}{{ 'a' * 300 }}{% endfor %}",
+            "its text is longer than 16777216 characters",
+        ),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{% for", "unexpected"),
+    ],
+)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited on Linux")
+def test_templates_are_bounded(template, reason):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = template
+    with pytest.raises(TemplateError, match=reason):
+        chat_text(tokenizer, [{"role": "user", "content": "hello"}])
+
+
+def test_templates_give_what_transformers_gives(base, here):
+    bounded_work.WORK.stop()  # so that it is started from a folder with modules in it
+    tokenizer = tiny_tokenizer()
+    talk = [
+        {"role": "user", "content": "hello 🙂 é\n"},
+        {"role": "assistant", "content": "good day", "tool_calls": None},
+        {"role": "user", "content": "<s> 'quoted' {{ x }}"},
+    ]
+    for messages, options in (
+        (talk, {"add_generation_prompt": True}),
+        (talk[:1], {}),
+        (talk[:2], {"continue_final_message": True}),
+    ):
+        wanted = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        assert chat_text(tokenizer, messages, **options) == wanted
+    pair = load_pair(str(base), str(base))
+    (prompt,) = prompts_of([talk], pair)
+    assert prompt.text == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    module = sys.modules["transformers.tokenization_utils_base"]
+    assert module.render_jinja_template is not chat_templates._render
+
+
+@pytest.mark.parametrize("rank", [33, 10**6])
+def test_a_rank_above_that_of_every_matrix(base, rank):
+    from kleash.training.loading import lora_settings
+
+    network = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(
+        OptionError, match=rf"--lora-rank is {rank}, and no matrix of the policy has a rank above 32"
+    ):
+        lora_settings(rank, network)
+    assert lora_settings(32, network).r == 32
+
+
+@pytest.mark.parametrize("kind", ["base", "adapter"])
+def test_random_damage_gives_a_sentence_or_the_right_number(base, adapter, tmp_path, kind):
+    """tests/helpers/checkpoint_mutations.py; more of it: KLEASH_MUTATIONS=1000."""
+    import os
+
+    import peft
+
+    torch.manual_seed(0)
+    ids = torch.randint(3, 300, (1, 30))
+    numbers = 0
+    for seed in range(int(os.environ.get("KLEASH_MUTATIONS", "14"))):
+        source = {"base": base, "adapter": adapter}[kind]
+        shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
+        what = mutated(source, tmp_path / "damaged", seed)
+        try:
+            pair = load_pair(str(tmp_path / "damaged"), str(base))
+        except KleashError as error:
+            assert "\n" not in str(error) and len(str(error)) < 900, what
+            continue
+        numbers += 1
+        network = AutoModelForCausalLM.from_pretrained(base if kind == "adapter" else tmp_path / "damaged")
+        if kind == "adapter":
+            network = peft.PeftModel.from_pretrained(network, tmp_path / "damaged")
+        with torch.no_grad():
+            truth = network.float().eval()(input_ids=ids).logits[..., : pair.vocabulary].log_softmax(-1)
+            found = logits(pair.policy.hidden(ids), pair.policy.head).log_softmax(-1)
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-3, equal_nan=True, msg=what)
+    assert numbers
