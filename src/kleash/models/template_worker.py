@@ -11,6 +11,7 @@ from typing import Any
 
 SECONDS = int(sys.argv[-1])
 """Of computing for one request; then the system ends the process."""
+IMPORT_SECONDS = 60
 MEMORY_BYTES = 1 << 30
 """Beyond what the process has when it starts."""
 LONGEST_TEXT = 1 << 24
@@ -30,13 +31,13 @@ def limit_memory() -> None:
         return
 
 
-def limit_time() -> None:
+def limit_time(seconds: int = SECONDS) -> None:
     """End the process after so many more seconds of computing, where the system can do that."""
     try:
         import resource
 
         used = resource.getrusage(resource.RUSAGE_SELF)
-        most = int(used.ru_utime + used.ru_stime) + SECONDS
+        most = int(used.ru_utime + used.ru_stime) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
     except (ImportError, OSError, ValueError):
         return
@@ -74,6 +75,7 @@ def main() -> None:
                 answer = match(request["request"])
             else:
                 if not ready:
+                    limit_time(IMPORT_SECONDS)
                     from transformers.utils import chat_template_utils  # noqa: F401 (what this takes is no template's)
 
                     limit_memory()
