@@ -328,7 +328,9 @@ def test_what_cannot_be_trained_is_refused(folder, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["full", "adapter"])
 def test_in_bfloat16_what_is_trained_is_float32_and_the_first_kl_is_0(folder, rank):
-    job = replace(tiny_job(folder, "qwen3", dtype="bfloat16", lora_rank=rank, epochs=1), reference=None)
+    job = replace(
+        tiny_job(folder, "qwen3", dtype="bfloat16", lora_rank=rank, epochs=1, seed=1), reference=None
+    )
     setting, prompts = ready(job)
     policy = setting.trainee.policy
     assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
