@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from kleash.errors import OptionError
 from kleash.extras import need
 from kleash.models import Pair, load_pair
