@@ -168,7 +168,10 @@ def explanations(kind: type) -> dict[str, str]:
     """The docstring under each field of a record and of those that it inherits from."""
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__[:-1]):
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        try:
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except OSError:  # installed without its source: help then lists names alone
+            continue
         if not isinstance(body, ast.ClassDef):
             continue
         for field, text in zip(body.body, body.body[1:], strict=False):
