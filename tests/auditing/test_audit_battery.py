@@ -143,3 +143,8 @@ def test_a_function_that_refuses_what_a_probe_asks_is_audited_all_the_same():
         return (rho(p, b).detach() * right(p, q)).sum(-1)
 
     assert not audit(strict, "sequence_loss_with_behaviour").failing({"wrong"})
+
+
+def test_noise_without_bias_is_no_bias_at_extremes_either():
+    found = audit(lambda p, q: torch.nn.functional.dropout(kleash.kl(p, q), 0.2), "log_probabilities")
+    assert not found.faults and found.findings[0].kind == "random", found.verdict

@@ -111,6 +111,7 @@ def gather(subject: Subject, purity: Purity) -> Evidence:
     """Run every probe; precision and padding only of what is not random."""
     subject = averaged(subject, purity, REPEATS)
     certain = not purity.is_random
+    steady = certain and not purity.has_state  # results of two calls can be compared
     expected = expectations(subject)
     values: Names = {sampling: expected.value_name(sampling) for sampling in SAMPLINGS}
     asks = subject.convention.place != "metric"
@@ -138,7 +139,7 @@ def gather(subject: Subject, purity: Purity) -> Evidence:
         edges=edge_rows(subject),
         masks=masks,
         accuracy=accuracy_rows(subject, estimator, is_claimed) if certain else (),
-        error_in_float32=error_in_float32(subject) if certain else 0.0,
+        error_in_float32=error_in_float32(subject) if steady else 0.0,
         returned_dtype=returned_dtype(subject),
         with_probabilities=_with_probabilities(subject) if name is None else None,
         over_a_batch=over_a_batch(subject) if certain else "",
@@ -149,9 +150,9 @@ def gather(subject: Subject, purity: Purity) -> Evidence:
         if follows_claimed
         else OverSteps(level=""),
         together=together(subject, pads_rightly=not any(row.problem for row in masks[:1]))
-        if certain
+        if steady
         else Together(),
-        hidden_nans=nan_rows(subject) if certain else (),
+        hidden_nans=nan_rows(subject) if steady else (),
         ratios=ratio_zones(subject),
     )
     return replace(found, calls=(*purity.rows, later_call(replace(subject, repeats=1), purity)))

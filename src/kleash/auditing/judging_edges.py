@@ -199,7 +199,7 @@ def _extremes(evidence: Evidence) -> list[Finding]:
     others = [row for row in evidence.edges if row.problem and row.problem not in PROBLEMS]
     for row in others:
         if row.problem.startswith("value is "):
-            if evidence.is_about_the_claimed:
+            if evidence.is_about_the_claimed and not evidence.is_random:
                 sentence = f"Its {row.problem}, where {row.case}."
                 found.append(
                     Finding(
