@@ -115,11 +115,11 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(trl, tmp_path):
 
 
 def test_a_response_that_is_learned_from_twice_steers_beta_once(trl, tmp_path, caplog):
-    """Ziegler's horizon is ten steps' responses: a fifth of a tenth for a KL of 0."""
+    """Ziegler's horizon is three steps' responses: a fifth of a third for a KL of 0."""
     ziegler = {"controller": "ziegler", "target_nats": 5.0}
     job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), **ziegler, **SMALL)
     _, steps = go(trl.train_grpo, job, tmp_path / "run")
-    assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * 0.98])
+    assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * (1 - 0.2 / 3)])
     assert len(steps[0].events) == 1 and not caplog.records, "events are in the journal, and nowhere else"
 
 
