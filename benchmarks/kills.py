@@ -14,16 +14,23 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
 from harness import write_result
+
+import kleash.measuring
+import kleash.training.ppo  # noqa: F401 (imported once, before the forks)
+from kleash.cli import main as main_of_kleash
 
 KILLS_OF_A_RUN = 3
 TIMES = ("seconds", "finished")
@@ -60,20 +67,40 @@ COMMANDS = {
 }
 
 
-def started(kind: str, out: Path) -> subprocess.Popen[bytes]:
-    """The command, writing to ``out``."""
-    words = [sys.executable, "-W", "ignore", "-m", "kleash", *COMMANDS[kind], "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def started(kind: str, out: Path) -> int:
+    """The number of a process that runs the command, writing to ``out``: a fork, which has imported everything."""
+    process = os.fork()
+    if process:
+        return process
+    code = 70
+    try:
+        with (out.parent / "errors.txt").open("w") as errors:
+            os.dup2(errors.fileno(), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = main_of_kleash([*COMMANDS[kind], "--out", str(out)])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(process: int) -> int | None:
+    """The exit status of a process; None while it runs."""
+    number, status = os.waitpid(process, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if number else None
+
+
+def require_success(kind: str, out: Path, status: int) -> None:
+    """Stop where a command failed that nobody killed."""
+    if status != 0:
+        raise RuntimeError(f"{kind} ended with {status}: {(out.parent / 'errors.txt').read_text()}")
 
 
 def finished(kind: str, out: Path) -> float:
     """Run the command to its end; the seconds it took."""
     began = perf_counter()
-    process = started(kind, out)
-    error = process.communicate()[1].decode()
-    if process.returncode != 0:
-        raise RuntimeError(f"{kind} ended with {process.returncode}: {error}")
+    _, status = os.waitpid(started(kind, out), 0)
+    require_success(kind, out, os.waitstatus_to_exitcode(status))
     return perf_counter() - began
 
 
@@ -123,23 +150,20 @@ def reported(kind: str, out: Path) -> str:
 def killed(kind: str, out: Path, longest: float, draw: random.Random) -> str:
     """Start the command and kill it after a random time; what was there then, or "ended" if it was done before."""
     process = started(kind, out)
-    # Half of the kills fall where files are written, which is after the imports and the loading.
-    begins = longest * (0.5 if draw.random() < 0.7 else 0.0)
-    try:
-        process.wait(draw.uniform(begins, longest))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        sleep(0.05)
-        return "killed"
-    error = process.communicate()[1].decode()
-    if process.returncode != 0:
-        raise RuntimeError(f"{kind} ended with {process.returncode}: {error}")
-    return "ended"
+    until = perf_counter() + draw.uniform(0, longest)
+    while perf_counter() < until:
+        status = ended(process)
+        if status is not None:
+            require_success(kind, out, status)
+            return "ended"
+        sleep(0.002)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return "killed"
 
 
 def main() -> int:
-    """Kill, go on, compare; write the counts to benchmarks/results/kills.json."""
+    """Kill, go on, compare; write the counts to benchmarks/results/kills.json after every run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -148,28 +172,28 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="kills")
     given = parser.parse_args()
-    draw, results, bad = random.Random(given.seed), {}, 0
-    for kind in given.kinds:
-        counts: Counter[str] = Counter()
-        with tempfile.TemporaryDirectory() as temporary:
-            longest = finished(kind, Path(temporary) / "whole")
-            expected = result(kind, Path(temporary) / "whole")
-            while counts["kills"] < given.kills:
+    draw = random.Random(given.seed)
+    results: dict[str, Counter[str]] = {kind: Counter() for kind in given.kinds}
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        whole = {kind: root / f"{kind}-whole" for kind in given.kinds}
+        longest = {kind: finished(kind, out) for kind, out in whole.items()}
+        while min(counts["kills"] for counts in results.values()) < given.kills:
+            for kind, counts in results.items():
                 counts["runs"] += 1
-                out = Path(temporary) / f"run-{counts['runs']}"
+                out = root / f"{kind}-{counts['runs']}"
                 for _ in range(KILLS_OF_A_RUN):
-                    if killed(kind, out, longest, draw) == "ended":
+                    if killed(kind, out, longest[kind], draw) == "ended":
                         break
                     counts["kills"] += 1
                     if out.exists():
                         counts[f"report: {reported(kind, out)}"] += 1
                 finished(kind, out)
-                same = result(kind, out) == expected
-                counts["same" if same else "different"] += 1
-                bad += not same or counts["report: traceback"]
-        results[kind] = {"seconds_undisturbed": round(longest, 1), **counts}
-        print(f"{kind}: {dict(counts)}", flush=True)
-    write_result(given.out, {"seed": given.seed, "kinds": results})
+                counts["same" if result(kind, out) == result(kind, whole[kind]) else "different"] += 1
+                shutil.rmtree(out)
+                print(f"{kind}: {dict(counts)}", flush=True)
+            write_result(given.out, {"seed": given.seed, "kinds": results})
+    bad = sum(counts["different"] + counts["report: traceback"] for counts in results.values())
     return 1 if bad else 0
 
 
