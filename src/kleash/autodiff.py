@@ -11,6 +11,10 @@ from kleash.errors import CannotRunError
 
 _functorch = cast("Any", torch)._C._functorch
 
+NO_TRANSFORMS = (
+    "has no forward-mode derivative and cannot run inside torch.func (grad, vjp, jvp, vmap, hessian)"
+)
+
 
 def forward_mode_active() -> bool:
     """Whether a forward-mode derivative may be under way: ``forward_ad.dual_level``, or ``jvp`` of ``torch.func``.
@@ -43,10 +47,17 @@ def refuse_transforms(name: str, instead: str, *tensors: Tensor | None, inside: 
     active = bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
     trained = active and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if trained or (active and not inside) or any(is_transformed(x) for x in tensors):
-        raise CannotRunError(
-            f"{name} has no forward-mode derivative and cannot run inside torch.func (grad, vjp, jvp, vmap, hessian); "
-            f"{instead}"
-        )
+        raise CannotRunError(f"{name} {NO_TRANSFORMS}; {instead}")
+
+
+def refuse_transforms_compiled(name: str, instead: str) -> None:
+    """The same while torch.compile traces the caller, where tensors do not tell: refuse any transform around it.
+
+    Raises:
+        CannotRunError: inside a transform of ``torch.func`` or ``forward_ad.dual_level``.
+    """
+    if torch._C._are_functorch_transforms_active() or _level() >= 0:  # pyright: ignore
+        raise CannotRunError(f"{name} {NO_TRANSFORMS}; {instead}")
 
 
 def first_derivative_only(gradient: Tensor, of: Tensor | None, refusal: str) -> Tensor:

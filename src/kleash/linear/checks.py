@@ -16,7 +16,7 @@ from kleash.linear.impl.across import ALONE, Alone, Ranks
 from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.sharding import WHOLE, common_group, met
 
-INSTEAD = "take linear_divergence with impl='reference', or the functions of kleash.divergences"
+INSTEAD = "take linear_divergence with impl='reference', uncompiled, or the functions of kleash.divergences"
 
 
 def checked_pair(

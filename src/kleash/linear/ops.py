@@ -85,7 +85,7 @@ def linear_divergence(*x: Any) -> Tensor:
     """Values per token."""
     record = DIVERGENCES[x[COUNT]]
     pair, options, engine = together(x[:COUNT], record)
-    with as_usual(x[0].device.type):
+    with as_usual(x):
         return engine.divergence(pair, record, options).reshape(x[0].shape[:-1])
 
 
@@ -100,7 +100,7 @@ def linear_divergence_gradient(*x: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     name, weights, needs = x[COUNT:]
     record = DIVERGENCES[name]
     pair, options, engine = together(x[:COUNT], record)
-    with as_usual(x[0].device.type):
+    with as_usual(x):
         formed = engine.gradients(pair, record, weights.reshape(-1), tuple(needs), options)
     shares = torch.where(weights != 0, weights.to(formed.per_token.dtype), 0.0)
     values = formed.per_token.reshape(weights.shape)
@@ -121,7 +121,7 @@ def token_statistics(*x: Any) -> list[Tensor]:
     tokens = x[COUNT]
     pair, options, engine = together(x[:COUNT])
     check_ids(tokens, pair.words)
-    with as_usual(x[0].device.type):
+    with as_usual(x):
         found = engine.token_statistics(pair, tokens.reshape(-1).to(torch.int64), options)
     return [numbers.reshape(tokens.shape) for numbers in found]
 
@@ -143,7 +143,7 @@ def token_terms(*x: Any) -> tuple[Tensor, ...]:
     pair, options, engine = together(x[:COUNT])
     check_ids(tokens, pair.words)
     flat = tokens.reshape(-1).to(torch.int64)
-    with as_usual(x[0].device.type):
+    with as_usual(x):
         found = engine.judged(pair, flat, nothing, (False,) * 6, options)
     return tuple(numbers.reshape(tokens.shape) for numbers in found.terms)
 
@@ -164,7 +164,7 @@ def token_terms_gradient(*x: Any) -> list[Tensor]:
         return combined(terms, TokenTerms(*(c[rows] for c in flat)))
 
     ids = tokens.reshape(-1).to(torch.int64)
-    with as_usual(x[0].device.type):
+    with as_usual(x):
         found = engine.judged(pair, ids, objective, tuple(needs), options)
     return answered(found.gradients, x, needs)
 

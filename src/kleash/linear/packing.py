@@ -7,9 +7,10 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from kleash.autodiff import refuse_transforms, refuse_transforms_compiled
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError
-from kleash.linear.checks import checked_pair
+from kleash.linear.checks import INSTEAD, checked_pair
 from kleash.linear.head import Head, gathered
 from kleash.linear.impl.choice import implementation
 from kleash.linear.impl.pair import Pair
@@ -35,8 +36,10 @@ def given(
     """Two models and the options, taken apart.
 
     Raises:
-        CannotRunError: if they have a function in them, which no compiled graph could call.
+        CannotRunError: if they have a function in them, which no compiled graph could call, or a transform of
+            ``torch.func`` is around the call, to which the operations would be constants.
     """
+    refuse_transforms_compiled("a compiled linear function", INSTEAD)
     options = DEFAULT if options is None else options
     if options.report is not None:
         raise CannotRunError("inside torch.compile nothing can be reported; leave report out of the options")
@@ -71,11 +74,18 @@ def together(given: Given, record: Divergence | None = None) -> tuple[Pair, Line
 
 
 @contextmanager
-def as_usual(device: str) -> Generator[None, None, None]:
-    """Inside an operation torch takes no derivatives at all; the implementations want one in a few places."""
+def as_usual(given: Given) -> Generator[None, None, None]:
+    """Inside an operation torch takes no derivatives at all; the implementations want one in a few places.
+
+    Raises:
+        CannotRunError: if a tensor that the operation was given carries a tangent, which would be taken for 0.
+    """
+    device = given[0].device.type
     core = cast("Any", torch)._C
     guard = core._SetExcludeDispatchKeyGuard(core.DispatchKey.AutogradFunctionality, False)
     with guard, torch.no_grad(), torch.autocast(device, enabled=False):
+        tensors = (x for x in given if isinstance(x, Tensor))
+        refuse_transforms("a compiled linear function", INSTEAD, *tensors)
         yield
 
 
