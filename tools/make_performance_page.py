@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import performance_bars
+import performance_roofline
 import performance_words as words
 from made_files import write_or_check
 from performance_bars import COMPILED, EAGER, wording
@@ -83,7 +84,9 @@ def made(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         words.skipping,
     )
     body = [*performance_bars.table(figures), *(line for part in parts for line in part(figures))]
-    text = "\n".join([HEAD, *body, PARALLEL, *words.gpu(figures), *origins(results)])
+    text = "\n".join(
+        [HEAD, *body, PARALLEL, *words.gpu(figures), *performance_roofline.section(), *origins(results)]
+    )
     return {"performance.md": text.rstrip() + "\n", **pictures(figures)}
 
 

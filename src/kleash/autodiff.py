@@ -35,6 +35,15 @@ def is_transformed(tensor: Tensor | None) -> bool:
     return _level() >= 0 and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a batch inside ``torch.func.vmap``, so that its numbers cannot be looked at."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
 def refuse_transforms(name: str, instead: str, *tensors: Tensor | None, inside: bool = True) -> None:
     """Raise if a function without such derivatives is given a tensor of forward mode or of ``torch.func``.
 

@@ -7,9 +7,11 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import ShapeError
 
 
+@validated
 def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[Tensor, "*tokens"]:
     """The mask as bools, whether it came as bools or as the 0 and 1 of a tokenizer.
 
@@ -75,6 +77,7 @@ class Mean:
         return Mean(total=total, count=count)
 
 
+@validated
 def mean_of(
     values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]
 ) -> Mean:
@@ -92,6 +95,7 @@ def mean_of(
     return Mean(total=torch.where(counts, values, 0.0).sum(), count=counts.sum())
 
 
+@validated
 def masked_mean(
     values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]
 ) -> Float[Tensor, ""]:

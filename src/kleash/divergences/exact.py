@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences.record import Divergence, Side, parts, weigh
 from kleash.divergences.table import DIVERGENCES
 from kleash.errors import ShapeError, VocabularyMismatchError
@@ -13,6 +14,7 @@ from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
 
+@validated
 def divergence(
     which: str | Divergence, logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
 ) -> Float[Tensor, "*batch_p"]:
@@ -21,8 +23,10 @@ def divergence(
         D(p || q) = finish(sum_x p(x) f(log p(x) - log q(x)))
 
     Every token is counted from the side that gives it more mass, so nothing overflows unless the
-    value does; the gradient is finite wherever the value is, also at tokens that one side or both
-    rule out (log-probability -inf). Half precision is computed and returned in float32.
+    value does; the gradient is finite where the value is below a tenth of the largest number of its
+    type, also at tokens that one side or both rule out (log-probability -inf). Derivatives of every
+    order are right where log-probabilities are equal, in backward and forward mode. Half precision is
+    computed and returned in float32.
 
     Args:
         which: "kl", "jensen_shannon" ..., or a ``Divergence``.
@@ -41,12 +45,6 @@ def divergence(
 
 def as_pair(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
     """Both distributions in the wider of their types and at least float32, if they fit together."""
-    for name, values in (("logp", logp), ("logq", logq)):
-        if not values.is_floating_point() or values.ndim == 0:
-            raise ShapeError(
-                f"{name} is {values.dtype} of shape {tuple(values.shape)}; "
-                "give floating-point log-probabilities with the vocabulary on the last axis"
-            )
     if logp.shape[-1] != logq.shape[-1]:
         raise VocabularyMismatchError(
             f"logp covers {logp.shape[-1]} tokens and logq {logq.shape[-1]}; "
@@ -57,7 +55,9 @@ def as_pair(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
             f"logp is {tuple(logp.shape)} and logq {tuple(logq.shape)}; expand one to the other's shape first"
         )
     wider = torch.promote_types(at_least_float32(logp).dtype, at_least_float32(logq).dtype)
-    return logp.to(wider), logq.to(wider)
+    p = logp.to(wider)
+    # One tensor on both sides is converted once, so that its gradient is rounded once.
+    return p, p if logq is logp else logq.to(wider)
 
 
 def contributions(

@@ -5,6 +5,7 @@ from math import inf, log, log1p
 import torch
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences.generator import phi, psi
 from kleash.divergences.record import Divergence, Elementwise, Side, unchanged
 from kleash.errors import OptionError
@@ -51,6 +52,7 @@ def _log_mix_below(share: float, rest: float, v: Tensor) -> Tensor:
     )
 
 
+@validated
 def skew_kl_record(mix: float) -> Divergence:
     """KL(p || mix p + (1 - mix) q), for ``mix`` from 0 (KL) to 1 (nothing).
 
@@ -85,6 +87,7 @@ def _skew(mix: float, rest: float) -> Divergence:
     )
 
 
+@validated
 def jensen_shannon_record(weight: float, normalised: bool = False) -> Divergence:
     """weight KL(p || m) + (1 - weight) KL(q || m), ``m = weight p + (1 - weight) q``.
 
@@ -108,6 +111,7 @@ def _require_share(name: str, value: float) -> None:
         raise OptionError(f"{name} is {value}; it is a share, from 0 to 1")
 
 
+@validated
 def alpha_record(alpha: float) -> Divergence:
     """(sum p^alpha q^(1 - alpha) - 1) / (alpha (alpha - 1)), with its limits at 0 and 1.
 

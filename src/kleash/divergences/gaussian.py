@@ -4,11 +4,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences.generator import phi
 from kleash.errors import ShapeError
 from kleash.precision import at_least_float32
 
 
+@validated
 def kl_gaussian(
     mean_p: Float[Tensor, "*batch dim"],
     log_variance_p: Float[Tensor, "*batch dim"],

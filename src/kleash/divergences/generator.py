@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.autodiff import forward_mode_active
 
 SPLIT = 0.25
@@ -16,6 +17,7 @@ EXP_IS_DECIDED = 1000.0
 """exp(this) is inf and exp(-this) is 0 in every floating-point type there is."""
 
 
+@validated
 def phi(u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """What a token adds to KL(p || q) per unit of ``p``'s mass, in nats; never negative.
 

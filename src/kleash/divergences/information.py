@@ -4,9 +4,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences.exact import as_pair
 
 
+@validated
 def entropy(logp: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch"]:
     """H(p) = -sum p log p in nats: how undecided ``p`` is, 0 to log of the vocabulary.
 
@@ -18,6 +20,7 @@ def entropy(logp: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch"]:
     return cross_entropy(logp, logp)
 
 
+@validated
 def cross_entropy(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
 ) -> Float[Tensor, "*batch_p"]:

@@ -3,10 +3,12 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences.exact import divergence
 from kleash.divergences.families import alpha_record, jensen_shannon_record, skew_kl_record
 
 
+@validated
 def kl(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
 ) -> Float[Tensor, "*batch_p"]:
@@ -44,6 +46,7 @@ def kl(
     return divergence("kl", logp, logq)
 
 
+@validated
 def jeffreys(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
 ) -> Float[Tensor, "*batch_p"]:
@@ -55,6 +58,7 @@ def jeffreys(
     return divergence("jeffreys", logp, logq)
 
 
+@validated
 def jensen_shannon(
     logp: Float[Tensor, "*batch_p vocab_p"],
     logq: Float[Tensor, "*batch_q vocab_q"],
@@ -80,6 +84,7 @@ def jensen_shannon(
     return divergence(jensen_shannon_record(weight, normalised), logp, logq)
 
 
+@validated
 def skew_kl(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"], mix: float
 ) -> Float[Tensor, "*batch_p"]:
@@ -98,6 +103,7 @@ def skew_kl(
     return divergence(skew_kl_record(mix), logp, logq)
 
 
+@validated
 def alpha_divergence(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"], alpha: float
 ) -> Float[Tensor, "*batch_p"]:
@@ -115,6 +121,7 @@ def alpha_divergence(
     return divergence(alpha_record(alpha), logp, logq)
 
 
+@validated
 def chi_squared(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
 ) -> Float[Tensor, "*batch_p"]:
@@ -126,12 +133,13 @@ def chi_squared(
     return divergence("chi_squared", logp, logq)
 
 
+@validated
 def total_variation(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
 ) -> Float[Tensor, "*batch_p"]:
     """Half of sum |p - q|: the most by which the two can differ on any event; 0 to 1, no unit.
 
-    Its gradient takes 0 for a token on which the two agree exactly.
+    Its first and second derivatives take 0 for a token on which the two agree exactly.
 
     Raises:
         VocabularyMismatchError, ShapeError: as ``kl``.
@@ -139,12 +147,14 @@ def total_variation(
     return divergence("total_variation", logp, logq)
 
 
+@validated
 def hellinger(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"]
 ) -> Float[Tensor, "*batch_p"]:
     """The Hellinger distance, sqrt(1 - sum sqrt(p q)); 0 to 1, no unit.
 
-    A distance has a kink at 0: its gradient is taken to be 0 where the two agree exactly.
+    A distance has a kink at 0: where the two agree exactly, its gradient is taken to be 0, and it has no
+    second derivative: NaN.
 
     Raises:
         VocabularyMismatchError, ShapeError: as ``kl``.

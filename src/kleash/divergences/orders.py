@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences.exact import as_pair, divergence
 from kleash.divergences.families import KL, alpha_record
 from kleash.errors import OptionError
@@ -14,6 +15,7 @@ NEAR_NATS = 0.5
 """Below this logarithm of the sum, the sum is taken as 1 plus a small divergence."""
 
 
+@validated
 def renyi(
     logp: Float[Tensor, "*batch_p vocab_p"], logq: Float[Tensor, "*batch_q vocab_q"], order: float
 ) -> Float[Tensor, "*batch_p"]:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
 from kleash.precision import at_least_float32
 
@@ -21,6 +22,7 @@ class Truncated(NamedTuple):
     """Log of the probability that they had before: what was subtracted from their ``logp``; at most 0."""
 
 
+@validated
 def at_temperature(
     logits: Float[Tensor, "*batch vocab"], temperature: float
 ) -> Float[Tensor, "*batch vocab"]:
@@ -34,10 +36,10 @@ def at_temperature(
     """
     if not 0 < temperature < float("inf"):
         raise OptionError(f"temperature is {temperature}; give a finite number above 0")
-    _require_distribution(logits)
     return (at_least_float32(logits) / temperature).log_softmax(-1)
 
 
+@validated
 def truncate(
     logp: Float[Tensor, "*batch vocab"],
     *,
@@ -73,7 +75,6 @@ def truncate(
         Nguyen et al., "Turning Up the Heat: Min-p Sampling" (2024), https://arxiv.org/abs/2407.01082
     """
     require_ranges(top_k, top_p, min_p)
-    _require_distribution(logp)
     logp = at_least_float32(logp)
     seen = logp.detach()
     kept = seen > -torch.inf
@@ -86,6 +87,7 @@ def truncate(
     return restrict(logp, kept)
 
 
+@validated
 def restrict(logp: Float[Tensor, "*batch vocab"], kept: Bool[Tensor, "*batch vocab"]) -> Truncated:
     """Only the tokens ``kept``, renormalised: those that another distribution, or an engine's mask, has kept.
 
@@ -141,11 +143,3 @@ def require_ranges(top_k: int | None, top_p: float | None, min_p: float | None) 
         raise OptionError(f"top_p is {top_p}; give a probability above 0, at most 1")
     if min_p is not None and not 0 <= min_p <= 1:
         raise OptionError(f"min_p is {min_p}; give a share from 0 to 1")
-
-
-def _require_distribution(values: Tensor) -> None:
-    if not values.is_floating_point() or values.ndim == 0 or values.shape[-1] == 0:
-        raise ShapeError(
-            f"the distribution is {values.dtype} of shape {tuple(values.shape)}; "
-            "give floating-point numbers with at least one token on the last axis"
-        )

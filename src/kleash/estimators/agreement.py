@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import ShapeError
 from kleash.masking import as_mask
 from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
@@ -35,6 +36,7 @@ class Agreement:
     """What is wrong beyond the 95 % intervals, in sentences; empty where nothing is."""
 
 
+@validated
 def check_agreement(
     token_logp: Float[Tensor, "batch time"],
     behaviour_logp: Float[Tensor, "batch time"],

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.exact import contributions
 from kleash.errors import ShapeError
@@ -53,6 +54,7 @@ class _Range(NamedTuple):
     high: Tensor
 
 
+@validated
 def kl_bounds(
     head_logp: Float[Tensor, "*batch_p head_p"],
     head_logq: Float[Tensor, "*batch_q head_q"],
@@ -110,6 +112,7 @@ def kl_bounds(
         return KLBounds(record.finish(lower), record.finish(upper), mass_p, mass_q)
 
 
+@validated
 def rounding_nats(logp: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """How far each may be from the true one, by its dtype and by the softmax that made it."""
     own, arithmetic = torch.finfo(logp.dtype).eps, torch.finfo(at_least_float32(logp).dtype).eps
@@ -127,6 +130,7 @@ class SharedHead(NamedTuple):
     """The most that a token outside can have under either: by the lists' ends, what was left out, and rounding."""
 
 
+@validated
 def shared_head(
     ids_p: Int[Tensor, "*batch k"],
     logp: Float[Tensor, "*batch k"],

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import phi
 from kleash.errors import OptionError
 from kleash.estimators.sampled import Estimator
@@ -20,6 +21,7 @@ def largest_log_ratio(dtype: torch.dtype) -> float:
     return 700.0 if dtype == torch.float64 else 80.0
 
 
+@validated
 def continued_k3(u: Float[Tensor, "*tokens"], lower: float | None = None) -> Float[Tensor, "*tokens"]:
     """k3 down to a log ratio of ``lower``, and its tangent there below it.
 
@@ -73,6 +75,7 @@ def _k3_of_part(u: Tensor, wide: Tensor, grown: Tensor) -> Tensor:
     return grown.sub_(wide).clamp_(min=0)  # for an expm1 that is a rounding off, next to 0
 
 
+@validated
 def bounded_k3(lower: float) -> Estimator:
     """k3 that grows only linearly on tokens that ``p`` made less likely by more than ``-lower`` nats.
 

@@ -7,27 +7,32 @@ from types import MappingProxyType
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import phi
 from kleash.errors import ShapeError
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
 
+@validated
 def k1(log_ratio: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
     """u: the definition. Its mean is the KL; a single one may be negative."""
     return log_ratio
 
 
+@validated
 def absolute(log_ratio: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
     """|u|: never negative, and too large."""
     return log_ratio.abs()
 
 
+@validated
 def k2(log_ratio: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
     """u^2 / 2: near the KL where the two nearly agree; its gradient is that of the KL."""
     return log_ratio.square() / 2
 
 
+@validated
 def k3(log_ratio: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
     """phi(u) = exp(-u) - 1 + u: its mean is the KL and it is never negative; its gradient is not the KL's."""
     return phi(log_ratio)
@@ -74,6 +79,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 """Name -> record; every field is a test."""
 
 
+@validated
 def sampled_kl(
     token_logp: Float[Tensor, "*tokens_p"], token_logq: Float[Tensor, "*tokens_q"], estimator: str = "k3"
 ) -> Float[Tensor, "*tokens_p"]:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import Truncated, at_temperature, truncate
 from kleash.divergences.truncation import require_ranges
 from kleash.errors import OptionError, ShapeError
@@ -91,6 +92,7 @@ def require_same_semantics(**sides: Semantics) -> None:
             raise OptionError(f"{said}; cut both to the tokens that were kept when sampling (restrict)")
 
 
+@validated
 def to_truncated(
     token_logp: Float[Tensor, "*tokens"],
     log_kept_mass: Float[Tensor, "*tokens"],
@@ -111,6 +113,7 @@ def to_truncated(
     return cut if kept is None else torch.where(kept, cut, -torch.inf)
 
 
+@validated
 def to_full(
     token_logp: Float[Tensor, "*tokens"], log_kept_mass: Float[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens"]:

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
@@ -29,6 +30,7 @@ class ImportanceWeights(NamedTuple):
     """The share of those units whose weight the cap lowered. NaN over nothing."""
 
 
+@validated
 def importance_weights(
     token_logp: Float[Tensor, "batch_p time_p"],
     behaviour_logp: Float[Tensor, "batch_b time_b"],

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
@@ -20,6 +21,7 @@ class Advantages(NamedTuple):
     """The critic's targets, advantages + values; 0 where masked."""
 
 
+@validated
 def generalised_advantages(
     rewards: Float[Tensor, "sequences steps"],
     values: Float[Tensor, "sequences_v steps_v"],
@@ -66,6 +68,7 @@ def generalised_advantages(
     return Advantages(advantages, torch.where(counts, advantages + expected, 0.0))
 
 
+@validated
 def rewards_to_go(
     rewards: Float[Tensor, "sequences steps"],
     mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import kl, total_variation
 from kleash.errors import OptionError, ShapeError
 from kleash.leash.regions import TrustRegion, counted_log_ratio, decided
@@ -17,6 +18,7 @@ ROUNDED_UP = 1e-3
 BinaryDivergence = Literal["kl", "total_variation"]
 
 
+@validated
 def binary_divergence(
     token_logp: Float[Tensor, "*tokens_p"],
     behaviour_logp: Float[Tensor, "*tokens_b"],
@@ -60,6 +62,7 @@ def binary_divergence(
     return function(_this_or_another(behaviour_logp, 0.0), _this_or_another(token_logp, rounding))
 
 
+@validated
 def binary_divergence_mask(
     token_logp: Float[Tensor, "batch_p time_p"],
     behaviour_logp: Float[Tensor, "batch_b time_b"],
@@ -108,6 +111,7 @@ def binary_divergence_mask(
     return decided(counts, ~apart.isnan() & ((apart <= most) | ~pushed_out))
 
 
+@validated
 def off_policy_sequence_mask(
     token_logp: Float[Tensor, "batch_p time_p"],
     behaviour_logp: Float[Tensor, "batch_b time_b"],

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
 from kleash.masking import as_mask, mean_of
 from kleash.precision import at_least_float32
@@ -14,6 +15,7 @@ from kleash.precision import at_least_float32
 Scale = Literal["none", "std"]
 
 
+@validated
 def group_advantages(
     rewards: Float[Tensor, "sequences"],
     groups: Integer[Tensor, "sequences_g"] | int,
@@ -76,6 +78,7 @@ def group_advantages(
     return torch.where(counts & ~level, result, 0.0)
 
 
+@validated
 def leave_one_out_advantages(
     rewards: Float[Tensor, "sequences"],
     groups: Integer[Tensor, "sequences_g"] | int,
@@ -103,6 +106,7 @@ def leave_one_out_advantages(
     return group_advantages(rewards, groups, mask)
 
 
+@validated
 def whiten(
     values: Float[Tensor, "*tokens"],
     mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
@@ -30,6 +31,7 @@ class TrustRegion(NamedTuple):
     """How many units of equal weight would tell as much, (sum w)^2 / sum w^2; 0 where all were removed."""
 
 
+@validated
 def intersection(
     *regions: TrustRegion, mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"]
 ) -> TrustRegion:

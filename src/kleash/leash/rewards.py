@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators.control import weights_of_the_others
 from kleash.leash.steering import Per, require_per
@@ -14,6 +15,7 @@ from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32
 
 
+@validated
 def shape_rewards(
     scores: Float[Tensor, "sequences"],
     token_kl: Float[Tensor, "sequences_k steps"],
@@ -66,6 +68,7 @@ def shape_rewards(
     return paid + torch.where(counts & (left == 1), given, 0.0)
 
 
+@validated
 def sequence_rewards(
     scores: Float[Tensor, "sequences"],
     token_kl: Float[Tensor, "sequences_k steps"],
@@ -109,6 +112,7 @@ class ControlledKL(NamedTuple):
     """C: the sum of exact per-token KLs."""
 
 
+@validated
 def controlled_kl(
     log_ratio: Float[Tensor, "sequences steps"],
     token_kl: Float[Tensor, "sequences_k steps_k"],
@@ -160,6 +164,7 @@ def controlled_kl(
     return ControlledKL(mixed, a, sampled, exact)
 
 
+@validated
 def measured_kl(
     token_kl: Float[Tensor, "sequences steps"],
     mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES
 from kleash.errors import ShapeError
 from kleash.estimators import importance_weights
@@ -18,6 +19,7 @@ NONNEGATIVE = (0.0, math.inf)
 UNBOUNDED = (-math.inf, math.inf)
 
 
+@validated
 def mismatch(
     trainer_logp: Float[Tensor, "batch_t time_t"],
     engine_logp: Float[Tensor, "batch_e time_e"],

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.estimators import ESTIMATORS, Estimator, importance_weights
 from kleash.leash.regions import TrustRegion, counted_log_ratio, decided, inside, logarithms
@@ -18,6 +19,7 @@ Over = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 OVER: tuple[Over, ...] = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 
 
+@validated
 def kl_mask(
     token_logp: Float[Tensor, "batch_p time_p"],
     behaviour_logp: Float[Tensor, "batch_b time_b"],
@@ -70,6 +72,7 @@ def kl_mask(
     return decided(counts, inside(values, bounds))
 
 
+@validated
 def truncated_weights(
     token_logp: Float[Tensor, "batch_p time_p"],
     behaviour_logp: Float[Tensor, "batch_b time_b"],
@@ -109,6 +112,7 @@ def truncated_weights(
     )
 
 
+@validated
 def window_weights(
     token_logp: Float[Tensor, "batch_p time_p"],
     behaviour_logp: Float[Tensor, "batch_b time_b"],
@@ -146,6 +150,7 @@ def window_weights(
     return decided(counts, inside(log_weight, window), log_weight)
 
 
+@validated
 def geometric_mask(
     token_logp: Float[Tensor, "batch_p time_p"],
     behaviour_logp: Float[Tensor, "batch_b time_b"],

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, OptionError
 from kleash.linear import autograd
@@ -19,6 +20,7 @@ from kleash.linear.checks import (
 )
 from kleash.linear.head import Head, gathered
 from kleash.linear.impl.across import ALONE
+from kleash.linear.impl.buffer import with_buffer
 from kleash.linear.impl.choice import implementation
 from kleash.linear.impl.pair import OneModel
 from kleash.linear.impl.project import logits, normalised
@@ -27,6 +29,7 @@ from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TopToken
 from kleash.registry import look_up
 
 
+@validated
 def linear_kl(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -44,7 +47,8 @@ def linear_kl(
     a few tokens exist at a time. Differentiable once in whatever requires a gradient: hidden states,
     weights, biases. If a weight or bias does, the backward pass computes the logits again (use
     ``linear_kl_loss`` where the weights of the tokens are known beforehand: it does not); if only hidden
-    states do, their gradient is formed along with the value. A token whose incoming gradient is 0
+    states do, their gradient is formed along with the value. With ``impl="reference"`` it has derivatives of every
+    order, forward mode and the transforms of ``torch.func``, all of which the others refuse. A token whose incoming gradient is 0
     contributes 0, whatever its hidden states hold.
 
     Every ``options.impl`` means the same number; they differ in memory and speed. Logits are float32
@@ -68,11 +72,12 @@ def linear_kl(
         VocabularyMismatchError: if the heads cover different numbers of tokens.
         OptionError: if the temperature is not a positive number.
         CannotRunError: if tensors are on different devices, the options ask for what is not there, or
-            a second derivative is asked for.
+            a second or forward-mode derivative is asked for.
     """
     return linear_divergence(hidden_p, head_p, hidden_q, head_q, temperature=temperature, options=options)
 
 
+@validated
 def linear_divergence(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -106,7 +111,7 @@ def linear_divergence(
         return ops.linear_divergence(*x, ops.named(divergence))
     record = as_record(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    options = options or LinearOptions()
+    options = with_buffer(options or LinearOptions(), pair)
     if options.impl != "reference" or pair.across is not ALONE:
         check_transforms("linear_divergence", (hidden_p, head_p), (hidden_q, head_q), temperature)
     engine = implementation(options, pair, record)
@@ -118,6 +123,7 @@ def linear_divergence(
     return found.reshape(hidden_p.shape[:-1])
 
 
+@validated
 def token_statistics(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -163,11 +169,12 @@ def token_statistics(
         check_tokens(tokens, hidden_p)
         check_ids(tokens, pair.words)
         flat = tokens.reshape(-1).to(torch.int64)
-        options = options or LinearOptions()
+        options = with_buffer(options or LinearOptions(), pair)
         found = implementation(options, pair).token_statistics(pair, flat, options)
     return TokenStatistics(*(numbers.reshape(tokens.shape) for numbers in found))
 
 
+@validated
 def token_statistics_and_top(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -201,6 +208,7 @@ def token_statistics_and_top(
     """
     if top < 1:
         raise OptionError(f"top is {top}; ask for at least 1 token")
+    check_transforms("token_statistics_and_top", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
         if pair.across is not ALONE:
@@ -211,13 +219,14 @@ def token_statistics_and_top(
         check_tokens(tokens, hidden_p)
         check_ids(tokens, pair.words)
         flat = tokens.reshape(-1).to(torch.int64)
-        options = options or LinearOptions()
+        options = with_buffer(options or LinearOptions(), pair)
         found, *tops = implementation(options, pair).statistics_and_top(pair, flat, options, top)
     shaped = TokenStatistics(*(numbers.reshape(tokens.shape) for numbers in found))
     top_p, top_q = (TopTokens(*(x.reshape(*tokens.shape, x.shape[-1]) for x in one)) for one in tops)
     return StatisticsAndTop(shaped, top_p, top_q)
 
 
+@validated
 def log_probabilities(
     hidden: Float[Tensor, "*tokens dim"],
     head: Head,

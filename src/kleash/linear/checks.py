@@ -143,6 +143,10 @@ def check_side(name: str, hidden: Tensor, head: Head) -> None:
             raise CannotRunError(
                 f"hidden states of {name} are on {hidden.device} and its {what} on {tensor.device}; move one"
             )
+    if hidden.device.type == "meta":
+        raise CannotRunError(
+            f"hidden states of {name} are on the meta device and hold no numbers; give some that do"
+        )
     width = hidden.shape[-1]
     if head.weight is not None and head.weight.shape[1] != width:
         raise ShapeError(

@@ -47,22 +47,37 @@ class Head:
 
     def __post_init__(self) -> None:
         """Refuse what is no head."""
+        for what, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if tensor is not None and not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ShapeError(
+                    f"a head's {what} is a torch.Tensor; this one is a {type(tensor).__qualname__}"
+                )
+            if tensor is not None and tensor.layout != torch.strided:
+                raise ShapeError(f"a head's {what} is of layout {tensor.layout}; give a dense one")
         if self.weight is not None and self.weight.dim() != 2:
             raise ShapeError(f"a head's weight is [vocab, dim]; this one is {tuple(self.weight.shape)}")
         if self.bias is not None and self.bias.dim() != 1:
             raise ShapeError(f"a head's bias is [vocab]; this one is {tuple(self.bias.shape)}")
         if self.weight is not None and self.bias is not None and len(self.weight) != len(self.bias):
             raise ShapeError(f"the head's weight has {len(self.weight)} rows and its bias {len(self.bias)}")
-        if not isfinite(self.scale):
-            raise OptionError(f"a head's scale is a finite number, not {self.scale}")
-        if self.softcap is not None and not (isfinite(self.softcap) and self.softcap > 0):
-            raise OptionError(f"a softcap is a positive number, not {self.softcap}; leave it out for none")
+        if not is_finite_number(self.scale):
+            raise OptionError(f"a head's scale is a finite number, not {self.scale!r}")
+        if self.softcap is not None and not (is_finite_number(self.softcap) and self.softcap > 0):
+            raise OptionError(f"a softcap is a positive number, not {self.softcap!r}; leave it out for none")
         if self.vocabulary_group is not None and not torch.compiler.is_compiling():
             check_group(self.vocabulary_group)
 
     def vocabulary(self, hidden: Float[Tensor, "*tokens dim"]) -> int:
         """How many tokens these hidden states give a logit to, of those that this rank has."""
         return hidden.shape[-1] if self.weight is None else self.weight.shape[0]
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value is one number, and finite."""
+    try:
+        return isfinite(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
 
 
 def gathered(first: Head, second: Head) -> tuple[Head, Head]:

@@ -21,6 +21,9 @@ IMPLS = MappingProxyType(
 )
 COMPILE = MappingProxyType({"auto": "where it pays", "always": "or an error", "never": "eager"})
 
+CPU_BYTES = 128 * 2**20
+"""Memory for chunks on a CPU, where larger chunks are no faster."""
+
 
 class Skipped(NamedTuple):
     """What ``skip_below`` left out of a gradient, for all tokens in a row.
@@ -51,8 +54,10 @@ class LinearOptions:
     impl: str = "auto"
     """Which implementation: auto, reference, chunked or triton. All mean the same number; auto takes triton for
     what it can do of CUDA tensors, chunked otherwise. A triton that cannot run is an error."""
-    buffer_bytes: int = 128 * 2**20
-    """Memory for the logits of a chunk of tokens, of both models together; a chunk is one token at least."""
+    buffer_bytes: int | None = None
+    """Memory for the logits of a chunk of tokens, of both models together; a chunk is one token at least. None is
+    chosen by device: 128 MiB on a CPU; on a GPU enough for 1024 tokens a chunk, as far as an eighth of the free memory
+    goes."""
     compile: Literal["auto", "always", "never"] | bool = "auto"
     """Whether the elementwise work of KL (values, losses, objectives) and of token statistics is compiled. On a CPU,
     float32 is done by a library in C that is built once on a machine, in half a second; the rest is compiled by
@@ -65,13 +70,18 @@ class LinearOptions:
     report: Callable[[Skipped], None] | None = None
     """Called with what each gradient left out, if ``skip_below`` is above 0."""
 
+    @property
+    def chunk_bytes(self) -> int:
+        """``buffer_bytes``; what a CPU takes where that is None, and no device has been asked yet."""
+        return CPU_BYTES if self.buffer_bytes is None else self.buffer_bytes
+
     def __post_init__(self) -> None:
         """Refuse what means nothing or is not here yet."""
         look_up(IMPLS, self.impl, "implementation of the linear functions")
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "always" if self.compile else "never")
         look_up(COMPILE, str(self.compile), "way to compile")
-        if self.buffer_bytes <= 0:
+        if self.buffer_bytes is not None and self.buffer_bytes <= 0:
             raise OptionError(f"buffer_bytes is {self.buffer_bytes}; give the chunks at least one byte")
         if not 0.0 <= self.skip_below < 1.0:
             raise OptionError(f"skip_below is a share from 0 to below 1, not {self.skip_below}")

@@ -12,6 +12,7 @@ from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError
 from kleash.linear.checks import INSTEAD, checked_pair
 from kleash.linear.head import Head, gathered
+from kleash.linear.impl.buffer import with_buffer
 from kleash.linear.impl.choice import implementation
 from kleash.linear.impl.pair import Pair
 from kleash.linear.options import LinearOptions
@@ -28,6 +29,8 @@ COUNT = 14
 SHARED = 8
 """Where among them it says which of hidden states, weight and bias are the same for both models."""
 DEFAULT = LinearOptions()
+BY_DEVICE = 0
+"""Stands for a ``buffer_bytes`` of None, which is chosen when the operation runs and not when it is traced."""
 
 
 def given(
@@ -52,7 +55,7 @@ def given(
         temperature if isinstance(temperature, Tensor) else None,
         [number, head_p.scale, head_p.softcap or 0.0, head_q.scale, head_q.softcap or 0.0],
         shared,
-        *(options.impl, options.buffer_bytes, str(options.compile), options.skip_below),
+        *(options.impl, options.buffer_bytes or BY_DEVICE, str(options.compile), options.skip_below),
         [name_of(head_p.vocabulary_group), name_of(head_q.vocabulary_group)],
     )
 
@@ -67,9 +70,12 @@ def together(given: Given, record: Divergence | None = None) -> tuple[Pair, Line
     head_p = Head(wp, bp, scale=scale_p, softcap=softcap_p or None, vocabulary_group=group_p)
     wq, bq = wp if shared[1] else wq, bp if shared[2] else bq
     head_q = Head(wq, bq, scale=scale_q, softcap=softcap_q or None, vocabulary_group=group_q)
-    options = LinearOptions(impl=impl, buffer_bytes=buffer_bytes, compile=compile, skip_below=skip_below)
+    options = LinearOptions(
+        impl=impl, buffer_bytes=buffer_bytes or None, compile=compile, skip_below=skip_below
+    )
     temperature = number if temperatures is None else temperatures
     pair = checked_pair((hp, head_p), (hp if shared[0] else hq, head_q), temperature)
+    options = with_buffer(options, pair)
     return pair, options, implementation(options, pair, record)
 
 

@@ -7,12 +7,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import Divergence
-from kleash.errors import CannotRunError, ShapeError
+from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.linear import autograd
 from kleash.linear.api import as_record
 from kleash.linear.checks import check_ids, check_tokens, check_transforms, checked_pair
 from kleash.linear.head import Head
+from kleash.linear.impl.buffer import with_buffer
 from kleash.linear.impl.choice import implementation
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
@@ -27,6 +29,7 @@ class LinearLoss(NamedTuple):
     """The divergence of each token, detached; 0 where the weight is 0, for such a token was not read."""
 
 
+@validated
 def linear_kl_loss(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -64,6 +67,7 @@ def linear_kl_loss(
     )
 
 
+@validated
 def linear_divergence_loss(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -102,7 +106,7 @@ def linear_divergence_loss(
     check_transforms("linear_divergence_loss", *given, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_weights(weights, hidden_p)
-    options = options or LinearOptions()
+    options = with_buffer(options or LinearOptions(), pair)
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = weights.reshape(-1)
         loss, per_token = autograd.weighted(
@@ -111,6 +115,7 @@ def linear_divergence_loss(
     return LinearLoss(loss, per_token.reshape(weights.shape))
 
 
+@validated
 def linear_objective(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -156,6 +161,8 @@ def linear_objective(
         ShapeError: also if the objective does not return one loss for each token.
         VocabularyMismatchError, OptionError, CannotRunError: as ``linear_kl_loss`` and ``token_statistics``.
     """
+    if not callable(objective):
+        raise OptionError(f"objective is a {type(objective).__qualname__}; give a function of terms and rows")
     if torch.compiler.is_compiling():
         from kleash.linear import ops
 
@@ -168,7 +175,7 @@ def linear_objective(
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_tokens(tokens, hidden_p)
     check_ids(tokens, pair.words)
-    options = options or LinearOptions()
+    options = with_buffer(options or LinearOptions(), pair)
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)
         loss, terms = autograd.judged(implementation(options, pair), pair, flat, objective, options)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
 from kleash.masking import Mean, as_mask
 from kleash.registry import look_up
@@ -57,6 +58,7 @@ AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
 """Name -> record."""
 
 
+@validated
 def aggregate(
     per_token: Float[Tensor, "batch_v time_v"],
     mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
@@ -105,6 +107,7 @@ def aggregate(
     )
 
 
+@validated
 def count_of(
     mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"],
     how: str = "token_mean",

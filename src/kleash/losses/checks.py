@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import NotProbabilitiesError
 from kleash.losses.surrogate import require_one_shape
 from kleash.masking import as_mask
@@ -12,6 +13,7 @@ ROUNDINGS = 32
 """How many roundings above 0 a log-probability may be: logits in the tens were subtracted."""
 
 
+@validated
 def require_log_probabilities(
     token_logp: Float[Tensor, "*tokens_p"],
     mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],

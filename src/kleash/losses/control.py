@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.errors import ShapeError
 from kleash.estimators.control import weights_of_the_others
 from kleash.losses.relative_entropy import future_kl_loss, kl_loss
@@ -27,6 +28,7 @@ class ControlledLoss(NamedTuple):
     """C: the sum of exact per-token KLs; without gradient."""
 
 
+@validated
 def controlled_kl_loss(
     token_logp: Float[Tensor, "batch time"],
     token_logq: Float[Tensor, "batch_q time_q"],

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence, at_temperature, jensen_shannon_record
 from kleash.divergences.exact import divergence as exact_divergence
 from kleash.errors import OptionError, ShapeError, VocabularyMismatchError
@@ -12,6 +13,7 @@ from kleash.losses.top_k import tail_bucket_loss, top_k_from, top_k_of
 from kleash.masking import as_mask
 
 
+@validated
 def distillation_loss(
     teacher_logits: Float[Tensor, "*tokens_t vocab_t"],
     student_logits: Float[Tensor, "*tokens_s vocab_s"],
@@ -67,6 +69,7 @@ def distillation_loss(
     return per_token * temperature**2 if times_temperature_squared else per_token
 
 
+@validated
 def top_k_distillation_loss(
     teacher_ids: Int[Tensor, "*tokens_i k"],
     teacher_logp: Float[Tensor, "*tokens_t k"],
@@ -110,6 +113,7 @@ def top_k_distillation_loss(
     return tail_bucket_loss(teacher, top_k_of(student, ids), counts, divergence=divergence)
 
 
+@validated
 def gkd_record(weight: float) -> Divergence:
     """The generalised Jensen-Shannon divergence as GKD and its descendants compute it.
 

@@ -6,12 +6,14 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.estimators import largest_log_ratio
 from kleash.losses.surrogate import carrying, sampled_pair
 from kleash.registry import look_up
 
 
+@validated
 def divergence_loss(
     token_logp: Float[Tensor, "*tokens_p"],
     token_logq: Float[Tensor, "*tokens_q"],

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import kl_gaussian
 from kleash.errors import OptionError, ShapeError
 from kleash.precision import at_least_float32
@@ -26,6 +27,7 @@ class ActiveUnits(NamedTuple):
     """The variance over the data of each dimension's posterior mean, in the prior's variances."""
 
 
+@validated
 def kl_per_dimension(
     mean_p: Float[Tensor, "*batch dim"],
     log_variance_p: Float[Tensor, "*batch dim"],
@@ -44,6 +46,7 @@ def kl_per_dimension(
     )
 
 
+@validated
 def free_bits(
     dimension_kl: Float[Tensor, "batch dim"], floor_nats: float, *, per_example: bool = False
 ) -> Float[Tensor, ""]:
@@ -79,6 +82,7 @@ def free_bits(
     return torch.where(floored <= floor_nats, floor_nats, floored).sum(-1).mean()
 
 
+@validated
 def linear_annealing(step: int, *, steps: int, begin: float = 0.0, end: float = 1.0) -> float:
     """The weight of the KL at ``step`` (from 0): from ``begin`` in a straight line to ``end``, then ``end``.
 
@@ -98,6 +102,7 @@ def linear_annealing(step: int, *, steps: int, begin: float = 0.0, end: float = 
     return begin + (end - begin) * min(step / steps, 1.0)
 
 
+@validated
 def cyclical_annealing(
     step: int, *, steps: int, cycles: int = 4, rising: float = 0.5, begin: float = 0.0, end: float = 1.0
 ) -> float:
@@ -134,6 +139,7 @@ def cyclical_annealing(
     return begin + (end - begin) * min(done / rising, 1.0)
 
 
+@validated
 def active_units(
     posterior_mean: Float[Tensor, "examples dim"], threshold: float = ACTIVE_VARIANCE
 ) -> ActiveUnits:

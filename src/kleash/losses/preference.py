@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.record import unchanged
 from kleash.errors import OptionError, ShapeError
@@ -38,6 +39,7 @@ class PreferenceLoss(NamedTuple):
     """Likewise."""
 
 
+@validated
 def response_log_ratio(
     token_logp: Float[Tensor, "batch_p time_p"],
     token_logq: Float[Tensor, "batch_q time_q"],
@@ -68,6 +70,7 @@ def response_log_ratio(
     return (selected[0] - selected[1]).sum(-1)
 
 
+@validated
 def implicit_reward(
     log_ratio: Float[Tensor, "*responses"], *, beta: float, divergence: str | Divergence = "kl"
 ) -> Float[Tensor, "*responses"]:
@@ -103,6 +106,7 @@ def implicit_reward(
     return beta * _rewarding(divergence).score(at_least_float32(log_ratio))
 
 
+@validated
 def dpo_loss(
     chosen_log_ratio: Float[Tensor, "pairs_c"],
     rejected_log_ratio: Float[Tensor, "pairs_r"],

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kleash.arguments import validated
 from kleash.errors import ShapeError
 from kleash.estimators import ESTIMATORS, Estimator, largest_log_ratio
 from kleash.estimators.continued import log_ratio_and_k3
@@ -23,6 +24,7 @@ from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
 
+@validated
 def kl_loss(
     token_logp: Float[Tensor, "*tokens_p"],
     token_logq: Float[Tensor, "*tokens_q"],
@@ -80,6 +82,7 @@ def kl_loss(
     return carrying(value, pair, log_ratio, lambda: -pair.counts.to(log_ratio.dtype))
 
 
+@validated
 def future_kl_loss(
     token_logp: Float[Tensor, "*batch_p time_p"],
     token_kl: Float[Tensor, "*batch_k time_k"],
@@ -130,6 +133,7 @@ class ExtremeTokens(NamedTuple):
     """Tokens that ``q`` gives no probability at all: value and gradient are infinite."""
 
 
+@validated
 def extreme_tokens(
     token_logp: Float[Tensor, "*tokens_p"],
     token_logq: Float[Tensor, "*tokens_q"],

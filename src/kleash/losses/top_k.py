@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.exact import contributions
 from kleash.divergences.record import unchanged
@@ -36,6 +37,7 @@ class Drawn(NamedTuple):
     token_logq: Float[Tensor, "*tokens"]
 
 
+@validated
 def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]) -> TopK:
     """The tokens ``ids`` of a whole distribution; the rest is summed over, not subtracted from 1.
 
@@ -46,6 +48,7 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     return TopK(ids, logp.gather(-1, ids), others.logsumexp(-1))
 
 
+@validated
 def top_k_from(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) -> TopK:
     """An inference engine's list of likely tokens; the rest is what they leave of 1.
 
@@ -58,6 +61,7 @@ def top_k_from(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) 
     return TopK(ids, exact, torch.where(seen < 1, torch.log1p(-seen), torch.nan))
 
 
+@validated
 def tail_bucket_loss(
     p: TopK,
     q: TopK,
@@ -96,6 +100,7 @@ def tail_bucket_loss(
     return record.finish(contributions(record, coarse_p, coarse_q).sum(-1))
 
 
+@validated
 def sampled_tail_loss(
     p: TopK,
     q: TopK,

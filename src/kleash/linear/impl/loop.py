@@ -54,16 +54,16 @@ def plan(
     ``tokens`` is how many of the pair's are read; all of them if it is left out. ``native``: for the library in C.
     """
     tokens = pair.tokens if tokens is None else tokens
-    size, budget, words = pair.p.dtype.itemsize, options.buffer_bytes, pair.p.vocabulary
+    size, budget, words = pair.p.dtype.itemsize, options.chunk_bytes, pair.p.vocabulary
     if options.skip_below:
-        budget -= options.buffer_bytes // 8
+        budget -= options.chunk_bytes // 8
     tile = 1
     for model in (pair.p, pair.q):
         weight = model.head.weight
         if weight is not None and tiles(model):
             # Neither a tile of the weight nor the product with it is larger than this share of the budget.
             longest = max(weight.shape[1], min(ENOUGH_TOKENS, tokens), 1) * size
-            tile = max(tile, min(len(weight), options.buffer_bytes // 8 // longest))
+            tile = max(tile, min(len(weight), options.chunk_bytes // 8 // longest))
             if weight.dtype != model.dtype:
                 budget -= tile * weight.shape[1] * size // 2
     dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
@@ -79,7 +79,7 @@ def plan(
         return Plan(even, even, tile, rooms)
     block, threads = ROW_BLOCK // words, 0
     if native:
-        threads = threads_within(words, options.buffer_bytes // 8)
+        threads = threads_within(words, options.chunk_bytes // 8)
         budget -= SCRATCH_ROWS * threads * words * size
         block = max(NATIVE_BLOCK // words, threads)
     rows = max(1, min(block, budget // 4 // (max(rooms, 1) * words * size)))

@@ -46,7 +46,7 @@ class Cutter:
     def __init__(self, options: LinearOptions, model: OneModel) -> None:
         """Nothing has been cut yet."""
         self.model, self.below = model, options.skip_below
-        self.room = options.buffer_bytes // 16
+        self.room = options.chunk_bytes // 16
         self.left_out = torch.zeros(len(model.hidden), dtype=model.dtype, device=model.hidden.device)
         self.entries, self.multiplied = 0, 0
 

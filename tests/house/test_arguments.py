@@ -1,0 +1,145 @@
+"""Every public function of the lower floors, called with what is not what it takes: a sentence, never a traceback."""
+
+import importlib
+import inspect
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kleash.divergences import kl_from_probs
+from kleash.errors import KleashError
+from kleash.linear import Head, LinearOptions
+
+PACKAGES = ("masking", "divergences", "estimators", "linear", "losses", "leash")
+N, V = 3, 5
+
+
+def kinds_of(annotation):
+    """The jaxtyping classes that an annotation allows."""
+    options = get_args(annotation) or (annotation,)
+    return [x for x in options if getattr(x, "array_type", None) is Tensor]
+
+
+def public_functions():
+    for package in PACKAGES:
+        module = importlib.import_module(f"kleash.{package}")
+        for name in getattr(module, "__all__", ["as_mask", "mean_of", "masked_mean"]):
+            function = getattr(module, name)
+            if inspect.isfunction(function) and any(
+                kinds_of(p.annotation) for p in inspect.signature(function).parameters.values()
+            ):
+                yield pytest.param(function, id=f"{package}.{name}")
+
+
+def good(parameter):
+    """An argument of the right type, whose shape may not fit the others."""
+    kinds = kinds_of(parameter.annotation)
+    if kinds:
+        dims, dtypes = kinds[0].dim_str, kinds[0].dtypes
+        shape = (N, V) if "vocab" in dims or "dim" in dims or "time" in dims else (N,)
+        if any("float" in x for x in dtypes):
+            return -torch.rand(shape)
+        return torch.ones(shape, dtype=torch.bool if "bool" in dtypes else torch.int64)
+    given = {Head: Head(torch.rand(V, V)), LinearOptions: LinearOptions()}
+    return given.get(parameter.annotation, 0.5)
+
+
+def wrong(kind, tensor):
+    """What people give where a tensor is taken."""
+    return {
+        "list": lambda: tensor.tolist(),
+        "numpy": lambda: tensor.numpy(),
+        "int": lambda: 1,
+        "none": lambda: None,
+        "text": lambda: "kl",
+        "complex": lambda: tensor.to(torch.complex64),
+        "sparse": lambda: tensor.to_sparse(),
+        "integers": lambda: tensor.to(torch.int64),
+        "truth values": lambda: tensor.to(torch.bool),
+        "another device": lambda: tensor.to("meta"),
+    }[kind]()
+
+
+def may_take(kind, parameter, tensors):
+    """Whether that is allowed there after all."""
+    options = get_args(parameter.annotation)
+    dtypes = kinds_of(parameter.annotation)[0].dtypes
+    if kind == "none" and type(None) in options:
+        return True
+    if kind == "int" and (float in options or int in options):
+        return True
+    if kind == "another device" and tensors == 1:
+        return True
+    numbers = {x for k in kinds_of(parameter.annotation) for x in k.dtypes}
+    if kind == "integers":
+        return any("int" in x for x in numbers)
+    return kind == "truth values" and ("bool" in numbers or not any("float" in x for x in dtypes))
+
+
+@pytest.mark.parametrize("function", list(public_functions()))
+def test_what_is_no_tensor_of_the_right_kind_is_refused_in_a_sentence(function, unhooked):
+    """Lists and arrays had no attribute of a tensor's, and that was the message."""
+    parameters = {
+        name: p
+        for name, p in inspect.signature(function).parameters.items()
+        if p.default is inspect.Parameter.empty or kinds_of(p.annotation)
+    }
+    tensors = [name for name, p in parameters.items() if kinds_of(p.annotation)]
+    for name in tensors:
+        for kind in (
+            *("list", "numpy", "int", "none", "text", "complex", "sparse"),
+            *("integers", "truth values", "another device"),
+        ):
+            if may_take(kind, parameters[name], len(tensors)):
+                continue
+            arguments = {other: good(p) for other, p in parameters.items()}
+            arguments[name] = wrong(kind, arguments[name])
+            with pytest.raises(KleashError) as caught:
+                function(**arguments)
+            assert "\n" not in str(caught.value), kind
+
+
+def test_the_sentences_say_what_was_given_and_what_to_give(unhooked):
+    from kleash.divergences import kl, renyi
+
+    logp = torch.zeros(2, 3).log_softmax(-1)
+    for call, sentence in (
+        (lambda: kl([0.1], [0.2]), "logp is a list and not a torch.Tensor; make one of it"),
+        (lambda: kl(logp, np.zeros((2, 3))), "logq is a numpy.ndarray and not a torch.Tensor"),
+        (lambda: kl(logp, logp.to("meta")), "logp is on cpu and logq on meta; move one"),
+        (lambda: kl(logp.to_sparse(), logp), "logp is a tensor of layout torch.sparse_coo"),
+        (lambda: renyi(logp, logp, None), "order is None; give a number"),
+        (lambda: renyi(logp, logp, [2.0]), "order is [2.0]; give a number"),
+        (lambda: Head([[1.0]]), "a head's weight is a torch.Tensor; this one is a list"),
+    ):
+        with pytest.raises(KleashError) as caught:
+            call()
+        assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("function", list(public_functions()))
+def test_a_vocabulary_without_a_token_is_refused(function, unhooked):
+    """Of such distributions the Renyi divergence was -inf, and others 0 or an error of torch's."""
+    parameters = inspect.signature(function).parameters
+    covers = [
+        name
+        for name, p in parameters.items()
+        if any(
+            k.dim_str.split()[-1:] in (["vocab"], ["vocab_p"], ["vocab_q"]) for k in kinds_of(p.annotation)
+        )
+    ]
+    if not covers:
+        return
+    arguments = {n: good(p) for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+    arguments |= {"which": "kl"} if "which" in parameters else {}
+    arguments |= {name: torch.zeros(N, 0) for name in covers}
+    with pytest.raises(KleashError, match="at least one token"):
+        function(**arguments)
+
+
+def test_probabilities_inside_vmap_are_refused_in_a_sentence():
+    with pytest.raises(KleashError, match="vmap"):
+        torch.func.vmap(kl_from_probs)(torch.full((2, 4), 0.25), torch.full((2, 4), 0.25))

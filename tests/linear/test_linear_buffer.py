@@ -1,0 +1,127 @@
+"""How much memory the chunks of a call get where the options leave that to the device."""
+
+import pytest
+import torch
+from linear_cases import head_case
+
+from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
+from kleash.linear.impl import buffer
+from kleash.linear.impl.loop import plan
+from kleash.linear.impl.pair import OneModel, Pair
+
+GIB = 2**30
+
+
+class Cuda:
+    """The tensors of a pair, as far as their device is asked for."""
+
+    def __init__(self, tensor):
+        self.tensor, self.device, self.shape, self.dtype = (
+            tensor,
+            torch.device("cuda", 0),
+            tensor.shape,
+            tensor.dtype,
+        )
+
+    def __len__(self):
+        return len(self.tensor)
+
+
+def pair_of(words, dim=64, dtype=torch.bfloat16, tokens=8192):
+    hidden = Cuda(torch.empty(tokens, dim, dtype=dtype, device="meta"))
+    head = Head(torch.empty(words, dim, dtype=dtype, device="meta"))
+    model = OneModel(hidden=hidden, head=head, temperature=1.0, dtype=torch.float32)
+    return Pair(p=model, q=model)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that says what is free, and has as much, and counts how often it was asked."""
+    state = {"free": 60 * GIB, "there": 60 * GIB, "asked": 0}
+
+    def free(device):
+        state["asked"] += 1
+        return state["free"]
+
+    monkeypatch.setattr(buffer, "free_bytes", free)
+    monkeypatch.setattr(buffer, "allocatable", lambda nbytes, device: nbytes <= state["there"])
+    return state
+
+
+@pytest.mark.parametrize("words", [32_768, 128_256, 151_936, 262_144])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("buffers", [1, 6, 20])
+def test_a_gpu_gets_1024_tokens_a_chunk(gpu, words, dtype, buffers):
+    """Under 128 MiB a chunk was of 110 tokens at 151 936 words, each of which read all weights."""
+    pair = pair_of(words, 4096, dtype)
+    options = buffer.with_buffer(LinearOptions(), pair)
+    assert plan(pair, options, buffers).chunk == 1024
+    assert options.chunk_bytes <= 60 * GIB // 8 and gpu["asked"] == 1
+
+
+def test_less_free_memory_halves_the_chunk_and_a_little_changes_nothing(gpu):
+    pair, sizes = pair_of(151_936), []
+    for free in (60 * GIB, 59 * GIB, 14 * GIB, 13 * GIB, 6 * GIB, 2 * GIB, GIB, 0):
+        gpu["free"] = free
+        options = buffer.with_buffer(LinearOptions(), pair)
+        sizes.append(plan(pair, options, 1).chunk)
+        assert options.chunk_bytes <= max(free // 8, buffer.bytes_for(1, pair))
+    assert sizes[:4] == [1024, 1024, 1024, 512 if sizes[3] == 512 else 1024]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] >= 1
+
+
+def test_memory_that_another_process_took_in_between_is_not_asked_for(gpu):
+    gpu["there"] = GIB
+    options = buffer.with_buffer(LinearOptions(), pair_of(151_936))
+    assert options.chunk_bytes <= GIB
+
+
+def test_a_driver_that_does_not_say_is_no_error(monkeypatch):
+    def refuse(device):
+        raise RuntimeError("no CUDA here")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    assert buffer.free_bytes(torch.device("cuda", 0)) is None
+    assert buffer.with_buffer(LinearOptions(), pair_of(1000)).buffer_bytes == 128 * 2**20
+
+
+def test_what_was_chosen_is_kept_and_a_cpu_takes_128_mib(gpu):
+    pair = pair_of(32_768)
+    assert buffer.with_buffer(LinearOptions(buffer_bytes=7), pair).buffer_bytes == 7
+    case = head_case(tokens=(5,), words=11)
+    here = OneModel(hidden=case.hidden_p, head=case.head_p, temperature=1.0, dtype=torch.float32)
+    assert buffer.with_buffer(LinearOptions(), Pair(p=here, q=here)).buffer_bytes == 128 * 2**20
+    assert gpu["asked"] == 0
+
+
+def test_a_call_and_its_backward_pass_ask_once(monkeypatch):
+    """What is free has changed by the backward pass, which cuts the tokens as the forward pass did."""
+    asked = []
+    monkeypatch.setattr(
+        "kleash.linear.api.with_buffer",
+        lambda options, pair: asked.append(1) or LinearOptions(buffer_bytes=3000),
+    )
+    monkeypatch.setattr(
+        "kleash.linear.training.with_buffer",
+        lambda options, pair: asked.append(1) or LinearOptions(buffer_bytes=3000),
+    )
+    case = head_case(tokens=(9,), words=11)
+    case.head_p.weight.requires_grad_()
+    linear_kl(*case.models).sum().backward()
+    linear_kl_loss(*case.models, weights=torch.ones(9)).loss.backward()
+    assert len(asked) == 2
+
+
+def test_a_compiled_call_chooses_when_it_runs(monkeypatch):
+    from kleash.linear import packing
+
+    seen = []
+    monkeypatch.setattr(
+        packing, "with_buffer", lambda options, pair: seen.append(options.buffer_bytes) or options
+    )
+    case = head_case(tokens=(5,), words=11)
+    found = torch.compile(lambda h: linear_kl(h, *case.models[1:]), backend="eager", fullgraph=True)(
+        case.hidden_p
+    )
+    torch.testing.assert_close(found, linear_kl(*case.models))
+    assert seen == [None]
