@@ -59,6 +59,12 @@ def test_the_generator_does_not_cancel_close_to_zero(record, sign):
     assert second / first == pytest.approx(2 if record is DIVERGENCES["total_variation"] else 4, rel=1e-5)
 
 
+def test_the_generator_of_kl_at_infinite_log_ratios():
+    """A token that one side rules out, in a sampled estimate."""
+    ends = DIVERGENCES["kl"].of(torch.tensor([torch.inf, -torch.inf, torch.nan]))
+    assert ends[0] == torch.inf and ends[1] == torch.inf and ends[2].isnan()
+
+
 @every_record
 def test_the_other_side_sees_the_same_divergence(record):
     expected = torch.exp(-LINE) * record.of(-LINE)

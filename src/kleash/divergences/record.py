@@ -54,7 +54,7 @@ class Divergence:
 
     def of(self, u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """The generator f(u), for every log ratio."""
-        ahead, behind = parts(u)
+        ahead, behind = torch.relu(u), torch.where(u > 0, 0.0, -u)  # as ``parts``, for an infinite u, too
         return weigh(self.from_p, 0.0, ahead) + weigh(self.from_q, behind, behind)
 
     def score(self, u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
@@ -78,7 +78,7 @@ class Divergence:
 
 
 def parts(u: Float[Tensor, "*any"]) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
-    """max(u, 0) and max(-u, 0), of which one alone has a derivative, at u = 0 the second.
+    """max(u, 0) and max(-u, 0) of finite u, of which one alone has a derivative, at u = 0 the second.
 
     Two clamps would both have one at 0, or neither, by torch's version: second derivatives of what is counted
     from both sides would be doubled, or 0, wherever two log-probabilities are equal.
