@@ -47,13 +47,24 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
         OptionError: for what is not a number where one is annotated.
         CannotRunError: for tensors on several devices.
     """
+    return checking(function, numbers=True)
+
+
+def validated_types(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` with the checks of ``validated`` but those of numbers and devices, which it makes itself."""
+    return checking(function, numbers=False)
+
+
+def checking(function: Callable[P, R], *, numbers: bool) -> Callable[P, R]:
+    """``function`` behind its checks."""
     parameters = inspect.signature(function).parameters
-    names = tuple(parameters)
-    expected = {name: found for name in names if (found := expectation(parameters[name])) is not None}
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(name for name, parameter in parameters.items() if parameter.kind in by_place)
+    expected = {name: found for name in parameters if (found := expectation(parameters[name])) is not None}
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_arguments(expected, names, args, kwargs)
+        check_arguments(expected, names, args, kwargs, numbers=numbers)
         return function(*args, **kwargs)
 
     return checked
@@ -88,7 +99,12 @@ VOCABULARY = (["vocab"], ["vocab_p"], ["vocab_q"])
 
 
 def check_arguments(
-    expected: Mapping[str, Expected], names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    expected: Mapping[str, Expected],
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    numbers: bool,
 ) -> None:
     """Raise for the first argument that is not what was expected."""
     first, first_name = None, ""
@@ -101,6 +117,9 @@ def check_arguments(
         elif not isinstance(value, Tensor):
             check_number(name, value, allowed)
         elif allowed.tensor:
+            check_layout(name, value)
+            if not numbers:
+                continue
             check_tensor(name, value, allowed)
             if first is None:
                 first, first_name = value, name
@@ -138,13 +157,17 @@ def check_number(name: str, value: object, allowed: Expected) -> None:
     )
 
 
-def check_tensor(name: str, value: Tensor, allowed: Expected) -> None:
-    """Raise for a tensor of the wrong kind."""
-    what = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
+def check_layout(name: str, value: Tensor) -> None:
+    """Raise for a tensor that is not dense."""
     if value.layout != torch.strided:
         raise ShapeError(
             f"{name} is a tensor of layout {value.layout}; give a dense one, by to_dense() for instance"
         )
+
+
+def check_tensor(name: str, value: Tensor, allowed: Expected) -> None:
+    """Raise for a tensor of the wrong kind."""
+    what = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
     if value.is_complex() or (value.is_quantized and allowed.floating):
         raise ShapeError(f"{what}; give real numbers")
     if (

@@ -158,7 +158,7 @@ def test_no_gradient_is_formed_where_none_can_be_asked_for(off):
     ("weights", "error", "says"),
     [
         (torch.ones(4), ShapeError, r"weights are torch.float32 of shape \(4,\) for tokens of shape \(5,\)"),
-        (torch.ones(5, dtype=torch.bool), ShapeError, "weights is torch.bool"),
+        (torch.ones(5, dtype=torch.bool), ShapeError, "weights are torch.bool"),
         (torch.ones(5, device="meta"), CannotRunError, "weights are on meta and hidden states on cpu"),
         (torch.ones(5, requires_grad=True), CannotRunError, "weights of a loss get no gradient"),
     ],

@@ -4,12 +4,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.arguments import validated
+from kleash.arguments import validated_types
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, OptionError
 from kleash.linear import autograd
 from kleash.linear.checks import (
     check_ids,
+    check_numbers,
     check_side,
     check_temperature,
     check_tokens,
@@ -29,7 +30,7 @@ from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TopToken
 from kleash.registry import look_up
 
 
-@validated
+@validated_types
 def linear_kl(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -48,8 +49,8 @@ def linear_kl(
     weights, biases. If a weight or bias does, the backward pass computes the logits again (use
     ``linear_kl_loss`` where the weights of the tokens are known beforehand: it does not); if only hidden
     states do, their gradient is formed along with the value. With ``impl="reference"`` it has derivatives of every
-    order, forward mode and the transforms of ``torch.func``, all of which the others refuse. A token whose incoming gradient is 0
-    contributes 0, whatever its hidden states hold.
+    order, forward mode and the transforms of ``torch.func``, all of which the others refuse. A token whose
+    incoming gradient is 0 contributes 0, whatever its hidden states hold.
 
     Every ``options.impl`` means the same number; they differ in memory and speed. Logits are float32
     whatever the dtype of what is given, float64 if any of it is. Never negative; exactly 0 for the
@@ -77,7 +78,7 @@ def linear_kl(
     return linear_divergence(hidden_p, head_p, hidden_q, head_q, temperature=temperature, options=options)
 
 
-@validated
+@validated_types
 def linear_divergence(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -123,7 +124,7 @@ def linear_divergence(
     return found.reshape(hidden_p.shape[:-1])
 
 
-@validated
+@validated_types
 def token_statistics(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -164,8 +165,9 @@ def token_statistics(
             *ops.token_statistics(*(t.detach() if isinstance(t, Tensor) else t for t in x), tokens)
         )
     check_transforms("token_statistics", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
-    with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
+    with torch.no_grad():
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
+    with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         check_tokens(tokens, hidden_p)
         check_ids(tokens, pair.words)
         flat = tokens.reshape(-1).to(torch.int64)
@@ -174,7 +176,7 @@ def token_statistics(
     return TokenStatistics(*(numbers.reshape(tokens.shape) for numbers in found))
 
 
-@validated
+@validated_types
 def token_statistics_and_top(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -226,7 +228,7 @@ def token_statistics_and_top(
     return StatisticsAndTop(shaped, top_p, top_q)
 
 
-@validated
+@validated_types
 def log_probabilities(
     hidden: Float[Tensor, "*tokens dim"],
     head: Head,
@@ -256,6 +258,7 @@ def log_probabilities(
     head, _ = gathered(head, head)
     check_temperature(temperature, hidden)
     check_side("the model", hidden, head)
+    check_numbers(hidden)
     dtype = common_dtype((hidden, head.weight, head.bias))
     divisor = in_a_row(temperature, dtype)
     flat = OneModel(hidden=hidden.reshape(-1, hidden.shape[-1]), head=head, temperature=divisor, dtype=dtype)

@@ -50,6 +50,7 @@ def check_each(p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: floa
     check_side("p", *p)
     check_side("q", *q)
     check_fit(p[0], q[0])
+    check_numbers(p[0])
 
 
 def over_ranks(
@@ -143,10 +144,6 @@ def check_side(name: str, hidden: Tensor, head: Head) -> None:
             raise CannotRunError(
                 f"hidden states of {name} are on {hidden.device} and its {what} on {tensor.device}; move one"
             )
-    if hidden.device.type == "meta":
-        raise CannotRunError(
-            f"hidden states of {name} are on the meta device and hold no numbers; give some that do"
-        )
     width = hidden.shape[-1]
     if head.weight is not None and head.weight.shape[1] != width:
         raise ShapeError(
@@ -156,6 +153,12 @@ def check_side(name: str, hidden: Tensor, head: Head) -> None:
         raise ShapeError(f"logits of {name} cover {width} tokens and its head's bias {len(head.bias)}")
     if head.vocabulary(hidden) == 0 and head.vocabulary_group is None:
         raise ShapeError(f"the head of {name} covers no token at all")
+
+
+def check_numbers(hidden: Tensor) -> None:
+    """Refuse hidden states without numbers."""
+    if hidden.device.type == "meta":
+        raise CannotRunError("hidden states are on the meta device and hold no numbers; give some that do")
 
 
 def check_fit(hidden_p: Tensor, hidden_q: Tensor) -> None:

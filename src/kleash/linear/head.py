@@ -48,11 +48,13 @@ class Head:
     def __post_init__(self) -> None:
         """Refuse what is no head."""
         for what, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None and not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if tensor is None or hasattr(tensor, "full_tensor"):
+                continue
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ShapeError(
                     f"a head's {what} is a torch.Tensor; this one is a {type(tensor).__qualname__}"
                 )
-            if tensor is not None and tensor.layout != torch.strided:
+            if tensor.layout != torch.strided:
                 raise ShapeError(f"a head's {what} is of layout {tensor.layout}; give a dense one")
         if self.weight is not None and self.weight.dim() != 2:
             raise ShapeError(f"a head's weight is [vocab, dim]; this one is {tuple(self.weight.shape)}")

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.arguments import validated
+from kleash.arguments import validated_types
 from kleash.divergences import Divergence
 from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.linear import autograd
@@ -29,7 +29,7 @@ class LinearLoss(NamedTuple):
     """The divergence of each token, detached; 0 where the weight is 0, for such a token was not read."""
 
 
-@validated
+@validated_types
 def linear_kl_loss(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -67,7 +67,7 @@ def linear_kl_loss(
     )
 
 
-@validated
+@validated_types
 def linear_divergence_loss(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
@@ -115,7 +115,7 @@ def linear_divergence_loss(
     return LinearLoss(loss, per_token.reshape(weights.shape))
 
 
-@validated
+@validated_types
 def linear_objective(
     hidden_p: Float[Tensor, "*tokens dim_p"],
     head_p: Head,
