@@ -181,7 +181,7 @@ def test_what_is_no_distribution(wrong, unhooked):
         match="give floating-point numbers with the vocabulary on the last axis, at least one token",
     ):
         truncate(wrong)
-    with pytest.raises(ShapeError, match="^logits is"):
+    with pytest.raises(ShapeError, match=r"^logits is"):
         at_temperature(wrong, 1.0)
 
 
