@@ -173,7 +173,11 @@ def test_its_state_survives_a_resume(core, trainer_class, tmp_path):
     named = {"resume": "resume_path", "resume_from": str(tmp_path / "global_step_2")}
     other = trainer(core, trainer_class, tmp_path / "new", type="dual", target_kl=9.0, **named)
     other._load_checkpoint()
-    assert other.kl_ctrl_in_reward.leash == DualBeta(beta=saved.beta, target_nats=9.0, per="token")
+    assert saved.reached and saved.levels
+    resumed = DualBeta(beta=saved.beta, levels=saved.levels, target_nats=9.0, per="token")
+    assert other.kl_ctrl_in_reward.leash == resumed, (
+        "what was measured is kept, a target that was reached is not"
+    )
 
 
 def test_a_checkpoint_without_it_is_said_and_a_fresh_start_is_not(core, trainer_class, tmp_path):

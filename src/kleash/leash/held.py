@@ -35,4 +35,6 @@ class HeldLeash:
         settings = self.leash.to_dict()
         if settings["kind"] != "fixed":
             known = {name: saved[name] for name in STEERED_BY if name in saved.keys() & settings}
+            if saved.get("target_nats") != settings.get("target_nats"):
+                known.pop("reached", None)  # the target that was reached is another one
             self.leash = beta_from_dict(settings | known)
