@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from kleash.records.codec import decode, to_json
@@ -229,10 +229,8 @@ class Audit:
         Raises:
             ValueError, TypeError, KeyError: if the text is something else.
         """
-        found = decode(cls, json.loads(text))
-        return replace(found, findings=tuple(map(_renamed_severity, found.findings)))
-
-
-def _renamed_severity(finding: Finding) -> Finding:
-    """A finding as it was read, its severity one of today's."""
-    return replace(finding, severity="wrong") if str(finding.severity) == "fault" else finding
+        data = json.loads(text)
+        for finding in data["findings"]:
+            if finding["severity"] == "fault":
+                finding["severity"] = "wrong"
+        return decode(cls, data)
