@@ -243,5 +243,5 @@ def test_one_world_alone_names_nothing():
 
 def test_rows_are_plain_values():
     row = EdgeRow(case="c", exact=1.0, value=nan, gradient=inf, problem="")
-    finding = Finding(kind="nan_value", severity="fault", sentence="It is.")
+    finding = Finding(kind="nan_value", severity="wrong", sentence="It is.")
     assert isnan(row.value) and finding.where == ""

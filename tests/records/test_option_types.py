@@ -35,7 +35,7 @@ EVERY = [(job, given, field) for job, given in JOBS.items() for field in fields(
 @pytest.mark.parametrize(
     ("job", "given", "field"), EVERY, ids=[f"{j.__name__}-{f.name}" for j, _, f in EVERY]
 )
-def test_every_option_refuses_what_it_is_not(job, given, field):
+def test_every_option_refuses_what_it_is_not(job, given, field, unhooked):
     """A dictionary suits no option, 10**30 no count, 10**400 no number, and a float no count."""
     for value in ({}, 10**30, 10**400, 10**5000, 2.5, "x", b"x", True, float("nan")):
         try:
@@ -49,7 +49,7 @@ def test_every_option_refuses_what_it_is_not(job, given, field):
             assert value != 10**30 or float in (field.type, *get_args(field.type))
 
 
-def test_what_means_the_same_is_taken():
+def test_what_means_the_same_is_taken(unhooked):
     job = MeasureJob(limit=np.int64(3), temperature=1, out=Path("a"))
     assert (job.limit, job.temperature, job.out) == (3, 1.0, "a")
     assert type(job.limit) is int

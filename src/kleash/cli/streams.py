@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any
 
 from kleash.errors import KleashError
 
@@ -45,8 +45,11 @@ class CommandStream:
     because its progress cannot be shown.
     """
 
-    def __init__(self, stream: TextIO | None, number: int, *, escapes: bool = True) -> None:
-        """Write to ``stream``, the process's file ``number``; None is one that is closed."""
+    def __init__(self, stream: Any, number: int, *, escapes: bool = True) -> None:
+        """Write to ``stream``, the process's file ``number``.
+
+        It is whatever stands in ``sys.stdout``, in a notebook no file of Python's; None is one that is closed.
+        """
         self._stream, self._number, self._escapes = stream, number, escapes
 
     def __getattr__(self, name: str) -> Any:

@@ -135,7 +135,7 @@ class TrainJob:
             if value is not None and value < 1:
                 raise OptionError(f"{option(name)} must be at least 1; it is {value}")
 
-    def _at_most(self, most: float, *names: str) -> None:
+    def _at_most(self, most: float | int, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value is not None and value > most:

@@ -68,7 +68,7 @@ def few_clusters(clusters: int) -> tuple[str, ...]:
     return (f"only {clusters} {noun}; below {FEW_CLUSTERS} the error itself is uncertain",)
 
 
-def unseen_share(clusters: float, confidence: float = 0.95) -> float:
+def unseen_share(clusters: float | int, confidence: float = 0.95) -> float:
     """The largest share of all clusters of which ``clusters`` drawn at random may hold none: 1 - 0.05^(1/C).
 
     The exact (Clopper-Pearson) bound of a share that was not met; about 3 / C, the "rule of three".
