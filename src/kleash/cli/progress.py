@@ -135,7 +135,7 @@ class Progress:
         return f"{self._doing}: {', '.join(filter(None, (done, self._speed(), self._kl, left)))}"
 
 
-def in_words(seconds: float) -> str:
+def in_words(seconds: float | int) -> str:
     """A length of time: "40 s", "12 min", "3.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
