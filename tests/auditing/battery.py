@@ -212,11 +212,11 @@ def cached_by_shape() -> Function:
 
 
 def cached_by_address() -> Function:
-    kept: dict[int, Tensor] = {}
+    kept: dict[tuple[int, ...], Tensor] = {}
 
     def function(p: Tensor, q: Tensor) -> Tensor:
-        found = kept.setdefault(q.data_ptr(), q.detach().clone())
-        return u_of(p, (found if found.shape == q.shape else q).to(p.dtype))
+        key = q.data_ptr(), *q.shape  # an address alone may have been that of a tensor of another shape
+        return u_of(p, kept.setdefault(key, q.detach().clone()).to(p.dtype))
 
     return function
 

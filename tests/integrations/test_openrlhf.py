@@ -208,7 +208,8 @@ def test_its_state_travels_in_their_checkpoints(installed, monkeypatch):
     install(controller={"kind": "dual"})
     third = trainer_of(installed)
     third.restore_best_checkpoint_state(saved[0])
-    assert third.kl_ctl.leash == DualBeta(beta=first.kl_ctl.value, target_nats=0.5, per="token")
+    measured = {"levels": first.kl_ctl.leash.levels, "reached": first.kl_ctl.leash.reached}
+    assert third.kl_ctl.leash == DualBeta(beta=first.kl_ctl.value, target_nats=0.5, per="token", **measured)
     third.kl_ctl = installed["trainer.ppo_trainer"].FixedKLController(0.3)
     third.restore_best_checkpoint_state(saved[0])
     assert third.kl_ctl.value == 0.3

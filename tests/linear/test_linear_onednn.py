@@ -79,7 +79,7 @@ def test_every_row_of_the_weight_is_multiplied_once(machine, products):
 
 @pytest.mark.parametrize("hidden, words", [(64, 200_000), (1024, 32_768), (4096, 32_768), (8, 1_000)])
 def test_a_tile_and_its_product_are_within_the_budget(machine, hidden, words):
-    options = LinearOptions(compile="never")
+    options = LinearOptions(compile="never", buffer_bytes=128 << 20)
     x, weight = torch.empty(4096, hidden), torch.empty(words, hidden)
     pair = checked_pair((x, Head(weight)), (x, Head(weight)), 1.0)
     machine(False)

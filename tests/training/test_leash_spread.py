@@ -217,7 +217,7 @@ def test_wherever_the_study_stops_all_have_as_many_seeds(study):
 
 def test_a_study_goes_on_where_it_was_broken_off(study, tmp_path, capsys):
     setting = replace(
-        study.runs.Setting(), prompts=2, max_new_tokens=3, steps=2, held_out=2, held_out_samples=2, window=2
+        study.runs.Setting(), prompts=2, max_new_tokens=12, steps=2, held_out=2, held_out_samples=2, window=2
     )
     runs = [run for run in study.runs.planned(setting, 2, 0) if run.kl != "k3"]
     path = tmp_path / "leash_spread.jsonl"
