@@ -51,7 +51,8 @@ TESTED_KINDS = frozenset(
         "SUPERTUNING",
     }
 )
-"""Kinds of adapters (``peft_type``) that change weights, each compared with its merged model in the tests."""
+"""Kinds of adapters (``peft_type``) that change weights, each compared with its merged model: the common ones in the
+tests, the others once by hand."""
 PROMPT_KINDS = frozenset(
     {
         *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE"),
