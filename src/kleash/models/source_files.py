@@ -1,13 +1,14 @@
 """Source files of prompts, text and responses: where they lie, of which kind they are, and their records."""
 
+import atexit
 import json
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from shutil import copyfileobj
+from shutil import copyfileobj, rmtree
 from stat import S_ISDIR, S_ISREG
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Literal
 
 from kleash.errors import SourceError
@@ -210,9 +211,9 @@ def _standard_input() -> Path:
             raise SourceError("standard input is closed; pipe a file to it, or give the file's name")
         if stream.isatty():
             raise SourceError("standard input is a terminal; pipe a file to it, or give the file's name")
-        folder = TemporaryDirectory(prefix="kleash-")
-        _FOLDERS.append(folder)
-        path = Path(folder.name) / COPY_OF_STANDARD_INPUT
+        folder = Path(mkdtemp(prefix="kleash-"))
+        atexit.register(rmtree, folder, ignore_errors=True)
+        path = folder / COPY_OF_STANDARD_INPUT
         with path.open("xb") as copy:
             copyfileobj(stream, copy)
     except (OSError, ValueError) as error:
@@ -222,7 +223,3 @@ def _standard_input() -> Path:
     if path.stat().st_size == 0:
         raise SourceError(f"standard input is empty; pipe {KINDS} to it")
     return path
-
-
-_FOLDERS: list[TemporaryDirectory[str]] = []
-"""Folders of copies, which live as long as the process."""
