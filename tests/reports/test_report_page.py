@@ -277,7 +277,8 @@ def test_a_drifted_token_stands_in_its_context(run: tuple[Path, Measurement]) ->
     for drift in run[1].worst_tokens:
         assert drift.position is not None
         key = drift.prompt_id, drift.sample_id
-        shown = in_context(drift, read_sequences(RunFolder(run[0]), [key]), {key: drift.position - 1})
+        tokens = read_sequences(RunFolder(run[0]), [key])
+        shown = in_context(drift, tokens, {(*key, drift.position - 1)})
         before = [found[(*key, at)][0] for at in range(max(0, drift.position - 10), drift.position)]
         assert shown["before"] == running_text(before)
         assert bool(shown["before"]) is any(before)
@@ -287,6 +288,7 @@ def test_a_drifted_token_stands_in_its_context(run: tuple[Path, Measurement]) ->
         assert shown["q"] == pytest.approx(math.exp(q), rel=6e-4)
         assert shown["rank"] == rank
         assert shown["drawn"] is False
+        assert in_context(drift, tokens, {(*key, drift.position)})["drawn"] is True
 
 
 def test_an_unfinished_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
