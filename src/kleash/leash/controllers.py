@@ -8,7 +8,7 @@ from kleash.errors import OptionError
 from kleash.leash.steering import (
     LARGEST_COUNT,
     Anticipating,
-    Course,
+    KLTrend,
     Per,
     growth,
     moved,
@@ -187,6 +187,6 @@ class DualBeta(Anticipating):
         return self.answered(course, growth(self.rate * within(error_of(course), self.largest_error)), event)
 
 
-def error_of(course: Course) -> float:
+def error_of(course: KLTrend) -> float:
     """KL / target - 1, for the KL that is coming."""
     return course.predicted - 1

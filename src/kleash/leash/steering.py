@@ -139,15 +139,15 @@ class Anticipating(Steered):
                 f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
             )
 
-    def course(self, ratio: float, reach: float) -> "Course":
+    def course(self, ratio: float, reach: float) -> "KLTrend":
         """Where a KL of so many times the target comes from and is going; levels further off than ``reach`` are cut."""
         log_target = math.log(self.target_nats)
         level = within(math.log(ratio) if ratio > 0 else -math.inf, reach)
         earlier = tuple(within(one - log_target, reach) for one in self.levels)
-        return Course(level=level, earlier=earlier, lookahead=self.lookahead)
+        return KLTrend(level=level, earlier=earlier, lookahead=self.lookahead)
 
     def answered(
-        self: AnyAnticipating, course: "Course", factor: float, event: str | None
+        self: AnyAnticipating, course: "KLTrend", factor: float, event: str | None
     ) -> AnyAnticipating:
         """The controller with beta times ``factor``, as far as the course of the KL, step and bounds allow."""
         if self.lookahead > 0:
@@ -162,7 +162,7 @@ class Anticipating(Steered):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class KLTrend:
     """A KL and the two before it, as logs of their shares of the target."""
 
     level: float

@@ -20,7 +20,6 @@ from kleash.models.chat_templates import chat_text
 from kleash.models.lines import Line, field, show_value, whole
 from kleash.models.quiet import first_line
 
-RESPONSE_FIELDS = ("response", "response_token_ids", "completion", "chosen")
 Turns = str | list[dict[str, Any]]
 """A text, or a list of messages."""
 

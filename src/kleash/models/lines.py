@@ -10,8 +10,6 @@ from typing import Any
 from kleash.errors import SourceError
 from kleash.models.quiet import first_line
 
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-"""How packed files begin."""
 SHOWN = 60
 COPY_OF_STANDARD_INPUT = "kleash-standard-input"
 """The file name of the copy that is made of standard input."""
@@ -148,7 +146,7 @@ def text_lines(path: Path, *, ends: bool = False) -> Iterator[tuple[int, str]]:
         ends: keep the characters that end a line.
 
     Raises:
-        SourceError: if the file cannot be read, is packed, is not UTF-8, or holds NUL bytes.
+        SourceError: if the file cannot be read, is not UTF-8, or holds NUL bytes.
     """
     number = 0
     label = label_of(path)
@@ -164,9 +162,6 @@ def text_lines(path: Path, *, ends: bool = False) -> Iterator[tuple[int, str]]:
                 text = line.decode("utf-8")
                 yield number, text if ends else text.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        for start, packer in PACKED.items():
-            if number == 1 and error.object.startswith(start):
-                raise SourceError(f"{label} is packed by {packer}; unpack it first") from error
         raise SourceError(
             f"{label}, line {number}: expected UTF-8 and found byte 0x{error.object[error.start]:02x}; "
             "save the file as UTF-8"

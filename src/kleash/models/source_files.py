@@ -14,7 +14,6 @@ from typing import Literal
 from kleash.errors import SourceError
 from kleash.models.lines import (
     COPY_OF_STANDARD_INPUT,
-    PACKED,
     Line,
     json_lines,
     label_of,
@@ -48,6 +47,8 @@ FIELDS = frozenset(
     }
 )
 """Names of fields that are read from a record, by which the header of a table is known."""
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+"""How packed files begin."""
 REFUSED_STARTS = {
     b"PK\x03\x04": "a zip archive (as .xlsx, .docx and .npz are)",
     b"ARROW1": "an Arrow file",
@@ -148,7 +149,7 @@ def kind_of(path: Path) -> Kind:
         raise SourceError(
             f"{label} is {REFUSED_SUFFIXES[suffix]} by its suffix; give {KINDS} (a .txt file is read as plain text)"
         )
-    if suffix == ".parquet" or suffix == ".pq":
+    if SUFFIXES.get(suffix) == "parquet":
         raise SourceError(f"{label} is not a Parquet file, which begins with PAR1; make or fetch it again")
     return SUFFIXES.get(suffix) or _kind_by_content(path, suffix)
 
