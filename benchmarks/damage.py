@@ -11,8 +11,8 @@ of its kind from this folder or from another run. Then everything that reads the
 `measure --resume`'s and `train --resume`'s reading, the whole of a cache, a checkpoint with its tensors.
 
 Each outcome is one of: "identical" (to the bit what the undamaged folder gives), "refused" (a sentence), "silent"
-(other output and no word), "traceback". Of folders without checksums, other output carries the doubt that says so:
-"doubted".
+(other output and no word), "traceback". Of folders without checksums, other output carries the warning that says so:
+"warned".
 """
 
 import argparse
@@ -83,7 +83,7 @@ def damages(subject: Subject, count: int, seed: int = 0) -> Iterator[tuple[str, 
     """Damage copies of a folder: what was done to which file, its outcome, and the words of it.
 
     Yields:
-        The kind of damage, the file in the folder, "identical", "refused", "silent", "doubted" or "traceback",
+        The kind of damage, the file in the folder, "identical", "refused", "silent", "warned" or "traceback",
         and the sentence or traceback.
     """
     draw = random.Random(seed)
@@ -112,7 +112,7 @@ def damages(subject: Subject, count: int, seed: int = 0) -> Iterator[tuple[str, 
                 yield name, Path(victim), "traceback", traceback.format_exc()
             else:
                 same = found == expected
-                other = "silent" if subject.checked else "doubted"
+                other = "silent" if subject.checked else "warned"
                 yield name, Path(victim), "identical" if same else other, ""
 
 

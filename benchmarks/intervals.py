@@ -1,7 +1,7 @@
-"""Coverage, misses at each end, width and doubts of 95 % intervals, by simulation: python benchmarks/intervals.py
+"""Coverage, misses at each end, width and warnings of 95 % intervals, by simulation: python benchmarks/intervals.py
 
 For processes whose true mean is known: how often the interval of kleash holds it, on which side it misses, how
-wide it is beside the spread of the estimate itself, how often it comes with a doubt, and how often it holds the truth
+wide it is beside the spread of the estimate itself, how often it comes with a warning, and how often it holds the truth
 where it comes with none. For two of them also the intervals of other methods.
 """
 
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     truth: float
     lower: float | None = None
     upper: float | None = None
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """About the clusters themselves: what a run says of all of its numbers."""
 
 
@@ -116,11 +116,11 @@ def documents(random: Random, shape: tuple[int, ...]) -> Sample:
 def blocks(random: Random, shape: tuple[int, ...]) -> Sample:
     """One long text, cut into blocks of 8 windows."""
     values = np.exp(0.7 * autoregressive(random, (BLOCK_WINDOWS * shape[0], shape[1])) - 0.245)
-    _, doubts = cluster_labels(
+    _, warnings = cluster_labels(
         np.zeros(BLOCK_WINDOWS * shape[0], np.int64), np.arange(BLOCK_WINDOWS * shape[0])
     )
     sums = values.reshape(shape[0], BLOCK_WINDOWS, shape[1]).sum(1)
-    return Sample(sums, np.full(shape, float(BLOCK_WINDOWS)), 1.0, lower=0.0, doubts=doubts)
+    return Sample(sums, np.full(shape, float(BLOCK_WINDOWS)), 1.0, lower=0.0, warnings=warnings)
 
 
 PROCESSES: Mapping[str, Callable[[Random, tuple[int, ...]], Sample]] = {
@@ -145,12 +145,12 @@ def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, An
     found: list[Estimate] = []
     truth, about_all = 0.0, False
     for _ in range(measurements // COLUMNS):
-        sums, counts, truth, lower, upper, doubts = PROCESSES[name](random, (clusters, COLUMNS))
+        sums, counts, truth, lower, upper, warnings = PROCESSES[name](random, (clusters, COLUMNS))
         found += ratio_of_many(sums, counts, lower=lower, upper=upper)
-        about_all = bool(doubts)
+        about_all = bool(warnings)
     values = np.array([one.value for one in found])
     low, high = np.array([one.ci95 for one in found]).T
-    doubted = np.array([about_all or bool(one.doubts) for one in found])
+    warned = np.array([about_all or bool(one.warnings) for one in found])
     missed = (truth < low) | (truth > high)
     spread = float(np.subtract(*np.quantile(values, [0.975, 0.025])))
     with np.errstate(invalid="ignore"):
@@ -162,9 +162,9 @@ def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, An
         "truth_below": float((truth < low).mean()),
         "truth_above": float((truth > high).mean()),
         "width": round(width / spread, 4) if math.isfinite(width) else "Infinity",
-        "doubted": float(doubted.mean()),
-        "coverage_without_doubt": 1 - float(missed[~doubted].mean()) if (~doubted).any() else None,
-        "missed_without_doubt": float((missed & ~doubted).mean()),
+        "warned": float(warned.mean()),
+        "coverage_without_warning": 1 - float(missed[~warned].mean()) if (~warned).any() else None,
+        "missed_without_warning": float((missed & ~warned).mean()),
     }
 
 
@@ -260,9 +260,9 @@ def tables(figures: Mapping[str, Any]) -> dict[str, str]:
         "coverage": lambda one: percent(one["coverage"]),
         "misses": lambda one: f"{percent(one['truth_below'])} + {percent(one['truth_above'])}",
         "width": lambda one: times(one["width"]),
-        "doubts": lambda one: (
-            f"{100 * one['doubted']:.0f} · {percent(one['coverage_without_doubt'])} · "
-            f"{percent(one['missed_without_doubt'])}"
+        "warnings": lambda one: (
+            f"{100 * one['warned']:.0f} · {percent(one['coverage_without_warning'])} · "
+            f"{percent(one['missed_without_warning'])}"
         ),
     }
     heading = ["process", *(str(clusters) for clusters in CLUSTERS)]
@@ -325,7 +325,7 @@ def main() -> None:
         for clusters in CLUSTERS
     ]
     figures = {
-        "what": "coverage, misses, width (over the spread of the estimate) and doubts of 95 % intervals",
+        "what": "coverage, misses, width (over the spread of the estimate) and warnings of 95 % intervals",
         "numpy": np.__version__,
         "seed": options.seed,
         "measurements": options.measurements,

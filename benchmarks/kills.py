@@ -117,7 +117,7 @@ def result(kind: str, out: Path) -> dict[str, Any]:
         {name: value for name, value in step["metrics"].items() if not name.startswith("time/")}
         for step in steps
     ]
-    said = [(step["step"], step["events"], step["warnings"]) for step in steps]
+    said = [(step["step"], step["events"], step["alerts"]) for step in steps]
     return {
         "numbers": json.dumps(numbers),
         "said": said,

@@ -33,7 +33,7 @@ def damages(found: dict[str, Any] | None) -> str:
     if found is None:
         return "Not measured yet: `python benchmarks/damage.py`.\n"
     rows = [
-        "| folder | damages | same result | refused | other result, doubted | other result, silent | traceback |"
+        "| folder | damages | same result | refused | other result, with a warning | other result, silent | traceback |"
     ]
     rows.append("|---|---|---|---|---|---|---|")
     for kind, words in KINDS.items():
@@ -41,7 +41,7 @@ def damages(found: dict[str, Any] | None) -> str:
             continue
         outcomes = found["kinds"][kind]["outcomes"]
         numbers = [
-            outcomes.get(name, 0) for name in ("identical", "refused", "doubted", "silent", "traceback")
+            outcomes.get(name, 0) for name in ("identical", "refused", "warned", "silent", "traceback")
         ]
         rows.append("| " + " | ".join([words, str(sum(numbers)), *map(str, numbers)]) + " |")
     return "\n".join(rows) + "\n"

@@ -114,7 +114,7 @@ def test_what_is_logged_is_the_exact_kl_with_an_error(training, folder):
         and abs(entries[-1]["drift/kl_per_sequence"] - per_sequence) < 5 * error + 0.5 * per_sequence
     )
     assert watch.last.sequences == 6 and watch.last.per_token.clusters == 3
-    assert any("only 3 clusters" in doubt for doubt in watch.last.per_token.doubts)
+    assert any("only 3 clusters" in warning for warning in watch.last.per_token.warnings)
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])

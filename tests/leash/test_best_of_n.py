@@ -134,13 +134,13 @@ def test_the_error_is_the_spread_of_the_estimate():
     assert np.mean([one.ci95[0] <= truth <= one.ci95[1] for one in found]) > 0.88
 
 
-def test_rewards_that_never_tie_give_the_bound_and_a_doubt():
+def test_rewards_that_never_tie_give_the_bound_and_a_warning():
     got = best_of_n_kl_from_rewards(np.random.default_rng(3).normal(size=(5, 20)), 8)
     assert got.value == best_of_n_bound(8) and got.standard_error == 0
-    assert any("no two rewards of a prompt tie" in doubt for doubt in got.doubts)
-    assert any("20 draws per prompt for the best of 8; below 32" in doubt for doubt in got.doubts)
+    assert any("no two rewards of a prompt tie" in warning for warning in got.warnings)
+    assert any("20 draws per prompt for the best of 8; below 32" in warning for warning in got.warnings)
     enough = best_of_n_kl_from_rewards(np.array([0.0, 0.0, 1.0, 2.0] * 8), 8)
-    assert not any("draws per prompt" in doubt or "tie" in doubt for doubt in enough.doubts)
+    assert not any("draws per prompt" in warning or "tie" in warning for warning in enough.warnings)
 
 
 def test_no_interval_passes_the_bound_or_0():

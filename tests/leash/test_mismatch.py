@@ -149,11 +149,11 @@ def test_impossible_and_unknown_tokens():
     assert found.kl_engine_trainer.value == INF and found.ruled_out == 1
     assert math.isfinite(found.kl_trainer_engine.value) and math.isfinite(found.jensen_shannon.value)
     assert found.chi_squared.value < 1 and found.effective_sequences < ROWS
-    assert found.perplexity_trainer.value == INF and found.kl_engine_trainer.doubts
+    assert found.perplexity_trainer.value == INF and found.kl_engine_trainer.warnings
     trainer[3, 1] = NAN
     unknown = mismatch(trainer, engine, ALL)
     for name in ("kl_engine_trainer", "kl_trainer_engine", "jensen_shannon", "chi_squared"):
-        assert math.isnan(getattr(unknown, name).value) and getattr(unknown, name).doubts
+        assert math.isnan(getattr(unknown, name).value) and getattr(unknown, name).warnings
     assert math.isnan(unknown.probabilities.pearson) and math.isnan(unknown.largest_log_ratio)
 
 

@@ -122,7 +122,7 @@ def test_where_there_is_no_peak():
         assert got.b.ci95[1] < 0
         assert got.peak_kl_nats.value == math.inf and got.peak_kl_nats.ci95 == (math.inf, math.inf)
         assert got.peak_reward.value == math.inf and math.isnan(got.peak_reward.standard_error)
-        assert "the fit has no peak: its b is not above 0" in got.peak_kl_nats.doubts
+        assert "the fit has no peak: its b is not above 0" in got.peak_kl_nats.warnings
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -135,7 +135,7 @@ def test_where_the_data_do_not_decide(seed):
     assert got.b.ci95[0] < 0 < got.b.ci95[1]
     assert errors_off(got, low) == pytest.approx(1, rel=1e-6) and errors_off(got, 1.1 * low) < 1
     wanted = "do not exclude that there is no peak" if got.b.value > 0 else "the fit has no peak"
-    assert any(wanted in doubt for doubt in got.peak_kl_nats.doubts)
+    assert any(wanted in warning for warning in got.peak_kl_nats.warnings)
 
 
 def test_a_reward_that_only_falls_peaks_at_the_beginning():
@@ -148,13 +148,15 @@ def test_a_reward_that_only_falls_peaks_at_the_beginning():
     assert low == 0 and errors_off(barely, high) == pytest.approx(1) and errors_off(barely, 0.9 * high) < 1
 
 
-def test_doubts():
+def test_warnings():
     few = fit_overoptimisation(KLS[:4], measured("best_of_n", kls=KLS[:4], noise=0.001), curve="best_of_n")
-    assert few.a.doubts == ("only 4 points for two parameters",)
-    assert any("lies beyond the largest KL measured, 2" in doubt for doubt in few.peak_kl_nats.doubts)
+    assert few.a.warnings == ("only 4 points for two parameters",)
+    assert any("lies beyond the largest KL measured, 2" in warning for warning in few.peak_kl_nats.warnings)
     nearly = fit_overoptimisation(KLS[:6], measured("best_of_n", kls=KLS[:6], noise=0.001), curve="best_of_n")
-    assert any("lies beyond the largest KL measured, 8" in doubt for doubt in nearly.peak_kl_nats.doubts)
-    assert fit_overoptimisation(KLS, measured("rl", noise=0.01), curve="rl").peak_kl_nats.doubts == ()
+    assert any(
+        "lies beyond the largest KL measured, 8" in warning for warning in nearly.peak_kl_nats.warnings
+    )
+    assert fit_overoptimisation(KLS, measured("rl", noise=0.01), curve="rl").peak_kl_nats.warnings == ()
 
 
 @pytest.mark.parametrize("name", CURVES)

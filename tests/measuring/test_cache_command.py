@@ -211,7 +211,9 @@ def test_responses_and_another_temperature(
     assert main([*map(str, words), "--quiet"]) == 0
     warm = numbers(tmp_path / "warm")
     assert warm["noise_floor"] is None
-    assert any("no noise floor" in doubt and "--temperature 1 adds it" in doubt for doubt in warm["doubts"])
+    assert any(
+        "no noise floor" in warning and "--temperature 1 adds it" in warning for warning in warm["warnings"]
+    )
     assert main(["cache", *same, "--out", str(cache), "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["sequences"] == 6
     words[-1] = tmp_path / "warmer"

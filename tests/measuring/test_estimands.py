@@ -6,7 +6,7 @@ from kleash.records import MeasureJob
 
 def test_own_responses_allow_everything() -> None:
     found = estimand_of(MeasureJob())
-    assert found.weighting == "none" and found.between_sequences and not found.doubts
+    assert found.weighting == "none" and found.between_sequences and not found.warnings
     assert "KL(policy || reference) in nats per token" in found.words
     assert (
         "the policy's own responses to shipped:prompts, of up to 256 tokens, drawn from its whole"
@@ -47,5 +47,5 @@ def test_given_responses_are_weighted_where_that_can_be(known: bool) -> None:
     found = estimand_of(MeasureJob(responses="r.jsonl", temperature=0.6), all_have_logprobs=known)
     assert found.weighting == ("importance" if known else "none")
     assert found.between_sequences is known
-    assert found.doubts == (() if known else (ON_TRUST,))
+    assert found.warnings == (() if known else (ON_TRUST,))
     assert "both at temperature 0.6" in found.words

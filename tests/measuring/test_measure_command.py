@@ -172,9 +172,9 @@ def test_a_model_against_itself_is_exactly_zero(tmp_path: Path, kleash: Kleash) 
         measured["probability_change"]["rms"],
     ]
     for number in (*known, *by_position, *measured["quantiles"]["kl_policy_reference"].values()):
-        assert number["standard_error"] == 0 and number["doubts"] == []
+        assert number["standard_error"] == 0 and number["warnings"] == []
         assert number["ci95"] == [number["value"]] * 2
-    assert measured["per_token"]["entropy_policy"]["doubts"], "few clusters are said of what is not known"
+    assert measured["per_token"]["entropy_policy"]["warnings"], "few clusters are said of what is not known"
 
 
 def test_json_mode_prints_the_file_and_nothing_else(tmp_path: Path, kleash: Kleash) -> None:

@@ -67,7 +67,7 @@ def test_own_samples_give_one_answer_three_ways(own: Path) -> None:
     assert total["kl_policy_reference"]["standard_error"] <= 1.05 * min(
         total["monte_carlo"]["standard_error"], total["exact_terms"]["standard_error"]
     )
-    assert measured["doubts"] == []
+    assert measured["warnings"] == []
     ends = next(RunFolder(own).sequence_parts(["finish_reason"]))["finish_reason"]
     assert measured["counts"]["truncated_sequences"] == ends.count("length") > 0
     assert measured["counts"]["clusters"] == 40 and measured["counts"]["sequences"] == 160
@@ -126,7 +126,7 @@ def test_the_same_responses_given_from_outside_say_the_same(
         expected["per_sequence"]["kl_policy_reference"]["value"], rel=1e-4
     )
     assert measured.estimators["k3"].value == pytest.approx(expected["estimators"]["k3"]["value"], rel=1e-4)
-    assert measured.doubts == ()
+    assert measured.warnings == ()
 
 
 def test_weights_mend_what_another_temperature_bent(job: dict[str, Any], tmp_path: Path) -> None:
@@ -139,7 +139,8 @@ def test_weights_mend_what_another_temperature_bent(job: dict[str, Any], tmp_pat
     bias = weighted.estimators["k1"].bias
     assert abs(bias.value) < 4 * bias.standard_error
     assert any(
-        "drawn at temperature 1.5, and both models were scored at 1" in doubt for doubt in weighted.doubts
+        "drawn at temperature 1.5, and both models were scored at 1" in warning
+        for warning in weighted.warnings
     )
     bare = [json.loads(line) for line in source.read_text().splitlines()]
     trusted = tmp_path / "trusted.jsonl"
@@ -148,8 +149,8 @@ def test_weights_mend_what_another_temperature_bent(job: dict[str, Any], tmp_pat
     )
     blind = measure(MeasureJob(**{**given, "responses": str(trusted)}, out=str(tmp_path / "blind")))
     assert blind.per_sequence is None
-    assert any("is taken on trust" in doubt for doubt in blind.doubts)
-    assert any("do not look drawn from the policy" in doubt for doubt in blind.doubts)
+    assert any("is taken on trust" in warning for warning in blind.warnings)
+    assert any("do not look drawn from the policy" in warning for warning in blind.warnings)
 
 
 def test_truncated_and_greedy_draws_leave_out_what_they_cannot_say(
@@ -180,13 +181,13 @@ def test_enough_is_enough_at_a_shards_end(job: dict[str, Any], tmp_path: Path) -
     assert strict.counts.clusters == 200
 
 
-def test_few_documents_become_blocks_with_a_doubt(job: dict[str, Any], tmp_path: Path) -> None:
+def test_few_documents_become_blocks_with_a_warning(job: dict[str, Any], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(["The sea was calm and the boat went out. " * 40] * 2))
     options = {**job, "prompts": None, "text": str(text), "window": 16}
     measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
     assert measured.counts.prompts == 2 < measured.counts.clusters
-    assert any("blocks of 8 neighbouring windows" in doubt for doubt in measured.doubts)
+    assert any("blocks of 8 neighbouring windows" in warning for warning in measured.warnings)
 
 
 def test_intervals_of_few_clusters_end_where_the_quantity_does(job: dict[str, Any], tmp_path: Path) -> None:
@@ -245,7 +246,8 @@ def test_reports_and_comparisons_from_the_files_alone(
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (30, 0, 10)
     again = compare([own, own]).differences[0].differences
     assert all(
-        (one.value, one.standard_error, one.ci95, one.doubts) == (0, 0, (0, 0), ()) for one in again.values()
+        (one.value, one.standard_error, one.ci95, one.warnings) == (0, 0, (0, 0), ())
+        for one in again.values()
     )
     assert found.runs[1].numbers["top1_agreement"].ci95 == (1.0, 1.0), "the reference against itself"
     kept = np.zeros(2)
@@ -270,7 +272,7 @@ def test_prompts_in_another_order_draw_the_same_responses(
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (10, 0, 30)
     assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
     assert difference.differences["top1_agreement"].value == pytest.approx(0, abs=1e-6)
-    assert any("share only 10 prompts" in doubt for doubt in difference.doubts)
+    assert any("share only 10 prompts" in warning for warning in difference.warnings)
 
 
 def test_the_seed_and_the_options_of_sampling_reach_the_draws(job: dict[str, Any], tmp_path: Path) -> None:

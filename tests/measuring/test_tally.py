@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kleash.measuring.columns import CONFIDENCES, POSITIONS, quantities
-from kleash.measuring.doubts import weight_doubts
 from kleash.measuring.estimands import estimand_of
 from kleash.measuring.ledger import Ledger
 from kleash.measuring.rows import sequence_starts
+from kleash.measuring.sampling_warnings import weight_warnings
 from kleash.measuring.tally import MOST_CLUSTERS, ClusterSums, sequence_terms, token_sums
 from kleash.records import MeasureJob
 
@@ -171,20 +171,20 @@ def test_weights_that_overflow_leave_the_kl_between_responses_out_with_the_reaso
     part["logp_sampled"] = np.full_like(part["logp_policy"], -400.0)
     terms = sequence_terms(part, quantities(part, "importance"), "importance")
     weighted = estimand_of(MeasureJob(responses="r"), all_have_logprobs=True)
-    (doubt,) = weight_doubts(np.array([1.0, *terms.weight]), weighted)
-    assert "1 of 2 responses are so much likelier" in doubt
+    (warning,) = weight_warnings(np.array([1.0, *terms.weight]), weighted)
+    assert "1 of 2 responses are so much likelier" in warning
 
 
 @pytest.mark.parametrize(
-    ("weights", "doubted"), [([1.0] * 8, False), ([1.0] * 5 + [3.0], False), ([1.0, 50.0, 1.0], True)]
+    ("weights", "warned"), [([1.0] * 8, False), ([1.0] * 5 + [3.0], False), ([1.0, 50.0, 1.0], True)]
 )
-def test_few_heavy_responses_are_a_doubt(weights: list[float], doubted: bool) -> None:
+def test_few_heavy_responses_are_a_warning(weights: list[float], warned: bool) -> None:
     weighted = estimand_of(MeasureJob(responses="r"), all_have_logprobs=True)
-    found = weight_doubts(np.array(weights), weighted)
-    assert bool(found) is doubted
-    if doubted:
+    found = weight_warnings(np.array(weights), weighted)
+    assert bool(found) is warned
+    if warned:
         assert "an effective sample of 1.1 out of 3" in found[0]
-    assert weight_doubts(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ()
+    assert weight_warnings(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ()
 
 
 def test_the_ledger_knows_the_mean_so_far_however_small() -> None:
@@ -203,5 +203,5 @@ def test_windows_of_few_documents_are_blocks_and_of_many_their_documents() -> No
     many.add(
         {"prompt_id": np.arange(60) // 2, "sample_id": np.arange(60) % 2, "kl_policy_reference": np.ones(60)}
     )
-    assert few.clusters().count == 3 and few.clusters().doubts
-    assert many.clusters().count == 30 and not many.clusters().doubts
+    assert few.clusters().count == 3 and few.clusters().warnings
+    assert many.clusters().count == 30 and not many.clusters().warnings

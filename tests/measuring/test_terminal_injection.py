@@ -173,14 +173,14 @@ def test_errors_show_what_was_planted_and_do_not_obey_it(
 
 @pytest.fixture(scope="module")
 def planted_run(pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run in a folder, over a file, with doubts and notes, that all hold the plant."""
+    """A finished run in a folder, over a file, with warnings and notes, that all hold the plant."""
     folder = tmp_path_factory.mktemp("planted")
     source, out = folder / f"{NAME}.txt", folder / NAME
     source.write_text(f"The sea was calm {NAME}\n\nA road")
     assert main(["measure", *models(pair), "--text", str(source), "--out", str(out), "--quiet"]) == 0
     file = out / "measurement.json"
     content = json.loads(file.read_text())
-    content["doubts"].append(PLANT)
+    content["warnings"].append(PLANT)
     content["models"]["policy"]["path"] = PLANT
     file.write_text(json.dumps(content))
     seal_folder(out)
@@ -207,7 +207,7 @@ def test_summaries_comparisons_and_progress_show_it_too(
     assert told.out.count(SHOWN) >= 5
     assert main(["compare", str(planted_run), str(planted_run), "--out", page, "--json"]) == 0
     told = capsys.readouterr().out
-    assert not UNSAFE.search(told) and PLANT in json.loads(told)["runs"][0]["doubts"]
+    assert not UNSAFE.search(told) and PLANT in json.loads(told)["runs"][0]["warnings"]
 
 
 def test_a_terminal_gets_kleash_s_own_colours_and_nothing_else(planted_run: Path, tmp_path: Path) -> None:
@@ -232,5 +232,5 @@ def test_a_terminal_gets_kleash_s_own_colours_and_nothing_else(planted_run: Path
         told += piece
     assert process.wait(timeout=60) == 0
     text = told.decode()
-    assert "\x1b[33mdoubt:\x1b[0m" in text and SHOWN in text
+    assert "\x1b[33mwarning:\x1b[0m" in text and SHOWN in text
     assert not UNSAFE.search(re.sub("\x1b\\[[0-9;]*m|\r\n", "", text))

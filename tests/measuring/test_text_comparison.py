@@ -1,4 +1,4 @@
-"""Comparing runs over text: documents, perplexities, doubts, and folders that are no measurements."""
+"""Comparing runs over text: documents, perplexities, warnings, and folders that are no measurements."""
 
 import json
 import re
@@ -81,13 +81,13 @@ def test_documents_are_counted_and_named(runs: tuple[Path, Path], tmp_path: Path
     assert "9 shared documents" in html and "Perplexity ratio" in html and "shared prompts" not in html
 
 
-def test_every_doubt_of_the_report_stands_in_the_terminal_in_compare_and_in_json(
+def test_every_warning_of_the_report_stands_in_the_terminal_in_compare_and_in_json(
     runs: tuple[Path, Path], tmp_path: Path, capsys: Any
 ) -> None:
     shown = json.loads((runs[0] / "measurement.json").read_text())
     numbers = [*shown["per_token"].values(), *shown["perplexity"].values(), shown["top1_agreement"]]
-    doubts = {doubt for number in numbers for doubt in number["doubts"]} | set(shown["doubts"])
-    kinds = {re.split("[;0-9]", doubt.removeprefix("only "))[0].strip() for doubt in doubts} - {""}
+    warnings = {warning for number in numbers for warning in number["warnings"]} | set(shown["warnings"])
+    kinds = {re.split("[;0-9]", warning.removeprefix("only "))[0].strip() for warning in warnings} - {""}
     assert kinds
     report = (runs[0] / "report.html").read_text(encoding="utf-8")
     job = shown["job"]
@@ -96,7 +96,7 @@ def test_every_doubt_of_the_report_stands_in_the_terminal_in_compare_and_in_json
     assert main(["measure", *words, "--window", "24", "--stride", "24", "--out", str(tmp_path / "run")]) == 0
     terminal = capsys.readouterr().out
     assert main(["compare", str(runs[0]), str(runs[1]), "--json", "--out", str(tmp_path / "c.html")]) == 0
-    compared = "\n".join(json.loads(capsys.readouterr().out)["runs"][0]["doubts"])
+    compared = "\n".join(json.loads(capsys.readouterr().out)["runs"][0]["warnings"])
     for kind in kinds:
         assert kind in terminal and kind in compared and kind in report, kind
 

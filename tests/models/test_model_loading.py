@@ -260,7 +260,7 @@ def test_a_device_map_gives_the_same_numbers(folders):
     )
 
 
-def test_different_dtypes_are_a_doubt(folders):
+def test_different_dtypes_are_a_warning(folders):
     from kleash.models.loading import fit_together
 
     policy, reference = folders("llama")
@@ -269,10 +269,10 @@ def test_different_dtypes_are_a_doubt(folders):
         load_pair(str(policy), str(reference), dtype="float64"),
     )
     mixed = fit_together(ours.policy, theirs.reference, ())
-    assert mixed.doubts == (
+    assert mixed.warnings == (
         "the policy ran in torch.float32 and the reference in torch.float64; give --dtype",
     )
-    assert ours.doubts == ()
+    assert ours.warnings == ()
 
 
 def test_ends_come_from_the_generation_settings(copied):

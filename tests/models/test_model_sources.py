@@ -20,7 +20,7 @@ from kleash.models import (
     read_prompts,
     read_responses,
     read_text,
-    retokenisation_doubts,
+    retokenisation_warnings,
 )
 from kleash.models.texts import spans
 
@@ -349,10 +349,10 @@ def test_the_longest_response_that_can_be_read(pair: Pair, write):
     assert one.read == 128
 
 
-def test_the_doubt_about_text():
-    assert retokenisation_doubts(5, 0) == ()
-    (doubt,) = retokenisation_doubts(5, 2)
-    assert doubt.startswith("2 of 5 responses came as text and were tokenised again")
+def test_the_warning_about_text():
+    assert retokenisation_warnings(5, 0) == ()
+    (warning,) = retokenisation_warnings(5, 2)
+    assert warning.startswith("2 of 5 responses came as text and were tokenised again")
 
 
 def test_without_a_limit_of_context_everything_is_read(pair: Pair, write):

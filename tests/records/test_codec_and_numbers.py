@@ -22,7 +22,7 @@ class Outer:
 
 
 def numbers(value: float, error: float) -> Number:
-    return Number(value=value, unit="nats", standard_error=error, ci95=(value, error), doubts=("a", "b"))
+    return Number(value=value, unit="nats", standard_error=error, ci95=(value, error), warnings=("a", "b"))
 
 
 def same(a: float, b: float) -> bool:
@@ -35,7 +35,7 @@ def test_a_number_survives_json_whatever_it_is(value: float, error: float) -> No
     back = decode(Number, json.loads(text))
     assert same(back.value, value) and same(back.standard_error, error)
     assert same(back.ci95[0], value) and same(back.ci95[1], error)
-    assert back.doubts == ("a", "b") and isinstance(back.doubts, tuple)
+    assert back.warnings == ("a", "b") and isinstance(back.warnings, tuple)
 
 
 def test_what_is_not_finite_is_a_word() -> None:

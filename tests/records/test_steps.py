@@ -7,10 +7,10 @@ import pytest
 
 from kleash.errors import RunFolderError
 from kleash.records import (
+    HackingAlert,
     RunHeader,
     Sample,
     StepRecord,
-    StepWarning,
     TrainingFolder,
     TrainingResult,
     append_step,
@@ -28,7 +28,7 @@ def record(step: int) -> StepRecord:
         step=step,
         metrics={"beta": 0.1 * step, "kl/k1": math.nan, "reward/score": -math.inf},
         events=("beta was bounded",),
-        warnings=(StepWarning(kind="runaway", sentence="it runs"),),
+        alerts=(HackingAlert(kind="runaway", sentence="it runs"),),
     )
 
 
@@ -44,7 +44,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert (first.step, second.step) == (1, 2)
     assert second.metrics["beta"] == 0.2 and math.isnan(second.metrics["kl/k1"])
     assert second.metrics["reward/score"] == -math.inf
-    assert (second.events, second.warnings) == (record(2).events, record(2).warnings)
+    assert (second.events, second.alerts) == (record(2).events, record(2).alerts)
     samples = read_samples(tmp_path)
     assert [one.step for one in samples] == [1, 1, 2, 2]
     assert samples[0].sample.prompt == SAMPLE.prompt and samples[0].sample.kl == math.inf
@@ -128,12 +128,12 @@ def test_the_result_is_there_once_the_run_has_ended(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     assert folder.result() is None
     result = TrainingResult(
-        kleash="1", algorithm="ppo", steps=3, metrics={"beta": math.nan}, policy="p", out="o", warnings=("w",)
+        kleash="1", algorithm="ppo", steps=3, metrics={"beta": math.nan}, policy="p", out="o", alerts=("w",)
     )
     folder.write_result(result)
     again = folder.result()
     assert again is not None and math.isnan(again.metrics["beta"])
-    assert (again.steps, again.stopped, again.warnings) == (3, None, ("w",))
+    assert (again.steps, again.stopped, again.alerts) == (3, None, ("w",))
     (tmp_path / "training.json").write_text("{")
     with pytest.raises(RunFolderError, match="cannot be read as the result"):
         folder.result()

@@ -265,7 +265,7 @@ def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, host
         worst_tokens=worst_tokens(run, kl),
         worst_sequences=worst_sequences(sums, keys),
         prompts=by_prompt(run, kl),
-        doubts=("only 40 clusters: the interval leans on few prompts",) if prompts <= 40 else (),
+        warnings=("only 40 clusters: the interval leans on few prompts",) if prompts <= 40 else (),
         notes=("the reference is the policy's base model; both were loaded once",),
         seconds=41.7,
         finished="2026-05-04 10:11:12",
@@ -367,10 +367,10 @@ def synthetic_comparison() -> Comparison:
         RunDifference(name=names[at], minus=names[0], shared_prompts=200 - 150 * (at - 1), only_here=3,
                       only_there=150 * (at - 1) + 3,
                       differences=compared(draw, 0.1 * at if at == 1 else 0.005),
-                      doubts=("few shared prompts",) if at == 2 else ())
+                      warnings=("few shared prompts",) if at == 2 else ())
         for at in (1, 2)
     )  # fmt: skip
-    return Comparison(kleash="0.1.0", runs=runs, differences=differences, doubts=("sources differ",))
+    return Comparison(kleash="0.1.0", runs=runs, differences=differences, warnings=("sources differ",))
 
 
 def compared(draw: Any, scale: float) -> dict[str, Number]:

@@ -10,13 +10,13 @@ from kleash.records import (
     BestOf,
     Demonstration,
     DPOJob,
+    HackingAlert,
     Leash,
     Number,
     PPOJob,
     RunHeader,
     Sample,
     StepRecord,
-    StepWarning,
     TrainingFolder,
     TrainingResult,
     TrainJob,
@@ -63,7 +63,7 @@ def write_hostile_run(folder: Path) -> Path:
     )
     warned = replace(
         history[-1],
-        warnings=(StepWarning(kind="entropy_collapse", sentence=f"KL(p || q) is gone {EVIL}"),),
+        alerts=(HackingAlert(kind="entropy_collapse", sentence=f"KL(p || q) is gone {EVIL}"),),
         events=(f"beta was bounded {EVIL}",),
     )
     job = PPOJob(

@@ -14,7 +14,7 @@ from kleash.reports import heatmap
 from kleash.reports.comparison import differences_chart, runs_chart, verdict
 from kleash.reports.figures import axis, decades
 from kleash.reports.heatmap import heat_map, key_of, read_sequences
-from kleash.reports.measurement import charts, every_doubt, measured_on, vocabulary, write_report
+from kleash.reports.measurement import all_warnings, charts, measured_on, vocabulary, write_report
 from kleash.reports.training_charts import charts_of
 
 
@@ -127,21 +127,26 @@ def test_a_comparison_of_texts_speaks_of_documents() -> None:
     assert verdict(comparison.differences[0], "documents").endswith("on 200 shared documents")
 
 
-def test_doubts_of_single_numbers_are_said_once_with_their_names(run: tuple[Path, Measurement]) -> None:
-    def doubted(*doubts: str) -> Number:
-        return Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), doubts=doubts)
+def test_warnings_of_single_numbers_are_said_once_with_their_names(run: tuple[Path, Measurement]) -> None:
+    def warned(*warnings: str) -> Number:
+        return Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=warnings)
 
     many = {
-        "kl_policy_reference": doubted("few"),
+        "kl_policy_reference": warned("few"),
         **{
-            name: doubted("few", f"one cluster carries {20 + at}% of the variance")
+            name: warned("few", f"one cluster carries {20 + at}% of the variance")
             for at, name in enumerate(
                 ("kl_reference_policy", "jensen_shannon", "entropy_policy", "entropy_reference")
             )
         },
     }
-    bare: dict[str, Any] = {"estimators": {}, "noise_floor": None, "per_sequence": None, "doubts": ("whole",)}
-    said = every_doubt(replace(run[1], per_token=many, **bare))
+    bare: dict[str, Any] = {
+        "estimators": {},
+        "noise_floor": None,
+        "per_sequence": None,
+        "warnings": ("whole",),
+    }
+    said = all_warnings(replace(run[1], per_token=many, **bare))
     assert said == [
         "whole",
         "few",

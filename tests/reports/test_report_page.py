@@ -62,7 +62,7 @@ def test_the_headline_and_everything_else_is_there(outline: Outline, run: tuple[
     number = measurement.per_token["kl_policy_reference"]
     assert number.rounded in outline.text
     assert number.format(number.ci95[0]) in outline.text
-    for said in (measurement.estimand, *measurement.doubts, *measurement.notes, measurement.finished):
+    for said in (measurement.estimand, *measurement.warnings, *measurement.notes, measurement.finished):
         assert said in outline.text
     for part in (
         "Noise floor",
@@ -228,27 +228,27 @@ def test_a_text_run_speaks_of_documents_and_says_what_is_left_out(tmp_path: Path
     assert "Per sequence" not in page.text
 
 
-def test_doubts_are_said_once_and_first(tmp_path: Path) -> None:
-    doubt = "one prompt carries 31 % of the variance"
-    number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), doubts=(doubt,))
-    total = Number(**{**vars(number), "doubts": (doubt, "another")})
+def test_warnings_are_said_once_and_first(tmp_path: Path) -> None:
+    warning = "one prompt carries 31 % of the variance"
+    number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=(warning,))
+    total = Number(**{**vars(number), "warnings": (warning, "another")})
     whole = SequenceTotal(
         kl_policy_reference=total, control_variate_weight=1.0, monte_carlo=total, exact_terms=total
     )
     page = changed(
-        tmp_path, per_token={"kl_policy_reference": number}, per_sequence=whole, doubts=(doubt, "other")
+        tmp_path, per_token={"kl_policy_reference": number}, per_sequence=whole, warnings=(warning, "other")
     )
     before = page.text.partition("All means Direction")[0]
-    assert before.count(doubt) == 1
+    assert before.count(warning) == 1
     assert "other" in before
     assert "on the KL per sequence: another" in before
 
 
-def test_a_number_s_own_doubts_stand_under_it(tmp_path: Path) -> None:
+def test_a_number_s_own_warnings_stand_under_it(tmp_path: Path) -> None:
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12))
-    doubted = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), doubts=("3 clusters",))
-    page = changed(tmp_path, per_token={"kl_policy_reference": number, "jensen_shannon": doubted})
-    assert page.text.count("Doubt: 3 clusters") == 1
+    warned = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=("3 clusters",))
+    page = changed(tmp_path, per_token={"kl_policy_reference": number, "jensen_shannon": warned})
+    assert page.text.count("Warning: 3 clusters") == 1
 
 
 def test_a_table_says_how_it_is_sorted_only_if_it_is(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_half_a_character_in_a_path_is_no_reason_to_fail(tmp_path: Path) -> None
         write_comparison(
             tmp_path / "page.html",
             type(comparison)(
-                **{**vars(comparison), "runs": (run, *comparison.runs[1:]), "doubts": ("half \udce9",)}
+                **{**vars(comparison), "runs": (run, *comparison.runs[1:]), "warnings": ("half \udce9",)}
             ),
         )
     )

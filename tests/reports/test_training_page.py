@@ -19,7 +19,7 @@ from synthetic_training import (
 from kleash.errors import RunFolderError
 from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
 from kleash.reports import write_demonstration, write_report_of, write_training_report
-from kleash.reports.training import doubts, number_of
+from kleash.reports.training import number_of, run_warnings
 from kleash.reports.training_charts import charts_of, thinned
 
 
@@ -143,15 +143,15 @@ def test_a_run_of_another_kind_shows_what_it_has(tmp_path: Path) -> None:
     assert "learns from pairs of answers that others gave" in page.text and "fresh responses" not in page.text
 
 
-def test_errors_over_few_prompts_are_doubted() -> None:
+def test_errors_over_few_prompts_carry_a_warning() -> None:
     steps = [
         StepRecord(step=1, metrics={"response/prompts": 30.0}),
         StepRecord(step=2, metrics={"beta": 1.0}),
     ]
-    assert doubts(steps) == doubts(steps[1:]) == ()
+    assert run_warnings(steps) == run_warnings(steps[1:]) == ()
     few = StepRecord(step=3, metrics={"response/prompts": 8.0})
-    (doubt,) = doubts([*steps, few])
-    assert doubt == (
+    (warning,) = run_warnings([*steps, few])
+    assert warning == (
         "the errors of a step are over its prompts: only 8 clusters; below 30 the error itself is uncertain"
     )
 

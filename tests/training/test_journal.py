@@ -56,7 +56,7 @@ def test_a_step_is_on_the_disk_when_it_has_been_told(tmp_path: Path) -> None:
     assert journal.display.records == [record]  # type: ignore[attr-defined]
 
 
-def test_errors_over_few_prompts_are_doubted_once(tmp_path: Path) -> None:
+def test_errors_over_few_prompts_carry_a_warning_once(tmp_path: Path) -> None:
     for prompts, expected in ((8.0, 1), (30.0, 0)):
         journal = journal_of(tmp_path)
         for step in (1, 2):
@@ -80,11 +80,9 @@ def test_a_warning_asks_for_what_the_job_wants(tmp_path: Path, act: str) -> None
     history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 40.0})
     journal = journal_of(tmp_path, watch=act, target_nats=6.0)
     advice = play(journal, history)
-    assert [one.act for one in advice if one.warnings] == [None if act == "say" else act]
-    assert {one.act for one in advice if not one.warnings} == {None}
-    assert [warning.kind for record in read_steps(tmp_path) for warning in record.warnings] == [
-        "far_from_target"
-    ]
+    assert [one.act for one in advice if one.alerts] == [None if act == "say" else act]
+    assert {one.act for one in advice if not one.alerts} == {None}
+    assert [alert.kind for record in read_steps(tmp_path) for alert in record.alerts] == ["far_from_target"]
 
 
 def test_a_run_that_goes_on_is_watched_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -111,7 +109,7 @@ def test_a_new_run_begins_with_nothing(tmp_path: Path) -> None:
 def test_a_job_without_a_target_has_nothing_to_be_far_from(tmp_path: Path) -> None:
     journal = Journal(tmp_path, DPOJob(pairs="x"))
     journal.begin(0)
-    assert not any(one.warnings for one in play(journal, healthy(20)))
+    assert not any(one.alerts for one in play(journal, healthy(20)))
 
 
 def test_tensorboard_holds_every_step_under_the_spelling_that_was_asked_for(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionError
 from kleash.models import load_pair, score
-from kleash.records import StepWarning, read_steps
+from kleash.records import HackingAlert, read_steps
 from kleash.records.checksums import seal_folder
 from kleash.training.journal import Advice
 from kleash.training.leashes import leash_of, tightened
@@ -232,13 +232,13 @@ def test_every_controller_can_be_asked_for_and_tightened(controller):
 
 def test_what_the_watch_advises_is_done(folder):
     setting, _ = ready(tiny_job(folder))
-    warnings = (StepWarning(kind="runaway", sentence="KL ran away"),)
+    alerts = (HackingAlert(kind="runaway", sentence="KL ran away"),)
     progress = replace(started(setting.job), step=3)
 
     def after(act):
-        return advised(progress, Advice(warnings=warnings, act=act), setting)
+        return advised(progress, Advice(alerts=alerts, act=act), setting)
 
-    assert after(None).warnings == ("KL ran away",) and after(None).stopped is None
+    assert after(None).alerts == ("KL ran away",) and after(None).stopped is None
     assert after("stop").stopped == "the watch stopped it after step 3: KL ran away"
     assert after("halve_learning_rate").learning_rate == progress.learning_rate / 2
     assert after("tighten").controller.beta == 2 * setting.job.beta

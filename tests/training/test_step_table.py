@@ -8,7 +8,7 @@ from histories import healthy
 from rich.console import Console
 
 from kleash.cli.steps import Steps
-from kleash.records import StepRecord, StepWarning
+from kleash.records import HackingAlert, StepRecord
 
 
 def shown_on(width: int, terminal: bool) -> str:
@@ -19,8 +19,8 @@ def shown_on(width: int, terminal: bool) -> str:
         steps.said("the policy is [bold]")
         for record in healthy(20):
             steps.stepped(record)
-        warning = StepWarning(kind="runaway", sentence="it [red] runs")
-        steps.stepped(replace(healthy(20)[-1], warnings=(warning,), events=("beta [x] was bounded",)))
+        alert = HackingAlert(kind="runaway", sentence="it [red] runs")
+        steps.stepped(replace(healthy(20)[-1], alerts=(alert,), events=("beta [x] was bounded",)))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 

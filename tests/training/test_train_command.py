@@ -104,8 +104,8 @@ def test_a_run_is_shown_step_by_step_and_stopped_by_its_watch(
     assert "watch, step 3: KL(policy || reference) is" in said.err
     assert "stopped: the watch stopped it after step 3" in said.out
     assert "after step 3: reward" in said.out and "report.html" in said.out
-    (warning,) = json.loads((tmp_path / "run" / "training.json").read_text())["warnings"]
-    assert "the leash does not hold" in warning
+    (alert,) = json.loads((tmp_path / "run" / "training.json").read_text())["alerts"]
+    assert "the leash does not hold" in alert
 
 
 def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(

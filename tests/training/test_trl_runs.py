@@ -263,8 +263,8 @@ def test_the_watch_is_obeyed(trl, tmp_path, watch):
         steps=3, watch=watch, controller="dual", target_nats=1e-6, beta=0.1, reward=(KIND, HEROINE), **SMALL
     )
     result, steps = go(trl.train_grpo, job, tmp_path / "run", watch=Watch(steps=1))
-    said = [step.step for step in steps if step.warnings]
-    assert said == [2] and "times its target" in steps[1].warnings[0].sentence
+    said = [step.step for step in steps if step.alerts]
+    assert said == [2] and "times its target" in steps[1].alerts[0].sentence
     rates = [step.metrics["policy/learning_rate"] for step in steps]
     betas = [step.metrics["beta"] for step in steps]
     if watch == "stop":

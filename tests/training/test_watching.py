@@ -24,8 +24,8 @@ def said(history: list[StepRecord], watch: Watch = WATCH) -> list[tuple[int, str
     seen: list[StepRecord] = []
     for record in history:
         seen.append(record)
-        seen[-1] = replace(record, warnings=watch.look(seen))
-    return [(record.step, warning.kind) for record in seen for warning in record.warnings]
+        seen[-1] = replace(record, alerts=watch.look(seen))
+    return [(record.step, alert.kind) for record in seen for alert in record.alerts]
 
 
 def recorded(name: str) -> list[StepRecord]:
@@ -93,8 +93,8 @@ def test_short_answers_that_were_alike_from_the_first_step_on_are_none() -> None
 
 def test_a_warning_tells_the_numbers() -> None:
     history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 15.0})
-    (warning,) = WATCH.look(history)
-    assert warning.sentence == (
+    (alert,) = WATCH.look(history)
+    assert alert.sentence == (
         "KL(policy || reference) is 15 nats per sequence over the last 3 steps, 2.5 times its target of 6: "
         "the leash does not hold"
     )

@@ -13,17 +13,17 @@ from kleash.uncertainty import cluster_labels, effective_sample_size
 
 def test_many_documents_are_their_own_clusters() -> None:
     documents = np.repeat(np.arange(100, 130), 3)
-    labels, doubts = cluster_labels(documents, np.tile(np.arange(3), 30))
+    labels, warnings = cluster_labels(documents, np.tile(np.arange(3), 30))
     assert labels.tolist() == np.repeat(np.arange(30), 3).tolist()
-    assert doubts == ()
+    assert warnings == ()
 
 
 def test_few_documents_are_cut_into_blocks_of_neighbours() -> None:
     documents = np.repeat([7, 9], [20, 3])
     windows = np.concatenate([np.arange(20), np.arange(3)])
-    labels, doubts = cluster_labels(documents, windows)
+    labels, warnings = cluster_labels(documents, windows)
     assert labels.tolist() == [0] * 8 + [1] * 8 + [2] * 4 + [3] * 3
-    assert list(doubts) == [
+    assert list(warnings) == [
         (
             "only 2 documents, below 30: the clusters are blocks of 8 neighbouring windows, "
             "and what blocks of one document share is missing from the error"
@@ -32,15 +32,15 @@ def test_few_documents_are_cut_into_blocks_of_neighbours() -> None:
 
 
 def test_one_document() -> None:
-    labels, doubts = cluster_labels(np.zeros(9, int), np.arange(9))
+    labels, warnings = cluster_labels(np.zeros(9, int), np.arange(9))
     assert labels.tolist() == [0] * 8 + [1]
-    assert doubts[0].startswith("only 1 document, below 30")
+    assert warnings[0].startswith("only 1 document, below 30")
 
 
 def test_the_boundary_is_thirty() -> None:
-    assert cluster_labels(np.arange(29), np.zeros(29, int)).doubts != ()
-    assert cluster_labels(np.arange(30), np.zeros(30, int)).doubts == ()
-    assert cluster_labels(np.arange(30), np.zeros(30, int), few=31).doubts != ()
+    assert cluster_labels(np.arange(29), np.zeros(29, int)).warnings != ()
+    assert cluster_labels(np.arange(30), np.zeros(30, int)).warnings == ()
+    assert cluster_labels(np.arange(30), np.zeros(30, int), few=31).warnings != ()
 
 
 def test_order_is_kept() -> None:

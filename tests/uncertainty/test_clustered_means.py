@@ -124,7 +124,7 @@ def test_many_columns_are_as_many_single_ones(own: bool) -> None:
             alone.unit,
         )
         assert column.ci95 == pytest.approx(alone.ci95, rel=1e-9)
-        assert column.doubts == alone.doubts
+        assert column.warnings == alone.warnings
 
 
 def test_rounding_does_not_make_a_constant_vary() -> None:
@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_said(bad: float, expected: float) -> None:
     assert estimate.value == pytest.approx(expected, nan_ok=True)
     assert math.isnan(estimate.standard_error)
     assert all(math.isnan(end) for end in estimate.ci95)
-    assert estimate.doubts == ("the sums of 1 of 40 clusters are infinite or not a number",)
+    assert estimate.warnings == ("the sums of 1 of 40 clusters are infinite or not a number",)
 
 
 def test_one_cluster_has_no_error() -> None:
@@ -161,7 +161,7 @@ def test_one_cluster_has_no_error() -> None:
     assert estimate.value == 1.5
     assert math.isnan(estimate.standard_error)
     assert estimate.ci95 == (0.0, math.inf)
-    assert estimate.doubts == ("only 1 cluster; below 30 the error itself is uncertain",)
+    assert estimate.warnings == ("only 1 cluster; below 30 the error itself is uncertain",)
 
 
 def test_nothing_is_not_a_number() -> None:
@@ -186,23 +186,23 @@ def test_the_interval_is_cut_where_the_quantity_ends() -> None:
     assert outside.ci95 == (outside.value, 0.96), "the value itself is never cut off"
 
 
-def test_doubts_of_few_clusters_and_of_one_that_decides() -> None:
+def test_warnings_of_few_clusters_and_of_one_that_decides() -> None:
     sums, counts = np.ones(30), np.ones(30, int)
     sums[::2] = 2
-    assert ratio_of_sums(sums, counts).doubts == ()
-    assert ratio_of_sums(sums[:29], counts[:29]).doubts == (
+    assert ratio_of_sums(sums, counts).warnings == ()
+    assert ratio_of_sums(sums[:29], counts[:29]).warnings == (
         "only 29 clusters; below 30 the error itself is uncertain",
     )
     sums[3] = 50
-    assert ratio_of_sums(sums, counts).doubts == ("one cluster carries 96% of the variance",)
+    assert ratio_of_sums(sums, counts).warnings == ("one cluster carries 96% of the variance",)
 
 
-def test_is_printed_with_its_error_and_its_doubts() -> None:
+def test_is_printed_with_its_error_and_its_warnings() -> None:
     estimate = ratio_of_sums(np.array([1.0, 2.0, 3.0]), np.ones(3), unit="nats")
     assert str(estimate).splitlines() == [
         "2 ± 0.58 nats over 3 clusters",
-        "  doubt: only 3 clusters; below 30 the error itself is uncertain",
-        "  doubt: one cluster carries 50% of the variance",
+        "  warning: only 3 clusters; below 30 the error itself is uncertain",
+        "  warning: one cluster carries 50% of the variance",
     ]
     assert estimate.relative_error == pytest.approx(1 / math.sqrt(12))
     assert math.isinf(ratio_of_sums(np.array([-1.0, 1.0]), np.ones(2)).relative_error)
@@ -250,7 +250,7 @@ def test_a_difference_turned_round_is_its_negative(one, other) -> None:
 def test_a_measurement_minus_itself_is_exactly_zero() -> None:
     sums, counts = lognormal_prompts(10, seed=8)
     same = paired_difference(sums, counts, sums, counts)
-    assert (same.value, same.standard_error, same.ci95, same.doubts) == (0.0, 0.0, (0.0, 0.0), ())
+    assert (same.value, same.standard_error, same.ci95, same.warnings) == (0.0, 0.0, (0.0, 0.0), ())
 
 
 def test_a_prompt_that_only_one_measurement_has_counts_there() -> None:

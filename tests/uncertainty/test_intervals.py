@@ -1,4 +1,4 @@
-"""Intervals against scipy and simulated truths, at both ends; samples without variation; what is doubted."""
+"""Intervals against scipy and simulated truths, at both ends; samples without variation; what is warned."""
 
 import json
 import math
@@ -100,29 +100,29 @@ def test_five_normal_clusters_are_not_five_times_too_wide() -> None:
 @pytest.mark.parametrize(
     "name", ["97 % zeros", "agreement 0.98", "agreement by prompt", "lognormal 1.5", "longer drift more"]
 )
-def test_what_misses_beyond_its_share_carries_a_doubt(benchmark: Any, name: str, clusters: int) -> None:
+def test_what_misses_beyond_its_share_carries_a_warning(benchmark: Any, name: str, clusters: int) -> None:
     sample = benchmark.PROCESSES[name](np.random.default_rng([6, clusters]), (clusters, 500))
     found = ratio_of_many(sample.sums, sample.counts, lower=sample.lower, upper=sample.upper)
-    silent = [not one.doubts and not one.ci95[0] <= sample.truth <= one.ci95[1] for one in found]
+    silent = [not one.warnings and not one.ci95[0] <= sample.truth <= one.ci95[1] for one in found]
     assert np.mean(silent) <= 0.05
     if clusters < 30:
         assert not any(silent), "few clusters are always said"
 
 
 @pytest.mark.parametrize(("clusters", "least"), [(20, 1.0), (64, 0.8), (300, 0.9)])
-def test_rare_long_and_heavy_prompts_are_doubted(benchmark: Any, clusters: int, least: float) -> None:
+def test_rare_long_and_heavy_prompts_carry_a_warning(benchmark: Any, clusters: int, least: float) -> None:
     """27 % of the samples of 64 hold none of the 2 %: no sample shows that, but most are skewed all the same."""
     sample = benchmark.PROCESSES["2 % long and heavy"](np.random.default_rng([7, clusters]), (clusters, 800))
     found = ratio_of_many(sample.sums, sample.counts, lower=0.0)
     missed = [one for one in found if not one.ci95[0] <= sample.truth <= one.ci95[1]]
-    assert np.mean([bool(one.doubts) for one in missed]) >= least
+    assert np.mean([bool(one.warnings) for one in missed]) >= least
     if clusters < 300:
-        assert any("cannot be trusted" in doubt for one in missed for doubt in one.doubts)
+        assert any("cannot be trusted" in warning for one in missed for warning in one.warnings)
 
 
-def test_normal_clusters_are_not_doubted(benchmark: Any) -> None:
+def test_normal_clusters_carry_no_warning(benchmark: Any) -> None:
     sample = benchmark.PROCESSES["normal"](np.random.default_rng(8), (64, 500))
-    assert np.mean([bool(one.doubts) for one in ratio_of_many(sample.sums, sample.counts)]) < 0.05
+    assert np.mean([bool(one.warnings) for one in ratio_of_many(sample.sums, sample.counts)]) < 0.05
 
 
 @pytest.mark.parametrize("clusters", [2, 5, 40, 400])
@@ -132,7 +132,7 @@ def test_a_constant_share_has_the_interval_of_clopper_and_pearson(clusters: int,
     estimate = ratio_of_sums(hit * counts, counts, unit="probability", lower=0.0, upper=1.0)
     exact = stats.binomtest(hit * clusters, clusters).proportion_ci(0.95, method="exact")
     assert estimate.ci95 == pytest.approx((exact.low, exact.high), rel=1e-9)
-    assert bool(estimate.doubts) == (clusters < 30)
+    assert bool(estimate.warnings) == (clusters < 30)
     assert not estimate.is_exact and math.isinf(estimate.relative_error)
     scaled = ratio_of_sums(hit * counts * 3.0, counts, lower=0.0, upper=3.0)
     assert scaled.ci95 == pytest.approx([3 * end for end in estimate.ci95], rel=1e-9)
@@ -155,11 +155,11 @@ def test_a_constant_without_a_bound_bounds_nothing_and_says_so(clusters: int, va
     least = value * 0.025 ** (1 / clusters) if clusters > 1 else 0.0
     assert above.ci95 == (pytest.approx(least), math.inf)
     for estimate in (free, above):
-        assert estimate.value == pytest.approx(value) and estimate.doubts
+        assert estimate.value == pytest.approx(value) and estimate.warnings
         assert " ± " not in str(estimate) and "nan" not in str(estimate)
         assert not estimate.relative_error <= 0.5
     if clusters > 1:
-        assert any("they cannot show how far others are from it" in doubt for doubt in above.doubts)
+        assert any("they cannot show how far others are from it" in warning for warning in above.warnings)
 
 
 def test_a_value_that_is_known_beforehand_is_exact_and_another_one_is_not() -> None:
@@ -172,11 +172,16 @@ def test_a_value_that_is_known_beforehand_is_exact_and_another_one_is_not() -> N
         paired_difference(zeros, counts, zeros, counts, known_value=0.0),
         controlled_total(zeros, zeros, labels, known_value=0.0).estimate,
     ):
-        assert (estimate.value, estimate.standard_error, estimate.ci95, estimate.doubts) == (0, 0, (0, 0), ())
+        assert (estimate.value, estimate.standard_error, estimate.ci95, estimate.warnings) == (
+            0,
+            0,
+            (0, 0),
+            (),
+        )
         assert estimate.is_exact and estimate.relative_error == 0
         assert str(estimate).startswith("0 nats exactly, over ")
     assert (means.half_width == 0).all() and np.isnan(running_mean(zeros, counts).half_width).all()
-    assert ratio_of_sums(zeros + 1, counts, lower=0.0, known_value=0.0).doubts
+    assert ratio_of_sums(zeros + 1, counts, lower=0.0, known_value=0.0).warnings
     assert ratio_of_sums(np.eye(5)[0], counts, lower=0.0, known_value=0.0).standard_error > 0
     assert not ratio_of_sums(zeros[:1] + 1, counts[:1], lower=0.0, known_value=0.0).is_exact
 
@@ -192,7 +197,7 @@ def test_all_ways_to_an_estimate_know_a_constant_sample() -> None:
         *fine.estimates(lower=0.0),
     ]
     for estimate in found:
-        assert estimate.doubts[0] == "only 7 clusters; below 30 the error itself is uncertain"
+        assert estimate.warnings[0] == "only 7 clusters; below 30 the error itself is uncertain"
     known = [estimate.ci95 == (0.0, 0.0) for estimate in found]
     assert known == [False, False, False, True, True, False, False], (
         "seven such clusters know a median of zeros"
@@ -200,7 +205,7 @@ def test_all_ways_to_an_estimate_know_a_constant_sample() -> None:
     difference = paired_difference(counts, counts, counts, counts, unit="probability", lower=-1.0, upper=1.0)
     assert difference.ci95 == pytest.approx((-unseen_share(7, 0.975), unseen_share(7, 0.975)))
     assert all(
-        one.ci95 == (0.0, 0.0) and not one.doubts for one in fine.estimates(lower=0.0, known_value=0.0)
+        one.ci95 == (0.0, 0.0) and not one.warnings for one in fine.estimates(lower=0.0, known_value=0.0)
     )
 
 
@@ -220,11 +225,11 @@ def test_a_measurement_that_is_there_twice_differs_by_exactly_nothing_and_others
 def test_mostly_one_value_is_said() -> None:
     sums, counts = np.zeros(64), np.full(64, 10)
     sums[:6] = np.arange(1.0, 7.0)
-    (doubt,) = (one for one in ratio_of_sums(sums, counts, lower=0.0).doubts if "rests on" in one)
-    assert doubt == (
+    (warning,) = (one for one in ratio_of_sums(sums, counts, lower=0.0).warnings if "rests on" in one)
+    assert warning == (
         "58 of 64 clusters have the same mean: the estimate rests on the other 6, and its interval cannot be trusted"
     )
-    assert not any("rests on" in one for one in ratio_of_sums(sums, counts, lower=0.0, upper=1.0).doubts)
+    assert not any("rests on" in one for one in ratio_of_sums(sums, counts, lower=0.0, upper=1.0).warnings)
 
 
 def test_the_tables_of_the_page_are_those_of_the_committed_figures(benchmark: Any, root: Path) -> None:
@@ -245,5 +250,5 @@ def test_the_committed_figures_are_those_of_the_code(benchmark: Any, root: Path)
         ("one text in blocks", 8),
     ):
         mine = benchmark.cell(name, clusters, 1000, seed=3)
-        for share in ("coverage", "truth_above", "doubted"):
+        for share in ("coverage", "truth_above", "warned"):
             assert mine[share] == pytest.approx(rows[name, clusters][share], abs=0.05), (name, share)

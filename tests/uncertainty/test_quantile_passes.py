@@ -88,7 +88,7 @@ def test_what_is_not_a_number_is_counted_apart() -> None:
     values = np.array([math.nan, 5.0, math.nan, 1.0, 3.0], np.float32)
     estimate = two_passes(values, np.arange(5), (0.5,)).estimates()[0]
     assert estimate.value == 3.0
-    assert estimate.doubts[0] == "2 values are not a number and were left out"
+    assert estimate.warnings[0] == "2 values are not a number and were left out"
     assert estimate.clusters == 3
 
 
@@ -180,7 +180,7 @@ def test_quantiles_of_a_constant_are_as_sure_as_its_clusters_are_many() -> None:
     assert [one.standard_error for one in fine.estimates()] == [math.inf, 0.0, 0.0, 0.0, math.inf]
     for estimate in fine.estimates(known_value=0.25):
         assert (estimate.value, estimate.standard_error, estimate.ci95) == (0.25, 0.0, (0.25, 0.25))
-        assert estimate.doubts == ()
+        assert estimate.warnings == ()
 
 
 def test_ties_at_zero_are_one_value() -> None:
@@ -195,7 +195,7 @@ def test_one_cluster_has_no_error() -> None:
     estimate = two_passes(np.arange(50, dtype=np.float32), np.zeros(50, int), (0.5,)).estimates(lower=0.0)[0]
     assert math.isnan(estimate.standard_error)
     assert estimate.ci95 == (0.0, math.inf)
-    assert estimate.doubts == ("only 1 cluster; below 30 the error itself is uncertain",)
+    assert estimate.warnings == ("only 1 cluster; below 30 the error itself is uncertain",)
 
 
 @pytest.mark.parametrize("seed", range(4))

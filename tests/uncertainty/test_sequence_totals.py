@@ -72,7 +72,7 @@ def test_models_that_are_the_same_are_exactly_zero_apart() -> None:
     total = controlled_total(np.zeros(50), np.zeros(50), np.arange(50), known_value=0.0)
     assert (total.estimate.value, total.estimate.standard_error, total.weight) == (0.0, 0.0, 1.0)
     assert total.estimate.ci95 == (0.0, 0.0)
-    assert total.estimate.doubts == ()
+    assert total.estimate.warnings == ()
 
 
 def test_where_both_agree_the_exact_terms_stand_alone() -> None:
@@ -101,7 +101,7 @@ def test_an_infinite_exact_term_makes_the_total_infinite(sampled: float) -> None
     total = controlled_total(np.append(np.arange(39.0), sampled), np.roll(exact, 36), np.arange(40))
     assert math.isinf(total.estimate.value)
     assert total.weight == 1.0
-    assert total.estimate.doubts == ("the sums of 1 of 40 clusters are infinite or not a number",)
+    assert total.estimate.warnings == ("the sums of 1 of 40 clusters are infinite or not a number",)
 
 
 def test_the_total_is_not_negative_and_its_monte_carlo_part_may_be() -> None:

@@ -13,7 +13,7 @@ from kleash.uncertainty import Estimate, ratio_of_sums, running_mean, transforme
 
 def an_estimate(value: float, error: float, low: float, high: float) -> Estimate:
     return Estimate(
-        value=value, unit="nats", standard_error=error, clusters=40, ci95=(low, high), doubts=("because",)
+        value=value, unit="nats", standard_error=error, clusters=40, ci95=(low, high), warnings=("because",)
     )
 
 
@@ -22,7 +22,7 @@ def test_perplexity() -> None:
     assert (made.value, made.unit) == (math.exp(2), "none")
     assert made.standard_error == pytest.approx(0.1 * math.exp(2))
     assert made.ci95 == (math.exp(1.7), math.exp(2.5))
-    assert (made.clusters, made.doubts) == (40, ("because",))
+    assert (made.clusters, made.warnings) == (40, ("because",))
 
 
 def test_a_falling_function_swaps_the_ends() -> None:

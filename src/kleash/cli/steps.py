@@ -67,8 +67,8 @@ class Steps:
         self._recent.append(record)
         for event in record.events:
             say(self._console, f"step {record.step}: {event}", style="dim")
-        for warning in record.warnings:
-            remark(self._console, f"watch, step {record.step}", warning.sentence)
+        for alert in record.alerts:
+            remark(self._console, f"watch, step {record.step}", alert.sentence)
         if self._draws:
             self._live.update(self._table(), refresh=True)
         else:

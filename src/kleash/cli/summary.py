@@ -12,7 +12,7 @@ from kleash.cli.numbers import cells, named, with_error
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.records import PERPLEXITIES, Comparison, Measurement, Number
 from kleash.reports.comparison import prompts_of
-from kleash.reports.measurement import every_doubt, headline, means, measured_on, together
+from kleash.reports.measurement import all_warnings, headline, means, measured_on, together
 from kleash.reports.words import label
 
 WIDEST = 200
@@ -21,7 +21,7 @@ NO_INTERVAL = "no interval: one cluster alone does not show how much clusters di
 
 
 def print_measurement(measurement: Measurement, folder: Path) -> None:
-    """The numbers with their intervals, what to doubt about them, and where the rest lies."""
+    """The numbers with their intervals, the warnings about them, and where the rest lies."""
     console = Terminal()
     console.print()
     say(console, f"{named(KL)} per token: {interval_first(headline(measurement))}", style="bold")
@@ -33,8 +33,8 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     console.print(f"{measurement.counts.tokens:,} tokens in {amount}", style="dim")
     _print_whole(console, _numbers(measurement))
     say(console, _tail(measurement))
-    for doubt in every_doubt(measurement):
-        remark(console, "doubt", named(doubt))
+    for warning in all_warnings(measurement):
+        remark(console, "warning", named(warning))
     say(console, f"report: {folder / 'report.html'}")
 
 
@@ -96,23 +96,23 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
     if any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES):
         _print_whole(console, _perplexities(comparison))
     say(console, "± is one standard error; a difference whose interval holds 0 may be none", style="dim")
-    for doubt in dict.fromkeys(comparison_doubts(comparison)):
-        remark(console, "doubt", named(doubt))
+    for warning in dict.fromkeys(comparison_warnings(comparison)):
+        remark(console, "warning", named(warning))
     say(console, f"picture: {page}")
 
 
-def comparison_doubts(comparison: Comparison) -> list[str]:
+def comparison_warnings(comparison: Comparison) -> list[str]:
     """What is held against the comparison, its differences and its runs."""
     of_differences = [
-        f"{each.name} minus {each.minus}: {doubt}"
+        f"{each.name} minus {each.minus}: {warning}"
         for each in comparison.differences
-        for doubt in together((label(name), number) for name, number in each.differences.items())
+        for warning in together((label(name), number) for name, number in each.differences.items())
     ]
     return [
-        *comparison.doubts,
-        *(doubt for each in comparison.differences for doubt in each.doubts),
+        *comparison.warnings,
+        *(warning for each in comparison.differences for warning in each.warnings),
         *of_differences,
-        *(f"{run.name}: {doubt}" for run in comparison.runs for doubt in run.doubts),
+        *(f"{run.name}: {warning}" for run in comparison.runs for warning in run.warnings),
     ]
 
 

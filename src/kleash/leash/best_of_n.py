@@ -118,7 +118,7 @@ def best_of_n_kl_from_rewards(rewards: Real[np.ndarray, "..."], n: int) -> Estim
     _require_comparable(r)
     values = _pseudo_values(r, n) if r.ndim == 1 else np.array([_pseudo_values(row, n).mean() for row in r])
     estimate = clustered_mean(bound - values, np.arange(len(values)), lower=0.0, upper=bound)
-    return _with_doubts(estimate, draws=r.shape[-1], n=n, ties=bool(values.any()))
+    return _with_warnings(estimate, draws=r.shape[-1], n=n, ties=bool(values.any()))
 
 
 def best_of_n_kl_from_winners(
@@ -204,8 +204,8 @@ def _log_or_least(x: Array) -> Array:
         return np.maximum(np.log(x), LEAST_LOG)
 
 
-def _with_doubts(estimate: Estimate, *, draws: int, n: int, ties: bool) -> Estimate:
-    found = list(estimate.doubts)
+def _with_warnings(estimate: Estimate, *, draws: int, n: int, ties: bool) -> Estimate:
+    found = list(estimate.warnings)
     if not ties:
         found.append(
             "no two rewards of a prompt tie, so this is the bound; likely responses may have gone unseen"
@@ -214,7 +214,7 @@ def _with_doubts(estimate: Estimate, *, draws: int, n: int, ties: bool) -> Estim
         found.append(
             f"{draws} draws per prompt for the best of {n}; below {ENOUGH_DRAWS * n} likely responses go unseen"
         )
-    return replace(estimate, doubts=tuple(found))
+    return replace(estimate, warnings=tuple(found))
 
 
 def _least(probs: Array) -> str:

@@ -138,7 +138,7 @@ def _student(points: int) -> float:
 
 
 def _estimate(
-    fit: _Fit, value: float, unit: str, error: float, ci95: Interval | None = None, *doubts: str
+    fit: _Fit, value: float, unit: str, error: float, ci95: Interval | None = None, *warnings: str
 ) -> Estimate:
     """With Student's interval unless another is given."""
     half = _student(fit.points) * error
@@ -149,7 +149,7 @@ def _estimate(
         standard_error=error,
         clusters=fit.points,
         ci95=(value - half, value + half) if ci95 is None else ci95,
-        doubts=(*doubts, *few),
+        warnings=(*warnings, *few),
     )
 
 
@@ -160,12 +160,12 @@ def _peak_kl(form: Curve, fit: _Fit, largest: float) -> Estimate:
     ratio = fit.a / fit.b
     d, along = form.peak(ratio), np.array([1.0, -ratio]) / fit.b
     error = 2 * d * form.peak_slope(ratio) * math.sqrt(along @ fit.spread @ along)
-    doubts: list[str] = []
+    warnings: list[str] = []
     if fit.b**2 <= _student(fit.points) ** 2 * fit.spread[1, 1]:
-        doubts.append("the data do not exclude that there is no peak: the interval of b reaches 0")
+        warnings.append("the data do not exclude that there is no peak: the interval of b reaches 0")
     if d * d > largest:
-        doubts.append(f"the peak at {d * d:.3g} nats lies beyond the largest KL measured, {largest:.3g}")
-    return _estimate(fit, d * d, "nats", error, (low, high), *doubts)
+        warnings.append(f"the peak at {d * d:.3g} nats lies beyond the largest KL measured, {largest:.3g}")
+    return _estimate(fit, d * d, "nats", error, (low, high), *warnings)
 
 
 def _peak_reward(form: Curve, fit: _Fit) -> Estimate:

@@ -36,7 +36,7 @@ def mismatch(
 
     | | |
     | masked | not read |
-    | NaN among the tokens that count | NaN wherever it enters, with a doubt; nothing is dropped in silence |
+    | NaN among the tokens that count | NaN wherever it enters, with a warning; nothing is dropped in silence |
     | the trainer rules a drawn token out | KL(engine || trainer) is inf, the others stay finite |
     | a sequence without a token that counts | is none: it enters no mean |
 

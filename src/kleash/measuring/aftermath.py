@@ -10,7 +10,7 @@ from kleash.engines import LocalEngine
 from kleash.measuring.ledger import Ledger
 from kleash.measuring.rows import sequence_spans
 from kleash.measuring.shards import given_sequences
-from kleash.models import Pair, Sequence, read_prompts, retokenisation_doubts
+from kleash.models import Pair, Sequence, read_prompts, retokenisation_warnings
 from kleash.records import MeasureJob, Number, RunFolder
 
 NOISE_SHARE = 1 / 50
@@ -98,9 +98,9 @@ class SourceChecks:
             if one.temperature is not None and one.temperature != self.temperature:
                 self.other_temperatures.add(one.temperature)
 
-    def doubts(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """The sentences that the measurement must carry."""
-        found = retokenisation_doubts(self.sequences, self.retokenised)
+        found = retokenisation_warnings(self.sequences, self.retokenised)
         if not self.other_temperatures:
             return found
         said = ", ".join(f"{value:g}" for value in sorted(self.other_temperatures))
@@ -117,7 +117,7 @@ class Aftermath:
 
     noise_floor: Number | None
     dtype_gap: Number | None
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def measure_rounding(job: MeasureJob, engine: LocalEngine, folder: RunFolder, scored: int) -> Aftermath:
@@ -127,7 +127,7 @@ def measure_rounding(job: MeasureJob, engine: LocalEngine, folder: RunFolder, sc
     return Aftermath(
         noise_floor=_mean(noise),
         dtype_gap=_mean(engine.float32_gap(first)),
-        doubts=() if noise is not None else (_no_floor(engine),),
+        warnings=() if noise is not None else (_no_floor(engine),),
     )
 
 

@@ -62,7 +62,7 @@ def quantities(part: Mapping[str, NDArray[np.generic]], weighting: str | None) -
         log_ratios = torch.from_numpy(columns["log_ratio"])
         with np.errstate(
             over="ignore", invalid="ignore"
-        ):  # numbers that are not finite are named among the doubts
+        ):  # numbers that are not finite are named among the warnings
             for name, estimator in ESTIMATORS.items():
                 columns[name] = weights * estimator.of(log_ratios).numpy()
                 columns[f"{name} - exact"] = columns[name] - exact

@@ -14,7 +14,7 @@ from kleash.records import ComparedRun, Comparison, Measurement, Number, RunDiff
 from kleash.records.checksums import damage_as_sentence
 from kleash.records.comparison import COMPARED, PERPLEXITIES
 from kleash.records.folder import KIND_OF_FINGERPRINT
-from kleash.reports.measurement import every_doubt
+from kleash.reports.measurement import all_warnings
 from kleash.uncertainty import paired_difference
 from kleash.version import __version__
 
@@ -50,7 +50,7 @@ def compare(folders: Many[Path | str]) -> Comparison:
         kleash=__version__,
         runs=tuple(_compared(run, name) for run, name in zip(runs, names, strict=True)),
         differences=differences,
-        doubts=_doubts(runs, names),
+        warnings=_warnings(runs, names),
     )
 
 
@@ -144,9 +144,9 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
     both = _count(first, there_rows)
     only_here = _count(run) - _count(run, [run.rows[key] for key in shared])
     only_there = _count(first) - both
-    doubts = ()
+    warnings = ()
     if len(shared) < FEW_SHARED * max(len(run.rows), len(first.rows)):
-        doubts = (
+        warnings = (
             f"{name} and {first_name} share only {both} {first.noun}; {only_here} and {only_there} are in one alone",
         )
     return RunDifference(
@@ -156,7 +156,7 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
         only_here=only_here,
         only_there=only_there,
         differences=differences,
-        doubts=doubts,
+        warnings=warnings,
     )
 
 
@@ -234,7 +234,7 @@ def _compared(run: _Run, name: str) -> ComparedRun:
         }
         | {f"perplexity_{name}": number for name, number in measurement.perplexity.items()},
         noise_floor=measurement.noise_floor,
-        doubts=tuple(every_doubt(measurement)),
+        warnings=tuple(all_warnings(measurement)),
         source=next(
             (kind for kind in ("text", "responses") if measurement.job.get(kind) is not None), "prompts"
         ),
@@ -251,20 +251,20 @@ def _names(folders: list[Path]) -> list[str]:
     return [f"{'/'.join(part[-1:])} ({place})" for place, part in enumerate(parts, start=1)]
 
 
-def _doubts(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
+def _warnings(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
     """What makes the runs different measurements and not only different policies."""
     first = runs[0].measurement
-    doubts: list[str] = []
+    warnings: list[str] = []
     for run, name in zip(runs[1:], names[1:], strict=True):
         other = run.measurement
         marks = [record.models["reference"].fingerprint for record in (other, first)]
         if len({mark.startswith(KIND_OF_FINGERPRINT) for mark in marks}) > 1:
-            doubts.append(
+            warnings.append(
                 f"{name} and {names[0]} were measured by versions of kleash whose fingerprints cannot be compared, so "
                 "nothing proves that their reference is the same"
             )
         elif marks[0] != marks[1]:
-            doubts.append(f"{name} has another reference than {names[0]}")
+            warnings.append(f"{name} has another reference than {names[0]}")
         for option in (
             "temperature",
             "top_p",
@@ -277,5 +277,5 @@ def _doubts(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
         ):
             mine, yours = other.job.get(option), first.job.get(option)
             if mine != yours:
-                doubts.append(f"{name} was measured with {option} {mine}, {names[0]} with {yours}")
-    return tuple(doubts)
+                warnings.append(f"{name} was measured with {option} {mine}, {names[0]} with {yours}")
+    return tuple(warnings)

@@ -23,7 +23,7 @@ class Estimand:
     """The reason for that."""
     between_sequences: bool
     """Whether the sum over a response is a KL between responses."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def estimand_of(job: MeasureJob, *, all_have_logprobs: bool = False, split: bool = True) -> Estimand:
@@ -107,7 +107,7 @@ def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Est
         weighting="none",
         estimators_note="averaged over the responses' tokens as if the policy had drawn them",
         between_sequences=False,
-        doubts=(ON_TRUST,),
+        warnings=(ON_TRUST,),
     )
 
 

@@ -17,7 +17,7 @@ class Clusters:
 
     labels: Ids
     """Of each sequence of the run, in order."""
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def count(self) -> int:
@@ -63,6 +63,6 @@ class Ledger:
 def clusters_of(prompt: Ids, sample: Ids, *, on_text: bool) -> Clusters:
     """Clusters of sequences: their prompts; on text their documents, or pieces of few long ones."""
     if on_text:
-        labels, doubts = cluster_labels(prompt, sample)
-        return Clusters(labels=np.asarray(labels), doubts=doubts)
-    return Clusters(labels=np.unique(prompt, return_inverse=True)[1].astype(np.int64), doubts=())
+        labels, warnings = cluster_labels(prompt, sample)
+        return Clusters(labels=np.asarray(labels), warnings=warnings)
+    return Clusters(labels=np.unique(prompt, return_inverse=True)[1].astype(np.int64), warnings=())

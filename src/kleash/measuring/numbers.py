@@ -83,7 +83,7 @@ def estimator_records(sums: ClusterSums, names: tuple[str, ...]) -> dict[str, Es
             unit=said.unit,
             standard_error=said.standard_error,
             ci95=said.ci95,
-            doubts=said.doubts,
+            warnings=said.warnings,
             bias=Number.of(bias),
             spread=float(np.sqrt(np.maximum(square - bias.value**2, 0.0))),
         )

@@ -12,7 +12,6 @@ from kleash.engines import LocalEngine
 from kleash.estimators import ESTIMATORS
 from kleash.measuring.aftermath import Aftermath, SourceChecks, measure_rounding
 from kleash.measuring.columns import PER_TOKEN, READ, quantities
-from kleash.measuring.doubts import on_policy_doubts, weight_doubts
 from kleash.measuring.estimands import Estimand, estimand_of
 from kleash.measuring.ladder import climb
 from kleash.measuring.ledger import Clusters, clusters_of
@@ -27,6 +26,7 @@ from kleash.measuring.numbers import (
     sequence_total,
 )
 from kleash.measuring.rows import sequence_starts
+from kleash.measuring.sampling_warnings import on_policy_warnings, weight_warnings
 from kleash.measuring.tally import ClusterSums, SequenceTerms, sequence_terms, token_sums
 from kleash.measuring.worst import Worst
 from kleash.models import Pair
@@ -111,7 +111,7 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
         worst_tokens=worst.worst_tokens(),
         worst_sequences=worst_sequences,
         prompts=worst.worst_prompts(run.folder, on_text=run.job.source[0] == "text"),
-        doubts=gather_doubts(run, estimand, sequences, counted, after),
+        warnings=gather_warnings(run, estimand, sequences, counted, after),
         notes=(*run.pair.notes, *run.job.without_effect()),
         seconds=seconds(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -188,20 +188,20 @@ def convergence(sums: ClusterSums) -> tuple[RunningMean, ...]:
     )
 
 
-def gather_doubts(
+def gather_warnings(
     run: Run, estimand: Estimand, sequences: Sequences, counted: Tally, after: Aftermath
 ) -> tuple[str, ...]:
-    """What there is to doubt about the whole run."""
+    """Warnings about the whole run."""
     return tuple(
         dict.fromkeys(
             [
-                *run.pair.doubts,
-                *sequences.clusters.doubts,
-                *estimand.doubts,
-                *run.checks.doubts(),
-                *after.doubts,
-                *on_policy_doubts(counted.sums, estimand),
-                *weight_doubts(counted.terms.weight, estimand),
+                *run.pair.warnings,
+                *sequences.clusters.warnings,
+                *estimand.warnings,
+                *run.checks.warnings(),
+                *after.warnings,
+                *on_policy_warnings(counted.sums, estimand),
+                *weight_warnings(counted.terms.weight, estimand),
             ]
         )
     )

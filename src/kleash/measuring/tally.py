@@ -110,7 +110,7 @@ def sequence_terms(
             with_token[begin:end] = weights_of(rows, weighting, level="prefix")
             before[begin + 1 : end] = with_token[begin : end - 1]
             weights[place] = with_token[end - 1]
-        with np.errstate(invalid="ignore", over="ignore"):  # a weight of infinity is named among the doubts
+        with np.errstate(invalid="ignore", over="ignore"):  # a weight of infinity is named among the warnings
             log_ratios, exact = with_token * log_ratios, before * exact
     with np.errstate(invalid="ignore", over="ignore"):
         return SequenceTerms(

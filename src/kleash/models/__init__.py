@@ -16,7 +16,7 @@ from kleash.models.pairs import Model, Pair
 from kleash.models.prompts import column_counts, prompts_of, read_prompts
 from kleash.models.responses import read_responses
 from kleash.models.scoring import finite_reader, score
-from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_doubts
+from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_warnings
 from kleash.models.source_files import source_path
 from kleash.models.stored import StoredReference, finish, head_tensors, save_rounding
 from kleash.models.texts import count_documents, read_text, window_and_stride
@@ -60,7 +60,7 @@ __all__ = [
     "read_responses",
     "read_text",
     "require_unchanged_base",
-    "retokenisation_doubts",
+    "retokenisation_warnings",
     "save_rounding",
     "score",
     "score_against_alone",

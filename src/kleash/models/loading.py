@@ -163,10 +163,12 @@ def fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pai
         notes += (
             f"both heads have {policy.vocabulary} rows for {tokens} tokens; the {padding} others are kept",
         )
-    doubts = ()
+    warnings = ()
     if policy.dtype != reference.dtype:
-        doubts = (f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",)
-    return Pair(policy=policy, reference=reference, tokenizer=policy.tokenizer, notes=notes, doubts=doubts)
+        warnings = (f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",)
+    return Pair(
+        policy=policy, reference=reference, tokenizer=policy.tokenizer, notes=notes, warnings=warnings
+    )
 
 
 def check_rows(model: Model, rows: int, what: str) -> None:

@@ -57,4 +57,4 @@ def load_beside(
     pair = fit_together(models["policy"], model, (*notes, *taken, *said, *stored.contents.notes))
     if stored.checksums.exists:
         return pair
-    return replace(pair, doubts=(*pair.doubts, f"{stored.folder}: {UNCHECKED}"))
+    return replace(pair, warnings=(*pair.warnings, f"{stored.folder}: {UNCHECKED}"))

@@ -128,7 +128,7 @@ class Pair:
     """The policy's; the reference's cuts text alike."""
     notes: tuple[str, ...] = ()
     """What was taken for what, to be said aloud: no fault in it."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """What could make the numbers mean less than they seem to."""
 
     @property

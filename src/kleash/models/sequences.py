@@ -74,13 +74,13 @@ def hash_tokens(token_ids: tuple[int, ...]) -> str:
     return blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).hexdigest()
 
 
-def retokenisation_doubts(sequences: int, retokenised: int) -> tuple[str, ...]:
-    """The doubt that responses which came as text must carry, if any did."""
+def retokenisation_warnings(sequences: int, retokenised: int) -> tuple[str, ...]:
+    """The warning that responses which came as text must carry, if any did."""
     if not retokenised:
         return ()
-    doubt = (
+    warning = (
         f"{retokenised} of {sequences} responses came as text and were tokenised again: where they were "
         "drawn as other tokens, the numbers are of tokens that nobody drew; give response_token_ids to be "
         "sure"
     )
-    return (doubt,)
+    return (warning,)

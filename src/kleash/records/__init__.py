@@ -35,10 +35,10 @@ from kleash.records.measurement import (
 from kleash.records.metrics import METRICS, Metric, metric_of, spelt
 from kleash.records.number import Number
 from kleash.records.steps import (
+    HackingAlert,
     Sample,
     SampleRecord,
     StepRecord,
-    StepWarning,
     append_step,
     keep_steps,
     read_samples,
@@ -80,6 +80,7 @@ __all__ = [
     "Finding",
     "GRPOJob",
     "GradientRow",
+    "HackingAlert",
     "Leash",
     "MaskRow",
     "MeasureJob",
@@ -100,7 +101,6 @@ __all__ = [
     "SampleRecord",
     "SequenceTotal",
     "StepRecord",
-    "StepWarning",
     "TrainJob",
     "TrainingFolder",
     "TrainingResult",

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from kleash.records.renamed_fields import with_current_names
+
 T = TypeVar("T")
 
 NON_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -57,7 +59,7 @@ def decode(kind: type[T], data: Any) -> T:
     if not isinstance(data, Mapping):
         raise TypeError(f"{kind.__name__} is an object in JSON, not {_kind_of(data)}")
     hints = get_type_hints(kind)
-    given = cast("Mapping[str, Any]", data)
+    given = with_current_names(kind.__name__, cast("Mapping[str, Any]", data))
     known = {name: _field(name, hints[name], given[name]) for name in hints if name in given}
     return kind(**known)
 

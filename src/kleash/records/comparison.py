@@ -38,8 +38,8 @@ class ComparedRun:
     """The run's own means per token, over all of its prompts, and its perplexities; names as in ``COMPARED``
     and ``PERPLEXITIES``."""
     noise_floor: Number | None = None
-    doubts: tuple[str, ...] = ()
-    """Everything that the run's own report doubts."""
+    warnings: tuple[str, ...] = ()
+    """All warnings of the run's own report."""
     source: str = "prompts"
     """What was read: "prompts", "text" or "responses"."""
 
@@ -60,7 +60,7 @@ class RunDifference:
     """Prompts of ``minus`` that ``name`` has not."""
     differences: Mapping[str, Number]
     """``name`` minus ``minus``, paired prompt by prompt; names as in ``COMPARED`` and ``PERPLEXITIES``."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Comparison:
     """At least two; the first is what the others are compared with."""
     differences: tuple[RunDifference, ...]
     """One for every run but the first, in their order."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """About the comparison as a whole: different sources, temperatures, references."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The result of a measurement: every number with its error, its unit and its doubts."""
+"""The result of a measurement: every number with its error, its unit and its warnings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from kleash.records.checksums import UNCHECKED, Checksums
 from kleash.records.codec import encode, to_json
 from kleash.records.number import Number
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when a field of a run folder is renamed or means something else; readers take theirs and older."""
 
 
@@ -67,7 +67,7 @@ class EstimatorRecord:
     unit: str
     standard_error: float
     ci95: tuple[float, float]
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     bias: Number
     """Estimate minus exact KL(policy || reference), paired token by token."""
     spread: float
@@ -81,7 +81,7 @@ class EstimatorRecord:
             unit=self.unit,
             standard_error=self.standard_error,
             ci95=self.ci95,
-            doubts=self.doubts,
+            warnings=self.warnings,
         )
 
 
@@ -203,7 +203,7 @@ class Measurement:
     worst_sequences: tuple[Drifted, ...]
     prompts: tuple[PromptDrift, ...]
     """The prompts with the most drift, at most 500."""
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
     notes: tuple[str, ...]
     """What was decided on the way and is worth knowing."""
     seconds: float
@@ -245,4 +245,4 @@ class Measurement:
         measurement = checksums.read_record(cls, path, "a measurement", advice)
         if checksums.exists:
             return measurement
-        return replace(measurement, doubts=(*measurement.doubts, UNCHECKED))
+        return replace(measurement, warnings=(*measurement.warnings, UNCHECKED))

@@ -18,12 +18,12 @@ class Estimated(Protocol):
     @property
     def ci95(self) -> tuple[float, float]: ...  # noqa: D102
     @property
-    def doubts(self) -> tuple[str, ...]: ...  # noqa: D102
+    def warnings(self) -> tuple[str, ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A number with its unit, its error and what there is to doubt about it."""
+    """A number with its unit, its error and its warnings."""
 
     value: float
     """The number itself; may be infinite, and is NaN over nothing."""
@@ -33,7 +33,7 @@ class Number:
     """Cluster-robust standard error, in the same unit; NaN, or 0 with an interval that has a width, if not known."""
     ci95: tuple[float, float]
     """The 95 % confidence interval: its lower and its upper end."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """What a careful reader would hold against it, in sentences."""
 
     @classmethod
@@ -44,7 +44,7 @@ class Number:
             unit=estimate.unit,
             standard_error=estimate.standard_error,
             ci95=estimate.ci95,
-            doubts=estimate.doubts,
+            warnings=estimate.warnings,
         )
 
     @classmethod

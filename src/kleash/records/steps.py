@@ -22,7 +22,7 @@ STEPS, SAMPLES = "steps.jsonl", "samples.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepWarning:
+class HackingAlert:
     """Something in a run that looks like reward hacking."""
 
     kind: str
@@ -43,7 +43,7 @@ class StepRecord:
     """By kleash's names; ``METRICS`` says what they are."""
     events: tuple[str, ...] = ()
     """What else happened: beta was bounded, the updates were ended early."""
-    warnings: tuple[StepWarning, ...] = ()
+    alerts: tuple[HackingAlert, ...] = ()
     """What the watch said."""
     beta_reason: str | None = None
     """Why beta was moved after this step, in words with its numbers; None where it was not."""

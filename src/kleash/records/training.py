@@ -75,7 +75,7 @@ class TrainJob:
     checkpoint_every: int = 10
     """Steps from one checkpoint to the next; the last step has one too."""
     watch: str = "say"
-    """What a warning of reward hacking does: say; stop; halve_learning_rate; or tighten, which doubles beta."""
+    """What an alert of reward hacking does: say; stop; halve_learning_rate; or tighten, which doubles beta."""
     trackers: tuple[str, ...] = ()
     """Where the metrics go besides steps.jsonl: tensorboard, wandb, trackio, mlflow."""
     metric_names: str = "kleash"

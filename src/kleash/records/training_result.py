@@ -28,7 +28,7 @@ class TrainingResult:
     """The run's folder."""
     dtypes: Mapping[str, str] = field(default_factory=dict[str, str])
     """In which dtypes the weights of the models were in memory, by role: policy, and reference or teacher."""
-    warnings: tuple[str, ...] = ()
+    alerts: tuple[str, ...] = ()
     """What the watch said, in its order."""
 
     def to_json(self) -> str:

@@ -41,9 +41,9 @@ class Ran:
         return percent(self.last.get(name, math.nan))
 
     @property
-    def warnings(self) -> list[tuple[int, str]]:
+    def alerts(self) -> list[tuple[int, str]]:
         """What the watch said."""
-        return [(record.step, warning.sentence) for record in self.history for warning in record.warnings]
+        return [(record.step, alert.sentence) for record in self.history for alert in record.alerts]
 
     @property
     def last_samples(self) -> list[Sample]:

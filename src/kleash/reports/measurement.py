@@ -60,8 +60,8 @@ def write_report(folder: Path) -> Path:
         "worst_tokens": [in_context(drift, tokens, drawn) for drift in worst_tokens],
         "prompts": measurement.prompts[:MAX_PROMPTS],
         "command": command_line(measurement.job),
-        "doubts": doubts(measurement),
-        "doubted": every_doubt(measurement) != doubts(measurement),
+        "warnings": headline_warnings(measurement),
+        "warned": all_warnings(measurement) != headline_warnings(measurement),
         "floor_in_words": above_the_floor(measurement),
         "words": vocabulary(measurement),
         "amount": measured_on(measurement),
@@ -86,37 +86,37 @@ def headline(measurement: Measurement) -> Number:
         ) from error
 
 
-def doubts(measurement: Measurement) -> list[str]:
+def headline_warnings(measurement: Measurement) -> list[str]:
     """What is held against the run as a whole and against its headlines, each said once."""
-    said = [*measurement.doubts, *headline(measurement).doubts]
+    said = [*measurement.warnings, *headline(measurement).warnings]
     if measurement.per_sequence is not None:
-        of_sequences = measurement.per_sequence.kl_policy_reference.doubts
-        said += [f"on the KL per sequence: {doubt}" for doubt in of_sequences if doubt not in said]
+        of_sequences = measurement.per_sequence.kl_policy_reference.warnings
+        said += [f"on the KL per sequence: {warning}" for warning in of_sequences if warning not in said]
     return list(dict.fromkeys(said))
 
 
-def every_doubt(measurement: Measurement) -> list[str]:
-    """``doubts``, and what is held against single means, which the report says beside them.
+def all_warnings(measurement: Measurement) -> list[str]:
+    """``headline_warnings``, and those about single means, which the report shows beside them.
 
     Sentences that differ in nothing but a number are made one: "on Total variation and 3 others: one cluster
     carries 21% to 35% of the variance".
     """
-    said = doubts(measurement)
+    said = headline_warnings(measurement)
     return [*said, *together(numbers(measurement), said)]
 
 
 def together(numbered: Iterable[tuple[str, Number]], said: Collection[str] = ()) -> list[str]:
-    """The doubts of several numbers, each said once with the names of those that it is about.
+    """The warnings of several numbers, each said once with the names of those that it is about.
 
     Args:
         numbered: names and their numbers.
-        said: doubts that are left out.
+        said: warnings that are left out.
     """
     alike: dict[str, dict[str, str]] = {}
     for name, number in numbered:
-        for doubt in number.doubts:
-            if doubt not in said:
-                alike.setdefault(FIGURE.sub("#", doubt), {})[name] = doubt
+        for warning in number.warnings:
+            if warning not in said:
+                alike.setdefault(FIGURE.sub("#", warning), {})[name] = warning
     return [f"on {_names(list(each))}: {_merged(list(each.values()))}" for each in alike.values()]
 
 
@@ -135,7 +135,7 @@ def _merged(sentences: list[str]) -> str:
 
 
 def numbers(measurement: Measurement) -> list[tuple[str, Number]]:
-    """The numbers that a report doubts one by one, with their names."""
+    """The numbers whose warnings a report shows beside them, with their names."""
     more = {"the noise floor": measurement.noise_floor, "the gap to float32": measurement.dtype_gap}
     return [
         *((name, number) for name, _, number in means(measurement)),

@@ -64,14 +64,14 @@ def write_training_report(folder: Path) -> Path:
         )
     events = [(record.step, event) for record in history for event in record.events]
     context = {
-        "doubts": (*(() if header.checksums else (UNCHECKED,)), *doubts(history)),
+        "warnings": (*(() if header.checksums else (UNCHECKED,)), *run_warnings(history)),
         "algorithm": str(header.settings.get("algorithm", "")),
         "settings": header.settings,
         "kleash": header.kleash,
         "result": result,
         "steps": history[-1].step,
         "cards": cards(header, history, result),
-        "warnings": [(record.step, warning) for record in history for warning in record.warnings],
+        "alerts": [(record.step, alert) for record in history for alert in record.alerts],
         "events": events[-SHOWN_EVENTS:],
         "events_left_out": max(0, len(events) - SHOWN_EVENTS),
         "charts": charts_of(
@@ -112,18 +112,18 @@ def cards(
     return [*found, ("Steps", steps, end)]
 
 
-def doubts(history: Sequence[StepRecord]) -> tuple[str, ...]:
-    """What there is to doubt about the errors of the last step that has any."""
+def run_warnings(history: Sequence[StepRecord]) -> tuple[str, ...]:
+    """Warnings about the errors of the last step that has any."""
     measured = [step.metrics for step in history if "response/prompts" in step.metrics]
-    return doubts_about_step(measured[-1]) if measured else ()
+    return warnings_about_step(measured[-1]) if measured else ()
 
 
-def doubts_about_step(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """What there is to doubt about the errors of a step: that they are over few prompts."""
+def warnings_about_step(metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """Warnings about the errors of a step: that they are over few prompts."""
     if "response/prompts" not in metrics:
         return ()
     few = few_clusters(int(metrics["response/prompts"]))
-    return tuple(f"the errors of a step are over its prompts: {doubt}" for doubt in few)
+    return tuple(f"the errors of a step are over its prompts: {warning}" for warning in few)
 
 
 def target_of(header: RunHeader) -> float | None:

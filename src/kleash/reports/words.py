@@ -57,7 +57,7 @@ class Shown:
     error: str
     interval: str
     unit: str
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def in_unit(number: Number) -> tuple[Number, str]:
@@ -84,7 +84,7 @@ def shown(number: Number) -> Shown:
         error=typeset(number.format(number.standard_error)) if number.has_error else UNKNOWN,
         interval=f"{low} to {high}" if known else UNKNOWN,
         unit=unit,
-        doubts=number.doubts,
+        warnings=number.warnings,
     )
 
 

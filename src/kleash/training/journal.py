@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 
 from kleash.errors import RunFolderError
 from kleash.records import (
+    HackingAlert,
     Sample,
     StepRecord,
-    StepWarning,
     TrainingFolder,
     TrainJob,
     append_step,
@@ -19,7 +19,7 @@ from kleash.records import (
     spelt,
 )
 from kleash.records.steps import STEPS
-from kleash.reports.training import doubts_about_step
+from kleash.reports.training import warnings_about_step
 from kleash.training.trackers import Tracker, open_trackers
 from kleash.training.watching import Watch, distinct, repetition
 
@@ -31,11 +31,11 @@ SAMPLES_KEPT = 4
 class Advice:
     """What a trainer is to do after a step."""
 
-    warnings: tuple[StepWarning, ...] = ()
+    alerts: tuple[HackingAlert, ...] = ()
     """What the watch said."""
     act: str | None = None
     """"stop", "halve_learning_rate" or "tighten" (beta is doubled), as the job's ``watch`` wants it when there is
-    a warning; None: go on."""
+    an alert; None: go on."""
 
 
 @runtime_checkable
@@ -85,7 +85,7 @@ class Journal:
 
         Args:
             folder: the run's folder, which exists.
-            job: whose target is watched, and who says what a warning does, and where else numbers go.
+            job: whose target is watched, and who says what an alert does, and where else numbers go.
             display: shows the steps.
             watch: other thresholds than those of ``Watch``; its target is the job's.
         """
@@ -100,7 +100,7 @@ class Journal:
         self.history: list[StepRecord] = []
         """The steps so far."""
         self._trackers: list[Tracker] = []
-        self._doubted = False
+        self._warned = False
         """Whether it was said that the errors of a step rest on few prompts."""
 
     def begin(self, step: int) -> None:
@@ -112,7 +112,7 @@ class Journal:
         """
         keep_steps(self.folder, step)
         self.history = list(read_steps(self.folder))
-        self._doubted = any(doubts_about_step(record.metrics) for record in self.history)
+        self._warned = any(warnings_about_step(record.metrics) for record in self.history)
         last = self.history[-1].step if self.history else 0
         if last != step:
             raise RunFolderError(
@@ -150,19 +150,19 @@ class Journal:
         for name in values:
             metric_of(name)  # a number that no table explains is refused
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
-        warnings = self.watch.look([*self.history, record])
-        record = replace(record, warnings=warnings)
+        alerts = self.watch.look([*self.history, record])
+        record = replace(record, alerts=alerts)
         TrainingFolder(self.folder).take_back_result()
         append_step(self.folder, record, some_of(samples))
         self.history.append(record)
-        for doubt in () if self._doubted else doubts_about_step(values):
-            self.said(doubt)
-            self._doubted = True
+        for warning in () if self._warned else warnings_about_step(values):
+            self.said(warning)
+            self._warned = True
         for tracker in self._trackers:
             tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
         self.display.stepped(record)
-        acts = any(warning.acts for warning in warnings) and self.job.watch != "say"
-        return Advice(warnings=warnings, act=self.job.watch if acts else None)
+        acts = any(alert.acts for alert in alerts) and self.job.watch != "say"
+        return Advice(alerts=alerts, act=self.job.watch if acts else None)
 
     def said(self, sentence: str) -> None:
         """Show a sentence: which base an adapter took, where a run goes on."""
@@ -175,9 +175,9 @@ class Journal:
         self._trackers = []
 
 
-def stopped_by(warnings: Sequence[StepWarning], step: int) -> str:
+def stopped_by(alerts: Sequence[HackingAlert], step: int) -> str:
     """What is said of a run that the watch has stopped."""
-    return f"the watch stopped it after step {step}: {warnings[0].sentence}"
+    return f"the watch stopped it after step {step}: {alerts[0].sentence}"
 
 
 def some_of(samples: Sequence[Sample]) -> list[Sample]:

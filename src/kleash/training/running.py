@@ -78,8 +78,8 @@ def _train(job: TrainJob, trainer: Trainer, display: Display | None, note: str |
             raise Interrupted(interrupted(folder.root, len(journal.history))) from stop
         finally:
             journal.close()
-        said = tuple(warning.sentence for record in journal.history for warning in record.warnings)
-        result = replace(result, warnings=said, metrics=journal.history[-1].metrics)
+        said = tuple(alert.sentence for record in journal.history for alert in record.alerts)
+        result = replace(result, alerts=said, metrics=journal.history[-1].metrics)
         folder.write_result(result)
         write_training_report(folder.root)
     return result

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kleash.records import StepRecord, StepWarning
+from kleash.records import HackingAlert, StepRecord
 
 CHARACTERS_IN_A_WORD = 20
 """On average, from which a text is taken for one that is written without spaces."""
@@ -51,7 +51,7 @@ class Watch:
     tail_nats: float = 4.0
     """KL of the worst token below which no tail is heavy."""
 
-    def look(self, history: Sequence[StepRecord]) -> tuple[StepWarning, ...]:
+    def look(self, history: Sequence[StepRecord]) -> tuple[HackingAlert, ...]:
         """What there is to say after the last step of ``history``; nothing before there are enough steps.
 
         Args:
@@ -59,7 +59,7 @@ class Watch:
         """
         if len(history) < self.steps:
             return ()
-        recent = {warning.kind for record in history[-self.silence - 1 : -1] for warning in record.warnings}
+        recent = {alert.kind for record in history[-self.silence - 1 : -1] for alert in record.alerts}
         far = self._far_from_target(history)
         above = self._above_target(history) if far is None else None
         found = (
@@ -71,7 +71,7 @@ class Watch:
             ("heavy_tail", self._heavy_tail(history)),
         )
         return tuple(
-            StepWarning(kind=kind, sentence=sentence, acts=sentence is not above)
+            HackingAlert(kind=kind, sentence=sentence, acts=sentence is not above)
             for kind, sentence in found
             if sentence is not None and kind not in recent
         )

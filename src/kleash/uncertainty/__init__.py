@@ -1,4 +1,4 @@
-"""How far a number can be trusted: errors, intervals, quantiles and doubts."""
+"""How far a number can be trusted: errors, intervals, quantiles and warnings."""
 
 from kleash.uncertainty.clusters import ClusterLabels, cluster_labels, effective_sample_size
 from kleash.uncertainty.diagnostics import few_clusters

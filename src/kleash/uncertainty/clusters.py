@@ -12,10 +12,10 @@ BLOCK_WINDOWS = 8
 
 
 class ClusterLabels(NamedTuple):
-    """A label per sequence, from 0 without gaps, and what there is to doubt about them."""
+    """A label per sequence, from 0 without gaps, and warnings about them."""
 
     labels: Int64[np.ndarray, "sequences"]
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def cluster_labels(
@@ -25,7 +25,7 @@ def cluster_labels(
     few: int = FEW_DOCUMENTS,
     block: int = BLOCK_WINDOWS,
 ) -> ClusterLabels:
-    """Documents as clusters; where there are few, blocks of neighbouring windows, with a doubt.
+    """Documents as clusters; where there are few, blocks of neighbouring windows, with a warning.
 
     Args:
         document_ids: which document (or prompt) each sequence is from.
@@ -46,13 +46,13 @@ def cluster_labels(
     blocks = np.stack([labels, window_ids // block], axis=1)
     found, labels = np.unique(blocks, axis=0, return_inverse=True)
     noun = "document" if len(documents) == 1 else "documents"
-    doubt = f"only {len(documents)} {noun}, below {few}"
+    warning = f"only {len(documents)} {noun}, below {few}"
     if len(found) > len(documents):
-        doubt += (
+        warning += (
             f": the clusters are blocks of {block} neighbouring windows, and what blocks of one document share is "
             "missing from the error"
         )
-    return ClusterLabels(np.ravel(labels).astype(np.int64), (doubt,))
+    return ClusterLabels(np.ravel(labels).astype(np.int64), (warning,))
 
 
 def effective_sample_size(weights: Real[np.ndarray, "samples"]) -> float:

@@ -1,4 +1,4 @@
-"""What a sample of clusters gives reason to doubt about an interval."""
+"""Warnings about an interval, from the sample of clusters."""
 
 import math
 
@@ -12,15 +12,15 @@ LARGE_SHARE = 0.2
 FEW_DIFFERENT = 10
 """Where most clusters have one and the same mean, the others should be so many."""
 VERY_FEW_CLUSTERS = 20
-"""Below so many clusters the interval of a quantity with one bound is doubted whatever the sample looks like."""
+"""Below so many clusters the interval of a quantity with one bound always carries a warning."""
 ENOUGH_CLUSTERS = 150
 """So many clusters hold one of a kind that makes up 2 % of all, with 95 % confidence (the rule of three: 3 / C)."""
 SKEWED = 0.1
 """Skewness of the mean beyond which a sample is called skewed; in normal samples of 64 it is 0.04 or so."""
 
 
-def doubts_about(one: Linearised, bounds: tuple[float, float]) -> tuple[str, ...]:
-    """What the clusters give reason to doubt.
+def warnings_about(one: Linearised, bounds: tuple[float, float]) -> tuple[str, ...]:
+    """Warnings that the clusters give reason for.
 
     Args:
         one: the estimate, and what each cluster adds to its error.
@@ -61,7 +61,7 @@ def doubts_about(one: Linearised, bounds: tuple[float, float]) -> tuple[str, ...
 
 
 def few_clusters(clusters: int) -> tuple[str, ...]:
-    """The doubt that there are too few clusters to know the error well, if there are."""
+    """The warning that there are too few clusters to know the error well, if there are."""
     if clusters >= FEW_CLUSTERS:
         return ()
     noun = "cluster" if clusters == 1 else "clusters"
@@ -80,7 +80,7 @@ def unseen_share(clusters: float | int, confidence: float = 0.95) -> float:
 
 
 def _constant(clusters: int) -> str:
-    """The doubt that a sample without any variation shows none."""
+    """The warning that a sample without any variation shows none."""
     return (
         f"all {clusters} clusters have the same mean: they cannot show how far others are from it, and up to "
         f"{unseen_share(clusters):.0%} of all may be"
@@ -88,7 +88,7 @@ def _constant(clusters: int) -> str:
 
 
 def _unseen(clusters: int, which: str) -> str:
-    """The doubt that a rare kind of cluster that lies far out may be missing from the sample."""
+    """The warning that a rare kind of cluster that lies far out may be missing from the sample."""
     return (
         f"{which} may hold none of a kind that makes up as much as {unseen_share(clusters):.0%} of all: if that kind "
         "lies much further out, the interval cannot be trusted"

@@ -1,4 +1,4 @@
-"""A measured number with its error, and what there is to doubt about it."""
+"""A measured number with its error, and its warnings."""
 
 import math
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Estimate:
     """How many independent groups stand behind the error: prompts, documents or blocks of windows."""
     ci95: tuple[float, float]
     """The 95 % confidence interval: its lower and its upper end."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """What a careful reader would hold against it, in sentences."""
 
     def __str__(self) -> str:
-        """The number with its error, its unit and its doubts, a line each; words where there is no error."""
+        """The number with its error, its unit and its warnings, a line each; words where there is no error."""
         unit = "" if self.unit == "none" else f" {self.unit}"
         over = f"over {self.clusters} {'cluster' if self.clusters == 1 else 'clusters'}"
         if self.standard_error > 0:
@@ -34,7 +34,7 @@ class Estimate:
             low, high = self.ci95
             known = "" if math.isnan(low) or math.isnan(high) else f", 95 % interval {low:.4g} to {high:.4g}"
             line = f"{self.value:.4g}{unit} {over}, error unknown{known}"
-        return "\n".join([line, *(f"  doubt: {doubt}" for doubt in self.doubts)])
+        return "\n".join([line, *(f"  warning: {warning}" for warning in self.warnings)])
 
     @property
     def is_exact(self) -> bool:

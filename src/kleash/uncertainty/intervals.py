@@ -1,9 +1,9 @@
-"""From linearised estimates to estimates with an interval and doubts."""
+"""From linearised estimates to estimates with an interval and warnings."""
 
 import math
 from collections.abc import Sequence
 
-from kleash.uncertainty.diagnostics import doubts_about, unseen_share
+from kleash.uncertainty.diagnostics import unseen_share, warnings_about
 from kleash.uncertainty.estimate import Estimate
 from kleash.uncertainty.linearised import Linearised
 from kleash.uncertainty.skewness import logarithmic_reach, skewed_reach, skewness_of_mean
@@ -19,7 +19,7 @@ def estimates_of(
     fitted: int = 0,
     known_value: float | None = None,
 ) -> tuple[Estimate, ...]:
-    """Each with its error, interval and doubts.
+    """Each with its error, interval and warnings.
 
     Args:
         linearised: the estimates.
@@ -61,7 +61,7 @@ def _estimate(one: Linearised, unit: str, bounds: Interval, fitted: int) -> Esti
         standard_error=error,
         clusters=one.clusters,
         ci95=cut(interval, one.value, bounds),
-        doubts=doubts_about(one, bounds),
+        warnings=warnings_about(one, bounds),
     )
 
 

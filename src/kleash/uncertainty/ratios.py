@@ -34,10 +34,10 @@ def ratio_of_sums(
 
     | what comes in                   | what comes out                                                    |
     | every cluster has the same mean | standard error 0, and the interval that clusters which are missing |
-    |                                 | allow between ``lower`` and ``upper``; with no bound no end, a doubt |
-    | ... and it is ``known_value``   | the exact value: standard error 0, interval (r, r), no doubts      |
-    | a sum is infinite or NaN        | that value, standard error and interval NaN, a doubt               |
-    | one cluster                     | the value, standard error NaN, an interval without ends, a doubt   |
+    |                                 | allow between ``lower`` and ``upper``; with no bound no end, a warning |
+    | ... and it is ``known_value``   | the exact value: standard error 0, interval (r, r), no warnings      |
+    | a sum is infinite or NaN        | that value, standard error and interval NaN, a warning               |
+    | one cluster                     | the value, standard error NaN, an interval without ends, a warning   |
     | a cluster with count 0          | left out                                                           |
     | nothing                         | NaN                                                                |
 

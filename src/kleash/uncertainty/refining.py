@@ -147,7 +147,7 @@ class FineCounts:
             standard_error=error,
             clusters=clusters,
             ci95=cut(interval, value, bounds),
-            doubts=(*([left_out] if self.not_numbers else []), *few_clusters(clusters)),
+            warnings=(*([left_out] if self.not_numbers else []), *few_clusters(clusters)),
         )
 
     def _woodruff(self, level: float, clusters: int) -> tuple[float, tuple[float, float]]:

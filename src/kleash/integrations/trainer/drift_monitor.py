@@ -34,7 +34,7 @@ class DriftMonitor(Attached):
     adapters and random states are put back, and the trajectory is bit for bit what it is without the monitor.
 
     Logged are ``drift/kl_per_token``, ``drift/kl_per_sequence``, each with ``_error`` (standard error, prompts
-    being the clusters), and ``drift/tokens_per_sequence``; ``last`` holds the whole Drift with its doubts. In a
+    being the clusters), and ``drift/tokens_per_sequence``; ``last`` holds the whole Drift with its warnings. In a
     run of several processes each answers its share of the prompts; all see the same numbers.
     """
 

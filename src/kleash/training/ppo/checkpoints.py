@@ -45,7 +45,7 @@ class Progress:
     """Of the next step."""
     metrics: Mapping[str, float]
     """Of the last step."""
-    warnings: tuple[str, ...] = ()
+    alerts: tuple[str, ...] = ()
     """What the watch has said so far."""
     stopped: str | None = None
     """Why the run ended early, if it did."""

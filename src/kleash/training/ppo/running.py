@@ -71,7 +71,7 @@ def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
         policy=str(root / POLICY),
         out=str(root),
         dtypes=setting.trainee.dtypes,
-        warnings=progress.warnings,
+        alerts=progress.alerts,
     )
 
 

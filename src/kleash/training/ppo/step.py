@@ -63,12 +63,10 @@ def one_step(
 
 def advised(progress: Progress, advice: Advice, setting: Setting) -> Progress:
     """What becomes of a run after what the watch has said."""
-    progress = replace(
-        progress, warnings=(*progress.warnings, *(warning.sentence for warning in advice.warnings))
-    )
+    progress = replace(progress, alerts=(*progress.alerts, *(alert.sentence for alert in advice.alerts)))
     match advice.act:
         case "stop":
-            return replace(progress, stopped=stopped_by(advice.warnings, progress.step))
+            return replace(progress, stopped=stopped_by(advice.alerts, progress.step))
         case "halve_learning_rate":
             return replace(progress, learning_rate=progress.learning_rate / 2)
         case "tighten":

@@ -60,7 +60,7 @@ class Journalling(Attached):
         """Say what a step is.
 
         Args:
-            job: whose watch decides what a warning does.
+            job: whose watch decides what an alert does.
             journal: of the first process; None on the others.
             updates: of TRL's steps to one of ours.
             spelt: TRL's names to kleash's.
@@ -82,8 +82,8 @@ class Journalling(Attached):
         step, stopped = updates // self.updates, None
         if self.journal is not None and self.job.watch == "stop":
             records = read_steps(self.journal.folder)
-            warnings = next((record.warnings for record in records if record.step == step), ())
-            stopped = stopped_by(warnings, step) if warnings else None
+            alerts = next((record.alerts for record in records if record.step == step), ())
+            stopped = stopped_by(alerts, step) if alerts else None
         self.outcome.stopped = self._ranks.agreed(stopped)
         return self.outcome.stopped is not None
 
@@ -157,7 +157,7 @@ class Journalling(Attached):
     def _do(self, advice: Advice, control: Any) -> None:
         match advice.act:
             case "stop":
-                self.outcome.stopped = stopped_by(advice.warnings, self.outcome.step)
+                self.outcome.stopped = stopped_by(advice.alerts, self.outcome.step)
                 control.should_training_stop = control.should_save = True
             case "halve_learning_rate":
                 scheduler = self.trainer.lr_scheduler

@@ -14,7 +14,7 @@ FEW = 0.5
 """Share of the responses below which their importance weights leave too little to average."""
 
 
-def on_policy_doubts(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
+def on_policy_warnings(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
     """Whether the tokens can have been drawn from the policy.
 
     If they were, the log ratio of a drawn token has the exact KL as its mean, prefix by prefix. A difference
@@ -41,7 +41,7 @@ def on_policy_doubts(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
     return (sentence,)
 
 
-def weight_doubts(weights: Floats, estimand: Estimand) -> tuple[str, ...]:
+def weight_warnings(weights: Floats, estimand: Estimand) -> tuple[str, ...]:
     """Whether the importance weights of whole responses leave enough of them to average over."""
     if estimand.weighting != "importance":
         return ()

@@ -1,0 +1,54 @@
+"""Folders of an older schema: fields that were renamed since are read under their names of today."""
+
+import dataclasses
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from kleash.records import Measurement, Number, TrainingFolder, read_steps
+from kleash.records.codec import decode
+from kleash.records.renamed_fields import RENAMED_FIELDS
+from kleash.training.ppo.checkpoints import load_progress
+
+OLD = Path(__file__).with_name("schema_1")
+HOMES = ("kleash.records", "kleash.training.ppo.checkpoints")
+
+
+def test_the_warnings_of_a_measurement_of_schema_1_are_read() -> None:
+    written = json.loads((OLD / "measured" / "measurement.json").read_text())
+    measurement = Measurement.read(OLD / "measured")
+    assert written["schema"] == 1
+    for name, number in written["per_token"].items():
+        assert measurement.per_token[name].warnings == tuple(number["doubts"]), name
+    assert any(number.warnings for number in measurement.per_token.values())
+    for name, record in written["estimators"].items():
+        assert measurement.estimators[name].warnings == tuple(record["doubts"])
+        assert measurement.estimators[name].bias.warnings == tuple(record["bias"]["doubts"])
+
+
+def test_the_warnings_of_the_run_itself_are_read() -> None:
+    written = json.loads((OLD / "measured" / "measurement.json").read_text())
+    assert decode(Measurement, {**written, "doubts": ["read me"]}).warnings == ("read me",)
+
+
+def test_the_alerts_of_a_training_run_of_that_time_are_read() -> None:
+    steps = read_steps(OLD / "trained")
+    (alert,) = [alert for record in steps for alert in record.alerts]
+    assert alert.kind == "far_from_target"
+    result = TrainingFolder(OLD / "trained").result()
+    assert result is not None and result.alerts == (alert.sentence,)
+    assert load_progress(OLD / "trained" / "checkpoints" / "step-000014").alerts == (alert.sentence,)
+
+
+def test_the_name_of_today_wins() -> None:
+    both = {"value": 1.0, "unit": "nats", "doubts": ["old"], "warnings": ["new"]}
+    assert decode(Number, {**both, "standard_error": 0.0, "ci95": [1.0, 1.0]}).warnings == ("new",)
+
+
+@pytest.mark.parametrize("name", RENAMED_FIELDS)
+def test_every_entry_is_of_a_record_that_has_the_new_name_and_not_the_old(name: str) -> None:
+    (record,) = {getattr(import_module(home), name) for home in HOMES if hasattr(import_module(home), name)}
+    fields = {field.name for field in dataclasses.fields(record)}
+    assert set(RENAMED_FIELDS[name].values()) <= fields and not set(RENAMED_FIELDS[name]) & fields
