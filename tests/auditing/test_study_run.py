@@ -1,11 +1,10 @@
 """Case (e): a run folder with known numbers, against plain numpy."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from synthetic_run import write_synthetic_run
 
 from kleash.auditing.study.measured_run import run_case
 from kleash.errors import OptionError, RunFolderError
@@ -15,19 +14,9 @@ READ = ["prompt_id", "logp_policy", "logp_reference", "kl_policy_reference"]
 
 
 @pytest.fixture(scope="module")
-def write(root):
-    """The reports' own maker of run folders."""
-    spec = importlib.util.spec_from_file_location("synthetic_run", root / "tests/reports/synthetic_run.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("synthetic_run", module)
-    spec.loader.exec_module(module)
-    return module.write_synthetic_run
-
-
-@pytest.fixture(scope="module")
-def folder(write, tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "plain"
-    write(path, prompts=35, tokens=40, hostile=False, shards=3)
+    write_synthetic_run(path, prompts=35, tokens=40, hostile=False, shards=3)
     return path
 
 
@@ -93,10 +82,10 @@ def test_the_controlled_estimate_misses_by_least(folder):
     assert float(run_case(folder).notes[0].split("a = ")[1].split(",")[0]) == pytest.approx(a, abs=6e-3)
 
 
-def test_responses_of_somebody_else_carry_their_weights(write, tmp_path, monkeypatch):
-    plain = write(tmp_path / "one", prompts=31, tokens=24, hostile=False)
+def test_responses_of_somebody_else_carry_their_weights(tmp_path, monkeypatch):
+    plain = write_synthetic_run(tmp_path / "one", prompts=31, tokens=24, hostile=False)
     job = {**plain.job, "responses": "rollouts.jsonl"}
-    write(tmp_path / "two", prompts=31, tokens=24, hostile=False, changes={"job": job})
+    write_synthetic_run(tmp_path / "two", prompts=31, tokens=24, hostile=False, changes={"job": job})
     read = RunFolder.token_parts
 
     def drawn_elsewhere(self, names):
@@ -116,10 +105,10 @@ def test_responses_of_somebody_else_carry_their_weights(write, tmp_path, monkeyp
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_what_cannot_be_studied(write, tmp_path):
+def test_what_cannot_be_studied(tmp_path):
     with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder\?"):
         run_case(tmp_path)
     changes = {"estimators": {}, "estimators_note": "left out: these tokens are the text's"}
-    write(tmp_path / "text", prompts=4, tokens=24, hostile=False, changes=changes)
+    write_synthetic_run(tmp_path / "text", prompts=4, tokens=24, hostile=False, changes=changes)
     with pytest.raises(OptionError, match="left out: these tokens are the text's; study a run whose tokens"):
         run_case(tmp_path / "text")

@@ -6,12 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from verl_engines import PROMPTS, RESPONSES, batch, engine_of, logp_of, loss_of, nested, tiny
+from verl_engines import (
+    PROMPTS,
+    batch,
+    engine_of,
+    expected_update,
+    gradients,
+    kl_and_logp,
+    loss_of,
+    nested,
+    on_policy,
+    tiny,
+)
 
 from kleash.errors import CannotRunError, ShapeError
 from kleash.integrations.verl import REFERENCE_HIDDEN, install
-
-COEFFICIENT = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -56,50 +65,6 @@ def with_reference(parts, reference, data, *, shard=False, forward_only=True):
     engine = engine_of(parts.fsdp, reference, forward_only=forward_only, shard=shard)
     found = engine.infer_batch(deepcopy(data))["model_output"]
     data[REFERENCE_HIDDEN] = found[REFERENCE_HIDDEN]
-    return data
-
-
-def counted(data):
-    """Token ids, response length and mask of each sequence."""
-    return zip(data["input_ids"].unbind(), PROMPTS, RESPONSES, data["response_mask"].unbind(), strict=True)
-
-
-def kl_and_logp(policy, reference, data):
-    """Exact KL and log-probability of every response token, sequence by sequence; the mask beside them."""
-    kls, logps, masks = [], [], []
-    for ids, prompt, response, mask in counted(data):
-        p, q = logp_of(policy, ids), logp_of(reference, ids).detach()
-        rows = slice(prompt - 1, prompt + response - 1)
-        kls.append((p.exp() * (p - q)).sum(-1)[rows])
-        logps.append(p[rows].gather(-1, ids[prompt:, None])[:, 0])
-        masks.append(mask.bool())
-    return kls, logps, masks
-
-
-def gradients(model):
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-def expected_update(policy, reference, data, mode="token-mean"):
-    """Gradient and KL of the whole loss, computed apart: policy gradient at ratio 1, plus the exact KL."""
-    kls, logps, masks = kl_and_logp(policy, reference, data)
-    advantages = data["advantages"].unbind()
-    per = {"token-mean": sum(map(torch.sum, masks)), "seq-mean-token-sum": len(masks)}[mode]
-    kl = sum((k * m).sum() for k, m in zip(kls, masks, strict=True)) / per
-    gain = sum(
-        ((x - x.detach()).exp() * a * m).sum() for x, a, m in zip(logps, advantages, masks, strict=True)
-    )
-    policy.zero_grad()
-    (COEFFICIENT * kl - gain / per).backward()
-    found = gradients(policy)
-    policy.zero_grad()
-    return found, kl.item()
-
-
-def on_policy(policy, data):
-    """Old log-probabilities that are the policy's own: every ratio is 1."""
-    _, logps, _ = kl_and_logp(policy, policy, data)
-    data["old_log_probs"] = nested([x.detach() for x in logps])
     return data
 
 

@@ -22,8 +22,7 @@ import verl.workers.engine.fsdp.transformer_impl as fsdp
 import verl.workers.utils.losses as losses
 from verl.plugin.platform import get_platform
 from verl.utils.tensordict_utils import chunk_tensordict
-from verl_engines import batch, engine_of, loss_of, tiny
-from test_verl_exact import expected_update, on_policy
+from verl_engines import batch, engine_of, expected_update, loss_of, on_policy, tiny
 platform = type(get_platform())
 platform.current_device, platform.device_name = (lambda self: "cpu"), "cpu"
 
@@ -48,8 +47,9 @@ print("agrees")
 
 @pytest.mark.peers("verl")
 def test_two_ranks_train_the_kl_of_the_whole_batch(tmp_path):
-    here = str(Path(__file__).parent)
-    environment = os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    paths = os.pathsep.join([helpers, os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RUN, str(rank), str(tmp_path / "store")],

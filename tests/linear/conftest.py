@@ -1,13 +1,8 @@
-"""Makes the helper next to the tests importable, and lets the library in C take calls of any size."""
-
-import sys
-from pathlib import Path
+"""The library in C takes calls of any size."""
 
 import pytest
 
 from kleash.linear.impl import compiling
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
-from test_model_scoring import given
+from scoring_cases import random_sequences
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM
 
@@ -51,7 +51,7 @@ def logps(base, adapter, sequences):
 
 
 def agree(pair, base, adapters, **options):
-    sequences = given()
+    sequences = random_sequences()
     found = score(pair, sequences)
     for role, adapter in zip(("policy", "reference"), adapters, strict=True):
         wanted = logps(base, adapter, sequences)
@@ -91,14 +91,14 @@ def test_an_adapter_on_the_head_is_merged_in_float32_whatever_the_model_runs_in(
     assert pair.policy.head.weight.dtype == torch.float32
     assert pair.reference.head.weight is not None
     assert pair.reference.head.weight.dtype == torch.bfloat16
-    found = score(pair, given())
-    assert np.abs(found["logp_policy"] - logps(base, another, given())).max() < 0.3
+    found = score(pair, random_sequences())
+    assert np.abs(found["logp_policy"] - logps(base, another, random_sequences())).max() < 0.3
 
 
 def test_the_same_adapter_on_both_sides_is_exactly_zero(base, adapter):
     pair = load_pair(str(adapter), str(adapter))
     assert pair.policy.is_same_as(pair.reference)
-    assert (score(pair, given())["kl_policy_reference"] == 0).all()
+    assert (score(pair, random_sequences())["kl_policy_reference"] == 0).all()
 
 
 def test_another_model_as_reference_is_said(base, adapter, folders):
@@ -106,9 +106,9 @@ def test_another_model_as_reference_is_said(base, adapter, folders):
     pair = load_pair(str(adapter), str(reference))
     assert pair.policy.network is not pair.reference.network
     assert "different bases" in pair.notes[1]
-    found = score(pair, given())
-    np.testing.assert_allclose(found["logp_policy"], logps(base, adapter, given()), rtol=3e-5)
-    np.testing.assert_allclose(found["logp_reference"], logps(reference, None, given()), rtol=3e-5)
+    found = score(pair, random_sequences())
+    np.testing.assert_allclose(found["logp_policy"], logps(base, adapter, random_sequences()), rtol=3e-5)
+    np.testing.assert_allclose(found["logp_reference"], logps(reference, None, random_sequences()), rtol=3e-5)
 
 
 @pytest.mark.parametrize("settings", [{"modules_to_save": ["lm_head"]}, {"use_dora": True}])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_model_scoring import expected, given
+from scoring_cases import columns_by_enumeration, random_sequences
 from tiny_models import CONFIGS, save_tiny
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
@@ -78,9 +78,9 @@ def test_what_does_not_come_apart_is_measured_through_its_logits(folders):
     assert "the policy (LlamaForCausalLM) does not come apart" in anatomy.note
     assert "slower" in anatomy.note
     through = replace(pair, policy=replace(pair.policy, head=anatomy.head))
-    sequences = given()
+    sequences = random_sequences()
     found, apart = score(through, sequences), score(pair, sequences)
-    hot = expected(policy, reference, sequences, temperature=1 / 1.001)
+    hot = columns_by_enumeration(policy, reference, sequences, temperature=1 / 1.001)
     np.testing.assert_allclose(found["logp_policy"], hot["logp_policy"], rtol=3e-5)
     np.testing.assert_allclose(found["logp_reference"], apart["logp_reference"], rtol=1e-6)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_model_scoring import given
+from scoring_cases import random_sequences
 from tiny_models import double_logits
 
 from kleash.errors import ModelError, OptionError, RunFolderError
@@ -25,24 +25,24 @@ def same(found, wanted):
 
 
 def test_what_is_in_the_folder_is_not_computed_again(pair: Pair, tmp_path):
-    plain = score(pair, given())
+    plain = score(pair, random_sequences())
     cache = ReferenceCache(tmp_path / "cache", pair.reference)
-    same(score(pair, given(), cache=cache), plain)
+    same(score(pair, random_sequences(), cache=cache), plain)
     assert cache.found == 0
     deaf = replace(pair, reference=replace(pair.reference, body=unasked))
     again = ReferenceCache(tmp_path / "cache", deaf.reference)
-    same(score(deaf, given(), batch_tokens=11, cache=again), plain)
-    assert again.found == len(given())
-    hotter = score(deaf, given()[::-1], temperature=2.0, cache=again)
+    same(score(deaf, random_sequences(), batch_tokens=11, cache=again), plain)
+    assert again.found == len(random_sequences())
+    hotter = score(deaf, random_sequences()[::-1], temperature=2.0, cache=again)
     np.testing.assert_allclose(
         np.sort(hotter["logp_reference"]),
-        np.sort(score(pair, given(), temperature=2.0)["logp_reference"]),
+        np.sort(score(pair, random_sequences(), temperature=2.0)["logp_reference"]),
         rtol=1e-4,
     )
 
 
 def test_only_what_is_new_is_computed(pair: Pair, tmp_path):
-    first, rest = given()[:2], given()[2:]
+    first, rest = random_sequences()[:2], random_sequences()[2:]
     cache = ReferenceCache(tmp_path, pair.reference)
     score(pair, first, cache=cache)
     read = []
@@ -52,16 +52,16 @@ def test_only_what_is_new_is_computed(pair: Pair, tmp_path):
         return pair.reference.body(**inputs)
 
     counted = replace(pair, reference=replace(pair.reference, body=counting))
-    same(score(counted, given(), cache=cache), score(pair, given()))
+    same(score(counted, random_sequences(), cache=cache), score(pair, random_sequences()))
     assert sum(read) == len(rest)
     assert cache.found == 2
-    score(counted, given(), cache=cache)
+    score(counted, random_sequences(), cache=cache)
     assert sum(read) == len(rest)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
 def test_the_same_tokens_cut_elsewhere_are_something_else(pair: Pair, tmp_path):
-    (one,) = given(((5, 7),))
+    (one,) = random_sequences(((5, 7),))
     whole = one.prompt_ids + one.response_ids
     moved = replace(one, prompt_ids=whole[:6], response_ids=whole[6:])
     cache = ReferenceCache(tmp_path, pair.reference)
@@ -72,13 +72,13 @@ def test_the_same_tokens_cut_elsewhere_are_something_else(pair: Pair, tmp_path):
 def test_hidden_states_are_kept_in_the_dtype_that_ran(folders, tmp_path):
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference), dtype="bfloat16")
-    fresh = score(pair, given(), cache=ReferenceCache(tmp_path, pair.reference))
+    fresh = score(pair, random_sequences(), cache=ReferenceCache(tmp_path, pair.reference))
     (stored,) = tmp_path.glob("*.safetensors")
     tensors = load_file(stored)
     assert tensors["hidden"].dtype == torch.bfloat16
     assert tensors["hidden"].shape == (1 + 3 + 7 + 12, 32)
     assert sorted(tensors["lengths"].tolist()) == [1, 3, 7, 12]
-    found = score(pair, given(), cache=ReferenceCache(tmp_path, pair.reference))
+    found = score(pair, random_sequences(), cache=ReferenceCache(tmp_path, pair.reference))
     for name, values in fresh.items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_made(pair: Pair, tmp_path, unhooked):
 
 
 def test_a_damaged_file_is_named(pair: Pair, tmp_path, unhooked):
-    score(pair, given(), cache=ReferenceCache(tmp_path, pair.reference))
+    score(pair, random_sequences(), cache=ReferenceCache(tmp_path, pair.reference))
     (stored,) = tmp_path.glob("*.safetensors")
     stored.write_bytes(stored.read_bytes()[:-9])
     with pytest.raises(
@@ -119,7 +119,7 @@ def test_a_damaged_file_is_named(pair: Pair, tmp_path, unhooked):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_alternatives_are_the_likeliest_tokens_of_both(folders, pair: Pair, temperature):
-    one = replace(given()[0], prompt_id=8, sample_id=2)
+    one = replace(random_sequences()[0], prompt_id=8, sample_id=2)
     found = alternatives(pair, one, temperature=temperature)
     assert set(found) == set(ALTERNATIVE_COLUMNS)
     assert all(len(values) == 7 * 5 for values in found.values())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_model_scoring import given
+from scoring_cases import random_sequences
 from tiny_models import double_logits, save_tiny, tiny_adapter
 
 from kleash.errors import ModelError
@@ -57,16 +57,16 @@ def beside(stored: StoredReference, policy: Path, reference: Path | str) -> Pair
 
 def test_it_scores_as_the_reference_does(folders, pair: Pair, tmp_path: Path) -> None:
     policy, reference = folders("llama")
-    stored = made(tmp_path / "cache", reference, given())
+    stored = made(tmp_path / "cache", reference, random_sequences())
     assert StoredReference.is_in(tmp_path / "cache") and not StoredReference.is_in(tmp_path)
     without = beside(stored, policy, tmp_path / "cache")
     assert without.reference.network is None and without.reference.body is None
-    exact = score(pair, given())
-    found = score(without, given())
+    exact = score(pair, random_sequences())
+    found = score(without, random_sequences())
     for name, values in exact.items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)
-    warm = score(without, given()[::-1], temperature=0.7, batch_tokens=9)
-    longest = given()[1]
+    warm = score(without, random_sequences()[::-1], temperature=0.7, batch_tokens=9)
+    longest = random_sequences()[1]
     logq = (double_logits(reference, [*longest.prompt_ids, *longest.response_ids])[:-1] / 0.7).log_softmax(-1)
     wanted = logq[range(12), list(longest.response_ids)]
     np.testing.assert_allclose(warm["logp_reference"][warm["prompt_id"] == 1], wanted, rtol=2e-5)
@@ -75,33 +75,37 @@ def test_it_scores_as_the_reference_does(folders, pair: Pair, tmp_path: Path) ->
 
 
 def test_what_is_there_is_not_read_again(folders, tmp_path: Path) -> None:
-    made(tmp_path, folders("llama")[1], given())
+    made(tmp_path, folders("llama")[1], random_sequences())
     model = load_reference(str(folders("llama")[1]), None, Loading()).reference
     cache = ReferenceCache(tmp_path, model)
 
     def unasked(_: Any) -> torch.Tensor:
         raise AssertionError("the reference was asked")
 
-    cache.fill(unasked, given()[1:], 4096)
-    assert len(cache.states) == 4 and all(one in cache for one in given())
+    cache.fill(unasked, random_sequences()[1:], 4096)
+    assert len(cache.states) == 4 and all(one in cache for one in random_sequences())
     with pytest.raises(AssertionError, match="was asked"):
-        cache.fill(unasked, given(((2, 2),)), 4096)
+        cache.fill(unasked, random_sequences(((2, 2),)), 4096)
 
 
 def test_a_sequence_that_is_not_there_is_named(folders, tmp_path: Path) -> None:
-    stored = made(tmp_path, folders("llama")[1], given()[:3])
-    where = replace(given()[3], where="file, line 7")
-    (other,) = given(((2, 2),), seed=5)
-    assert stored.lacking([*given()[:3], where, other]) == (2, 5, "prompt 3, sample 0 (file, line 7)")
+    stored = made(tmp_path, folders("llama")[1], random_sequences()[:3])
+    where = replace(random_sequences()[3], where="file, line 7")
+    (other,) = random_sequences(((2, 2),), seed=5)
+    assert stored.lacking([*random_sequences()[:3], where, other]) == (
+        2,
+        5,
+        "prompt 3, sample 0 (file, line 7)",
+    )
     assert stored.lacking([]) == (0, 0, "")
     with pytest.raises(ModelError, match=r"holds no hidden states of prompt 3, sample 0 \(file, line 7\)"):
-        stored.read([given()[0], where])
+        stored.read([random_sequences()[0], where])
 
 
 def test_the_policy_itself_is_exactly_zero(folders, tmp_path: Path) -> None:
     reference = folders("llama")[1]
-    pair = beside(made(tmp_path, reference, given()), reference, reference)
-    found = score(pair, given())
+    pair = beside(made(tmp_path, reference, random_sequences()), reference, reference)
+    found = score(pair, random_sequences())
     assert (found["kl_policy_reference"] == 0).all() and (found["total_variation"] == 0).all()
 
 
@@ -109,13 +113,13 @@ def test_a_head_with_more_rows_is_cut_as_without_a_cache(folders, tmp_path: Path
     policy, reference = folders("llama")
     wide = save_tiny(tmp_path / "wide", vocab_size=340)
     cache = tmp_path / "cache"
-    stored = made(cache, wide, given())
+    stored = made(cache, wide, random_sequences())
     assert load_file(cache / "head.safetensors")["weight"].shape == (340, 32)
     found, exact = beside(stored, policy, wide), load_pair(str(policy), str(wide))
     assert found.vocabulary == exact.vocabulary == 300
     assert any("340 (reference) rows" in note for note in found.notes)
-    for name, values in score(exact, given()).items():
-        np.testing.assert_array_equal(score(found, given())[name], values, err_msg=name)
+    for name, values in score(exact, random_sequences()).items():
+        np.testing.assert_array_equal(score(found, random_sequences())[name], values, err_msg=name)
     assert reference != wide
 
 
@@ -150,7 +154,7 @@ def sequences_of(folder: Path, pair: Pair) -> Any:
 
 
 def test_the_tokenizer_is_kept_and_the_weights_are_not(folders, tmp_path: Path) -> None:
-    stored = made(tmp_path, folders("llama")[1], given())
+    stored = made(tmp_path, folders("llama")[1], random_sequences())
     names = {path.name for path in (tmp_path / "tokenizer").iterdir()}
     assert {"tokenizer.json", "config.json"} <= names
     assert not any(name.endswith((".safetensors", ".index.json")) for name in names)
@@ -159,7 +163,7 @@ def test_the_tokenizer_is_kept_and_the_weights_are_not(folders, tmp_path: Path) 
 
 
 def test_anyone_may_read_the_files_who_may_read_the_folder(folders, tmp_path: Path) -> None:
-    made(tmp_path, folders("llama")[1], given())
+    made(tmp_path, folders("llama")[1], random_sequences())
     modes = {
         path.stat().st_mode & 0o777 for path in tmp_path.iterdir() if path.suffix in (".json", ".safetensors")
     }
@@ -167,7 +171,7 @@ def test_anyone_may_read_the_files_who_may_read_the_folder(folders, tmp_path: Pa
 
 
 def test_rounding_belongs_to_a_temperature(folders, tmp_path: Path) -> None:
-    stored = made(tmp_path, folders("llama")[1], given())
+    stored = made(tmp_path, folders("llama")[1], random_sequences())
     assert stored.rounding("noise", 1.0) is None
     save_rounding(tmp_path, "noise", 0.5, {"kl_policy_reference": np.array([0.25, 0.5])})
     assert stored.rounding("noise", 0.5)["kl_policy_reference"].tolist() == [0.25, 0.5]
@@ -177,7 +181,7 @@ def test_rounding_belongs_to_a_temperature(folders, tmp_path: Path) -> None:
 @pytest.fixture
 def from_hub(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cache of someone/reference at commit aaaa…, and a hub that says what it is told to say."""
-    stored = made(tmp_path, folders("llama")[1], given())
+    stored = made(tmp_path, folders("llama")[1], random_sequences())
     there = replace(stored.label.reference, path="someone/reference", revision="a" * 40)
     stored.label = replace(stored.label, reference=there)
     says: dict[str, Any] = {}
@@ -220,7 +224,7 @@ def test_a_hub_id_is_told_by_its_commit_and_never_fetched(from_hub) -> None:
 
 def test_a_folder_is_told_by_its_fingerprint(folders, tmp_path: Path) -> None:
     policy, reference = folders("llama")
-    stored = made(tmp_path, reference, given())
+    stored = made(tmp_path, reference, random_sequences())
     stored.check(str(reference), None, "auto")
     stored.check(str(tmp_path), None, "float32")
     with pytest.raises(ModelError, match="give that reference, or another cache"):
@@ -244,7 +248,7 @@ def test_hidden_states_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_key_stands_for_tokens_and_where_they_are_cut() -> None:
-    (one,) = given(((5, 7),))
+    (one,) = random_sequences(((5, 7),))
     whole = one.prompt_ids + one.response_ids
     keys = {key_of(replace(one, prompt_ids=whole[:n], response_ids=whole[n:])) for n in range(1, 12)}
     assert len(keys) == 11

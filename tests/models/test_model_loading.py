@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
-from test_model_scoring import expected, given
+from scoring_cases import columns_by_enumeration, random_sequences
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -86,7 +86,7 @@ def test_padded_heads_of_two_sizes_are_cut_to_the_tokens(folders, tmp_path):
         "the heads have 320 (policy) and 305 (reference) rows for 300 tokens; both are cut"
     )
     assert (pair.vocabulary, pair.reference.vocabulary) == (300, 300)
-    one = given()[1]
+    one = random_sequences()[1]
     found = score(pair, [one])
     both = [
         double_logits(folder, [*one.prompt_ids, *one.response_ids]).numpy() for folder in (policy, reference)
@@ -253,8 +253,8 @@ def test_dtypes_and_devices_that_are_not(folders, unhooked):
 def test_a_device_map_gives_the_same_numbers(folders):
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference), device_map="cpu")
-    found = score(pair, given())
-    wanted = expected(policy, reference, given())
+    found = score(pair, random_sequences())
+    wanted = columns_by_enumeration(policy, reference, random_sequences())
     np.testing.assert_allclose(
         found["kl_policy_reference"], wanted["kl_policy_reference"], rtol=3e-5, atol=3e-6
     )

@@ -1,6 +1,5 @@
 """Scores against the models' own logits in float64, each sequence alone."""
 
-import math
 import shutil
 from dataclasses import replace
 
@@ -8,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax
+from scoring_cases import columns_by_enumeration, random_sequences
 from tiny_models import ARCHITECTURES, double_logits
 
 from kleash.errors import NonFiniteError, OptionError
 from kleash.models import (
     Pair,
     ReferenceCache,
-    Sequence,
     load_pair,
     score,
     score_against_alone,
@@ -23,64 +22,12 @@ from kleash.models import (
 from kleash.records.tables import TOKEN_COLUMNS
 
 
-def given(lengths=((5, 7), (1, 12), (9, 1), (3, 3)), seed=0, vocabulary=300):
-    """Random sequences of (prompt, response) lengths."""
-    rng = np.random.default_rng(seed)
-    return [
-        Sequence(
-            prompt_id=n,
-            sample_id=0,
-            prompt_ids=tuple(rng.integers(3, vocabulary, before).tolist()),
-            response_ids=tuple(rng.integers(3, vocabulary, after).tolist()),
-            prompt_text="",
-            response_text="",
-        )
-        for n, (before, after) in enumerate(lengths)
-    ]
-
-
-def expected(policy, reference, sequences, temperature=1.0):
-    """Every column by brute force over the whole vocabulary, with numpy."""
-    rows = {name: [] for name in TOKEN_COLUMNS if name != "text"}
-    for one in sequences:
-        text = [*one.prompt_ids, *one.response_ids]
-        both = [double_logits(folder, text).numpy() / temperature for folder in (policy, reference)]
-        for position, token in enumerate(one.response_ids):
-            at = len(one.prompt_ids) - 1 + position
-            logp, logq = (log_softmax(z[at]) for z in both)
-            p, q = np.exp(logp), np.exp(logq)
-            logm = np.logaddexp(logp, logq) - math.log(2)
-            found = {
-                "prompt_id": one.prompt_id,
-                "sample_id": one.sample_id,
-                "position": position,
-                "token_id": token,
-                "logp_policy": logp[token],
-                "logp_reference": logq[token],
-                "logp_sampled": np.nan,
-                "kl_policy_reference": p @ (logp - logq),
-                "kl_reference_policy": q @ (logq - logp),
-                "jensen_shannon": (p @ (logp - logm) + q @ (logq - logm)) / 2,
-                "total_variation": np.abs(p - q).sum() / 2,
-                "entropy_policy": -p @ logp,
-                "entropy_reference": -q @ logq,
-                "top1_policy": p.argmax(),
-                "top1_reference": q.argmax(),
-                "top1_probability_policy": p.max(),
-                "top1_probability_reference": q.max(),
-                "rank_reference": (logq > logq[token]).sum(),
-            }
-            for name, value in found.items():
-                rows[name].append(value)
-    return {name: np.array(values) for name, values in rows.items()}
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_column_is_that_of_the_models_own_logits_in_float64(folders, architecture):
     policy, reference = folders(architecture)
-    sequences = given()
+    sequences = random_sequences()
     found = score(load_pair(str(policy), str(reference)), sequences, batch_tokens=24)
-    wanted = expected(policy, reference, sequences)
+    wanted = columns_by_enumeration(policy, reference, sequences)
     assert set(found) == set(TOKEN_COLUMNS) - {"text"}
     assert wanted["kl_policy_reference"].mean() > 0.02
     for name, values in wanted.items():
@@ -90,9 +37,9 @@ def test_every_column_is_that_of_the_models_own_logits_in_float64(folders, archi
 
 def test_temperature_divides_the_logits_of_both(folders):
     policy, reference = folders("llama")
-    sequences = given()
+    sequences = random_sequences()
     found = score(load_pair(str(policy), str(reference)), sequences, temperature=0.7)
-    for name, values in expected(policy, reference, sequences, temperature=0.7).items():
+    for name, values in columns_by_enumeration(policy, reference, sequences, temperature=0.7).items():
         np.testing.assert_allclose(found[name], values, rtol=3e-5, atol=3e-6, err_msg=name)
 
 
@@ -100,7 +47,7 @@ def test_temperature_divides_the_logits_of_both(folders):
 def test_neither_padding_nor_batch_mates_change_a_number(folders, architecture):
     policy, reference = folders(architecture)
     pair = load_pair(str(policy), str(reference))
-    sequences = given(((5, 7), (1, 60), (30, 2), (3, 3), (2, 9)))
+    sequences = random_sequences(((5, 7), (1, 60), (30, 2), (3, 3), (2, 9)))
     alone = [score(pair, [one]) for one in sequences]
     for batch_tokens in (1, 70, 10_000):
         together = score(pair, sequences, batch_tokens=batch_tokens)
@@ -118,7 +65,7 @@ def test_a_model_against_itself_is_exactly_zero(folders):
     policy, _ = folders("llama")
     pair = load_pair(str(policy), str(policy))
     assert pair.policy.network is pair.reference.network
-    found = score(pair, given())
+    found = score(pair, random_sequences())
     for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
         assert (found[name] == 0).all(), name
     assert (found["logp_policy"] == found["logp_reference"]).all()
@@ -129,15 +76,15 @@ def test_a_copy_of_a_model_and_a_cache_make_no_difference_to_that(folders, tmp_p
     copy = shutil.copytree(policy, tmp_path / "copy")
     pair = load_pair(str(policy), str(copy))
     assert pair.policy.network is not pair.reference.network
-    assert (score(pair, given())["kl_policy_reference"] == 0).all()
+    assert (score(pair, random_sequences())["kl_policy_reference"] == 0).all()
     itself = load_pair(str(policy), str(policy))
     cache = ReferenceCache(tmp_path / "cache", itself.reference)
-    score(itself, given(), batch_tokens=1, cache=cache)
-    assert (score(itself, given(), cache=cache)["kl_policy_reference"] == 0).all()
+    score(itself, random_sequences(), batch_tokens=1, cache=cache)
+    assert (score(itself, random_sequences(), cache=cache)["kl_policy_reference"] == 0).all()
 
 
 def test_logp_sampled_is_carried_along_in_the_order_of_the_input(pair: Pair):
-    first, second, *_ = given()
+    first, second, *_ = random_sequences()
     second = replace(second, logp_sampled=np.linspace(-2, -1, 12, dtype=np.float32))
     found = score(pair, [first, second])["logp_sampled"]
     assert np.isnan(found[:7]).all()
@@ -146,7 +93,7 @@ def test_logp_sampled_is_carried_along_in_the_order_of_the_input(pair: Pair):
 
 def test_the_noise_floor_is_rounding_and_larger_in_bfloat16(folders):
     policy, reference = folders("llama")
-    sequences = given(((5, 7), (1, 60), (30, 2), (3, 3), (2, 9)))
+    sequences = random_sequences(((5, 7), (1, 60), (30, 2), (3, 3), (2, 9)))
     exact = load_pair(str(policy), str(reference)).reference
     floor = score_against_alone(exact, sequences)
     assert set(floor) == set(TOKEN_COLUMNS) - {"text"}
@@ -161,7 +108,7 @@ def test_the_noise_floor_reads_each_sequence_alone(pair: Pair):
         rows.append(len(inputs["input_ids"]))
         return pair.reference.body(**inputs)
 
-    score_against_alone(replace(pair.reference, body=counting), given())
+    score_against_alone(replace(pair.reference, body=counting), random_sequences())
     assert sorted(rows) == [1, 1, 1, 1, 4]
 
 
@@ -169,9 +116,9 @@ def test_the_dtype_gap_of_a_cut_head_is_that_of_the_cut_head(folders):
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference), dtype="bfloat16")
     head = replace(pair.reference.head, weight=pair.reference.head.weight[:300])
-    gap = score_in_float32(replace(pair.reference, head=head, vocabulary=300), given())
+    gap = score_in_float32(replace(pair.reference, head=head, vocabulary=300), random_sequences())
     assert gap is not None
-    one = given()[0]
+    one = random_sequences()[0]
     z = double_logits(reference, [*one.prompt_ids, *one.response_ids])[4:-1, :300].numpy()
     wanted = log_softmax(z, axis=-1)[np.arange(7), one.response_ids]
     np.testing.assert_allclose(gap["logp_reference"][:7], wanted, rtol=3e-5)
@@ -179,12 +126,12 @@ def test_the_dtype_gap_of_a_cut_head_is_that_of_the_cut_head(folders):
 
 def test_the_dtype_gap_compares_the_dtype_that_ran_with_float32(folders):
     policy, reference = folders("llama")
-    sequences = given()
+    sequences = random_sequences()
     rounded = load_pair(str(policy), str(reference), dtype="bfloat16")
     assert rounded.policy.dtype == torch.bfloat16
     gap = score_in_float32(rounded.reference, sequences)
     assert gap is not None
-    truth = expected(reference, reference, sequences)
+    truth = columns_by_enumeration(reference, reference, sequences)
     np.testing.assert_allclose(gap["logp_reference"], truth["logp_reference"], rtol=3e-5)
     assert 1e-7 < gap["kl_policy_reference"].mean() < 0.05
     assert np.abs(gap["logp_policy"] - gap["logp_reference"]).max() > 1e-3
@@ -192,9 +139,9 @@ def test_the_dtype_gap_compares_the_dtype_that_ran_with_float32(folders):
 
 def test_float64_models_are_scored_in_float64(folders):
     policy, reference = folders("llama")
-    sequences = given()
+    sequences = random_sequences()
     found = score(load_pair(str(policy), str(reference), dtype="float64"), sequences)
-    wanted = expected(policy, reference, sequences)["kl_policy_reference"]
+    wanted = columns_by_enumeration(policy, reference, sequences)["kl_policy_reference"]
     np.testing.assert_array_equal(found["kl_policy_reference"], wanted.astype(np.float32))
 
 
@@ -205,7 +152,9 @@ def test_nan_names_the_model_the_prompt_and_the_position(pair: Pair, unhooked):
         return out
 
     broken = replace(pair, reference=replace(pair.reference, body=spoilt))
-    sequences = [replace(one, where=f"rollouts.jsonl, line {one.prompt_id + 1}") for one in given()]
+    sequences = [
+        replace(one, where=f"rollouts.jsonl, line {one.prompt_id + 1}") for one in random_sequences()
+    ]
     message = (
         r"the reference gives NaN or infinite logits for prompt 0, sample 0 \(rollouts.jsonl, line 1\), "
         "response token 2"
@@ -223,12 +172,12 @@ def test_nan_in_a_head_is_found_behind_finite_hidden_states(folders, value):
     with pytest.raises(
         NonFiniteError, match="the policy gives NaN or infinite logits for prompt 1, sample 0"
     ):
-        score(pair, given()[1:])
+        score(pair, random_sequences()[1:])
 
 
 def test_a_temperature_of_zero_is_no_distribution(pair: Pair):
     with pytest.raises(OptionError, match="temperature above 0, not at 0"):
-        score(pair, given(), temperature=0.0)
+        score(pair, random_sequences(), temperature=0.0)
 
 
 def test_nothing_comes_of_nothing(pair: Pair):

@@ -99,3 +99,50 @@ def loss_of(losses: Any, **settings: Any) -> Any:
 def logp_of(model: Any, ids: Tensor) -> Tensor:
     """log p of every next token, one sequence at a time, without any of verl's packing."""
     return (model(input_ids=ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+
+
+COEFFICIENT = 0.3
+
+
+def counted(data):
+    """Token ids, response length and mask of each sequence."""
+    return zip(data["input_ids"].unbind(), PROMPTS, RESPONSES, data["response_mask"].unbind(), strict=True)
+
+
+def kl_and_logp(policy, reference, data):
+    """Exact KL and log-probability of every response token, sequence by sequence; the mask beside them."""
+    kls, logps, masks = [], [], []
+    for ids, prompt, response, mask in counted(data):
+        p, q = logp_of(policy, ids), logp_of(reference, ids).detach()
+        rows = slice(prompt - 1, prompt + response - 1)
+        kls.append((p.exp() * (p - q)).sum(-1)[rows])
+        logps.append(p[rows].gather(-1, ids[prompt:, None])[:, 0])
+        masks.append(mask.bool())
+    return kls, logps, masks
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def expected_update(policy, reference, data, mode="token-mean"):
+    """Gradient and KL of the whole loss, computed apart: policy gradient at ratio 1, plus the exact KL."""
+    kls, logps, masks = kl_and_logp(policy, reference, data)
+    advantages = data["advantages"].unbind()
+    per = {"token-mean": sum(map(torch.sum, masks)), "seq-mean-token-sum": len(masks)}[mode]
+    kl = sum((k * m).sum() for k, m in zip(kls, masks, strict=True)) / per
+    gain = sum(
+        ((x - x.detach()).exp() * a * m).sum() for x, a, m in zip(logps, advantages, masks, strict=True)
+    )
+    policy.zero_grad()
+    (COEFFICIENT * kl - gain / per).backward()
+    found = gradients(policy)
+    policy.zero_grad()
+    return found, kl.item()
+
+
+def on_policy(policy, data):
+    """Old log-probabilities that are the policy's own: every ratio is 1."""
+    _, logps, _ = kl_and_logp(policy, policy, data)
+    data["old_log_probs"] = nested([x.detach() for x in logps])
+    return data
