@@ -117,7 +117,7 @@ def test_with_the_cache_the_same_bits(
 def test_the_reference_is_never_loaded(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kleash.models.networks as networks
+    import kleash.models.network_loading as networks
 
     asked: list[str] = []
     load = networks._load_base

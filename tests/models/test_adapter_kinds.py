@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError
 from kleash.models import adapter_kinds, adapters, load_pair, load_reference
-from kleash.models.anatomy import logits
-from kleash.models.loading import Loading
+from kleash.models.heads import logits
+from kleash.models.pair_loading import Loading
 
 QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 TOKENS = [290, 299]

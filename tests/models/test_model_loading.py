@@ -103,7 +103,7 @@ def test_fewer_rows_than_tokens(tmp_path, unhooked):
 
 
 def test_fewer_logits_than_tokens(pair: Pair, unhooked):
-    from kleash.models.loading import fit_together
+    from kleash.models.pair_loading import fit_together
 
     with pytest.raises(ModelError, match=r"the reference .* has 299 logits for a tokenizer of 300 tokens"):
         fit_together(pair.policy, replace(pair.reference, vocabulary=299), ())
@@ -261,7 +261,7 @@ def test_a_device_map_gives_the_same_numbers(folders):
 
 
 def test_different_dtypes_are_a_warning(folders):
-    from kleash.models.loading import fit_together
+    from kleash.models.pair_loading import fit_together
 
     policy, reference = folders("llama")
     ours, theirs = (

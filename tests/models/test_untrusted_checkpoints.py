@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.models import bounded_work, chat_templates, load_pair, prompts_of
-from kleash.models.anatomy import logits
 from kleash.models.chat_templates import TemplateError, chat_text
+from kleash.models.heads import logits
 from kleash.models.safetensors_header import safetensors_header
 
 pytestmark = [

@@ -3,16 +3,16 @@
 from kleash.models.adapters import require_unchanged_base
 from kleash.models.against_itself import score_against_alone, score_in_float32
 from kleash.models.alternatives import alternatives
-from kleash.models.anatomy import Anatomy, disagreement, take_apart
 from kleash.models.batching import length_batches
 from kleash.models.cache import ReferenceCache
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
-from kleash.models.live import at_rest, live_model
-from kleash.models.loading import Loading, fit_together, load_pair
-from kleash.models.noise import SAMPLER, draw, exponentials
+from kleash.models.heads import Anatomy, disagreement, take_apart
+from kleash.models.keyed_draws import SAMPLER, draw, exponentials
+from kleash.models.live_models import at_rest, live_model
 from kleash.models.one_side import load_beside, load_reference
-from kleash.models.pairs import Model, Pair
+from kleash.models.pair import Model, Pair
+from kleash.models.pair_loading import Loading, fit_together, load_pair
 from kleash.models.prompts import column_counts, prompts_of, read_prompts
 from kleash.models.responses import read_responses
 from kleash.models.scoring import finite_reader, score

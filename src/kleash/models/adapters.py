@@ -15,8 +15,8 @@ from kleash.models.base_proof import NetworkState, logits_of, probe_of, same_bit
 from kleash.models.bounded_work import check_patterns
 from kleash.models.checkpoint_safety import ADAPTER_WEIGHTS
 from kleash.models.checkpoints import Checkpoint, read_json
+from kleash.models.compat import first_line
 from kleash.models.config_sizes import check_adapter_sizes
-from kleash.models.quiet import first_line
 from kleash.models.safetensors_header import safetensors_header
 
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from kleash.linear import LinearOptions
-from kleash.models.anatomy import cut
-from kleash.models.loading import load_pair
-from kleash.models.pairs import Model, Pair
+from kleash.models.heads import cut
+from kleash.models.pair import Model, Pair
+from kleash.models.pair_loading import load_pair
 from kleash.models.scoring import Sides, reader, score, score_sides
 from kleash.models.sequences import Sequence
 

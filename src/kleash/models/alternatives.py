@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear import log_probabilities
-from kleash.models.pairs import Model, Pair
+from kleash.models.pair import Model, Pair
 from kleash.models.scoring import reader
 from kleash.models.sequences import Sequence
 from kleash.models.tokenizers import token_texts

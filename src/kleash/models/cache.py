@@ -12,7 +12,7 @@ from torch import Tensor
 from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.models.batching import length_batches
 from kleash.models.hidden_states import HiddenStates, key_of
-from kleash.models.pairs import Model
+from kleash.models.pair import Model
 from kleash.models.sequences import Sequence
 from kleash.records import CachedSource, CacheLabel
 from kleash.records.atomic import TEMPORARY, cannot_write, require_utf8

@@ -11,8 +11,8 @@ from typing import Any
 from kleash.errors import ModelError
 from kleash.extras import need
 from kleash.models.checkpoint_safety import INDEX, check_adapter_files, check_index, check_model_settings
+from kleash.models.compat import first_line, quiet
 from kleash.models.file_hashes import hashes_of
-from kleash.models.quiet import first_line, quiet
 from kleash.models.safetensors_header import safetensors_header
 from kleash.records.folder import KIND_OF_FINGERPRINT
 from kleash.shipped import shipped_folder

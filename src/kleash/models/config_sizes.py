@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_modules
 from kleash.errors import ModelError
 from kleash.models.checkpoint_safety import ADAPTER_WEIGHTS, INDEX, named_values
 from kleash.models.checkpoints import read_json
-from kleash.models.quiet import first_line
+from kleash.models.compat import first_line
 from kleash.models.safetensors_header import safetensors_header
 
 COUNTS = re.compile(r"layers?$|layers?_|blocks?$|depth|stages?$|experts?")

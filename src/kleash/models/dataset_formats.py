@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from kleash.errors import SourceError
 from kleash.models.chat_templates import chat_text
+from kleash.models.compat import first_line
 from kleash.models.lines import Line, field, show_value, whole
-from kleash.models.quiet import first_line
 
 Turns = str | list[dict[str, Any]]
 """A text, or a list of messages."""

@@ -14,9 +14,9 @@ from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.linear import log_probabilities
 from kleash.models.batching import length_batches
-from kleash.models.noise import draw
-from kleash.models.pairs import Model
-from kleash.models.quiet import quiet
+from kleash.models.compat import quiet
+from kleash.models.keyed_draws import draw
+from kleash.models.pair import Model
 from kleash.models.sequences import Prompt, Sequence
 from kleash.models.writing import Writer
 

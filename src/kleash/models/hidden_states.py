@@ -14,7 +14,7 @@ from torch import Tensor
 from kleash.errors import KleashError, ModelError, RunFolderError
 from kleash.extras import need
 from kleash.models.checkpoints import safetensors_header
-from kleash.models.quiet import first_line
+from kleash.models.compat import first_line
 from kleash.models.sequences import Sequence
 from kleash.records import write_atomically
 from kleash.records.caching import REMAKE_CACHE, cache_checksums

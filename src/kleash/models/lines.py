@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.models.quiet import first_line
+from kleash.models.compat import first_line
 
 SHOWN = 60
 COPY_OF_STANDARD_INPUT = "kleash-standard-input"

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from kleash.models.checkpoints import find_checkpoint
-from kleash.models.loading import Loading, check_rows, dtype_of, fit_together, load_models, place_of
-from kleash.models.networks import load_tokenizer
-from kleash.models.pairs import Pair
-from kleash.models.quiet import quiet
+from kleash.models.compat import quiet
+from kleash.models.network_loading import load_tokenizer
+from kleash.models.pair import Pair
+from kleash.models.pair_loading import Loading, check_rows, dtype_of, fit_together, load_models, place_of
 from kleash.models.stored import StoredReference
 from kleash.models.tokenizers import compare_tokenizers
 from kleash.records.checksums import UNCHECKED

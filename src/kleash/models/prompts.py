@@ -14,7 +14,7 @@ from kleash.models.dataset_formats import (
     turns,
 )
 from kleash.models.lines import Line, field, shorten, show_value, whole
-from kleash.models.pairs import Pair
+from kleash.models.pair import Pair
 from kleash.models.sequences import Prompt, hash_tokens
 from kleash.models.source_files import read_lines, source_path
 

@@ -13,8 +13,8 @@ from kleash.errors import NonFiniteError, OptionError
 from kleash.linear import Head, LinearOptions, token_statistics, token_statistics_and_top
 from kleash.models.batching import length_batches
 from kleash.models.cache import ReferenceCache
-from kleash.models.pairs import Model, Pair
-from kleash.models.quiet import quiet
+from kleash.models.compat import quiet
+from kleash.models.pair import Model, Pair
 from kleash.models.sequences import Sequence
 
 STATISTICS = {

@@ -15,10 +15,10 @@ from kleash.extras import need
 from kleash.linear import Head
 from kleash.models.cache import check_model
 from kleash.models.checkpoints import HUB_ID, Checkpoint, find_checkpoint, hub_commit, inputs_of
+from kleash.models.compat import first_line
 from kleash.models.hidden_states import HiddenStates, key_of, save_tensors
-from kleash.models.networks import load_tokenizer, tokenizer_folder
-from kleash.models.pairs import Model
-from kleash.models.quiet import first_line
+from kleash.models.network_loading import load_tokenizer, tokenizer_folder
+from kleash.models.pair import Model
 from kleash.models.sequences import Sequence
 from kleash.records import CacheContents
 from kleash.records.atomic import cannot_write

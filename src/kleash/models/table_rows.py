@@ -10,8 +10,8 @@ from typing import Any
 
 from kleash.errors import SourceError
 from kleash.extras import need
+from kleash.models.compat import first_line
 from kleash.models.lines import Line, label_of, shorten, show_value, text_lines
-from kleash.models.quiet import first_line
 
 DELIMITERS = ",;\t|"
 JSON_COLUMNS = frozenset(

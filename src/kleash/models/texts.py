@@ -8,7 +8,7 @@ from typing import Any
 from kleash.errors import OptionError, SourceError
 from kleash.models.dataset_formats import document_of
 from kleash.models.lines import Line
-from kleash.models.pairs import Pair
+from kleash.models.pair import Pair
 from kleash.models.prompts import encode, fields_of
 from kleash.models.sequences import Sequence, hash_tokens
 from kleash.models.source_files import read_documents, source_path

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kleash.models.checkpoints import find_checkpoint
-from kleash.models.loading import place_of
+from kleash.models.pair_loading import place_of
 
 SMALL_BYTES = 100_000_000
 """Weights of a model, as they lie on disk, below which its matrices are too small to be shared out to threads."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.models.pairs import Model
+from kleash.models.pair import Model
 
 ROUNDING = 1e-3
 """Relative difference of hidden states that two ways of reading the same text may have in float32."""

@@ -10,10 +10,10 @@ from kleash.errors import CannotRunError, ModelError
 from kleash.extras import need
 from kleash.models import find_checkpoint, length_batches
 from kleash.models.chat_templates import chat_text
+from kleash.models.compat import first_line, quiet
 from kleash.models.config_sizes import check_config_sizes, check_network_size
-from kleash.models.loading import dtype_of, place_of
-from kleash.models.networks import load_tokenizer
-from kleash.models.quiet import first_line, quiet
+from kleash.models.network_loading import load_tokenizer
+from kleash.models.pair_loading import dtype_of, place_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from kleash.divergences import kl
 from kleash.errors import CannotRunError
 from kleash.integrations.verl.penalty import NAMES
 from kleash.linear import Head, linear_kl
-from kleash.models.anatomy import logits, readings
+from kleash.models.heads import logits, readings
 
 __all__ = ["REFERENCE_HIDDEN", "ExactKL"]
 

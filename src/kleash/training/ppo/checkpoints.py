@@ -15,7 +15,7 @@ from torch import Tensor
 from kleash.errors import RunFolderError
 from kleash.extras import need
 from kleash.leash import Leash, beta_from_dict
-from kleash.models.quiet import first_line, quiet
+from kleash.models.compat import first_line, quiet
 from kleash.records.atomic import (
     cannot_write,
     remove_folder,

@@ -13,9 +13,9 @@ from kleash.errors import ModelError
 from kleash.extras import need
 from kleash.linear import Head
 from kleash.models import Model, Pair, find_checkpoint
-from kleash.models.anatomy import cut
 from kleash.models.base_proof import logits_of, probe_of
-from kleash.models.quiet import first_line, quiet
+from kleash.models.compat import first_line, quiet
+from kleash.models.heads import cut
 from kleash.records import TrainJob
 from kleash.training.loading import both, lora_settings, require_trainable
 from kleash.training.ppo.policy import Batch, Policy

@@ -9,7 +9,7 @@ import torch
 from kleash.errors import CannotRunError, OptionError
 from kleash.extras import need
 from kleash.models import Sequence
-from kleash.models.loading import place_of
+from kleash.models.pair_loading import place_of
 from kleash.records import PPOJob
 from kleash.training.ppo.models import Trainee, load
 from kleash.training.ppo.policy import Batch

@@ -9,7 +9,7 @@ import torch
 
 from kleash.errors import OptionError
 from kleash.extras import need
-from kleash.models.loading import dtype_of, place_of
+from kleash.models.pair_loading import dtype_of, place_of
 from kleash.records import TrainJob
 from kleash.training.loading import require_trainable
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kleash.extras import need
 from kleash.models.chat_templates import bounded_templates
-from kleash.models.quiet import quiet
+from kleash.models.compat import quiet
 from kleash.records import TrainingResult, TrainJob
 from kleash.records.checksums import CHECKSUMS, Checksums
 from kleash.training.journal import Journal

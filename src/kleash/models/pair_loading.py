@@ -8,11 +8,11 @@ import torch
 from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.linear import Head
 from kleash.models.adapters import Loaded
-from kleash.models.anatomy import Anatomy, cut, take_apart
 from kleash.models.checkpoints import Checkpoint, find_checkpoint
-from kleash.models.networks import load_network, load_tokenizer
-from kleash.models.pairs import Model, Pair
-from kleash.models.quiet import first_line, quiet
+from kleash.models.compat import first_line, quiet
+from kleash.models.heads import Anatomy, cut, take_apart
+from kleash.models.network_loading import load_network, load_tokenizer
+from kleash.models.pair import Model, Pair
 from kleash.models.tokenizers import PROBES, compare_tokenizers, token_count
 
 DTYPES = {

@@ -13,8 +13,8 @@ from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.models.adapter_kinds import rule_of
 from kleash.models.adapters import require_unchanged_base, trained_base_tensors
-from kleash.models.loading import DTYPES, anatomy_of, check_rows, context_of, ends_of
-from kleash.models.pairs import Model
+from kleash.models.pair import Model
+from kleash.models.pair_loading import DTYPES, anatomy_of, check_rows, context_of, ends_of
 
 IN_USE = "the one in use"
 """Of an adapter: what a PEFT model has active, whatever it is called."""

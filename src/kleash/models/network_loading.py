@@ -10,8 +10,8 @@ from kleash.errors import ModelError
 from kleash.extras import need
 from kleash.models.adapters import Base, Loaded, networks_over_one_base
 from kleash.models.checkpoints import Checkpoint
+from kleash.models.compat import first_line
 from kleash.models.config_sizes import check_config_sizes, check_network_size
-from kleash.models.quiet import first_line
 
 TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
 """Files of which every tokenizer has one."""
