@@ -6,7 +6,7 @@ import numpy as np
 from scipy.special import log_softmax
 from tiny_models import double_logits
 
-from kleash.models import Sequence
+from kleash.models import TokenSequence
 from kleash.records.tables import TOKEN_COLUMNS
 
 
@@ -14,7 +14,7 @@ def random_sequences(lengths=((5, 7), (1, 12), (9, 1), (3, 3)), seed=0, vocabula
     """Random sequences of (prompt, response) lengths."""
     rng = np.random.default_rng(seed)
     return [
-        Sequence(
+        TokenSequence(
             prompt_id=n,
             sample_id=0,
             prompt_ids=tuple(rng.integers(3, vocabulary, before).tolist()),

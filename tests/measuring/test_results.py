@@ -13,7 +13,7 @@ from kleash.cli import main
 from kleash.measuring import compare, measure
 from kleash.measuring.aftermath import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import given_sequences
-from kleash.models import Model, Sequence, alternatives, load_pair
+from kleash.models import Model, TokenSequence, alternatives, load_pair
 from kleash.records import MeasureJob, RunFolder
 from kleash.uncertainty import CoarseCounts
 
@@ -348,10 +348,10 @@ def test_hardly_anything_is_read_after_scoring(
 
 
 def test_the_noise_floor_reads_pieces_of_the_first_sequences(pair: tuple[Path, Path]) -> None:
-    def sequence(number: int, prompt: int, response: int) -> Sequence:
+    def sequence(number: int, prompt: int, response: int) -> TokenSequence:
         ids = tuple(range(prompt + response))
         texts = {"prompt_text": "", "response_text": ""}
-        return Sequence(
+        return TokenSequence(
             prompt_id=number, sample_id=0, prompt_ids=ids[:prompt], response_ids=ids[prompt:], **texts
         )
 

@@ -19,8 +19,8 @@ from kleash.models import (
     Loading,
     Pair,
     ReferenceCache,
-    Sequence,
     StoredReference,
+    TokenSequence,
     finish,
     finite_reader,
     head_tensors,
@@ -41,7 +41,7 @@ def contents(**more: Any) -> CacheContents:
     return CacheContents(**{**plain, **rest, **more})
 
 
-def made(folder: Path, reference: Path, sequences: list[Sequence]) -> StoredReference:
+def made(folder: Path, reference: Path, sequences: list[TokenSequence]) -> StoredReference:
     pair = load_reference(str(reference), None, Loading())
     cache = ReferenceCache(folder, pair.reference)
     cache.fill(finite_reader(pair.reference), sequences, 4096)

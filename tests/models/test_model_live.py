@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.errors import ModelError
 from kleash.models import Pair, at_rest, live_model, load_pair, score
-from kleash.models.sequences import Sequence
+from kleash.models.sequences import TokenSequence
 
 ANSWERS = [
-    Sequence(
+    TokenSequence(
         prompt_id=0,
         sample_id=0,
         prompt_ids=(0, 40, 41),

@@ -9,7 +9,7 @@ from tiny_models import CONFIGS, save_tiny, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from kleash.errors import CannotRunError, ModelError
-from kleash.models import Sequence
+from kleash.models import TokenSequence
 from kleash.training import load_rewards
 from kleash.training.reward_models import Dialogue, load_reward_model
 
@@ -99,7 +99,7 @@ def test_it_is_a_reward_among_others(folder: Path) -> None:
         [f"2*{folder}", "kleash.training.example_rewards:heroine"], tokenizer=tiny_tokenizer()
     )
     ids = tuple(tiny_tokenizer()(" she was", add_special_tokens=False)["input_ids"])
-    answer = Sequence(
+    answer = TokenSequence(
         prompt_id=0,
         sample_id=0,
         prompt_ids=(0,),

@@ -19,7 +19,7 @@ from kleash.errors import (
     ShapeError,
     UnknownNameError,
 )
-from kleash.models import Sequence
+from kleash.models import TokenSequence
 from kleash.training import load_rewards
 from kleash.training.example_rewards import heroine, kind_words
 
@@ -330,10 +330,10 @@ def test_a_copy_that_a_reward_forks_does_not_go_on_with_the_run(tmp_path: Path) 
     )
 
 
-def sequence(text: str, prompt: str = "The sea", **more: Any) -> Sequence:
+def sequence(text: str, prompt: str = "The sea", **more: Any) -> TokenSequence:
     tokenizer = tiny_tokenizer()
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return Sequence(
+    return TokenSequence(
         prompt_id=0,
         sample_id=0,
         prompt_ids=(0,),

@@ -1,7 +1,6 @@
 """The engine of one machine: both models in this process."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from kleash.models import (
     Prompt,
     ReferenceCache,
     Sampling,
-    Sequence,
+    TokenSequence,
     generate,
     score,
     score_against_alone,
@@ -39,7 +38,7 @@ class Shard:
     index: int
     prompts: tuple[Prompt, ...] = ()
     """To be answered by the policy first."""
-    sequences: tuple[Sequence, ...] = ()
+    sequences: tuple[TokenSequence, ...] = ()
     """To be scored as they are."""
 
 
@@ -97,7 +96,7 @@ class LocalEngine:
         tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
         return ShardResult(tokens=tokens, sequences=_sequence_columns(sequences), likeliest=likeliest)
 
-    def noise(self, sequences: Many[Sequence]) -> dict[str, np.ndarray] | None:
+    def noise(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """The token columns of the reference in batches against the reference with each sequence alone.
 
         Of a stored reference, those that were taken when it was stored; None if that was at another
@@ -110,7 +109,7 @@ class LocalEngine:
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
 
-    def float32_gap(self, sequences: Many[Sequence]) -> dict[str, np.ndarray] | None:
+    def float32_gap(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """The token columns of the reference as it runs against itself in float32; None if that is how it runs.
 
         Of a stored reference as ``noise``.
@@ -122,7 +121,7 @@ class LocalEngine:
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
 
-    def _answer(self, prompts: Many[Prompt]) -> list[Sequence]:
+    def _answer(self, prompts: Sequence[Prompt]) -> list[TokenSequence]:
         job = self.job
         sampling = Sampling(
             samples_per_prompt=job.samples_per_prompt,
@@ -138,7 +137,7 @@ class LocalEngine:
         return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens, drawn=self.generated)
 
 
-def _sequence_columns(sequences: Many[Sequence]) -> dict[str, Any]:
+def _sequence_columns(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
     return {
         "prompt_id": [one.prompt_id for one in sequences],
         "sample_id": [one.sample_id for one in sequences],

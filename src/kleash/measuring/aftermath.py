@@ -10,7 +10,7 @@ from kleash.engines import LocalEngine
 from kleash.measuring.ledger import Ledger
 from kleash.measuring.rows import sequence_spans
 from kleash.measuring.shards import given_sequences
-from kleash.models import Pair, Sequence, read_prompts, retokenisation_warnings
+from kleash.models import Pair, TokenSequence, read_prompts, retokenisation_warnings
 from kleash.records import MeasureJob, Number, RunFolder
 
 NOISE_SHARE = 1 / 50
@@ -27,10 +27,10 @@ def noise_tokens(scored: int) -> int:
     return max(fewest, min(most, int(scored * NOISE_SHARE)))
 
 
-def noise_sequences(sequences: Iterable[Sequence], scored: int) -> list[Sequence]:
+def noise_sequences(sequences: Iterable[TokenSequence], scored: int) -> list[TokenSequence]:
     """The first of a run's sequences, shortened and as many as it takes, for the noise floor of ``scored`` tokens."""
     budget, read = noise_tokens(scored), 0
-    found: list[Sequence] = []
+    found: list[TokenSequence] = []
     for sequence in sequences:
         found.append(shortened_to(sequence, budget // NOISE_SEQUENCES))
         read += found[-1].read
@@ -39,7 +39,7 @@ def noise_sequences(sequences: Iterable[Sequence], scored: int) -> list[Sequence
     return found
 
 
-def shortened_to(sequence: Sequence, read: int) -> Sequence:
+def shortened_to(sequence: TokenSequence, read: int) -> TokenSequence:
     """A piece of a sequence of which models read at most so many tokens: the prompt's last, the response's first."""
     if sequence.read <= read:
         return sequence
@@ -54,7 +54,7 @@ def shortened_to(sequence: Sequence, read: int) -> Sequence:
     )
 
 
-def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[Sequence]:
+def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[TokenSequence]:
     """A run's sequences in their order, from its source and its files; no more of these are read than are taken."""
     kind, path = job.source
     if kind != "prompts":
@@ -68,7 +68,7 @@ def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
             if part["prompt_id"][begin] >= len(prompts):
                 return
             prompt = prompts[int(part["prompt_id"][begin])]
-            yield Sequence(
+            yield TokenSequence(
                 prompt_id=prompt.prompt_id,
                 sample_id=int(part["sample_id"][begin]),
                 prompt_ids=prompt.token_ids,
@@ -90,7 +90,7 @@ class SourceChecks:
     retokenised: int = 0
     other_temperatures: set[float] = field(default_factory=set)
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
+    def add(self, sequences: Iterable[TokenSequence]) -> None:
         """Count the sequences of a shard."""
         for one in sequences:
             self.sequences += 1

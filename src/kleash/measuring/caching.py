@@ -1,6 +1,6 @@
 """The caching job: a reference run once over a source, and what it takes to do without it afterwards."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from datetime import datetime
 from errno import ENOSPC
 from pathlib import Path
@@ -18,7 +18,7 @@ from kleash.measuring.watching import Nobody, Watcher
 from kleash.models import (
     Pair,
     ReferenceCache,
-    Sequence,
+    TokenSequence,
     finish,
     finite_reader,
     head_tensors,
@@ -107,7 +107,7 @@ def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, watching: Watch
     return contents
 
 
-def _look_at_rounding(engine: LocalEngine, folder: Path, sequences: Many[Sequence]) -> None:
+def _look_at_rounding(engine: LocalEngine, folder: Path, sequences: Sequence[TokenSequence]) -> None:
     """Keep how much of a drift is rounding, which nobody can ask a reference that is not loaded."""
     for what, columns in (("noise", engine.noise(sequences)), ("gap", engine.float32_gap(sequences))):
         if columns is not None:

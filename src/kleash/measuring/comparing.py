@@ -1,6 +1,6 @@
 """Paired differences between runs, from their files alone: no model, no torch."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ FEW_SHARED = 0.5
 """Share of a run's prompts below which a difference speaks for too small a part of it."""
 
 
-def compare(folders: Many[Path | str]) -> Comparison:
+def compare(folders: Sequence[Path | str]) -> Comparison:
     """The differences of finished runs from the first one, prompt by prompt.
 
     Two runs share a prompt where its token ids are the same. The difference of a mean per token is that of

@@ -1,7 +1,6 @@
 """How far a live policy is from its reference: a few prompts answered and scored in memory, nothing written."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +46,7 @@ class Drift:
 
 
 def draw_drift(
-    pair: Pair, prompts: Many[Prompt], sampling: Sampling, *, batch_tokens: int = 4096
+    pair: Pair, prompts: Sequence[Prompt], sampling: Sampling, *, batch_tokens: int = 4096
 ) -> DriftPart:
     """Let the policy answer the prompts, and score the answers under both models.
 

@@ -9,7 +9,7 @@ from kleash.engines import Shard
 from kleash.models import (
     Pair,
     Prompt,
-    Sequence,
+    TokenSequence,
     count_documents,
     read_prompts,
     read_responses,
@@ -21,7 +21,7 @@ from kleash.records import MeasureJob
 BATCHES = 4
 """Batches in a shard: so much is lost when a run is killed, and so many sequences can be sorted by length."""
 
-Item = TypeVar("Item", Prompt, Sequence)
+Item = TypeVar("Item", Prompt, TokenSequence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def plan(job: MeasureJob, pair: Pair) -> Plan:
     return Plan(shards=shards, sequences=len(prompts) * job.samples_per_prompt)
 
 
-def given_sequences(job: MeasureJob, pair: Pair) -> Iterator[Sequence]:
+def given_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:
     """The sequences of a source of text or responses, in order; nothing of prompts, whose answers come later."""
     kind, path = job.source
     if kind == "text":

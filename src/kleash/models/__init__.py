@@ -16,7 +16,7 @@ from kleash.models.pair_loading import Loading, fit_together, load_pair
 from kleash.models.prompts import column_counts, prompts_of, read_prompts
 from kleash.models.responses import read_responses
 from kleash.models.scoring import finite_reader, score
-from kleash.models.sequences import Prompt, Sequence, hash_tokens, retokenisation_warnings
+from kleash.models.sequences import Prompt, TokenSequence, hash_tokens, retokenisation_warnings
 from kleash.models.source_files import source_path
 from kleash.models.stored import StoredReference, finish, head_tensors, save_rounding
 from kleash.models.texts import count_documents, read_text, window_and_stride
@@ -32,8 +32,8 @@ __all__ = [
     "Prompt",
     "ReferenceCache",
     "Sampling",
-    "Sequence",
     "StoredReference",
+    "TokenSequence",
     "TokenizerMismatchError",
     "alternatives",
     "at_rest",

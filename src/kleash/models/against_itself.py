@@ -1,6 +1,6 @@
 """A model against itself computed differently: how much of a drift is arithmetic."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +11,12 @@ from kleash.models.heads import cut
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import load_pair
 from kleash.models.scoring import Sides, reader, score, score_sides
-from kleash.models.sequences import Sequence
+from kleash.models.sequences import TokenSequence
 
 
 def score_against_alone(
     model: Model,
-    sequences: Many[Sequence],
+    sequences: Sequence[TokenSequence],
     *,
     temperature: float = 1.0,
     batch_tokens: int = 4096,
@@ -36,7 +36,7 @@ def score_against_alone(
 
 def score_in_float32(
     model: Model,
-    sequences: Many[Sequence],
+    sequences: Sequence[TokenSequence],
     *,
     temperature: float = 1.0,
     batch_tokens: int = 4096,

@@ -10,7 +10,7 @@ from torch import Tensor
 from kleash.linear import log_probabilities
 from kleash.models.pair import Model, Pair
 from kleash.models.scoring import reader
-from kleash.models.sequences import Sequence
+from kleash.models.sequences import TokenSequence
 from kleash.models.tokenizers import token_texts
 
 ROWS = 64
@@ -18,7 +18,7 @@ ROWS = 64
 
 
 def alternatives(
-    pair: Pair, sequence: Sequence, *, top: int = 5, temperature: float = 1.0
+    pair: Pair, sequence: TokenSequence, *, top: int = 5, temperature: float = 1.0
 ) -> dict[str, np.ndarray | list[str]]:
     """The ``top`` likeliest tokens of both models at each position of one response, with their probabilities.
 
@@ -42,7 +42,7 @@ def alternatives(
 
 
 def _likeliest(
-    model: Model, sequence: Sequence, top: int, temperature: float
+    model: Model, sequence: TokenSequence, top: int, temperature: float
 ) -> tuple[Float[Tensor, "response top"], Tensor]:
     hidden = reader(model)([sequence])
     found = [

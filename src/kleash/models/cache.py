@@ -1,7 +1,6 @@
 """The reference's final hidden states, kept so that a second run need not compute them again."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.models.batching import length_batches
 from kleash.models.hidden_states import HiddenStates, key_of
 from kleash.models.pair import Model
-from kleash.models.sequences import Sequence
+from kleash.models.sequences import TokenSequence
 from kleash.records import CachedSource, CacheLabel
 from kleash.records.atomic import TEMPORARY, cannot_write, require_utf8
 from kleash.records.caching import LABEL, read_label
@@ -71,17 +70,17 @@ class ReferenceCache:
         self.found = 0
         """Sequences that came out of the folder."""
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: TokenSequence) -> bool:
         """Whether its hidden states are there."""
         key = key_of(sequence)
         return key in self._new or key in self.states
 
     def reader(
-        self, read: Callable[[Many[Sequence]], Float[Tensor, "tokens dim"]]
-    ) -> Callable[[Many[Sequence]], Float[Tensor, "tokens dim"]]:
+        self, read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
+    ) -> Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]:
         """``read``, but only of what is not in the folder yet."""
 
-        def read_or_find(batch: Many[Sequence]) -> Tensor:
+        def read_or_find(batch: Sequence[TokenSequence]) -> Tensor:
             missing = [one for one in batch if one not in self]
             if missing:
                 self.keep(missing, read(missing))
@@ -92,8 +91,8 @@ class ReferenceCache:
 
     def fill(
         self,
-        read: Callable[[Many[Sequence]], Float[Tensor, "tokens dim"]],
-        sequences: Many[Sequence],
+        read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]],
+        sequences: Sequence[TokenSequence],
         batch_tokens: int,
     ) -> None:
         """Read ``sequences`` in the batches in which ``score`` would, and write what was not there before.
@@ -107,7 +106,7 @@ class ReferenceCache:
             self.keep(chosen, read(chosen))
         self.save()
 
-    def keep(self, batch: Many[Sequence], hidden: Float[Tensor, "tokens dim"]) -> None:
+    def keep(self, batch: Sequence[TokenSequence], hidden: Float[Tensor, "tokens dim"]) -> None:
         """Remember hidden states until they are saved."""
         parts = hidden.cpu().split([len(one.response_ids) for one in batch])
         for one, part in zip(batch, parts, strict=True):
@@ -124,7 +123,7 @@ class ReferenceCache:
             self.states.write(self._new)
             self._new = {}
 
-    def _get(self, sequence: Sequence) -> Tensor:
+    def _get(self, sequence: TokenSequence) -> Tensor:
         key = key_of(sequence)
         return self._new[key] if key in self._new else self.states.get(key, len(sequence.response_ids))
 

@@ -1,7 +1,6 @@
 """The policy's answers, drawn with noise that depends on seed, prompt, sample and position alone."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from kleash.models.batching import length_batches
 from kleash.models.compat import quiet
 from kleash.models.keyed_draws import draw
 from kleash.models.pair import Model
-from kleash.models.sequences import Prompt, Sequence
+from kleash.models.sequences import Prompt, TokenSequence
 from kleash.models.writing import Writer
 
 CACHED_PER_READ = 8
@@ -55,12 +54,12 @@ class Sampling:
 
 def generate(
     model: Model,
-    prompts: Many[Prompt],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     batch_tokens: int = 4096,
     drawn: Callable[[int], object] | None = None,
-) -> list[Sequence]:
+) -> list[TokenSequence]:
     """Draw ``samples_per_prompt`` responses to each prompt.
 
     Sample ``s`` of the ``c``-th copy of a prompt draws as sample ``c · samples_per_prompt + s`` of it, with
@@ -121,8 +120,8 @@ class _Row:
         elif len(self.token_ids) == self.room:
             self.finish_reason = "length"
 
-    def sequence(self, tokenizer: Any) -> Sequence:
-        return Sequence(
+    def sequence(self, tokenizer: Any) -> TokenSequence:
+        return TokenSequence(
             prompt_id=self.prompt.prompt_id,
             sample_id=self.sample,
             prompt_ids=self.prompt.token_ids,

@@ -15,7 +15,7 @@ from kleash.errors import KleashError, ModelError, RunFolderError
 from kleash.extras import need
 from kleash.models.checkpoints import safetensors_header
 from kleash.models.compat import first_line
-from kleash.models.sequences import Sequence
+from kleash.models.sequences import TokenSequence
 from kleash.records import write_atomically
 from kleash.records.caching import REMAKE_CACHE, cache_checksums
 from kleash.records.checksums import write_checked
@@ -26,7 +26,7 @@ START_BITS = 40
 NO_SPACE = f"os error {errno.ENOSPC}"
 
 
-def key_of(sequence: Sequence) -> bytes:
+def key_of(sequence: TokenSequence) -> bytes:
     """Stands for the tokens that are read and for how many of them are scored."""
     ids = (len(sequence.prompt_ids), *sequence.prompt_ids, *sequence.response_ids)
     return blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=KEY_BYTES).digest()

@@ -1,7 +1,6 @@
 """Two models side by side, each ready to be asked for its hidden states."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear import Head
-from kleash.models.sequences import Sequence
+from kleash.models.sequences import TokenSequence
 from kleash.records import ModelRecord
 
 
@@ -20,7 +19,7 @@ from kleash.records import ModelRecord
 class Stored(Protocol):
     """What was kept of a model that is not loaded."""
 
-    def read(self, batch: Many[Sequence]) -> Float[Tensor, "tokens dim"]:
+    def read(self, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
         """Final hidden states at the scored positions of a batch, one sequence after the other."""
         ...
 

@@ -13,7 +13,7 @@ from kleash.models.dataset_formats import answer_after, expand_responses, turns
 from kleash.models.lines import Line, field, is_finite_number, label_of, show_value
 from kleash.models.pair import Pair
 from kleash.models.prompts import as_token_ids, check_length, encode, fields_of, prompt_tokens
-from kleash.models.sequences import Sequence, hash_tokens
+from kleash.models.sequences import TokenSequence, hash_tokens
 from kleash.models.source_files import kind_of, read_lines, source_path
 
 LARGEST_ID = 2**31 - 1
@@ -23,7 +23,7 @@ IMPOSSIBLE_NATS = 80.0
 """A probability below exp(-80) = 2e-35 is not met, whatever the number of tokens drawn."""
 
 
-def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterator[Sequence]:
+def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterator[TokenSequence]:
     """The responses of a source of records, each with its prompt; one record at a time is held in memory.
 
     A record has ``prompt``, ``messages`` or ``prompt_token_ids``, and ``response`` or ``response_token_ids``;
@@ -90,14 +90,14 @@ class _Numbering:
         return prompt, sample
 
 
-def _response(line: Line, pair: Pair, numbering: _Numbering) -> Sequence:
+def _response(line: Line, pair: Pair, numbering: _Numbering) -> TokenSequence:
     prompt_ids, prompt_text = prompt_tokens(line, pair)
     finish_reason = field(line, "finish_reason", str, "text")
     response_ids, response_text, retokenised = _answer(line, pair, finish_reason)
     check_length(line, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
     prompt_hash = hash_tokens(prompt_ids)
     prompt_id, sample_id = numbering.number(line, prompt_hash)
-    return Sequence(
+    return TokenSequence(
         prompt_id=prompt_id,
         sample_id=sample_id,
         prompt_ids=prompt_ids,

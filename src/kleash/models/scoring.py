@@ -1,7 +1,6 @@
 """What both models say about each token of given sequences."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from kleash.models.batching import length_batches
 from kleash.models.cache import ReferenceCache
 from kleash.models.compat import quiet
 from kleash.models.pair import Model, Pair
-from kleash.models.sequences import Sequence
+from kleash.models.sequences import TokenSequence
 
 STATISTICS = {
     "logp_policy": "token_logp",
@@ -34,13 +33,13 @@ STATISTICS = {
 }
 """The columns of a run's token table, and what ``token_statistics`` calls them."""
 
-Reader = Callable[[Many[Sequence]], Float[Tensor, "tokens dim"]]
+Reader = Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
 """Final hidden states at the scored positions of a batch, one sequence after the other."""
 
 
 def score(
     pair: Pair,
-    sequences: Many[Sequence],
+    sequences: Sequence[TokenSequence],
     *,
     temperature: float = 1.0,
     batch_tokens: int = 4096,
@@ -82,7 +81,7 @@ def score(
     return columns
 
 
-def padded(batch: Many[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
+def padded(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
     """A batch as a model reads it: ids padded on the right, and row and column of each scored position.
 
     The last token of a sequence is scored and not read; the position before a token is the one that predicts
@@ -112,7 +111,7 @@ def reader(model: Model) -> Reader:
     if model.stored is not None:
         return model.stored.read
 
-    def read(batch: Many[Sequence]) -> Tensor:
+    def read(batch: Sequence[TokenSequence]) -> Tensor:
         ids, rows, cols = padded(batch)
         hidden = model.hidden(ids)
         return hidden[rows.to(hidden.device), cols.to(hidden.device)]
@@ -128,7 +127,7 @@ def finite_reader(model: Model) -> Reader:
     """
     plain = reader(model)
 
-    def read(batch: Many[Sequence]) -> Tensor:
+    def read(batch: Sequence[TokenSequence]) -> Tensor:
         with quiet():
             hidden = plain(batch)
         _refuse_non_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
@@ -139,7 +138,7 @@ def finite_reader(model: Model) -> Reader:
 
 def score_sides(
     sides: Sides,
-    sequences: Many[Sequence],
+    sequences: Sequence[TokenSequence],
     temperature: float,
     batch_tokens: int,
     options: LinearOptions | None,
@@ -162,7 +161,7 @@ def score_sides(
     return columns
 
 
-def _known(sequences: Many[Sequence], counts: list[int]) -> dict[str, np.ndarray]:
+def _known(sequences: Sequence[TokenSequence], counts: list[int]) -> dict[str, np.ndarray]:
     """The columns that are known without asking a model."""
     nowhere = np.empty(0)
     sampled = [
@@ -179,7 +178,7 @@ def _known(sequences: Many[Sequence], counts: list[int]) -> dict[str, np.ndarray
 
 
 def _statistics(
-    sides: Sides, batch: list[Sequence], temperature: float, options: LinearOptions | None, top: int
+    sides: Sides, batch: list[TokenSequence], temperature: float, options: LinearOptions | None, top: int
 ) -> dict[str, np.ndarray]:
     """The columns that both models make of one batch, on the CPU."""
     policy, reference = sides.pair.policy, sides.pair.reference
@@ -216,7 +215,9 @@ def _plain(values: Tensor) -> np.ndarray:
     return values.to(torch.float32 if values.is_floating_point() else torch.int32).cpu().numpy()
 
 
-def _refuse_non_finite(role: str, finite: np.ndarray, batch: Many[Sequence], what: str = "logits") -> None:
+def _refuse_non_finite(
+    role: str, finite: np.ndarray, batch: Sequence[TokenSequence], what: str = "logits"
+) -> None:
     if finite.all():
         return
     position = int(np.flatnonzero(~finite)[0])

@@ -30,7 +30,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Sequence:
+class TokenSequence:
     """A context, and the tokens after it whose probabilities are asked for."""
 
     prompt_id: int

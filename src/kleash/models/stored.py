@@ -1,7 +1,6 @@
 """A reference that is read from its cache and never loaded."""
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from kleash.models.compat import first_line
 from kleash.models.hidden_states import HiddenStates, key_of, save_tensors
 from kleash.models.network_loading import load_tokenizer, tokenizer_folder
 from kleash.models.pair import Model
-from kleash.models.sequences import Sequence
+from kleash.models.sequences import TokenSequence
 from kleash.records import CacheContents
 from kleash.records.atomic import cannot_write
 from kleash.records.caching import CONTENTS, REMAKE_CACHE, cache_checksums, read_contents, read_label
@@ -147,7 +146,7 @@ class StoredReference:
             stored=self,
         )
 
-    def read(self, batch: Many[Sequence]) -> Float[Tensor, "tokens dim"]:
+    def read(self, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
         """Final hidden states at the scored positions of a batch, one sequence after the other.
 
         Raises:
@@ -163,7 +162,7 @@ class StoredReference:
             parts.append(self.states.get(key, len(one.response_ids)))
         return torch.cat(parts).to(self._device)
 
-    def lacking(self, sequences: Iterable[Sequence]) -> tuple[int, int, str]:
+    def lacking(self, sequences: Iterable[TokenSequence]) -> tuple[int, int, str]:
         """How many of ``sequences`` are not there, of how many, and the name of the first of them."""
         missing, asked, first = 0, 0, ""
         for one in sequences:

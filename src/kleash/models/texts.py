@@ -10,7 +10,7 @@ from kleash.models.dataset_formats import document_of
 from kleash.models.lines import Line
 from kleash.models.pair import Pair
 from kleash.models.prompts import encode, fields_of
-from kleash.models.sequences import Sequence, hash_tokens
+from kleash.models.sequences import TokenSequence, hash_tokens
 from kleash.models.source_files import read_documents, source_path
 
 WINDOW = 2048
@@ -18,7 +18,7 @@ WINDOW = 2048
 
 def read_text(
     name: str, pair: Pair, *, window: int | None = None, stride: int | None = None, limit: int | None = None
-) -> Iterator[Sequence]:
+) -> Iterator[TokenSequence]:
     """The windows of a source's documents: records with "text", or plain text with a blank line between
     documents.
 
@@ -79,14 +79,14 @@ def count_documents(name: str, tokenizer: Any = None, *, limit: int | None = Non
     return sum(1 for _ in islice(_documents(source_path(name), tokenizer), limit))
 
 
-def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[Sequence]:
+def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[TokenSequence]:
     path = source_path(name)
     empty = True
     for document, line in enumerate(islice(_documents(path, pair.tokenizer), limit)):
         token_ids = tuple(encode(pair.tokenizer, line.text, special=True))
         for sample, (start, first, stop) in enumerate(spans(len(token_ids), window, stride)):
             empty = False
-            yield Sequence(
+            yield TokenSequence(
                 prompt_id=document,
                 sample_id=sample,
                 prompt_ids=token_ids[start:first],

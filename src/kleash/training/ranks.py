@@ -1,7 +1,6 @@
 """What the processes of a run tell each other: sums, maxima and lists, the same on all of them afterwards."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,7 +36,7 @@ class Ranks:
         told = self.told(dict(own))
         return {name: sum(one[name] for one in told) for name in own}
 
-    def most(self, own: Many[int]) -> list[int]:
+    def most(self, own: Sequence[int]) -> list[int]:
         """The largest of all processes, place by place. A collective."""
         return [max(column) for column in zip(*self.told(list(own)), strict=True)]
 

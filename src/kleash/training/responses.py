@@ -1,6 +1,6 @@
 """A step's responses in numbers, over all processes: by sums and counts, never by means of means."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,7 @@ class Response:
         return float(self.tokens["token_kl"].sum())
 
 
-def of_responses(responses: Many[Response], beta: float) -> dict[str, float]:
+def of_responses(responses: Sequence[Response], beta: float) -> dict[str, float]:
     """The metrics of what was drawn: rewards, KL(policy || reference), lengths."""
     clusters = np.array([one.prompt_id for one in responses])
     scores = np.array([one.score for one in responses])
@@ -75,7 +75,7 @@ def of_responses(responses: Many[Response], beta: float) -> dict[str, float]:
     }
 
 
-def column_of(responses: Many[Response], name: str) -> Float[np.ndarray, " tokens"]:
+def column_of(responses: Sequence[Response], name: str) -> Float[np.ndarray, " tokens"]:
     """A column of all responses' tokens, one response after the other."""
     return np.concatenate([one.tokens[name] for one in responses])
 
@@ -90,14 +90,14 @@ def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
     return float(np.sort(token_kl)[-most:].sum() / total) if 0 < total < np.inf else float("nan")
 
 
-def samples_of(responses: Many[Response]) -> list[Sample]:
+def samples_of(responses: Sequence[Response]) -> list[Sample]:
     """The responses as the journal keeps them."""
     return [
         Sample(prompt=one.prompt, response=one.response, reward=one.score, kl=one.kl) for one in responses
     ]
 
 
-def _mean(responses: Many[Response], part: str) -> float:
+def _mean(responses: Sequence[Response], part: str) -> float:
     """The mean over the responses to which the reward applies; NaN where it applies to none."""
     values = np.array([one.parts[part] for one in responses])
     return float(values[~np.isnan(values)].mean()) if not np.isnan(values).all() else float("nan")

@@ -14,8 +14,7 @@ from jaxtyping import Float64
 
 from kleash.dotted import function_at
 from kleash.errors import CannotRunError, OptionError, ShapeError
-from kleash.models import Sequence as Scored
-from kleash.models import column_counts
+from kleash.models import TokenSequence, column_counts
 from kleash.training.reward_calls import RewardFunction, RewardSignature, reward_values
 from kleash.training.reward_models import Dialogue, load_reward_model
 
@@ -57,7 +56,7 @@ class Rewards:
     tokenizer: Any = None
     """The policy's, which leaves out special tokens where it turns tokens into text; None: a text is as it stands."""
 
-    def of(self, sequences: Sequence[Scored]) -> RewardScores:
+    def of(self, sequences: Sequence[TokenSequence]) -> RewardScores:
         """What these responses are worth.
 
         Raises:
@@ -120,7 +119,7 @@ class Rewards:
             total += reward.weight * np.nan_to_num(parts[reward.name], nan=0.0)
         return RewardScores(total=total, parts=parts)
 
-    def _text(self, sequence: Scored) -> str:
+    def _text(self, sequence: TokenSequence) -> str:
         if self.tokenizer is None:
             return sequence.response_text
         return self.tokenizer.decode(list(sequence.response_ids), skip_special_tokens=True)

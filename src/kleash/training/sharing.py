@@ -5,7 +5,7 @@ responses as one, and put the same ones into each minibatch.
 """
 
 from collections import Counter
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -24,7 +24,7 @@ def shuffled(count: int, *key: object) -> list[int]:
     return sorted(range(count), key=lambda place: (number(*key, place), place))
 
 
-def prompts_of_step(prompts: Many[Prompt], step: int, how_many: int, seed: int) -> list[Prompt]:
+def prompts_of_step(prompts: Sequence[Prompt], step: int, how_many: int, seed: int) -> list[Prompt]:
     """The prompts of a step, which counts from 1: the next ones of an endless row of shuffled epochs.
 
     A prompt that comes twice in a step is another copy of itself the second time, and draws other samples.

@@ -1,6 +1,6 @@
 """PPO's own numbers of a step: what its responses were drawn under, its critic, its updates."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -33,7 +33,7 @@ def responses_of(rollout: Rollout, returns: Tensor, ranks: Ranks) -> list[Respon
     return sorted(everybody, key=lambda one: one.place)
 
 
-def of_critic(responses: Many[Response]) -> dict[str, float]:
+def of_critic(responses: Sequence[Response]) -> dict[str, float]:
     """The metrics of the critic, and of log-probabilities at drawing against those of training."""
     drawn = column_of(responses, "behaviour_logp") - column_of(responses, "token_logp")
     returns = column_of(responses, "returns")

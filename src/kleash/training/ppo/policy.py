@@ -1,7 +1,6 @@
 """The module that is trained: a network with its value head, whose forward does all that touches its weights."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from kleash.linear import Head, linear_kl, linear_objective
 from kleash.linear.statistics import TokenTerms
-from kleash.models import Sequence
+from kleash.models import TokenSequence
 from kleash.models.scoring import padded
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ class Batch:
     temperature: float
 
     @classmethod
-    def of(cls, sequences: Many[Sequence], temperature: float, device: torch.device) -> "Batch":
+    def of(cls, sequences: Sequence[TokenSequence], temperature: float, device: torch.device) -> "Batch":
         """The batch of these sequences."""
         ids, rows, cols = padded(sequences)
         tokens = torch.tensor([token for one in sequences for token in one.response_ids])

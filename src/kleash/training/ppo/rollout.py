@@ -1,6 +1,6 @@
 """A step's responses: drawn, rewarded, and scored by policy, critic and reference."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kleash.models import Prompt, Sampling, Sequence, generate, length_batches
+from kleash.models import Prompt, Sampling, TokenSequence, generate, length_batches
 from kleash.training.ppo.policy import Policy, with_whole_weights
 from kleash.training.ppo.setting import Setting
 from kleash.training.ranks import Ranks
@@ -38,7 +38,7 @@ class Rollout:
 
     places: list[int]
     """Which of the whole step's responses these are."""
-    sequences: list[Sequence]
+    sequences: list[TokenSequence]
     scores: Float[Tensor, "responses"]
     """What they were rewarded, before any KL is taken from it."""
     parts: dict[str, np.ndarray]
@@ -65,7 +65,7 @@ class Rollout:
         return {name: getattr(self, name) for name in PER_TOKEN}
 
 
-def roll_out(setting: Setting, prompts: Many[Prompt], step: int) -> Rollout:
+def roll_out(setting: Setting, prompts: Sequence[Prompt], step: int) -> Rollout:
     """Draw this process's share of a step's responses, have them rewarded, and score them.
 
     Raises:
@@ -98,7 +98,11 @@ def roll_out(setting: Setting, prompts: Many[Prompt], step: int) -> Rollout:
 
 
 def micro_batches(
-    dealt: Many[Many[int]], places: Many[int], lengths: Many[int], batch_tokens: int, ranks: Ranks
+    dealt: Sequence[Sequence[int]],
+    places: Sequence[int],
+    lengths: Sequence[int],
+    batch_tokens: int,
+    ranks: Ranks,
 ) -> list[list[Micro]]:
     """Each minibatch's micro-batches of this process: as many as those of any other process.
 
@@ -123,7 +127,9 @@ def micro_batches(
     return [minibatch + [idle] * (n - len(minibatch)) for minibatch, n in zip(found, most, strict=True)]
 
 
-def score(setting: Setting, sequences: Many[Sequence], micros: Many[Many[Micro]]) -> dict[str, Any]:
+def score(
+    setting: Setting, sequences: Sequence[TokenSequence], micros: Sequence[Sequence[Micro]]
+) -> dict[str, Any]:
     """What policy, critic and reference say of these sequences: the fields of ``Rollout`` of the same names."""
     lengths = torch.tensor([len(one.response_ids) for one in sequences])
     mask = (torch.arange(setting.job.max_new_tokens) < lengths[:, None]).to(setting.device)
@@ -159,7 +165,7 @@ def spread(
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
-def _draw(setting: Setting, asked: list[Prompt], places: list[int], step: int) -> list[Sequence]:
+def _draw(setting: Setting, asked: list[Prompt], places: list[int], step: int) -> list[TokenSequence]:
     """The responses at these places: place by place the same, whoever draws them."""
     job = setting.job
     samples = job.samples_per_prompt
@@ -173,7 +179,7 @@ def _draw(setting: Setting, asked: list[Prompt], places: list[int], step: int) -
     )
     prompts = [replace(one, copy=copy) for one, copy in zip(each, copies, strict=True)]
 
-    def answer(policy: Policy) -> list[Sequence]:
+    def answer(policy: Policy) -> list[TokenSequence]:
         speaker = setting.trainee.speaking(policy)
         return generate(speaker, prompts, sampling, batch_tokens=job.batch_tokens)
 

@@ -1,6 +1,6 @@
 """What a run works with from its first step to its last: job, processes, models, optimiser, rewards."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from kleash.errors import CannotRunError, OptionError
 from kleash.extras import need
-from kleash.models import Sequence
+from kleash.models import TokenSequence
 from kleash.models.pair_loading import place_of
 from kleash.records import PPOJob
 from kleash.training.ppo.models import Trainee, load
@@ -40,7 +40,7 @@ class Setting:
         half = self.trainee.speaker.dtype == torch.bfloat16 or self.accelerator.mixed_precision == "bf16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half)
 
-    def batch(self, sequences: Many[Sequence]) -> Batch:
+    def batch(self, sequences: Sequence[TokenSequence]) -> Batch:
         """Sequences as the network reads them."""
         return Batch.of(sequences, self.job.temperature, self.device)
 
