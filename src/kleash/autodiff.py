@@ -1,13 +1,18 @@
 """Which of torch's derivatives are being taken around a call: forward mode, and the transforms of ``torch.func``."""
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from kleash.errors import CannotRunError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _functorch = cast("Any", torch)._C._functorch
 
@@ -65,8 +70,36 @@ def refuse_transforms_compiled(name: str, instead: str) -> None:
     Raises:
         CannotRunError: inside a transform of ``torch.func`` or ``forward_ad.dual_level``.
     """
-    if torch._C._are_functorch_transforms_active() or _level() >= 0:  # pyright: ignore
+    if torch._C._are_functorch_transforms_active() or dual_level_active():  # pyright: ignore
         raise CannotRunError(f"{name} {NO_TRANSFORMS}; {instead}")
+
+
+def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, no part of which is compiled by torch inside forward mode or a transform of ``torch.func``.
+
+    A function that raises while torch.compile traces it is run uncompiled, but the functions that it calls are compiled
+    one by one. To those, a tangent does not exist: ``refuse_transforms`` would see none. With ``fullgraph=True``, torch
+    reports the error itself.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            if dual_level_active():
+                raise CannotRunError(f"a compiled {function.__name__} has no forward-mode derivative")
+            return function(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not (dual_level_active() or torch._C._are_functorch_transforms_active()):  # pyright: ignore
+            return function(*args, **kwargs)
+        return cast("Any", torch).compiler.disable(function)(*args, **kwargs)
+
+    return call
+
+
+def dual_level_active() -> bool:
+    """Whether the call is inside ``forward_ad.dual_level`` or ``torch.func.jvp``; True where torch does not say."""
+    return _level() >= 0
 
 
 def first_derivative_only(gradient: Tensor, of: Tensor | None, refusal: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiling import compiles
 from linear_cases import CHUNKED, EVERY, NATIVE, REFERENCE, head_case
 from torch.autograd import forward_ad
 
@@ -15,7 +16,9 @@ from kleash.linear import (
     linear_kl,
     linear_kl_loss,
     linear_objective,
+    log_probabilities,
     token_statistics,
+    token_statistics_and_top,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -37,8 +40,12 @@ DOORS = {
     ),
     "linear_objective": lambda m, o: linear_objective(*m[:2], CASE.tokens, *m[2:], objective, options=o)[0],
     "token_statistics": lambda m, o: token_statistics(*m, CASE.tokens, options=o).kl_pq,
+    "token_statistics_and_top": lambda m, o: (
+        token_statistics_and_top(*m, CASE.tokens, top=2, options=o).statistics.kl_pq
+    ),
 }
 VALUES = ("linear_kl", "linear_divergence")
+WITHOUT_A_GRADIENT = ("token_statistics", "token_statistics_and_top")
 
 
 def with_tensor(place, tensor):
@@ -133,7 +140,7 @@ def test_the_reference_has_every_derivative(name, tie):
     torch.testing.assert_close(batch, torch.stack([value, ours(2 * weight)]))
 
 
-@pytest.mark.parametrize("name", [n for n in DOORS if n != "token_statistics"])
+@pytest.mark.parametrize("name", [n for n in DOORS if n not in WITHOUT_A_GRADIENT])
 @EVERY
 def test_a_second_derivative_is_right_or_refused(name, options):
     leaf = CASE.hidden_p.clone().requires_grad_()
@@ -150,6 +157,72 @@ def test_a_second_derivative_is_right_or_refused(name, options):
     else:
         with pytest.raises(CannotRunError, match="differentiated once"):
             torch.autograd.grad(total, leaf, create_graph=True)
+
+
+def test_log_probabilities_have_every_derivative():
+    """They hold the whole vocabulary, in torch's own functions."""
+    weight, bias = CASE.head_p.weight, CASE.head_p.bias
+
+    def ours(x):
+        return log_probabilities(x, CASE.head_p).square().sum()
+
+    def exact(x):
+        return (x @ weight.T + bias).log_softmax(-1).square().sum()
+
+    at = CASE.hidden_p
+    wanted = torch.autograd.functional.hessian(exact, at)
+    for found in (torch.autograd.functional.hessian(ours, at), torch.func.hessian(ours)(at)):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    tangents = [torch.func.jvp(f, (at,), (at + 1,))[1] for f in (ours, exact)]
+    torch.testing.assert_close(*tangents)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first call", "compiled before"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("options", [REFERENCE, NATIVE], ids=["reference", "native"])
+@compiles
+def test_forward_mode_around_a_compiled_call_is_right_or_refused(
+    compiler, unhooked, options, name, backend, warm
+):
+    """The tangent of a reference loss was None, which is 0; others raised an error of torch about out=."""
+    torch.compiler.reset()
+    dtype = torch.float64 if options is REFERENCE else torch.float32  # the core in C takes no other
+    case = head_case(dtype, tokens=(5,), words=11, bias=True)
+
+    def call(hidden):
+        return DOORS[name]((hidden, *case.models[1:]), options).sum()
+
+    at = case.hidden_p.clone().requires_grad_()
+    exact = torch.autograd.grad(call(at), at)[0].sum() if name in VALUES else None
+    compiled = torch.compile(call, backend=backend)
+    if warm and name != "token_statistics_and_top":  # no operation of its own: torch traces it with warnings
+        compiled(case.hidden_p)
+    for trained in (False, True):
+        leaf = case.hidden_p.clone().requires_grad_(trained)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(leaf, torch.ones_like(leaf))
+            if options is REFERENCE and name in VALUES:
+                tangent = forward_ad.unpack_dual(compiled(dual)).tangent
+                torch.testing.assert_close(tangent.detach(), exact, rtol=1e-9, atol=1e-12)
+            else:
+                with pytest.raises(CannotRunError, match="forward-mode"):
+                    compiled(dual)
+
+
+@pytest.mark.parametrize("name", [n for n in DOORS if n not in WITHOUT_A_GRADIENT])
+@compiles
+def test_a_compiled_call_refuses_a_second_derivative(compiler, unhooked, name):
+    """By the operations, which were constants to it; behind an AOT backend torch refuses it before they are asked."""
+    torch.compiler.reset()
+    leaf = CASE.hidden_p.clone().requires_grad_()
+    compiled = torch.compile(lambda x: DOORS[name](with_tensor(0, x), CHUNKED).sum(), backend="eager")
+    (plain,) = torch.autograd.grad(compiled(leaf), leaf)
+    torch.testing.assert_close(
+        plain, torch.autograd.grad(DOORS[name](with_tensor(0, leaf), CHUNKED).sum(), leaf)[0]
+    )
+    with pytest.raises(CannotRunError, match="compiled linear function can be differentiated once"):
+        torch.autograd.grad(compiled(leaf), leaf, create_graph=True)
 
 
 @EVERY

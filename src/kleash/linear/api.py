@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.arguments import validated_types
+from kleash.autodiff import uncompiled_in_transforms
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, OptionError
 from kleash.linear import autograd
@@ -30,6 +31,7 @@ from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TopToken
 from kleash.registry import look_up
 
 
+@uncompiled_in_transforms
 @validated_types
 def linear_kl(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -78,6 +80,7 @@ def linear_kl(
     return linear_divergence(hidden_p, head_p, hidden_q, head_q, temperature=temperature, options=options)
 
 
+@uncompiled_in_transforms
 @validated_types
 def linear_divergence(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -124,6 +127,7 @@ def linear_divergence(
     return found.reshape(hidden_p.shape[:-1])
 
 
+@uncompiled_in_transforms
 @validated_types
 def token_statistics(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -176,6 +180,7 @@ def token_statistics(
     return TokenStatistics(*(numbers.reshape(tokens.shape) for numbers in found))
 
 
+@uncompiled_in_transforms
 @validated_types
 def token_statistics_and_top(
     hidden_p: Float[Tensor, "*tokens dim_p"],

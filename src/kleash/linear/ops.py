@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
-from kleash.linear.checks import check_ids, common_dtype
+from kleash.errors import CannotRunError
+from kleash.linear.checks import INSTEAD, check_ids, common_dtype
 from kleash.linear.impl.results import combined, formed_dtype
 from kleash.linear.packing import COMMON, COUNT, SHARED, Given, as_usual, given, named, needed, together
 from kleash.linear.statistics import TokenStatistics, TokenTerms
@@ -184,8 +185,17 @@ def kept(ctx: Any) -> Given:
     )
 
 
+def refuse_create_graph() -> None:
+    """Raise in a backward pass that is to be differentiated again: what an operation returns is a constant then."""
+    if torch.is_grad_enabled():
+        raise CannotRunError(
+            f"a compiled linear function can be differentiated once; leave create_graph off, or {INSTEAD}"
+        )
+
+
 def pull_values(ctx: Any, weights: Tensor) -> tuple[Any, ...]:
     """The gradient of values per token: the logits again."""
+    refuse_create_graph()
     x, needs = kept(ctx), list(ctx.needs_input_grad[:6])
     found = linear_divergence_gradient(*x, weights, needs)[2]
     return *returned(found, needs, x[SHARED]), *(None for _ in x[6:])
@@ -199,12 +209,14 @@ def keep_gradients(ctx: Any, inputs: Given, output: Any) -> None:
 
 def pull_loss(ctx: Any, weight: Tensor, *others: Any) -> tuple[Any, ...]:
     """The gradient of a loss, which is there already."""
+    refuse_create_graph()
     found = [g * weight for g in ctx.saved_tensors]
     return *returned(found, ctx.needs_input_grad[:6], ctx.shared), *(None for _ in range(ctx.count - 6))
 
 
 def pull_terms(ctx: Any, *coefficients: Tensor) -> tuple[Any, ...]:
     """The gradient of terms per token: the logits again."""
+    refuse_create_graph()
     x, needs = kept(ctx), list(ctx.needs_input_grad[:6])
     found = token_terms_gradient(*x, *coefficients, needs)
     return *returned(found, needs, x[SHARED]), *(None for _ in x[6:])

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.arguments import validated_types
+from kleash.autodiff import uncompiled_in_transforms
 from kleash.divergences import Divergence
 from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.linear import autograd
@@ -29,6 +30,7 @@ class LinearLoss(NamedTuple):
     """The divergence of each token, detached; 0 where the weight is 0, for such a token was not read."""
 
 
+@uncompiled_in_transforms
 @validated_types
 def linear_kl_loss(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -67,6 +69,7 @@ def linear_kl_loss(
     )
 
 
+@uncompiled_in_transforms
 @validated_types
 def linear_divergence_loss(
     hidden_p: Float[Tensor, "*tokens dim_p"],
@@ -115,6 +118,7 @@ def linear_divergence_loss(
     return LinearLoss(loss, per_token.reshape(weights.shape))
 
 
+@uncompiled_in_transforms
 @validated_types
 def linear_objective(
     hidden_p: Float[Tensor, "*tokens dim_p"],

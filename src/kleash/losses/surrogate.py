@@ -6,7 +6,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kleash.autodiff import first_derivative_only, forward_mode_active
+from kleash.autodiff import (
+    first_derivative_only,
+    forward_mode_active,
+    uncompiled_in_transforms,
+)
 from kleash.errors import CannotRunError, DetachedError, ShapeError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
@@ -88,6 +92,7 @@ def carrying(
     return attach(value, pair.token_logp, slope_p, None if toward_q is None else (pair.token_logq, toward_q))
 
 
+@uncompiled_in_transforms
 def attach(
     value: Tensor, token_logp: Tensor, slope: Tensor, other: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
