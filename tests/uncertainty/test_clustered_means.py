@@ -1,4 +1,4 @@
-"""Means per token: values and errors against the textbook, scipy and a jackknife; every edge."""
+"""Means per token: values and errors against the textbook, scipy and a jackknife, and edge cases."""
 
 import math
 
@@ -20,7 +20,7 @@ def jackknife_error(sums: np.ndarray, counts: np.ndarray) -> float:
     return math.sqrt((size - 1) / size * ((without - without.mean()) ** 2).sum())
 
 
-def test_value_is_the_mean_per_token_and_not_the_mean_of_means() -> None:
+def test_the_value_is_the_mean_per_token_and_not_the_mean_of_means() -> None:
     estimate = ratio_of_sums(np.array([1.0, 30.0]), np.array([1, 10]))
     assert estimate.value == pytest.approx(31 / 11)
     assert estimate.value != pytest.approx(2.0)
@@ -40,7 +40,7 @@ def test_unequal_counts_agree_with_the_jackknife(seed: int) -> None:
     assert estimate.standard_error == pytest.approx(jackknife_error(sums, counts), rel=0.01)
 
 
-def test_many_symmetric_clusters_give_the_student_interval_of_scipy() -> None:
+def test_many_symmetric_clusters_give_scipys_student_interval() -> None:
     half = np.random.default_rng(2).lognormal(size=2500)
     means = np.append(half, -half)
     sums = 16 * means
@@ -50,7 +50,7 @@ def test_many_symmetric_clusters_give_the_student_interval_of_scipy() -> None:
 
 @settings(max_examples=30)
 @given(prompts())
-def test_the_interval_holds_that_of_student(given) -> None:
+def test_the_interval_contains_students_interval(given) -> None:
     sums, counts = given
     estimate = ratio_of_sums(sums, counts)
     half = float(stats.t.ppf(0.975, len(sums) - 1)) * estimate.standard_error
@@ -62,7 +62,7 @@ def test_the_interval_holds_that_of_student(given) -> None:
 
 @settings(max_examples=30)
 @given(prompts(), st.floats(0.01, 100), st.integers(2, 9))
-def test_scales_with_the_values_and_not_with_the_counts(given, scale: float, times: int) -> None:
+def test_the_error_scales_with_the_values_and_not_with_the_counts(given, scale: float, times: int) -> None:
     sums, counts = given
     one, scaled = ratio_of_sums(sums, counts), ratio_of_sums(scale * sums, counts)
     assert scaled.value == pytest.approx(scale * one.value, rel=1e-9)
@@ -75,7 +75,7 @@ def test_scales_with_the_values_and_not_with_the_counts(given, scale: float, tim
 
 @settings(max_examples=30)
 @given(prompts(), st.randoms(use_true_random=False))
-def test_order_does_not_matter(given, random) -> None:
+def test_the_order_of_the_clusters_does_not_matter(given, random) -> None:
     sums, counts = given
     order = list(range(len(sums)))
     random.shuffle(order)
@@ -84,7 +84,7 @@ def test_order_does_not_matter(given, random) -> None:
 
 @settings(max_examples=30)
 @given(prompts(most=12))
-def test_observations_and_their_sums_say_the_same(given) -> None:
+def test_clustered_mean_of_observations_equals_the_ratio_of_their_sums(given) -> None:
     sums, counts = given
     names = np.array([f"prompt {c}" for c in range(len(sums))])
     labels = np.repeat(names, counts)
@@ -95,39 +95,42 @@ def test_observations_and_their_sums_say_the_same(given) -> None:
     assert estimate.clusters == expected.clusters
 
 
-def test_copies_of_a_cluster_under_one_name_add_nothing() -> None:
-    """Counting each observation eight times must not shrink the error."""
+def test_repeated_observations_of_a_cluster_do_not_shrink_the_error() -> None:
+    """Eight copies with the same label give the same error, eight copies with new labels a smaller one."""
     sums, counts = lognormal_prompts(40, seed=3)
     labels = np.arange(40)
     one = clustered_mean(sums / counts, labels)
     eight = clustered_mean(np.tile(sums / counts, 8), np.tile(labels, 8))
     assert eight.standard_error == pytest.approx(one.standard_error, rel=1e-9)
-    alone = clustered_mean(np.tile(sums / counts, 8), np.arange(320))
-    assert alone.standard_error == pytest.approx(one.standard_error * math.sqrt(39 / 319), rel=1e-9)
+    distinct = clustered_mean(np.tile(sums / counts, 8), np.arange(320))
+    assert distinct.standard_error == pytest.approx(one.standard_error * math.sqrt(39 / 319), rel=1e-9)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared counts", "own counts"])
-def test_many_columns_are_as_many_single_ones(own: bool) -> None:
+@pytest.mark.parametrize("counts_per_column", [False, True], ids=["shared counts", "counts per column"])
+def test_ratio_of_many_equals_ratio_of_sums_per_column(counts_per_column: bool) -> None:
     sums, counts = lognormal_prompts(50, seed=4, columns=5)
-    if own:
+    if counts_per_column:
         counts[:30, 1] = 0
         sums[:30, 1] = 0
     columns = ratio_of_many(
-        sums, counts if own else counts[:, 0], unit=list("abcde"), lower=[0.0, 0.0, 0.0, 0.0, 9.0]
+        sums,
+        counts if counts_per_column else counts[:, 0],
+        unit=list("abcde"),
+        lower=[0.0, 0.0, 0.0, 0.0, 9.0],
     )
     for k, column in enumerate(columns):
-        mine = counts[:, k] if own else counts[:, 0]
-        alone = ratio_of_sums(sums[:, k], mine, unit="abcde"[k], lower=9.0 if k == 4 else 0.0)
+        column_counts = counts[:, k] if counts_per_column else counts[:, 0]
+        single = ratio_of_sums(sums[:, k], column_counts, unit="abcde"[k], lower=9.0 if k == 4 else 0.0)
         assert (column.value, column.standard_error, column.unit) == (
-            alone.value,
-            alone.standard_error,
-            alone.unit,
+            single.value,
+            single.standard_error,
+            single.unit,
         )
-        assert column.ci95 == pytest.approx(alone.ci95, rel=1e-9)
-        assert column.warnings == alone.warnings
+        assert column.ci95 == pytest.approx(single.ci95, rel=1e-9)
+        assert column.warnings == single.warnings
 
 
-def test_rounding_does_not_make_a_constant_vary() -> None:
+def test_a_constant_has_no_error_despite_rounding() -> None:
     counts = np.arange(3, 40)
     for value in (0.0, 1.0, 0.1, 1 / 3, 0.7):
         estimate = ratio_of_sums(value * counts, counts, lower=0.0, upper=1.0)
@@ -137,7 +140,7 @@ def test_rounding_does_not_make_a_constant_vary() -> None:
         assert math.isinf(estimate.relative_error)
 
 
-def test_a_small_difference_is_not_taken_for_a_constant() -> None:
+def test_small_differences_are_not_treated_as_rounding() -> None:
     counts = np.full(40, 10)
     sums = 10 + 1e-9 * np.arange(40)
     assert ratio_of_sums(sums, counts).standard_error == pytest.approx(float(stats.sem(sums / 10)), rel=1e-4)
@@ -146,7 +149,7 @@ def test_a_small_difference_is_not_taken_for_a_constant() -> None:
 @pytest.mark.parametrize(
     ("bad", "expected"), [(math.inf, math.inf), (-math.inf, -math.inf), (math.nan, math.nan)]
 )
-def test_what_is_not_finite_is_said(bad: float, expected: float) -> None:
+def test_non_finite_sums_have_a_warning_and_no_error(bad: float, expected: float) -> None:
     sums, counts = lognormal_prompts(40, seed=5)
     sums[7] = bad
     estimate = ratio_of_sums(sums, counts, lower=0.0)
@@ -156,7 +159,7 @@ def test_what_is_not_finite_is_said(bad: float, expected: float) -> None:
     assert estimate.warnings == ("the sums of 1 of 40 clusters are infinite or not a number",)
 
 
-def test_one_cluster_has_no_error() -> None:
+def test_the_error_of_one_cluster_is_nan() -> None:
     estimate = ratio_of_sums(np.array([3.0]), np.array([2]), lower=0.0)
     assert estimate.value == 1.5
     assert math.isnan(estimate.standard_error)
@@ -164,7 +167,7 @@ def test_one_cluster_has_no_error() -> None:
     assert estimate.warnings == ("only 1 cluster; below 30 the error itself is uncertain",)
 
 
-def test_nothing_is_not_a_number() -> None:
+def test_the_mean_of_no_clusters_is_nan() -> None:
     estimate = ratio_of_sums(np.zeros(0), np.zeros(0, int))
     assert math.isnan(estimate.value) and math.isnan(estimate.standard_error)
     assert estimate.clusters == 0
@@ -176,17 +179,20 @@ def test_clusters_without_tokens_are_left_out() -> None:
     assert with_empty == ratio_of_sums(sums, counts)
 
 
-def test_the_interval_is_cut_where_the_quantity_ends() -> None:
+def test_the_interval_is_clipped_to_the_bounds() -> None:
     counts = np.full(9, 10)
     agreements = np.array([10, 10, 10, 10, 10, 10, 10, 10, 2])
-    free, cut = ratio_of_sums(agreements, counts), ratio_of_sums(agreements, counts, lower=0.0, upper=1.0)
-    assert free.ci95[1] > 1 and cut.ci95[1] == 1
-    assert cut.ci95[0] == max(0.0, free.ci95[0])
+    unbounded, bounded = (
+        ratio_of_sums(agreements, counts),
+        ratio_of_sums(agreements, counts, lower=0.0, upper=1.0),
+    )
+    assert unbounded.ci95[1] > 1 and bounded.ci95[1] == 1
+    assert bounded.ci95[0] == max(0.0, unbounded.ci95[0])
     outside = ratio_of_sums(agreements, counts, lower=0.95, upper=0.96)
-    assert outside.ci95 == (outside.value, 0.96), "the value itself is never cut off"
+    assert outside.ci95 == (outside.value, 0.96), "the value itself is never clipped"
 
 
-def test_warnings_of_few_clusters_and_of_one_that_decides() -> None:
+def test_few_clusters_and_a_dominant_cluster_have_warnings() -> None:
     sums, counts = np.ones(30), np.ones(30, int)
     sums[::2] = 2
     assert ratio_of_sums(sums, counts).warnings == ()
@@ -197,7 +203,7 @@ def test_warnings_of_few_clusters_and_of_one_that_decides() -> None:
     assert ratio_of_sums(sums, counts).warnings == ("one cluster carries 96% of the variance",)
 
 
-def test_is_printed_with_its_error_and_its_warnings() -> None:
+def test_str_shows_the_error_and_the_warnings() -> None:
     estimate = ratio_of_sums(np.array([1.0, 2.0, 3.0]), np.ones(3), unit="nats")
     assert str(estimate).splitlines() == [
         "2 ± 0.58 nats over 3 clusters",
@@ -209,15 +215,15 @@ def test_is_printed_with_its_error_and_its_warnings() -> None:
     assert "none" not in str(ratio_of_sums(np.array([1.0, 2.0]), np.ones(2), unit="none"))
 
 
-def test_a_paired_difference_is_a_paired_test() -> None:
+def test_a_paired_difference_has_the_error_of_a_paired_test() -> None:
     random = np.random.default_rng(7)
     shared = random.lognormal(size=60)
     a, b = shared + 0.1 * random.standard_normal(60), shared + 0.1 * random.standard_normal(60)
     estimate = paired_difference(10 * a, np.full(60, 10), 10 * b, np.full(60, 10))
     assert estimate.value == pytest.approx(a.mean() - b.mean(), abs=1e-12)
     assert estimate.standard_error == pytest.approx(float(stats.sem(a - b)), rel=1e-9)
-    apart = math.hypot(float(stats.sem(a)), float(stats.sem(b)))
-    assert estimate.standard_error < 0.3 * apart
+    unpaired_error = math.hypot(float(stats.sem(a)), float(stats.sem(b)))
+    assert estimate.standard_error < 0.3 * unpaired_error
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -228,32 +234,35 @@ def test_a_paired_difference_of_unequal_counts_agrees_with_the_jackknife(seed: i
     estimate = paired_difference(sums_a, counts_a, sums_b, counts_b)
 
     def without(c: int) -> float:
-        kept = np.arange(300) != c
-        return sums_a[kept].sum() / counts_a[kept].sum() - sums_b[kept].sum() / counts_b[kept].sum()
+        remaining = np.arange(300) != c
+        return (
+            sums_a[remaining].sum() / counts_a[remaining].sum()
+            - sums_b[remaining].sum() / counts_b[remaining].sum()
+        )
 
-    left = np.array([without(c) for c in range(300)])
+    leave_one_out = np.array([without(c) for c in range(300)])
     assert estimate.standard_error == pytest.approx(
-        math.sqrt(299 / 300 * ((left - left.mean()) ** 2).sum()), rel=0.02
+        math.sqrt(299 / 300 * ((leave_one_out - leave_one_out.mean()) ** 2).sum()), rel=0.02
     )
 
 
 @settings(max_examples=30)
 @given(prompts(), prompts())
-def test_a_difference_turned_round_is_its_negative(one, other) -> None:
+def test_a_reversed_paired_difference_is_the_negative(one, other) -> None:
     size = min(len(one[0]), len(other[0]))
     a, b = [x[:size] for x in one], [x[:size] for x in other]
-    there, back = paired_difference(*a, *b), paired_difference(*b, *a)
-    assert there.value == pytest.approx(-back.value, rel=1e-9, abs=1e-12)
-    assert there.standard_error == pytest.approx(back.standard_error, rel=1e-6, abs=1e-12)
+    difference, reverse = paired_difference(*a, *b), paired_difference(*b, *a)
+    assert difference.value == pytest.approx(-reverse.value, rel=1e-9, abs=1e-12)
+    assert difference.standard_error == pytest.approx(reverse.standard_error, rel=1e-6, abs=1e-12)
 
 
-def test_a_measurement_minus_itself_is_exactly_zero() -> None:
+def test_the_paired_difference_of_a_measurement_and_itself_is_exactly_zero() -> None:
     sums, counts = lognormal_prompts(10, seed=8)
     same = paired_difference(sums, counts, sums, counts)
     assert (same.value, same.standard_error, same.ci95, same.warnings) == (0.0, 0.0, (0.0, 0.0), ())
 
 
-def test_a_prompt_that_only_one_measurement_has_counts_there() -> None:
+def test_a_prompt_in_only_one_measurement_counts_in_that_measurement() -> None:
     sums, counts = lognormal_prompts(40, seed=9)
     sums_b, counts_b = np.append(sums[:-1], 0.0), np.append(counts[:-1], 0)
     estimate = paired_difference(sums, counts, sums_b, counts_b)
@@ -261,7 +270,7 @@ def test_a_prompt_that_only_one_measurement_has_counts_there() -> None:
     assert estimate.value == pytest.approx(sums.sum() / counts.sum() - sums[:-1].sum() / counts[:-1].sum())
 
 
-def test_shapes_that_do_not_fit(unhooked: None) -> None:
+def test_inputs_of_different_shapes_raise(unhooked: None) -> None:
     with pytest.raises(ShapeError, match=r"sums are \(3,\) and counts \(2,\); give one of each per cluster"):
         ratio_of_sums(np.ones(3), np.ones(2))
     with pytest.raises(ShapeError, match=r"sums are \(3, 2\) and counts \(3, 1\); give \[cluster, column\]"):

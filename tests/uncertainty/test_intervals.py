@@ -1,4 +1,4 @@
-"""Intervals against scipy and simulated truths, at both ends; samples without variation; what is warned."""
+"""Intervals against scipy and simulated coverage at both ends; constant samples; warnings."""
 
 import json
 import math
@@ -23,8 +23,6 @@ from kleash.uncertainty import (
 )
 from kleash.uncertainty.diagnostics import unseen_share
 
-MISSED_BY_CHANCE = 0.005
-
 
 @pytest.fixture(scope="module")
 def benchmark(root: Path) -> Iterator[Any]:
@@ -33,7 +31,7 @@ def benchmark(root: Path) -> Iterator[Any]:
         yield import_module("intervals")
 
 
-def reaches(sums: np.ndarray, counts: np.ndarray, **bounds: float) -> tuple[float, float]:
+def distances_in_errors(sums: np.ndarray, counts: np.ndarray, **bounds: float) -> tuple[float, float]:
     """Standard errors from the estimate to both ends."""
     estimate = ratio_of_sums(sums, counts, **bounds)
     low, high = estimate.ci95
@@ -41,7 +39,9 @@ def reaches(sums: np.ndarray, counts: np.ndarray, **bounds: float) -> tuple[floa
 
 
 @pytest.mark.parametrize(("clusters", "seed"), [(6, 1), (16, 1), (40, 2), (300, 3), (5000, 4)])
-def test_the_long_end_is_students_t_times_an_exponential_of_the_skewness(clusters: int, seed: int) -> None:
+def test_the_end_of_the_long_tail_is_students_t_times_an_exponential_of_the_skewness(
+    clusters: int, seed: int
+) -> None:
     sums, _ = lognormal_prompts(clusters, seed, spread=0.7)
     means = sums / 16
     t = float(stats.t.ppf(0.975, clusters - 1))
@@ -49,29 +49,31 @@ def test_the_long_end_is_students_t_times_an_exponential_of_the_skewness(cluster
     weight = (1 + 2 * t * t) / (6 * t) + 18 * min(1, clusters / 30) / math.sqrt(clusters)
     long = t * min(math.exp(weight * abs(g)), 2.5)
     expected = (t, long) if g > 0 else (long, t)
-    assert reaches(sums, np.full(clusters, 16)) == pytest.approx(expected, rel=1e-8)
-    assert reaches(-sums, np.full(clusters, 16)) == pytest.approx(expected[::-1], rel=1e-8)
+    assert distances_in_errors(sums, np.full(clusters, 16)) == pytest.approx(expected, rel=1e-8)
+    assert distances_in_errors(-sums, np.full(clusters, 16)) == pytest.approx(expected[::-1], rel=1e-8)
 
 
-def test_away_from_a_bound_an_end_is_not_below_students_t_of_the_logarithm() -> None:
+def test_the_end_away_from_a_bound_is_at_least_students_t_of_the_logarithm() -> None:
     values = np.array([0.1, 0.9, 1.0, 1.1, 1.9])
     t, error = float(stats.t.ppf(0.975, 4)), float(stats.sem(values))
-    free = reaches(values, np.ones(5))
+    free = distances_in_errors(values, np.ones(5))
     assert free == pytest.approx((t, t))
-    assert reaches(values, np.ones(5), lower=0.0)[1] == pytest.approx(math.expm1(t * error) / error)
+    assert distances_in_errors(values, np.ones(5), lower=0.0)[1] == pytest.approx(
+        math.expm1(t * error) / error
+    )
     estimate = ratio_of_sums(values, np.ones(5), lower=-1.0, upper=2.0)
-    assert estimate.ci95[0] == pytest.approx(2 - math.exp(t * error)), "as far from the upper bound"
+    assert estimate.ci95[0] == pytest.approx(2 - math.exp(t * error)), "at the distance from the upper bound"
     assert estimate.ci95[1] == pytest.approx(1 + 2 * math.expm1(t * error / 2))
 
 
-def test_no_end_is_farther_than_two_and_a_half_times_students() -> None:
+def test_no_end_is_farther_than_two_and_a_half_times_students_t() -> None:
     sums, counts = np.zeros(40), np.full(40, 10)
     sums[5] = 3.0
     t = float(stats.t.ppf(0.975, 39))
-    assert reaches(sums, counts) == pytest.approx((t, 2.5 * t))
+    assert distances_in_errors(sums, counts) == pytest.approx((t, 2.5 * t))
 
 
-def test_always_says_the_same_whatever_the_order() -> None:
+def test_the_interval_does_not_depend_on_the_order_of_the_clusters() -> None:
     sums, counts = lognormal_prompts(4000, seed=6)
     order = np.random.default_rng(1).permutation(4000)
     assert ratio_of_sums(sums[order], counts[order], lower=0.0) == ratio_of_sums(sums, counts, lower=0.0)
@@ -79,19 +81,19 @@ def test_always_says_the_same_whatever_the_order() -> None:
 
 @pytest.mark.parametrize("clusters", [30, 64, 300])
 @pytest.mark.parametrize("name", ["normal", "lognormal 1"])
-def test_each_end_misses_as_often_as_it_may(benchmark: Any, name: str, clusters: int) -> None:
-    """A gate that asks whether the upper end is below a limit may pass wrongly in 2.5 %."""
+def test_each_end_has_its_nominal_error_rate(benchmark: Any, name: str, clusters: int) -> None:
+    """A gate on the upper end passes wrongly in at most 2.5 % of samples."""
     sample = benchmark.PROCESSES[name](np.random.default_rng([5, clusters]), (clusters, 3000))
-    found = ratio_of_many(sample.sums, sample.counts, lower=sample.lower, upper=sample.upper)
-    low, high = np.array([one.ci95 for one in found]).T
+    estimates = ratio_of_many(sample.sums, sample.counts, lower=sample.lower, upper=sample.upper)
+    low, high = np.array([estimate.ci95 for estimate in estimates]).T
     assert (high < sample.truth).mean() < 0.029 + 1.6 * math.sqrt(0.029 / 3000)
     assert (low > sample.truth).mean() < 0.025 + 1.6 * math.sqrt(0.025 / 3000)
 
 
-def test_five_normal_clusters_are_not_five_times_too_wide() -> None:
+def test_intervals_of_five_normal_clusters_are_not_too_wide() -> None:
     random = np.random.default_rng(21)
     estimates = ratio_of_many(10 + random.standard_normal((5, 2000)), np.ones((5, 2000)))
-    low, high = np.array([one.ci95 for one in estimates]).T
+    low, high = np.array([estimate.ci95 for estimate in estimates]).T
     assert 0.94 < ((low <= 10) & (high >= 10)).mean() < 0.985
     assert np.median(high - low) < 2 * (2 * 1.96 / math.sqrt(5)), "a known standard deviation is the unit"
 
@@ -100,34 +102,37 @@ def test_five_normal_clusters_are_not_five_times_too_wide() -> None:
 @pytest.mark.parametrize(
     "name", ["97 % zeros", "agreement 0.98", "agreement by prompt", "lognormal 1.5", "longer drift more"]
 )
-def test_what_misses_beyond_its_share_carries_a_warning(benchmark: Any, name: str, clusters: int) -> None:
+def test_intervals_that_undercover_have_a_warning(benchmark: Any, name: str, clusters: int) -> None:
     sample = benchmark.PROCESSES[name](np.random.default_rng([6, clusters]), (clusters, 500))
-    found = ratio_of_many(sample.sums, sample.counts, lower=sample.lower, upper=sample.upper)
-    silent = [not one.warnings and not one.ci95[0] <= sample.truth <= one.ci95[1] for one in found]
+    estimates = ratio_of_many(sample.sums, sample.counts, lower=sample.lower, upper=sample.upper)
+    silent = [
+        not estimate.warnings and not estimate.ci95[0] <= sample.truth <= estimate.ci95[1]
+        for estimate in estimates
+    ]
     assert np.mean(silent) <= 0.05
     if clusters < 30:
-        assert not any(silent), "few clusters are always said"
+        assert not any(silent), "few clusters always have a warning"
 
 
 @pytest.mark.parametrize(("clusters", "least"), [(20, 1.0), (64, 0.8), (300, 0.9)])
-def test_rare_long_and_heavy_prompts_carry_a_warning(benchmark: Any, clusters: int, least: float) -> None:
-    """27 % of the samples of 64 hold none of the 2 %: no sample shows that, but most are skewed all the same."""
+def test_samples_of_rare_long_prompts_have_a_warning(benchmark: Any, clusters: int, least: float) -> None:
+    """27 % of the samples of 64 contain none of the rare 2 %; most of them are skewed nevertheless."""
     sample = benchmark.PROCESSES["2 % long and heavy"](np.random.default_rng([7, clusters]), (clusters, 800))
-    found = ratio_of_many(sample.sums, sample.counts, lower=0.0)
-    missed = [one for one in found if not one.ci95[0] <= sample.truth <= one.ci95[1]]
-    assert np.mean([bool(one.warnings) for one in missed]) >= least
+    estimates = ratio_of_many(sample.sums, sample.counts, lower=0.0)
+    missed = [estimate for estimate in estimates if not estimate.ci95[0] <= sample.truth <= estimate.ci95[1]]
+    assert np.mean([bool(estimate.warnings) for estimate in missed]) >= least
     if clusters < 300:
-        assert any("cannot be trusted" in warning for one in missed for warning in one.warnings)
+        assert any("cannot be trusted" in warning for estimate in missed for warning in estimate.warnings)
 
 
-def test_normal_clusters_carry_no_warning(benchmark: Any) -> None:
+def test_normal_clusters_have_no_warning(benchmark: Any) -> None:
     sample = benchmark.PROCESSES["normal"](np.random.default_rng(8), (64, 500))
-    assert np.mean([bool(one.warnings) for one in ratio_of_many(sample.sums, sample.counts)]) < 0.05
+    assert np.mean([bool(estimate.warnings) for estimate in ratio_of_many(sample.sums, sample.counts)]) < 0.05
 
 
 @pytest.mark.parametrize("clusters", [2, 5, 40, 400])
 @pytest.mark.parametrize("hit", [0, 1])
-def test_a_constant_share_has_the_interval_of_clopper_and_pearson(clusters: int, hit: int) -> None:
+def test_a_constant_share_has_the_clopper_pearson_interval(clusters: int, hit: int) -> None:
     counts = np.full(clusters, 70)
     estimate = ratio_of_sums(hit * counts, counts, unit="probability", lower=0.0, upper=1.0)
     exact = stats.binomtest(hit * clusters, clusters).proportion_ci(0.95, method="exact")
@@ -138,8 +143,8 @@ def test_a_constant_share_has_the_interval_of_clopper_and_pearson(clusters: int,
     assert scaled.ci95 == pytest.approx([3 * end for end in estimate.ci95], rel=1e-9)
 
 
-def test_clusters_of_unequal_size_count_as_fewer() -> None:
-    """Four long prompts and forty of one token tell about as much as four (Kish's effective number)."""
+def test_the_interval_of_a_constant_uses_the_effective_number_of_clusters() -> None:
+    """Four long prompts and forty of one token count as about four (Kish's effective number)."""
     counts = np.append(np.full(4, 1000), np.ones(40))
     effective = counts.sum() ** 2 / (counts**2).sum()
     low, high = ratio_of_sums(counts, counts, lower=0.0, upper=1.0).ci95
@@ -148,7 +153,9 @@ def test_clusters_of_unequal_size_count_as_fewer() -> None:
 
 @pytest.mark.parametrize("clusters", [1, 5, 40])
 @pytest.mark.parametrize("value", [0.0, 0.3])
-def test_a_constant_without_a_bound_bounds_nothing_and_says_so(clusters: int, value: float) -> None:
+def test_a_constant_without_bounds_has_an_infinite_interval_and_a_warning(
+    clusters: int, value: float
+) -> None:
     counts = np.full(clusters, 10)
     free, above = ratio_of_sums(value * counts, counts), ratio_of_sums(value * counts, counts, lower=0.0)
     assert free.ci95 == (-math.inf, math.inf)
@@ -162,7 +169,7 @@ def test_a_constant_without_a_bound_bounds_nothing_and_says_so(clusters: int, va
         assert any("they cannot show how far others are from it" in warning for warning in above.warnings)
 
 
-def test_a_value_that_is_known_beforehand_is_exact_and_another_one_is_not() -> None:
+def test_a_constant_is_exact_only_if_it_is_the_known_value() -> None:
     zeros, counts = np.zeros(5), np.full(5, 10)
     labels = np.arange(5)
     means = running_mean(zeros, counts, known_value=0.0)
@@ -186,35 +193,36 @@ def test_a_value_that_is_known_beforehand_is_exact_and_another_one_is_not() -> N
     assert not ratio_of_sums(zeros[:1] + 1, counts[:1], lower=0.0, known_value=0.0).is_exact
 
 
-def test_all_ways_to_an_estimate_know_a_constant_sample() -> None:
+def test_every_estimator_handles_a_constant_sample() -> None:
     zeros, counts, labels = np.zeros(7), np.full(7, 10), np.arange(7)
     fine = CoarseCounts.empty().after(np.zeros(70, np.float32)).refine((0.3, 0.5, 0.99, 1.0), 7)
     fine = fine.after(np.zeros(70, np.float32), np.repeat(labels, 10))
-    found = [
+    estimates = [
         clustered_mean(zeros, labels, lower=0.0),
         paired_difference(zeros, counts, zeros, counts),
         controlled_total(zeros, zeros, labels).estimate,
         *fine.estimates(lower=0.0),
     ]
-    for estimate in found:
+    for estimate in estimates:
         assert estimate.warnings[0] == "only 7 clusters; below 30 the error itself is uncertain"
-    known = [estimate.ci95 == (0.0, 0.0) for estimate in found]
+    known = [estimate.ci95 == (0.0, 0.0) for estimate in estimates]
     assert known == [False, False, False, True, True, False, False], (
-        "seven such clusters know a median of zeros"
+        "seven equal clusters bound the 0.3 quantile and the median"
     )
     difference = paired_difference(counts, counts, counts, counts, unit="probability", lower=-1.0, upper=1.0)
     assert difference.ci95 == pytest.approx((-unseen_share(7, 0.975), unseen_share(7, 0.975)))
     assert all(
-        one.ci95 == (0.0, 0.0) and not one.warnings for one in fine.estimates(lower=0.0, known_value=0.0)
+        estimate.ci95 == (0.0, 0.0) and not estimate.warnings
+        for estimate in fine.estimates(lower=0.0, known_value=0.0)
     )
 
 
-def test_what_is_seen_is_a_share_that_scipy_knows() -> None:
+def test_unseen_share_agrees_with_scipy() -> None:
     for clusters in (1, 5, 64, 300):
         assert unseen_share(clusters) == pytest.approx(stats.beta.ppf(0.95, 1, clusters), rel=1e-9)
 
 
-def test_a_measurement_that_is_there_twice_differs_by_exactly_nothing_and_others_do_not() -> None:
+def test_the_paired_difference_is_exact_only_for_identical_measurements() -> None:
     sums, counts = lognormal_prompts(10, seed=8)
     assert paired_difference(sums, counts, sums, counts).is_exact
     assert not paired_difference(sums, counts, sums[::-1], counts[::-1]).is_exact
@@ -222,7 +230,7 @@ def test_a_measurement_that_is_there_twice_differs_by_exactly_nothing_and_others
     assert not paired_difference(agreement, np.full(5, 10), agreement, np.full(5, 10)).is_exact, "by chance"
 
 
-def test_mostly_one_value_is_said() -> None:
+def test_mostly_tied_clusters_have_a_warning() -> None:
     sums, counts = np.zeros(64), np.full(64, 10)
     sums[:6] = np.arange(1.0, 7.0)
     (warning,) = (one for one in ratio_of_sums(sums, counts, lower=0.0).warnings if "rests on" in one)
@@ -232,14 +240,14 @@ def test_mostly_one_value_is_said() -> None:
     assert not any("rests on" in one for one in ratio_of_sums(sums, counts, lower=0.0, upper=1.0).warnings)
 
 
-def test_the_tables_of_the_page_are_those_of_the_committed_figures(benchmark: Any, root: Path) -> None:
+def test_the_tables_in_the_docs_match_the_committed_figures(benchmark: Any, root: Path) -> None:
     figures = json.loads((root / "benchmarks" / "results" / "intervals.json").read_text(encoding="utf-8"))
     page = (root / "docs" / "uncertainty.md").read_text(encoding="utf-8")
     for name, text in benchmark.tables(figures["figures"]).items():
         assert text in page, f"{name}: python benchmarks/intervals.py"
 
 
-def test_the_committed_figures_are_those_of_the_code(benchmark: Any, root: Path) -> None:
+def test_the_committed_figures_match_the_code(benchmark: Any, root: Path) -> None:
     figures = json.loads((root / "benchmarks" / "results" / "intervals.json").read_text(encoding="utf-8"))
     rows = {(one["process"], one["clusters"]): one for one in figures["figures"]["processes"]}
     assert set(rows) == {(name, size) for name in benchmark.PROCESSES for size in benchmark.CLUSTERS}

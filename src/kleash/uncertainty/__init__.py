@@ -1,13 +1,19 @@
-"""How far a number can be trusted: errors, intervals, quantiles and warnings."""
+"""Uncertainty of estimates: standard errors, confidence intervals, quantiles and warnings."""
 
 from kleash.uncertainty.clusters import ClusterLabels, cluster_labels, effective_sample_size
+from kleash.uncertainty.control_variates import ControlledTotal, controlled_total
 from kleash.uncertainty.diagnostics import few_clusters
-from kleash.uncertainty.estimate import Estimate
+from kleash.uncertainty.estimate import Estimate, transformed
 from kleash.uncertainty.quantiles import CoarseCounts, FineCounts
-from kleash.uncertainty.ratios import clustered_mean, paired_difference, ratio_of_many, ratio_of_sums
-from kleash.uncertainty.student import student_t_quantile
-from kleash.uncertainty.totals import ControlledTotal, controlled_total
-from kleash.uncertainty.transforming import RunningMean, running_mean, transformed
+from kleash.uncertainty.ratios import (
+    RunningMean,
+    clustered_mean,
+    paired_difference,
+    ratio_of_many,
+    ratio_of_sums,
+    running_mean,
+)
+from kleash.uncertainty.student_t import student_t_quantile
 
 __all__ = [
     "ClusterLabels",

@@ -1,4 +1,4 @@
-"""Which sequences are to be taken as belonging together, and how much weighted ones tell."""
+"""Cluster labels of sequences, and the effective size of a weighted sample."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,13 @@ from jaxtyping import Int64, Integer, Real
 from kleash.errors import ShapeError
 
 FEW_DOCUMENTS = 30
+"""Below this number of documents, clusters are blocks of windows."""
 BLOCK_WINDOWS = 8
+"""Neighbouring windows in one block."""
 
 
 class ClusterLabels(NamedTuple):
-    """A label per sequence, from 0 without gaps, and warnings about them."""
+    """A cluster label per sequence, from 0 without gaps, and warnings about the clusters."""
 
     labels: Int64[np.ndarray, "sequences"]
     warnings: tuple[str, ...]
@@ -25,16 +27,16 @@ def cluster_labels(
     few: int = FEW_DOCUMENTS,
     block: int = BLOCK_WINDOWS,
 ) -> ClusterLabels:
-    """Documents as clusters; where there are few, blocks of neighbouring windows, with a warning.
+    """Label sequences by document; with few documents by blocks of neighbouring windows, with a warning.
 
     Args:
-        document_ids: which document (or prompt) each sequence is from.
-        window_ids: which window of it, from 0 in reading order.
-        few: below so many documents they are cut into blocks.
-        block: windows in a block.
+        document_ids: the document (or prompt) of each sequence.
+        window_ids: its window in that document, from 0 in reading order.
+        few: with fewer documents than this, blocks are the clusters.
+        block: number of windows in a block.
 
     Raises:
-        ShapeError: if there are not as many windows as documents.
+        ShapeError: if the two differ in length.
     """
     if document_ids.ndim != 1 or document_ids.shape != window_ids.shape:
         raise ShapeError(
@@ -44,10 +46,10 @@ def cluster_labels(
     if len(documents) >= few:
         return ClusterLabels(labels.astype(np.int64), ())
     blocks = np.stack([labels, window_ids // block], axis=1)
-    found, labels = np.unique(blocks, axis=0, return_inverse=True)
+    distinct_blocks, labels = np.unique(blocks, axis=0, return_inverse=True)
     noun = "document" if len(documents) == 1 else "documents"
     warning = f"only {len(documents)} {noun}, below {few}"
-    if len(found) > len(documents):
+    if len(distinct_blocks) > len(documents):
         warning += (
             f": the clusters are blocks of {block} neighbouring windows, and what blocks of one document share is "
             "missing from the error"
@@ -56,10 +58,10 @@ def cluster_labels(
 
 
 def effective_sample_size(weights: Real[np.ndarray, "samples"]) -> float:
-    """How many equally weighted samples would tell as much: (sum w)^2 / sum w^2.
+    """The number of equally weighted samples with the same variance: (sum w)^2 / sum w^2.
 
-    Weights are divided by the largest first, so that large ones do not overflow. NaN over nothing, where
-    all are 0, and where one is infinite or NaN.
+    Weights are divided by the largest first, so that large weights do not overflow. NaN for no weights, if all weights
+    are 0, and if one is infinite or NaN.
 
     References:
         Kish (1965), "Survey Sampling".

@@ -1,67 +1,72 @@
-"""Warnings about an interval, from the sample of clusters."""
+"""Warnings about an estimate: few clusters, dominant clusters, ties, skewness."""
 
 import math
 
 import numpy as np
 
-from kleash.uncertainty.linearised import Linearised
-from kleash.uncertainty.skewness import FEW_CLUSTERS, skewness_of_mean
+from kleash.uncertainty.linearisation import LinearisedEstimate
 
-LARGE_SHARE = 0.2
-"""Share of the variance above which one cluster carries too much of it."""
-FEW_DIFFERENT = 10
-"""Where most clusters have one and the same mean, the others should be so many."""
+FEW_CLUSTERS = 30
+"""Below this number of clusters the skewness of a sample is mostly noise, and the standard error is uncertain."""
+DOMINANT_VARIANCE_SHARE = 0.2
+"""Share of the variance above which a single cluster dominates."""
+MIN_UNTIED_CLUSTERS = 10
+"""If most clusters have the same mean, at least this many should differ from it."""
 VERY_FEW_CLUSTERS = 20
-"""Below so many clusters the interval of a quantity with one bound always carries a warning."""
+"""Below this number of clusters the interval of a quantity with one bound always has a warning."""
 ENOUGH_CLUSTERS = 150
-"""So many clusters hold one of a kind that makes up 2 % of all, with 95 % confidence (the rule of three: 3 / C)."""
+"""With so many clusters, a kind that makes up 2 % of all is in the sample with 95 % confidence (rule of three, 3/C)."""
 SKEWED = 0.1
-"""Skewness of the mean beyond which a sample is called skewed; in normal samples of 64 it is 0.04 or so."""
+"""Skewness of the mean above which a sample counts as skewed; normal samples of 64 clusters have about 0.04."""
 
 
-def warnings_about(one: Linearised, bounds: tuple[float, float]) -> tuple[str, ...]:
-    """Warnings that the clusters give reason for.
+def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) -> tuple[str, ...]:
+    """Return the warnings that the sample of clusters justifies.
 
     Args:
-        one: the estimate, and what each cluster adds to its error.
-        bounds: the least and the most that the quantity can be. With two finite bounds the interval holds
-            without what the sample does not show; with one, as of a KL, there is a long tail to expect.
+        estimate: the estimate and the influence of each cluster.
+        bounds: the smallest and the largest possible value of the quantity. With two finite bounds the interval is
+            valid without rare clusters; with one, as for a KL, a long tail is to be expected.
     """
-    few = few_clusters(one.clusters)
-    ends = sum(map(math.isfinite, bounds))
-    if one.trouble:
-        return (one.trouble, *few)
-    if one.clusters < 2:
+    few = few_clusters(estimate.clusters)
+    finite_bounds = sum(map(math.isfinite, bounds))
+    if estimate.no_error_reason:
+        return (estimate.no_error_reason, *few)
+    if estimate.clusters < 2:
         return few
-    variance = float(one.influence @ one.influence)
+    variance = float(estimate.influence @ estimate.influence)
     if variance == 0:
-        return few if ends == 2 else (*few, _constant(one.clusters))
-    share = float(np.abs(one.influence).max()) ** 2 / variance
-    decides = (f"one cluster carries {share:.0%} of the variance",) if share > LARGE_SHARE else ()
-    if ends == 2:
-        return (*few, *decides)
-    different = one.clusters - one.tied
-    if one.tied and different < FEW_DIFFERENT:
-        rest = (
-            f"{one.tied} of {one.clusters} clusters have the same mean: the estimate rests on the other {different}, "
-            "and its interval cannot be trusted"
+        return few if finite_bounds == 2 else (*few, _constant_warning(estimate.clusters))
+    share = float(np.abs(estimate.influence).max()) ** 2 / variance
+    dominant = (
+        (f"one cluster carries {share:.0%} of the variance",) if share > DOMINANT_VARIANCE_SHARE else ()
+    )
+    if finite_bounds == 2:
+        return (*few, *dominant)
+    untied = estimate.clusters - estimate.tied
+    if estimate.tied and untied < MIN_UNTIED_CLUSTERS:
+        ties = (
+            f"{estimate.tied} of {estimate.clusters} clusters have the same mean: the estimate rests on the other "
+            f"{untied}, and its interval cannot be trusted"
         )
-        return (*few, *decides, rest)
-    if one.clusters >= ENOUGH_CLUSTERS:
-        return decides
-    skewness = skewness_of_mean(one.influence)
-    skewed = abs(skewness) > SKEWED
-    if one.clusters < VERY_FEW_CLUSTERS and (skewed or ends == 1):
-        return (*few, *decides, _unseen(one.clusters, f"{one.clusters} clusters"))
-    if skewed and not decides:
-        number = skewness * math.sqrt(one.clusters)
-        which = f"the clusters are skewed (skewness {number:.1f}), and {one.clusters} of them"
-        return (*few, _unseen(one.clusters, which))
-    return (*few, *decides)
+        return (*few, *dominant, ties)
+    if estimate.clusters >= ENOUGH_CLUSTERS:
+        return dominant
+    skewness = estimate.skewness
+    is_skewed = abs(skewness) > SKEWED
+    if estimate.clusters < VERY_FEW_CLUSTERS and (is_skewed or finite_bounds == 1):
+        return (*few, *dominant, _unseen_warning(estimate.clusters, f"{estimate.clusters} clusters"))
+    if is_skewed and not dominant:
+        cluster_skewness = skewness * math.sqrt(estimate.clusters)
+        subject = (
+            f"the clusters are skewed (skewness {cluster_skewness:.1f}), and {estimate.clusters} of them"
+        )
+        return (*few, _unseen_warning(estimate.clusters, subject))
+    return (*few, *dominant)
 
 
 def few_clusters(clusters: int) -> tuple[str, ...]:
-    """The warning that there are too few clusters to know the error well, if there are."""
+    """Return the warning about fewer than 30 clusters, or no warning."""
     if clusters >= FEW_CLUSTERS:
         return ()
     noun = "cluster" if clusters == 1 else "clusters"
@@ -69,9 +74,9 @@ def few_clusters(clusters: int) -> tuple[str, ...]:
 
 
 def unseen_share(clusters: float | int, confidence: float = 0.95) -> float:
-    """The largest share of all clusters of which ``clusters`` drawn at random may hold none: 1 - 0.05^(1/C).
+    """Upper confidence bound of the share of a kind of cluster that the sample does not contain: 1 - 0.05^(1/C).
 
-    The exact (Clopper-Pearson) bound of a share that was not met; about 3 / C, the "rule of three".
+    The exact (Clopper-Pearson) bound for a count of 0; about 3 / C, the "rule of three".
 
     References:
         Hanley & Lippman-Hand (1983), "If Nothing Goes Wrong, Is Everything All Right?".
@@ -79,17 +84,17 @@ def unseen_share(clusters: float | int, confidence: float = 0.95) -> float:
     return -math.expm1(math.log1p(-confidence) / clusters)
 
 
-def _constant(clusters: int) -> str:
-    """The warning that a sample without any variation shows none."""
+def _constant_warning(clusters: int) -> str:
+    """The warning about clusters that all have the same mean."""
     return (
         f"all {clusters} clusters have the same mean: they cannot show how far others are from it, and up to "
         f"{unseen_share(clusters):.0%} of all may be"
     )
 
 
-def _unseen(clusters: int, which: str) -> str:
-    """The warning that a rare kind of cluster that lies far out may be missing from the sample."""
+def _unseen_warning(clusters: int, subject: str) -> str:
+    """The warning that a rare kind of cluster with an extreme mean may be missing from the sample."""
     return (
-        f"{which} may hold none of a kind that makes up as much as {unseen_share(clusters):.0%} of all: if that kind "
+        f"{subject} may hold none of a kind that makes up as much as {unseen_share(clusters):.0%} of all: if that kind "
         "lies much further out, the interval cannot be trusted"
     )

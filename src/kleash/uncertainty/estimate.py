@@ -1,29 +1,30 @@
-"""A measured number with its error, and its warnings."""
+"""An estimate with its standard error, confidence interval and warnings, and functions of it."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A number that was measured, with how far to trust it."""
+    """An estimated quantity with its standard error, 95 % interval and warnings."""
 
     value: float
-    """The number itself; may be infinite, and is NaN over nothing."""
+    """The estimate; may be infinite, and is NaN over no observations."""
     unit: str
     """"nats", "probability" or "none"."""
     standard_error: float
-    """Cluster-robust standard error, in the same unit. NaN where there is none. 0 where all clusters have the same
-    mean: of an exact constant the interval has no width either, of a sample that only happens to be constant it has."""
+    """Cluster-robust standard error, in the same unit. NaN if it is not defined. 0 if all clusters have the same mean:
+    for an exact constant the interval also has width 0; for a sample that happens to be constant it does not."""
     clusters: int
-    """How many independent groups stand behind the error: prompts, documents or blocks of windows."""
+    """Number of independent groups behind the error: prompts, documents or blocks of windows."""
     ci95: tuple[float, float]
-    """The 95 % confidence interval: its lower and its upper end."""
+    """The lower and the upper end of the 95 % confidence interval."""
     warnings: tuple[str, ...] = ()
-    """What a careful reader would hold against it, in sentences."""
+    """Reasons not to trust the estimate or its error, in sentences."""
 
     def __str__(self) -> str:
-        """The number with its error, its unit and its warnings, a line each; words where there is no error."""
+        """The estimate with its error and unit, and one line for each warning."""
         unit = "" if self.unit == "none" else f" {self.unit}"
         over = f"over {self.clusters} {'cluster' if self.clusters == 1 else 'clusters'}"
         if self.standard_error > 0:
@@ -32,21 +33,60 @@ class Estimate:
             line = f"{self.value:.4g}{unit} exactly, {over}"
         else:
             low, high = self.ci95
-            known = "" if math.isnan(low) or math.isnan(high) else f", 95 % interval {low:.4g} to {high:.4g}"
-            line = f"{self.value:.4g}{unit} {over}, error unknown{known}"
+            interval = (
+                "" if math.isnan(low) or math.isnan(high) else f", 95 % interval {low:.4g} to {high:.4g}"
+            )
+            line = f"{self.value:.4g}{unit} {over}, error unknown{interval}"
         return "\n".join([line, *(f"  warning: {warning}" for warning in self.warnings)])
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is a constant without any error."""
+        """Whether the value is a constant without any error."""
         return self.standard_error == 0 and self.ci95[0] == self.ci95[1]
 
     @property
     def relative_error(self) -> float:
-        """Standard error over the size of the value; 0 for an exact constant, 0 included.
+        """Standard error divided by the absolute value; 0 for an exact constant, including 0.
 
-        Infinite where the clusters only happen to be alike: then the error is not known.
+        Infinite if the clusters happen to be equal, since the error is then unknown.
         """
         if self.standard_error == 0:
             return 0.0 if self.is_exact else math.inf
         return math.inf if self.value == 0 else self.standard_error / abs(self.value)
+
+
+def transformed(
+    estimate: Estimate,
+    function: Callable[[float], float],
+    derivative: Callable[[float], float],
+    *,
+    unit: str = "none",
+) -> Estimate:
+    """Apply a monotone function to an estimate: the perplexity of a mean cross-entropy, the RMS of a mean square.
+
+    The ends of the interval are mapped, so its coverage does not change. The standard error is multiplied by
+    |derivative| (the delta method). An exact constant stays exact, and its derivative is not evaluated.
+
+        transformed(cross_entropy, math.exp, math.exp)
+        transformed(mean_square, math.sqrt, lambda x: 0.5 / math.sqrt(x))
+
+    Args:
+        estimate: the estimate to transform.
+        function: increasing or decreasing over the whole interval; counts as infinite where it overflows
+            (``math.exp``).
+        derivative: its derivative; infinite where it overflows or divides by zero (of a root at 0).
+        unit: of the result.
+    """
+    error = estimate.standard_error
+    if error != 0:
+        error *= abs(_value_or_inf(derivative, estimate.value))
+    ends = sorted(_value_or_inf(function, end) for end in estimate.ci95)
+    value = _value_or_inf(function, estimate.value)
+    return replace(estimate, value=value, unit=unit, standard_error=error, ci95=(ends[0], ends[1]))
+
+
+def _value_or_inf(function: Callable[[float], float], x: float) -> float:
+    try:
+        return function(x)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf

@@ -1,15 +1,17 @@
-"""Means over tokens whose errors know that tokens of one prompt belong together."""
+"""Means per token with cluster-robust standard errors: ratios of sums over prompts, and differences of two."""
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Real, Shaped
+from jaxtyping import Float64, Int64, Real, Shaped
 
 from kleash.errors import ShapeError
 from kleash.uncertainty.estimate import Estimate
 from kleash.uncertainty.intervals import estimates_of
-from kleash.uncertainty.linearised import Array, Part, linearise
+from kleash.uncertainty.linearisation import ROUNDING_TOLERANCE, FloatArray, RatioTerm, linearise
+from kleash.uncertainty.student_t import student_t_quantile
 
 Bound = float | Sequence[float] | None
 
@@ -23,35 +25,36 @@ def ratio_of_sums(
     upper: float | None = None,
     known_value: float | None = None,
 ) -> Estimate:
-    """The mean per token, sum over sum, with an error that is robust within clusters.
+    """The mean per token, a ratio of sums, with a cluster-robust standard error.
 
         r = sum_c s_c / sum_c n_c
         standard error^2 = C / (C - 1) sum_c (s_c - r n_c)^2 / (sum_c n_c)^2
 
-    A cluster (a prompt, a document) may hold any number of tokens, correlated in any way; clusters are
-    taken to be independent. ``ci95`` is Student's t with C - 1 degrees of freedom, corrected for the skewness
-    of the clusters, and away from a bound not shorter than Student's t of the logarithm of the distance to it.
+    A cluster (a prompt, a document) may contain any number of tokens with any correlation; clusters are assumed to be
+    independent. ``ci95`` is Student's t with C - 1 degrees of freedom, corrected for the skewness of the clusters. Its
+    end away from a bound is at least that of Student's t of the logarithm of the distance to the bound.
 
-    | what comes in                   | what comes out                                                    |
-    | every cluster has the same mean | standard error 0, and the interval that clusters which are missing |
-    |                                 | allow between ``lower`` and ``upper``; with no bound no end, a warning |
-    | ... and it is ``known_value``   | the exact value: standard error 0, interval (r, r), no warnings      |
-    | a sum is infinite or NaN        | that value, standard error and interval NaN, a warning               |
-    | one cluster                     | the value, standard error NaN, an interval without ends, a warning   |
+    | input                           | result                                                             |
+    | every cluster has the same mean | standard error 0; the interval allows for clusters missing from    |
+    |                                 | the sample, up to ``lower`` and ``upper``; infinite on a side      |
+    |                                 | without a bound, and a warning                                     |
+    | ... and it is ``known_value``   | the exact value: standard error 0, interval (r, r), no warnings    |
+    | a sum is infinite or NaN        | that value, standard error and interval NaN, a warning             |
+    | one cluster                     | the value, standard error NaN, an infinite interval, a warning     |
     | a cluster with count 0          | left out                                                           |
-    | nothing                         | NaN                                                                |
+    | no cluster                      | NaN                                                                |
 
     Args:
-        sums: a number per cluster, the sum over its tokens.
-        counts: how many tokens went into each.
+        sums: per cluster, the sum over its tokens.
+        counts: per cluster, the number of its tokens.
         unit: of the mean: "nats", "probability" or "none".
-        lower: the least that the mean can be (0 for a KL): the interval is cut there.
-        upper: the most that it can be (1 for an agreement).
-        known_value: what every cluster's mean is by construction: 0 for the KL of a model against itself. A
-            sample that is constant is not exact without it.
+        lower: the smallest possible mean (0 for a KL); the interval is clipped there.
+        upper: the largest possible mean (1 for a probability).
+        known_value: the mean that every cluster has by construction: 0 for the KL of a model against itself. Without
+            it a constant sample does not count as exact.
 
     Raises:
-        ShapeError: if there are not as many counts as sums.
+        ShapeError: if sums and counts differ in length.
     """
     if sums.ndim != 1 or sums.shape != counts.shape:
         raise ShapeError(f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster")
@@ -69,31 +72,33 @@ def ratio_of_many(
     upper: Bound = None,
     known_value: float | None = None,
 ) -> tuple[Estimate, ...]:
-    """``ratio_of_sums`` of many quantities on the same clusters at once: each comes out the same, sooner.
+    """``ratio_of_sums`` for several quantities on the same clusters; same results, less time.
 
     Args:
         sums: [cluster, column].
-        counts: [cluster] for all columns alike, or [cluster, column].
+        counts: [cluster] if they are the same for all columns, or [cluster, column].
         unit: one for all columns, or one for each.
         lower: likewise.
         upper: likewise.
-        known_value: of all columns alike.
+        known_value: one for all columns.
 
     Raises:
         ShapeError: if the shapes do not fit together.
     """
     if sums.ndim != 2 or counts.shape not in (sums.shape, sums.shape[:1]):
         raise ShapeError(
-            f"sums are {sums.shape} and counts {counts.shape}; give [cluster, column], and counts alike or [cluster]"
+            f"sums are {sums.shape} and counts {counts.shape}; give [cluster, column], and counts likewise or [cluster]"
         )
     columns = sums.shape[1]
-    own = counts.ndim == 2
+    counts_per_column = counts.ndim == 2
     linearised = [
-        linearise([Part(1.0, _float64(sums[:, k]), _float64(counts[:, k] if own else counts))])
+        linearise(
+            [RatioTerm(1.0, _float64(sums[:, k]), _float64(counts[:, k] if counts_per_column else counts))]
+        )
         for k in range(columns)
     ]
     units = [unit] * columns if isinstance(unit, str) else list(unit)
-    bounds = zip(_each(lower, -math.inf, columns), _each(upper, math.inf, columns), strict=True)
+    bounds = zip(_per_column(lower, -math.inf, columns), _per_column(upper, math.inf, columns), strict=True)
     return estimates_of(linearised, units, list(bounds), known_value=known_value)
 
 
@@ -105,19 +110,19 @@ def clustered_mean(
     lower: float | None = None,
     upper: float | None = None,
 ) -> Estimate:
-    """The mean of values of which those with the same label belong together.
+    """The mean of values with a standard error that is robust to correlation within clusters.
 
-    ``ratio_of_sums`` of the labels' sums and counts: see there for the error, the interval and the edges.
+    ``ratio_of_sums`` of the clusters' sums and counts, which documents the error, the interval and the edge cases.
 
     Args:
         values: one per observation.
-        clusters: a label per observation: numbers or strings.
+        clusters: a label per observation, numbers or strings; observations with one label form a cluster.
         unit: of the values.
-        lower: the least that the mean can be.
-        upper: the most that it can be.
+        lower: the smallest possible mean.
+        upper: the largest possible mean.
 
     Raises:
-        ShapeError: if there are not as many labels as values.
+        ShapeError: if values and labels differ in length.
     """
     if values.ndim != 1 or values.shape != clusters.shape:
         raise ShapeError(
@@ -140,24 +145,24 @@ def paired_difference(
     upper: float | None = None,
     known_value: float | None = None,
 ) -> Estimate:
-    """Mean of a minus mean of b, where cluster c is the same prompt in both.
+    """The mean of a minus the mean of b, paired by cluster: cluster c is the same prompt in both.
 
         r_a - r_b,   standard error^2 = C / (C - 1) sum_c ((s_a - r_a n_a) / N_a - (s_b - r_b n_b) / N_b)^2
 
-    What a prompt does to both cancels, so that the error is usually far below that of two separate
-    measurements. A prompt without tokens in one of them still counts in the other. The edges are those
-    of ``ratio_of_sums``; but a difference is exactly 0 where both measurements are the same bit for bit, in clusters
-    of which no two have the same mean: that does not happen by chance.
+    The effect of a prompt on both cancels, so the error is usually far below that of two separate measurements. A
+    prompt without tokens in one measurement still counts in the other. The edge cases are those of ``ratio_of_sums``,
+    with one addition: the difference is exactly 0 if both measurements are equal bit for bit and no two clusters have
+    the same mean, since that does not happen by chance.
 
     Args:
-        sums_a: a number per cluster, the sum over its tokens in the first measurement.
-        counts_a: how many tokens went into each.
+        sums_a: per cluster, the sum over its tokens in the first measurement.
+        counts_a: per cluster, the number of its tokens.
         sums_b: the same clusters in the second measurement.
         counts_b: likewise.
         unit: of both means.
-        lower: the least that the difference can be (-1 for two probabilities).
-        upper: the most that it can be.
-        known_value: what the difference is in every cluster by construction: 0 for the same models.
+        lower: the smallest possible difference (-1 for two probabilities).
+        upper: the largest possible difference.
+        known_value: the difference that every cluster has by construction: 0 for the same models.
 
     Raises:
         ShapeError: if the four differ in shape.
@@ -165,30 +170,83 @@ def paired_difference(
     shapes = [array.shape for array in (sums_a, counts_a, sums_b, counts_b)]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise ShapeError(f"sums and counts are {shapes}; give one of each per cluster of both measurements")
-    parts = [
-        Part(1.0, _float64(sums_a), _float64(counts_a)),
-        Part(-1.0, _float64(sums_b), _float64(counts_b)),
+    terms = [
+        RatioTerm(1.0, _float64(sums_a), _float64(counts_a)),
+        RatioTerm(-1.0, _float64(sums_b), _float64(counts_b)),
     ]
     bounds = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
-    known = 0.0 if _is_repeated(parts[0], parts[1]) else known_value
-    return estimates_of([linearise(parts)], [unit], [bounds], known_value=known)[0]
+    if _are_identical(terms[0], terms[1]):
+        known_value = 0.0
+    return estimates_of([linearise(terms)], [unit], [bounds], known_value=known_value)[0]
 
 
-def _is_repeated(a: Part, b: Part) -> bool:
-    """Whether b is the measurement a once more: equal bit for bit, in several clusters that all differ."""
+def _are_identical(a: RatioTerm, b: RatioTerm) -> bool:
+    """Whether b repeats the measurement a: equal bit for bit, over at least two clusters that all differ."""
     if not (np.array_equal(a.sums, b.sums) and np.array_equal(a.counts, b.counts)):
         return False
     means = a.sums[a.counts > 0] / a.counts[a.counts > 0]
     return len(means) > 1 and len(np.unique(means)) == len(means)
 
 
-def _float64(values: np.ndarray) -> Array:
+class RunningMean(NamedTuple):
+    """Running mean by number of tokens, for a convergence plot."""
+
+    tokens: Int64[np.ndarray, "points"]
+    mean: Float64[np.ndarray, "points"]
+    half_width: Float64[np.ndarray, "points"]
+    """Half of the 95 % interval by Student's t; NaN over fewer than two clusters, and if all clusters are equal."""
+
+
+def running_mean(
+    sums: Real[np.ndarray, "clusters_s"],
+    counts: Real[np.ndarray, "clusters_n"],
+    points: int = 100,
+    *,
+    known_value: float | None = None,
+) -> RunningMean:
+    """The mean per token over the first clusters, at evenly spaced numbers of clusters up to all of them.
+
+    Args:
+        sums: per cluster, the sum over its tokens, in the order of measurement.
+        counts: per cluster, the number of its tokens.
+        points: number of points to return; fewer if there are fewer clusters.
+        known_value: the mean that every cluster has by construction: 0 for the KL of a model against itself. The half
+            width is 0 as long as the running mean equals it.
+
+    Raises:
+        ShapeError: if sums and counts differ in length.
+    """
+    if sums.ndim != 1 or sums.shape != counts.shape:
+        raise ShapeError(f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster")
+    active = counts > 0
+    sums, counts = np.asarray(sums, np.float64)[active], np.asarray(counts, np.float64)[active]
+    ends = np.unique(np.rint(np.linspace(len(sums), 1, min(points, len(sums)))).astype(np.int64))
+    finite = np.isfinite(sums)
+    centre = sums[finite].sum() / max(counts[finite].sum(), 1.0)
+    residual = sums - centre * counts
+    with np.errstate(invalid="ignore", divide="ignore"):
+        tokens, residual_sums, residual_squares, residual_products, count_squares = (
+            np.cumsum(column)[ends - 1]
+            for column in (counts, residual, residual**2, residual * counts, counts**2)
+        )
+        shift = residual_sums / tokens
+        squares = residual_squares - 2 * shift * residual_products + shift**2 * count_squares
+        variance = np.maximum(squares, 0.0) * ends / (ends - 1)
+        quantiles = [student_t_quantile(0.975, end - 1) if end > 1 else math.nan for end in ends.tolist()]
+        half_width = np.array(quantiles) * np.sqrt(variance) / tokens
+    mean = centre + shift
+    constant = ~(half_width > ROUNDING_TOLERANCE * np.abs(mean))
+    half_width[constant] = np.where(mean[constant] == known_value, 0.0, math.nan)
+    return RunningMean(tokens.astype(np.int64), mean, half_width)
+
+
+def _float64(values: np.ndarray) -> FloatArray:
     return np.asarray(values, np.float64)
 
 
-def _each(bound: Bound, otherwise: float, columns: int) -> list[float]:
+def _per_column(bound: Bound, default: float, columns: int) -> list[float]:
     if bound is None:
-        return [otherwise] * columns
+        return [default] * columns
     if isinstance(bound, (int, float)):
         return [float(bound)] * columns
-    return [float(one) for one in bound]
+    return [float(value) for value in bound]

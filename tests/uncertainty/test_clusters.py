@@ -1,4 +1,4 @@
-"""Which sequences belong together, and how much weighted ones tell."""
+"""Cluster labels of documents and windows, and effective sample sizes."""
 
 import math
 
@@ -11,14 +11,14 @@ from kleash.errors import ShapeError
 from kleash.uncertainty import cluster_labels, effective_sample_size
 
 
-def test_many_documents_are_their_own_clusters() -> None:
+def test_each_of_many_documents_is_a_cluster() -> None:
     documents = np.repeat(np.arange(100, 130), 3)
     labels, warnings = cluster_labels(documents, np.tile(np.arange(3), 30))
     assert labels.tolist() == np.repeat(np.arange(30), 3).tolist()
     assert warnings == ()
 
 
-def test_few_documents_are_cut_into_blocks_of_neighbours() -> None:
+def test_few_documents_are_split_into_blocks_of_neighbouring_windows() -> None:
     documents = np.repeat([7, 9], [20, 3])
     windows = np.concatenate([np.arange(20), np.arange(3)])
     labels, warnings = cluster_labels(documents, windows)
@@ -31,19 +31,19 @@ def test_few_documents_are_cut_into_blocks_of_neighbours() -> None:
     ]
 
 
-def test_one_document() -> None:
+def test_a_single_document_is_split_into_blocks() -> None:
     labels, warnings = cluster_labels(np.zeros(9, int), np.arange(9))
     assert labels.tolist() == [0] * 8 + [1]
     assert warnings[0].startswith("only 1 document, below 30")
 
 
-def test_the_boundary_is_thirty() -> None:
+def test_documents_are_split_below_thirty() -> None:
     assert cluster_labels(np.arange(29), np.zeros(29, int)).warnings != ()
     assert cluster_labels(np.arange(30), np.zeros(30, int)).warnings == ()
     assert cluster_labels(np.arange(30), np.zeros(30, int), few=31).warnings != ()
 
 
-def test_order_is_kept() -> None:
+def test_labels_follow_the_order_of_the_sequences() -> None:
     labels, _ = cluster_labels(np.array([3, 1, 3, 1]), np.array([9, 0, 0, 1]), block=2)
     assert labels.tolist() == [2, 0, 1, 0]
 
@@ -59,14 +59,14 @@ def test_no_block_spans_two_documents_and_labels_have_no_gaps(pairs, block: int)
         assert np.ptp(windows[labels == label]) < block
 
 
-def test_labels_that_do_not_fit(unhooked: None) -> None:
+def test_ids_of_different_lengths_raise(unhooked: None) -> None:
     with pytest.raises(
         ShapeError, match=r"document_ids are \(3,\) and window_ids \(2,\); give one per sequence"
     ):
         cluster_labels(np.zeros(3, int), np.zeros(2, int))
 
 
-def test_effective_sample_size() -> None:
+def test_effective_sample_size_agrees_with_kish() -> None:
     assert effective_sample_size(np.ones(7)) == pytest.approx(7)
     assert effective_sample_size(np.array([1.0, 0.0, 0.0])) == pytest.approx(1)
     assert effective_sample_size(np.array([1.0, 2.0, 3.0])) == pytest.approx(36 / 14)
@@ -75,5 +75,5 @@ def test_effective_sample_size() -> None:
 
 
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, math.inf], [1.0, math.nan]])
-def test_no_effective_sample_size(weights: list[float]) -> None:
+def test_effective_sample_size_of_invalid_weights_is_nan(weights: list[float]) -> None:
     assert math.isnan(effective_sample_size(np.array(weights)))

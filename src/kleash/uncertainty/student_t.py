@@ -1,4 +1,4 @@
-"""Student's t distribution, as far as an interval needs it."""
+"""Quantiles of Student's t distribution, without scipy."""
 
 import math
 from functools import lru_cache
@@ -9,32 +9,31 @@ from numpy.typing import NDArray
 from kleash.errors import OptionError
 
 STIRLING_FROM = 100.0
-"""Half degrees of freedom above which the series of the gamma ratio is exact to rounding, and lgamma is not."""
+"""Half the degrees of freedom above which the Stirling series of the gamma ratio is exact to rounding and more accurate
+than a difference of two lgamma."""
 
 
 def student_t_quantile(probability: float, degrees_of_freedom: float | int) -> float:
-    """The number that a Student t variable stays below with this probability.
+    """The quantile t of Student's t distribution: P(T <= t) = probability.
 
         t = sqrt(nu) tan(theta),    1/2 + c integral_0^theta cos(x)^(nu - 1) dx = probability,
         c = Gamma((nu + 1) / 2) / (sqrt(pi) Gamma(nu / 2))
 
-    The integral is a Gauss-Legendre sum and theta comes from Newton's method: the integral is concave in
-    theta, so that it rises to the solution and never oversteps it. Good to 1e-9, relative, for
-    probabilities between 1e-4 and 1 - 1e-4 and from 1 to a million degrees of freedom.
+    The integral is a Gauss-Legendre sum, and theta is found by Newton's method. The integral is concave in theta, so
+    the iteration rises to the solution without overshooting. The relative error is below 1e-9 for probabilities
+    between 1e-4 and 1 - 1e-4 and for 1 to a million degrees of freedom.
 
     Args:
         probability: between 0 and 1, both excluded.
         degrees_of_freedom: nu, at least 1; need not be whole.
 
     Raises:
-        OptionError: if either lies outside its range.
+        OptionError: if either is outside its range.
     """
     if not 0 < probability < 1:
         raise OptionError(f"probability is {probability}; give one between 0 and 1")
     if not 1 <= degrees_of_freedom < math.inf:
-        raise OptionError(
-            f"there are {degrees_of_freedom} degrees of freedom; give a finite number from 1 on"
-        )
+        raise OptionError(f"degrees_of_freedom is {degrees_of_freedom}; give a finite number from 1 on")
     if probability < 0.5:
         return -_upper_quantile(1 - probability, degrees_of_freedom)
     return _upper_quantile(probability, degrees_of_freedom)

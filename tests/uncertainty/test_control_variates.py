@@ -1,4 +1,4 @@
-"""U - a (U - C): the two-step example by exact enumeration, and what a fitted weight may be relied on for."""
+"""U - a (U - C): a two-step example by exact enumeration, and properties of the fitted weight."""
 
 import math
 
@@ -11,8 +11,8 @@ from kleash.errors import ShapeError
 from kleash.uncertainty import controlled_total
 
 # After token 0 both models are (.5, .5); after token 1 they are (.01, .99) and (.99, .01). The first step is
-# (.5, .5) against (.25, .75). In 200 sequences each outcome is there exactly as often as p says.
-TIMES = {(0, 0): 50, (0, 1): 50, (1, 0): 1, (1, 1): 99}
+# (.5, .5) against (.25, .75). In 200 sequences each outcome occurs exactly as often as under p.
+OCCURRENCES = {(0, 0): 50, (0, 1): 50, (1, 0): 1, (1, 1): 99}
 FIRST_P, FIRST_Q = (0.5, 0.5), (0.25, 0.75)
 THEN_P, THEN_Q = ((0.5, 0.5), (0.01, 0.99)), ((0.5, 0.5), (0.99, 0.01))
 
@@ -24,17 +24,17 @@ def kl(p: tuple[float, ...], q: tuple[float, ...]) -> float:
 def two_steps() -> tuple[np.ndarray, np.ndarray]:
     """U and C of every sequence."""
     sampled, exact = [], []
-    for (first, second), times in TIMES.items():
+    for (first, second), occurrences in OCCURRENCES.items():
         u = math.log(FIRST_P[first] / FIRST_Q[first]) + math.log(
             THEN_P[first][second] / THEN_Q[first][second]
         )
         c = kl(FIRST_P, FIRST_Q) + kl(THEN_P[first], THEN_Q[first])
-        sampled += [u] * times
-        exact += [c] * times
+        sampled += [u] * occurrences
+        exact += [c] * occurrences
     return np.array(sampled), np.array(exact)
 
 
-def test_the_two_step_example() -> None:
+def test_the_two_step_example_agrees_with_enumeration() -> None:
     sampled, exact = two_steps()
     total = controlled_total(sampled, exact, np.arange(200))
     for estimate in (total.estimate, total.monte_carlo, total.exact_sum):
@@ -47,7 +47,9 @@ def test_the_two_step_example() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(8, 60), st.integers(0, 1000), st.floats(0.0, 3.0))
-def test_no_noisier_than_either_but_for_its_degree_of_freedom(clusters: int, seed: int, noise: float) -> None:
+def test_the_error_is_at_most_that_of_either_component_up_to_a_degree_of_freedom(
+    clusters: int, seed: int, noise: float
+) -> None:
     random = np.random.default_rng(seed)
     exact = random.lognormal(size=3 * clusters)
     sampled = exact + (noise + 0.1) * random.standard_normal(3 * clusters)
@@ -57,7 +59,7 @@ def test_no_noisier_than_either_but_for_its_degree_of_freedom(clusters: int, see
     assert total.estimate.clusters == clusters
 
 
-def test_the_weight_is_fitted_over_clusters_and_not_over_sequences() -> None:
+def test_the_weight_is_fitted_over_clusters() -> None:
     """Within each cluster U - C cancels; only between clusters does it move with U."""
     c = np.array([1.0, 2.0, 3.0, 5.0, 2.5, 1.5, 4.0, 3.5])
     d = np.array([0.3, -0.1, 0.2, -0.4, 0.1, -0.2, 0.5, -0.3])
@@ -68,14 +70,14 @@ def test_the_weight_is_fitted_over_clusters_and_not_over_sequences() -> None:
     assert total.weight == pytest.approx(np.cov(u, d)[0, 1] / np.cov(u, d)[1, 1], rel=1e-9)
 
 
-def test_models_that_are_the_same_are_exactly_zero_apart() -> None:
+def test_identical_models_have_an_exact_total_of_zero() -> None:
     total = controlled_total(np.zeros(50), np.zeros(50), np.arange(50), known_value=0.0)
     assert (total.estimate.value, total.estimate.standard_error, total.weight) == (0.0, 0.0, 1.0)
     assert total.estimate.ci95 == (0.0, 0.0)
     assert total.estimate.warnings == ()
 
 
-def test_where_both_agree_the_exact_terms_stand_alone() -> None:
+def test_equal_components_give_weight_one() -> None:
     values = np.random.default_rng(1).lognormal(size=40)
     total = controlled_total(values, values, np.arange(40))
     assert total.weight == 1.0
@@ -84,8 +86,8 @@ def test_where_both_agree_the_exact_terms_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("clusters", [2, 3, 7])
-def test_few_clusters_are_too_few_to_fit(clusters: int) -> None:
-    """On three, the KL of two policies that are .9 nats apart came out as -.05."""
+def test_the_weight_is_not_fitted_below_eight_clusters(clusters: int) -> None:
+    """With a weight fitted on three clusters, the KL of two policies with a KL of 0.9 nats was -0.05."""
     random = np.random.default_rng(clusters)
     exact = 0.9 + 0.1 * random.standard_normal(clusters)
     total = controlled_total(exact + random.standard_normal(clusters), exact, np.arange(clusters))
@@ -104,7 +106,7 @@ def test_an_infinite_exact_term_makes_the_total_infinite(sampled: float) -> None
     assert total.estimate.warnings == ("the sums of 1 of 40 clusters are infinite or not a number",)
 
 
-def test_the_total_is_not_negative_and_its_monte_carlo_part_may_be() -> None:
+def test_the_total_is_bounded_below_and_its_monte_carlo_component_is_not() -> None:
     random = np.random.default_rng(2)
     exact = np.abs(random.standard_normal(40)) * 1e-3
     total = controlled_total(exact + random.standard_normal(40), exact, np.arange(40))
@@ -113,6 +115,6 @@ def test_the_total_is_not_negative_and_its_monte_carlo_part_may_be() -> None:
     assert total.monte_carlo.ci95[0] < 0
 
 
-def test_shapes_that_do_not_fit(unhooked: None) -> None:
+def test_inputs_of_different_lengths_raise(unhooked: None) -> None:
     with pytest.raises(ShapeError, match=r"\[\(3,\), \(2,\), \(3,\)\]; give one of each per sequence"):
         controlled_total(np.ones(3), np.ones(2), np.ones(3))

@@ -1,4 +1,4 @@
-"""Quantiles from two passes against sorting, and their intervals against Woodruff's by hand."""
+"""Quantiles by two passes against sorting, and their intervals against a direct computation of Woodruff's."""
 
 import math
 
@@ -20,16 +20,16 @@ def two_passes(values, clusters, levels=LEVELS, chunks: int = 1, count: int | No
     for part in np.array_split(values, chunks):
         coarse = coarse.after(part)
     fine = coarse.refine(levels, int(clusters.max(initial=-1)) + 1 if count is None else count)
-    for part, mine in zip(np.array_split(values, chunks), np.array_split(clusters, chunks), strict=True):
-        fine = fine.after(part, mine)
+    for part, labels in zip(np.array_split(values, chunks), np.array_split(clusters, chunks), strict=True):
+        fine = fine.after(part, labels)
     return fine
 
 
 def by_sorting(values: np.ndarray, level: float) -> float:
     """The smallest value that a share ``level`` of the values does not exceed."""
-    found = np.sort(values[~np.isnan(values)])
-    shares = np.arange(1, len(found) + 1) / len(found)
-    return float(found[np.flatnonzero(shares >= level - 1e-12)[0]])
+    ordered = np.sort(values[~np.isnan(values)])
+    shares = np.arange(1, len(ordered) + 1) / len(ordered)
+    return float(ordered[np.flatnonzero(shares >= level - 1e-12)[0]])
 
 
 @settings(max_examples=60)
@@ -39,7 +39,7 @@ def by_sorting(values: np.ndarray, level: float) -> float:
     ),
     st.integers(1, 5),
 )
-def test_agrees_with_sorting_bit_by_bit(values: np.ndarray, chunks: int) -> None:
+def test_quantiles_agree_with_sorting_bit_for_bit(values: np.ndarray, chunks: int) -> None:
     if np.isnan(values).all():
         values = np.append(values, np.float32(1.0))
     estimates = two_passes(values, np.arange(len(values)) % 7, chunks=chunks).estimates()
@@ -48,7 +48,7 @@ def test_agrees_with_sorting_bit_by_bit(values: np.ndarray, chunks: int) -> None
         assert estimate.ci95[0] <= estimate.value <= estimate.ci95[1]
 
 
-def test_neighbouring_floats_are_told_apart() -> None:
+def test_adjacent_floats_are_distinguished() -> None:
     values = np.array([1.0], np.float32)
     for _ in range(99):
         values = np.append(values, np.nextafter(values[-1], np.float32(2)))
@@ -56,19 +56,19 @@ def test_neighbouring_floats_are_told_apart() -> None:
     assert [estimate.value for estimate in estimates] == [float(values[k]) for k in (0, 49, 50, 99)]
 
 
-def test_a_level_is_the_decimal_it_is_written_as() -> None:
-    """0.07 * 100 is 7.000000000000001 in floating point, and still the seventh value."""
+def test_a_level_is_read_as_a_decimal() -> None:
+    """0.07 * 100 is 7.000000000000001 in floating point; the quantile is the seventh value."""
     values = np.arange(1, 101, dtype=np.float32)
     assert two_passes(values, np.arange(100), (0.07,)).estimates()[0].value == 7.0
 
 
-def test_infinite_values_are_quantiles_like_others() -> None:
+def test_quantiles_can_be_infinite() -> None:
     values = np.array([1, 2, math.inf, 3], np.float32)
     low, high = two_passes(values, np.arange(4), (0.75, 0.76)).estimates()
     assert (low.value, high.value) == (3.0, math.inf)
 
 
-def test_both_zeros_are_one_value() -> None:
+def test_negative_and_positive_zero_are_one_value() -> None:
     estimate = two_passes(np.array([0.0, -0.0, -0.0, 0.0], np.float32), np.arange(4), (0.5,)).estimates()[0]
     assert math.copysign(1.0, estimate.value) == 1.0
     assert not any(math.copysign(1.0, end) < 0 for end in estimate.ci95 if end == 0)
@@ -84,7 +84,7 @@ def test_an_interval_that_reaches_infinite_values_is_infinite(level: float, bad:
     assert math.isfinite(estimate.ci95[1 - end])
 
 
-def test_what_is_not_a_number_is_counted_apart() -> None:
+def test_nan_values_are_left_out_with_a_warning() -> None:
     values = np.array([math.nan, 5.0, math.nan, 1.0, 3.0], np.float32)
     estimate = two_passes(values, np.arange(5), (0.5,)).estimates()[0]
     assert estimate.value == 3.0
@@ -92,13 +92,13 @@ def test_what_is_not_a_number_is_counted_apart() -> None:
     assert estimate.clusters == 3
 
 
-def test_nothing_has_no_quantiles() -> None:
+def test_quantiles_of_no_values_are_nan() -> None:
     for values in (np.zeros(0, np.float32), np.array([math.nan], np.float32)):
         estimate = two_passes(values, np.zeros(len(values), int), (0.5,), count=1).estimates()[0]
         assert math.isnan(estimate.value) and math.isnan(estimate.standard_error) and estimate.clusters == 0
 
 
-def test_counts_of_parts_add_up() -> None:
+def test_counts_of_parts_can_be_added() -> None:
     values = np.random.default_rng(1).lognormal(size=1000).astype(np.float32)
     whole, parts = CoarseCounts.empty().after(values), CoarseCounts.empty()
     for part in np.array_split(values, 3):
@@ -110,28 +110,28 @@ def test_counts_of_parts_add_up() -> None:
 
 
 def woodruff(values: np.ndarray, clusters: np.ndarray, level: float) -> tuple[float, float]:
-    """The interval by sorting, every cluster's share up to the quantile counted exactly."""
-    found = np.sort(values)
-    count, size = len(found), int(clusters.max()) + 1
+    """The interval by sorting, with the exact share of each cluster up to the quantile."""
+    ordered = np.sort(values)
+    count, size = len(ordered), int(clusters.max()) + 1
     below = np.bincount(clusters, weights=values <= by_sorting(values, level), minlength=size)
     totals = np.bincount(clusters, minlength=size)
     residuals = below - below.sum() / count * totals
     error = math.sqrt(size / (size - 1) * (residuals**2).sum()) / count
-    reach = float(stats.t.ppf(0.975, size - 1)) * max(error, math.sqrt(level * (1 - level) / count))
+    margin = float(stats.t.ppf(0.975, size - 1)) * max(error, math.sqrt(level * (1 - level) / count))
     logit = math.log(level / (1 - level))
-    steps = reach / (level * (1 - level))
-    least = min(level - reach, 1 / (1 + math.exp(-(logit - steps))))
-    most = max(level + reach, 1 / (1 + math.exp(-(logit + steps))))
-    first, last = math.ceil(least * count), math.floor(most * count) + 1
+    steps = margin / (level * (1 - level))
+    lowest_share = min(level - margin, 1 / (1 + math.exp(-(logit - steps))))
+    highest_share = max(level + margin, 1 / (1 + math.exp(-(logit + steps))))
+    first, last = math.ceil(lowest_share * count), math.floor(highest_share * count) + 1
     return (
-        float(found[first - 1]) if first >= 1 else -math.inf,
-        float(found[last - 1]) if last <= count else math.inf,
+        float(ordered[first - 1]) if first >= 1 else -math.inf,
+        float(ordered[last - 1]) if last <= count else math.inf,
     )
 
 
 @pytest.mark.parametrize("level", [0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_interval_is_woodruffs(level: float, seed: int) -> None:
+def test_intervals_agree_with_woodruffs(level: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     clusters = np.repeat(np.arange(60), random.integers(20, 200, 60))
     effects = random.standard_normal(60)
@@ -140,38 +140,41 @@ def test_the_interval_is_woodruffs(level: float, seed: int) -> None:
     low, high = woodruff(values, clusters, level)
     assert low * (1 - 0.02) <= estimate.ci95[0] <= low * (1 + 0.005)
     assert high * (1 - 0.005) <= estimate.ci95[1] <= high * (1 + 0.02)
-    student = float(stats.t.ppf(0.975, 59))
+    t = float(stats.t.ppf(0.975, 59))
     if math.isfinite(high):
-        assert estimate.standard_error == pytest.approx((estimate.ci95[1] - estimate.ci95[0]) / 2 / student)
-    apart = two_passes(values, np.arange(len(values)), (level,)).estimates()[0]
-    assert apart.ci95[1] - apart.ci95[0] < 0.6 * (estimate.ci95[1] - estimate.ci95[0]) or level == 0.99
+        assert estimate.standard_error == pytest.approx((estimate.ci95[1] - estimate.ci95[0]) / 2 / t)
+    independent = two_passes(values, np.arange(len(values)), (level,)).estimates()[0]
+    assert (
+        independent.ci95[1] - independent.ci95[0] < 0.6 * (estimate.ci95[1] - estimate.ci95[0])
+        or level == 0.99
+    )
 
 
-def test_too_few_values_leave_the_end_open_or_cut_it() -> None:
+def test_too_few_values_give_an_infinite_or_clipped_end() -> None:
     values = np.random.default_rng(4).random(400).astype(np.float32)
     clusters = np.arange(400) % 40
     assert two_passes(values, clusters, (0.999,)).estimates()[0].ci95[1] == math.inf
-    cut = two_passes(values, clusters, (0.999, 0.001)).estimates(lower=0.0, upper=1.0)
-    assert (cut[0].ci95[1], cut[1].ci95[0]) == (1.0, 0.0)
-    assert math.isinf(cut[0].standard_error)
+    clipped = two_passes(values, clusters, (0.999, 0.001)).estimates(lower=0.0, upper=1.0)
+    assert (clipped[0].ci95[1], clipped[1].ci95[0]) == (1.0, 0.0)
+    assert math.isinf(clipped[0].standard_error)
 
 
-def test_clusters_that_are_all_alike_do_not_make_a_quantile_exact() -> None:
-    """Each cluster holds the same ten values, so that the share up to any of them is the same in all."""
+def test_a_quantile_of_identical_clusters_is_not_exact() -> None:
+    """Each cluster has the same ten values, so the share up to any value is the same in all clusters."""
     values = np.tile(np.arange(10, dtype=np.float32), 40)
     low, high = two_passes(values, np.repeat(np.arange(40), 10), (0.5,)).estimates()[0].ci95
     assert low <= 4 <= high and low < high
 
 
-def test_a_maximum_is_a_lower_bound() -> None:
+def test_the_interval_of_a_maximum_has_no_upper_end() -> None:
     values = np.arange(100, dtype=np.float32)
     estimate = two_passes(values, np.arange(100), (1.0,)).estimates()[0]
     assert (estimate.value, estimate.ci95) == (99.0, (99.0, math.inf))
     assert math.isnan(estimate.standard_error)
 
 
-def test_quantiles_of_a_constant_are_as_sure_as_its_clusters_are_many() -> None:
-    """40 clusters that are alike leave at most 1 - 0.025^(1/40) = 8.8 % of clusters that are not."""
+def test_intervals_of_constant_values_depend_on_the_number_of_clusters() -> None:
+    """40 equal clusters bound the share of other clusters by 1 - 0.025^(1/40) = 8.8 %."""
     unseen = float(stats.beta.ppf(0.975, 1, 40))
     levels = (0.05, unseen + 1e-6, 0.5, 1 - unseen - 1e-6, 0.95)
     fine = two_passes(np.full(400, 0.25, np.float32), np.arange(400) % 40, levels)
@@ -183,15 +186,15 @@ def test_quantiles_of_a_constant_are_as_sure_as_its_clusters_are_many() -> None:
         assert estimate.warnings == ()
 
 
-def test_ties_at_zero_are_one_value() -> None:
-    """Most tokens of two models that agree have a KL of exactly 0."""
+def test_a_quantile_inside_ties_has_an_interval_of_width_zero() -> None:
+    """Most tokens of two similar models have a KL of exactly 0."""
     random = np.random.default_rng(5)
     values = np.where(random.random(4000) < 0.9, 0.0, random.random(4000)).astype(np.float32)
     estimate = two_passes(values, np.arange(4000) % 40, (0.5,)).estimates()[0]
     assert (estimate.value, estimate.standard_error, estimate.ci95) == (0.0, 0.0, (0.0, 0.0))
 
 
-def test_one_cluster_has_no_error() -> None:
+def test_the_error_of_a_quantile_of_one_cluster_is_nan() -> None:
     estimate = two_passes(np.arange(50, dtype=np.float32), np.zeros(50, int), (0.5,)).estimates(lower=0.0)[0]
     assert math.isnan(estimate.standard_error)
     assert estimate.ci95 == (0.0, math.inf)
@@ -200,7 +203,7 @@ def test_one_cluster_has_no_error() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [1, 37, 99, 100, 1000, 1001])
-def test_the_share_of_the_top_hundredth(seed: int, size: int) -> None:
+def test_top_share_agrees_with_sorting(seed: int, size: int) -> None:
     values = np.random.default_rng(seed).lognormal(sigma=2, size=size).astype(np.float32)
     if seed == 3:
         values = np.round(values)
@@ -212,7 +215,7 @@ def test_the_share_of_the_top_hundredth(seed: int, size: int) -> None:
     )
 
 
-def test_no_share_of_nothing_or_of_the_infinite() -> None:
+def test_top_share_of_no_values_or_infinite_values_is_nan() -> None:
     for values in (np.zeros(0, np.float32), np.zeros(9, np.float32), np.array([1, math.inf], np.float32)):
         assert math.isnan(two_passes(values, np.zeros(len(values), int), (0.99,)).top_share(0.01))
     with pytest.raises(
@@ -221,7 +224,7 @@ def test_no_share_of_nothing_or_of_the_infinite() -> None:
         two_passes(np.ones(9, np.float32), np.zeros(9, int), (0.99,)).top_share(0.02)
 
 
-def test_what_cannot_be_counted(unhooked: None) -> None:
+def test_invalid_values_levels_and_clusters_raise(unhooked: None) -> None:
     empty = CoarseCounts.empty()
     with pytest.raises(OptionError, match=r"the values are float64; give float32"):
         empty.after(np.ones(3))

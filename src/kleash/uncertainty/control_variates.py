@@ -1,0 +1,92 @@
+"""KL between whole responses, combined from two unbiased estimates by a control variate."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Real, Shaped
+
+from kleash.errors import ShapeError
+from kleash.uncertainty.estimate import Estimate
+from kleash.uncertainty.intervals import estimates_of
+from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
+
+MIN_CLUSTERS = 8
+"""Fewest clusters to fit a weight on: on three clusters its variance, and that of the KL, has no bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlledTotal:
+    """The control-variate estimate ``U - a (U - C)`` and its two components."""
+
+    estimate: Estimate
+    """The combination; its error is asymptotically no larger than that of either component."""
+    weight: float
+    """The fitted a: 0 is the Monte Carlo sum alone, 1 the sum of the exact terms alone."""
+    monte_carlo: Estimate
+    """U: the mean of the summed log ratios."""
+    exact_sum: Estimate
+    """C: the mean of the summed exact per-token KLs."""
+
+
+def controlled_total(
+    monte_carlo: Real[np.ndarray, "sequences_u"],
+    exact: Real[np.ndarray, "sequences_c"],
+    clusters: Shaped[np.ndarray, "sequences_l"],
+    *,
+    unit: str = "nats",
+    lower: float | None = 0.0,
+    known_value: float | None = None,
+) -> ControlledTotal:
+    """Estimate KL(p || q) of whole sequences drawn from p: the mean of ``U - a (U - C)``.
+
+        U = sum_t log p(y_t) - log q(y_t),    C = sum_t KL(p || q at the prefix y_<t)
+        a = Cov(U, U - C) / Var(U - C), over clusters
+
+    Both are unbiased, so U - C is a control variate of mean 0. Fitting ``a`` costs a degree of freedom and, on n
+    clusters, adds 1 / (n - 3) to the variance. With fewer than eight clusters, if U - C does not vary, or if a sum is
+    infinite, ``a`` is 1 and is not fitted.
+
+    Args:
+        monte_carlo: U of each sequence.
+        exact: C of each sequence.
+        clusters: a label per sequence; sequences of one prompt have the same label.
+        unit: of both.
+        lower: the smallest possible total; 0 for a KL.
+        known_value: the sum that every sequence has by construction: 0 for a model against itself.
+
+    Raises:
+        ShapeError: if the three differ in length.
+    """
+    shapes = [array.shape for array in (monte_carlo, exact, clusters)]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        raise ShapeError(f"monte_carlo, exact and clusters are {shapes}; give one of each per sequence")
+    names, index = np.unique(clusters, return_inverse=True)
+    counts = np.bincount(index, minlength=len(names)).astype(np.float64)
+    sampled = np.bincount(index, weights=monte_carlo, minlength=len(names)).astype(np.float64)
+    summed = np.bincount(index, weights=exact, minlength=len(names)).astype(np.float64)
+    weight, fitted = _fit_weight(sampled, summed, counts)
+    combined = summed if weight == 1 else sampled - weight * (sampled - summed)
+    bounds = (-math.inf if lower is None else lower, math.inf)
+    linear_u, linear_c, linear_total = (
+        linearise([RatioTerm(1.0, total, counts)]) for total in (sampled, summed, combined)
+    )
+    components = estimates_of(
+        [linear_u, linear_c], [unit] * 2, [(-math.inf, math.inf), bounds], known_value=known_value
+    )
+    (estimate,) = estimates_of([linear_total], [unit], [bounds], fitted=fitted, known_value=known_value)
+    return ControlledTotal(
+        estimate=estimate, weight=weight, monte_carlo=components[0], exact_sum=components[1]
+    )
+
+
+def _fit_weight(sampled: FloatArray, summed: FloatArray, counts: FloatArray) -> tuple[float, int]:
+    """The weight a, and the number of parameters that were fitted for it (0 or 1)."""
+    if len(counts) < MIN_CLUSTERS or not np.all(np.isfinite(sampled) & np.isfinite(summed)):
+        return 1.0, 0
+    total = linearise([RatioTerm(1.0, sampled, counts)])
+    difference = linearise([RatioTerm(1.0, sampled, counts), RatioTerm(-1.0, summed, counts)])
+    variance = float(difference.influence @ difference.influence)
+    if variance == 0:
+        return 1.0, 0
+    return float(total.influence @ difference.influence) / variance, 1
