@@ -131,7 +131,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _reading_a_run(other: Path, pristine: Path) -> Callable[[Path], str]:
-    from kleash.measuring.comparing import compare
+    from kleash.measuring.comparison import compare
     from kleash.records.folder import RunFolder, read_header, require_same
     from kleash.reports import write_report_of
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kleash.measuring.estimands import ON_TRUST, estimand_of
+from kleash.measuring.estimand import ON_TRUST, estimand_of
 from kleash.records import MeasureJob
 
 

@@ -11,7 +11,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import compare, measure
-from kleash.measuring.aftermath import noise_sequences, noise_tokens, shortened_to
+from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import given_sequences
 from kleash.models import Model, TokenSequence, alternatives, load_pair
 from kleash.records import MeasureJob, RunFolder

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from kleash.measuring.cluster_sums import MOST_CLUSTERS, ClusterSums, sequence_terms, token_sums
 from kleash.measuring.columns import CONFIDENCES, POSITIONS, quantities
-from kleash.measuring.estimands import estimand_of
-from kleash.measuring.ledger import Ledger
-from kleash.measuring.rows import sequence_starts
-from kleash.measuring.sampling_warnings import weight_warnings
-from kleash.measuring.tally import MOST_CLUSTERS, ClusterSums, sequence_terms, token_sums
+from kleash.measuring.estimand import estimand_of, weight_warnings
+from kleash.measuring.sequence_clusters import Ledger, sequence_starts
 from kleash.records import MeasureJob
 
 

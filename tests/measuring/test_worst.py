@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kleash.measuring.worst import LONGEST_TEXT, WORST_TOKENS, Largest, Worst, shortened
+from kleash.measuring.largest_drift import LONGEST_TEXT, WORST_TOKENS, Largest, Worst, shortened
 from kleash.records import RunFolder, RunHeader
 from kleash.records.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 

@@ -11,8 +11,7 @@ from synthetic_audit import HOSTILE, drawn_audit, plain_audit, synthetic_audit
 
 from kleash.records import Audit
 from kleash.reports import write_audits
-from kleash.reports.audit_charts import picture
-from kleash.reports.audits import accuracy_chart, bias
+from kleash.reports.audit import accuracy_chart, bias, picture
 
 
 class Text(HTMLParser):

@@ -9,10 +9,9 @@ from synthetic_run import synthetic_comparison
 
 from kleash.records import Bin, EstimatorRecord, Measurement, Number, RunningMean
 from kleash.reports.comparison import differences_chart, direction, runs_chart, verdict
-from kleash.reports.drift_charts import by_bin, quantile_ladder
 from kleash.reports.figures import escape
 from kleash.reports.measurement import above_the_floor, means, share_of
-from kleash.reports.trust_charts import convergence, estimators
+from kleash.reports.measurement_charts import by_bin, convergence, estimators, quantile_ladder
 
 
 def number(value: float, low: float, high: float) -> Number:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kleash.records import MeasureJob, Number
-from kleash.reports.words import command_line, count, ending, excerpt, percent, plain, shown, visible
+from kleash.reports.formatting import command_line, count, ending, excerpt, percent, plain, shown, visible
 
 
 @pytest.mark.parametrize(

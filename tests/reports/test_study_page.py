@@ -14,8 +14,15 @@ from kleash.auditing.study import estimator_study
 from kleash.records import Number
 from kleash.records.codec import decode
 from kleash.records.study import Study
-from kleash.reports.study import findings, fit_cells, row_cells, write_study
-from kleash.reports.study_charts import case_chart, densities_chart, noise_chart
+from kleash.reports.study import (
+    case_chart,
+    densities_chart,
+    findings,
+    fit_cells,
+    noise_chart,
+    row_cells,
+    write_study,
+)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import math
 
 from kleash.records import Number
-from kleash.reports.words import in_unit, label
+from kleash.reports.formatting import in_unit, label
 
 
 def named(name: str) -> str:

@@ -47,7 +47,7 @@ def run(command: Command) -> int:
 
 def _measure(job: MeasureJob) -> int:
     from kleash.measuring import default_out, measure
-    from kleash.measuring.watching import Nobody
+    from kleash.measuring.progress import Nobody
 
     job = replace(job, out=job.out if job.out is not None else default_out())
     if job.quiet:
@@ -72,7 +72,7 @@ def _report(command: Report) -> int:
 
 
 def _compare(command: Compare) -> int:
-    from kleash.measuring.comparing import compare
+    from kleash.measuring.comparison import compare
     from kleash.reports import write_comparison
 
     if len(command.folders) < 2:

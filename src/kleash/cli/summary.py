@@ -12,8 +12,8 @@ from kleash.cli.numbers import cells, named, with_error
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.records import PERPLEXITIES, Comparison, Measurement, Number
 from kleash.reports.comparison import prompts_of
+from kleash.reports.formatting import label
 from kleash.reports.measurement import all_warnings, headline, means, measured_on, together
-from kleash.reports.words import label
 
 WIDEST = 200
 KL = "kl_policy_reference"

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from kleash.cli.terminal import Terminal
 from kleash.records import Audit, Finding
-from kleash.reports.words import sentence
+from kleash.reports.formatting import sentence
 
 
 def print_audit(audit: Audit) -> None:

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 from kleash.records import CacheContents, CacheJob, MeasureJob, Measurement
 
 if TYPE_CHECKING:
-    from kleash.measuring.caching import cache_reference, default_cache
-    from kleash.measuring.comparing import compare
+    from kleash.measuring.comparison import compare
     from kleash.measuring.drift import Drift, DriftPart, draw_drift, drift_of
-    from kleash.measuring.running import default_out, measure
-    from kleash.measuring.watching import Nobody, Watcher
+    from kleash.measuring.progress import Nobody, Watcher
+    from kleash.measuring.reference_cache import cache_reference, default_cache
+    from kleash.measuring.run import default_out, measure
 
 __all__ = [
     "CacheContents",
@@ -30,17 +30,17 @@ __all__ = [
 ]
 
 HOMES = {
-    "cache_reference": "caching",
-    "default_cache": "caching",
-    "compare": "comparing",
+    "cache_reference": "reference_cache",
+    "default_cache": "reference_cache",
+    "compare": "comparison",
     "Drift": "drift",
     "DriftPart": "drift",
     "draw_drift": "drift",
     "drift_of": "drift",
-    "default_out": "running",
-    "measure": "running",
-    "Nobody": "watching",
-    "Watcher": "watching",
+    "default_out": "run",
+    "measure": "run",
+    "Nobody": "progress",
+    "Watcher": "progress",
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kleash.estimators import ESTIMATORS, importance_weights
-from kleash.measuring.rows import Floats
+from kleash.measuring.sequence_clusters import Floats
 
 PER_TOKEN = (
     "kl_policy_reference",

@@ -1,9 +1,9 @@
 """Records to pages: one HTML file each, which needs no network, no server and no torch."""
 
-from kleash.reports.any_run import write_report_of
-from kleash.reports.audits import write_audits
+from kleash.reports.audit import write_audits
 from kleash.reports.comparison import write_comparison
 from kleash.reports.demonstration import write_demonstration
+from kleash.reports.folder_report import write_report_of
 from kleash.reports.measurement import write_report
 from kleash.reports.study import write_study
 from kleash.reports.training import write_training_report

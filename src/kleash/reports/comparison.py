@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kleash.records import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
-from kleash.reports.drift_charts import APART, DIRECTIONS
 from kleash.reports.figures import INK, Chart, dots, escape, figure, rows_of
+from kleash.reports.formatting import COLUMNS, UNKNOWN, count, ending, label, with_interval
+from kleash.reports.measurement_charts import APART, DIRECTIONS
 from kleash.reports.page import write_page
-from kleash.reports.words import COLUMNS, UNKNOWN, count, ending, label, with_interval
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:

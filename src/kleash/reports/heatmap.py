@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kleash.records import Drifted, Measurement, RunFolder
-from kleash.reports.words import excerpt, visible
+from kleash.reports.formatting import excerpt, visible
 
 MAX_SEQUENCES = 50
 MAX_TOKENS_OF_SEQUENCE = 1000

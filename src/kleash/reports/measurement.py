@@ -9,12 +9,11 @@ from typing import Any
 
 from kleash.errors import RunFolderError
 from kleash.records import Drifted, Measurement, Number, RunFolder
-from kleash.reports.drift_charts import by_bin, quantile_ladder
 from kleash.reports.figures import Chart
+from kleash.reports.formatting import COLUMNS, command_line, count, plain, visible
 from kleash.reports.heatmap import Key, Sequence, heat_map, key_of, read_sequences, rounded
+from kleash.reports.measurement_charts import by_bin, convergence, estimators, quantile_ladder
 from kleash.reports.page import write_page
-from kleash.reports.trust_charts import convergence, estimators
-from kleash.reports.words import COLUMNS, command_line, count, plain, visible
 
 FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 MOST_NAMES = 3

@@ -14,7 +14,7 @@ from kleash.errors import MissingExtraError
 from kleash.extras import need
 from kleash.records import write_atomically
 from kleash.records.codec import encode
-from kleash.reports import words
+from kleash.reports import formatting
 
 FORBIDDEN_IN_SCRIPTS = {
     "<": "\\u003c",
@@ -81,17 +81,17 @@ def _environment() -> Any:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        visible=words.visible,
-        excerpt=words.excerpt,
-        ending=words.ending,
-        plain=words.plain,
-        count=words.count,
-        percent=words.percent,
-        threshold=words.threshold,
-        sentence=words.sentence,
+        visible=formatting.visible,
+        excerpt=formatting.excerpt,
+        ending=formatting.ending,
+        plain=formatting.plain,
+        count=formatting.count,
+        percent=formatting.percent,
+        threshold=formatting.threshold,
+        sentence=formatting.sentence,
         script_json=lambda value: markup(script_json(value)),
     )
-    environment.globals.update(shown=words.shown)
+    environment.globals.update(shown=formatting.shown)
     return environment
 
 

@@ -26,9 +26,9 @@ from kleash.records import (
 )
 from kleash.records.checksums import UNCHECKED
 from kleash.records.steps import STEPS
+from kleash.reports.formatting import command_of, plain, typeset
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import charts_of
-from kleash.reports.words import command_of, plain, typeset
 from kleash.uncertainty import few_clusters
 
 SHOWN_STEPS = 6

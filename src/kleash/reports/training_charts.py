@@ -7,7 +7,7 @@ from typing import Any
 
 from kleash.records import StepRecord
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, band, decades, escape, figure, finite
-from kleash.reports.words import plain
+from kleash.reports.formatting import plain
 
 MOST_POINTS = 400
 """Steps that a curve is drawn through; of more, every second, third … is left out."""

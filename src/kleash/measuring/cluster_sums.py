@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kleash.measuring.columns import CONFIDENCES, POSITIONS, Quantities, weights_of
-from kleash.measuring.rows import Floats, sequence_starts
+from kleash.measuring.sequence_clusters import Floats, sequence_starts
 
 MOST_CLUSTERS = 16_384
 """Beyond so many clusters neighbours are put together: errors of a mean over 8 192 groups of

@@ -7,8 +7,7 @@ from itertools import islice
 import numpy as np
 
 from kleash.engines import LocalEngine
-from kleash.measuring.ledger import Ledger
-from kleash.measuring.rows import sequence_spans
+from kleash.measuring.sequence_clusters import Ledger, sequence_spans
 from kleash.measuring.shards import given_sequences
 from kleash.models import Pair, TokenSequence, read_prompts, retokenisation_warnings
 from kleash.records import MeasureJob, Number, RunFolder

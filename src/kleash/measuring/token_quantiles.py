@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kleash.measuring.ledger import Clusters
-from kleash.measuring.rows import sequence_starts
+from kleash.measuring.cluster_sums import neighbours_together
 from kleash.measuring.scales import scale_of
-from kleash.measuring.tally import neighbours_together
+from kleash.measuring.sequence_clusters import Clusters, sequence_starts
 from kleash.records import Number, RunFolder
 from kleash.uncertainty import CoarseCounts
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.measuring.rows import sequence_starts
 from kleash.measuring.scales import scale_of
+from kleash.measuring.sequence_clusters import sequence_starts
 from kleash.records import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
 from kleash.records.checksums import damage_as_sentence
 from kleash.records.comparison import COMPARED, PERPLEXITIES

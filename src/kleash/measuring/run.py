@@ -6,14 +6,13 @@ from time import monotonic
 
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted
-from kleash.measuring.aftermath import SourceChecks
-from kleash.measuring.ledger import Ledger
-from kleash.measuring.likeliest import TOP, top_rows
+from kleash.measuring.largest_drift import TOP, WORST_SEQUENCES, Largest, offer_sequences, top_rows
+from kleash.measuring.measurement import Run, summarise
+from kleash.measuring.model_pair import filled_cache, load_models
+from kleash.measuring.progress import Nobody, Watcher
+from kleash.measuring.rescoring import SourceChecks
+from kleash.measuring.sequence_clusters import Ledger
 from kleash.measuring.shards import plan, source_sha256
-from kleash.measuring.sides import filled_cache, load_models
-from kleash.measuring.summary import Run, summarise
-from kleash.measuring.watching import Nobody, Watcher
-from kleash.measuring.worst import WORST_SEQUENCES, Largest, offer_sequences
 from kleash.models import SAMPLER, Pair, find_checkpoint
 from kleash.models.checkpoints import GENERATION
 from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader

@@ -10,11 +10,11 @@ import torch
 
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted, RunFolderError
-from kleash.measuring.aftermath import noise_sequences
-from kleash.measuring.ledger import Ledger
+from kleash.measuring.model_pair import loading, source_of
+from kleash.measuring.progress import Nobody, Watcher
+from kleash.measuring.rescoring import noise_sequences
+from kleash.measuring.sequence_clusters import Ledger
 from kleash.measuring.shards import given_sequences, plan, source_sha256
-from kleash.measuring.sides import loading, source_of
-from kleash.measuring.watching import Nobody, Watcher
 from kleash.models import (
     Pair,
     ReferenceCache,

@@ -10,13 +10,10 @@ import numpy as np
 
 from kleash.engines import LocalEngine
 from kleash.estimators import ESTIMATORS
-from kleash.measuring.aftermath import Aftermath, SourceChecks, measure_rounding
+from kleash.measuring.cluster_sums import ClusterSums, SequenceTerms, sequence_terms, token_sums
 from kleash.measuring.columns import PER_TOKEN, READ, quantities
-from kleash.measuring.estimands import Estimand, estimand_of
-from kleash.measuring.ladder import climb
-from kleash.measuring.ledger import Clusters, clusters_of
-from kleash.measuring.likeliest import write_alternatives
-from kleash.measuring.numbers import (
+from kleash.measuring.estimand import Estimand, estimand_of, on_policy_warnings, weight_warnings
+from kleash.measuring.estimates import (
     bins,
     estimator_records,
     known_value,
@@ -25,10 +22,10 @@ from kleash.measuring.numbers import (
     probability_changes,
     sequence_total,
 )
-from kleash.measuring.rows import sequence_starts
-from kleash.measuring.sampling_warnings import on_policy_warnings, weight_warnings
-from kleash.measuring.tally import ClusterSums, SequenceTerms, sequence_terms, token_sums
-from kleash.measuring.worst import Worst
+from kleash.measuring.largest_drift import Worst, write_alternatives
+from kleash.measuring.rescoring import Aftermath, SourceChecks, measure_rounding
+from kleash.measuring.sequence_clusters import Clusters, clusters_of, sequence_starts
+from kleash.measuring.token_quantiles import climb
 from kleash.models import Pair
 from kleash.records import Counts, MeasureJob, Measurement, Number, RunFolder, RunningMean
 from kleash.uncertainty import running_mean

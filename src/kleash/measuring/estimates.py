@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from kleash.measuring.cluster_sums import ClusterSums, SequenceTerms
 from kleash.measuring.columns import CONFIDENCES, POSITIONS
-from kleash.measuring.ledger import Clusters
 from kleash.measuring.scales import scale_of, value_of_itself
-from kleash.measuring.tally import ClusterSums, SequenceTerms
+from kleash.measuring.sequence_clusters import Clusters
 from kleash.records import Bin, EstimatorRecord, Number, SequenceTotal
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, transformed
 

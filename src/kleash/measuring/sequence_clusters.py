@@ -7,8 +7,30 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kleash.measuring.rows import Floats, Ids, sequence_starts
 from kleash.uncertainty import Estimate, cluster_labels, ratio_of_sums
+
+Floats = NDArray[np.float64]
+
+Ids = NDArray[np.int64]
+
+
+def sequence_spans(prompt: NDArray[Any], sample: NDArray[Any]) -> list[tuple[int, int]]:
+    """The first row of each sequence and the one after its last; arguments as of ``sequence_starts``."""
+    starts = sequence_starts(prompt, sample).tolist()
+    return list(zip(starts, [*starts[1:], len(prompt)], strict=True)) if starts else []
+
+
+def sequence_starts(prompt: NDArray[Any], sample: NDArray[Any]) -> Ids:
+    """The row at which each sequence begins.
+
+    Args:
+        prompt: the column ``prompt_id``.
+        sample: the column ``sample_id``.
+    """
+    if not len(prompt):
+        return np.zeros(0, dtype=np.int64)
+    new = (prompt[1:] != prompt[:-1]) | (sample[1:] != sample[:-1])
+    return np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
