@@ -60,7 +60,7 @@ class LinearOptions:
     goes."""
     compile: Literal["auto", "always", "never"] | bool = "auto"
     """Whether the elementwise work of KL (values, losses, objectives) and of token statistics is compiled. On a CPU,
-    float32 is done by a library in C that is built once on a machine, in half a second; the rest is compiled by
+    float32 is done by a library in C that is built once on a machine, in two seconds; the rest is compiled by
     torch, in about 10 seconds in each process. auto asks for the library from 10^6 logits on, and for torch's compiler
     where this call alone wins its seconds back; always is an error where there is neither."""
     skip_below: float = 0.0

@@ -20,7 +20,7 @@ from kleash.linear.options import LinearOptions
 PAYS_FROM = 5 * 10**9
 """Logits of one model from which on compiling (about 10 s) is cheaper than not (about 2 ns a logit)."""
 NATIVE_PAYS_FROM = 2**20
-"""Logits of one model from which on the library in C is asked for: it is built in half a second, once on a machine."""
+"""Logits of one model from which on the library in C is asked for: it is built in two seconds, once on a machine."""
 
 
 def goes_native(pair: Pair, options: LinearOptions) -> bool:

@@ -39,7 +39,7 @@ class Kept:
     """The two models on them."""
     gradients: tuple[Tensor | None, Tensor | None]
     tile: int
-    """Rows of a weight that are upcast together."""
+    """Rows of a weight that are upcast together; 0 where the library in C makes the products."""
 
     def pour_(self, weights: Float[Tensor, " tokens"], sums: tuple[Sums, Sums]) -> Float[Tensor, " tokens"]:
         """Have what was kept taken in, multiplied by the weights; what is left of those is 0 there.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from kleash.linear.impl import onednn
 from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.compiling import compiled, goes_native, wanted
+from kleash.linear.impl.native import products
 from kleash.linear.impl.native.rows import SCRATCH_ROWS, scratch, threads_within
 from kleash.linear.impl.pair import Pair, Where
 from kleash.linear.impl.project import finish_, multiply_, stretch_, tiles
@@ -38,7 +40,7 @@ class Plan(NamedTuple):
     rows: int
     """Tokens whose elementwise work is done together."""
     tile: int
-    """Rows of a weight that are upcast together."""
+    """Rows of a weight that are upcast together; 0 where the library in C makes the products."""
     rooms: int
     """Buffers for the elementwise work."""
     threads: int = 0
@@ -57,17 +59,24 @@ def plan(
     size, budget, words = pair.p.dtype.itemsize, options.chunk_bytes, pair.p.vocabulary
     if options.skip_below:
         budget -= options.chunk_bytes // 8
-    tile = 1
-    for model in (pair.p, pair.q):
-        weight = model.head.weight
-        if weight is not None and tiles(model):
-            # Neither a tile of the weight nor the product with it is larger than this share of the budget.
-            longest = max(weight.shape[1], min(ENOUGH_TOKENS, tokens), 1) * size
-            tile = max(tile, min(len(weight), options.chunk_bytes // 8 // longest))
-            if weight.dtype != model.dtype:
-                budget -= tile * weight.shape[1] * size // 2
     dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
-    if onednn.pays(pair.p.dtype, pair.p.hidden.device):
+    if has_native_products(pair, options):
+        tile = 0
+        dim = max(pair.p.hidden.shape[1], pair.q.hidden.shape[1])
+        per_token, more = products.workspace_floats(dim, torch.get_num_threads())
+        budget -= more * size
+        dims += per_token // 2
+    else:
+        tile = 1
+        for model in (pair.p, pair.q):
+            weight = model.head.weight
+            if weight is not None and tiles(model):
+                # Neither a tile of the weight nor the product with it is larger than this share of the budget.
+                longest = max(weight.shape[1], min(ENOUGH_TOKENS, tokens), 1) * size
+                tile = max(tile, min(len(weight), options.chunk_bytes // 8 // longest))
+                if weight.dtype != model.dtype:
+                    budget -= tile * weight.shape[1] * size // 2
+    if tile and onednn.pays(pair.p.dtype, pair.p.hidden.device):
         # It packs a tile of the weight, and one of the gradient; and there is the product with a tile.
         budget -= tile * max(pair.p.hidden.shape[1], pair.q.hidden.shape[1]) * size
         dims += tile
@@ -86,9 +95,35 @@ def plan(
     budget -= rows * rooms * words * size
     most = min(ENOUGH_TOKENS, max(1, budget // ((2 * words + 2 * dims) * size)))
     rows = min(rows, most)
-    most -= most % rows
+    multiple = products.LANES if tile == 0 and most >= products.LANES else rows
+    most -= most % multiple
     even = -(-tokens // max(1, -(-tokens // most)))
-    return Plan(max(1, min(-(-even // rows) * rows, tokens)), rows, tile, rooms, threads)
+    return Plan(max(1, min(-(-even // multiple) * multiple, tokens)), rows, tile, rooms, threads)
+
+
+def has_native_products(pair: Pair, options: LinearOptions) -> bool:
+    """Whether the library in C makes the products of this call."""
+    if not goes_native(pair, options) or not products.supports(pair):
+        return False
+    dim = max(pair.p.hidden.shape[1], pair.q.hidden.shape[1])
+    _, workspace = products.workspace_floats(dim, torch.get_num_threads())
+    return workspace * pair.p.dtype.itemsize <= options.chunk_bytes // 8
+
+
+def chunk_slices(tokens: int, cut: Plan) -> Iterator[slice]:
+    """The tokens of each chunk.
+
+    Where the library in C makes the products, chunks differ by at most a vector of tokens: a short chunk at the end
+    would read the heads for few tokens.
+    """
+    if cut.tile or cut.chunk % products.LANES:
+        for start in range(0, tokens, cut.chunk):
+            yield slice(start, min(start + cut.chunk, tokens))
+        return
+    count, vectors = -(-tokens // cut.chunk), -(-tokens // products.LANES)
+    ends = [vectors * (number + 1) // count * products.LANES for number in range(count)]
+    for start, end in pairwise([0, *ends]):
+        yield slice(start, min(end, tokens))
 
 
 class Chunk(NamedTuple):
@@ -115,14 +150,14 @@ def chunks(
     shape = (cut.chunk, pair.p.vocabulary)
     room_p, room_q = (torch.empty(shape, dtype=m.dtype, device=m.hidden.device) for m in (pair.p, pair.q))
     tokens = pair.tokens if positions is None else len(positions)
-    for start in range(0, tokens, cut.chunk):
-        run = slice(start, min(start + cut.chunk, tokens))
+    for run in chunk_slices(tokens, cut):
         where = run if positions is None else positions[run]
+        count = run.stop - run.start
         chunk = Chunk(
             where,
             pair.at(where),
-            room_p[: run.stop - start],
-            room_q[: run.stop - start],
+            room_p[:count],
+            room_q[:count],
             apart and pair.one_head,
         )
         fill_(chunk, cut.tile)

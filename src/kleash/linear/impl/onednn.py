@@ -27,9 +27,12 @@ def pays(dtype: torch.dtype, device: torch.device) -> bool:
 @cache
 def faster_here() -> bool:
     """Whether this is a processor where oneDNN is the faster one, and torch has it."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    ):
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and is_amd_with_avx512()
+
+
+def is_amd_with_avx512() -> bool:
+    """Whether MKL keeps to AVX2 on this processor, which could do more."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
         return MAKER in PROCESSORS.read_text(encoding="utf-8", errors="replace")

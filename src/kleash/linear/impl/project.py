@@ -9,6 +9,7 @@ from torch import Tensor
 from kleash.linear.head import Head
 from kleash.linear.impl import onednn
 from kleash.linear.impl.across import Alone
+from kleash.linear.impl.native import products
 from kleash.linear.impl.pair import OneModel, Where
 
 
@@ -43,7 +44,10 @@ def both_normalised(
 def multiply_(
     out: Float[Tensor, "tokens vocab"], model: OneModel, hidden: Float[Tensor, "tokens dim"], tile: int
 ) -> None:
-    """Write ``hidden W^T`` into ``out``, for ``tile`` rows of the weight at a time if that ``tiles``."""
+    """Write ``hidden W^T`` into ``out``, for ``tile`` rows of the weight at a time if that ``tiles``.
+
+    A tile of 0 rows, here and below: by the library in C.
+    """
     weight = model.head.weight
     if weight is not None and widens(hidden, weight, out):
         torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
@@ -51,6 +55,8 @@ def multiply_(
     hidden = hidden.to(model.dtype)
     if weight is None:
         out.copy_(hidden)
+    elif tile == 0:
+        products.write_logits_(out, hidden, weight)
     elif not tiles(model):
         torch.mm(hidden, weight.T, out=out)
     else:
@@ -116,6 +122,10 @@ def into_hidden(
     weight = model.head.weight
     if weight is None:
         return gradient
+    if tile == 0:
+        total = gradient.new_zeros(len(gradient), weight.shape[1])
+        products.add_to_hidden_(total, gradient, weight)
+        return model.across.whole(total)
     if weight.dtype == gradient.dtype and not onednn.pays(gradient.dtype, gradient.device):
         return model.across.whole(gradient @ weight)
     total = gradient.new_zeros(len(gradient), weight.shape[1])
@@ -136,6 +146,9 @@ def into_weight_(
 ) -> None:
     """Add ``gradient^T hidden`` to ``total``, by tiles if the product is narrower than the sum."""
     hidden = hidden.to(gradient.dtype)
+    if tile == 0:
+        products.add_to_weight_(total, gradient, hidden)
+        return
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
         return

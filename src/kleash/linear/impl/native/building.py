@@ -1,4 +1,4 @@
-"""Builds ``rows.c`` for this machine, once: the library is kept in the user's cache folder."""
+"""Builds ``rows.c`` and ``products.c`` for this machine, once: the library is kept in the user's cache folder."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ from shutil import which
 
 from kleash.user_cache import is_private_file, user_cache_folder
 
-SOURCE = Path(__file__).with_name("rows.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("rows.c", "products.c"))
 FLAGS = ("-std=c11", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 """Nothing that would let a NaN pass for a number, or a sum be taken in an order that the source does not allow."""
 X86 = ("x86_64", "AMD64", "i686")
@@ -67,8 +67,8 @@ def usual_command() -> tuple[str, ...]:
     return (*compiler(), *FLAGS, *for_this_machine())
 
 
-def build(path: Path, command: tuple[str, ...], source: Path = SOURCE) -> None:
-    """Compile a source to ``path``, which is there whole or not at all.
+def build(path: Path, command: tuple[str, ...], *sources: Path) -> None:
+    """Compile the sources, by default the library's, to ``path``, which is there whole or not at all.
 
     Raises:
         CannotBuildError: if the compiler refuses.
@@ -78,7 +78,7 @@ def build(path: Path, command: tuple[str, ...], source: Path = SOURCE) -> None:
     os.close(handle)
     try:
         result = subprocess.run(
-            [*command, str(source), "-o", unfinished, "-lm"],
+            [*command, *map(str, sources or SOURCES), "-o", unfinished, "-lm"],
             capture_output=True,
             text=True,
             timeout=LONGEST_S,
@@ -128,7 +128,9 @@ def fingerprint(command: tuple[str, ...]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuildError(f"a C compiler, and {command[0]} cannot be run: {error}") from error
     return sha256(
-        b"\0".join([SOURCE.read_bytes(), " ".join(command).encode(), version, processor()])
+        b"\0".join(
+            [*(path.read_bytes() for path in SOURCES), " ".join(command).encode(), version, processor()]
+        )
     ).hexdigest()[:24]
 
 
@@ -148,6 +150,6 @@ def cache_folder() -> Path | None:
     """Where the library is kept: $XDG_CACHE_HOME/kleash, by default ~/.cache/kleash.
 
     None where another user could put a library there, and where nobody is at home: it is then built in a private
-    folder that goes at once, in about half a second.
+    folder that goes at once, in about two seconds.
     """
     return user_cache_folder()
