@@ -157,7 +157,7 @@ def read_cache(folder: Path) -> str:
     """All that a measurement reads of a finished cache."""
     import torch
 
-    from kleash.models.stored import StoredReference
+    from kleash.models.cache.stored_reference import StoredReference
 
     stored = StoredReference(folder)
     stored.check(str(folder), None, "auto")

@@ -75,8 +75,8 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     """The ratio of scoring and writing a shard to the two bare forward passes over the same batches."""
     from kleash.engines import LocalEngine, Shard
     from kleash.models import load_pair, read_text
-    from kleash.models.batching import length_batches
     from kleash.models.scoring import padded
+    from kleash.models.sequences import length_batches
     from kleash.records import MeasureJob, RunFolder
 
     policy, reference = SHIPPED if shape == "shipped" else make_pair(work)

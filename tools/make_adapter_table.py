@@ -10,7 +10,7 @@ from pathlib import Path
 
 from made_files import write_or_check
 
-from kleash.models.adapter_kinds import RULES, TESTED_KINDS
+from kleash.models.adapters.rules import RULES, TESTED_KINDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BLOCK = re.compile(r"(<!-- adapters: [^\n]*-->\n).*?(<!-- end of adapters -->)", re.DOTALL)

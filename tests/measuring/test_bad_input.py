@@ -15,7 +15,7 @@ import kleash.records.atomic
 from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
-from kleash.models.source_files import KINDS
+from kleash.models.sources.source_files import KINDS
 from kleash.records.checksums import seal_folder
 
 Run = Any

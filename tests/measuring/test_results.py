@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
+from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import given_sequences
-from kleash.models import Model, TokenSequence, alternatives, load_pair
+from kleash.models import Model, Pair, TokenSequence, load_pair, token_texts
 from kleash.records import MeasureJob, RunFolder
 from kleash.uncertainty import CoarseCounts
 
@@ -303,6 +305,23 @@ def test_the_alternatives_are_those_at_the_runs_temperature(job: dict[str, Any],
         )
 
 
+def likeliest_tokens(pair: Pair, sequence: TokenSequence) -> dict[str, Any]:
+    """The five likeliest tokens of both models at each position, from hidden states of this sequence alone."""
+    ids = torch.tensor([[*sequence.prompt_ids, *sequence.response_ids]])
+    positions = len(sequence.response_ids)
+    columns: dict[str, Any] = {
+        "position": np.repeat(np.arange(positions), 5).tolist(),
+        "place": np.tile(np.arange(5), positions).tolist(),
+    }
+    for model in (pair.policy, pair.reference):
+        hidden = model.hidden(ids)[0, len(sequence.prompt_ids) - 1 : -1]
+        best = log_probabilities(hidden, model.head).exp().topk(5)
+        columns[f"token_id_{model.role}"] = best.indices.flatten().tolist()
+        columns[f"text_{model.role}"] = token_texts(pair.tokenizer, best.indices.flatten().tolist())
+        columns[f"probability_{model.role}"] = best.values.flatten().numpy()
+    return columns
+
+
 def test_the_alternatives_are_those_of_the_worst_sequences_read_again(job: dict[str, Any], own: Path) -> None:
     """160 sequences in several shards, of which 50 are kept: as if both models had read these once more."""
     found = RunFolder(own).alternatives()
@@ -314,7 +333,7 @@ def test_the_alternatives_are_those_of_the_worst_sequences_read_again(job: dict[
         MeasureJob(**{**job, "prompts": None}, responses=str(as_responses(own, own / "r.jsonl"))), pair
     )
     for one in [one for one in source if (one.prompt_id, one.sample_id) in list(order)[::9]]:
-        again = alternatives(pair, one)
+        again = likeliest_tokens(pair, one)
         rows = (found["prompt_id"] == one.prompt_id) & (found["sample_id"] == one.sample_id)
         for name, values in again.items():
             here = [found[name][row] for row in np.flatnonzero(rows)]

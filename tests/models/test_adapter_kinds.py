@@ -13,7 +13,8 @@ from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError
-from kleash.models import adapter_kinds, adapters, load_pair, load_reference
+from kleash.models import load_pair, load_reference
+from kleash.models.adapters.peft_adapters import peft_adapters, rules
 from kleash.models.heads import logits
 from kleash.models.pair_loading import Loading
 
@@ -184,14 +185,13 @@ def test_kinds_that_change_their_base_have_one_of_their_own(made, ids, truth, na
         assert pair.policy.network is not pair.reference.network
         assert "one base, which is in memory 2 times (2 x 1" in pair.notes[1]
         assert (
-            adapter_kinds.rule_of(json.loads((adapter / "adapter_config.json").read_text())).reason
-            in pair.notes[1]
+            rules.rule_of(json.loads((adapter / "adapter_config.json").read_text())).reason in pair.notes[1]
         )
 
 
 @pytest.mark.parametrize("name", [*SEPARATE, "lora", "tokens"])
 def test_the_proof_finds_what_the_settings_do_not_show(made, ids, truth, name, monkeypatch):
-    monkeypatch.setattr(adapter_kinds, "RULES", ())
+    monkeypatch.setattr(rules, "RULES", ())
     adapter, base = made(name)
     pair = load_pair(str(adapter), str(base))
     assert_right(pair, (adapter, None), base, ids, truth)
@@ -213,7 +213,7 @@ def test_two_adapters_over_one_base_in_each_order(made, ids, truth):
 
 def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatch):
     """As PEFT's tuners with shared projections or wrapped modules could."""
-    put_on = adapters._put_on
+    put_on = peft_adapters._put_on
     (policy, base), (reference, _) = made("lora"), made("dora")
 
     def meddling(network, wrapper, side, role):
@@ -223,7 +223,7 @@ def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatc
                 next(p for name, p in done.named_parameters() if "lora_B.policy" in name).mul_(1.5)
         return done
 
-    monkeypatch.setattr(adapters, "_put_on", meddling)
+    monkeypatch.setattr(peft_adapters, "_put_on", meddling)
     pair = load_pair(str(policy), str(reference))
     assert "changes what another adapter on its base gives" in pair.notes[2]
     assert_right(pair, (policy, reference), base, ids, truth)
@@ -263,7 +263,7 @@ def test_the_reference_of_a_cache_may_be_an_adapter_of_any_kind(made, ids, truth
 
 
 def test_a_checksum_sees_every_bit_and_every_exchange():
-    from kleash.models.base_proof import checksum
+    from kleash.models.adapters.network_state import checksum
 
     torch.manual_seed(0)
     for values in (torch.randn(700, 33), torch.randn(5).bfloat16(), torch.randn(3, 4).T, torch.tensor(2.0)):

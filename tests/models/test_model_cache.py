@@ -1,4 +1,4 @@
-"""The reference's hidden states on disk, and the alternatives to what was said."""
+"""The reference cache: hidden states on disk instead of a forward pass of the reference."""
 
 from dataclasses import replace
 
@@ -7,12 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scoring_cases import random_sequences
-from tiny_models import double_logits
 
 from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.linear import Head
-from kleash.models import Pair, ReferenceCache, alternatives, load_pair, score
-from kleash.records.tables import ALTERNATIVE_COLUMNS
+from kleash.models import Pair, ReferenceCache, load_pair, score
 
 
 def unasked(**_):
@@ -115,22 +113,3 @@ def test_a_damaged_file_is_named(pair: Pair, tmp_path, unhooked):
         ModelError, match=r"bytes long and is .* damaged; delete .* and give the kleash cache command again"
     ):
         ReferenceCache(tmp_path, pair.reference)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_alternatives_are_the_likeliest_tokens_of_both(folders, pair: Pair, temperature):
-    one = replace(random_sequences()[0], prompt_id=8, sample_id=2)
-    found = alternatives(pair, one, temperature=temperature)
-    assert set(found) == set(ALTERNATIVE_COLUMNS)
-    assert all(len(values) == 7 * 5 for values in found.values())
-    assert set(found["prompt_id"]) == {8}
-    assert set(found["sample_id"]) == {2}
-    np.testing.assert_array_equal(found["position"], np.repeat(np.arange(7), 5))
-    np.testing.assert_array_equal(found["place"], np.tile(np.arange(5), 7))
-    for role, folder in zip(("policy", "reference"), folders("llama"), strict=True):
-        z = double_logits(folder, [*one.prompt_ids, *one.response_ids])[4:-1] / temperature
-        best = z.softmax(-1).topk(5)
-        np.testing.assert_array_equal(found[f"token_id_{role}"], best.indices.flatten())
-        np.testing.assert_allclose(found[f"probability_{role}"], best.values.flatten(), rtol=3e-5)
-        text = found[f"text_{role}"]
-        assert text[0] == pair.tokenizer.decode([int(best.indices[0, 0])]) or text[0].startswith("<token")

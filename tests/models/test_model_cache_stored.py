@@ -30,7 +30,7 @@ from kleash.models import (
     save_rounding,
     score,
 )
-from kleash.models.hidden_states import HiddenStates, key_of
+from kleash.models.cache.hidden_states import HiddenStates, key_of
 from kleash.records import CacheContents
 from kleash.records.job import MeasureJob
 

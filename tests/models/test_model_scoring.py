@@ -43,6 +43,27 @@ def test_temperature_divides_the_logits_of_both(folders):
         np.testing.assert_allclose(found[name], values, rtol=3e-5, atol=3e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_top_tokens_are_the_likeliest_of_both_models(folders, temperature):
+    policy, reference = folders("llama")
+    sequences = random_sequences()
+    columns = score(load_pair(str(policy), str(reference)), sequences, temperature=temperature, top=5)
+    for role, folder in (("policy", policy), ("reference", reference)):
+        best = [
+            (
+                double_logits(folder, [*one.prompt_ids, *one.response_ids])[len(one.prompt_ids) - 1 : -1]
+                / temperature
+            )
+            .softmax(-1)
+            .topk(5)
+            for one in sequences
+        ]
+        token_ids = np.concatenate([part.indices for part in best])
+        np.testing.assert_array_equal(columns[f"top_token_id_{role}"], token_ids)
+        probability = np.concatenate([part.values for part in best])
+        np.testing.assert_allclose(columns[f"top_probability_{role}"], probability, rtol=3e-5)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
 def test_neither_padding_nor_batch_mates_change_a_number(folders, architecture):
     policy, reference = folders(architecture)

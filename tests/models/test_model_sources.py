@@ -22,7 +22,7 @@ from kleash.models import (
     read_text,
     retokenisation_warnings,
 )
-from kleash.models.texts import spans
+from kleash.models.sources.documents import spans
 
 
 @pytest.fixture

@@ -17,15 +17,9 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from kleash.errors import KleashError, SourceError
-from kleash.models import (
-    count_documents,
-    read_prompts,
-    read_responses,
-    read_text,
-    source_files,
-    source_path,
-)
-from kleash.models.source_files import kind_of, read_lines
+from kleash.models import count_documents, read_prompts, read_responses, read_text, source_path
+from kleash.models.sources import source_files
+from kleash.models.sources.source_files import kind_of, read_lines
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}

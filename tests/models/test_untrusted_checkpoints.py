@@ -15,10 +15,12 @@ from tiny_models import save_tiny, tiny_adapter, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
-from kleash.models import bounded_work, chat_templates, load_pair, prompts_of
-from kleash.models.chat_templates import TemplateError, chat_text
+from kleash.models import load_pair, prompts_of
+from kleash.models.checkpoints.files import safetensors_header
 from kleash.models.heads import logits
-from kleash.models.safetensors_header import safetensors_header
+from kleash.models.sandbox import process
+from kleash.models.sandbox import process as chat_templates
+from kleash.models.sandbox.process import TemplateError, chat_text
 
 pytestmark = [
     pytest.mark.usefixtures("unhooked"),
@@ -63,11 +65,11 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True, scope="module")
 def hasty():
     """A process that gives up after a second of computing."""
-    seconds, bounded_work.SECONDS = bounded_work.SECONDS, 1
-    bounded_work.WORK.stop()
+    seconds, process.SECONDS = process.SECONDS, 1
+    process.WORK.stop()
     yield
-    bounded_work.SECONDS = seconds
-    bounded_work.WORK.stop()
+    process.SECONDS = seconds
+    process.WORK.stop()
 
 
 def change(path: Path, **settings):
@@ -316,7 +318,7 @@ def test_templates_are_bounded(template, reason):
 
 
 def test_templates_give_what_transformers_gives(base, here):
-    bounded_work.WORK.stop()  # so that it is started from a folder with modules in it
+    process.WORK.stop()  # so that it is started from a folder with modules in it
     tokenizer = tiny_tokenizer()
     talk = [
         {"role": "user", "content": "hello 🙂 é\n"},

@@ -16,7 +16,7 @@ from kleash.models import (
     load_pair,
     window_and_stride,
 )
-from kleash.models.cache import require_cache
+from kleash.models.cache.reference_cache import require_cache
 from kleash.records import SHIPPED_POLICY, SHIPPED_REFERENCE, CachedSource, MeasureJob
 from kleash.records.locking import folder_lock
 

@@ -25,8 +25,8 @@ from kleash.models import (
     load_reference,
     save_rounding,
 )
-from kleash.models.cache import require_cache
-from kleash.models.stored import TOKENIZER
+from kleash.models.cache.reference_cache import require_cache
+from kleash.models.cache.stored_reference import TOKENIZER
 from kleash.records import CacheContents, CacheJob
 from kleash.records.atomic import remove_leftovers
 from kleash.records.locking import folder_lock

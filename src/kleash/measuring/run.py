@@ -14,7 +14,7 @@ from kleash.measuring.rescoring import SourceChecks
 from kleash.measuring.sequence_clusters import Ledger
 from kleash.measuring.shards import plan, source_sha256
 from kleash.models import SAMPLER, Pair, find_checkpoint
-from kleash.models.checkpoints import GENERATION
+from kleash.models.checkpoints.resolution import GENERATION
 from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
 from kleash.version import __version__

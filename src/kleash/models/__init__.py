@@ -1,25 +1,32 @@
 """Two language models that can be compared: loading, reading sources, answering prompts, scoring."""
 
-from kleash.models.adapters import require_unchanged_base
-from kleash.models.against_itself import score_against_alone, score_in_float32
-from kleash.models.alternatives import alternatives
-from kleash.models.batching import length_batches
-from kleash.models.cache import ReferenceCache
-from kleash.models.checkpoints import Checkpoint, find_checkpoint
+from kleash.models.adapters.peft_adapters import require_unchanged_base
+from kleash.models.cache.reference_cache import ReferenceCache
+from kleash.models.cache.stored_reference import (
+    StoredReference,
+    finish,
+    head_tensors,
+    save_rounding,
+)
+from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
 from kleash.models.heads import Anatomy, disagreement, take_apart
 from kleash.models.keyed_draws import SAMPLER, draw, exponentials
 from kleash.models.live_models import at_rest, live_model
-from kleash.models.one_side import load_beside, load_reference
 from kleash.models.pair import Model, Pair
-from kleash.models.pair_loading import Loading, fit_together, load_pair
-from kleash.models.prompts import column_counts, prompts_of, read_prompts
-from kleash.models.responses import read_responses
-from kleash.models.scoring import finite_reader, score
-from kleash.models.sequences import Prompt, TokenSequence, hash_tokens, retokenisation_warnings
-from kleash.models.source_files import source_path
-from kleash.models.stored import StoredReference, finish, head_tensors, save_rounding
-from kleash.models.texts import count_documents, read_text, window_and_stride
+from kleash.models.pair_loading import Loading, fit_together, load_beside, load_pair, load_reference
+from kleash.models.scoring import finite_reader, score, score_against_alone, score_in_float32
+from kleash.models.sequences import (
+    Prompt,
+    TokenSequence,
+    hash_tokens,
+    length_batches,
+    retokenisation_warnings,
+)
+from kleash.models.sources.documents import count_documents, read_text, window_and_stride
+from kleash.models.sources.prompts import column_counts, prompts_of, read_prompts
+from kleash.models.sources.responses import read_responses
+from kleash.models.sources.source_files import source_path
 from kleash.models.tokenizers import TokenizerMismatchError, compare_tokenizers, token_count, token_texts
 
 __all__ = [
@@ -35,7 +42,6 @@ __all__ = [
     "StoredReference",
     "TokenSequence",
     "TokenizerMismatchError",
-    "alternatives",
     "at_rest",
     "column_counts",
     "compare_tokenizers",

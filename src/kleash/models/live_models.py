@@ -11,8 +11,8 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.linear import Head
-from kleash.models.adapter_kinds import rule_of
-from kleash.models.adapters import require_unchanged_base, trained_base_tensors
+from kleash.models.adapters.peft_adapters import require_unchanged_base, trained_base_tensors
+from kleash.models.adapters.rules import rule_of
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES, anatomy_of, check_rows, context_of, ends_of
 

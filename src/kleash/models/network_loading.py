@@ -8,13 +8,11 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.extras import need
-from kleash.models.adapters import Base, Loaded, networks_over_one_base
-from kleash.models.checkpoints import Checkpoint
+from kleash.models.adapters.shared_base import Base, Loaded, networks_over_one_base
+from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
+from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import first_line
-from kleash.models.config_sizes import check_config_sizes, check_network_size
 
-TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
-"""Files of which every tokenizer has one."""
 OTHER_SENSES = ("vision", "audio", "image", "video", "vq")
 """What the parts of a configuration are called where a model is not of text alone."""
 
@@ -54,41 +52,6 @@ def load_network(
     if len(folders) > 1 and any(side.adapter is not None for side in sides.values()):
         notes.append("policy and reference have different bases, which are both loaded")
     return loaded, tuple(notes)
-
-
-def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a side: an adapter's own, if its folder holds one, or else its base's.
-
-    Raises:
-        ModelError: if there is none.
-    """
-    transformers = need("transformers", "models")
-    folder = tokenizer_folder(side)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        limit = tokenizer.model_max_length
-        if not isinstance(limit, int | float) or isinstance(limit, bool):
-            raise ValueError(
-                f"tokenizer_config.json has the model_max_length {str(limit)[:40]!r}, which is no number"
-            )
-        tokenizer("a", add_special_tokens=True, verbose=False)
-        return tokenizer
-    except Exception as error:  # tokenizers raise bare Exceptions, and every other kind
-        if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
-            raise ModelError(
-                f"the {role} {side.name} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
-                "tokenizer's files of the model it was made from into that folder"
-            ) from error
-        raise ModelError(
-            f"the tokenizer of the {role} {side.name} cannot be loaded from {folder}: {first_line(error)}"
-        ) from error
-
-
-def tokenizer_folder(side: Checkpoint) -> Path:
-    """Where the tokenizer of a side lies."""
-    if side.adapter is not None and any(side.adapter.glob("tokenizer*")):
-        return side.adapter
-    return side.folder
 
 
 def _load_base(

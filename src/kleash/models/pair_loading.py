@@ -7,13 +7,15 @@ import torch
 
 from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.linear import Head
-from kleash.models.adapters import Loaded
-from kleash.models.checkpoints import Checkpoint, find_checkpoint
+from kleash.models.adapters.shared_base import Loaded
+from kleash.models.cache.stored_reference import StoredReference
+from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import first_line, quiet
 from kleash.models.heads import Anatomy, cut, take_apart
-from kleash.models.network_loading import load_network, load_tokenizer
+from kleash.models.network_loading import load_network
 from kleash.models.pair import Model, Pair
-from kleash.models.tokenizers import PROBES, compare_tokenizers, token_count
+from kleash.models.tokenizers import PROBES, compare_tokenizers, load_tokenizer, token_count
+from kleash.records.checksums import UNCHECKED
 
 DTYPES = {
     "float32": torch.float32,
@@ -270,3 +272,51 @@ def dtype_of(name: str, place: torch.device) -> torch.dtype | str:
     if name not in DTYPES:
         raise OptionError(f"no dtype is called {name!r}; there are auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def load_reference(name: str, revision: str | None, how: Loading) -> Pair:
+    """A model as both sides of a pair: what is needed to read a source for it alone.
+
+    Raises:
+        ModelError, OptionError, CannotRunError: as ``load_pair``.
+    """
+    side = find_checkpoint(name, revision)
+    with quiet():
+        tokenizer = load_tokenizer(side, "reference", how.trust_remote_code)
+        models, said = load_models({"reference": side}, {"reference": tokenizer}, how)
+    taken = (f"the reference is the adapter {side.name} over {side.base}",) if side.adapter else ()
+    model = models["reference"]
+    check_rows(model, model.vocabulary, "logits")
+    return Pair(policy=model, reference=model, tokenizer=tokenizer, notes=(*taken, *said))
+
+
+def load_beside(
+    stored: StoredReference,
+    policy: str,
+    reference: str,
+    *,
+    revision_policy: str | None,
+    revision_reference: str | None,
+    how: Loading,
+) -> Pair:
+    """Load a policy beside a reference that is read from its cache.
+
+    Raises:
+        ModelError: if the cache is another reference's, or the two do not put probability on the same tokens.
+        OptionError, CannotRunError: as ``load_pair``.
+    """
+    kind = dtype_of(how.dtype, place_of(how.device, how.device_map))
+    stored.check(reference, revision_reference, str(kind).removeprefix("torch."))
+    side = find_checkpoint(policy, revision_policy)
+    with quiet():
+        ours = load_tokenizer(side, "policy", how.trust_remote_code)
+        theirs = stored.tokenizer(how.trust_remote_code)
+        notes = compare_tokenizers(ours, theirs)
+        models, said = load_models({"policy": side}, {"policy": ours}, how)
+    taken = [f"the policy is the adapter {side.name} over {side.base}"] if side.adapter else []
+    taken.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
+    model = stored.model(models["policy"].device, theirs)
+    pair = fit_together(models["policy"], model, (*notes, *taken, *said, *stored.contents.notes))
+    if stored.checksums.exists:
+        return pair
+    return replace(pair, warnings=(*pair.warnings, f"{stored.folder}: {UNCHECKED}"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kleash.models.checkpoints import find_checkpoint
+from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair_loading import place_of
 
 SMALL_BYTES = 100_000_000

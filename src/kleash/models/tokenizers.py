@@ -1,9 +1,13 @@
 """Whether two tokenizers cut text into the same tokens."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError
+from kleash.extras import need
+from kleash.models.checkpoints.resolution import Checkpoint
+from kleash.models.compat import first_line
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -125,3 +129,42 @@ def _merges(backend: dict[str, Any]) -> dict[str, int]:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
+"""Files of which every tokenizer has one."""
+
+
+def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a side: an adapter's own, if its folder holds one, or else its base's.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    transformers = need("transformers", "models")
+    folder = tokenizer_folder(side)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        limit = tokenizer.model_max_length
+        if not isinstance(limit, int | float) or isinstance(limit, bool):
+            raise ValueError(
+                f"tokenizer_config.json has the model_max_length {str(limit)[:40]!r}, which is no number"
+            )
+        tokenizer("a", add_special_tokens=True, verbose=False)
+        return tokenizer
+    except Exception as error:  # tokenizers raise bare Exceptions, and every other kind
+        if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+            raise ModelError(
+                f"the {role} {side.name} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
+                "tokenizer's files of the model it was made from into that folder"
+            ) from error
+        raise ModelError(
+            f"the tokenizer of the {role} {side.name} cannot be loaded from {folder}: {first_line(error)}"
+        ) from error
+
+
+def tokenizer_folder(side: Checkpoint) -> Path:
+    """Where the tokenizer of a side lies."""
+    if side.adapter is not None and any(side.adapter.glob("tokenizer*")):
+        return side.adapter
+    return side.folder

@@ -9,11 +9,11 @@ import torch
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import need
 from kleash.models import find_checkpoint, length_batches
-from kleash.models.chat_templates import chat_text
+from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
 from kleash.models.compat import first_line, quiet
-from kleash.models.config_sizes import check_config_sizes, check_network_size
-from kleash.models.network_loading import load_tokenizer
 from kleash.models.pair_loading import dtype_of, place_of
+from kleash.models.sandbox.process import chat_text
+from kleash.models.tokenizers import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 from kleash.errors import Interrupted, OptionError
 from kleash.measuring import default_out
 from kleash.models import SAMPLER, find_checkpoint, source_path
-from kleash.models.checkpoints import GENERATION
+from kleash.models.checkpoints.resolution import GENERATION
 from kleash.models.threads import threads_for
 from kleash.records import (
     DistillJob,

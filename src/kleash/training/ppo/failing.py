@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from kleash.models.hidden_states import save_tensors
+from kleash.models.cache.hidden_states import save_tensors
 from kleash.records import write_atomically
 from kleash.records.codec import to_json
 from kleash.training.ppo.rollout import Rollout

@@ -13,7 +13,7 @@ from kleash.errors import ModelError
 from kleash.extras import need
 from kleash.linear import Head
 from kleash.models import Model, Pair, find_checkpoint
-from kleash.models.base_proof import logits_of, probe_of
+from kleash.models.adapters.network_state import logits_of, probe_of
 from kleash.models.compat import first_line, quiet
 from kleash.models.heads import cut
 from kleash.records import TrainJob

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kleash.extras import need
-from kleash.models.chat_templates import bounded_templates
 from kleash.models.compat import quiet
+from kleash.models.sandbox.process import bounded_templates
 from kleash.records import TrainingResult, TrainJob
 from kleash.records.checksums import CHECKSUMS, Checksums
 from kleash.training.journal import Journal

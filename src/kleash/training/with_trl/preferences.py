@@ -8,8 +8,8 @@ from kleash.errors import SourceError
 from kleash.extras import need
 from kleash.integrations.trainer import DriftMonitor
 from kleash.models import Sampling, source_path
-from kleash.models.dataset_formats import preference_of
-from kleash.models.source_files import read_lines
+from kleash.models.sources.dataset_formats import preference_of
+from kleash.models.sources.source_files import read_lines
 from kleash.records import DPOJob, TrainingResult
 from kleash.training.journal import Journal
 from kleash.training.with_trl.arguments import shared_arguments

@@ -1,4 +1,4 @@
-"""Proof that a network whose adapters are switched off is bit for bit the network that it was without them."""
+"""The state of a network without adapters: a checksum of every tensor and the logits for a probe."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +9,15 @@ from torch import Tensor
 
 CHUNK_BYTES = 1 << 25
 """Bytes of a tensor that are summed at once: what checking takes of memory, at most twice."""
+
 COLUMNS = 1 << 12
+
 PROBE_TOKENS = 64
 """Of the vocabulary at large; a row of the probe holds twice as many."""
+
 MOST_NAMED = 512
 """Tokens with trained embeddings that are put into the probe."""
+
 UNMEASURED = "its weights are not all in memory"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError
+from kleash.models.compat import first_line
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors library refuses longer ones."""
@@ -102,3 +103,41 @@ def _whole_numbers(values: Any) -> bool:
 def _damaged(path: Path, reason: str = "") -> ModelError:
     because = f" ({reason})" if reason else ""
     return ModelError(f"{path} is not a safetensors file{because}; fetch or make it again")
+
+
+LARGEST_SETTINGS = 1 << 26
+"""Bytes of a JSON file that is read here; the largest indices of shards are a tenth of it."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ModelError: if it is not one.
+    """
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_SETTINGS:
+            raise ModelError(f"{path} is {size} bytes long, too long for settings; fetch or make it again")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} cannot be read as JSON: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} should hold a JSON object and holds a {type(content).__name__}")
+    return content
+
+
+INDEX = "model.safetensors.index.json"
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files from which transformers reads the weights of a model."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if (folder / INDEX).is_file():
+        return [folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))

@@ -10,14 +10,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import ModelError
+from kleash.errors import ModelError, SourceError
+from kleash.extras import need
 
-WORKER = Path(__file__).with_name("template_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 START = """
 import sys
 sys.path[:] = sys.argv[1].split("\\n")
@@ -140,3 +141,55 @@ def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> 
             f"{what} has a pattern in its adapter_config.json that cannot be used ({error}); mend it, such as by "
             "naming the modules in a list"
         ) from error
+
+
+_LOCK = threading.RLock()
+
+
+class TemplateError(SourceError):
+    """A chat template that does not end, makes too long a text, or refuses the messages."""
+
+
+def chat_text(tokenizer: Any, messages: list[Any], **options: Any) -> str:
+    """The text that a tokenizer's chat template makes of messages, as ``apply_chat_template`` gives it.
+
+    Args:
+        tokenizer: of transformers.
+        messages: a conversation.
+        options: of ``apply_chat_template``, but for ``tokenize``.
+
+    Raises:
+        TemplateError: if the template does not end, or takes too much memory.
+    """
+    with bounded_templates():
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+@contextmanager
+def bounded_templates() -> Iterator[None]:
+    """Inside, every tokenizer of transformers has its templates rendered in the process that can be killed."""
+    module: Any = need("transformers.tokenization_utils_base", "models")
+    with _LOCK:
+        own = module.render_jinja_template
+        module.render_jinja_template = _render
+    try:
+        yield
+    finally:
+        with _LOCK:
+            module.render_jinja_template = own
+
+
+def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:
+    """Stands in for transformers' ``render_jinja_template``: the same arguments, the same texts."""
+    if tools is not None and any(callable(tool) for tool in tools):
+        schema = need("transformers.utils.chat_template_utils", "models").get_json_schema
+        tools = [schema(tool) if callable(tool) else tool for tool in tools]
+    try:
+        texts, places = WORK.ask("render", {"conversations": conversations, "tools": tools, **request})
+    except StoppedError as error:
+        raise TemplateError(
+            f"it was stopped, since {error}; give a template that ends, or prompts as text"
+        ) from error
+    except FailedError as error:
+        raise TemplateError(str(error)) from error
+    return texts, places

@@ -9,12 +9,12 @@ from itertools import count, islice
 import numpy as np
 
 from kleash.errors import SourceError
-from kleash.models.dataset_formats import answer_after, expand_responses, turns
-from kleash.models.lines import Line, field, is_finite_number, label_of, show_value
 from kleash.models.pair import Pair
-from kleash.models.prompts import as_token_ids, check_length, encode, fields_of, prompt_tokens
 from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.source_files import kind_of, read_lines, source_path
+from kleash.models.sources.dataset_formats import answer_after, expand_responses, turns
+from kleash.models.sources.prompts import as_token_ids, check_length, encode, fields_of, prompt_tokens
+from kleash.models.sources.records import Line, field, is_finite_number, label_of, show_value
+from kleash.models.sources.source_files import kind_of, read_lines, source_path
 
 LARGEST_ID = 2**31 - 1
 ROUNDING_NATS = 1e-3

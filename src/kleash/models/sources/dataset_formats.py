@@ -16,9 +16,9 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kleash.errors import SourceError
-from kleash.models.chat_templates import chat_text
 from kleash.models.compat import first_line
-from kleash.models.lines import Line, field, show_value, whole
+from kleash.models.sandbox.process import chat_text
+from kleash.models.sources.records import Line, field, show_value, whole
 
 Turns = str | list[dict[str, Any]]
 """A text, or a list of messages."""

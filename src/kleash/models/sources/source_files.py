@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from typing import Literal
 
 from kleash.errors import SourceError
-from kleash.models.lines import (
+from kleash.models.sources.records import (
     COPY_OF_STANDARD_INPUT,
     Line,
     json_lines,
@@ -22,7 +22,7 @@ from kleash.models.lines import (
     shorten,
     text_lines,
 )
-from kleash.models.table_rows import csv_rows, header_delimiter, json_array, parquet_rows
+from kleash.models.sources.tabular import csv_rows, header_delimiter, json_array, parquet_rows
 from kleash.shipped import shipped_prompts, shipped_text
 
 Kind = Literal["jsonl", "json array", "csv", "parquet", "plain text"]

@@ -12,13 +12,13 @@ from torch import Tensor
 from kleash.errors import ModelError, RunFolderError
 from kleash.extras import need
 from kleash.linear import Head
-from kleash.models.cache import check_model
-from kleash.models.checkpoints import HUB_ID, Checkpoint, find_checkpoint, hub_commit, inputs_of
+from kleash.models.cache.hidden_states import HiddenStates, key_of, save_tensors
+from kleash.models.cache.reference_cache import check_model
+from kleash.models.checkpoints.resolution import HUB_ID, Checkpoint, find_checkpoint, hub_commit, inputs_of
 from kleash.models.compat import first_line
-from kleash.models.hidden_states import HiddenStates, key_of, save_tensors
-from kleash.models.network_loading import load_tokenizer, tokenizer_folder
 from kleash.models.pair import Model
 from kleash.models.sequences import TokenSequence
+from kleash.models.tokenizers import load_tokenizer, tokenizer_folder
 from kleash.records import CacheContents
 from kleash.records.atomic import cannot_write
 from kleash.records.caching import CONTENTS, REMAKE_CACHE, cache_checksums, read_contents, read_label

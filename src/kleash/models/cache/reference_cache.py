@@ -9,10 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, OptionError, RunFolderError
-from kleash.models.batching import length_batches
-from kleash.models.hidden_states import HiddenStates, key_of
+from kleash.models.cache.hidden_states import HiddenStates, key_of
 from kleash.models.pair import Model
-from kleash.models.sequences import TokenSequence
+from kleash.models.sequences import TokenSequence, length_batches
 from kleash.records import CachedSource, CacheLabel
 from kleash.records.atomic import TEMPORARY, cannot_write, require_utf8
 from kleash.records.caching import LABEL, read_label

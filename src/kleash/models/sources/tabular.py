@@ -11,7 +11,7 @@ from typing import Any
 from kleash.errors import SourceError
 from kleash.extras import need
 from kleash.models.compat import first_line
-from kleash.models.lines import Line, label_of, shorten, show_value, text_lines
+from kleash.models.sources.records import Line, label_of, shorten, show_value, text_lines
 
 DELIMITERS = ",;\t|"
 JSON_COLUMNS = frozenset(

@@ -1,4 +1,4 @@
-"""Whether settings describe a model of the size of its weights, found out before anything of that size is built."""
+"""What the settings of a checkpoint may not ask for: code that is imported, or files outside the checkpoint."""
 
 import re
 import threading
@@ -13,37 +13,123 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 from kleash.errors import ModelError
-from kleash.models.checkpoint_safety import ADAPTER_WEIGHTS, INDEX, named_values
-from kleash.models.checkpoints import read_json
+from kleash.models.checkpoints.files import (
+    ADAPTER_WEIGHTS,
+    read_json,
+    safetensors_header,
+    weight_files,
+)
 from kleash.models.compat import first_line
-from kleash.models.safetensors_header import safetensors_header
+
+MEGATRON = "megatron.core"
+"""What PEFT writes into every adapter's settings; it is imported only with a megatron_config."""
+SHOWN = 80
+
+
+def check_model_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Refuse a config.json that has kernels fetched and run, or weights read that are no safetensors.
+
+    Raises:
+        ModelError: naming the setting.
+    """
+    for name, value in named_values(settings):
+        if "implementation" in name and isinstance(value, str) and ("/" in value or "\\" in value):
+            raise ModelError(
+                f"{path} takes {name} from {_shown(value)}, whose code would be fetched and run; set it to null or "
+                "to an implementation of transformers, such as 'sdpa'"
+            )
+    weights = settings.get("transformers_weights")
+    if weights not in (None, "model.safetensors"):
+        raise ModelError(
+            f"{path} takes its weights from {_shown(weights)}; name the file model.safetensors and remove "
+            "transformers_weights"
+        )
+
+
+def check_index(path: Path, index: dict[str, Any]) -> None:
+    """Refuse an index of shards that leads out of its folder, or to files that are no safetensors.
+
+    Raises:
+        ModelError: naming the file that it leads to.
+    """
+    shards = index.get("weight_map")
+    if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata", {}), dict):
+        raise ModelError(f"{path} has no weight_map from tensors to files; fetch or make it again")
+    for shard in {str(shard): shard for shard in shards.values()}.values():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or Path(shard).name != shard:
+            raise ModelError(
+                f"{path} leads to {_shown(shard)}; every shard must be a .safetensors file in the same folder"
+            )
+        if not (path.parent / shard).is_file():
+            raise ModelError(
+                f"{path} leads to {_shown(shard)}, which is not there; fetch the checkpoint again"
+            )
+
+
+def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse an adapter that has a module imported, or whose weights are not in adapter_model.safetensors.
+
+    Raises:
+        ModelError: naming the setting or the file.
+    """
+    core = settings.get("megatron_core")
+    if settings.get("megatron_config") is not None or core not in (None, MEGATRON):
+        raise ModelError(
+            f"the adapter {name} has a megatron_config, for which the module {_shown(core)} would be imported and "
+            "run; set megatron_config to null and megatron_core to 'megatron.core' in adapter_config.json"
+        )
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        raise ModelError(
+            f"the adapter {name} has no {ADAPTER_WEIGHTS}"
+            + (", only adapter_model.bin, a pickle that can run code when opened" if pickled else "")
+            + "; where you trust it, load it with PEFT and save it again with save_pretrained"
+        )
+
+
+def named_values(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Every value of nested settings with the name that it stands under."""
+    unread = [("", settings)]
+    while unread:
+        name, value = unread.pop()
+        if isinstance(value, dict):
+            # The keys of a dictionary of implementations, or of patterns, are names of parts of the model.
+            unread += [
+                (f"{key} of {name}" if "implementation" in name or "pattern" in name else str(key), one)
+                for key, one in value.items()
+            ]
+        elif isinstance(value, list):
+            unread += [(name, one) for one in value]
+        else:
+            yield name, value
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:SHOWN]
+
 
 COUNTS = re.compile(r"layers?$|layers?_|blocks?$|depth|stages?$|experts?")
 """Settings that say how often something is built."""
+
 NO_SIZES = re.compile(
     r"position|length|seq|token|theta|window|factor|alpha|beta|scal|seed|key|step|indices|version|eps|tinit|tfinal|deltat|_id"
 )
 """Settings whose numbers size nothing."""
+
 RANKS = re.compile(r"(^|_)r$|rank")
+
 FEWEST_COUNTS, SMALLEST_SIZE, SMALLEST_RANK = 256, 1 << 16, 512
 """What is always allowed, since it costs little."""
+
 MOST_BUFFERED = 1 << 26
 """Elements of tables that are computed and not stored, which are always allowed."""
+
 SURPLUS, QUANTISED_SURPLUS = 2, 64
 """How many times the elements of its files a network may have; packed weights are stored as a few large numbers."""
 
 
 class _TooManyError(Exception):
     """A network that registers more modules and parameters than its files could fill."""
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files from which transformers reads the weights of a model."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if (folder / INDEX).is_file():
-        return [folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
 
 
 def check_config_sizes(what: str, folder: Path) -> None:

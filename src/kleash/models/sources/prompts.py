@@ -6,17 +6,17 @@ from itertools import islice
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.models.dataset_formats import (
+from kleash.models.pair import Pair
+from kleash.models.sequences import Prompt, hash_tokens
+from kleash.models.sources.dataset_formats import (
     check_messages,
     has_preference,
     preference_of,
     render,
     turns,
 )
-from kleash.models.lines import Line, field, shorten, show_value, whole
-from kleash.models.pair import Pair
-from kleash.models.sequences import Prompt, hash_tokens
-from kleash.models.source_files import read_lines, source_path
+from kleash.models.sources.records import Line, field, shorten, show_value, whole
+from kleash.models.sources.source_files import read_lines, source_path
 
 
 def read_prompts(name: str, pair: Pair, *, limit: int | None = None, columns: bool = False) -> list[Prompt]:

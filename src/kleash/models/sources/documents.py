@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import OptionError, SourceError
-from kleash.models.dataset_formats import document_of
-from kleash.models.lines import Line
 from kleash.models.pair import Pair
-from kleash.models.prompts import encode, fields_of
 from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.source_files import read_documents, source_path
+from kleash.models.sources.dataset_formats import document_of
+from kleash.models.sources.prompts import encode, fields_of
+from kleash.models.sources.records import Line
+from kleash.models.sources.source_files import read_documents, source_path
 
 WINDOW = 2048
 

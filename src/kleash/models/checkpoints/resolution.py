@@ -1,19 +1,21 @@
 """Where a model's name leads: a folder with a configuration, safetensors, and perhaps an adapter on top."""
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from kleash.errors import ModelError
 from kleash.extras import need
-from kleash.models.checkpoint_safety import INDEX, check_adapter_files, check_index, check_model_settings
+from kleash.models.checkpoints.config_checks import (
+    check_adapter_files,
+    check_index,
+    check_model_settings,
+)
+from kleash.models.checkpoints.file_hashes import hashes_of
+from kleash.models.checkpoints.files import INDEX, read_json, safetensors_header
 from kleash.models.compat import first_line, quiet
-from kleash.models.file_hashes import hashes_of
-from kleash.models.safetensors_header import safetensors_header
 from kleash.records.folder import KIND_OF_FINGERPRINT
 from kleash.shipped import shipped_folder
 
@@ -21,8 +23,6 @@ HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 UNWANTED = ["*/*", "consolidated*"]
-LARGEST_SETTINGS = 1 << 26
-"""Bytes of a JSON file that is read here; the largest indices of shards are a tenth of it."""
 GENERATION = "generation_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"
 NO_INPUT = re.compile(
@@ -149,26 +149,6 @@ def hub_commit(name: str, revision: str | None) -> str:
                 f"the hub does not say which commit {name} is at ({first_line(error)}); give the whole commit as "
                 "its revision"
             ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ModelError: if it is not one.
-    """
-    try:
-        size = path.stat().st_size
-        if size > LARGEST_SETTINGS:
-            raise ModelError(f"{path} is {size} bytes long, too long for settings; fetch or make it again")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{path} cannot be read as JSON: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} should hold a JSON object and holds a {type(content).__name__}")
-    return content
 
 
 def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:

@@ -1,0 +1,1 @@
+"""The reference's final hidden states on disk."""

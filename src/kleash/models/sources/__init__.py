@@ -1,0 +1,1 @@
+"""Source files of prompts, responses and text, read as token sequences."""
