@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError
 from kleash.models import load_pair, load_reference
-from kleash.models.adapters.peft_adapters import peft_adapters, rules
+from kleash.models.adapters import rules, shared_base
 from kleash.models.heads import logits
 from kleash.models.pair_loading import Loading
 
@@ -213,7 +213,7 @@ def test_two_adapters_over_one_base_in_each_order(made, ids, truth):
 
 def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatch):
     """As PEFT's tuners with shared projections or wrapped modules could."""
-    put_on = peft_adapters._put_on
+    put_on = shared_base._put_on
     (policy, base), (reference, _) = made("lora"), made("dora")
 
     def meddling(network, wrapper, side, role):
@@ -223,7 +223,7 @@ def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatc
                 next(p for name, p in done.named_parameters() if "lora_B.policy" in name).mul_(1.5)
         return done
 
-    monkeypatch.setattr(peft_adapters, "_put_on", meddling)
+    monkeypatch.setattr(shared_base, "_put_on", meddling)
     pair = load_pair(str(policy), str(reference))
     assert "changes what another adapter on its base gives" in pair.notes[2]
     assert_right(pair, (policy, reference), base, ids, truth)

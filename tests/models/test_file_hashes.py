@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kleash.models.checkpoints import file_hashes
 from kleash.models.checkpoints.file_hashes import MEMORY, hashes_of
-from kleash.models.checkpoints.resolution import file_hashes
 
 SIZE = 1 << 20
 

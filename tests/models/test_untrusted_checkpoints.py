@@ -19,7 +19,6 @@ from kleash.models import load_pair, prompts_of
 from kleash.models.checkpoints.files import safetensors_header
 from kleash.models.heads import logits
 from kleash.models.sandbox import process
-from kleash.models.sandbox import process as chat_templates
 from kleash.models.sandbox.process import TemplateError, chat_text
 
 pytestmark = [
@@ -336,7 +335,7 @@ def test_templates_give_what_transformers_gives(base, here):
     (prompt,) = prompts_of([talk], pair)
     assert prompt.text == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     module = sys.modules["transformers.tokenization_utils_base"]
-    assert module.render_jinja_template is not chat_templates._render
+    assert module.render_jinja_template is not process._render
 
 
 @pytest.mark.parametrize("rank", [33, 10**6])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kleash.errors import KleashError, ModelError, RunFolderError
 from kleash.extras import need
-from kleash.models.checkpoints.resolution import safetensors_header
+from kleash.models.checkpoints.files import safetensors_header
 from kleash.models.compat import first_line
 from kleash.models.sequences import TokenSequence
 from kleash.records import write_atomically
