@@ -4,6 +4,8 @@
     python benchmarks/linear_peers.py --shape h4096
     python benchmarks/linear_peers.py --dtype bfloat16 --rounds 3
     python benchmarks/linear_peers.py --shape n1k --only matmuls kleash liger --out /tmp/results
+    python benchmarks/linear_peers.py --shape n4k_v262k --minutes 5
+    python benchmarks/linear_peers.py --shape n4k_v262k --minutes 5 --resume
 
 Forward and backward pass: gradients for the hidden states and the head of p, a mean over the tokens; the ways
 are those of linear_methods.py. A first call of each warms up and is checked: its value against kleash's token
@@ -11,17 +13,21 @@ statistics, its gradient against that of kleash (where it is a KL). Then come ro
 once; written are medians of the rounds' ratios: to the four bare matmuls that any such gradient needs, and of
 ours to the others. "matmuls by oneDNN" are the same four by the library that kleash takes where it is the faster
 one; "peak" is their arithmetic at the rate of the processor, with nothing read from memory.
+``--resume`` adds rounds to the result of the same commit until there are enough of them.
 Leave the machine alone meanwhile.
 """
 
 import argparse
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
-from harness import RESULTS, interleaved, ratio, write_result
+from harness import RESULTS, circumstances, interleaved, ratio, write_result
 from linear_methods import (
     METHODS,
     PACKAGES,
@@ -46,17 +52,43 @@ ALL = (*BARE, *METHODS)
 MOST = (*MATMULS, "kleash", "kleash compiled", "trl", "liger", "naive exact", "naive k3")
 SOME = (*MATMULS, "kleash", "kleash compiled", "trl", "liger", "naive k3")
 FEW = (*MATMULS, "kleash", "kleash compiled", "naive k3")
-SHAPES: dict[str, tuple[tuple[int, int, int], tuple[str, ...], int]] = {
-    "main": ((2048, 1024, 32_768), ALL, 9),
-    "h4096": ((1024, 4096, 32_768), SOME, 2),
-    "v128k": ((1024, 1024, 128_256), SOME, 2),
-    "v152k": ((1024, 1024, 151_936), SOME, 2),
-    "n1k": ((1024, 1024, 32_768), MOST, 3),
-    "n8k": ((8192, 1024, 32_768), FEW, 2),
-    "tiny": ((48, 32, 512), ALL, 2),
+LARGE = ("matmuls", "kleash compiled", "liger", "naive k3")
+FITTING = ("matmuls", "kleash compiled", "liger")
+
+
+class Shape(NamedTuple):
+    """The size of the inputs, and what is run on them."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+    names: tuple[str, ...]
+    """What is run in each round."""
+    rounds: int
+    once: tuple[str, ...] = ()
+    """What is run and timed in the first calls only: peers that are far from the fastest."""
+    left_out: str = ""
+    """Which peers do not run, and why."""
+
+
+TOO_LARGE = "The naive ways and the torchtune-style chunks hold more than 10 GB here."
+SHAPES: dict[str, Shape] = {
+    "main": Shape(2048, 1024, 32_768, ALL, 9),
+    "h4096": Shape(1024, 4096, 32_768, SOME, 2),
+    "n8k": Shape(8192, 1024, 32_768, FEW, 2),
+    "n1k": Shape(1024, 1024, 32_768, MOST, 7),
+    "v128k": Shape(1024, 1024, 128_256, LARGE, 7, ("kleash", "trl", "naive exact")),
+    "v152k": Shape(1024, 1024, 151_936, LARGE, 7, ("kleash", "trl", "naive exact")),
+    "v262k": Shape(1024, 1024, 262_144, LARGE, 7, ("kleash", "trl", "naive exact")),
+    "n4k": Shape(4096, 1024, 32_768, LARGE, 7, ("kleash", "trl", "naive exact")),
+    "n4k_v128k": Shape(4096, 1024, 128_256, FITTING, 7, ("kleash", "trl"), TOO_LARGE),
+    "n4k_v152k": Shape(4096, 1024, 151_936, FITTING, 7, ("kleash", "trl"), TOO_LARGE),
+    "n4k_v262k": Shape(4096, 1024, 262_144, FITTING, 7, ("kleash", "trl"), TOO_LARGE),
+    "tiny": Shape(48, 32, 512, ALL, 2),
 }
-"""Tokens, hidden size and vocabulary; what is run there, and how often. Minutes on two cores with 160 GFLOP/s
-between them: 10 for main, 4 in bfloat16, 2 for n1k, 3 for each of the others."""
+"""Minutes on two cores with 160 GFLOP/s between them: 10 for main, 4 in bfloat16, 2 for n1k, 3 to 6 for the other
+shapes of 1024 tokens and n4k, 12 to 25 for the larger ones of 4096 tokens."""
+WARM_TOKENS = 1024
 OURS = ("kleash", "kleash compiled")
 
 
@@ -67,11 +99,13 @@ def checked(names: list[str], x: Inputs) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name in names:
         method = METHODS[name]
+        start = perf_counter()
         loss = method.of(x)
         grads = gradients(x, loss)
+        seconds = perf_counter() - start
         value = loss.item()
         error = value / right[method.what] - 1
-        found[name] = {"value": value, "relative_error": error}
+        found[name] = {"value": value, "relative_error": error, "seconds_of_first_call": round(seconds, 3)}
         assert abs(error) < (1e-3 if full else 5e-2), (name, value, right)
         if method.what == "kl":
             first = first or grads
@@ -102,6 +136,27 @@ def compared(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def earlier(path: Path) -> dict[str, Any]:
+    """The figures of a result of this commit and these packages.
+
+    Raises:
+        ValueError: if another commit or other packages made it.
+    """
+    result, here = json.loads(path.read_text()), circumstances(PACKAGES)
+    for key in ("commit", "versions"):
+        if result[key] != here[key]:
+            raise ValueError(f"{path} is of {key} {result[key]}, not {here[key]}; measure it anew")
+    return result["figures"]
+
+
+def warm_up(names: tuple[str, ...], x: Inputs) -> None:
+    """A first call of each, for as many tokens as a peer takes at once."""
+    few = replace(x, hidden_p=x.hidden_p.detach()[:WARM_TOKENS].requires_grad_(), hidden_q=x.hidden_q[:WARM_TOKENS],
+                  ids=x.ids[:WARM_TOKENS])  # fmt: skip
+    for job in jobs(names, few).values():
+        job()
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -115,6 +170,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="start no round that would end later"
     )
+    parser.add_argument("--resume", action="store_true", help="add rounds to the result that is there")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     return parser.parse_args()
@@ -123,31 +179,46 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    size, names, rounds = SHAPES[args.shape]
+    shape = SHAPES[args.shape]
+    *size, names, rounds, once, left_out = shape
+    name = "_".join(["linear_peers", args.shape] + ["bfloat16"] * (args.dtype == "bfloat16"))
     if args.dtype == "bfloat16":  # torch's own documentation: 20 to 50 times slower on a CPU
         names = tuple(name for name in names if name not in ("cross entropy", "matmuls by oneDNN", "peak"))
-    names = tuple(name for name in ALL if name in (args.only or names))
+    names = tuple(way for way in ALL if way in (args.only or names))
     x = make_inputs(*size, dtype=getattr(torch, args.dtype))
-    checks = checked([name for name in names if name in METHODS], x)
-    work = jobs(names, x)
-    for name in BARE:
-        work.get(name, lambda: None)()
-    times, loads = interleaved(work, args.rounds or rounds, args.minutes)
+    before = earlier(args.out / f"{name}.json") if args.resume else None
+    if before is None:
+        tried = names if args.only else (*names, *once)
+        checks = checked([way for way in tried if way in METHODS], x)
+        for way in set(names) & set(BARE):
+            BARE[way](x)()
+    else:
+        names, checks = tuple(before["all_seconds"]), before["checks"]
+        warm_up(names, x)
+    left = (args.rounds or rounds) - (before["rounds"] if before else 0)
+    times, loads = interleaved(jobs(names, x), left, args.minutes)
+    if before is not None:
+        times = {way: before["all_seconds"][way] + seconds for way, seconds in times.items()}
+        loads = before["load"] + loads
     found = compared(times)
-    for name, row in found.items():
-        print(f"{name:16}", row)
+    for way, row in found.items():
+        print(f"{way:16}", row)
+    for way in once:
+        if way in checks:
+            print(f"{way:16}", "once:", checks[way]["seconds_of_first_call"], "s")
     figures = {
         "shape": args.shape,
         **dict(zip(("tokens", "hidden", "vocabulary"), size, strict=True)),
         "dtype": args.dtype,
         "rounds": len(loads),
         "load": loads,
-        "words": {name: METHODS[name].words for name in names if name in METHODS},
+        "words": {way: METHODS[way].words for way in names if way in METHODS},
+        "once": {way: METHODS[way].words for way in once if way in checks},
+        "left_out": left_out,
         "results": found,
         "checks": checks,
         "all_seconds": times,
     }
-    name = "_".join(["linear_peers", args.shape] + ["bfloat16"] * (args.dtype == "bfloat16"))
     print(f"written to {write_result(name, figures, args.out, PACKAGES)}")
 
 
