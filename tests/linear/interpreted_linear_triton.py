@@ -260,6 +260,50 @@ def test_tokens_of_weight_0_are_not_read():
     assert case.head_p.weight.grad.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+@pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("options", [TRITON, SMALL], ids=["logits", "fused"])
+def test_a_token_that_is_selected_away_has_no_part_in_any_gradient(options, traits, spoilt):
+    """By an incoming gradient or weight of 0, or by what an objective makes of it: as the other implementations."""
+    case = head_case(torch.float32, tokens=(7,), words=70, **traits)
+    counted = torch.tensor([1, 1, 0, 1, 0, 1, 1], dtype=torch.bool)
+    weights = torch.where(counted, 1.5, 0.0)
+    case.hidden_p[2, 3], case.hidden_q[4] = spoilt, spoilt
+
+    def where(terms, rows):
+        return torch.where(counted[rows], terms.kl - terms.token_logp - 0.3 * terms.entropy, 0.0)
+
+    def product(terms, rows):
+        return weights[rows] * (terms.kl - terms.token_logp - 0.3 * terms.entropy)
+
+    def loss(name, tensors, how, keep):
+        hp, wp, bp, hq, wq, bq = tensors
+        head_p, head_q = (Head(w, b, softcap=case.head_p.softcap) for w, b in ((wp, bp), (wq, bq)))
+        models, some = (hp[keep], head_p, hq[keep], head_q), weights[keep]
+        if name == "values":
+            return torch.where(some != 0, linear_kl(*models, options=how) * 1.5, 0.0).sum()
+        if name == "loss":
+            return linear_kl_loss(*models, weights=some, options=how).loss
+        each = where if name == "where" else product
+        at = torch.arange(7)[keep]
+        return linear_objective(
+            *models[:2], case.tokens[keep], *models[2:], lambda t, rows: each(t, at[rows]), options=how
+        )[0]
+
+    leaves = [case.hidden_p, case.head_p.weight, case.head_p.bias]
+    leaves += [case.hidden_q, case.head_q.weight, case.head_q.bias]
+    for name in ("values", "loss", "where", "product"):
+        results = []
+        for how, keep in ((options, torch.ones_like(counted)), (REFERENCE, counted)):
+            tensors = [x if x is None else x.clone().requires_grad_() for x in leaves]
+            wanted = [x for x in tensors if x is not None]
+            results.append(torch.autograd.grad(loss(name, tensors, how, keep), wanted))
+        for ours, right in zip(*results, strict=True):
+            assert relative_rms(ours, right.double()) < 1e-4, name
+        for side in (results[0][0], results[0][-2 if len(results[0]) == 4 else 3]):
+            assert (side[~counted] == 0).all(), name
+
+
 def test_nan_stays_with_its_token():
     case = head_case(torch.float32, tokens=(9,))
     whole = case.statistics(TRITON)
