@@ -5,10 +5,16 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import pytest
 from hypothesis import settings
+
+CHROMIUM_FLAGS = (
+    "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+    "disable-component-update disable-sync"
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,6 +55,28 @@ def chromium() -> tuple[str, str]:
     if browser and driver:
         return browser, driver
     return skip_or_fail("KLEASH_REQUIRE_BROWSER", "chromium and chromedriver")
+
+
+@pytest.fixture(scope="session")
+def driver(chromium: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Headless Chromium without a network."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium[0]
+    for flag in CHROMIUM_FLAGS.split():
+        options.add_argument(f"--{flag}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.set_capability("unhandledPromptBehavior", "ignore")
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=chromium[1]))
+    try:
+        browser.execute_cdp_cmd("Network.enable", {})
+        offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+        browser.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+        yield browser
+    finally:
+        browser.quit()
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,6 @@ PACKAGES = (
         "engines",
         "measuring",
         "auditing",
-        "auditing.study",
         "integrations.verl",
         "integrations.trainer",
         "integrations.trl",

@@ -11,7 +11,11 @@ from make_api_page import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/*.md")),
+]
 NAMED = ["kleash", *(f"kleash.{name}" for name in PACKAGES)]
 ABOUT = {"trl.md": "trl", "kleash.integrations.trl": "trl"}
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -5,7 +5,6 @@ from kleash.reports.comparison import write_comparison
 from kleash.reports.demonstration import write_demonstration
 from kleash.reports.folder_report import write_report_of
 from kleash.reports.measurement import write_report
-from kleash.reports.study import write_study
 from kleash.reports.training import write_training_report
 
 __all__ = [
@@ -14,6 +13,5 @@ __all__ = [
     "write_demonstration",
     "write_report",
     "write_report_of",
-    "write_study",
     "write_training_report",
 ]

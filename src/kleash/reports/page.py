@@ -25,7 +25,14 @@ FORBIDDEN_IN_SCRIPTS = {
 }
 
 
-def write_page(path: Path, template: str, context: Mapping[str, Any], scripts: Sequence[str]) -> Path:
+def write_page(
+    path: Path,
+    template: str,
+    context: Mapping[str, Any],
+    scripts: Sequence[str],
+    *,
+    templates: Path | None = None,
+) -> Path:
     """Render ``template`` and write it to ``path``, whole or not at all.
 
     Args:
@@ -33,11 +40,12 @@ def write_page(path: Path, template: str, context: Mapping[str, Any], scripts: S
         template: a file in ``templates/`` that extends ``shell.html``.
         context: what the template shows; text in it is escaped.
         scripts: files in ``assets/`` that run at the end of the page, in this order; "plotly" is Plotly.
+        templates: a folder in which ``template`` is looked up first.
     """
     sources = [_plotly() if name == "plotly" else _asset(name) for name in scripts]
     markup = need("markupsafe", "models").Markup
     text = (
-        _environment()
+        _environment(templates)
         .get_template(template)
         .render(
             **context,
@@ -70,11 +78,14 @@ def _content_policy(sources: Sequence[str]) -> str:
 
 
 @cache
-def _environment() -> Any:
+def _environment(templates: Path | None = None) -> Any:
     jinja2 = need("jinja2", "models")
+    loaders = [jinja2.PackageLoader("kleash.reports")]
+    if templates is not None:
+        loaders.insert(0, jinja2.FileSystemLoader(templates))
     markup = need("markupsafe", "models").Markup
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("kleash.reports"),
+        loader=jinja2.ChoiceLoader(loaders),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

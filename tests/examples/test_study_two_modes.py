@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from estimator_study.two_modes import two_mode_cases, two_modes
 from scipy.integrate import quad, trapezoid
 from scipy.optimize import minimize
 from scipy.stats import norm
-
-from kleash.auditing.study.two_modes import two_mode_cases, two_modes
 
 X = np.linspace(-14, 14, 40_001)
 TARGET = 0.6 * norm.pdf(X, -2, 0.6) + 0.4 * norm.pdf(X, 2, 0.6)
@@ -51,7 +50,7 @@ def test_averaging_over_the_fit_seeks_the_larger_mode(found):
 
 
 def test_both_distances_and_the_densities(found):
-    for fit in (found.start, *found.projections, *found.followed):
+    for fit in (found.start, *found.projections, *found.descents):
         density = norm.pdf(X, fit.mean, fit.standard_deviation)
         assert fit.kl_fit_target == pytest.approx(divergence(density, TARGET), rel=1e-5)
         assert fit.kl_target_fit == pytest.approx(divergence(TARGET, density), rel=1e-5)
@@ -63,7 +62,7 @@ def test_both_distances_and_the_densities(found):
 
 
 def test_where_each_estimator_leads(found):
-    ends = {fit.name: place(fit) for fit in found.followed}
+    ends = {fit.name: place(fit) for fit in found.descents}
     covering, seeking = (place(fit) for fit in found.projections)
     assert ends["k1"] == place(found.start) == (-0.5, 1.0)
     for name in ("k2", "kl_loss", "exact"):
@@ -93,10 +92,10 @@ def test_estimators_before_the_fit_against_scipy(found):
         assert row.value.value == pytest.approx(average, rel=1e-6)
         assert row.bias.value == pytest.approx(average - kl, abs=1e-6)
         spread = math.sqrt(mean(lambda u, f=function, m=average: (f(u) - m) ** 2))
-        assert row.spread.value == pytest.approx(spread, rel=1e-5)
+        assert row.standard_deviation.value == pytest.approx(spread, rel=1e-5)
     probs = norm.pdf(X, -0.5, 1.0)
     u = np.log(probs / TARGET, where=probs > 0, out=np.zeros_like(X))
-    assert start.row("k1").negative.value == pytest.approx(trapezoid(probs * (u < 0), X), abs=5e-4)
+    assert start.row("k1").negative_share.value == pytest.approx(trapezoid(probs * (u < 0), X), abs=5e-4)
 
 
 def test_where_the_kl_is_smallest_it_has_no_gradient_to_miss(found):
@@ -105,4 +104,4 @@ def test_where_the_kl_is_smallest_it_has_no_gradient_to_miss(found):
     # Where KL(target ‖ fit) is smallest, k3 feels nothing, and misses all of the other gradient.
     assert covering.row("k3").gradient_error == pytest.approx(1, abs=1e-6)
     assert covering.row("k2").gradient_error == pytest.approx(0, abs=1e-9)
-    assert seeking.row("k3").spread.value > 1e6 * seeking.row("k1").spread.value
+    assert seeking.row("k3").standard_deviation.value > 1e6 * seeking.row("k1").standard_deviation.value

@@ -1,19 +1,19 @@
-"""The page of the study: a table and a picture for each case."""
+"""The page of the study: a table and a chart for each case."""
 
 import math
 from pathlib import Path
 
+from estimator_study.results import EstimatorRow, GaussianFit, NoiseCurves, Study, StudyCase, TwoModes
 from kleash.records import Number
-from kleash.records.study import EstimatorRow, Fit, SpreadCurves, Study, StudyCase, TwoModes
-from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, dots, figure, rows_of
-from kleash.reports.formatting import UNKNOWN, count, plain, threshold, typeset
-from kleash.reports.measurement_charts import decades
+from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, decades, dots, figure, rows_of
 from kleash.reports.page import write_page
+from kleash.reports.formatting import UNKNOWN, count, plain, threshold, typeset
 
 HEADER = ("Estimator", "Mean, nats", "Bias / KL", "SD / KL", "Below 0", "Gradient error")
 FIT_HEADER = ("Gaussian", "Mean", "SD", "KL(fit ‖ target)", "KL(target ‖ fit)")
-NOTHING = 1e-9
-"""Of the KL: below, a bias is the rounding of a sum."""
+ROUNDING = 1e-9
+"""Relative to the KL: a smaller bias is rounding."""
+TEMPLATES = Path(__file__).parent / "templates"
 GROUPS = (
     ("normals", "Normals", "normals-"),
     ("positions", "Fifty positions", "positions"),
@@ -29,7 +29,7 @@ def write_study(path: Path, study: Study) -> Path:
 
     Args:
         path: the HTML file, in a folder that exists.
-        study: what was found.
+        study: the results.
 
     Returns:
         ``path``.
@@ -55,7 +55,7 @@ def write_study(path: Path, study: Study) -> Path:
         "densities": densities_chart(study.two_modes),
         "findings": findings(study),
     }
-    return write_page(path, "study.html", context, ("plotly", "charts.js"))
+    return write_page(path, "study.html", context, ("plotly", "charts.js"), templates=TEMPLATES)
 
 
 def row_cells(case: StudyCase, row: EstimatorRow) -> tuple[str, ...]:
@@ -64,24 +64,24 @@ def row_cells(case: StudyCase, row: EstimatorRow) -> tuple[str, ...]:
     return (
         row.name,
         _with_error(row.value, 1.0, ""),
-        _with_error(row.bias, 100 / kl, " %", nothing=100 * NOTHING),
-        _with_error(row.spread, 1 / kl, ""),
-        _with_error(row.negative, 100.0, " %"),
+        _with_error(row.bias, 100 / kl, " %", rounding=100 * ROUNDING),
+        _with_error(row.standard_deviation, 1 / kl, ""),
+        _with_error(row.negative_share, 100.0, " %"),
         UNKNOWN if row.gradient_error is None else _share(row.gradient_error),
     )
 
 
-def fit_cells(fit: Fit) -> tuple[str, ...]:
-    """Where a fit ended, as text."""
+def fit_cells(fit: GaussianFit) -> tuple[str, ...]:
+    """The row of a fit, as text."""
     numbers = (fit.mean, fit.standard_deviation, fit.kl_fit_target, fit.kl_target_fit)
     return (fit.name, *(plain(number) for number in numbers))
 
 
-def _with_error(number: Number, scale: float, unit: str, *, nothing: float = 0.0) -> str:
-    """A number in another unit: to four digits where it is exact, with its error where it was measured."""
+def _with_error(number: Number, scale: float, unit: str, *, rounding: float = 0.0) -> str:
+    """A scaled number: with four digits where it is exact, with its standard error where it was sampled."""
     if number.standard_error == 0:
         value = scale * number.value
-        return "0" if abs(value) <= nothing else plain(value, 4) + unit
+        return "0" if abs(value) <= rounding else plain(value, 4) + unit
     value, error = scale * number.value, scale * number.standard_error
     if not (math.isfinite(value) and math.isfinite(error)):
         return plain(value, 4) + unit
@@ -90,16 +90,19 @@ def _with_error(number: Number, scale: float, unit: str, *, nothing: float = 0.0
 
 
 def _share(value: float) -> str:
-    return "0" if value < NOTHING else f"{plain(100 * value, 3)} %"
+    return "0" if value < ROUNDING else f"{plain(100 * value, 3)} %"
 
 
 def findings(study: Study) -> list[str]:
-    """What the study shows, in sentences with its own numbers."""
+    """The results of the study in sentences, with its own numbers."""
     near, far = study.case("normals-0.1"), study.case("normals-3")
     sequences = [case for case in study.cases if case.name.startswith("markov-")]
-    ratios = [(case.row("k1").spread.value / case.row("exact").spread.value) ** 2 for case in sequences]
-    ends = {fit.name: fit for fit in study.two_modes.followed}
-    missed = [_share(case.row("exact").gradient_error or 0.0) for case in sequences]
+    ratios = [
+        (case.row("k1").standard_deviation.value / case.row("exact").standard_deviation.value) ** 2
+        for case in sequences
+    ]
+    fits = {fit.name: fit for fit in study.two_modes.descents}
+    gradient_errors = [_share(case.row("exact").gradient_error or 0.0) for case in sequences]
     values = (
         "The mean of k1 and of k3 is the KL. k3 is the less noisy one for close pairs, for normals below a "
         f"KL of {plain(study.normals.crossing)} nats: at {threshold(near.kl.value)} nats a single k3 varies by "
@@ -112,37 +115,39 @@ def findings(study: Study) -> list[str]:
     )
     gradients = (
         "Backpropagated, k1 gives no gradient at all, k2 that of the KL, and k3 that of the other direction: with one "
-        f"Gaussian for two modes, k2 ends on one of them (standard deviation {plain(ends['k2'].standard_deviation)}) "
-        f"and k3 covers both ({plain(ends['k3'].standard_deviation)})."
+        f"Gaussian for two modes, k2 ends on one of them (standard deviation {plain(fits['k2'].standard_deviation)}) "
+        f"and k3 covers both ({plain(fits['k3'].standard_deviation)})."
     )
     along = (
         f"Along sequences, summing the exact next-token KLs divides the variance of Σ k1 by {round(min(ratios))} to "
         f"{count(round(max(ratios)))}; but no per-token loss sees how a token changes the KL later on, which leaves "
-        f"{missed[0]} to {missed[-1]} of the gradient wrong until the future is credited."
+        f"{gradient_errors[0]} to {gradient_errors[-1]} of the gradient wrong until the future is credited."
     )
     return [values, biased, gradients, along]
 
 
 def _times(case: StudyCase, name: str) -> str:
-    return plain(case.row(name).spread.value / case.kl.value)
+    return plain(case.row(name).standard_deviation.value / case.kl.value)
 
 
 def _biased(case: StudyCase, name: str) -> str:
     return f"{plain(100 * case.row(name).bias.value / case.kl.value)} %"
 
 
-IN_SIGHT = 30.0
-"""Standard deviations beyond so many KLs leave the picture, so that the others can be seen in it."""
+LARGEST_DEVIATION = 30.0
+"""In multiples of the KL: larger standard deviations are cut off, so that the others can be seen."""
 
 
-def noise_chart(curves: SpreadCurves) -> Chart:
-    """Standard deviation of one draw over the KL, as the KL grows."""
+def noise_chart(curves: NoiseCurves) -> Chart:
+    """Standard deviation of one sample over the KL, as the KL grows."""
     styles = {"k1": (INK, "dash"), "k2": (MUTED, "solid"), "k3": (ACCENT, "solid")}
     data = [
-        _line(curves.kl, spread, name, color=styles[name][0], dash=styles[name][1])
-        for name, spread in curves.spread.items()
+        _line(curves.kl, deviations, name, color=styles[name][0], dash=styles[name][1])
+        for name, deviations in curves.relative_deviation.items()
     ]
-    known = [value for spread in curves.spread.values() for value in spread if value < 100]
+    known = [
+        value for deviations in curves.relative_deviation.values() for value in deviations if value < 100
+    ]
     at = {"type": "line", "x0": curves.crossing, "x1": curves.crossing, "y0": 0, "y1": 1, "yref": "paper"}
     every = max(1, len(curves.kl) // 12)
     return Chart(
@@ -160,33 +165,43 @@ def noise_chart(curves: SpreadCurves) -> Chart:
         ),
         described=f"k3 varies less than k1 below {plain(curves.crossing)} nats (dotted), and more above; its "
         "standard deviation then grows like the exponential of the KL.",
-        header=("KL, nats", *curves.spread),
+        header=("KL, nats", *curves.relative_deviation),
         rows=tuple(
-            (plain(kl), *(plain(spread[place]) for spread in curves.spread.values()))
-            for place, kl in enumerate(curves.kl)
-            if place % every == 0
+            (plain(kl), *(plain(deviations[index]) for deviations in curves.relative_deviation.values()))
+            for index, kl in enumerate(curves.kl)
+            if index % every == 0
         ),
     )
 
 
 def case_chart(case: StudyCase) -> Chart:
-    """A single estimate of each kind: its mean, and one standard deviation to both sides, in KLs."""
+    """Mean and standard deviation of a single estimate of each kind, in multiples of the KL."""
     kl = case.kl.value
-    shown = [_one_estimate(row.value.value / kl, row.spread.value / kl) for row in case.rows]
+    estimates = [_one_estimate(row.value.value / kl, row.standard_deviation.value / kl) for row in case.rows]
     names = [row.name for row in case.rows]
-    ends = [end for number in shown if number.standard_error <= IN_SIGHT for end in number.ci95]
+    ends = [end for number in estimates if number.standard_error <= LARGEST_DEVIATION for end in number.ci95]
     margin = 0.06 * (max(ends) - min(ends))
-    beyond = [
-        row.name for row, number in zip(case.rows, shown, strict=True) if number.standard_error > IN_SIGHT
+    cut_off = [
+        row.name
+        for row, number in zip(case.rows, estimates, strict=True)
+        if number.standard_error > LARGEST_DEVIATION
     ]
     line = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
-    noisiest = max(case.rows, key=lambda row: row.spread.value)
-    left_out = f" The standard deviation of {' and '.join(beyond)} leaves the picture." if beyond else ""
+    noisiest = max(case.rows, key=lambda row: row.standard_deviation.value)
+    left_out = f" The standard deviation of {' and '.join(cut_off)} is cut off." if cut_off else ""
     return Chart(
         name=f"chart-{case.name}",
         title=f"One estimate: {case.title}",
         figure=figure(
-            [dots(shown, range(len(shown)), name="mean ± one standard deviation", across=True, text=names)],
+            [
+                dots(
+                    estimates,
+                    range(len(estimates)),
+                    name="mean ± one standard deviation",
+                    across=True,
+                    text=names,
+                )
+            ],
             height=70 + 34 * len(names),
             x="multiples of the KL",
             y="estimator",
@@ -195,28 +210,31 @@ def case_chart(case: StudyCase) -> Chart:
             shapes=[{**line, "line": {"color": MUTED, "width": 1}}],
         ),
         described="One estimate: its mean (dot) and one standard deviation to both sides, in multiples of the KL "
-        f"(line). {noisiest.name} is the noisiest, at {plain(noisiest.spread.value / kl)} times the KL.{left_out}",
+        f"(line). {noisiest.name} is the noisiest, at {plain(noisiest.standard_deviation.value / kl)} times the KL."
+        f"{left_out}",
         header=("Estimator", "Mean, KLs", "Standard deviation, KLs"),
         rows=tuple(
             (name, plain(number.value, 4), plain(number.standard_error, 4))
-            for name, number in zip(names, shown, strict=True)
+            for name, number in zip(names, estimates, strict=True)
         ),
     )
 
 
-def _one_estimate(mean: float, spread: float) -> Number:
-    return Number(value=mean, unit="none", standard_error=spread, ci95=(mean - spread, mean + spread))
+def _one_estimate(mean: float, deviation: float) -> Number:
+    return Number(
+        value=mean, unit="none", standard_error=deviation, ci95=(mean - deviation, mean + deviation)
+    )
 
 
-def densities_chart(found: TwoModes) -> Chart:
-    """The target, and the Gaussians that imitate it in either direction."""
-    covering, seeking = found.projections
+def densities_chart(fits: TwoModes) -> Chart:
+    """The target, and the Gaussian that minimises each direction of the KL."""
+    covering, seeking = fits.projections
     area = {
         "type": "scatter",
         "mode": "lines",
         "name": "target",
-        "x": list(found.x),
-        "y": list(found.target),
+        "x": list(fits.x),
+        "y": list(fits.target),
         "fill": "tozeroy",
         "fillcolor": ACCENT_BAND,
         "line": {"color": MUTED, "width": 1},
@@ -224,11 +242,11 @@ def densities_chart(found: TwoModes) -> Chart:
     }
     data = [
         area,
-        _density(found, found.start, MUTED, "dot"),
-        _density(found, covering, INK, "dash"),
-        _density(found, seeking, ACCENT, "solid"),
+        _density(fits, fits.start, MUTED, "dot"),
+        _density(fits, covering, INK, "dash"),
+        _density(fits, seeking, ACCENT, "solid"),
     ]
-    fits = (found.start, *found.projections)
+    gaussians = (fits.start, *fits.projections)
     return Chart(
         name="densities",
         title="One Gaussian for two modes",
@@ -237,12 +255,12 @@ def densities_chart(found: TwoModes) -> Chart:
         f"{plain(covering.standard_deviation)}); averaging over the fit seeks one (mean {plain(seeking.mean)}, "
         f"standard deviation {plain(seeking.standard_deviation)}).",
         header=("Gaussian", "Mean", "Standard deviation"),
-        rows=tuple((fit.name, plain(fit.mean), plain(fit.standard_deviation)) for fit in fits),
+        rows=tuple((fit.name, plain(fit.mean), plain(fit.standard_deviation)) for fit in gaussians),
     )
 
 
-def _density(found: TwoModes, fit: Fit, color: str, dash: str) -> dict[str, object]:
-    return _line(found.x, fit.density, fit.name, color=color, dash=dash)
+def _density(fits: TwoModes, fit: GaussianFit, color: str, dash: str) -> dict[str, object]:
+    return _line(fits.x, fit.density, fit.name, color=color, dash=dash)
 
 
 def _line(

@@ -1,20 +1,14 @@
-"""The study as a page, as a command and as documentation: everywhere the same numbers."""
+"""The estimator study as a page, as a command and as documentation: the same numbers everywhere."""
 
-import importlib.util
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from synthetic_run import write_synthetic_run
-
-from kleash.auditing.study import estimator_study
-from kleash.records import Number
-from kleash.records.codec import decode
-from kleash.records.study import Study
-from kleash.reports.study import (
+from estimator_study import __main__ as command
+from estimator_study.__main__ import main
+from estimator_study.page import (
     case_chart,
     densities_chart,
     findings,
@@ -23,6 +17,12 @@ from kleash.reports.study import (
     row_cells,
     write_study,
 )
+from estimator_study.results import Study
+from estimator_study.study import estimator_study, markdown
+from synthetic_run import write_synthetic_run
+
+from kleash.records import Number
+from kleash.records.codec import decode
 
 
 @pytest.fixture(scope="session")
@@ -38,33 +38,19 @@ def study_page(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_study(tmp_path_factory.mktemp("pages") / "study.html", study)
 
 
-@pytest.fixture(scope="session")
-def command(root: Path) -> ModuleType:
-    """examples/estimator_study.py."""
-    spec = importlib.util.spec_from_file_location("the_example", root / "examples/estimator_study.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_number_of_the_documentation_is_what_the_code_gives(
-    study: Study, command: ModuleType, root: Path
-) -> None:
-    text = (root / "docs/study.md").read_text(encoding="utf-8")
+def test_every_table_of_the_readme_is_recomputed(study: Study, root: Path) -> None:
+    text = (root / "examples/estimator_study/README.md").read_text(encoding="utf-8")
     written = [line for line in text.splitlines() if line.startswith(("| ", "### "))]
     without_run = replace(study, cases=study.cases[:-1])
-    computed = [
-        line for line in command.markdown(without_run).splitlines() if line.startswith(("| ", "### "))
-    ]
+    computed = [line for line in markdown(without_run).splitlines() if line.startswith(("| ", "### "))]
     assert written == computed
     assert len(computed) > 120
 
 
-def test_the_prose_repeats_numbers_of_the_tables(study: Study, root: Path) -> None:
-    text = " ".join((root / "docs/study.md").read_text(encoding="utf-8").split())
+def test_numbers_in_the_prose_match_the_tables(study: Study, root: Path) -> None:
+    text = " ".join((root / "examples/estimator_study/README.md").read_text(encoding="utf-8").split())
     ratios = [
-        (case.row("k1").spread.value / case.row("exact").spread.value) ** 2
+        (case.row("k1").standard_deviation.value / case.row("exact").standard_deviation.value) ** 2
         for case in study.cases
         if case.name.startswith("markov-")
     ]
@@ -85,7 +71,7 @@ def test_every_row_is_on_the_page(study: Study, study_page: Path) -> None:
                 f'<td class="n">{escaped(cell)}</td>' for cell in cells[1:]
             )
             assert line in table[: table.index("</table>")], (case.name, row.name)
-    for fit in (study.two_modes.start, *study.two_modes.projections, *study.two_modes.followed):
+    for fit in (study.two_modes.start, *study.two_modes.projections, *study.two_modes.descents):
         assert "".join(f'<td class="n">{cell}</td>' for cell in fit_cells(fit)[1:]) in text
     for sentence in findings(study):
         assert escaped(sentence) in text
@@ -97,7 +83,7 @@ def escaped(text: str) -> str:
     return text
 
 
-def test_names_of_models_cannot_run(study_page: Path) -> None:
+def test_model_names_are_escaped(study_page: Path) -> None:
     text = study_page.read_text(encoding="utf-8")
     assert "runs/&lt;script&gt;alert(&#39;path&#39;)&lt;/script&gt;/policy" in text
     assert "<script>alert" not in text
@@ -107,7 +93,7 @@ def test_names_of_models_cannot_run(study_page: Path) -> None:
         assert json.loads(figure)["data"], name
 
 
-def test_cells_say_what_the_numbers_are(study: Study) -> None:
+def test_cells_format_exact_sampled_tiny_and_infinite_numbers(study: Study) -> None:
     near, run = study.case("normals-0.1"), study.case("run")
     assert row_cells(near, near.row("k1"))[1:] == ("0.005000", "0", "20.00", "48.01 %", "100 %")
     assert row_cells(near, near.row("k2"))[1:] == ("0.005013", "0.2500 %", "1.418", "0", "0")
@@ -124,7 +110,7 @@ def test_cells_say_what_the_numbers_are(study: Study) -> None:
     assert row_cells(near, replace(near.row("k1"), value=infinite))[1] == "∞"
 
 
-def test_a_study_reads_back_as_it_was(study: Study) -> None:
+def test_a_study_round_trips_through_json(study: Study) -> None:
     assert decode(Study, json.loads(study.to_json())) == study
     with pytest.raises(KeyError):
         study.case("none")
@@ -132,7 +118,7 @@ def test_a_study_reads_back_as_it_was(study: Study) -> None:
         study.cases[0].row("none")
 
 
-def test_findings_follow_the_numbers(study: Study) -> None:
+def test_findings_quote_the_numbers(study: Study) -> None:
     values, biased, gradients, along = findings(study)
     assert "0.628 nats" in values and "a single k3 varies by 1.42" in values
     assert "a single k1 by 20.0; at 4.5 nats by 20.0 and 0.667" in values
@@ -146,12 +132,14 @@ def test_charts_show_the_rows(study: Study) -> None:
     chart = case_chart(case)
     dots = chart.figure["data"][0]
     assert dots["x"] == pytest.approx([row.value.value / 0.5 for row in case.rows])
-    assert dots["error_x"]["array"] == pytest.approx([row.spread.value / 0.5 for row in case.rows])
+    assert dots["error_x"]["array"] == pytest.approx(
+        [row.standard_deviation.value / 0.5 for row in case.rows]
+    )
     assert "k1 is the noisiest, at 2.00 times" in chart.described
     low, high = chart.figure["layout"]["xaxis"]["range"]
     assert low < -1 and high > 3
     seeking = case_chart(study.case("two-modes-seeking"))
-    assert "The standard deviation of k3 and kl_loss leaves the picture" in seeking.described
+    assert "The standard deviation of k3 and kl_loss is cut off" in seeking.described
     assert seeking.figure["layout"]["xaxis"]["range"][1] < 2
     noise = noise_chart(study.normals)
     assert [line["name"] for line in noise.figure["data"]] == ["k1", "k2", "k3"]
@@ -163,35 +151,34 @@ def test_charts_show_the_rows(study: Study) -> None:
 
 def test_the_command(
     study: Study,
-    command: ModuleType,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[Path | None] = []
+    requested_runs: list[Path | None] = []
 
-    def already_made(run: Path | None) -> Study:
-        asked.append(run)
+    def precomputed_study(run: Path | None) -> Study:
+        requested_runs.append(run)
         return study
 
-    monkeypatch.setattr(command, "estimator_study", already_made)
+    monkeypatch.setattr(command, "estimator_study", precomputed_study)
     page = tmp_path / "study.html"
-    assert command.main(["--run", "some/run", "--out", str(page)]) == 0
-    printed = capsys.readouterr()
-    assert asked == [Path("some/run")] and page.exists()
-    assert f"page: {page}" in printed.err
-    assert "N(0, 1) against N(0.1, 1): KL 0.005 nats" in printed.out
-    assert re.search(r"k1\s+0\.005000\s+0\s+20\.00\s+48\.01 %\s+100 %", printed.out)
-    assert command.main(["--json"]) == 0
+    assert main(["--run", "some/run", "--out", str(page)]) == 0
+    output = capsys.readouterr()
+    assert requested_runs == [Path("some/run")] and page.exists()
+    assert f"page: {page}" in output.err
+    assert "N(0, 1) against N(0.1, 1): KL 0.005 nats" in output.out
+    assert re.search(r"k1\s+0\.005000\s+0\s+20\.00\s+48\.01 %\s+100 %", output.out)
+    assert main(["--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["cases"][0]["kl"]["value"] == pytest.approx(0.005)
     assert data["cases"][-1]["rows"][0]["gradient_error"] is None
 
 
-def test_a_folder_that_is_no_run_is_said_in_one_line(
-    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_is_no_run_gives_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["--run", str(tmp_path)]) == 2
+    assert main(["--run", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"estimator_study: {tmp_path} has no measurement.json")
 
 

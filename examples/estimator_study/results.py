@@ -1,10 +1,10 @@
-"""What the study of estimators found: plain numbers, exact where their error is 0."""
+"""The results of the study as plain records: exact numbers have a standard error of 0."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kleash.records import Number
 from kleash.records.codec import to_json
-from kleash.records.number import Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +16,13 @@ class EstimatorRow:
     """Its mean."""
     bias: Number
     """Its mean minus the KL."""
-    spread: Number
-    """Standard deviation of a single estimate around its mean."""
-    negative: Number
+    standard_deviation: Number
+    """Of a single estimate around its mean."""
+    negative_share: Number
     """Share of single estimates below 0."""
     gradient_error: float | None
-    """Size of (expected backpropagated gradient - gradient of KL(p || q)), relative to the latter; 1 is what
-    no gradient at all gives. None where it is not known, or where the KL has no gradient."""
+    """Norm of (expected backpropagated gradient - gradient of KL(p || q)), relative to the norm of the latter; 1 for
+    a gradient of zero. None where it is unknown, or where the KL has no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,37 +32,35 @@ class StudyCase:
     name: str
     """A short name, for anchors and for programs."""
     title: str
-    drawn: str
-    """In words: what a single estimate is made from."""
+    sample: str
+    """What a single estimate is computed from, in words."""
     kl: Number
     """KL(p || q) in nats."""
     rows: tuple[EstimatorRow, ...]
     notes: tuple[str, ...] = ()
-    """What else was found, in sentences."""
 
     def row(self, name: str) -> EstimatorRow:
         """The row of the estimator called ``name``; KeyError if there is none."""
-        found = {row.name: row for row in self.rows}
-        return found[name]
+        return {row.name: row for row in self.rows}[name]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpreadCurves:
-    """How noisy each estimator is for N(0, 1) against N(shift, 1), as the KL between them grows."""
+class NoiseCurves:
+    """The noise of each estimator for N(0, 1) against N(shift, 1), as the KL between them grows."""
 
     kl: tuple[float, ...]
-    spread: Mapping[str, tuple[float, ...]]
-    """Name to standard deviation over the KL, at each ``kl``."""
+    relative_deviation: Mapping[str, tuple[float, ...]]
+    """Name -> standard deviation of one estimate divided by the KL, at each ``kl``."""
     crossing: float
     """The KL in nats at which k1 becomes less noisy than k3."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
-    """A Gaussian that was to imitate a target with two modes."""
+class GaussianFit:
+    """A Gaussian fitted to a target with two modes."""
 
     name: str
-    """What was minimised or followed."""
+    """What was minimised."""
     mean: float
     standard_deviation: float
     kl_fit_target: float
@@ -70,21 +68,21 @@ class Fit:
     kl_target_fit: float
     """KL(target || fit) in nats."""
     density: tuple[float, ...]
-    """At each ``x`` of the ``TwoModes`` it belongs to."""
+    """At each ``x`` of the ``TwoModes`` that it belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoModes:
-    """One Gaussian fitted to two modes."""
+    """One Gaussian fitted to a target with two modes."""
 
     x: tuple[float, ...]
     target: tuple[float, ...]
     """Density of the target at each ``x``."""
-    start: Fit
-    projections: tuple[Fit, ...]
-    """Where each direction of the KL is smallest."""
-    followed: tuple[Fit, ...]
-    """Where descending on each estimator ends, from ``start``, in expectation over the fit's own samples."""
+    start: GaussianFit
+    projections: tuple[GaussianFit, ...]
+    """The minima of KL(target || fit) and of KL(fit || target)."""
+    descents: tuple[GaussianFit, ...]
+    """Where gradient descent on each estimator ends, from ``start``, in expectation over the fit's own samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +92,12 @@ class Study:
     kleash: str
     """Version that computed it."""
     cases: tuple[StudyCase, ...]
-    normals: SpreadCurves
+    normals: NoiseCurves
     two_modes: TwoModes
 
     def case(self, name: str) -> StudyCase:
         """The case called ``name``; KeyError if there is none."""
-        found = {case.name: case for case in self.cases}
-        return found[name]
+        return {case.name: case for case in self.cases}[name]
 
     def to_json(self) -> str:
         """The study as JSON text."""

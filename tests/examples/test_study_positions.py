@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-
-from kleash.auditing.study.positions import drawn_at, perturbed, position_cases
-from kleash.auditing.study.worlds import World, relative_error, rows_of
+from estimator_study.enumeration import EnumeratedPair, enumerated_rows, relative_error
+from estimator_study.positions import perturbed_pair, position_cases, sample_tokens
 
 FUNCTIONS = {
     "k1": (lambda u: u, np.ones_like),
@@ -23,21 +22,21 @@ def cases():
 
 @pytest.fixture(scope="module")
 def arrays():
-    world = perturbed()
-    logp = world.logp.detach().numpy()
-    return np.exp(logp), logp - world.logq.numpy()
+    pair = perturbed_pair()
+    logp = pair.logp.detach().numpy()
+    return np.exp(logp), logp - pair.logq.numpy()
 
 
 def test_the_pair_is_the_one_described():
-    world = perturbed()
-    assert world.logp.shape == (50, 1000)
-    gap = (world.logp - world.logq).detach()
+    pair = perturbed_pair()
+    assert pair.logp.shape == (50, 1000)
+    gap = (pair.logp - pair.logq).detach()
     centred = gap - gap.mean(-1, keepdim=True)
     assert centred.std().item() == pytest.approx(0.1, abs=2e-3)
-    logits = world.parameters[0].detach()
+    logits = pair.parameters[0].detach()
     assert logits.std().item() == pytest.approx(1, abs=0.01)
-    torch.testing.assert_close(world.logp.exp().sum(-1), torch.ones(50, dtype=torch.float64))
-    torch.testing.assert_close(world.logq.exp().sum(-1), torch.ones(50, dtype=torch.float64))
+    torch.testing.assert_close(pair.logp.exp().sum(-1), torch.ones(50, dtype=torch.float64))
+    torch.testing.assert_close(pair.logq.exp().sum(-1), torch.ones(50, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -52,8 +51,8 @@ def test_moments_and_gradients_by_hand(cases, arrays, name):
     assert cases[0].kl.value == pytest.approx(kl, rel=1e-11)
     assert row.value.value == pytest.approx(means.mean(), rel=1e-9)
     assert row.bias.value == pytest.approx(means.mean() - kl, abs=1e-12)
-    assert row.spread.value == pytest.approx(np.mean(variances) ** 0.5, rel=1e-9)
-    assert row.negative.value == pytest.approx(np.mean(below), abs=1e-12)
+    assert row.standard_deviation.value == pytest.approx(np.mean(variances) ** 0.5, rel=1e-9)
+    assert row.negative_share.value == pytest.approx(np.mean(below), abs=1e-12)
     # In logits, the expected gradient of f(u) is p (f' - E f'), that of the KL p (u - KL).
     slope = derivative(u)
     found = probs * (slope - (probs * slope).sum(-1, keepdims=True))
@@ -72,15 +71,15 @@ def test_the_controlled_one_varies_least(cases, arrays):
         return ((probs * (values - means) ** 2).sum(-1).mean()) ** 0.5
 
     a = min(np.linspace(0.9, 1.1, 2001), key=spread)
-    assert row.spread.value == pytest.approx(spread(a), rel=1e-6)
+    assert row.standard_deviation.value == pytest.approx(spread(a), rel=1e-6)
     assert f"a = {a:.3f}" in cases[0].notes[0]
-    assert row.negative.value == pytest.approx((probs * (u + a * change < 0)).sum(-1).mean(), abs=2e-3)
+    assert row.negative_share.value == pytest.approx((probs * (u + a * change < 0)).sum(-1).mean(), abs=2e-3)
     assert row.gradient_error < cases[0].row("k3").gradient_error
 
 
 def test_one_draw_at_each_position_comes_out_within_its_own_error(cases, arrays):
     _, u = arrays
-    tokens = drawn_at(perturbed()).numpy()
+    tokens = sample_tokens(perturbed_pair()).numpy()
     drawn = u[np.arange(50), tokens]
     exact = cases[1].row("exact").value.value
     assert exact == pytest.approx(cases[0].kl.value)
@@ -88,18 +87,21 @@ def test_one_draw_at_each_position_comes_out_within_its_own_error(cases, arrays)
         row, values = cases[1].row(name), function(drawn)
         assert row.value.value == pytest.approx(values.mean(), rel=1e-9)
         assert row.value.standard_error == pytest.approx(values.std(ddof=1) / 50**0.5, rel=1e-9)
-        assert row.negative.value == pytest.approx((values < 0).mean())
+        assert row.negative_share.value == pytest.approx((values < 0).mean())
         assert row.gradient_error is None
         enumerated = cases[0].row(name)
         assert abs(row.value.value - enumerated.value.value) < 4 * row.value.standard_error
-        assert abs(row.spread.value - enumerated.spread.value) < 4 * row.spread.standard_error
-    expected = cases[0].row("k1").spread.value / 50**0.5
+        assert (
+            abs(row.standard_deviation.value - enumerated.standard_deviation.value)
+            < 4 * row.standard_deviation.standard_error
+        )
+    expected = cases[0].row("k1").standard_deviation.value / 50**0.5
     assert f"{expected:.5f} nats with k1" in cases[1].notes[0]
-    assert f"{cases[0].row('k3').spread.value / 50**0.5:.5f} with k3" in cases[1].notes[0]
+    assert f"{cases[0].row('k3').standard_deviation.value / 50**0.5:.5f} with k3" in cases[1].notes[0]
 
 
-def world_of(logp, logq, parameters=()):
-    return World(
+def pair_of(logp, logq, parameters=()):
+    return EnumeratedPair(
         logp=logp,
         logq=logq,
         measure=torch.ones_like(logp),
@@ -111,27 +113,28 @@ def world_of(logp, logq, parameters=()):
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     probs = torch.tensor([0.5, 0.2, 0.0, 0.3], dtype=torch.float64)
     logp = probs.log().expand(20_000, 4)
-    counts = torch.bincount(drawn_at(world_of(logp, logp)), minlength=4) / 20_000
+    counts = torch.bincount(sample_tokens(pair_of(logp, logp)), minlength=4) / 20_000
     assert counts[2] == 0
     torch.testing.assert_close(counts.double(), probs, atol=0.015, rtol=0)
 
 
 def test_a_pair_that_agrees_has_no_gradient_to_miss():
     logits = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
-    world = world_of(logits.log_softmax(-1), logits.detach().log_softmax(-1), (logits,))
-    assert relative_error(world.gradient(world.exact()), world.gradient(world.exact())) is None
+    pair = pair_of(logits.log_softmax(-1), logits.detach().log_softmax(-1), (logits,))
+    assert relative_error(pair.gradient(pair.kl()), pair.gradient(pair.kl())) is None
     assert relative_error(torch.tensor([3.0]), torch.tensor([2.0])) == 0.5
-    near = world_of(
+    near = pair_of(
         logits.log_softmax(-1), torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log(), (logits,)
     )
-    assert {row.name for row in rows_of(near) if row.gradient_error == pytest.approx(1)} == {"k1"}
+    assert {row.name for row in enumerated_rows(near) if row.gradient_error == pytest.approx(1)} == {"k1"}
 
 
 def test_an_estimate_of_0_is_not_below_0():
     logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
     logq = torch.tensor([[0.25, 0.25, 0.4, 0.1]], dtype=torch.float64).log()
     shares = {
-        row.name: row.negative.value for row in rows_of(world_of(logits.log_softmax(-1), logq, (logits,)))
+        row.name: row.negative_share.value
+        for row in enumerated_rows(pair_of(logits.log_softmax(-1), logq, (logits,)))
     }
     assert shares["k1"] == pytest.approx(0.25)
     assert shares["k3"] == shares["k2"] == shares["exact"] == 0

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from estimator_study import markov
 
-from kleash.auditing.study import markov
 from kleash.divergences.enumeration import drift_moments, every_sequence, random_markov
 
 VOCAB, STEPS, APART = 3, 4, 0.8
@@ -18,7 +18,7 @@ FUNCTIONS = {
 
 @pytest.fixture(scope="module")
 def case():
-    return markov.markov_case(APART, vocab=VOCAB, steps=STEPS)
+    return markov.markov_case(APART, vocab_size=VOCAB, steps=STEPS)
 
 
 class Enumerated:
@@ -60,9 +60,11 @@ def check(row, sums, world, error):
     kl = (probs * world.u.detach().sum(-1)).sum().item()
     assert row.value.value == pytest.approx(mean, rel=1e-10)
     assert row.bias.value == pytest.approx(mean - kl, abs=1e-10)
-    assert row.spread.value == pytest.approx((probs * (values - mean).square()).sum().sqrt().item(), rel=1e-7)
+    assert row.standard_deviation.value == pytest.approx(
+        (probs * (values - mean).square()).sum().sqrt().item(), rel=1e-7
+    )
     share = (probs * (values < 0)).sum().item()
-    assert abs(row.negative.value - share) <= 4 * (share * (1 - share) / markov.SEQUENCES) ** 0.5
+    assert abs(row.negative_share.value - share) <= 4 * (share * (1 - share) / markov.SEQUENCES) ** 0.5
     assert row.gradient_error == pytest.approx(error, rel=1e-7, abs=1e-10)
 
 
@@ -92,25 +94,25 @@ def test_the_mixture_is_the_best_one(case, all_of_them):
     sums = (1 - a) * world.u.sum(-1) + a * world.exact.sum(-1)
     check(case.row("k1 − a(k1 − exact)"), sums, world, world.error(sums))
     assert f"mixture a = {a:.3f}" in case.notes[0]
-    spreads = [case.row(name).spread.value for name in ("k1", "exact", "k1 − a(k1 − exact)")]
+    spreads = [case.row(name).standard_deviation.value for name in ("k1", "exact", "k1 − a(k1 − exact)")]
     assert spreads[2] < min(spreads[:2])
 
 
 def test_value_of_k3_with_the_gradient_of_k2(case):
     both = case.row("kl_loss")
     k3 = case.row("k3")
-    assert both.value.value == pytest.approx(k3.value.value) and both.negative == k3.negative
-    assert both.spread.value == pytest.approx(k3.spread.value)
+    assert both.value.value == pytest.approx(k3.value.value) and both.negative_share == k3.negative_share
+    assert both.standard_deviation.value == pytest.approx(k3.standard_deviation.value)
     assert both.gradient_error == pytest.approx(case.row("k2").gradient_error)
 
 
-@pytest.mark.parametrize("apart", markov.APART)
+@pytest.mark.parametrize("apart", markov.LOGIT_NOISE)
 def test_the_documented_size_agrees_with_the_other_recursion(apart):
-    p = random_markov(markov.VOCAB, seed=0)
+    p = random_markov(markov.VOCAB_SIZE, seed=0)
     q = p.moved(1, apart)
-    world = markov.world_of(p, q, markov.STEPS)
+    world = markov.markov_pair(p, q, markov.STEPS)
     moments = drift_moments(p, q, markov.STEPS)
-    terms = markov.terms_of(world)
+    terms = markov.estimator_terms(world)
     found = markov.moments_of_sums(p, terms.values[:, 0], terms.values[:, 1:], markov.STEPS)
     k1, exact = terms.names.index("k1"), terms.names.index("exact")
     assert markov.sequence_kl(world, markov.STEPS).item() == pytest.approx(moments.kl, rel=1e-11)
@@ -122,8 +124,8 @@ def test_the_documented_size_agrees_with_the_other_recursion(apart):
 
 def test_sequences_are_drawn_from_p():
     p = random_markov(VOCAB, seed=3)
-    world = markov.world_of(p, p.moved(4, 0.5), STEPS)
-    place, token = markov.draw_sequences(world, STEPS)
+    world = markov.markov_pair(p, p.moved(4, 0.5), STEPS)
+    place, token = markov.sample_sequences(world, STEPS)
     assert torch.equal(place[:, 0], torch.zeros(markov.SEQUENCES, dtype=torch.int64))
     assert torch.equal(place[:, 1:], token[:, :-1] + 1)
     numbers = (token * torch.tensor([27, 9, 3, 1])).sum(-1)

@@ -4,12 +4,17 @@ import math
 
 import pytest
 import torch
+from estimator_study.normals import (
+    SHIFTS,
+    VARIANCES,
+    gauss_legendre,
+    noise_curves,
+    normal_case,
+    sign_changes,
+)
 from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.stats import norm
-
-from kleash.auditing.study.normals import SHIFTS, VARIANCES, normal_case, spread_curves
-from kleash.auditing.study.quadrature import points_between, sign_changes
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +23,7 @@ def cases():
 
 
 def moments(row):
-    return row.value.value, row.bias.value, row.spread.value
+    return row.value.value, row.bias.value, row.standard_deviation.value
 
 
 @pytest.mark.parametrize("m", SHIFTS)
@@ -49,14 +54,14 @@ def test_the_controlled_estimate_is_the_best_of_its_kind(cases, m):
     # With a below 1 it is negative between the other root of u + a (w - 1) and u = 0.
     root = brentq(lambda u: u + a * math.expm1(-u), math.log(a) - 60, math.log(a))
     share = norm.cdf((0 - m * m / 2) / m) - norm.cdf((root - m * m / 2) / m)
-    assert row.negative.value == pytest.approx(share, rel=1e-8)
+    assert row.negative_share.value == pytest.approx(share, rel=1e-8)
 
 
 @pytest.mark.parametrize("m", SHIFTS)
 def test_only_k1_and_the_controlled_one_are_ever_negative(cases, m):
-    assert cases[m].row("k1").negative.value == pytest.approx(norm.cdf(-m / 2), rel=1e-10)
+    assert cases[m].row("k1").negative_share.value == pytest.approx(norm.cdf(-m / 2), rel=1e-10)
     for name in ("abs", "k2", "k3", "kl_loss", "exact"):
-        assert cases[m].row(name).negative.value == 0
+        assert cases[m].row(name).negative_share.value == 0
 
 
 @pytest.mark.parametrize("m", SHIFTS)
@@ -88,31 +93,33 @@ def test_gradients_in_mean_and_log_scale(cases, m):
 )
 def test_schulmans_tables(cases, shift, name, bias, spread):
     row, kl = cases[shift].row(name), cases[shift].kl.value
-    assert (row.bias.value / kl, row.spread.value / kl) == pytest.approx((bias, spread), abs=6e-3)
+    assert (row.bias.value / kl, row.standard_deviation.value / kl) == pytest.approx((bias, spread), abs=6e-3)
 
 
 def test_the_curves_cross_where_the_variances_are_equal():
-    curves = spread_curves()
+    curves = noise_curves()
     at = brentq(lambda square: math.expm1(square) - 2 * square, 0.5, 3) / 2
     assert curves.crossing == pytest.approx(at, rel=1e-12) == pytest.approx(0.628, abs=5e-4)
     for name, one, other in (("k1", 20.0, 0.5**-0.5), ("k3", 1.41657, 1.69503)):
         near = VARIANCES[name](0.01) ** 0.5 / 0.005
         assert near == pytest.approx(one, abs=5e-6)
         place = min(range(len(curves.kl)), key=lambda i: abs(curves.kl[i] - 0.5))
-        assert curves.spread[name][place] > 0
+        assert curves.relative_deviation[name][place] > 0
         if name == "k3":
             assert VARIANCES[name](1.0) ** 0.5 / 0.5 == pytest.approx(other, abs=5e-6)
     for place, kl in enumerate(curves.kl):
-        assert curves.spread["k1"][place] == pytest.approx(math.sqrt(2 / kl))
-        assert (curves.spread["k3"][place] < curves.spread["k1"][place]) is (kl < curves.crossing)
-        assert curves.spread["k2"][place] == pytest.approx(math.sqrt(2 + 2 * kl))
+        assert curves.relative_deviation["k1"][place] == pytest.approx(math.sqrt(2 / kl))
+        assert (curves.relative_deviation["k3"][place] < curves.relative_deviation["k1"][place]) is (
+            kl < curves.crossing
+        )
+        assert curves.relative_deviation["k2"][place] == pytest.approx(math.sqrt(2 + 2 * kl))
     assert (curves.kl[0], curves.kl[-1]) == pytest.approx((1e-3, 10))
 
 
 def test_quadrature_sees_jumps_to_the_last_digit():
     cuts = sign_changes(lambda x: (x - 0.3) * (x + math.pi) * (x - 2), -5.0, 5.0)
     assert cuts == pytest.approx([-math.pi, 0.3, 2], abs=1e-13)
-    x, width = points_between([-5.0, *cuts, 5.0])
+    x, width = gauss_legendre([-5.0, *cuts, 5.0])
     inside = ((x > -math.pi) & (x < 0.3)).double()
     assert (width @ inside).item() == pytest.approx(math.pi + 0.3, rel=1e-13)
     assert (width @ (inside * x.square())).item() == pytest.approx((0.3**3 + math.pi**3) / 3, rel=1e-13)

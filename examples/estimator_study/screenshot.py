@@ -1,7 +1,7 @@
-"""Take the picture of the study's page that docs/study.md shows.
+"""Take the screenshot of the study's page that README.md shows.
 
-    python examples/estimator_study.py --out study.html
-    python tools/screenshot_study.py study.html --out docs/images
+    python examples/estimator_study --out study.html
+    PYTHONPATH=tools python examples/estimator_study/screenshot.py study.html
 
 writes study.png. Needs Chromium, chromedriver and selenium.
 """
@@ -12,25 +12,26 @@ from pathlib import Path
 
 from screenshot_report import browser, take
 
+HERE = Path(__file__).resolve().parent
 VIEW = {"width": 1280, "height": 1500, "dark": False, "mobile": False}
 
 
 def main() -> None:
-    """Take the picture."""
+    """Take the screenshot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("page", type=Path, help="study.html")
-    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the picture")
-    wanted = parser.parse_args()
-    wanted.out.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the screenshot")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         driver = browser(profile)
         try:
-            picture = take(driver, wanted.page, VIEW, whole=False, at="")
+            picture = take(driver, options.page, VIEW, whole=False, at="")
         finally:
             driver.quit()
-    path = wanted.out / "study.png"
+    path = options.out / "study.png"
     path.write_bytes(picture)
     print(f"{path}: {len(picture) / 1000:.0f} kB")
 
