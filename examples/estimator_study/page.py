@@ -6,8 +6,8 @@ from pathlib import Path
 from estimator_study.results import EstimatorRow, GaussianFit, NoiseCurves, Study, StudyCase, TwoModes
 from kleash.records import Number
 from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, decades, dots, figure, rows_of
-from kleash.reports.page import write_page
 from kleash.reports.formatting import UNKNOWN, count, plain, threshold, typeset
+from kleash.reports.page import write_page
 
 HEADER = ("Estimator", "Mean, nats", "Bias / KL", "SD / KL", "Below 0", "Gradient error")
 FIT_HEADER = ("Gaussian", "Mean", "SD", "KL(fit ‖ target)", "KL(target ‖ fit)")
