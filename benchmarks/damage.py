@@ -182,9 +182,9 @@ def _reading_training(pristine: Path) -> Callable[[Path], str]:
     from kleash.records import PPOJob, read_samples
     from kleash.records.folder import read_header, require_same
     from kleash.reports import write_report_of
-    from kleash.training.journal import Journal
     from kleash.training.ppo.checkpoints import _tensors, last_checkpoint, load_progress, restore
     from kleash.training.ppo.setting import set_up
+    from kleash.training.run_log import RunLog
 
     setting = set_up(_ppo_job(Path(), 0))
     header = read_header(pristine)
@@ -197,10 +197,10 @@ def _reading_training(pristine: Path) -> Callable[[Path], str]:
             raise _sentences()("there is no checkpoint: the run begins anew, and steps.jsonl says more")
         progress = load_progress(checkpoint)
         restore(setting, checkpoint)
-        journal = Journal(folder, PPOJob())
-        journal.begin(progress.step)
+        run_log = RunLog(folder, PPOJob())
+        run_log.begin(progress.step)
         digest = hashlib.sha256(page.encode())
-        digest.update(repr((progress, journal.history, read_samples(folder))).encode())
+        digest.update(repr((progress, run_log.history, read_samples(folder))).encode())
         for name, tensor in sorted(_tensors(setting).items()):
             digest.update(name.encode() + tensor.numpy().tobytes())
         return digest.hexdigest()

@@ -92,7 +92,7 @@ def job_of(run: Run, setting: Setting, prompts: Path, out: Path) -> PPOJob:
         steps=setting.steps,
         learning_rate=setting.learning_rate,
         lora_rank=setting.lora_rank,
-        decay=setting.decay,
+        gae_lambda=setting.decay,
         epochs=1,
         minibatches=1,
         checkpoint_every=setting.steps,

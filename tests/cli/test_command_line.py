@@ -36,7 +36,7 @@ def failing(capsys: Any, *words: str) -> str:
         ("measure --polcy x", "did you mean --policy?", "kleash measure --help"),
         ("measure --polcy=x", "did you mean --policy?", "kleash measure --help"),
         ("measure --model x", "did you mean --policy?", "kleash measure --help"),
-        ("train ppo --gamma 1", "did you mean --discount?", "kleash train ppo --help"),
+        ("train ppo --gamma 1", "did you mean --gamma?", "kleash train ppo --help"),
         ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
         ("train grpo --kl-plce x", "did you mean --kl-place?", "kleash train grpo --help"),
         ("train --policy x", "name one: ppo, grpo", "kleash train --help"),
@@ -83,8 +83,12 @@ def test_words_are_read_as_they_were_written() -> None:
     assert read("audit") == Audit()
     assert read("train --out x --seed 3") == Train(algorithm=Demonstrate(out="x", seed=3))
     assert read("train") == Train(algorithm=Demonstrate())
-    ppo = read("train ppo --no-whiten --reward a b --value-clip None --limit 3 --limit 4")
-    assert (ppo.algorithm.whiten, ppo.algorithm.reward, ppo.algorithm.value_clip) == (False, ("a", "b"), None)
+    ppo = read("train ppo --no-whiten --reward a b --clip-range-value None --limit 3 --limit 4")
+    assert (ppo.algorithm.whiten, ppo.algorithm.reward, ppo.algorithm.clip_range_value) == (
+        False,
+        ("a", "b"),
+        None,
+    )
     assert ppo.algorithm.limit == 4
     for words, request in {
         "": HelpRequest(),
@@ -179,7 +183,7 @@ def test_the_other_shells_get_the_same_words(capsys: Any) -> None:
         ("train ppo --beta-min 0.1", "--beta-min does nothing with a fixed beta"),
         ("train grpo --beta-max 5", "--beta-max does nothing with a fixed beta"),
         ("train rloo --target-per token", "--target-per does nothing without --target-nats"),
-        ("train distill --metric-names trl", "--metric-names does nothing without --trackers"),
+        ("train distill --metric-names trl", "--metric-names does nothing without --report-to"),
     ],
 )
 def test_an_option_without_effect_is_named(words: str, told: str) -> None:
@@ -194,7 +198,7 @@ def test_options_with_an_effect_are_not() -> None:
         "measure --text t --window 9 --stride 3 --limit 2 --temperature 0.7",
         "measure --responses r --temperature 0.7 --limit 4",
         "cache --text t --window 9",
-        "train ppo --controller pid --target-nats 4 --target-per token --beta-min 0.01 --trackers tensorboard",
+        "train ppo --controller pid --target-nats 4 --target-per token --beta-min 0.01 --report-to tensorboard",
     ):
         request: Any = read_words(words.split())
         job = request.job()
@@ -261,7 +265,7 @@ def test_missing_packages_of_an_option_are_named_with_the_others(
         f"measure --policy {adapter} --text t": "transformers and peft are not installed",
         "train": "transformers, accelerate and peft are not installed; run: pip install 'kleash[train]'",
         "train grpo": "transformers, accelerate, trl and datasets are not installed; run: pip install 'kleash[trl]'",
-        "train ppo --lora-rank 4 --trackers wandb tensorboard": (
+        "train ppo --lora-rank 4 --report-to wandb tensorboard": (
             "transformers, accelerate, peft, tensorboard and wandb are not installed; "
             "run: pip install 'kleash[train]' wandb"
         ),
@@ -269,7 +273,7 @@ def test_missing_packages_of_an_option_are_named_with_the_others(
         assert told in failing(capsys, *words.split())
     gone.clear()
     gone.add("wandb")
-    assert failing(capsys, "train", "dpo", "--pairs", "x", "--trackers", "wandb") == (
+    assert failing(capsys, "train", "dpo", "--pairs", "x", "--report-to", "wandb") == (
         "kleash: wandb is not installed; run: pip install wandb"
     )
 

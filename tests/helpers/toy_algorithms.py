@@ -43,7 +43,7 @@ def ppo(
     place: str,
     *,
     scope="sequence",
-    decay=1.0,
+    gae_lambda=1.0,
     critic: Tensor | None = WRONG_VALUES,
     clip=0.2,
     old=None,
@@ -55,7 +55,7 @@ def ppo(
         cost = in_reward[kl] if place != "loss" else torch.zeros_like(of.token_kl)
         rewards = shape_rewards(of.scores, cost, of.mask, beta=BETA)
         values = torch.zeros_like(rewards) if critic is None else values_at(critic, EVERY)
-        advantages = generalised_advantages(rewards, values, of.mask, decay=decay).advantages
+        advantages = generalised_advantages(rewards, values, of.mask, gae_lambda=gae_lambda).advantages
         loss = surrogate(of, advantages, clip)
         if place == "loss":
             return loss + in_the_loss(of, kl, scope)
@@ -117,7 +117,7 @@ def within(region: Callable[[Said, Tensor], TrustRegion], *, ratio: bool = False
     def algorithm(of: Said) -> Tensor:
         rewards = shape_rewards(of.scores, k1(of), of.mask, beta=BETA)
         values = values_at(true_values(), EVERY)
-        advantages = generalised_advantages(rewards, values, of.mask, decay=1.0).advantages
+        advantages = generalised_advantages(rewards, values, of.mask, gae_lambda=1.0).advantages
         found = region(of, advantages)
         drawn = torch.where(of.mask, of.old_logp, 0.0).sum(-1).exp().unsqueeze(-1) * of.mask
         removed.append(1 - ((drawn * found.kept).sum() / drawn.sum()).item())
@@ -133,7 +133,7 @@ RIGHT: dict[str, Callable[[], Tensor]] = {
     "PPO, k1 in the loss, sequence scope": lambda: ppo("k1", "loss"),
     "PPO, exact KL in the loss, sequence scope": lambda: ppo("exact", "loss"),
     "PPO, k1 in the reward, lambda .95, a critic that is right": lambda: ppo(
-        "k1", "reward", decay=0.95, critic=true_values()
+        "k1", "reward", gae_lambda=0.95, critic=true_values()
     ),
     "RLOO, k1 in the reward": lambda: rloo("k1", "reward"),
     "RLOO, exact KL in the reward, its own gradient in the loss": lambda: rloo("exact", "both"),
@@ -152,8 +152,8 @@ DEVIATING: dict[str, Callable[[], Tensor]] = {
     "GRPO, group std": lambda: grpo(scale="std"),
     "GRPO, 1/length of each response": lambda: grpo(aggregation="sequence_mean", corrected=True),
     "GRPO, mean over the group's tokens": lambda: grpo(aggregation="token_mean", corrected=True),
-    "PPO, lambda .95, a wrong critic": lambda: ppo("k1", "reward", decay=0.95),
-    "PPO, lambda .5, a wrong critic": lambda: ppo("k1", "reward", decay=0.5),
+    "PPO, lambda .95, a wrong critic": lambda: ppo("k1", "reward", gae_lambda=0.95),
+    "PPO, lambda .5, a wrong critic": lambda: ppo("k1", "reward", gae_lambda=0.5),
     "PPO, responses of an older policy, not clipped": lambda: ppo("k1", "reward", old=OLD, clip=None),
     "PPO, responses of an older policy, clipped at .2": lambda: ppo("k1", "reward", old=OLD),
     "exact KL in the loss, token scope": lambda: rloo("exact", "loss", scope="token"),

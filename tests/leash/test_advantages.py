@@ -15,14 +15,14 @@ from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards
 NAN = math.nan
 
 
-def recursion(rewards, values, mask, discount, decay):
+def recursion(rewards, values, mask, gamma, gae_lambda):
     """GAE of one response by the book, over a list of the tokens that count."""
     steps = [i for i, counts in enumerate(mask) if counts]
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
     next_value = next_advantage = 0.0
     for i in reversed(steps):
-        delta = rewards[i] + discount * next_value - values[i]
-        next_advantage = delta + discount * decay * next_advantage
+        delta = rewards[i] + gamma * next_value - values[i]
+        next_advantage = delta + gamma * gae_lambda * next_advantage
         next_value = values[i]
         advantages[i], returns[i] = next_advantage, next_advantage + values[i]
     return advantages, returns
@@ -43,29 +43,29 @@ def batches(draw):
 @given(batches())
 @settings(max_examples=100)
 def test_agrees_with_the_recursion(batch):
-    rewards, values, mask, discount, decay, shape = batch
+    rewards, values, mask, gamma, gae_lambda, shape = batch
     where = torch.tensor(mask, dtype=torch.bool).reshape(shape)
     given_, critic = (torch.tensor(x, dtype=torch.float64).reshape(shape) for x in (rewards, values))
     given_[~where], critic[~where] = NAN, math.inf
-    got = generalised_advantages(given_, critic, where, discount=discount, decay=decay)
+    got = generalised_advantages(given_, critic, where, gamma=gamma, gae_lambda=gae_lambda)
     for i in range(shape[0]):
-        advantages, returns = recursion(rewards[i], values[i], mask[i], discount, decay)
+        advantages, returns = recursion(rewards[i], values[i], mask[i], gamma, gae_lambda)
         assert got.advantages[i].tolist() == pytest.approx(advantages, rel=1e-10, abs=1e-10)
         assert got.returns[i].tolist() == pytest.approx(returns, rel=1e-10, abs=1e-10)
     zeros = [[0.0] * shape[1]] * shape[0]
-    to_go = rewards_to_go(given_, where, discount=discount)
+    to_go = rewards_to_go(given_, where, gamma=gamma)
     for i in range(shape[0]):
-        expected = recursion(rewards[i], zeros[i], mask[i], discount, 1.0)[0]
+        expected = recursion(rewards[i], zeros[i], mask[i], gamma, 1.0)[0]
         assert to_go[i].tolist() == pytest.approx(expected, rel=1e-10, abs=1e-10)
 
 
 def test_by_hand():
     rewards, values = torch.tensor([[1.0, NAN, 2.0, NAN]]), torch.tensor([[0.5, NAN, 3.0, NAN]])
     mask = torch.tensor([[1, 0, 1, 0]])
-    got = generalised_advantages(rewards, values, mask, discount=0.5, decay=0.5)
+    got = generalised_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
     torch.testing.assert_close(got.advantages, torch.tensor([[1 + 1.5 - 0.5 - 0.25, 0.0, -1.0, 0.0]]))
     torch.testing.assert_close(got.returns, torch.tensor([[2.25, 0.0, 2.0, 0.0]]))
-    assert rewards_to_go(rewards, mask, discount=0.5).tolist() == [[2.0, 0.0, 2.0, 0.0]]
+    assert rewards_to_go(rewards, mask, gamma=0.5).tolist() == [[2.0, 0.0, 2.0, 0.0]]
 
 
 def test_tool_output_is_no_step():
@@ -77,9 +77,9 @@ def test_tool_output_is_no_step():
     mask[:, spread] = True
     wide = [torch.full((2, 12), NAN) for _ in "rv"]
     wide[0][:, spread], wide[1][:, spread] = rewards, values
-    apart = generalised_advantages(*wide, mask, discount=0.9, decay=0.8)
+    apart = generalised_advantages(*wide, mask, gamma=0.9, gae_lambda=0.8)
     together = generalised_advantages(
-        rewards, values, torch.ones(2, 6, dtype=torch.bool), discount=0.9, decay=0.8
+        rewards, values, torch.ones(2, 6, dtype=torch.bool), gamma=0.9, gae_lambda=0.8
     )
     torch.testing.assert_close(apart.advantages[:, spread], together.advantages)
     torch.testing.assert_close(apart.returns[:, spread], together.returns)
@@ -103,7 +103,7 @@ def test_a_long_response_in_float32():
 def test_no_gradient_and_precision():
     rewards = torch.ones(1, 3, dtype=torch.bfloat16, requires_grad=True)
     values = torch.full((1, 3), 256.5, requires_grad=True)
-    got = generalised_advantages(rewards, values, torch.ones(1, 3, dtype=torch.bool), decay=1.0)
+    got = generalised_advantages(rewards, values, torch.ones(1, 3, dtype=torch.bool), gae_lambda=1.0)
     assert not got.advantages.requires_grad and not got.returns.requires_grad
     assert got.returns.tolist() == [[3.0, 2.0, 1.0]]
     assert got.advantages.dtype == torch.float32
@@ -131,16 +131,20 @@ ONES = torch.ones(2, 3)
         ),
         (lambda: rewards_to_go(ONES, ONES[:, :2].bool()), ShapeError, r"mask \(2, 2\)"),
         (lambda: rewards_to_go(ONES, ONES), ShapeError, "a mask is bool"),
-        (lambda: generalised_advantages(ONES, ONES, ONES.bool(), decay=1.1), OptionError, "decay is 1.1"),
         (
-            lambda: generalised_advantages(ONES, ONES, ONES.bool(), discount=NAN),
+            lambda: generalised_advantages(ONES, ONES, ONES.bool(), gae_lambda=1.1),
             OptionError,
-            "discount is nan",
+            "gae_lambda is 1.1",
         ),
         (
-            lambda: rewards_to_go(ONES, ONES.bool(), discount=-0.1),
+            lambda: generalised_advantages(ONES, ONES, ONES.bool(), gamma=NAN),
             OptionError,
-            "discount is -0.1; give a number",
+            "gamma is nan",
+        ),
+        (
+            lambda: rewards_to_go(ONES, ONES.bool(), gamma=-0.1),
+            OptionError,
+            "gamma is -0.1; give a number",
         ),
     ],
 )
@@ -157,8 +161,8 @@ def verl():
         return pytest.importorskip("verl.trainer.ppo.core_algos")
 
 
-@pytest.mark.parametrize(("discount", "decay"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7)])
-def test_agrees_with_verl(verl, discount, decay):
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7)])
+def test_agrees_with_verl(verl, gamma, gae_lambda):
     """verl whitens its advantages, and leaves the returns as they are."""
     torch.manual_seed(3)
     mask = torch.rand(4, 9, dtype=torch.float64) < 0.7
@@ -167,8 +171,8 @@ def test_agrees_with_verl(verl, discount, decay):
     rewards = shape_rewards(
         torch.randn(4, dtype=torch.float64), torch.rand(4, 9, dtype=torch.float64), mask, beta=0.2
     )
-    theirs = verl.compute_gae_advantage_return(rewards, values, mask.double(), discount, decay)
-    ours = generalised_advantages(rewards, values, mask, discount=discount, decay=decay)
+    theirs = verl.compute_gae_advantage_return(rewards, values, mask.double(), gamma, gae_lambda)
+    ours = generalised_advantages(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
     torch.testing.assert_close(ours.returns[mask], theirs[1][mask])
     theirs_again = (ours.advantages[mask] - ours.advantages[mask].mean()) / ours.advantages[mask].std()
     torch.testing.assert_close(theirs_again, theirs[0][mask], rtol=1e-6, atol=1e-6)

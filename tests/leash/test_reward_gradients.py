@@ -127,9 +127,9 @@ def test_gae_with_no_decay_is_right_whatever_the_critic_says(world, values):
     if values == "wrong":  # of the prefix, as a critic is: two responses that agree so far have one value
         prefix = torch.arange(len(rewards)).unsqueeze(-1) // world.vocab ** torch.arange(world.steps, 0, -1)
         critic = torch.sin(1.7 * prefix + torch.arange(world.steps)).double()
-    got = by_token(world, generalised_advantages(rewards, critic, world.mask, decay=1.0).advantages)
+    got = by_token(world, generalised_advantages(rewards, critic, world.mask, gae_lambda=1.0).advantages)
     assert error(got, truth(world)) < 1e-12
-    decayed = by_token(world, generalised_advantages(rewards, critic, world.mask, decay=0.5).advantages)
+    decayed = by_token(world, generalised_advantages(rewards, critic, world.mask, gae_lambda=0.5).advantages)
     assert error(decayed, truth(world)) > 0.01
     assert p.requires_grad is False
 

@@ -47,10 +47,10 @@ def test_what_is_asked_by_default_means_something(kind: Any) -> None:
         ({"learning_rate": float("nan")}, "--learning-rate must be a number above 0; it is nan"),
         ({"lora_rank": -1}, "--lora-rank must be 0, which trains every weight, or more; it is -1"),
         ({"dtype": "int8"}, "--dtype must be one of auto, float32, bfloat16, float16, float64; it is 'int8'"),
-        ({"watch": "look"}, "--watch must be one of say, stop, halve_learning_rate, tighten; it is 'look'"),
+        ({"on_hacking": "look"}, "--on-hacking must be one of warn, stop, halve-lr, tighten; it is 'look'"),
         (
-            {"trackers": ("tensorboard", "neptune")},
-            "--trackers must be one of tensorboard, wandb, trackio, mlflow;",
+            {"report_to": ("tensorboard", "neptune")},
+            "--report-to must be one of tensorboard, wandb, trackio, mlflow;",
         ),
         ({"metric_names": "openrlhf"}, "--metric-names must be one of kleash, verl, trl; it is 'openrlhf'"),
         ({"seed": -1}, "--seed must be a whole number from 0 to 2^63 - 1; it is -1"),
@@ -61,17 +61,17 @@ def test_what_is_asked_by_default_means_something(kind: Any) -> None:
         ({"kl": "k4"}, "--kl must be one of exact, k1, k2, k3; it is 'k4'"),
         ({"kl_place": "both"}, "--kl-place must be one of loss, reward; it is 'both'"),
         ({"beta": -0.1}, "--beta must be a number of 0 or more; it is -0.1"),
-        ({"beta": 0.0, "watch": "tighten"}, "--watch tighten doubles beta, and --beta is 0"),
+        ({"beta": 0.0, "on_hacking": "tighten"}, "--on-hacking tighten doubles beta, and --beta is 0"),
         ({"controller": "pid"}, "the controller pid steers to a target; give --target-nats"),
         ({"target_nats": -1.0}, "--target-nats must be a number above 0; it is -1.0"),
         (
             {"controller": "pid", "target_nats": 1.0, "beta": 20.0},
             "--beta 20.0 does not lie between --beta-min 0.0001 and --beta-max 10.0",
         ),
-        ({"clip": 0.0}, "--clip must be a number above 0; it is 0.0"),
-        ({"discount": 1.5}, "--discount must lie between 0 and 1; it is 1.5"),
-        ({"decay": -0.5}, "--decay must lie between 0 and 1; it is -0.5"),
-        ({"value_coefficient": -1.0}, "--value-coefficient must be a number of 0 or more; it is -1.0"),
+        ({"clip_range": 0.0}, "--clip-range must be a number above 0; it is 0.0"),
+        ({"gamma": 1.5}, "--gamma must lie between 0 and 1; it is 1.5"),
+        ({"gae_lambda": -0.5}, "--gae-lambda must lie between 0 and 1; it is -0.5"),
+        ({"vf_coef": -1.0}, "--vf-coef must be a number of 0 or more; it is -1.0"),
         ({"minibatches": 17}, "--minibatches 17 cannot be made of 16 responses"),
     ],
 )
@@ -98,14 +98,14 @@ def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], sa
             for job in (GRPOJob, RLOOJob)
         ),
         (lambda: DPOJob(), "say what is preferred to what: --pairs"),
-        (lambda: DPOJob(pairs="p", watch="tighten"), "dpo has no beta that could be tightened"),
+        (lambda: DPOJob(pairs="p", on_hacking="tighten"), "dpo has no beta that could be tightened"),
         (lambda: DPOJob(pairs="p", beta=0.0), "--beta must be a number above 0; it is 0.0"),
         (
             lambda: DistillJob(divergence="kl"),
             "--divergence must be one of policy_teacher, teacher_policy, jensen_sh",
         ),
         (lambda: DistillJob(policy="mine", prompts="p"), "say which model mine learns from: --teacher"),
-        (lambda: DistillJob(watch="tighten"), "distill has no beta that could be tightened"),
+        (lambda: DistillJob(on_hacking="tighten"), "distill has no beta that could be tightened"),
         (lambda: DemonstrationJob(seed=-1), "--seed must be a whole number"),
     ],
 )
@@ -117,7 +117,7 @@ def test_each_algorithm_refuses_what_it_cannot_do(ask: Any, said: str) -> None:
 def test_a_fixed_beta_may_lie_beyond_the_bounds_of_controllers() -> None:
     assert PPOJob(beta=20.0).beta == 20.0
     assert PPOJob(beta=0.0).beta == 0.0
-    assert PPOJob(watch="tighten").watch == "tighten"
+    assert PPOJob(on_hacking="tighten").on_hacking == "tighten"
 
 
 @pytest.mark.parametrize(("kl", "place", "scope"), list(itertools.product(KLS, KL_PLACES, KL_SCOPES)))
@@ -151,9 +151,15 @@ def test_a_refused_kl_says_what_to_take_instead() -> None:
 def test_two_runs_are_one_if_all_that_decides_the_result_agrees() -> None:
     job = PPOJob(reward=("a:b",), out="x")
     same = replace(job, out="y", resume=True, quiet=True, json=True, steps=500, checkpoint_every=1)
-    same = replace(same, trackers=("wandb",), metric_names="trl")
+    same = replace(same, report_to=("wandb",), metric_names="trl")
     assert same.settings() == job.settings()
-    for name, value in (("beta", 0.1), ("reward", ("a:c",)), ("watch", "stop"), ("seed", 1), ("clip", 0.1)):
+    for name, value in (
+        ("beta", 0.1),
+        ("reward", ("a:c",)),
+        ("on_hacking", "stop"),
+        ("seed", 1),
+        ("clip_range", 0.1),
+    ):
         assert replace(job, **{name: value}).settings() != job.settings()
     assert set(job.settings()) - {"algorithm"} < {field.name for field in fields(job)}
 

@@ -172,10 +172,10 @@ def test_beta_over_decades_is_drawn_on_a_logarithmic_axis() -> None:
 
 def test_switches_that_are_off_are_part_of_the_command(tmp_path: Path) -> None:
     folder = write_run(
-        tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, value_clip=None)
+        tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
     )
     text = Text(write_training_report(folder).read_text(encoding="utf-8")).text
-    assert "kleash train ppo --steps 3 --trust-remote-code --value-clip None --no-whiten" in text
+    assert "kleash train ppo --steps 3 --trust-remote-code --clip-range-value None --no-whiten" in text
 
 
 def test_a_run_without_a_step_has_nothing_to_show(tmp_path: Path) -> None:
@@ -190,9 +190,12 @@ def test_a_stopped_run_says_why(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", healthy(3), GRPOJob())
     result = TrainingFolder(folder).result()
     assert result is not None
-    TrainingFolder(folder).write_result(type(result)(**{**vars(result), "stopped": "the watch stopped it"}))
+    TrainingFolder(folder).write_result(
+        type(result)(**{**vars(result), "stopped": "the hacking monitor stopped it"})
+    )
     assert (
-        "Steps 3 the watch stopped it" in Text(write_training_report(folder).read_text(encoding="utf-8")).text
+        "Steps 3 the hacking monitor stopped it"
+        in Text(write_training_report(folder).read_text(encoding="utf-8")).text
     )
 
 

@@ -63,8 +63,8 @@ class Plain:
                 gae, running = [0.0] * length, 0.0
                 for t in reversed(range(length)):
                     following = values[t + 1].item() if t + 1 < length else 0.0
-                    delta = rewards[t] + job.discount * following - values[t].item()
-                    running = delta + job.discount * job.decay * running
+                    delta = rewards[t] + job.gamma * following - values[t].item()
+                    running = delta + job.gamma * job.gae_lambda * running
                     gae[t] = running
                 self.old.append((logp.gather(1, drawn)[:, 0], values))
                 self.gae.append(gae)
@@ -94,23 +94,29 @@ class Plain:
             for t, token in enumerate(one.response_ids):
                 ratio = (logp[t, token] - old_logp[t]).exp()
                 a = self.gae[row][t]
-                total = total - torch.minimum(ratio * a, ratio.clamp(1 - job.clip, 1 + job.clip) * a)
-                total = total + job.entropy_coefficient * (logp[t].exp() * logp[t]).sum()
+                total = total - torch.minimum(
+                    ratio * a, ratio.clamp(1 - job.clip_range, 1 + job.clip_range) * a
+                )
+                total = total + job.ent_coef * (logp[t].exp() * logp[t]).sum()
                 u = logp[t, token] - logq[t, token]
                 if job.kl == "exact":
                     total = total + self.price * (logp[t].exp() * (logp[t] - logq[t])).sum()
                 elif job.kl != "k1":  # the gradient that matters: ratio u on log p
                     total = total + self.price * (ratio * u).detach() * logp[t, token]
                 error = (values[t] - self.returns[row][t]) ** 2
-                near = old_values[t] + (values[t] - old_values[t]).clamp(-job.value_clip, job.value_clip)
+                near = old_values[t] + (values[t] - old_values[t]).clamp(
+                    -job.clip_range_value, job.clip_range_value
+                )
                 error = torch.maximum(error, (near - self.returns[row][t]) ** 2)
-                total = total + job.value_coefficient * error / 2
+                total = total + job.vf_coef * error / 2
                 r = ratio.item()
                 self.told["tokens"] += 1
                 self.told["ratio"] += r
                 self.told["moved"] += r - 1 - math.log(r)
-                self.told["clipped"] += (r > 1 + job.clip and a > 0) or (r < 1 - job.clip and a < 0)
-                self.told["value_clipped"] += abs((values[t] - old_values[t]).item()) > job.value_clip
+                self.told["clipped"] += (r > 1 + job.clip_range and a > 0) or (
+                    r < 1 - job.clip_range and a < 0
+                )
+                self.told["value_clipped"] += abs((values[t] - old_values[t]).item()) > job.clip_range_value
                 self.told["value_loss"] += error.item() / 2
         return total / (self.tokens / self.minibatches)
 
@@ -132,12 +138,12 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_plain_formulas(folder, kl, p
         kl_scope=scope,
         beta=0.3,
         whiten=whiten,
-        entropy_coefficient=0.01,
+        ent_coef=0.01,
         temperature=0.7,
-        decay=0.9,
-        discount=0.97,
-        clip=0.1,
-        value_clip=0.02,
+        gae_lambda=0.9,
+        gamma=0.97,
+        clip_range=0.1,
+        clip_range_value=0.02,
         samples_per_prompt=2,
         seed=3,
     )

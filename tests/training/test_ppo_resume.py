@@ -22,16 +22,16 @@ from kleash.errors import RunFolderError
 from kleash.records import read_steps
 from kleash.records.checksums import seal_folder
 from kleash.reports import write_report_of
-from kleash.training.journal import Journal
 from kleash.training.ppo import checkpoints, train_ppo
 from kleash.training.ppo.checkpoints import last_checkpoint, load_progress
+from kleash.training.run_log import RunLog
 
 WORKER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from ppo_cases import tiny_job
-from kleash.training.journal import Journal
+from kleash.training.run_log import RunLog
 from kleash.training.ppo import checkpoints, train_ppo
 from kleash.training.ppo.running import save
 
@@ -103,7 +103,7 @@ def one_thread():
 def test_kill_and_resume_is_the_same_trajectory_to_the_last_bit(folder, tmp_path, one_thread):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     killed_while_writing(folder, broken)
-    assert len(read_steps(broken)) == 3, "the third step is in the journal, and in no checkpoint"
+    assert len(read_steps(broken)) == 3, "the third step is in the run_log, and in no checkpoint"
     found = last_checkpoint(broken)
     assert found.name == "step-000002" and load_progress(found).step == 2
     uninterrupted = train_ppo(tiny_job(folder, **settings(whole)))
@@ -151,8 +151,8 @@ def test_another_number_of_processes_may_go_on_and_it_is_said(folder, tmp_path):
     seal_folder(path.parent)
     said = []
     display = SimpleNamespace(said=said.append, stepped=lambda record: None)
-    journal = Journal(tmp_path, replace(job, steps=2, resume=True), display=display)
-    assert train_ppo(journal.job, journal).steps == 2
+    run_log = RunLog(tmp_path, replace(job, steps=2, resume=True), display=display)
+    assert train_ppo(run_log.job, run_log).steps == 2
     assert said[-2].startswith("going on after step 1, from ") and said[-1].startswith(
         "the checkpoint is of 2 processes and 1 go on"
     )
@@ -163,8 +163,10 @@ def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
 
     job = tiny_job(folder, out=str(tmp_path), steps=1)
     train(job)
-    with pytest.raises(RunFolderError, match=r"--seed was 0 and is now 1; --clip was 0\.2 and is now 0\.3"):
-        train(replace(job, clip=0.3, seed=1, resume=True))
+    with pytest.raises(
+        RunFolderError, match=r"--seed was 0 and is now 1; --clip-range was 0\.2 and is now 0\.3"
+    ):
+        train(replace(job, clip_range=0.3, seed=1, resume=True))
 
 
 def test_a_disk_that_is_full_keeps_the_checkpoint_before(folder, tmp_path, monkeypatch):

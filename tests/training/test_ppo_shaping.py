@@ -99,7 +99,14 @@ class World:
 
 
 def job_of(kl_name, place, scope, **more):
-    settings = {"kl": kl_name, "kl_place": place, "kl_scope": scope, "decay": 1.0, "whiten": False, **more}
+    settings = {
+        "kl": kl_name,
+        "kl_place": place,
+        "kl_scope": scope,
+        "gae_lambda": 1.0,
+        "whiten": False,
+        **more,
+    }
     return PPOJob(**settings)
 
 
@@ -120,7 +127,7 @@ def test_scope_token_leaves_out_what_a_token_does_to_the_kl_after_it():
 
 def test_an_unsteady_critic_and_a_short_reach_bias_the_update():
     world = World()
-    found = world.expected(job_of("exact", "loss", "sequence", decay=0.95))
+    found = world.expected(job_of("exact", "loss", "sequence", gae_lambda=0.95))
     assert ((found - world.right).norm() / world.right.norm()).item() == pytest.approx(0.179, abs=0.001)
 
 

@@ -18,13 +18,13 @@ from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionErro
 from kleash.models import load_pair, score
 from kleash.records import HackingAlert, read_steps
 from kleash.records.checksums import seal_folder
-from kleash.training.journal import Advice
 from kleash.training.leashes import leash_of, tightened
 from kleash.training.ppo import train_ppo
 from kleash.training.ppo.checkpoints import Progress
 from kleash.training.ppo.rollout import roll_out
 from kleash.training.ppo.setting import _require_known
 from kleash.training.ppo.step import advised, one_step
+from kleash.training.run_log import Advice
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +239,8 @@ def test_what_the_watch_advises_is_done(folder):
         return advised(progress, Advice(alerts=alerts, act=act), setting)
 
     assert after(None).alerts == ("KL ran away",) and after(None).stopped is None
-    assert after("stop").stopped == "the watch stopped it after step 3: KL ran away"
-    assert after("halve_learning_rate").learning_rate == progress.learning_rate / 2
+    assert after("stop").stopped == "the hacking monitor stopped it after step 3: KL ran away"
+    assert after("halve-lr").learning_rate == progress.learning_rate / 2
     assert after("tighten").controller.beta == 2 * setting.job.beta
 
 

@@ -28,7 +28,7 @@ def shown_on(width: int, terminal: bool) -> str:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_is_said_is_shown_as_it_is(terminal: bool) -> None:
     shown = shown_on(100, terminal)
-    for said in ("the policy is [bold]", "watch, step 20: it [red] runs", "step 20: beta [x] was bounded"):
+    for said in ("the policy is [bold]", "alert, step 20: it [red] runs", "step 20: beta [x] was bounded"):
         assert said in shown
 
 

@@ -93,7 +93,7 @@ def test_a_run_is_shown_step_by_step_and_stopped_by_its_watch(
         "9",
         "--target-nats",
         "1e-9",
-        "--watch",
+        "--on-hacking",
         "stop",
         "--out",
         str(tmp_path / "run"),
@@ -101,8 +101,8 @@ def test_a_run_is_shown_step_by_step_and_stopped_by_its_watch(
     assert main(["train", "ppo", *words]) == 1
     said = capsys.readouterr()
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
-    assert "watch, step 3: KL(policy || reference) is" in said.err
-    assert "stopped: the watch stopped it after step 3" in said.out
+    assert "alert, step 3: KL(policy || reference) is" in said.err
+    assert "stopped: the hacking monitor stopped it after step 3" in said.out
     assert "after step 3: reward" in said.out and "report.html" in said.out
     (alert,) = json.loads((tmp_path / "run" / "training.json").read_text())["alerts"]
     assert "the leash does not hold" in alert
@@ -194,7 +194,7 @@ def test_only_the_first_process_prints(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = TrainingFolder(run).result()
-    monkeypatch.setattr("kleash.training.running.trainer_of", lambda job: lambda job, journal: result)
+    monkeypatch.setattr("kleash.training.running.trainer_of", lambda job: lambda job, run_log: result)
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "ppo", "--out", str(run)]) == 0  # nor does it look at what lies there
     assert capsys.readouterr() == ("", "")

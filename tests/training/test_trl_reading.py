@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kleash.models import load_pair
 from kleash.records import DistillJob, GRPOJob, read_steps
-from kleash.training.journal import Journal
+from kleash.training.run_log import RunLog
 
 pytestmark = [
     pytest.mark.peers("trl"),
@@ -50,7 +50,7 @@ def step_of(train, kind, pair, out, **more):
     out.mkdir()
     names = {"policy": str(pair / "policy"), "prompts": str(pair / "prompts.txt"), "out": str(out)}
     job = kind(steps=1, **names, **SMALL, **more)
-    train(job, Journal(out, job))
+    train(job, RunLog(out, job))
     (step,) = read_steps(out)
     return step
 

@@ -17,8 +17,8 @@ from kleash.models import load_pair
 from kleash.records import METRICS, DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
 from kleash.records.metrics import PART
 from kleash.training import train
-from kleash.training.journal import Journal
-from kleash.training.watching import Watch
+from kleash.training.hacking_monitor import HackingMonitor
+from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import largest_divisor
 from kleash.training.with_trl.ending import last_checkpoint, verified
 
@@ -62,11 +62,11 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def go(train, job, out, watch=None):
+def go(train, job, out, monitor=None):
     """Run a job in a folder: its result, and its steps."""
     out.mkdir(exist_ok=True)
     job = replace(job, out=str(out))
-    result = train(job, Journal(out, job, watch=watch))
+    result = train(job, RunLog(out, job, monitor=monitor))
     return result, read_steps(out)
 
 
@@ -120,7 +120,7 @@ def test_a_response_that_is_learned_from_twice_steers_beta_once(trl, tmp_path, c
     job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), **ziegler, **SMALL)
     _, steps = go(trl.train_grpo, job, tmp_path / "run")
     assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * (1 - 0.2 / 3)])
-    assert len(steps[0].events) == 1 and not caplog.records, "events are in the journal, and nowhere else"
+    assert len(steps[0].events) == 1 and not caplog.records, "events are in the run_log, and nowhere else"
 
 
 def test_a_finished_run_that_goes_on_says_what_it_said(trl, tmp_path):
@@ -257,23 +257,29 @@ def test_what_a_step_says_is_measured_on_its_responses(trl, folder, tmp_path):
     assert trainer.take_generated() is None
 
 
-@pytest.mark.parametrize("watch", ["stop", "halve_learning_rate", "tighten"])
-def test_the_watch_is_obeyed(trl, tmp_path, watch):
+@pytest.mark.parametrize("on_hacking", ["stop", "halve-lr", "tighten"])
+def test_the_response_to_an_alert_is_carried_out(trl, tmp_path, on_hacking):
     job = GRPOJob(
-        steps=3, watch=watch, controller="dual", target_nats=1e-6, beta=0.1, reward=(KIND, HEROINE), **SMALL
+        steps=3,
+        on_hacking=on_hacking,
+        controller="dual",
+        target_nats=1e-6,
+        beta=0.1,
+        reward=(KIND, HEROINE),
+        **SMALL,
     )
-    result, steps = go(trl.train_grpo, job, tmp_path / "run", watch=Watch(steps=1))
+    result, steps = go(trl.train_grpo, job, tmp_path / "run", monitor=HackingMonitor(steps=1))
     said = [step.step for step in steps if step.alerts]
     assert said == [2] and "times its target" in steps[1].alerts[0].sentence
     rates = [step.metrics["policy/learning_rate"] for step in steps]
     betas = [step.metrics["beta"] for step in steps]
-    if watch == "stop":
-        assert result.steps == 2 and result.stopped.startswith("the watch stopped it after step 2")
+    if on_hacking == "stop":
+        assert result.steps == 2 and result.stopped.startswith("the hacking monitor stopped it after step 2")
         assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").is_dir()
         again, same_steps = go(trl.train_grpo, replace(job, resume=True), tmp_path / "run")
         assert again.stopped == result.stopped and again.steps == 2
         assert [step.step for step in same_steps] == [1, 2]
-    elif watch == "halve_learning_rate":
+    elif on_hacking == "halve-lr":
         assert rates == pytest.approx([1e-3, 1e-3, 5e-4])
     else:
         assert betas[2] > 2 * betas[1] and rates[2] == pytest.approx(1e-3)

@@ -20,7 +20,7 @@ METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("revision_policy", "revision_reference"), "REVISION"),
     "set": "NAME=VALUE ...",
     "fail_on": "KIND ...",
-    "trackers": "TRACKER ...",
+    "report_to": "TRACKER ...",
     "reward": "REWARD ...",
     "device": "DEVICE",
     "target": "TARGET",
@@ -37,13 +37,13 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampling", ("samples_per_prompt", "max_new_tokens", "temperature", "top_p", "top_k")),
     ("sampling", ("min_p", "seed")),
     ("text that is read", ("window", "stride", "max_tokens")),
-    ("updates", ("learning_rate", "lora_rank", "epochs", "minibatches", "clip", "max_gradient_norm")),
-    ("updates", ("discount", "decay", "whiten", "value_coefficient", "value_clip", "entropy_coefficient")),
+    ("updates", ("learning_rate", "lora_rank", "epochs", "minibatches", "clip_range", "max_gradient_norm")),
+    ("updates", ("gamma", "gae_lambda", "whiten", "vf_coef", "clip_range_value", "ent_coef")),
     ("precision, device and memory", ("dtype", "device", "device_map", "batch_tokens", "reference_cache")),
     ("loading", ("revision_policy", "revision_reference", "trust_remote_code")),
     (
         "running and output",
-        ("resume", "checkpoint_every", "watch", "trackers", "metric_names", "json", "quiet"),
+        ("resume", "checkpoint_every", "on_hacking", "report_to", "metric_names", "json", "quiet"),
     ),
 )
 """Headings of the help and what stands under each, the essential first; a heading may come again."""

@@ -51,9 +51,9 @@ def _require_for_training(command: Train) -> None:
     named = [job.policy, job.reference or "", getattr(job, "teacher", None) or ""]
     if job.lora_rank > 0 or any(is_adapter(name) for name in named):
         needed.append(ADAPTERS)
-    if "tensorboard" in job.trackers:
+    if "tensorboard" in job.report_to:
         needed.append("tensorboard")
-    others = [name for name in job.trackers if name in TRACKER_MODULES]
+    others = [name for name in job.report_to if name in TRACKER_MODULES]
     missing = " ".join(name for name in others if not is_installed(name))
     extra = "train" if ours else "trl"
     whole = all(is_installed(module) for module in needed)

@@ -68,7 +68,7 @@ class Steps:
         for event in record.events:
             say(self._console, f"step {record.step}: {event}", style="dim")
         for alert in record.alerts:
-            remark(self._console, f"watch, step {record.step}", alert.sentence)
+            remark(self._console, f"alert, step {record.step}", alert.sentence)
         if self._draws:
             self._live.update(self._table(), refresh=True)
         else:

@@ -27,20 +27,20 @@ def generalised_advantages(
     values: Float[Tensor, "sequences_v steps_v"],
     mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
     *,
-    discount: float = 1.0,
-    decay: float = 0.95,
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
 ) -> Advantages:
     """Generalised advantage estimation (GAE) over the tokens that count.
 
-        delta_t = reward_t + discount value_next(t) - value_t
-        advantage_t = delta_t + discount decay advantage_next(t),    return_t = advantage_t + value_t
+        delta_t = reward_t + gamma value_next(t) - value_t
+        advantage_t = delta_t + gamma gae_lambda advantage_next(t),    return_t = advantage_t + value_t
 
     ``next(t)`` is the next token that *counts*: tool output in the middle of a response is no step, takes
-    no discount and needs no value; credit passes over it. After the last one the value is 0: the response
+    no gamma and needs no value; credit passes over it. After the last one the value is 0: the response
     is over, also where a length limit cut it.
 
-    decay 1 is the return less the value, whose gradient is unbiased whatever the critic says; below 1, a critic
-    that is wrong biases it. decay 0 trusts the critic about everything after the next token.
+    gae_lambda 1 is the return less the value, whose gradient is unbiased whatever the critic says; below 1, a critic
+    that is wrong biases it. gae_lambda 0 trusts the critic about everything after the next token.
 
     Where masked, rewards and values are not read (NaN), and the results are 0.
 
@@ -48,11 +48,11 @@ def generalised_advantages(
         rewards: one per token (``shape_rewards``).
         values: what the critic expected of the rest, before each token was drawn.
         mask: true (or 1) for the tokens that the policy chose.
-        discount: gamma, 0 to 1.
-        decay: lambda, 0 to 1.
+        gamma: gamma, 0 to 1.
+        gae_lambda: lambda, 0 to 1.
 
     Raises:
-        OptionError: if ``discount`` or ``decay`` is outside 0 to 1.
+        OptionError: if ``gamma`` or ``gae_lambda`` is outside 0 to 1.
         ShapeError: if the three differ in shape, or are not [sequences, steps].
 
     References:
@@ -60,11 +60,11 @@ def generalised_advantages(
         https://arxiv.org/abs/1506.02438
     """
     _require_steps(rewards=rewards, values=values, mask=mask)
-    _require_shares(discount=discount, decay=decay)
+    _require_shares(gamma=gamma, gae_lambda=gae_lambda)
     counts = as_mask(mask)
     given, expected = _counting(rewards, counts), _counting(values, counts)
-    delta = given + discount * _of_the_next(expected, counts) - expected
-    advantages = _from_here(torch.where(counts, delta, 0.0), counts, discount * decay)
+    delta = given + gamma * _of_the_next(expected, counts) - expected
+    advantages = _from_here(torch.where(counts, delta, 0.0), counts, gamma * gae_lambda)
     return Advantages(advantages, torch.where(counts, advantages + expected, 0.0))
 
 
@@ -73,22 +73,22 @@ def rewards_to_go(
     rewards: Float[Tensor, "sequences steps"],
     mask: Bool[Tensor, "sequences_m steps_m"] | Integer[Tensor, "sequences_m steps_m"],
     *,
-    discount: float = 1.0,
+    gamma: float = 1.0,
 ) -> Float[Tensor, "sequences steps"]:
     """From each token on, the sum of the rewards of the tokens that count, discounted per such token.
 
-        to_go_t = reward_t + discount to_go_next(t)
+        to_go_t = reward_t + gamma to_go_next(t)
 
     Detached; 0 where masked, where nothing is read.
 
     Raises:
-        OptionError: if ``discount`` is outside 0 to 1.
+        OptionError: if ``gamma`` is outside 0 to 1.
         ShapeError: if the two differ in shape, or are not [sequences, steps].
     """
     _require_steps(rewards=rewards, mask=mask)
-    _require_shares(discount=discount)
+    _require_shares(gamma=gamma)
     counts = as_mask(mask)
-    return _from_here(_counting(rewards, counts), counts, discount)
+    return _from_here(_counting(rewards, counts), counts, gamma)
 
 
 def _from_here(gains: Tensor, counts: Tensor, factor: float) -> Tensor:

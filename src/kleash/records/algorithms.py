@@ -27,17 +27,17 @@ class PPOJob(RewardJob):
     """Times that a step's responses are learned from."""
     minibatches: int = 2
     """Parts that the responses are learned from in; each part is one update."""
-    discount: float = 1.0
+    gamma: float = 1.0
     """Of the reward, per token: gamma."""
-    decay: float = 0.95
+    gae_lambda: float = 0.95
     """Of the advantages' reach, per token: lambda of GAE."""
-    clip: float = 0.2
-    """A token's probability ratio gains nothing beyond 1 - clip and 1 + clip."""
-    value_coefficient: float = 0.1
+    clip_range: float = 0.2
+    """A token's probability ratio gains nothing beyond 1 - clip_range and 1 + clip_range."""
+    vf_coef: float = 0.1
     """Of the value loss."""
-    value_clip: float | None = 0.2
+    clip_range_value: float | None = 0.2
     """A new value gains nothing further than so much from the old one; None for no such bound."""
-    entropy_coefficient: float = 0.0
+    ent_coef: float = 0.0
     """Of the entropy's bonus."""
     whiten: bool = True
     """Bring the advantages of a step to mean 0 and standard deviation 1; with --no-whiten they stay as they are."""
@@ -49,12 +49,12 @@ class PPOJob(RewardJob):
         super().__post_init__()
         self._at_least_1("epochs", "minibatches")
         self._at_most(MOST_EPOCHS, "epochs")
-        self._above_0("clip", "value_clip", "early_stop_nats")
-        for name in ("discount", "decay"):
+        self._above_0("clip_range", "clip_range_value", "early_stop_nats")
+        for name in ("gamma", "gae_lambda"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise OptionError(f"--{name} must lie between 0 and 1; it is {value}")
-        for name in ("value_coefficient", "entropy_coefficient"):
+                raise OptionError(f"--{name.replace('_', '-')} must lie between 0 and 1; it is {value}")
+        for name in ("vf_coef", "ent_coef"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise OptionError(f"--{name.replace('_', '-')} must be a number of 0 or more; it is {value}")
@@ -73,8 +73,8 @@ class ComparedJob(RewardJob):
     """Responses drawn for each prompt: the group that is compared, at least 2."""
     epochs: int = 1
     """Times that a step's responses are learned from."""
-    clip: float = 0.2
-    """A probability ratio gains nothing beyond 1 - clip and 1 + clip: of a token in GRPO, of a response in
+    clip_range: float = 0.2
+    """A probability ratio gains nothing beyond 1 - clip_range and 1 + clip_range: of a token in GRPO, of a response in
     RLOO."""
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class ComparedJob(RewardJob):
         require_reward_of_samples(self)
         self._at_least_1("epochs")
         self._at_most(MOST_EPOCHS, "epochs")
-        self._above_0("clip")
+        self._above_0("clip_range")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def require_no_tightening(job: TrainJob) -> None:
     Raises:
         OptionError: if it is.
     """
-    if job.watch == "tighten":
+    if job.on_hacking == "tighten":
         raise OptionError(
-            f"{job.algorithm} has no beta that could be tightened during training; take another --watch"
+            f"{job.algorithm} has no beta that could be tightened during training; take another --on-hacking"
         )

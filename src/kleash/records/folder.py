@@ -12,6 +12,7 @@ from kleash.records.checksums import CHECKSUMS, Checksums, begin_checksums, writ
 from kleash.records.codec import to_json
 from kleash.records.locking import folder_lock
 from kleash.records.measurement import SCHEMA, Measurement
+from kleash.records.renamed_fields import with_current_options
 from kleash.records.tables import (
     ALTERNATIVE_COLUMNS,
     SEQUENCE_COLUMNS,
@@ -66,6 +67,10 @@ class StoredHeader(RunHeader):
     """A header as it is read: an older kleash wrote nothing of checksums."""
 
     checksums: bool = False
+
+    def __post_init__(self) -> None:
+        """Take options by their current names."""
+        object.__setattr__(self, "settings", with_current_options(self.settings))
 
 
 def _described(what: str) -> str:

@@ -12,12 +12,27 @@ RENAMED_FIELDS: Mapping[str, Mapping[str, str]] = {
     "StepRecord": {"warnings": "alerts"},
     "TrainingResult": {"warnings": "alerts"},
     "Progress": {"warnings": "alerts"},
+    "settings": {
+        "discount": "gamma",
+        "decay": "gae_lambda",
+        "clip": "clip_range",
+        "value_clip": "clip_range_value",
+        "value_coefficient": "vf_coef",
+        "entropy_coefficient": "ent_coef",
+        "trackers": "report_to",
+        "watch": "on_hacking",
+    },
 }
-"""Record -> former name of a field -> its name today.
+"""Record -> former name of a field -> its current name; "settings" are a job's options in ``run.json``.
 
 A reader ignores keys that it does not know, so a field that was renamed without an entry here would be read as
 its default, in silence.
 """
+
+RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "on_hacking": {"say": "warn", "halve_learning_rate": "halve-lr"},
+}
+"""Option -> a former value -> the current one."""
 
 
 def with_current_names(record: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -31,3 +46,12 @@ def with_current_names(record: str, data: Mapping[str, Any]) -> Mapping[str, Any
     if renamed is None or not any(former in data for former in renamed):
         return data
     return {**{renamed[name]: value for name, value in data.items() if name in renamed}, **data}
+
+
+def with_current_options(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a job in a file, under their current names and with the current words for their values."""
+    renamed = with_current_names("settings", settings)
+    return {
+        name: RENAMED_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+        for name, value in renamed.items()
+    }

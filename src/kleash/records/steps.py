@@ -30,7 +30,7 @@ class HackingAlert:
     sentence: str
     """What was seen, with its numbers."""
     acts: bool = True
-    """Whether the run's ``watch`` does something about it; where not, it is only said."""
+    """Whether the job's ``on_hacking`` response applies to it; if not, it is only reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class StepRecord:
     events: tuple[str, ...] = ()
     """What else happened: beta was bounded, the updates were ended early."""
     alerts: tuple[HackingAlert, ...] = ()
-    """What the watch said."""
+    """The alerts of the hacking monitor."""
     beta_reason: str | None = None
     """Why beta was moved after this step, in words with its numbers; None where it was not."""
 

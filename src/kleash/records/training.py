@@ -19,7 +19,7 @@ from kleash.records.training_kl import KL_PLACES, KL_SCOPES, KLS, kl_clash
 
 CONTROLLERS = ("fixed", "ziegler", "pid", "dual")
 TARGETS_PER = ("sequence", "token")
-WATCHES = ("say", "stop", "halve_learning_rate", "tighten")
+HACKING_RESPONSES = ("warn", "stop", "halve-lr", "tighten")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 METRIC_NAMES = ("kleash", "verl", "trl")
 SHIPPED_REWARD = "kleash.training.example_rewards:heroine"
@@ -37,7 +37,7 @@ LARGEST_RANK = 65_536
 LARGEST_TEMPERATURE = 1e4
 LARGEST_BETA = 1e6
 
-HOW_IT_GOES_ON = frozenset({*HOW_IT_IS_SHOWN, "steps", "checkpoint_every", "trackers", "metric_names"})
+HOW_IT_GOES_ON = frozenset({*HOW_IT_IS_SHOWN, "steps", "checkpoint_every", "report_to", "metric_names"})
 """Fields that a resumed run may change: where it goes, how long it is, how it is shown."""
 
 
@@ -74,9 +74,9 @@ class TrainJob:
     """Decides every draw, together with the step, the prompt, the sample and the position."""
     checkpoint_every: int = 10
     """Steps from one checkpoint to the next; the last step has one too."""
-    watch: str = "say"
-    """What an alert of reward hacking does: say; stop; halve_learning_rate; or tighten, which doubles beta."""
-    trackers: tuple[str, ...] = ()
+    on_hacking: str = "warn"
+    """What happens on a reward hacking alert: warn, stop, halve-lr (the learning rate), or tighten (double beta)."""
+    report_to: tuple[str, ...] = ()
     """Where the metrics go besides steps.jsonl: tensorboard, wandb, trackio, mlflow."""
     metric_names: str = "kleash"
     """How trackers see them spelt: kleash, verl or trl. steps.jsonl always has kleash's names."""
@@ -102,10 +102,10 @@ class TrainJob:
         self._at_most(LARGEST_RATE, "learning_rate")
         self._at_most(LARGEST_RANK, "lora_rank")
         self._one_of("dtype", DTYPES)
-        self._one_of("watch", WATCHES)
+        self._one_of("on_hacking", HACKING_RESPONSES)
         self._one_of("metric_names", METRIC_NAMES)
-        for tracker in self.trackers:
-            require_word("--trackers", tracker, TRACKERS)
+        for tracker in self.report_to:
+            require_word("--report-to", tracker, TRACKERS)
         if self.lora_rank < 0:
             raise OptionError(
                 f"--lora-rank must be 0, which trains every weight, or more; it is {self.lora_rank}"
@@ -120,9 +120,9 @@ class TrainJob:
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
-        if self.trackers or self.metric_names == "kleash":
+        if self.report_to or self.metric_names == "kleash":
             return ()
-        return ("--metric-names does nothing without --trackers",)
+        return ("--metric-names does nothing without --report-to",)
 
     def settings(self) -> dict[str, object]:
         """The fields that decide the result, ready for JSON: two runs that agree in them can be one."""
@@ -217,7 +217,7 @@ class RewardJob(OnlineJob):
     controller: str = "fixed"
     """What moves beta: fixed (nothing), ziegler, pid, or dual."""
     target_nats: float | None = None
-    """The KL that a controller steers to; with a fixed beta, what the watch compares with."""
+    """The KL that a controller steers to; with a fixed beta, the hacking monitor compares with it."""
     target_per: str = "sequence"
     """Whether the target is per sequence or per token."""
     horizon: int | None = None
@@ -255,8 +255,10 @@ class RewardJob(OnlineJob):
         if not (math.isfinite(self.beta) and self.beta >= 0):
             raise OptionError(f"--beta must be a number of 0 or more; it is {self.beta}")
         self._at_most(LARGEST_BETA, "beta", "beta_max")
-        if self.beta == 0 and self.watch == "tighten":
-            raise OptionError("--watch tighten doubles beta, and --beta is 0; give a beta, or another watch")
+        if self.beta == 0 and self.on_hacking == "tighten":
+            raise OptionError(
+                "--on-hacking tighten doubles beta, and --beta is 0; give a beta, or another response"
+            )
         if self.controller == "fixed":
             return
         if self.target_nats is None:

@@ -29,7 +29,7 @@ class TrainingResult:
     dtypes: Mapping[str, str] = field(default_factory=dict[str, str])
     """In which dtypes the weights of the models were in memory, by role: policy, and reference or teacher."""
     alerts: tuple[str, ...] = ()
-    """What the watch said, in its order."""
+    """The alerts of the run, in order."""
 
     def to_json(self) -> str:
         """As JSON text."""

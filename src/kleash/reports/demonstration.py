@@ -58,7 +58,7 @@ class Ran:
 
     @property
     def alerts(self) -> list[tuple[int, str]]:
-        """What the watch said."""
+        """The alerts of the hacking monitor."""
         return [(record.step, alert.sentence) for record in self.history for alert in record.alerts]
 
     @property

@@ -1,22 +1,31 @@
 """Training on the leash: kleash's own PPO, and other people's trainers with kleash's plug-ins."""
 
 from kleash.training.demonstration import demonstrate
-from kleash.training.journal import Advice, Display, Journal
+from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.rewards import Reward, Rewards, RewardScores, load_rewards
+from kleash.training.run_log import Advice, Display, RunLog
 from kleash.training.running import train
-from kleash.training.watching import Watch, distinct, repetition
 
 __all__ = [
     "Advice",
     "Display",
-    "Journal",
+    "HackingMonitor",
     "Reward",
     "RewardScores",
     "Rewards",
-    "Watch",
+    "RunLog",
     "demonstrate",
     "distinct",
     "load_rewards",
     "repetition",
     "train",
 ]
+
+_FORMER_NAMES = {"Watch": "HackingMonitor", "Journal": "RunLog"}
+
+
+def __getattr__(name: str) -> object:
+    """Former names of two classes."""
+    if name in _FORMER_NAMES:
+        return globals()[_FORMER_NAMES[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,8 +30,8 @@ from kleash.records.checksums import write_checked
 from kleash.records.demonstration import DEMONSTRATION
 from kleash.records.training import SHIPPED_REWARD
 from kleash.reports import write_demonstration
-from kleash.training.journal import Display
 from kleash.training.rewards import load_rewards
+from kleash.training.run_log import Display
 from kleash.training.running import processes, train
 from kleash.uncertainty import Estimate, clustered_mean
 from kleash.version import __version__

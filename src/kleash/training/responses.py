@@ -91,7 +91,7 @@ def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
 
 
 def samples_of(responses: Sequence[Response]) -> list[Sample]:
-    """The responses as the journal keeps them."""
+    """The responses as the run_log keeps them."""
     return [
         Sample(prompt=one.prompt, response=one.response, reward=one.score, kl=one.kl) for one in responses
     ]

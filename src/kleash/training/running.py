@@ -25,11 +25,11 @@ from kleash.records import (
     TrainJob,
 )
 from kleash.reports import write_training_report
-from kleash.training.journal import Display, Journal
 from kleash.training.rewards import weight_of
+from kleash.training.run_log import Display, RunLog
 from kleash.version import __version__
 
-Trainer = Callable[[Any, Journal | None], TrainingResult]
+Trainer = Callable[[Any, RunLog | None], TrainingResult]
 
 
 def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
@@ -69,17 +69,17 @@ def _train(job: TrainJob, trainer: Trainer, display: Display | None, note: str |
     folder = TrainingFolder(Path(str(job.out)))
     folder.check(resume=job.resume)
     with folder.writing(header_of(job), resume=job.resume):
-        journal = Journal(folder.root, job, display=display)
+        run_log = RunLog(folder.root, job, display=display)
         if note is not None:
-            journal.said(note)
+            run_log.said(note)
         try:
-            result = trainer(job, journal)
+            result = trainer(job, run_log)
         except KeyboardInterrupt as stop:
-            raise Interrupted(interrupted(folder.root, len(journal.history))) from stop
+            raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
         finally:
-            journal.close()
-        said = tuple(alert.sentence for record in journal.history for alert in record.alerts)
-        result = replace(result, alerts=said, metrics=journal.history[-1].metrics)
+            run_log.close()
+        said = tuple(alert.sentence for record in run_log.history for alert in record.alerts)
+        result = replace(result, alerts=said, metrics=run_log.history[-1].metrics)
         folder.write_result(result)
         write_training_report(folder.root)
     return result

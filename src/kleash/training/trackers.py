@@ -26,7 +26,7 @@ def open_trackers(job: TrainJob, folder: Path, *, after: int = 0) -> list[Tracke
     """The trackers that a job names.
 
     Args:
-        job: whose ``trackers`` are opened and told its settings.
+        job: whose ``report_to`` names them and told its settings.
         folder: the run's, where TensorBoard writes and whose name the run has.
         after: the step that the run goes on after; TensorBoard forgets what lies beyond it.
 
@@ -35,7 +35,7 @@ def open_trackers(job: TrainJob, folder: Path, *, after: int = 0) -> list[Tracke
         CannotRunError: if one cannot be begun: no account, no network.
     """
     opened: list[Tracker] = []
-    for name in dict.fromkeys(job.trackers):
+    for name in dict.fromkeys(job.report_to):
         try:
             opened.append(
                 _tensorboard(folder, after) if name == "tensorboard" else _of_accelerate(name, job, folder)

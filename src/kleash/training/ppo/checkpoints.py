@@ -46,7 +46,7 @@ class Progress:
     metrics: Mapping[str, float]
     """Of the last step."""
     alerts: tuple[str, ...] = ()
-    """What the watch has said so far."""
+    """The alerts so far."""
     stopped: str | None = None
     """Why the run ended early, if it did."""
 

@@ -27,7 +27,7 @@ def objective(past: Past, job: PPOJob, price: float) -> Objective:
     """The policy's loss of each token.
 
         ratio = p(x) / p_old(x)
-        loss  = - min(ratio A, clip(ratio, 1 - c, 1 + c) A) + price KL - entropy_coefficient H
+        loss  = - min(ratio A, clip(ratio, 1 - c, 1 + c) A) + price KL - ent_coef H
 
     A holds all that a token leads to: its reward and, at scope "sequence", the KL after it. KL is the token's own:
 
@@ -46,14 +46,14 @@ def objective(past: Past, job: PPOJob, price: float) -> Objective:
         counts = past.counts[rows]
         logp, logq, exact, entropy = (torch.where(counts, x, 0.0) for x in terms)
         ratio = torch.exp(logp - torch.where(counts, past.token_logp[rows], 0.0))
-        loss = -clipped_gain(ratio, torch.where(counts, past.advantages[rows], 0.0), job.clip)
+        loss = -clipped_gain(ratio, torch.where(counts, past.advantages[rows], 0.0), job.clip_range)
         if price > 0 and job.kl == "exact":
             loss = loss + price * exact
         elif price > 0 and job.kl != "k1":
             drawn_by_another = ratio.detach()
             loss = loss + price * kl_loss(logp, logq, counts, estimator=job.kl, weights=drawn_by_another)
-        if job.entropy_coefficient > 0:
-            loss = loss - job.entropy_coefficient * entropy
+        if job.ent_coef > 0:
+            loss = loss - job.ent_coef * entropy
         return loss
 
     return of_chunk
@@ -91,12 +91,12 @@ def sums_of(terms: TokenTerms, values: Tensor, past: Past, job: PPOJob) -> dict[
     past = Past(*(x.cpu().double() for x in past[:4]), counts=past.counts.cpu())
     log_ratio = torch.where(past.counts, logp - past.token_logp, 0.0)
     ratio = log_ratio.exp()
-    gain = clipped_gain(ratio, past.advantages, job.clip)
-    furthest = torch.inf if job.value_clip is None else job.value_clip
+    gain = clipped_gain(ratio, past.advantages, job.clip_range)
+    furthest = torch.inf if job.clip_range_value is None else job.clip_range_value
     found = {
         "tokens": torch.ones_like(ratio),
         "policy_loss": -gain,
-        "value_loss": value_losses(new, past, job.value_clip),
+        "value_loss": value_losses(new, past, job.clip_range_value),
         "ratio": ratio,
         "clipped": (gain < ratio * past.advantages).double(),
         "value_clipped": ((new - past.values).abs() > furthest).double(),

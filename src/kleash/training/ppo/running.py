@@ -8,7 +8,6 @@ from kleash.models import Prompt, read_prompts
 from kleash.records import PPOJob, TrainingResult
 from kleash.records.atomic import cannot_write, remove_folder, temporary_name
 from kleash.records.training_folder import CHECKPOINTS
-from kleash.training.journal import Journal
 from kleash.training.leashes import leash_of
 from kleash.training.ppo.checkpoints import (
     POLICY,
@@ -22,10 +21,11 @@ from kleash.training.ppo.checkpoints import (
 from kleash.training.ppo.setting import Setting, set_up
 from kleash.training.ppo.step import one_step
 from kleash.training.rewards import check_rewards
+from kleash.training.run_log import RunLog
 from kleash.version import __version__
 
 
-def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
+def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy by PPO on a leash to its reference.
 
     Each step draws responses, has them rewarded, scores them with policy, critic and reference, makes advantages of
@@ -37,7 +37,7 @@ def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
 
     Args:
         job: what to train, and how; ``out`` is given.
-        journal: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``,
+        run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``,
             which keeps them in ``job.out``, with all that a run's folder has.
 
     Raises:
@@ -48,16 +48,16 @@ def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
     """
     from kleash.training.running import is_first, train
 
-    if journal is None and is_first():
+    if run_log is None and is_first():
         return train(job)
     root = Path(str(job.out))
     check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
     setting = set_up(job)
     prompts = read_prompts(job.source, setting.trainee.pair, limit=job.limit, columns=True)
     if not setting.ranks.first:
-        journal = None
-    progress = _begun(setting, root, journal)
-    progress = _train(setting, prompts, root, progress, journal)
+        run_log = None
+    progress = _begun(setting, root, run_log)
+    progress = _train(setting, prompts, root, progress, run_log)
     if setting.ranks.first:
         _put_policy(root, progress.step)
     setting.ranks.wait()
@@ -75,7 +75,7 @@ def train_ppo(job: PPOJob, journal: Journal | None = None) -> TrainingResult:
     )
 
 
-def _begun(setting: Setting, root: Path, journal: Journal | None) -> Progress:
+def _begun(setting: Setting, root: Path, run_log: RunLog | None) -> Progress:
     """Where the run starts: at the last checkpoint, if it goes on and there is one."""
     job = setting.job
     checkpoint = last_checkpoint(root) if job.resume else None
@@ -89,19 +89,19 @@ def _begun(setting: Setting, root: Path, journal: Journal | None) -> Progress:
         if setting.ranks.first:
             tidy_checkpoints(root)
         notes += [f"going on after step {progress.step}, from {checkpoint}", *([said] if said else [])]
-    if journal is not None:
-        journal.begin(progress.step)
+    if run_log is not None:
+        run_log.begin(progress.step)
         for note in notes:
-            journal.said(note)
+            run_log.said(note)
     return progress
 
 
 def _train(
-    setting: Setting, prompts: list[Prompt], root: Path, progress: Progress, journal: Journal | None
+    setting: Setting, prompts: list[Prompt], root: Path, progress: Progress, run_log: RunLog | None
 ) -> Progress:
     job = setting.job
     while progress.step < job.steps and progress.stopped is None:
-        progress = one_step(setting, prompts, root, progress, journal)
+        progress = one_step(setting, prompts, root, progress, run_log)
         ended = progress.step == job.steps or progress.stopped is not None
         if ended or progress.step % job.checkpoint_every == 0:
             save(setting, root, progress)

@@ -68,8 +68,8 @@ def shape(said: Said, job: PPOJob, beta: float) -> Shaped:
         shape_rewards(said.scores, charged, said.mask, beta=rewarded),
         said.values,
         said.mask,
-        discount=job.discount,
-        decay=job.decay,
+        gamma=job.gamma,
+        gae_lambda=job.gae_lambda,
     )
     advantages = found.advantages
     if job.kl_place == "loss" and job.kl_scope == "sequence" and beta > 0:

@@ -8,7 +8,6 @@ from kleash.errors import NonFiniteError
 from kleash.leash import beta_reason
 from kleash.linear import Head
 from kleash.models import Prompt
-from kleash.training.journal import Advice, Journal, stopped_by
 from kleash.training.leashes import tightened
 from kleash.training.ppo.checkpoints import POLICY, Progress, last_checkpoint
 from kleash.training.ppo.failing import save_batch, where_it_broke
@@ -18,10 +17,11 @@ from kleash.training.ppo.setting import Setting
 from kleash.training.ppo.shaping import Said, Shaped, shape
 from kleash.training.ppo.update import DivergedError, Updated, improve, moved_by
 from kleash.training.responses import of_responses, samples_of
+from kleash.training.run_log import Advice, RunLog, stopped_by
 
 
 def one_step(
-    setting: Setting, prompts: list[Prompt], root: Path, progress: Progress, journal: Journal | None
+    setting: Setting, prompts: list[Prompt], root: Path, progress: Progress, run_log: RunLog | None
 ) -> Progress:
     """Draw, reward, score, shape, learn, measure, steer, write down.
 
@@ -56,18 +56,18 @@ def one_step(
     }
     events = [event for event in (following.event, updated.stopped) if event is not None]
     reason = beta_reason(leash, following, measured[f"kl/exact_per_{leash.per}"])
-    advice = None if journal is None else journal.step(step, metrics, samples_of(responses), events, reason)
+    advice = None if run_log is None else run_log.step(step, metrics, samples_of(responses), events, reason)
     after = replace(progress, step=step, leash=following.to_dict(), metrics=metrics)
     return advised(after, ranks.agreed(advice) or Advice(), setting)
 
 
 def advised(progress: Progress, advice: Advice, setting: Setting) -> Progress:
-    """What becomes of a run after what the watch has said."""
+    """The run's progress after the response to alerts."""
     progress = replace(progress, alerts=(*progress.alerts, *(alert.sentence for alert in advice.alerts)))
     match advice.act:
         case "stop":
             return replace(progress, stopped=stopped_by(advice.alerts, progress.step))
-        case "halve_learning_rate":
+        case "halve-lr":
             return replace(progress, learning_rate=progress.learning_rate / 2)
         case "tighten":
             return replace(progress, leash=tightened(progress.controller, setting.job).to_dict())

@@ -108,8 +108,8 @@ def _learn(
         with nullcontext() if last else setting.accelerator.no_sync(setting.wrapped):
             with setting.autocast():
                 learnt = setting.wrapped(Policy.learn, batch, theirs, setting.trainee.reference.head, told)
-            errors = value_losses(learnt.values, past, setting.job.value_clip).sum()
-            loss = (learnt.loss + setting.job.value_coefficient * errors) * share
+            errors = value_losses(learnt.values, past, setting.job.clip_range_value).sum()
+            loss = (learnt.loss + setting.job.vf_coef * errors) * share
             setting.accelerator.backward(loss)
         sums = _added(sums, {"loss": loss.item(), **sums_of(learnt.terms, learnt.values, past, setting.job)})
     told = setting.ranks.told(sums)

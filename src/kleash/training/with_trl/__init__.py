@@ -1,4 +1,4 @@
-"""GRPO, RLOO, DPO and distillation by TRL's trainers, with kleash's KL, controllers, rewards and journal."""
+"""GRPO, RLOO, DPO and distillation by TRL's trainers, with kleash's KL, controllers, rewards and run_log."""
 
 from kleash.training.with_trl.distillation import train_distill
 from kleash.training.with_trl.online import train_grpo, train_rloo

@@ -6,13 +6,13 @@ from typing import Any
 from kleash.extras import need
 from kleash.models import read_prompts
 from kleash.records import DistillJob, TrainingResult
-from kleash.training.journal import Journal
 from kleash.training.ranks import Ranks
+from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import shared_arguments
 from kleash.training.with_trl.ending import as_run, run
-from kleash.training.with_trl.journalling import SPELT, Generated, Journalling
 from kleash.training.with_trl.networks import load_networks
 from kleash.training.with_trl.online import data_set
+from kleash.training.with_trl.step_logger import SPELT, Generated, StepLogger
 
 BETAS = {"policy_teacher": 1.0, "teacher_policy": 0.0, "jensen_shannon": 0.5}
 """What TRL calls the divergences, as a number between the two directions of KL."""
@@ -41,15 +41,15 @@ class Counting:
 
 
 @as_run
-def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingResult:
+def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy to say what a teacher would, by TRL's on-policy distillation.
 
     Its divergences are exact, over the whole vocabulary, and never hold all logits at once; ``kleash audit``
-    has looked at them. The step's divergence per token is in the journal.
+    has looked at them. The step's divergence per token is in the run_log.
 
     Args:
         job: what to train, and how; ``out`` is given.
-        journal: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
+        run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
         SourceError, ModelError, OptionError: if the job asks for what is not there.
@@ -81,8 +81,8 @@ def train_distill(job: DistillJob, journal: Journal | None = None) -> TrainingRe
         peft_config=networks.lora,
     )
     spelt = {**SPELT, "loss": "teacher/divergence"}
-    journalling = Journalling(
-        job, journal, spelt=spelt, generated=trainer.take_counted, notes=networks.pair.notes
+    step_logger = StepLogger(
+        job, run_log, spelt=spelt, generated=trainer.take_counted, notes=networks.pair.notes
     )
-    journalling.attach(trainer)
-    return run(trainer, journalling, job, networks.dtypes)
+    step_logger.attach(trainer)
+    return run(trainer, step_logger, job, networks.dtypes)

@@ -13,9 +13,9 @@ from kleash.models.compat import quiet
 from kleash.models.sandbox.process import bounded_templates
 from kleash.records import TrainingResult, TrainJob
 from kleash.records.checksums import CHECKSUMS, Checksums
-from kleash.training.journal import Journal
+from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import CHECKPOINTS
-from kleash.training.with_trl.journalling import Journalling
+from kleash.training.with_trl.step_logger import StepLogger
 from kleash.version import __version__
 
 POLICY = "policy"
@@ -26,7 +26,7 @@ STATE = "trainer_state.json"
 
 @contextmanager
 def silently() -> Iterator[None]:
-    """Inside, neither transformers nor datasets show bars or warn, nor our callbacks: the journal shows it all."""
+    """Inside, neither transformers nor datasets show bars or warn, nor our callbacks: the run_log shows it all."""
     utils = need("datasets.utils", "trl")
     bars = utils.are_progress_bars_disabled()
     utils.disable_progress_bars()
@@ -42,41 +42,41 @@ def silently() -> Iterator[None]:
             utils.enable_progress_bars()
 
 
-Trainer = Callable[[Any, Journal | None], TrainingResult]
+Trainer = Callable[[Any, RunLog | None], TrainingResult]
 
 
 def as_run(trainer: Trainer) -> Callable[..., TrainingResult]:
-    """``trainer``, silent, and with a journal: without one the first process runs the whole of ``train(job)``."""
+    """``trainer``, silent, and with a run_log: without one the first process runs the whole of ``train(job)``."""
 
     @wraps(trainer)
-    def trained(job: TrainJob, journal: Journal | None = None) -> TrainingResult:
+    def trained(job: TrainJob, run_log: RunLog | None = None) -> TrainingResult:
         from kleash.training.running import is_first, train
 
-        if journal is None and is_first():
+        if run_log is None and is_first():
             return train(job)
         with silently():
-            return trainer(job, journal)
+            return trainer(job, run_log)
 
     return trained
 
 
-def run(trainer: Any, journalling: Journalling, job: TrainJob, dtypes: Mapping[str, str]) -> TrainingResult:
+def run(trainer: Any, step_logger: StepLogger, job: TrainJob, dtypes: Mapping[str, str]) -> TrainingResult:
     """Train to the end, from the last whole checkpoint if the job goes on, and leave the policy in ``policy/``.
 
-    A run that has taken all its steps, or that the watch has stopped, takes no more.
+    A run that has taken all its steps, or that the hacking monitor has stopped, takes no more.
     """
     root = Path(str(job.out))
     checkpoint = last_checkpoint(root) if job.resume else None
     if checkpoint is not None:
-        journalling.notes = (*journalling.notes, *verified(checkpoint))
-        stopped, taken = journalling.was_stopped(step_of(checkpoint)), step_of(checkpoint)
+        step_logger.notes = (*step_logger.notes, *verified(checkpoint))
+        stopped, taken = step_logger.was_stopped(step_of(checkpoint)), step_of(checkpoint)
         if stopped or taken >= trainer.args.max_steps:  # of which transformers would take one more
             trainer.args.max_steps, trainer.args.num_train_epochs = -1, 0
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(root / POLICY))
     trainer.accelerator.wait_for_everyone()
     beta = getattr(trainer, "beta", None) if hasattr(job, "beta") else None
-    outcome = journalling.outcome
+    outcome = step_logger.outcome
     return TrainingResult(
         kleash=__version__,
         algorithm=job.algorithm,

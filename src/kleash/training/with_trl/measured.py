@@ -11,7 +11,7 @@ from kleash.training.ranks import Ranks
 from kleash.training.responses import Response, of_responses, samples_of
 from kleash.training.rewards import Rewards, require_scored
 from kleash.training.with_trl.arguments import PROMPT_COLUMN
-from kleash.training.with_trl.journalling import Generated
+from kleash.training.with_trl.step_logger import Generated
 
 STEERED_BY = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 """What a controller follows, by what its target is per."""

@@ -9,31 +9,31 @@ from kleash.extras import need
 from kleash.integrations.trainer import BetaController
 from kleash.models import Prompt, read_prompts
 from kleash.records import GRPOJob, OnlineJob, RLOOJob, TrainingResult
-from kleash.training.journal import Journal
 from kleash.training.leashes import leash_of
 from kleash.training.reward_calls import reward_values
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards
+from kleash.training.run_log import RunLog
 from kleash.training.sharing import shuffled
 from kleash.training.with_trl.arguments import PROMPT_COLUMN, shared_arguments
 from kleash.training.with_trl.ending import as_run, run
-from kleash.training.with_trl.journalling import Journalling
 from kleash.training.with_trl.networks import Networks, load_networks
+from kleash.training.with_trl.step_logger import StepLogger
 
 MOST_ROWS = 10**7
 """Of a data set that holds the prompts of all steps."""
 
 
 @as_run
-def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
+def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy by TRL's GRPO on a leash to its reference.
 
-    TRL draws, compares and updates; rewards, KL, beta and journal are kleash's. The loss is TRL's "dapo", a mean
+    TRL draws, compares and updates; rewards, KL, beta and run_log are kleash's. The loss is TRL's "dapo", a mean
     over all tokens; advantages are divided by the spread of their group, but with the KL in the reward.
 
     Args:
         job: what to train, and how; ``out`` is given.
-        journal: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
+        run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
         SourceError, ModelError, OptionError, UnknownNameError: if the job asks for what is not there.
@@ -48,11 +48,11 @@ def train_grpo(job: GRPOJob, journal: Journal | None = None) -> TrainingResult:
         "use_bias_correction_kl": False,  # of TRL's own KL, which is off
     }
     config = need("trl", "trl").GRPOConfig
-    return _train(job, journal, measured(LeashedGRPOTrainer), config, settings)
+    return _train(job, run_log, measured(LeashedGRPOTrainer), config, settings)
 
 
 @as_run
-def train_rloo(job: RLOOJob, journal: Journal | None = None) -> TrainingResult:
+def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy by TRL's RLOO on a leash to its reference; as ``train_grpo``, which see.
 
     Each response is compared with the others to its prompt, and nothing is divided by any spread.
@@ -60,11 +60,11 @@ def train_rloo(job: RLOOJob, journal: Journal | None = None) -> TrainingResult:
     from kleash.integrations.trl import LeashedRLOOTrainer
     from kleash.training.with_trl.measured import measured
 
-    return _train(job, journal, measured(LeashedRLOOTrainer), need("trl", "trl").RLOOConfig, {})
+    return _train(job, run_log, measured(LeashedRLOOTrainer), need("trl", "trl").RLOOConfig, {})
 
 
 def _train(
-    job: GRPOJob | RLOOJob, journal: Journal | None, kind: Any, config: Any, settings: dict[str, Any]
+    job: GRPOJob | RLOOJob, run_log: RunLog | None, kind: Any, config: Any, settings: dict[str, Any]
 ) -> TrainingResult:
     check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
     networks = load_networks(job, job.reference_name)
@@ -94,15 +94,15 @@ def _train(
     trainer.told_apart(prompts, rewards)
     if job.beta > 0:
         BetaController(leash_of(job), metric=f"kl/exact_per_{job.target_per}").attach(trainer)
-    journalling = Journalling(
+    step_logger = StepLogger(
         job,
-        journal,
+        run_log,
         updates=job.epochs,
         generated=trainer.take_generated,
         notes=networks.pair.notes,
     )
-    journalling.attach(trainer)
-    return run(trainer, journalling, job, networks.dtypes)
+    step_logger.attach(trainer)
+    return run(trainer, step_logger, job, networks.dtypes)
 
 
 def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
         "max_completion_length": job.max_new_tokens,
         "temperature": job.temperature,
         "num_iterations": job.epochs,
-        "epsilon": job.clip,
+        "epsilon": job.clip_range,
         "beta": job.beta,
     }
 

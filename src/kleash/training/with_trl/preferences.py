@@ -11,27 +11,27 @@ from kleash.models import Sampling, source_path
 from kleash.models.sources.dataset_formats import preference_of
 from kleash.models.sources.source_files import read_lines
 from kleash.records import DPOJob, TrainingResult
-from kleash.training.journal import Journal
+from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import shared_arguments
 from kleash.training.with_trl.ending import as_run, run
-from kleash.training.with_trl.journalling import Generated, Journalling
 from kleash.training.with_trl.networks import load_networks
+from kleash.training.with_trl.step_logger import Generated, StepLogger
 
 WATCHED_PROMPTS, WATCHED_TOKENS = 32, 32
 """On so many of the pairs' prompts, and so many new tokens each, the drift is measured."""
 
 
 @as_run
-def train_dpo(job: DPOJob, journal: Journal | None = None) -> TrainingResult:
+def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy by TRL's DPO, from pairs of a chosen and a rejected answer.
 
     DPO's own numbers are log-ratios on somebody else's answers, which are no KL. So after every
     ``checkpoint_every`` steps the policy, as it is then, answers some of the prompts itself, and the exact KL to the
-    reference stands in the journal beside them.
+    reference stands in the run_log beside them.
 
     Args:
         job: what to train, and how; ``out`` is given.
-        journal: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
+        run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
         SourceError, ModelError, OptionError: if the job asks for what is not there.
@@ -61,11 +61,11 @@ def train_dpo(job: DPOJob, journal: Journal | None = None) -> TrainingResult:
         sampling=Sampling(max_new_tokens=WATCHED_TOKENS, seed=job.seed),
         batch_tokens=job.batch_tokens,
     ).attach(trainer)
-    journalling = Journalling(
-        job, journal, generated=lambda: drift_of_step(monitor), notes=networks.pair.notes
+    step_logger = StepLogger(
+        job, run_log, generated=lambda: drift_of_step(monitor), notes=networks.pair.notes
     )
-    journalling.attach(trainer)
-    return run(trainer, journalling, job, networks.dtypes)
+    step_logger.attach(trainer)
+    return run(trainer, step_logger, job, networks.dtypes)
 
 
 def drift_of_step(monitor: DriftMonitor) -> Generated | None:

@@ -13,7 +13,7 @@ PER = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class HackingMonitor:
     """What is looked for, and how far it must go before it is said.
 
     Everything is judged on means over the last ``steps`` steps, so that one noisy batch raises no alarm, and
@@ -51,7 +51,7 @@ class Watch:
     tail_nats: float = 4.0
     """KL of the worst token below which no tail is heavy."""
 
-    def look(self, history: Sequence[StepRecord]) -> tuple[HackingAlert, ...]:
+    def check(self, history: Sequence[StepRecord]) -> tuple[HackingAlert, ...]:
         """What there is to say after the last step of ``history``; nothing before there are enough steps.
 
         Args:

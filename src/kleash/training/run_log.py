@@ -1,4 +1,4 @@
-"""The journal of a training run: every step's numbers to disk, terminal and trackers, and to the watch."""
+"""The run_log of a training run: every step's numbers to disk, terminal and trackers, and the hacking monitor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ from kleash.records import (
 )
 from kleash.records.steps import STEPS
 from kleash.reports.training import warnings_about_step
+from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.trackers import Tracker, open_trackers
-from kleash.training.watching import Watch, distinct, repetition
 
 SAMPLES_KEPT = 4
 """Responses of a step that are kept as text."""
@@ -32,9 +32,9 @@ class Advice:
     """What a trainer is to do after a step."""
 
     alerts: tuple[HackingAlert, ...] = ()
-    """What the watch said."""
+    """The alerts of the hacking monitor."""
     act: str | None = None
-    """"stop", "halve_learning_rate" or "tighten" (beta is doubled), as the job's ``watch`` wants it when there is
+    """"stop", "halve-lr" or "tighten" (beta is doubled), as the job's ``on_hacking`` says when there is
     an alert; None: go on."""
 
 
@@ -61,17 +61,17 @@ class NoDisplay:
         """Not shown."""
 
 
-class Journal:
+class RunLog:
     """Keeps a run's history. Only one process of a run has one.
 
     ::
 
-        journal = Journal(folder, job)
-        journal.begin(checkpoint_step)      # 0 for a new run
+        run_log = RunLog(folder, job)
+        run_log.begin(checkpoint_step)      # 0 for a new run
         for step in range(checkpoint_step + 1, job.steps + 1):
             ...
-            advice = journal.step(step, metrics, samples, events)
-        journal.close()
+            advice = run_log.step(step, metrics, samples, events)
+        run_log.close()
 
     Every step is a line of ``steps.jsonl``, on the disk when ``step`` returns, and a few of its responses are lines
     of ``samples.jsonl``. A run that is killed and goes on from a checkpoint has lines beyond it: ``begin`` cuts them
@@ -79,7 +79,12 @@ class Journal:
     """
 
     def __init__(
-        self, folder: Path, job: TrainJob, *, display: Display | None = None, watch: Watch | None = None
+        self,
+        folder: Path,
+        job: TrainJob,
+        *,
+        display: Display | None = None,
+        monitor: HackingMonitor | None = None,
     ) -> None:
         """Open nothing before ``begin``.
 
@@ -87,13 +92,13 @@ class Journal:
             folder: the run's folder, which exists.
             job: whose target is watched, and who says what an alert does, and where else numbers go.
             display: shows the steps.
-            watch: other thresholds than those of ``Watch``; its target is the job's.
+            monitor: other thresholds than those of ``HackingMonitor``; its target is the job's.
         """
         self.folder, self.job = folder, job
         self.display: Display = display if display is not None else NoDisplay()
         target = getattr(job, "target_nats", None)
-        self.watch = replace(
-            watch if watch is not None else Watch(),
+        self.monitor = replace(
+            monitor if monitor is not None else HackingMonitor(),
             target_nats=target,
             target_per=getattr(job, "target_per", "sequence"),
         )
@@ -150,7 +155,7 @@ class Journal:
         for name in values:
             metric_of(name)  # a number that no table explains is refused
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
-        alerts = self.watch.look([*self.history, record])
+        alerts = self.monitor.check([*self.history, record])
         record = replace(record, alerts=alerts)
         TrainingFolder(self.folder).take_back_result()
         append_step(self.folder, record, some_of(samples))
@@ -161,8 +166,8 @@ class Journal:
         for tracker in self._trackers:
             tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
         self.display.stepped(record)
-        acts = any(alert.acts for alert in alerts) and self.job.watch != "say"
-        return Advice(alerts=alerts, act=self.job.watch if acts else None)
+        acts = any(alert.acts for alert in alerts) and self.job.on_hacking != "warn"
+        return Advice(alerts=alerts, act=self.job.on_hacking if acts else None)
 
     def said(self, sentence: str) -> None:
         """Show a sentence: which base an adapter took, where a run goes on."""
@@ -176,8 +181,8 @@ class Journal:
 
 
 def stopped_by(alerts: Sequence[HackingAlert], step: int) -> str:
-    """What is said of a run that the watch has stopped."""
-    return f"the watch stopped it after step {step}: {alerts[0].sentence}"
+    """The sentence about a run that the hacking monitor stopped."""
+    return f"the hacking monitor stopped it after step {step}: {alerts[0].sentence}"
 
 
 def some_of(samples: Sequence[Sample]) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""TRL's logs as steps of a journal, and the watch's advice as what the trainer does next."""
+"""TRL's logs as steps of a run_log, and the response to its alerts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from kleash.integrations.trainer import BetaController
 from kleash.integrations.trainer.attached import Attached
 from kleash.records import Sample, TrainJob, read_steps
 from kleash.records.checksums import seal_folder
-from kleash.training.journal import Advice, Journal, stopped_by
 from kleash.training.leashes import tightened
 from kleash.training.ranks import Ranks
+from kleash.training.run_log import Advice, RunLog, stopped_by
 
 SPELT = {
     "beta": "beta",
@@ -44,13 +44,13 @@ class Outcome:
     stopped: str | None = None
 
 
-class Journalling(Attached):
-    """Writes each step into the journal, on the first process, and does what the watch advises, on all."""
+class StepLogger(Attached):
+    """Writes each step into the run_log, on the first process, and carries out the response to alerts, on all."""
 
     def __init__(
         self,
         job: TrainJob,
-        journal: Journal | None,
+        run_log: RunLog | None,
         *,
         updates: int = 1,
         spelt: Mapping[str, str] = SPELT,
@@ -60,43 +60,43 @@ class Journalling(Attached):
         """Say what a step is.
 
         Args:
-            job: whose watch decides what an alert does.
-            journal: of the first process; None on the others.
+            job: its ``on_hacking`` decides what an alert does.
+            run_log: of the first process; None on the others.
             updates: of TRL's steps to one of ours.
             spelt: TRL's names to kleash's.
             generated: what was measured of the responses since the last step.
             notes: what is worth knowing of the models, said at the beginning.
         """
-        self.job, self.journal, self.updates, self.spelt = job, journal, updates, dict(spelt)
+        self.job, self.run_log, self.updates, self.spelt = job, run_log, updates, dict(spelt)
         self.generated, self.notes = generated, tuple(notes)
         self.outcome = Outcome()
 
-    def attach(self, trainer: Any) -> "Journalling":
+    def attach(self, trainer: Any) -> "StepLogger":
         """Join the trainer's callbacks, in the place of the one that prints its logs; returns itself."""
         trainer.remove_callback(need("transformers.trainer_callback", "trl").PrinterCallback)
         super().attach(trainer)
         return self
 
     def was_stopped(self, updates: int) -> bool:
-        """Whether the watch ended the run after so many of TRL's steps; the outcome then says so. A collective."""
+        """Whether the hacking monitor stopped the run at this step of TRL; if so, sets the outcome. A collective."""
         step, stopped = updates // self.updates, None
-        if self.journal is not None and self.job.watch == "stop":
-            records = read_steps(self.journal.folder)
+        if self.run_log is not None and self.job.on_hacking == "stop":
+            records = read_steps(self.run_log.folder)
             alerts = next((record.alerts for record in records if record.step == step), ())
             stopped = stopped_by(alerts, step) if alerts else None
         self.outcome.stopped = self._ranks.agreed(stopped)
         return self.outcome.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin the journal where training begins."""
+        """Begin the run_log where training begins."""
         super().on_train_begin(args, state, control, **more)
         self.outcome.step = state.global_step // self.updates
-        if self.journal is not None:
-            self.journal.begin(self.outcome.step)
+        if self.run_log is not None:
+            self.run_log.begin(self.outcome.step)
             for note in self.notes:
-                self.journal.said(note)
+                self.run_log.said(note)
             if self.outcome.step:
-                self.journal.said(f"going on after step {self.outcome.step}")
+                self.run_log.said(f"going on after step {self.outcome.step}")
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -124,9 +124,9 @@ class Journalling(Attached):
         if target is not None:
             metrics["kl/target"] = target
         advice = None
-        if self.journal is not None:
+        if self.run_log is not None:
             samples = () if measured is None else measured.samples
-            advice = self.journal.step(step, metrics, samples, self._events(), self._beta_reason())
+            advice = self.run_log.step(step, metrics, samples, self._events(), self._beta_reason())
         self.outcome.step, self.outcome.metrics = step, metrics
         self._do(self._ranks.agreed(advice) or Advice(), control)
 
@@ -159,7 +159,7 @@ class Journalling(Attached):
             case "stop":
                 self.outcome.stopped = stopped_by(advice.alerts, self.outcome.step)
                 control.should_training_stop = control.should_save = True
-            case "halve_learning_rate":
+            case "halve-lr":
                 scheduler = self.trainer.lr_scheduler
                 scheduler = getattr(scheduler, "scheduler", scheduler)
                 scheduler.base_lrs = [rate / 2 for rate in scheduler.base_lrs]

@@ -1,4 +1,4 @@
-"""The journal: what is on the disk after each step, what is asked of the trainer, and where else numbers go."""
+"""The run_log: what is on the disk after each step, what is asked of the trainer, and where else numbers go."""
 
 import sys
 import types
@@ -11,7 +11,7 @@ from histories import bent, healthy
 
 from kleash.errors import CannotRunError, MissingExtraError, UnknownNameError
 from kleash.records import DPOJob, PPOJob, Sample, StepRecord, read_samples, read_steps
-from kleash.training import Advice, Journal
+from kleash.training import Advice, RunLog
 from kleash.training.trackers import open_trackers
 
 SAMPLES = [Sample(prompt="p", response=f"one two three four {at}", reward=1.0, kl=0.1) for at in range(6)]
@@ -31,19 +31,19 @@ class Shown:
         self.records.append(record)
 
 
-def journal_of(folder: Path, **options: Any) -> Journal:
-    journal = Journal(folder, PPOJob(**options), display=Shown())
-    journal.begin(0)
-    return journal
+def run_log_of(folder: Path, **options: Any) -> RunLog:
+    run_log = RunLog(folder, PPOJob(**options), display=Shown())
+    run_log.begin(0)
+    return run_log
 
 
-def play(journal: Journal, history: list[StepRecord]) -> list[Advice]:
-    return [journal.step(record.step, record.metrics) for record in history]
+def play(run_log: RunLog, history: list[StepRecord]) -> list[Advice]:
+    return [run_log.step(record.step, record.metrics) for record in history]
 
 
 def test_a_step_is_on_the_disk_when_it_has_been_told(tmp_path: Path) -> None:
-    journal = journal_of(tmp_path)
-    assert journal.step(1, {"beta": 0.1, "reward/part/x": 2}, SAMPLES, ["beta was bounded"]) == Advice()
+    run_log = run_log_of(tmp_path)
+    assert run_log.step(1, {"beta": 0.1, "reward/part/x": 2}, SAMPLES, ["beta was bounded"]) == Advice()
     (record,) = read_steps(tmp_path)
     assert record.metrics == {
         "beta": 0.1,
@@ -53,34 +53,34 @@ def test_a_step_is_on_the_disk_when_it_has_been_told(tmp_path: Path) -> None:
     }
     assert record.events == ("beta was bounded",)
     assert [one.sample for one in read_samples(tmp_path)] == [SAMPLES[at] for at in (0, 1, 3, 4)]
-    assert journal.display.records == [record]  # type: ignore[attr-defined]
+    assert run_log.display.records == [record]  # type: ignore[attr-defined]
 
 
 def test_errors_over_few_prompts_carry_a_warning_once(tmp_path: Path) -> None:
     for prompts, expected in ((8.0, 1), (30.0, 0)):
-        journal = journal_of(tmp_path)
+        run_log = run_log_of(tmp_path)
         for step in (1, 2):
-            journal.step(step, {"response/prompts": prompts})
-        again = Journal(tmp_path, PPOJob(), display=journal.display)
+            run_log.step(step, {"response/prompts": prompts})
+        again = RunLog(tmp_path, PPOJob(), display=run_log.display)
         again.begin(2)
         again.step(3, {"response/prompts": prompts})
-        said = [one for one in journal.display.sentences if "only 8 clusters; below 30" in one]  # type: ignore[attr-defined]
+        said = [one for one in run_log.display.sentences if "only 8 clusters; below 30" in one]  # type: ignore[attr-defined]
         assert len(said) == expected
         assert read_steps(tmp_path)[0].metrics["response/prompts"] == prompts
 
 
 def test_a_number_that_no_table_explains_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"no metric is called 'kl/k4'; .* did you mean 'kl/k"):
-        journal_of(tmp_path).step(1, {"kl/k4": 1.0})
+        run_log_of(tmp_path).step(1, {"kl/k4": 1.0})
     assert read_steps(tmp_path) == ()
 
 
-@pytest.mark.parametrize("act", ["say", "stop", "halve_learning_rate", "tighten"])
+@pytest.mark.parametrize("act", ["warn", "stop", "halve-lr", "tighten"])
 def test_a_warning_asks_for_what_the_job_wants(tmp_path: Path, act: str) -> None:
     history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 40.0})
-    journal = journal_of(tmp_path, watch=act, target_nats=6.0)
-    advice = play(journal, history)
-    assert [one.act for one in advice if one.alerts] == [None if act == "say" else act]
+    run_log = run_log_of(tmp_path, on_hacking=act, target_nats=6.0)
+    advice = play(run_log, history)
+    assert [one.act for one in advice if one.alerts] == [None if act == "warn" else act]
     assert {one.act for one in advice if not one.alerts} == {None}
     assert [alert.kind for record in read_steps(tmp_path) for alert in record.alerts] == ["far_from_target"]
 
@@ -90,10 +90,10 @@ def test_a_run_that_goes_on_is_watched_as_if_it_had_not_stopped(tmp_path: Path) 
     folders = [tmp_path / "whole", tmp_path / "parts"]
     for folder in folders:
         folder.mkdir()
-    play(journal_of(folders[0], target_nats=6.0), history)
-    first = journal_of(folders[1], target_nats=6.0)
+    play(run_log_of(folders[0], target_nats=6.0), history)
+    first = run_log_of(folders[1], target_nats=6.0)
     play(first, history[:47])
-    again = Journal(folders[1], PPOJob(target_nats=6.0))
+    again = RunLog(folders[1], PPOJob(target_nats=6.0))
     again.begin(42)  # the last checkpoint
     assert [record.step for record in again.history] == list(range(1, 43))
     play(again, history[42:])
@@ -101,15 +101,15 @@ def test_a_run_that_goes_on_is_watched_as_if_it_had_not_stopped(tmp_path: Path) 
 
 
 def test_a_new_run_begins_with_nothing(tmp_path: Path) -> None:
-    play(journal_of(tmp_path), healthy(3))
-    journal = journal_of(tmp_path)
-    assert journal.history == [] and read_steps(tmp_path) == ()
+    play(run_log_of(tmp_path), healthy(3))
+    run_log = run_log_of(tmp_path)
+    assert run_log.history == [] and read_steps(tmp_path) == ()
 
 
 def test_a_job_without_a_target_has_nothing_to_be_far_from(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, DPOJob(pairs="x"))
-    journal.begin(0)
-    assert not any(one.alerts for one in play(journal, healthy(20)))
+    run_log = RunLog(tmp_path, DPOJob(pairs="x"))
+    run_log.begin(0)
+    assert not any(one.alerts for one in play(run_log, healthy(20)))
 
 
 def test_tensorboard_holds_every_step_under_the_spelling_that_was_asked_for(tmp_path: Path) -> None:
@@ -120,17 +120,17 @@ def test_tensorboard_holds_every_step_under_the_spelling_that_was_asked_for(tmp_
         found.Reload()
         return {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
-    journal = journal_of(tmp_path, trackers=("tensorboard",), metric_names="verl")
+    run_log = run_log_of(tmp_path, report_to=("tensorboard",), metric_names="verl")
     for step in (1, 2, 3):
-        journal.step(step, {"beta": float(step), "kl/k3": 0.5})
-    journal.close()
+        run_log.step(step, {"beta": float(step), "kl/k3": 0.5})
+    run_log.close()
     assert told(tmp_path)["actor/reward_kl_penalty_coeff"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert set(told(tmp_path)) == {"actor/reward_kl_penalty_coeff", "kl/k3"}
     assert "beta" in read_steps(tmp_path)[0].metrics
 
-    journal.begin(1)  # goes on after step 1: what lay beyond is forgotten there too
-    journal.step(2, {"beta": 7.0})
-    journal.close()
+    run_log.begin(1)  # goes on after step 1: what lay beyond is forgotten there too
+    run_log.step(2, {"beta": 7.0})
+    run_log.close()
     assert told(tmp_path)["actor/reward_kl_penalty_coeff"] == [(1, 1.0), (2, 7.0)]
 
 
@@ -182,10 +182,10 @@ def test_trackers_are_told_through_accelerate(
     monkeypatch.setitem(sys.modules, name, service.as_module(name))
     run = tmp_path / "my-run"
     run.mkdir()
-    journal = journal_of(run, trackers=(name,), metric_names="trl", reward=("a:b", "c:d"))
-    journal.step(1, {"beta": 0.5, "kl/exact_per_token": 0.25})
-    journal.close()
-    journal.close()
+    run_log = run_log_of(run, report_to=(name,), metric_names="trl", reward=("a:b", "c:d"))
+    run_log.step(1, {"beta": 0.5, "kl/exact_per_token": 0.25})
+    run_log.close()
+    run_log.close()
     assert service.logged == [(1, {"beta": 0.5, "kl": 0.25})]
     assert service.finished == 1
     assert "my-run" in service.began.values() and "kleash" in service.began.values()
@@ -198,7 +198,7 @@ def test_a_tracker_that_is_not_installed_is_one_sentence(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=f"{name} is not installed; run: pip install") as error:
-        open_trackers(PPOJob(trackers=(name,)), tmp_path)
+        open_trackers(PPOJob(report_to=(name,)), tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -216,10 +216,10 @@ def test_a_tracker_that_cannot_be_reached_is_one_sentence_and_the_others_are_clo
     with pytest.raises(
         CannotRunError, match="the tracker trackio cannot be begun: no network; set it up, or leave"
     ):
-        open_trackers(PPOJob(trackers=("wandb", "trackio")), tmp_path)
+        open_trackers(PPOJob(report_to=("wandb", "trackio")), tmp_path)
     assert first.finished == 1
 
 
 def test_a_tracker_that_is_named_twice_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Service().as_module("wandb"))
-    assert len(open_trackers(PPOJob(trackers=("wandb", "wandb")), tmp_path)) == 1
+    assert len(open_trackers(PPOJob(report_to=("wandb", "wandb")), tmp_path)) == 1

@@ -1,4 +1,4 @@
-"""The watch is silent on healthy runs, and says each thing once it is so."""
+"""The hacking monitor is silent on healthy runs, and raises each alert once its condition holds."""
 
 import itertools
 import json
@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kleash.records import StepRecord
-from kleash.training.watching import Watch, distinct, repetition
+from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 
-WATCH = Watch(target_nats=6.0)
+MONITOR = HackingMonitor(target_nats=6.0)
 Metrics = Mapping[str, float]
 
 
-def said(history: list[StepRecord], watch: Watch = WATCH) -> list[tuple[int, str]]:
+def said(history: list[StepRecord], monitor: HackingMonitor = MONITOR) -> list[tuple[int, str]]:
     """Step and kind of all that is said as a run goes on."""
     seen: list[StepRecord] = []
     for record in history:
         seen.append(record)
-        seen[-1] = replace(record, alerts=watch.look(seen))
+        seen[-1] = replace(record, alerts=monitor.check(seen))
     return [(record.step, alert.kind) for record in seen for alert in record.alerts]
 
 
@@ -37,15 +37,15 @@ def recorded(name: str) -> list[StepRecord]:
 @pytest.mark.parametrize("target", [6.0, None])
 def test_a_healthy_run_raises_no_alarm(seed: int, target: float | None) -> None:
     history = healthy(seed=seed, target=target)
-    assert said(history, Watch(target_nats=target)) == []
+    assert said(history, HackingMonitor(target_nats=target)) == []
 
 
 def test_a_recorded_run_on_a_good_leash_raises_no_alarm() -> None:
-    assert said(recorded("good"), Watch()) == []
+    assert said(recorded("good"), HackingMonitor()) == []
 
 
 def test_a_recorded_run_off_the_leash_is_called_what_it_is_while_it_happens() -> None:
-    first = {kind: step for step, kind in reversed(said(recorded("off"), Watch()))}
+    first = {kind: step for step, kind in reversed(said(recorded("off"), HackingMonitor()))}
     assert set(first) == {"runaway", "repetition", "entropy_collapse"}
     assert first["runaway"] == 10  # the first step at which ten are there
     assert first["repetition"] <= 13
@@ -69,16 +69,16 @@ CASES: dict[str, Callable[[int, Metrics], Metrics]] = {
 def test_each_thing_is_said(kind: str) -> None:
     target = 6.0 if kind == "far_from_target" else None
     history = bent(healthy(60), 40, CASES[kind])
-    steps = [step for step, found in said(history, Watch(target_nats=target)) if found == kind]
+    steps = [step for step, found in said(history, HackingMonitor(target_nats=target)) if found == kind]
     assert steps and 40 < steps[0] <= 56
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_nothing_else_is_said_with_it(kind: str) -> None:
     target = 6.0 if kind == "far_from_target" else None
-    assert {found for _, found in said(bent(healthy(60), 40, CASES[kind]), Watch(target_nats=target))} == {
-        kind
-    }
+    assert {
+        found for _, found in said(bent(healthy(60), 40, CASES[kind]), HackingMonitor(target_nats=target))
+    } == {kind}
 
 
 def test_responses_that_are_all_alike_are_repetition_too() -> None:
@@ -93,7 +93,7 @@ def test_short_answers_that_were_alike_from_the_first_step_on_are_none() -> None
 
 def test_a_warning_tells_the_numbers() -> None:
     history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 15.0})
-    (alert,) = WATCH.look(history)
+    (alert,) = MONITOR.check(history)
     assert alert.sentence == (
         "KL(policy || reference) is 15 nats per sequence over the last 3 steps, 2.5 times its target of 6: "
         "the leash does not hold"
@@ -102,9 +102,9 @@ def test_a_warning_tells_the_numbers() -> None:
 
 def test_a_target_per_token_is_compared_with_kl_per_token() -> None:
     history = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_token": 0.5})
-    watch = Watch(target_nats=0.2, target_per="token")
-    assert (43, "far_from_target") in said(history, watch)
-    assert said(history, Watch(target_nats=0.2 * 64, target_per="sequence")) == []
+    monitor = HackingMonitor(target_nats=0.2, target_per="token")
+    assert (43, "far_from_target") in said(history, monitor)
+    assert said(history, HackingMonitor(target_nats=0.2 * 64, target_per="sequence")) == []
 
 
 def test_one_bad_step_is_not_enough() -> None:
@@ -131,13 +131,13 @@ def test_kl_that_grows_below_its_target_does_not_run_away() -> None:
         return {"kl/exact_per_token": kl, "kl/exact_per_sequence": 64 * kl, "reward/score": 3 + 0.6 * at}
 
     history = bent(healthy(52, target=None), 40, grow)
-    assert [kind for _, kind in said(history, Watch(target_nats=100.0))] == []
-    assert [kind for _, kind in said(history, Watch())] == ["runaway"]
+    assert [kind for _, kind in said(history, HackingMonitor(target_nats=100.0))] == []
+    assert [kind for _, kind in said(history, HackingMonitor())] == ["runaway"]
 
 
 def test_kl_that_grows_without_any_reward_does_not_run_away() -> None:
     history = bent(healthy(60, target=None), 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at})
-    assert said(history, Watch()) == []
+    assert said(history, HackingMonitor()) == []
 
 
 def test_a_kl_that_stays_where_it_is_does_not_run_away() -> None:
@@ -145,7 +145,7 @@ def test_a_kl_that_stays_where_it_is_does_not_run_away() -> None:
         return {"kl/exact_per_token": 1.0, "kl/exact_per_sequence": 64.0, "reward/score": 3 + 0.6 * at}
 
     history = bent(healthy(60, target=None), 0, climb)
-    assert said(history, Watch()) == []
+    assert said(history, HackingMonitor()) == []
 
 
 def test_an_uneven_kl_without_a_far_token_has_no_heavy_tail() -> None:
