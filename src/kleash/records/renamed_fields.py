@@ -45,7 +45,9 @@ def with_current_names(record: str, data: Mapping[str, Any]) -> Mapping[str, Any
     renamed = RENAMED_FIELDS.get(record)
     if renamed is None or not any(former in data for former in renamed):
         return data
-    return {**{renamed[name]: value for name, value in data.items() if name in renamed}, **data}
+    former = {renamed[name]: value for name, value in data.items() if name in renamed}
+    current = {name: value for name, value in data.items() if name not in renamed}
+    return former | current
 
 
 def with_current_options(settings: Mapping[str, Any]) -> Mapping[str, Any]:
