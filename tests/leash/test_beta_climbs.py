@@ -109,6 +109,8 @@ def test_what_means_nothing_is_refused(name, value):
     ("kls", "reason"),
     [
         ([8.0, 12.0], "KL 12 is above its target of 8, 1.5 times, and rises"),
+        ([8.0, 9.52], "KL 9.52 is above its target of 8, and rises"),
+        ([8.0, 9.68], "KL 9.68 is above its target of 8, 1.2 times, and rises"),
         ([12.0, 9.0], "KL 9 is above its target of 8, and comes down"),
         ([4.0, 4.0], "KL 4 is below its target of 8"),
         ([5.0, 7.0], "KL 7 is below its target of 8, and would pass it in 0.5 updates"),

@@ -75,6 +75,33 @@ def test_a_number_that_no_table_explains_is_refused(tmp_path: Path) -> None:
     assert read_steps(tmp_path) == ()
 
 
+@pytest.mark.parametrize(("share", "warns"), [(1.19, False), (1.21, True)])
+@pytest.mark.parametrize(
+    ("per", "name"), [("sequence", "kl/exact_per_sequence"), ("token", "kl/exact_per_token")]
+)
+@pytest.mark.parametrize("controller", ["fixed", "pid", "ziegler", "dual"])
+def test_a_kl_that_stays_above_1_2_times_its_target_is_warned_of_after_eight_steps(
+    tmp_path: Path, controller: str, per: str, name: str, share: float, warns: bool
+) -> None:
+    run_log = run_log_of(tmp_path, controller=controller, target_nats=0.5, target_per=per)
+    history = bent(healthy(12, target=None), 0, lambda at, now: {"beta": 0.25, name: share * 0.5})
+    found = [(at, alert) for at, advice in enumerate(play(run_log, history), 1) for alert in advice.alerts]
+    assert [(at, alert.kind, alert.acts) for at, alert in found] == [(8, "far_from_target", False)] * warns
+    for _, alert in found:
+        assert f"0.605 nats per {per} over the last 8 steps, 1.2 times its target of 0.5" in alert.sentence
+        assert "under a beta of 0.25" in alert.sentence
+
+
+def test_a_kl_that_has_come_back_below_1_2_times_its_target_is_not_warned_of(tmp_path: Path) -> None:
+    """However far above it the mean of eight steps still is."""
+    shares = [1.9] * 5 + [1.19] * 3
+    run_log = run_log_of(tmp_path, controller="pid", target_nats=6.0)
+    kl = "kl/exact_per_sequence"
+    history = bent(healthy(8, target=None), 0, lambda at, now: {kl: 6.0 * shares[at - 1]})
+    assert [advice.alerts for advice in play(run_log, history)] == [()] * 8
+    assert sum(shares) / 8 > 1.2
+
+
 @pytest.mark.parametrize("act", ["warn", "stop", "halve-lr", "tighten"])
 def test_a_warning_asks_for_what_the_job_wants(tmp_path: Path, act: str) -> None:
     history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 40.0})
