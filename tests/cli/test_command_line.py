@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kleash.cli import main
-from kleash.cli.commands import ALGORITHMS, Audit, Compare, Demonstrate, Measure, Train
-from kleash.cli.help import completion_script
-from kleash.cli.options import GROUPS, commands
-from kleash.cli.parsing import SYNONYMS, CompletionRequest, HelpRequest, VersionRequest, read_words
+from kleash.cli.commands import RECORDS, Audit, Compare
+from kleash.cli.options import GROUPS
+from kleash.cli.parsing import SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
+from kleash.records import DemonstrationJob, MeasureJob, PPOJob
 
 
 def failing(capsys: Any, *words: str) -> str:
@@ -36,7 +36,7 @@ def failing(capsys: Any, *words: str) -> str:
         ("measure --polcy x", "did you mean --policy?", "kleash measure --help"),
         ("measure --polcy=x", "did you mean --policy?", "kleash measure --help"),
         ("measure --model x", "did you mean --policy?", "kleash measure --help"),
-        ("train ppo --gamma 1", "did you mean --gamma?", "kleash train ppo --help"),
+        ("train ppo --discount 1", "did you mean --gamma?", "kleash train ppo --help"),
         ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
         ("train grpo --kl-plce x", "did you mean --kl-place?", "kleash train grpo --help"),
         ("train --policy x", "name one: ppo, grpo", "kleash train --help"),
@@ -61,6 +61,13 @@ def failing(capsys: Any, *words: str) -> str:
         ("cache --text a --responses b", "not --text and --responses", ""),
         ("--completion tcsh", "takes bash, zsh, fish", ""),
         ("help mesure", "did you mean measure?", "kleash --help"),
+        ("train --seed 3 ppo", "was given 'ppo'", "kleash train --help"),
+        ("train ppo --learning-rate -1e-3", "above 0; it is -0.001", ""),
+        ("measure --samples_per_prmpt 2", "did you mean --samples-per-prompt?", "kleash measure --help"),
+        ("measure --lim 2", "did you mean --limit?", "kleash measure --help"),
+        ("measure -5", "was given '-5'", "kleash measure --help"),
+        ("-5", "there is no option -5", "kleash --help"),
+        ("--completion", "--completion needs a value: --completion SHELL", "kleash --help"),
     ],
 )
 def test_a_typo_is_answered_by_what_was_meant_and_where_to_look(
@@ -75,92 +82,102 @@ def test_words_are_read_as_they_were_written() -> None:
     def read(words: str) -> Any:
         return read_words(words.split())
 
-    measure = read("measure --policy=a --samples_per_prompt 2 --top-p None --temperature 1e-1 --quiet")
-    assert measure == Measure(policy="a", samples_per_prompt=2, temperature=0.1, quiet=True)
+    measure = read("measure --text a --policy=b --batch_tokens 2 --top-p None --temperature 1e-1 --quiet")
+    assert measure == MeasureJob(text="a", policy="b", batch_tokens=2, temperature=0.1, quiet=True)
     assert read("compare a b --json c") == Compare(folders=(Path("a"), Path("b"), Path("c")), json=True)
     audit = read("audit --set kind=k3 x=-1 --fail-on fault note --convention loss pkg:f")
     assert (audit.set, audit.fail_on) == (("kind=k3", "x=-1"), ("fault", "note"))
+    assert read("audit --quiet pkg:f") == Audit(target="pkg:f", quiet=True)
     assert read("audit") == Audit()
-    assert read("train --out x --seed 3") == Train(algorithm=Demonstrate(out="x", seed=3))
-    assert read("train") == Train(algorithm=Demonstrate())
-    ppo = read("train ppo --no-whiten --reward a b --clip-range-value None --limit 3 --limit 4")
-    assert (ppo.algorithm.whiten, ppo.algorithm.reward, ppo.algorithm.clip_range_value) == (
-        False,
-        ("a", "b"),
-        None,
-    )
-    assert ppo.algorithm.limit == 4
-    for words, request in {
-        "": HelpRequest(),
-        "-h": HelpRequest(),
-        "help": HelpRequest(),
-        "help train ppo": HelpRequest(name="train ppo"),
-        "measure --policy x --help": HelpRequest(name="measure"),
-        "train ppo -h": HelpRequest(name="train ppo"),
-        "--version": VersionRequest(),
-        "--completion=fish": CompletionRequest(shell="fish"),
-    }.items():
-        assert read(words) == request
+    assert read("train --out x --seed 3") == DemonstrationJob(out="x", seed=3)
+    assert read("train demonstration --seed -0") == read("train") == DemonstrationJob()
+    ppo = read("train ppo --no-whiten --reward a b --clip-range-value None --limit 3")
+    assert ppo == PPOJob(whiten=False, reward=("a", "b"), clip_range_value=None, limit=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "begins", "code"),
+    [
+        ("", "usage: kleash COMMAND", 2),
+        ("-h", "usage: kleash COMMAND", 0),
+        ("help", "usage: kleash COMMAND", 0),
+        ("help train ppo", "usage: kleash train ppo [options]", 0),
+        ("measure --policy x --help", "usage: kleash measure [options]", 0),
+        ("measure --polcy x --help", "usage: kleash measure [options]", 0),
+        ("report -h", "usage: kleash report FOLDER [options]", 0),
+        ("train -h", "usage: kleash train [ALGORITHM] [options]", 0),
+        ("train --seed 3 -h", "usage: kleash train [ALGORITHM] [options]", 0),
+        ("train ppo -h", "usage: kleash train ppo [options]", 0),
+        ("--version", "kleash 0.", 0),
+        ("-V", "kleash 0.", 0),
+    ],
+)
+def test_help_and_version_are_printed(words: str, begins: str, code: int, capsys: Any) -> None:
+    assert main(words.split()) == code
+    printed = capsys.readouterr()
+    assert printed.out.startswith(begins) and printed.err == ""
+
+
+VALUES = {"N": ("1", "2"), "X": ("0.5", "0.25")}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [(name, option) for name in RECORDS for option in parser_of(name).options]
+)
+def test_a_repeated_option_collects_its_values_or_is_refused(name: str, option: str) -> None:
+    """Nothing that was typed is dropped in silence, with "=" and with either spelling of a dash."""
+    parser = parser_of(name)
+    action = parser.options[option]
+    first, second = VALUES.get(str(action.metavar), ("a", "b"))
+    positionals = ["a", "b"][: len(parser.positionals)]
+    if action.nargs == 0:
+        value = parser.read([*positionals, option, option])[action.dest]
+        assert value is not option.startswith("--no-")
+    elif action.nargs == "*":
+        words = [*positionals, option, first, f"{option}={second}", option, first, second]
+        assert parser.read(words)[action.dest] == (first, second, first, second)
+    else:
+        underscored = "--" + option[2:].replace("-", "_")
+        for again in ([option, second], [f"{option}={second}"], [underscored, second], [option, first]):
+            with pytest.raises(OptionError) as refused:
+                parser.read([option, first, *again, *positionals])
+            sentence = f"{option} takes one value, and was given two: {first} and {again[-1].split('=')[-1]}."
+            assert str(refused.value) == f"{sentence} See kleash {name} --help"
+
+
+def test_values_of_a_repeated_option_reach_the_job() -> None:
+    job: Any = read_words(["train", "ppo", "--reward", "a", "--steps", "3", "--reward", "b", "c"])
+    assert job == PPOJob(reward=("a", "b", "c"), steps=3)
 
 
 def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for name, command in commands().items():
+    for name in RECORDS:
         assert main([*name.split(), "--help"]) == 0
         told = capsys.readouterr().out
         assert told.startswith(f"usage: kleash {name}") and "None" not in told.replace("None for no", "")
-        assert max(map(len, told.splitlines())) <= 80
-        for typed, option in command.named.items():
+        assert "%" not in told and "SUPPRESS" not in told and max(map(len, told.splitlines())) <= 80
+        for typed, option in parser_of(name).options.items():
             lines = [
                 line for line in told.splitlines() if line.startswith(f"  {typed} ") or line == f"  {typed}"
             ]
-            assert len(lines) == 1, (name, typed)
-            assert option.explained, (name, typed)
+            assert len(lines) == (0 if name == "train" else 1), (name, typed)
+            assert option.help, (name, typed)
     assert told.index("essentials") < told.index("sampling")
     assert main([]) == 2  # and shows what there is
     assert "commands" in capsys.readouterr().out
 
 
 def test_the_tables_name_nothing_that_is_not_there() -> None:
-    there = {option.name for command in commands().values() for option in command.options}
-    grouped = [name for _, names in GROUPS for name in names]
+    parsers = [parser_of(name) for name in RECORDS]
+    there = {action.dest for parser in parsers for action in parser.options.values()}
+    grouped = [name for names in GROUPS.values() for name in names.split()]
     assert set(grouped) <= there and len(set(grouped)) == len(grouped)
-    assert set(SYNONYMS.values()) <= {name for command in commands().values() for name in command.named}
-    for command in commands().values():
-        assert not any({theirs, ours} <= set(command.named) for theirs, ours in SYNONYMS.items())
-    assert [name.removeprefix("train ") for name in commands() if name.startswith("train ")] == [
-        "demonstration",
-        *ALGORITHMS,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("line", "completed"),
-    [
-        ("kleash mea", ["measure"]),
-        ("kleash measure --rev", ["--revision-policy", "--revision-reference"]),
-        ("kleash train gr", ["grpo"]),
-        ("kleash train ppo --no", ["--no-whiten"]),
-        ("kleash train ppo --max-g", ["--max-gradient-norm"]),
-    ],
-)
-def test_bash_completes_commands_and_options(line: str, completed: list[str]) -> None:
-    words = line.split()
-    script = (
-        f"{completion_script('bash')}\nCOMP_WORDS=({line})\nCOMP_CWORD={len(words) - 1}\n_kleash\n"
-        'printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, completed, "")
-
-
-def test_the_other_shells_get_the_same_words(capsys: Any) -> None:
-    for shell in ("zsh", "fish"):
-        assert main(["--completion", shell]) == 0
-        told = capsys.readouterr().out
-        assert "--until-relative-error" in told and "distill" in told
+    assert set(SYNONYMS.values()) <= {option for parser in parsers for option in parser.options}
+    for parser in parsers:
+        assert not any({theirs, ours} <= set(parser.options) for theirs, ours in SYNONYMS.items())
 
 
 @pytest.mark.parametrize(
@@ -188,7 +205,7 @@ def test_the_other_shells_get_the_same_words(capsys: Any) -> None:
 )
 def test_an_option_without_effect_is_named(words: str, told: str) -> None:
     request: Any = read_words(words.split())
-    assert any(told in sentence for sentence in request.job().without_effect())
+    assert any(told in sentence for sentence in request.without_effect())
 
 
 def test_options_with_an_effect_are_not() -> None:
@@ -200,8 +217,7 @@ def test_options_with_an_effect_are_not() -> None:
         "cache --text t --window 9",
         "train ppo --controller pid --target-nats 4 --target-per token --beta-min 0.01 --report-to tensorboard",
     ):
-        request: Any = read_words(words.split())
-        job = request.job()
+        job: Any = read_words(words.split())
         assert (job.measurement() if words.startswith("cache") else job).without_effect() == ()
 
 
@@ -279,6 +295,5 @@ def test_missing_packages_of_an_option_are_named_with_the_others(
 
 
 def test_an_option_error_of_a_job_is_one_sentence() -> None:
-    request: Any = read_words(["measure", "--top-p", "7"])
     with pytest.raises(OptionError, match="--top-p must be above 0"):
-        request.job()
+        read_words(["measure", "--top-p", "7"])

@@ -28,7 +28,7 @@ OPTIONAL = [
         "plotly",
         "tyro",
     ),
-    *("rich", "filelock", "scipy", "triton"),
+    *("rich", "shtab", "filelock", "scipy", "triton"),
 ]
 
 

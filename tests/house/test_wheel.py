@@ -1,5 +1,7 @@
 """What is installed is the package: types, models, pages and all, and it works from another folder."""
 
+import email
+import re
 import subprocess
 import sys
 import zipfile
@@ -30,6 +32,17 @@ def test_everything_is_in_the_wheel_and_nothing_else(wheel: Path, root: Path) ->
     assert not strangers, sorted(strangers)[:5]
     assert "kleash/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_project_urls_are_absolute(wheel: Path) -> None:
+    """PyPI refuses a package whose metadata have another kind of address."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Name"] == "kleash"
+    values = [metadata["Home-page"] or "", *metadata.get_all("Project-URL", [])]
+    addresses = [value.rpartition(",")[2].strip() for value in values if value]
+    assert all(re.fullmatch(r"https?://[^/\s]+\.[^/\s]+(/\S*)?", address) for address in addresses), addresses
 
 
 def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:

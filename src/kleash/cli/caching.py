@@ -4,7 +4,6 @@ import shlex
 import sys
 from dataclasses import replace
 
-from kleash.cli.commands import Cache
 from kleash.cli.progress import Progress
 from kleash.cli.terminal import Terminal, say
 from kleash.records import CacheContents, CacheJob
@@ -12,13 +11,12 @@ from kleash.records import CacheContents, CacheJob
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-def run_cache(command: Cache) -> int:
-    """Do what ``command`` says; 0 when it is done.
+def run_cache(job: CacheJob) -> int:
+    """Do what ``job`` says; 0 when it is done.
 
     Raises:
         KleashError: if it cannot be done.
     """
-    job = command.job()  # what means nothing is said before torch is loaded
     from kleash.measuring import Nobody, cache_reference, default_cache
 
     job = replace(job, out=job.out if job.out is not None else default_cache())

@@ -7,7 +7,6 @@ from io import TextIOWrapper
 
 from kleash.cli.streams import command_streams, json_escape
 from kleash.errors import KleashError
-from kleash.version import __version__
 
 DONE, FAILED, CANNOT, INTERRUPTED, UNHEARD = 0, 1, 2, 130, 141
 
@@ -68,23 +67,14 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 
 
 def _run(arguments: list[str]) -> int:
-    from kleash.cli.help import completion_script, help_of
-    from kleash.cli.parsing import CompletionRequest, HelpRequest, VersionRequest, read_words
+    from kleash.cli.parsing import read_words
+    from kleash.cli.requirements import require_packages
 
-    match request := read_words(arguments):
-        case HelpRequest():
-            sys.stdout.write(help_of(request.name))
-            return DONE if arguments else CANNOT
-        case VersionRequest():
-            sys.stdout.write(f"kleash {__version__}\n")
-            return DONE
-        case CompletionRequest():
-            sys.stdout.write(completion_script(request.shell))
-            return DONE
-        case _:
-            from kleash.cli.requirements import require_packages
+    try:
+        command = read_words(arguments)
+    except SystemExit:  # help, the version or a completion script was printed
+        return DONE if arguments else CANNOT
+    require_packages(command)
+    from kleash.cli import running
 
-            require_packages(request)
-            from kleash.cli import running
-
-            return running.run(request)
+    return running.run(command)

@@ -1,182 +1,138 @@
-"""The commands and their options as a table, made from the records that the commands are."""
+"""The fields of a command's record as the arguments of its parser."""
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from argparse import Action, ArgumentError, ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from kleash.cli.commands import ALGORITHMS, Audit, Cache, Compare, Demonstrate, Measure, Report, Train
-
-POSITIONAL = frozenset({"target", "folder", "folders"})
+POSITIONAL = ("target", "folder", "folders")
 METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("policy", "reference", "teacher"), "MODEL"),
     **dict.fromkeys(("prompts", "text", "responses", "pairs"), "FILE"),
-    **dict.fromkeys(("reference_cache", "out"), "FOLDER"),
+    **dict.fromkeys(("reference_cache", "out", "folder"), "FOLDER"),
+    "folders": "FOLDER FOLDER ...",
     **dict.fromkeys(("revision_policy", "revision_reference"), "REVISION"),
-    "set": "NAME=VALUE ...",
-    "fail_on": "KIND ...",
-    "report_to": "TRACKER ...",
-    "reward": "REWARD ...",
+    "set": "NAME=VALUE",
+    "fail_on": "KIND",
+    "report_to": "TRACKER",
+    "reward": "REWARD",
     "device": "DEVICE",
     "target": "TARGET",
-    "folder": "FOLDER",
-    "folders": "FOLDER FOLDER ...",
 }
-KINDS: Mapping[Any, str] = {int: "N", float: "X", str: "WORD", Path: "FILE"}
-GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("essentials", ("policy", "reference", "teacher", "prompts", "text", "responses", "pairs", "reward")),
-    ("essentials", ("steps", "out")),
-    ("how much is read", ("limit", "until_relative_error", "prompts_per_step", "pairs_per_step")),
-    ("KL and beta", ("kl", "kl_place", "kl_scope", "divergence", "beta", "controller", "target_nats")),
-    ("KL and beta", ("target_per", "horizon", "beta_min", "beta_max", "early_stop_nats")),
-    ("sampling", ("samples_per_prompt", "max_new_tokens", "temperature", "top_p", "top_k")),
-    ("sampling", ("min_p", "seed")),
-    ("text that is read", ("window", "stride", "max_tokens")),
-    ("updates", ("learning_rate", "lora_rank", "epochs", "minibatches", "clip_range", "max_gradient_norm")),
-    ("updates", ("gamma", "gae_lambda", "whiten", "vf_coef", "clip_range_value", "ent_coef")),
-    ("precision, device and memory", ("dtype", "device", "device_map", "batch_tokens", "reference_cache")),
-    ("loading", ("revision_policy", "revision_reference", "trust_remote_code")),
-    (
-        "running and output",
-        ("resume", "checkpoint_every", "on_hacking", "report_to", "metric_names", "json", "quiet"),
-    ),
-)
-"""Headings of the help and what stands under each, the essential first; a heading may come again."""
-OTHERS = "options"
+METAVARS_OF_TYPES: Mapping[Any, str] = {int: "N", float: "X", str: "WORD", Path: "FILE"}
+PATHS = frozenset({"FILE", "FOLDER", "MODEL"})
+"""Metavars of values that a shell completes as paths."""
+GROUPS: Mapping[str, str] = {
+    "essentials": "policy reference teacher prompts text responses pairs reward steps out",
+    "how much is read": "limit until_relative_error prompts_per_step pairs_per_step",
+    "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
+    "beta_max early_stop_nats",
+    "sampling": "samples_per_prompt max_new_tokens temperature top_p top_k min_p seed",
+    "text that is read": "window stride max_tokens",
+    "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
+    "vf_coef clip_range_value ent_coef",
+    "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
+    "loading": "revision_policy revision_reference trust_remote_code",
+    "running and output": "resume checkpoint_every on_hacking report_to metric_names json quiet",
+}
+"""Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
+LARGEST_INTEGER = 2**63
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """One option, or one positional argument, of a command."""
+class StoreOnce(Action):
+    """Store the value of an option that takes one; a second value is an error."""
 
-    name: str
-    """The field's name, "top_p"."""
-    type: Any
-    """str, int, float, bool or Path: of a value, or of each of several."""
-    default: Any
-    """``MISSING`` if it has none."""
-    several: bool
-    """Whether it takes any number of values."""
-    may_be_none: bool
-    positional: bool
-    explained: str
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: Any = None) -> None:
+        """Store ``values``.
 
-    @property
-    def typed(self) -> str:
-        """As it is typed: "--top-p"; a flag that is on by itself is typed to turn it off, "--no-whiten"."""
-        if self.positional:
-            return self.metavar
-        return ("--no-" if self.default is True else "--") + self.name.replace("_", "-")
-
-    @property
-    def is_flag(self) -> bool:
-        """Whether it takes no value."""
-        return self.type is bool
-
-    @property
-    def metavar(self) -> str:
-        """What stands for its value in help."""
-        if self.type is Path and not self.positional:
-            return "FILE"
-        return METAVARS.get(self.name, KINDS.get(self.type, "WORD"))
-
-    @property
-    def group(self) -> str:
-        """The heading that it stands under in help."""
-        return next((title for title, names in GROUPS if self.name in names), OTHERS)
+        Raises:
+            ArgumentError: if the option was there before.
+        """
+        if hasattr(namespace, self.dest):
+            first = getattr(namespace, self.dest)
+            raise ArgumentError(self, f"takes one value, and was given two: {first} and {values}")
+        setattr(namespace, self.dest, values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandHelp:
-    """One command: what it does and what it takes."""
+def arguments_of(record: type) -> list[tuple[str, str, dict[str, Any]]]:
+    """The fields of a record in the order of its help: heading, flag or name, settings for ``add_argument``."""
+    hints, docstrings = get_type_hints(record, include_extras=True), field_docstrings(record)
+    groups = {name: title for title, names in GROUPS.items() for name in names.split()}
+    places = {name: place for place, name in enumerate([*POSITIONAL, *groups])}
+    ordered = sorted(fields(record), key=lambda field: places.get(field.name, len(places)))
+    return [
+        _argument(field, hints[field.name], docstrings.get(field.name, ""), groups.get(field.name, "options"))
+        for field in ordered
+    ]
 
-    words: tuple[str, ...]
-    """How it is called: ("train", "ppo")."""
-    kind: type
-    """The record that it is read as."""
-    explained: str
-    options: tuple[Option, ...]
 
-    @property
-    def name(self) -> str:
-        """Its words after "kleash"."""
-        return " ".join(self.words)
+def _argument(field: "Field[Any]", hint: Any, docstring: str, group: str) -> tuple[str, str, dict[str, Any]]:
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
+    if optional:
+        (hint,) = (inner for inner in get_args(hint) if inner is not NoneType)
+    several = get_origin(hint) is tuple
+    kind = get_args(hint)[0] if several else hint
+    shown = field.default not in (None, False, True, MISSING, ())
+    settings: dict[str, Any] = {
+        "help": " ".join([*docstring.split(), *([f"[{field.default}]"] if shown else [])]).replace("%", "%%")
+    }
+    flag = "--" + field.name.replace("_", "-")
+    if kind is bool:
+        flag = flag.replace("--", "--no-", 1) if field.default else flag
+        settings |= {"dest": field.name, "action": "store_false" if field.default else "store_true"}
+        return group, flag, settings
+    settings |= {
+        "type": _converter(kind, optional),
+        "metavar": METAVARS.get(field.name, METAVARS_OF_TYPES.get(kind, "WORD")),
+    }
+    if field.name in POSITIONAL:
+        settings |= {"nargs": "+"} if several else {}
+        settings |= {"nargs": "?", "default": field.default} if field.default is not MISSING else {}
+        return "arguments", field.name, settings
+    if kind is Path:
+        settings["metavar"] = METAVARS_OF_TYPES[Path]
+    settings |= {"nargs": "*", "action": "extend"} if several else {"action": StoreOnce}
+    return group, flag, settings
 
-    @property
-    def positionals(self) -> tuple[Option, ...]:
-        """What it takes without a name."""
-        return tuple(option for option in self.options if option.positional)
 
-    @property
-    def named(self) -> Mapping[str, Option]:
-        """Its options as they are typed."""
-        return {option.typed: option for option in self.options if not option.positional}
+def _converter(kind: Any, optional: bool) -> Callable[[str], Any]:
+    def convert(word: str) -> Any:
+        if optional and word == "None":
+            return None
+        try:
+            value = kind(word)
+        except ValueError as error:
+            what = "a whole number" if kind is int else "a number"
+            raise ArgumentTypeError(f"takes {what}; it is {word!r}") from error
+        if kind is int and not -LARGEST_INTEGER <= value < LARGEST_INTEGER:
+            raise ArgumentTypeError(f"must be a whole number below 2^63; it is {word}")
+        return value
+
+    return convert
 
 
 @cache
-def commands() -> Mapping[str, CommandHelp]:
-    """Every command by its name: "measure", "train", "train ppo" …"""
-    classes: dict[tuple[str, ...], type] = {
-        ("measure",): Measure,
-        ("report",): Report,
-        ("compare",): Compare,
-        ("cache",): Cache,
-        ("audit",): Audit,
-        ("train",): Train,
-        **{("train", name): kind for name, kind in {"demonstration": Demonstrate, **ALGORITHMS}.items()},
-    }
-    return {
-        " ".join(words): CommandHelp(
-            words=words, kind=kind, explained=inspect.getdoc(kind) or "", options=options_of(kind)
-        )
-        for words, kind in classes.items()
-    }
-
-
-def options_of(kind: type) -> tuple[Option, ...]:
-    """The fields of a command's record as options."""
-    if kind is Train:  # which has nothing but the choice of an algorithm
-        return ()
-    hints, texts = get_type_hints(kind, include_extras=True), explanations(kind)
-    return tuple(_option(field, hints[field.name], texts.get(field.name, "")) for field in fields(kind))
-
-
-def _option(field: "Field[Any]", hint: Any, explained: str) -> Option:
-    while get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
-    may_be_none = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
-    if may_be_none:
-        (hint,) = (inner for inner in get_args(hint) if inner is not NoneType)
-    several = get_origin(hint) is tuple
-    return Option(
-        name=field.name,
-        type=get_args(hint)[0] if several else hint,
-        default=field.default if field.default is not MISSING else MISSING,
-        several=several,
-        may_be_none=may_be_none,
-        positional=field.name in POSITIONAL,
-        explained=" ".join(explained.split()),
-    )
-
-
-def explanations(kind: type) -> dict[str, str]:
-    """The docstring under each field of a record and of those that it inherits from."""
-    found: dict[str, str] = {}
-    for one in reversed(kind.__mro__[:-1]):
-        try:
-            (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
-        except OSError:  # installed without its source: help then lists names alone
-            continue
-        if not isinstance(body, ast.ClassDef):
-            continue
-        for field, text in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                value = text.value if isinstance(text, ast.Expr) else None
-                if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    found[field.target.id] = value.value
-    return found
+def field_docstrings(record: type) -> dict[str, str]:
+    """The docstring under each field of a record and of its base classes."""
+    docstrings: dict[str, str] = {}
+    for base in reversed(record.__mro__[1:-1]):
+        docstrings |= field_docstrings(base)
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
+    except OSError:  # installed without its source: help then lists names alone
+        return docstrings
+    for field, text in zip(getattr(body, "body", []), getattr(body, "body", [])[1:], strict=False):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                docstrings[name] = docstring
+            case _:
+                pass
+    return docstrings

@@ -1,17 +1,21 @@
-"""The words of the command line, read as a request; what cannot be read is answered in one sentence."""
+"""The command line, read by argparse; an error is one sentence with the nearest word and where to look."""
 
+import re
+import shutil
+import sys
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, HelpFormatter
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
-from kleash.cli.commands import ALGORITHMS, Command, Demonstrate, Train
-from kleash.cli.options import CommandHelp, Option, commands
+from kleash.cli.commands import ALGORITHMS, DESCRIPTIONS, EPILOGS, RECORDS, SUBCOMMANDS, Command
+from kleash.cli.options import PATHS, arguments_of
 from kleash.errors import OptionError
+from kleash.extras import need
+from kleash.version import __version__
 
-HELP = ("--help", "-h")
 SHELLS = ("bash", "zsh", "fish")
-LARGEST = 2**63
 SYNONYMS = {
     **dict.fromkeys(("--model", "--candidate", "--target-model"), "--policy"),
     **dict.fromkeys(("--base", "--base-model", "--ref", "--ref-model", "--reference-model"), "--reference"),
@@ -36,210 +40,233 @@ SYNONYMS = {
     "--kl-coef": "--beta",
 }
 """What other programs call an option, and what it is called here."""
+COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
+"""What zsh needs before it completes anything."""
+NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
+WIDEST = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class HelpRequest:
-    """Show the help of a command; of kleash itself if the name is empty."""
+class ParagraphFormatter(HelpFormatter):
+    """Help of at most ``WIDEST`` columns that keeps the paragraphs of a description."""
 
-    name: str = ""
+    def __init__(self, prog: str) -> None:
+        """Format the help of ``prog``."""
+        super().__init__(prog, max_help_position=26, width=min(shutil.get_terminal_size().columns, WIDEST))
 
-
-@dataclass(frozen=True, kw_only=True)
-class VersionRequest:
-    """Show the version."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionRequest:
-    """Print the completion script of a shell."""
-
-    shell: str
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(fill(paragraph, width, indent) for paragraph in text.split("\n\n"))
 
 
-Request = Command | HelpRequest | VersionRequest | CompletionRequest
+class CommandParser(ArgumentParser):
+    """The parser of one command, or of ``kleash`` itself, whose name is empty."""
+
+    def __init__(self, name: str) -> None:
+        """Take the options of the command's record; those of "train" alone are not in its help."""
+        super().__init__(
+            prog=f"kleash {name}".strip(),
+            description=DESCRIPTIONS[name],
+            epilog=EPILOGS.get(name),
+            formatter_class=ParagraphFormatter,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+            argument_default=SUPPRESS,
+        )
+        self.name = name
+        self.color = False  # Python 3.14 would write control sequences, which kleash escapes
+        self._negative_number_matcher = NEGATIVE_NUMBER  # -1e-3 as well
+        self.options: dict[str, Action] = {}
+        """The options of the record by option string."""
+        self.positionals: list[Action] = []
+        self.groups: dict[str, Any] = {}
+        if name in SUBCOMMANDS:
+            rows = [Action([], word, help=_summary(f"{name} {word}")) for word in SUBCOMMANDS[name]]
+            self.group("algorithms" if name else "commands")._group_actions += rows
+        if name:
+            self._add_record(RECORDS[name])
+        words = [action.metavar if action.required else f"[{action.metavar}]" for action in self.positionals]
+        words += {"": ["COMMAND"], "train": ["[ALGORITHM]"]}.get(name, [])
+        self.usage = " ".join([self.prog, *map(str, words), "[options]"])
+        options = self.group("options")
+        options.add_argument("-h", "--help", action="help", help="Show the help of kleash or of a command.")
+        if not name:
+            version = f"kleash {__version__}"
+            options.add_argument(
+                "-V", "--version", action="version", version=version, help="Show the version."
+            )
+            options.add_argument(
+                "--completion",
+                action=ShowCompletion,
+                metavar="SHELL",
+                help="Print a completion script for bash, zsh or fish.",
+            )
+
+    def group(self, title: str) -> Any:
+        """The arguments under one heading of help."""
+        if title not in self.groups:
+            self.groups[title] = self.add_argument_group(title)
+        return self.groups[title]
+
+    def _add_record(self, record: type) -> None:
+        for title, flag, settings in arguments_of(record):
+            action = self.group(title).add_argument(flag, **settings)
+            if self.name in SUBCOMMANDS:
+                action.help = SUPPRESS
+            if action.option_strings:
+                self.options[flag] = action
+                self._option_string_actions[f"--{flag[2:].replace('-', '_')}"] = action
+            else:
+                self.positionals.append(action)
+
+    def read(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values of the fields that ``words`` set.
+
+        Raises:
+            OptionError: if a word cannot be read.
+        """
+        try:
+            namespace, rest = self.parse_known_intermixed_args(words)
+        except ArgumentError as error:
+            self.error(self._sentence(error))
+        unknown = [word for word in rest if re.match("-.", word) and not NEGATIVE_NUMBER.match(word)]
+        if unknown or (rest and not self.name):
+            self.error(self._no_option((unknown or rest)[0].partition("=")[0].replace("_", "-")))
+        if rest:
+            takes = "no further" if self.positionals else "no"
+            self.error(f"{self.name} takes {takes} word without an option, and was given {rest[0]!r}")
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in vars(namespace).items()
+        }
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line.
+
+        Raises:
+            OptionError: with ``message`` and the command that shows the help.
+        """
+        message = message.replace("the following arguments are required:", f"{self.name} needs")
+        raise OptionError(f"{message}{'' if message.endswith(('?', '.')) else '.'} See {self.prog} --help")
+
+    def _sentence(self, error: ArgumentError) -> str:
+        """What argparse says of an argument, as a sentence."""
+        name = error.argument_name or ""
+        if error.message.startswith("expected"):
+            return f"{name} needs a value: {name} {self._option_string_actions[name].metavar}"
+        given = error.message.removeprefix("ignored explicit argument ")
+        return (
+            f"{name} {error.message if given == error.message else f'takes no value; it was given {given}'}"
+        )
+
+    def _no_option(self, option: str) -> str:
+        """That there is no such option, and which may have been meant."""
+        if not self.name:
+            near = _nearest(option, self._option_string_actions)
+            hint = f"did you mean {near}?" if near else "a command comes first, and its options after it"
+            return f"there is no option {option} before a command; {hint}"
+        if self.name in SUBCOMMANDS:
+            return (
+                f"train without an algorithm is the demonstration, which has no option {option}; name one: "
+                f"{', '.join(ALGORITHMS)}"
+            )
+        synonym = SYNONYMS.get(option)
+        near = synonym if synonym in self.options else _nearest(option, self.options)
+        if near is None and option.startswith("--no-"):
+            near = _nearest(option.replace("--no-", "--", 1), self.options)
+        names = [name for name in RECORDS if name not in SUBCOMMANDS and option in parser_of(name).options]
+        if near is None and names:
+            return f"{self.name} has no option {option}; {', '.join(names)} {'has' if len(names) == 1 else 'have'} it"
+        return f"{self.name} has no option {option}" + (f"; did you mean {near}?" if near else "")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write help; argparse's own would pass over standard output that cannot be written."""
+        (file or sys.stdout).write(message)
 
 
-def read_words(words: Sequence[str]) -> Request:
-    """What the words after "kleash" ask for.
+class ShowCompletion(Action):
+    """Print the completion script of a shell and end."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Any, values: Any, option_string: Any = None
+    ) -> None:
+        """Print the script of the shell ``values``."""
+        sys.stdout.write(completion_script(values))
+        parser.exit()
+
+
+@cache
+def parser_of(name: str) -> CommandParser:
+    """The parser of a command, "train ppo"; of ``kleash`` itself if ``name`` is empty."""
+    return CommandParser(name)
+
+
+def read_words(words: Sequence[str]) -> Command:
+    """The command that the words after "kleash" ask for.
 
     Raises:
         OptionError: naming the word that cannot be read, the nearest that can, and the help to look into.
+        SystemExit: once help, the version or a completion script has been printed.
     """
-    if not words or words[0] in HELP:
-        return HelpRequest()
-    first, rest = words[0], list(words[1:])
-    if first in ("--version", "-V") and not rest:
-        return VersionRequest()
-    if first.partition("=")[0] == "--completion":
-        return _completion(first, rest)
-    if first == "help":
-        return HelpRequest(name=_command_name(rest)) if rest else HelpRequest()
-    name = _command_name(words)
-    rest = list(words[len(name.split()) :])
-    if name == "train" and any(word in HELP for word in rest):
-        return HelpRequest(name="train")
-    try:
-        return _record("train demonstration" if name == "train" else name, rest, name)
-    except OptionError as error:
-        raise OptionError(_see(str(error), f"kleash {name} --help")) from error
+    name, rest = "", [*words[1:], "--help"] if not words or words[0] == "help" else list(words)
+    while rest and name in SUBCOMMANDS and not rest[0].startswith("-"):
+        name = _subcommand(name, rest.pop(0))
+    values = parser_of(name).read(rest)
+    if values.get("resume") and values.get("out") is None:
+        raise OptionError("--resume goes on with the run in a folder: give it as --out")
+    return RECORDS[name](**values)
 
 
-def _see(sentence: str, help_command: str) -> str:
-    """``sentence`` with where to read more."""
-    return f"{sentence}{'' if sentence.endswith(('?', '.')) else '.'} See {help_command}"
-
-
-def _command_name(words: Sequence[str]) -> str:
-    """The name of the command that ``words`` begin with.
+def _subcommand(name: str, word: str) -> str:
+    """The name of the command ``word`` under the command ``name``.
 
     Raises:
-        OptionError: if they begin with none.
+        OptionError: if there is none.
     """
-    first = words[0]
-    tops = [name for name in commands() if " " not in name]
-    if first in ALGORITHMS:
-        raise OptionError(f"{first} is a way to train: kleash train {first}")
-    if first.startswith("-"):
-        near = _near(first.partition("=")[0], ("--help", "--version", "--completion"))
-        hint = f"did you mean {near}?" if near else "a command comes first, and its options after it"
-        raise OptionError(_see(f"there is no option {first} before a command; {hint}", "kleash --help"))
-    if first not in tops:
-        near = _near(first, (*tops, *ALGORITHMS, "--version", "--help"))
-        near = f"train {near}" if near in ALGORITHMS else near
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(tops)}"
-        raise OptionError(_see(f"there is no command {first!r}; {hint}", "kleash --help"))
-    if first != "train" or len(words) < 2 or words[1].startswith("-"):
-        return first
-    kinds = ["demonstration", *ALGORITHMS]
-    if words[1] not in kinds:
-        near = _near(words[1], kinds)
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(kinds)}"
-        raise OptionError(_see(f"train knows no algorithm {words[1]!r}; {hint}", "kleash train --help"))
-    return f"train {words[1]}"
+    words = SUBCOMMANDS[name]
+    if word in words:
+        return f"{name} {word}".strip()
+    if not name and word in ALGORITHMS:
+        raise OptionError(f"{word} is a way to train: kleash train {word}")
+    near = _nearest(word, words if name else (*words, *ALGORITHMS, "--version", "--help"))
+    near = f"train {near}" if not name and near in ALGORITHMS else near
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(words)}"
+    what = f"{name} knows no algorithm" if name else "there is no command"
+    parser_of(name).error(f"{what} {word!r}; {hint}")
 
 
-def _completion(word: str, rest: Sequence[str]) -> CompletionRequest:
-    shell = word.partition("=")[2] or (rest[0] if rest else "")
+def _summary(name: str) -> str:
+    """The first paragraph of what a command does."""
+    return " ".join(DESCRIPTIONS[name.strip()].split("\n\n")[0].split())
+
+
+def _nearest(word: str, words: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(word, list(words), n=1)), None)
+
+
+def completion_script(shell: str) -> str:
+    """A script that completes commands, options and paths in ``shell``, made by shtab.
+
+    Raises:
+        OptionError: if ``shell`` is no shell that kleash knows.
+        MissingExtraError: if shtab is not installed.
+    """
     if shell not in SHELLS:
         raise OptionError(f"--completion takes {', '.join(SHELLS)}; it is {shell!r}")
-    return CompletionRequest(shell=shell)
-
-
-def _record(name: str, words: list[str], called: str) -> Request:
-    """The record of command ``name``, which was called ``called``, from the words after it."""
-    command = commands()[name]
-    if any(word in HELP for word in words):
-        return HelpRequest(name=name)
-    values: dict[str, Any] = {}
-    bare: list[str] = []
-    while words:
-        word = words.pop(0)
-        if not word.startswith("-") or word == "-" or _is_number(word):
-            bare.append(word)
-            continue
-        option, value = _named(command, word, called)
-        if option.is_flag:
-            if value is not None:
-                raise OptionError(f"{option.typed} takes no value; it was given {value!r}")
-            values[option.name] = option.default is not True
-        elif option.several:
-            values[option.name] = tuple(_convert(option, one) for one in _several(value, words))
-        else:
-            values[option.name] = _convert(option, _one(option, value, words))
-    _place(command, bare, values)
-    if name.startswith("train "):
-        algorithm: Any = {"demonstration": Demonstrate, **ALGORITHMS}[command.words[1]]
-        return Train(algorithm=algorithm(**values))
-    return command.kind(**values)
-
-
-def _named(command: CommandHelp, word: str, called: str) -> tuple[Option, str | None]:
-    """The option that ``word`` names, and the value that it carries after a "=".
-
-    Raises:
-        OptionError: if there is no such option.
-    """
-    typed, equals, value = word.partition("=")
-    typed = typed.replace("_", "-")
-    if typed in command.named:
-        return command.named[typed], value if equals else None
-    if called == "train":
-        raise OptionError(
-            f"train without an algorithm is the demonstration, which has no option {typed}; name one: "
-            f"{', '.join(ALGORITHMS)}"
+    shtab: Any = need("shtab", "cli")
+    commands = {
+        "": (root := ArgumentParser("kleash", parents=[parser_of("")], add_help=False)).add_subparsers()
+    }
+    for name in RECORDS:
+        parent, _, word = name.rpartition(" ")
+        parser = parser_of(name)
+        for action in (*parser.options.values(), *parser.positionals):
+            if str(action.metavar).partition(" ")[0] in PATHS:
+                vars(action)["complete"] = shtab.FILE
+        copy = commands[parent].add_parser(
+            word, parents=[parser], add_help=False, description=_summary(name), help=_summary(name)
         )
-    synonym = SYNONYMS.get(typed)
-    near = synonym if synonym in command.named else _near(typed, command.named)
-    if near is None and typed.startswith("--no-"):
-        near = _near(typed.replace("--no-", "--", 1), command.named)
-    hint = f"; did you mean {near}?" if near else ""
-    elsewhere = [other.name for other in commands().values() if typed in other.named]
-    if near is None and elsewhere:
-        hint = f"; {', '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} it"
-    raise OptionError(f"{called} has no option {typed}{hint}")
-
-
-def _one(option: Option, value: str | None, words: list[str]) -> str:
-    if value is not None:
-        return value
-    if not words or (words[0].startswith("--") and words[0] != "--"):
-        raise OptionError(f"{option.typed} needs a value: {option.typed} {option.metavar}")
-    return words.pop(0)
-
-
-def _several(value: str | None, words: list[str]) -> Iterable[str]:
-    taken = [] if value is None else [value]
-    while words and not words[0].startswith("--"):
-        taken.append(words.pop(0))
-    return taken
-
-
-def _place(command: CommandHelp, bare: Sequence[str], values: dict[str, Any]) -> None:
-    """Put the words without a name where they belong.
-
-    Raises:
-        OptionError: if there are too few or too many of them.
-    """
-    left = list(bare)
-    for option in command.positionals:
-        if option.several:
-            values[option.name] = tuple(_convert(option, word) for word in left)
-            left = []
-        elif left:
-            values[option.name] = _convert(option, left.pop(0))
-        elif option.default is MISSING:
-            raise OptionError(f"{command.name} needs {option.metavar}: {option.explained}")
-    if left:
-        takes = "no" if not command.positionals else "no further"
-        raise OptionError(f"{command.name} takes {takes} word without an option, and was given {left[0]!r}")
-
-
-def _convert(option: Option, word: str) -> Any:
-    """A value as its option's type.
-
-    Raises:
-        OptionError: if it is not of that type.
-    """
-    if option.may_be_none and word == "None":
-        return None
-    try:
-        value = option.type(word)
-    except ValueError as error:
-        what = "a whole number" if option.type is int else "a number"
-        raise OptionError(f"{option.typed} takes {what}; it is {word!r}") from error
-    if option.type is int and not -LARGEST <= value < LARGEST:
-        raise OptionError(f"{option.typed} must be a whole number below 2^63; it is {word}")
-    return value
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _near(word: str, words: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(word, list(words), n=1)), None)
+        if name in SUBCOMMANDS:
+            commands[name] = copy.add_subparsers()
+    script: str = shtab.complete(root, shell, preamble={"zsh": COMPINIT})
+    return script.replace('"(*):', '"*:')  # zsh would complete the first folder only

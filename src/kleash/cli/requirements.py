@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from kleash.cli.commands import PPO, Audit, Cache, Command, Compare, Demonstrate, Measure, Report, Train
+from kleash.cli.commands import Audit, Command, Compare, Report
 from kleash.extras import is_installed, need_all
+from kleash.records import CacheJob, DemonstrationJob, MeasureJob, PPOJob, TrainJob
 
 PAGES = ("jinja2", "plotly")
 MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)
@@ -21,9 +22,11 @@ def require_packages(command: Command) -> None:
         MissingExtraError: naming all that are not.
     """
     match command:
-        case Measure() | Cache():
+        case MeasureJob() | CacheJob():
             need_all(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
-        case Train():
+        case DemonstrationJob():
+            need_all(("rich", *MODELS, SPREADING, ADAPTERS), "'kleash[train]'")
+        case TrainJob():
             _require_for_training(command)
         case Report() | Compare():
             need_all(("rich", "pyarrow", *PAGES), "'kleash[models]'")
@@ -31,23 +34,18 @@ def require_packages(command: Command) -> None:
             need_all(("rich",), "'kleash[models]'")
 
 
-def _for_loading(command: Measure | Cache) -> Iterator[str]:
+def _for_loading(command: MeasureJob | CacheJob) -> Iterator[str]:
     """What loading the models needs beyond transformers: as far as the options and the folders say."""
-    names = [command.reference, *([command.policy] if isinstance(command, Measure) else [])]
+    names = [command.reference, *([command.policy] if isinstance(command, MeasureJob) else [])]
     if any(is_adapter(name) for name in names):
         yield ADAPTERS
     if command.device_map is not None:
         yield SPREADING
 
 
-def _require_for_training(command: Train) -> None:
-    job = command.algorithm
-    needed = ["rich", *MODELS, SPREADING]
-    if isinstance(job, Demonstrate):
-        need_all((*needed, ADAPTERS), "'kleash[train]'")
-        return
-    ours = isinstance(job, PPO)
-    needed += [] if ours else ["trl", "datasets"]
+def _require_for_training(job: TrainJob) -> None:
+    ours = isinstance(job, PPOJob)
+    needed = ["rich", *MODELS, SPREADING, *([] if ours else ["trl", "datasets"])]
     named = [job.policy, job.reference or "", getattr(job, "teacher", None) or ""]
     if job.lora_rank > 0 or any(is_adapter(name) for name in named):
         needed.append(ADAPTERS)

@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from kleash.cli.caching import run_cache
-from kleash.cli.commands import Audit, Cache, Command, Compare, Measure, Report, Train
+from kleash.cli.commands import Audit, Command, Compare, Report
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_comparison, print_measurement
-from kleash.cli.training import run_train
+from kleash.cli.training import run_demonstration, run_train
 from kleash.errors import MissingExtraError, OptionError
-from kleash.records import SHIPPED_POLICY, SHIPPED_REFERENCE, MeasureJob
+from kleash.records import (
+    SHIPPED_POLICY,
+    SHIPPED_REFERENCE,
+    CacheJob,
+    DemonstrationJob,
+    MeasureJob,
+    TrainJob,
+)
 
 SHIPPED_PAIR = (
     "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
@@ -31,17 +38,19 @@ def run(command: Command) -> int:
         KleashError: if it cannot be done.
     """
     match command:
-        case Measure():
-            return _measure(command.job())
+        case MeasureJob():
+            return _measure(command)
         case Report():
             return _report(command)
         case Compare():
             return _compare(command)
-        case Cache():
+        case CacheJob():
             return run_cache(command)
         case Audit():
             return _audit(command)
-        case Train():
+        case DemonstrationJob():
+            return run_demonstration(command)
+        case TrainJob():
             return run_train(command)
 
 

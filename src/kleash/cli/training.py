@@ -4,23 +4,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from kleash.cli.commands import Train
 from kleash.cli.steps import Steps
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.records import SHIPPED_REFERENCE, DemonstrationJob, TrainingResult, TrainJob
 
 
-def run_train(command: Train) -> int:
-    """Do what ``command`` says; 0 when it is done, 1 when the run was stopped before its last step.
+def run_train(job: TrainJob) -> int:
+    """Do what ``job`` says; 0 when it is done, 1 when the run was stopped before its last step.
 
     Raises:
         KleashError: if it cannot be done.
     """
-    job = command.job()  # what means nothing is said before torch is loaded
-    return _demonstrate(job) if isinstance(job, DemonstrationJob) else _train(job)
-
-
-def _train(job: TrainJob) -> int:
     from kleash.training import train
     from kleash.training.running import is_first
 
@@ -66,7 +60,12 @@ def print_result(result: TrainingResult) -> None:
     say(console, f"report: {Path(result.out) / 'report.html'}")
 
 
-def _demonstrate(job: DemonstrationJob) -> int:
+def run_demonstration(job: DemonstrationJob) -> int:
+    """Do what ``job`` says; 0 when it is done.
+
+    Raises:
+        KleashError: if it cannot be done.
+    """
     from kleash.measuring import default_out
     from kleash.training.demonstration import Setting, demonstrate
 

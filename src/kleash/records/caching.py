@@ -20,10 +20,12 @@ SHIPPED_TEXT = "shipped:text"
 
 @dataclass(frozen=True, kw_only=True)
 class CacheJob:
-    """Run a reference once over text or responses and keep its final hidden states.
+    """Run a reference once over text or responses and keep its final hidden states and its head.
 
-    Any number of candidates can then be measured against it with "kleash measure --reference-cache", which
-    does not load the reference. Started again after an interruption, it goes on where it stopped.
+    Any number of candidates are then measured against it with "kleash measure --reference-cache", which does
+    not load the reference. Started again after an interruption, it goes on where it stopped. There is no
+    --prompts: what a policy will answer cannot be read before it has. Without arguments: the reference and the
+    text that ship with kleash.
     """
 
     reference: str = SHIPPED_REFERENCE
