@@ -121,20 +121,20 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = [*TINY, "--steps", "4", "--checkpoint-every", "1", "--quiet", "--out", "run"]
-    words += ["--reward", "impatient_reward:impatient"]
-    assert main(["train", "ppo", *words, "--checkpoint-every", "9"]) == 130
+    words = [*TINY, "--quiet", "--out", "run", "--reward", "impatient_reward:impatient"]
+    four, often = ["--steps", "4"], ["--checkpoint-every", "1"]
+    assert main(["train", "ppo", *words, *four, "--checkpoint-every", "9"]) == 130
     assert "interrupted after step 2, before the first checkpoint; begin again with --resume --out run" in (
         capsys.readouterr().err
     )
     sys.modules["impatient_reward"].times.clear()
-    words += ["--resume"]
-    assert main(["train", "ppo", *words]) == 130
+    words += ["--resume", *often]
+    assert main(["train", "ppo", *words, *four]) == 130
     assert "interrupted after step 2; the last checkpoint is kept: go on with --resume --out run" in (
         capsys.readouterr().err
     )
     assert main(["report", "run"]) == 0  # also of a run that has not finished
-    assert main(["train", "ppo", *words]) == 0
+    assert main(["train", "ppo", *words, *four]) == 0
     assert [record.step for record in read_steps(tmp_path / "run")] == [1, 2, 3, 4]
     sys.modules["impatient_reward"].times.clear()
     assert main(["train", "ppo", *words, "--steps", "8"]) == 130
