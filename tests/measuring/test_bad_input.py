@@ -27,9 +27,10 @@ def failing(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixtu
 
     def run(*words: object, policy: Path | None = None, reference: Path | None = None) -> str:
         models = ["--policy", policy or pair[0], "--reference", reference or pair[1]]
-        out = ["--out", tmp_path / "run", "--max-new-tokens", 4, "--quiet"]
+        out = [] if "--out" in words else ["--out", tmp_path / "run"]
+        options = [*models, *out, "--max-new-tokens", 4, "--quiet", *words]
         capsys.readouterr()
-        assert main(["measure", *map(str, [*models, *out, *words])]) == 2
+        assert main(["measure", *map(str, options)]) == 2
         said = capsys.readouterr()
         assert said.out == "" and said.err.startswith("kleash: ") and said.err.count("\n") == 1, said.err
         return said.err.removeprefix("kleash: ").strip()
