@@ -194,7 +194,7 @@ def difference(before: Any, after: Any) -> str | None:
     largest, most_relative = np.nanmax(distance, initial=0), np.nanmax(relative, initial=0)
     return (
         f"{np.count_nonzero(distance)} of {old.size} {kind} differ, by up to {largest:.3g} "
-        f"(relative {most_relative:.3g}), e.g. {old[where]!r} -> {new[where]!r}"
+        f"(relative {most_relative:.3g}), e.g. {float(old[where])!r} -> {float(new[where])!r}"
     )
 
 

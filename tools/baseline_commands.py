@@ -37,7 +37,13 @@ TRAINING: Mapping[str, list[str]] = {
     "distill": ["distill", *ONLINE_RUN, "--teacher", "shipped:reference"],
 }
 TRL_RUNS = ("grpo", "rloo", "dpo", "distill")
-AUDITS: Mapping[str, str] = {"kleash:kl_loss": "kleash", "verl:low_var_kl": "verl", "trl:grpo_plain": "trl"}
+AUDITS: Mapping[str, str] = {
+    "kleash:kl_loss": "kleash",
+    "kleash:linear_kl": "kleash",
+    "verl:low_var_kl": "verl",
+    "openrlhf:reward_k1": "openrlhf",
+    "trl:grpo_plain": "trl",
+}
 """Audited cases, and the package that each of them needs."""
 
 
