@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
@@ -186,3 +186,17 @@ def check_tensor(name: str, value: Tensor, allowed: Expected) -> None:
         raise ShapeError(f"{what}; give truth values")
     if value.dtype == torch.bool and allowed.integer and not allowed.boolean:
         raise ShapeError(f"{what}; give integers")
+
+
+def check_reward_order(name: str, returned: object) -> None:
+    """Raise for what a reward function returned if its numbers are in no order of the responses, or if it is text.
+
+    Raises:
+        CannotRunError: for a mapping, a set or text.
+    """
+    kind = type(returned).__name__
+    if isinstance(returned, Mapping | Set | str | bytes | bytearray):
+        raise CannotRunError(
+            f"the reward {name} returned a {kind}; it must return a sequence of numbers, one for "
+            "each response in the order of the responses"
+        )

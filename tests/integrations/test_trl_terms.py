@@ -1,6 +1,7 @@
 """The KL that TRL's trainers train, against dense recomputation and against TRL's own code."""
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tiny_models import save_tiny
 from trl_batches import batch, counted, gradients, logged, make, moved, score, whole_logp
 
-from kleash.errors import OptionError, UnknownNameError
+from kleash.errors import CannotRunError, OptionError, UnknownNameError
 
 pytestmark = [
     pytest.mark.peers("trl"),
@@ -249,6 +250,64 @@ def test_rloo_charges_its_kl_once(rloo, place):
     assert kl.abs().min() > 1e-3 and ("kleash_reference_hidden" in output) is (place == "loss")
     if place == "reward":
         assert logged(trainer, "kl") == pytest.approx(kl.mean().item(), rel=1e-4)
+
+
+def as_dict(completions, **_):
+    return {at: len(text) for at, text in enumerate(completions)}
+
+
+async def as_dict_later(completions, **_):
+    return as_dict(completions)
+
+
+class AsDict:
+    __name__ = "as_dict"
+
+    async def __call__(self, completions, **_):
+        return as_dict(completions)
+
+
+def as_set(completions, **_):
+    return {float(at) for at, _ in enumerate(completions)}
+
+
+def as_values(completions, **_):
+    return as_dict(completions).values()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("beta", [0.3, 0.0])
+@pytest.mark.parametrize(
+    "function", [as_dict, as_set, as_dict_later, AsDict(), partial(as_dict_later)],
+    ids=["dict", "set", "async", "async object", "async partial"],
+)  # fmt: skip
+def test_a_reward_that_returns_a_dict_is_refused(grpo, rloo, kind, beta, function):
+    """TRL iterates over it: its keys, the places of the responses here, would be the rewards."""
+    made = grpo if kind == "grpo" else rloo
+    trainer = made(reward_funcs=[score, function], config_of={"beta": beta})
+    given = list(trainer.reward_funcs)
+    what = "set" if function is as_set else "dict"
+    with pytest.raises(
+        CannotRunError, match=rf"the reward as_\w+ returned a {what}; it must return a sequence"
+    ):
+        trainer._generate_and_score_completions([{"prompt": "she counted"}] * 4)
+    assert trainer.reward_funcs == given
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_rewards_in_order_stay_as_they_are(grpo, rloo, kind):
+    """Lists, values of a dict, generators, and what is awaited."""
+
+    async def later(completions, **_):
+        return score(completions)
+
+    functions = [score, as_values, later, lambda completions, **_: (None for _ in completions)]
+    trainer = (grpo if kind == "grpo" else rloo)(reward_funcs=functions)
+    texts = ["a", "bb", "abc", "abcd"]
+    given = [{"prompt": "she counted"}] * 4, ["she counted"] * 4, texts, [[1]] * 4
+    found = trainer._calculate_rewards(*given)
+    exact = torch.tensor([score(texts), [1.0, 2.0, 3.0, 4.0], score(texts), [torch.nan] * 4]).T
+    torch.testing.assert_close(found, exact, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from kleash.models import (
 )
 from kleash.records import MeasureJob
 
-BUFFER_BYTES = 96 * 2**20
-"""For the logits of a chunk of tokens: with what reading and writing files takes, a run stays within 256 MB
+CPU_BUFFER_BYTES = 96 * 2**20
+"""For the logits of a chunk of tokens on a CPU: with what reading and writing files takes, a run stays within 256 MB
 beside the models and a batch."""
 
 
@@ -87,7 +87,7 @@ class LocalEngine:
             sequences,
             temperature=self.temperature,
             batch_tokens=self.job.batch_tokens,
-            options=LinearOptions(buffer_bytes=BUFFER_BYTES),
+            options=LinearOptions(buffer_bytes=self._buffer_bytes),
             cache=self.cache,
             top=self.top,
         )
@@ -120,6 +120,11 @@ class LocalEngine:
         return score_in_float32(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
+
+    @property
+    def _buffer_bytes(self) -> int | None:
+        """Memory for the logits of a chunk; None, on a GPU, is chosen by the linear functions from what is free."""
+        return CPU_BUFFER_BYTES if self.pair.policy.device.type == "cpu" else None
 
     def _answer(self, prompts: Sequence[Prompt]) -> list[TokenSequence]:
         job = self.job

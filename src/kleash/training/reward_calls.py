@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
+from kleash.arguments import check_reward_order
 from kleash.errors import CannotRunError, NonFiniteError, OptionError, ShapeError
 from kleash.training.reward_models import Dialogue
 
@@ -198,7 +199,7 @@ def _returned(spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Seq
     process = os.getpid()
     try:
         found = of(dialogues)
-        _require_order(spec, found)
+        check_reward_order(spec, found)
         values = found.tolist() if hasattr(found, "tolist") else found  # a tensor may carry a gradient
         if hasattr(values, "__len__"):
             return list(values)
@@ -217,15 +218,6 @@ def _returned(spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Seq
             )
             sys.stderr.flush()
             os._exit(1)
-
-
-def _require_order(spec: str, found: Any) -> None:
-    """Refuse what holds its numbers in no order of the responses, or is text."""
-    if isinstance(found, Mapping | Set | str | bytes | bytearray):
-        raise CannotRunError(
-            f"the reward {spec} returned a {type(found).__name__}; it must return a sequence of numbers, one for each "
-            "response in the order of the responses"
-        )
 
 
 def _number(spec: str, dialogue: Dialogue, value: Any) -> float | None:

@@ -49,9 +49,7 @@ class GRPOLeash(OwnKL):
 
     scale_rewards: Any
     multi_objective_aggregation: Any
-    reward_funcs: list[Any]
     reward_processing_classes: list[Any]
-    reward_func_names: list[str]
     reward_weights: Tensor
     loss_type: str
     use_vllm: bool

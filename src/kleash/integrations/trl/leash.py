@@ -1,5 +1,8 @@
 """What GRPO and RLOO have in common: the KL term beside TRL's own loss."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kleash.arguments import check_reward_order
 from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.estimators.weights import ImportanceWeights
@@ -34,6 +38,31 @@ class Share:
     """Tokens that the importance weights leave, as a share of all; None without weights."""
 
 
+def ordered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function of TRL's that raises where its numbers are in no order of the responses; models as they are.
+
+    Raises:
+        CannotRunError: when it is called and returns a mapping, a set or text.
+    """
+    if isinstance(function, torch.nn.Module):
+        return function
+
+    def checked(returned: Any) -> Any:
+        check_reward_order(name, returned)
+        return returned
+
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__):
+
+        async def awaited(*given: Any, **named: Any) -> Any:
+            return checked(await function(*given, **named))
+
+        return awaited
+    return lambda *given, **named: checked(function(*given, **named))
+
+
 class OwnKL(Catching):
     """In front of one of TRL's trainers: takes over its KL.
 
@@ -44,6 +73,8 @@ class OwnKL(Catching):
     """
 
     _metrics: Any
+    reward_funcs: list[Any]
+    reward_func_names: list[str]
 
     # More arguments than elsewhere: they are options of a trainer, all by name, before those of TRL's own.
     def __init__(
@@ -74,6 +105,19 @@ class OwnKL(Catching):
         note_what_does_nothing(self._wanted, self)
         if self.beta != 0 and self._wanted.exact:
             self._readings()
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Tensor:
+        """TRL's; a reward function that returns a dict is refused, whose keys TRL would take for the rewards."""
+        parent: Any = super()
+        functions = self.reward_funcs
+        names = self.reward_func_names
+        self.reward_funcs = [ordered(name, each) for name, each in zip(names, functions, strict=True)]
+        try:
+            return parent._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = functions
 
     @property
     def _loss_type(self) -> str:
