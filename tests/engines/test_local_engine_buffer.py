@@ -1,0 +1,62 @@
+"""The memory that a measurement gives to the logits of a chunk: fixed on a CPU, chosen by the device on a GPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_pair
+
+from kleash.engines import LocalEngine, Shard, local
+from kleash.linear import LinearOptions
+from kleash.models import TokenSequence, load_pair, score
+from kleash.records import MeasureJob
+
+SEQUENCES = tuple(
+    TokenSequence(
+        prompt_id=n, sample_id=0, prompt_ids=(3, 5, 7 + n), response_ids=tuple(range(10, 40 + n)),
+        prompt_text="p", response_text="r",
+    )
+    for n in range(6)
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    policy, reference = tiny_pair(tmp_path_factory.mktemp("pair"))
+    return load_pair(str(policy), str(reference))
+
+
+@pytest.fixture
+def options_of(monkeypatch, pair):
+    """The options with which the engine scores a pair whose policy lies on a device."""
+
+    def found(device):
+        seen = []
+        monkeypatch.setattr(
+            local,
+            "score",
+            lambda *given, **named: seen.append(named["options"]) or score(pair, *given[1:], top=5),
+        )
+        there = replace(pair, policy=replace(pair.policy, device=torch.device(device)))
+        LocalEngine(pair=there, job=MeasureJob()).run(Shard(index=0, sequences=SEQUENCES))
+        return seen[0]
+
+    return found
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_a_gpu_s_free_memory_decides_and_a_cpu_has_96_mib(options_of):
+    """At 96 MiB a chunk has 80 tokens of 151 936 words, for each of which a GPU would read all weights."""
+    assert options_of("cuda").buffer_bytes is None
+    assert options_of("cpu").buffer_bytes == 96 * 2**20
+
+
+def test_on_a_cpu_the_numbers_do_not_depend_on_the_memory_for_a_chunk(pair):
+    """Bit for bit, down to chunks of a few tokens."""
+    engine = LocalEngine(pair=pair, job=MeasureJob()).run(Shard(index=0, sequences=SEQUENCES)).tokens
+    for buffer_bytes in (None, 2**16):
+        found = score(pair, SEQUENCES, options=LinearOptions(buffer_bytes=buffer_bytes))
+        for name, numbers in found.items():
+            assert np.array_equal(engine[name], numbers, equal_nan=True), name
+    assert engine["kl_policy_reference"].min() > 0
