@@ -3,13 +3,15 @@
 Prompts differ lognormally, samples of one prompt differ lognormally around it, and samples are of different
 lengths. The truth is 1 nat per token. Each cell of the table is the share of simulated measurements whose
 interval holds it, for three intervals: plain (1.96 standard errors, every sample taken to be independent),
-clustered (1.96 cluster-robust standard errors), and kleash's.
+clustered (1.96 cluster-robust standard errors), and kleash's. ``tools/make_uncertainty_page.py`` writes the tables of
+docs/uncertainty.md from the stored result.
 """
 
 import argparse
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,11 @@ from kleash.uncertainty import CoarseCounts, Estimate, ratio_of_many
 
 CLUSTERS = (8, 16, 32, 64, 128, 512)
 SAMPLES = (1, 4, 16)
+SPREAD = 1.0
+"""Log standard deviation of the prompts in the first table."""
 SPREADS = (0.5, 1.5)
+"""Those of the second, with 4 samples per prompt."""
+NAMES = ("plain", "clustered", "kleash")
 SAMPLE_SPREAD = 0.5
 TOKENS = (16, 128)
 LEVELS = (0.5, 0.9, 0.99)
@@ -101,18 +107,30 @@ def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
     }
 
 
-def show(rows: list[dict[str, Any]], samples: tuple[int, ...]) -> None:
-    """The table as it stands in the documentation: coverage in percent."""
-    names = ("plain", "clustered", "kleash")
-    print("| clusters |", " | ".join(f"{name}, {m}" for name in names for m in samples), "|")
-    print("|---" * (1 + len(names) * len(samples)) + "|")
+def tables(figures: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/uncertainty.md by name: coverage in percent, by clusters."""
+    rows: list[dict[str, Any]] = figures["means"]
+    middle = [one for one in rows if one["spread"] == SPREAD]
+    others = [one for one in rows if one["spread"] != SPREAD]
+    columns = [(f"{name}, {m}", name, m) for name in NAMES for m in SAMPLES]
+    by_spread = [(f"{name}, {spread}", name, spread) for spread in SPREADS for name in NAMES]
+    return {
+        "coverage": table(middle, "samples", columns),
+        "coverage of other spreads": table(others, "spread", by_spread),
+    }
+
+
+def table(rows: list[dict[str, Any]], key: str, columns: Sequence[tuple[str, str, float]]) -> str:
+    """A row for each number of clusters; a column is a heading, an interval and the value of ``key``."""
+    lines = [
+        f"| clusters | {' | '.join(heading for heading, _, _ in columns)} |",
+        "|---" * (1 + len(columns)) + "|",
+    ]
     for clusters in dict.fromkeys(row["clusters"] for row in rows):
-        mine = {row["samples"]: row["coverage"] for row in rows if row["clusters"] == clusters}
-        print(
-            f"| {clusters} |",
-            " | ".join(f"{100 * mine[m][name]:.1f}" for name in names for m in samples),
-            "|",
-        )
+        mine = {row[key]: row["coverage"] for row in rows if row["clusters"] == clusters}
+        cells = (f"{100 * mine[value][name]:.1f}" for _, name, value in columns)
+        lines.append(f"| {clusters} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -124,23 +142,9 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.perf_counter()
     size, seed = options.measurements, options.seed
-    main_rows = [cell(clusters, samples, 1.0, size, seed) for clusters in CLUSTERS for samples in SAMPLES]
-    print(
-        f"Coverage in percent, by samples per prompt; log standard deviation of the prompts 1, {size} measurements"
-    )
-    show(main_rows, SAMPLES)
-    other_rows: list[dict[str, Any]] = []
-    for spread in SPREADS:
-        rows = [cell(clusters, 4, spread, size, seed) for clusters in CLUSTERS]
-        print(f"\nThe same with {spread} and 4 samples")
-        show(rows, (4,))
-        other_rows += rows
+    means = [cell(clusters, samples, SPREAD, size, seed) for clusters in CLUSTERS for samples in SAMPLES]
+    means += [cell(clusters, 4, spread, size, seed) for spread in SPREADS for clusters in CLUSTERS]
     quantiles = [quantile_row(clusters, size // 10, seed) for clusters in (32, 128, 512)]
-    print(f"\nQuantiles, {TOKENS_PER_CLUSTER} tokens per prompt, {size // 10} measurements")
-    for row in quantiles:
-        print(
-            f"{row['clusters']:5d}", {level: f"{100 * share:.1f}" for level, share in row["coverage"].items()}
-        )
     figures = {
         "what": "share of simulated measurements whose 95 % interval holds the truth",
         "numpy": np.__version__,
@@ -149,9 +153,16 @@ def main() -> None:
         "sample_spread": SAMPLE_SPREAD,
         "tokens_per_sample": TOKENS,
         "seconds": round(time.perf_counter() - begun, 1),
-        "means": main_rows + other_rows,
+        "means": means,
         "quantiles": quantiles,
     }
+    for name, text in tables(figures).items():
+        print(f"{name}, in percent, {size} measurements\n{text}")
+    print(f"Quantiles, {TOKENS_PER_CLUSTER} tokens per prompt, {size // 10} measurements")
+    for row in quantiles:
+        print(
+            f"{row['clusters']:5d}", {level: f"{100 * share:.1f}" for level, share in row["coverage"].items()}
+        )
     print(f"\n{write_result('coverage', figures)}")
 
 
