@@ -1,0 +1,121 @@
+"""The rules of ``check_names.py`` as tables: words that name nothing, old names, and what is exempt with its reason."""
+
+from typing import NamedTuple
+
+STOP_WORDS = frozenset(
+    (
+        *("found", "said", "told", "given", "asked", "kept", "held", "own", "apart"),
+        *("wanted", "one", "others", "theirs", "together", "here"),
+    )
+)
+"""Participles and pronouns that say nothing standing alone."""
+NOUNS = frozenset(
+    ("embedding", "encoding", "finding", "padding", "rounding", "seed", "setting", "speed", "string", "token")
+)
+"""Words in -ed, -en and -ing that are nouns of the field."""
+FORBIDDEN_MODULES = frozenset({"common", "utils", "running"})
+SHARED_ROLES = {
+    "api": "a package's public functions",
+    "reference": "the plain implementation that others are compared with",
+    "compat": "what is patched in a framework, and the versions known",
+}
+"""Module names that several packages may have, since the module does the same for each."""
+SHORTEST, LONGEST = 60, 400
+"""Lines of a module below which it needs a reason, and above which it is to be looked at."""
+MOST_EXEMPTIONS = 40
+
+
+class OldName(NamedTuple):
+    """A name that was replaced and must not come back."""
+
+    old: str
+    new: str
+    kind: str = "name"
+    """"module", "class", or "name": any function, argument, variable or attribute."""
+    package: str = ""
+    """The top-level package that it is about; all if empty."""
+
+
+OLD_NAMES = (
+    OldName("doubts", "warnings"),
+    OldName("doubts", "warnings", "module"),
+    OldName("StepWarning", "HackingAlert", "class"),
+    OldName("Watcher", "ProgressReporter", "class"),
+    OldName("Nobody", "NullProgressReporter", "class"),
+    OldName("Sequence", "TokenSequence", "class"),
+    OldName("words", "vocab_size", "name", "linear"),
+    OldName("lean", "kl_fast", "module", "linear"),
+    OldName("lean", "kl_fast", "name", "linear"),
+    OldName("rows", "row_statistics", "module", "linear"),
+    OldName("careful", "fallback", "module", "linear"),
+    OldName("keeping", "forward_saved", "module", "linear"),
+    OldName("pulling", "objective_grad", "module", "linear"),
+    OldName("record_rows", "divergence_rows", "module", "linear"),
+    OldName("room", "buffers", "name", "linear"),
+    OldName("Room", "Buffers", "name", "linear"),
+    OldName("ROOMS", "NUM_BUFFERS", "name", "linear"),
+    OldName("Formed", "ValueAndGrad", "class", "linear"),
+    OldName("Judged", "ObjectiveResult", "class", "linear"),
+    OldName("across", "vocab_shards", "module", "linear"),
+    OldName("across", "vocab_shards", "name", "linear"),
+    OldName("Alone", "LocalVocab", "class", "linear"),
+    OldName("Ranks", "ShardedVocab", "class", "linear"),
+    OldName("highest", "all_reduce_max", "name", "linear"),
+    OldName("added", "all_reduce_sum", "name", "linear"),
+    OldName("earliest", "argmax", "name", "linear"),
+    OldName("put_", "scatter_add_local_", "name", "linear"),
+    OldName("met", "exchange_specs", "name", "linear"),
+    OldName("ledger", "sequence_clusters", "module", "measuring"),
+    OldName("tally", "cluster_sums", "module", "measuring"),
+    OldName("ladder", "token_quantiles", "module", "measuring"),
+    OldName("aftermath", "rescoring", "module", "measuring"),
+    OldName("sides", "model_pair", "module", "measuring"),
+    OldName("worst", "largest_drift", "module", "measuring"),
+    OldName("scales", "units", "module", "measuring"),
+    OldName("comparing", "comparison", "module", "measuring"),
+    OldName("bits", "float_keys", "module", "uncertainty"),
+    OldName("refining", "quantile_passes", "module", "uncertainty"),
+    OldName("strays", "t_statistics", "name", "uncertainty"),
+    OldName("HeldLeash", "StatefulController", "class"),
+    OldName("take_up", "load_state", "name"),
+    OldName("steer", "update", "name", "leash"),
+    OldName("take_back_result", "unlink_result", "name"),
+    OldName("Subject", "AuditedFunction", "class", "auditing"),
+    OldName("subject", "function, or a noun of its own", "module", "auditing"),
+    OldName("worlds", "toy_distributions", "module", "auditing"),
+    OldName("situations", "inputs", "module", "auditing"),
+    OldName("looker", "probe", "name", "auditing"),
+    OldName("course", "scan_result", "name", "auditing"),
+    OldName("Ranks", "ProcessGroup", "class", "training"),
+    OldName("Trainee", "ActorCritic", "class", "training"),
+    OldName("speaker", "sampler", "name", "training"),
+    OldName("Said", "RewardSignals", "class", "training"),
+    OldName("price", "scaled_beta", "name", "training"),
+    OldName("led_to", "next_kl", "name", "training"),
+    OldName("Watch", "HackingMonitor", "class"),
+    OldName("Journal", "RunLog", "class"),
+    OldName("Progress", "TrainingState", "class", "training"),
+)
+
+
+class Exemption(NamedTuple):
+    """A hit that is right as it is."""
+
+    rule: str
+    """"stop-word", "old-name", "class-twice" or "module-twice"."""
+    name: str
+    where: str
+    """The path of the file, or the folder that all hits lie in."""
+    reason: str
+
+
+EXEMPTIONS: tuple[Exemption, ...] = ()
+"""At most 40; one that exempts nothing is an error."""
+SHORT_MODULES: dict[str, str] = {
+    "src/kleash/__main__.py": "python -m kleash",
+    "src/kleash/version.py": "the build reads the version from it",
+    "src/kleash/registry.py": "one function that every table is read by",
+    "src/kleash/precision.py": "one rule that every floor takes its dtype from",
+    "src/kleash/errors.py": "every exception, and nothing else, below everything",
+}
+"""Modules of fewer than 60 lines, with the reason why each stands alone."""
