@@ -77,7 +77,7 @@ def rounding() -> dict[str, Any]:
 def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     """The ratio of scoring with the cache to scoring without it."""
     from kleash.measuring import CacheJob, cache_reference
-    from kleash.measuring.shards import plan
+    from kleash.measuring.shards import plan_shards
     from kleash.models import Loading, StoredReference, load_beside, load_pair, score
     from kleash.records import MeasureJob
 
@@ -94,7 +94,7 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     )
     beside = replace(beside, policy=whole.policy)  # one copy in memory is enough
     job = MeasureJob(policy=policy, reference=reference, text=str(source), window=256, batch_tokens=1024)
-    shards = list(plan(job, whole).shards)
+    shards = list(plan_shards(job, whole).shards)
     found: dict[str, Any] = {}
 
     def scored(name: str, pair: Any) -> None:

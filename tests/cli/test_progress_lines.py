@@ -30,13 +30,13 @@ def lines_of(sequences: int, seconds_each: float, *, total: bool = True, termina
     clock, file = Clock(), StringIO()
     console = Console(file=file, force_terminal=terminal, width=100)
     with Progress(console=console, clock=clock) as progress:
-        progress.planned(sequences if total else None)
+        progress.set_total(sequences if total else None)
         for _ in range(sequences):
             clock.now += seconds_each / 2
-            progress.generated(50)
+            progress.add_generated(50)
             clock.now += seconds_each / 2
-            progress.scored(1, 50)
-            progress.shard_written(number())
+            progress.add_scored(1, 50)
+            progress.update_kl(number())
     return file.getvalue()
 
 

@@ -438,7 +438,7 @@ def test_a_full_disk_keeps_what_was_finished(
     words = ["cache", *options(reference=pair[1], text=text, out=out, **WINDOWS)]
     line = said(capsys, *words)
     assert line == (
-        f"no space is left in {out}; what was finished is kept: free some space and give the same command again "
+        f"no space is left in {out}; finished shards are on disk: free some space and run the same command again "
         f"with --out {out}"
     )
     assert len(list(out.glob("part-*"))) == 1 and not list(out.glob(".writing*"))

@@ -90,7 +90,9 @@ def test_ctrl_c_says_how_to_go_on(pair: tuple[Path, Path], prompts: Path, tmp_pa
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error.strip() == f"kleash: interrupted; what was finished is kept: go on with --resume --out {out}"
+    assert (
+        error.strip() == f"kleash: interrupted; finished shards are on disk: resume with --resume --out {out}"
+    )
 
 
 def test_other_settings_are_refused_by_name(

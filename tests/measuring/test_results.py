@@ -14,7 +14,7 @@ from kleash.cli import main
 from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
-from kleash.measuring.shards import given_sequences
+from kleash.measuring.shards import source_sequences
 from kleash.models import Model, Pair, TokenSequence, load_pair, token_texts
 from kleash.records import MeasureJob, RunFolder
 from kleash.uncertainty import CoarseCounts
@@ -151,7 +151,7 @@ def test_weights_mend_what_another_temperature_bent(job: dict[str, Any], tmp_pat
     )
     blind = measure(MeasureJob(**{**given, "responses": str(trusted)}, out=str(tmp_path / "blind")))
     assert blind.per_sequence is None
-    assert any("is taken on trust" in warning for warning in blind.warnings)
+    assert any("it cannot be checked" in warning for warning in blind.warnings)
     assert any("do not look drawn from the policy" in warning for warning in blind.warnings)
 
 
@@ -329,7 +329,7 @@ def test_the_alternatives_are_those_of_the_worst_sequences_read_again(job: dict[
     order = dict.fromkeys(zip(found["prompt_id"].tolist(), found["sample_id"].tolist(), strict=True))
     assert list(order) == [(one["prompt_id"], one["sample_id"]) for one in worst] and len(order) == 50
     pair = load_pair(job["policy"], job["reference"])
-    source = given_sequences(
+    source = source_sequences(
         MeasureJob(**{**job, "prompts": None}, responses=str(as_responses(own, own / "r.jsonl"))), pair
     )
     for one in [one for one in source if (one.prompt_id, one.sample_id) in list(order)[::9]]:

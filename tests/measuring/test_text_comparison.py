@@ -161,4 +161,4 @@ def test_a_tokenizer_clash_with_a_defaulted_model_says_which_to_give(tmp_path: P
             words += ["--policy", "shipped:policy"]
         assert main(words) == 2
         told = capsys.readouterr().err
-        assert "the tokenizers differ" in told and told.strip().endswith(f"own small model: give --{other}")
+        assert "the tokenizers differ" in told and told.strip().endswith(f"ships with kleash: give --{other}")

@@ -148,9 +148,9 @@ def rollouts(folder: Path) -> Path:
 
 
 def sequences_of(folder: Path, pair: Pair) -> Any:
-    from kleash.measuring.shards import given_sequences
+    from kleash.measuring.shards import source_sequences
 
-    return given_sequences(MeasureJob(policy="p", responses=str(rollouts(folder))), pair)
+    return source_sequences(MeasureJob(policy="p", responses=str(rollouts(folder))), pair)
 
 
 def test_the_tokenizer_is_kept_and_the_weights_are_not(folders, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from synthetic_run import synthetic_comparison
 from kleash.records import Bin, EstimatorRecord, Measurement, Number, RunningMean
 from kleash.reports.comparison import differences_chart, direction, runs_chart, verdict
 from kleash.reports.figures import escape
-from kleash.reports.measurement import above_the_floor, means, share_of
+from kleash.reports.measurement import above_the_floor, share_of, statistic_rows
 from kleash.reports.measurement_charts import by_bin, convergence, estimators, quantile_ladder
 
 
@@ -196,7 +196,7 @@ def test_nothing_in_a_name_means_anything_to_plotly() -> None:
 
 
 def test_every_mean_stands_under_its_own_name(run: Any) -> None:
-    found = {name: value for name, _, value in means(run[1])}
+    found = {row.label: row.number for row in statistic_rows(run[1])}
     perplexity, change = run[1].perplexity, run[1].probability_change
     assert found["Perplexity of the policy"] is perplexity["policy"]
     assert found["Perplexity of the reference"] is perplexity["reference"]

@@ -17,11 +17,11 @@ def run_cache(job: CacheJob) -> int:
     Raises:
         KleashError: if it cannot be done.
     """
-    from kleash.measuring import Nobody, cache_reference, default_cache
+    from kleash.measuring import NullProgressReporter, cache_reference, default_cache
 
     job = replace(job, out=job.out if job.out is not None else default_cache())
     if job.quiet:
-        contents = cache_reference(job, Nobody())
+        contents = cache_reference(job, NullProgressReporter())
     else:
         with Progress(doing="caching", step="reading") as progress:
             contents = cache_reference(job, progress)

@@ -3,12 +3,13 @@
 import math
 
 from kleash.records import Number
-from kleash.reports.formatting import in_unit, label
+from kleash.records.statistics import label_of
+from kleash.reports.formatting import in_unit
 
 
 def named(name: str) -> str:
     """A column's or a mean's name in the report; the bars of KL(p ‖ q) as everybody types them."""
-    return label(name).replace("‖", "||")
+    return label_of(name).replace("‖", "||")
 
 
 def cells(number: Number) -> tuple[str, str, str, str]:

@@ -77,11 +77,11 @@ class Progress:
         if self._draws:
             self._bar.stop()
 
-    def said(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         """Print the sentence above the bar."""
         say(self._console, sentence, style="dim")
 
-    def planned(self, sequences: int | None) -> None:
+    def set_total(self, sequences: int | None) -> None:
         """Show how much there is to do."""
         self._total, self._began = sequences, self._clock()
         if self._draws:
@@ -90,15 +90,15 @@ class Progress:
             say(self._console, f"{self._doing}: {sequences:,} sequences to do", style="dim")
         self._last = self._began
 
-    def generated(self, tokens: int) -> None:
+    def add_generated(self, tokens: int) -> None:
         """Count drawn tokens."""
         self._count(0, tokens, "generating")
 
-    def scored(self, sequences: int, tokens: int) -> None:
+    def add_scored(self, sequences: int, tokens: int) -> None:
         """Move the bar on."""
         self._count(sequences, tokens, self._step)
 
-    def shard_written(self, kl: Number) -> None:
+    def update_kl(self, kl: Number) -> None:
         """Show the running mean."""
         self._kl = f"KL {with_error(kl)}"
         if self._draws:

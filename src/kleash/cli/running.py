@@ -55,16 +55,15 @@ def run(command: Command) -> int:
 
 
 def _measure(job: MeasureJob) -> int:
-    from kleash.measuring import default_out, measure
-    from kleash.measuring.progress import Nobody
+    from kleash.measuring import NullProgressReporter, default_out, measure
 
     job = replace(job, out=job.out if job.out is not None else default_out())
     if job.quiet:
-        measurement = measure(job, Nobody())
+        measurement = measure(job, NullProgressReporter())
     else:
         with Progress() as progress:
             if job.policy == SHIPPED_POLICY and job.reference == SHIPPED_REFERENCE:
-                progress.said(SHIPPED_PAIR)
+                progress.note(SHIPPED_PAIR)
             measurement = measure(job, progress)
     if job.json:
         sys.stdout.write(measurement.to_json())

@@ -11,9 +11,9 @@ from rich.table import Table
 from kleash.cli.numbers import cells, named, with_error
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.records import PERPLEXITIES, Comparison, Measurement, Number
+from kleash.records.statistics import label_of
 from kleash.reports.comparison import prompts_of
-from kleash.reports.formatting import label
-from kleash.reports.measurement import all_warnings, headline, means, measured_on, together
+from kleash.reports.measurement import all_warnings, headline, measured_on, statistic_rows, together
 
 WIDEST = 200
 KL = "kl_policy_reference"
@@ -68,9 +68,9 @@ def _numbers(measurement: Measurement) -> Table:
     for heading in ("", "mean", "95 % interval", "standard error", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     alone = measurement.counts.clusters < 2
-    for name, _, number in means(measurement):
-        if not name.startswith("log "):  # the perplexities say the same
-            _row(table, name, number, alone=alone)
+    for row in statistic_rows(measurement):
+        if row.in_summary:
+            _row(table, row.label, row.number, alone=alone)
     if measurement.per_sequence is not None:
         _row(table, "KL per sequence", measurement.per_sequence.kl_policy_reference, alone=alone)
     if measurement.noise_floor is not None:
@@ -106,7 +106,7 @@ def comparison_warnings(comparison: Comparison) -> list[str]:
     of_differences = [
         f"{each.name} minus {each.minus}: {warning}"
         for each in comparison.differences
-        for warning in together((label(name), number) for name, number in each.differences.items())
+        for warning in together((label_of(name), number) for name, number in each.differences.items())
     ]
     return [
         *comparison.warnings,

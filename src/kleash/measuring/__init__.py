@@ -1,5 +1,6 @@
-"""The measuring job: from options to files, and from files to comparisons."""
+"""Measurements: from a job to the files of a run, from these to a comparison, and the drift of a live model."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kleash.records import CacheContents, CacheJob, MeasureJob, Measurement
@@ -7,7 +8,7 @@ from kleash.records import CacheContents, CacheJob, MeasureJob, Measurement
 if TYPE_CHECKING:
     from kleash.measuring.comparison import compare
     from kleash.measuring.drift import Drift, DriftPart, draw_drift, drift_of
-    from kleash.measuring.progress import Nobody, Watcher
+    from kleash.measuring.progress import NullProgressReporter, ProgressReporter
     from kleash.measuring.reference_cache import cache_reference, default_cache
     from kleash.measuring.run import default_out, measure
 
@@ -18,8 +19,8 @@ __all__ = [
     "DriftPart",
     "MeasureJob",
     "Measurement",
-    "Nobody",
-    "Watcher",
+    "NullProgressReporter",
+    "ProgressReporter",
     "cache_reference",
     "compare",
     "default_cache",
@@ -30,24 +31,17 @@ __all__ = [
 ]
 
 HOMES = {
-    "cache_reference": "reference_cache",
-    "default_cache": "reference_cache",
-    "compare": "comparison",
-    "Drift": "drift",
-    "DriftPart": "drift",
-    "draw_drift": "drift",
-    "drift_of": "drift",
-    "default_out": "run",
-    "measure": "run",
-    "Nobody": "progress",
-    "Watcher": "progress",
+    "comparison": ("compare",),
+    "drift": ("Drift", "DriftPart", "draw_drift", "drift_of"),
+    "progress": ("NullProgressReporter", "ProgressReporter"),
+    "reference_cache": ("cache_reference", "default_cache"),
+    "run": ("default_out", "measure"),
 }
+HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: comparing runs must not wait for torch."""
-    if name not in HOMES:
+    """Import a name on first use, so that comparing runs does not import torch."""
+    if name not in HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{HOME_OF[name]}"), name)

@@ -1,91 +1,232 @@
-"""Sums over the tokens of a run, shard by shard, in memory that does not grow with the run."""
+"""Per-token quantities of a run, summed within clusters one shard at a time, in constant memory."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from kleash.measuring.columns import CONFIDENCES, POSITIONS, Quantities, weights_of
+from kleash.estimators import ESTIMATORS, importance_weights
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
+from kleash.records.statistics import STATISTICS, columns_of, log_ratio
 
-MOST_CLUSTERS = 16_384
-"""Beyond so many clusters neighbours are put together: errors of a mean over 8 192 groups of
-independent prompts are as good as over all of them, and the memory stays flat."""
+MAX_GROUPS = 16_384
+"""With more clusters than this, neighbouring clusters are summed together. The errors of a mean over 8 192 groups of
+independent prompts are as good as over all prompts, and the memory stays constant."""
 
 
-def neighbours_together(clusters: int) -> int:
-    """How many neighbouring clusters are counted as one, a power of 2, where there are so many."""
-    together = 1
-    while clusters > MOST_CLUSTERS * together:
-        together *= 2
-    return together
+@dataclass(frozen=True)
+class Binning:
+    """Ranges of a token column in which the KL is averaged separately."""
+
+    column: str
+    edges: tuple[float | int, ...]
+    """Where each range begins (included) and the one before it ends."""
+    end: float
+    """Where the last range ends."""
+
+
+BINNINGS: Mapping[str, Binning] = MappingProxyType(
+    {
+        "position": Binning(
+            "position", (0, 1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), np.inf
+        ),
+        "confidence": Binning("top1_probability_reference", (0.0, 0.25, 0.5, 0.75, 0.95), 1.0),
+    }
+)
+
+COLUMNS = list(
+    dict.fromkeys(
+        [
+            *("prompt_id", "sample_id", "logp_sampled"),
+            *(binning.column for binning in BINNINGS.values()),
+            *columns_of(tuple(STATISTICS)),
+        ]
+    )
+)
+"""The columns of ``tokens/`` that ``token_quantities`` reads."""
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """Key of the number of tokens of each cluster."""
+
+
+@dataclass(frozen=True)
+class StatisticSum:
+    """Key of the sum of a statistic of ``STATISTICS``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class EstimatorSum:
+    """Key of a sum over the one-sample estimates of ``ESTIMATORS``."""
+
+    estimator: str
+    quantity: Literal["value", "error", "squared_error"]
+    """The error is the estimate minus the exact KL of the same token."""
+
+
+@dataclass(frozen=True)
+class BinSum:
+    """Key of a sum over the tokens of one range of a binning."""
+
+    binning: str
+    index: int
+    quantity: Literal["tokens", "kl"]
+
+
+SumKey = TokenCount | StatisticSum | EstimatorSum | BinSum
+TOKENS = TokenCount()
+KL = StatisticSum("kl_policy_reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenQuantities:
+    """What is averaged over the tokens of one shard: a value per token, in float64."""
+
+    statistics: Mapping[str, Floats]
+    """Each statistic of ``STATISTICS``."""
+    estimates: Mapping[str, Floats]
+    """Each estimator's weighted estimate; empty where no average of them estimates KL(policy || reference)."""
+    log_ratio: Floats
+    """log p - log q of the observed token."""
+    bins: Mapping[str, NDArray[np.int64]]
+    """For each binning the index of the token's range."""
+
+    @property
+    def kl(self) -> Floats:
+        """The exact KL(policy || reference) of each token."""
+        return self.statistics[KL.name]
+
+    def columns(self) -> dict[SumKey, Floats]:
+        """The columns to add up within clusters."""
+        columns: dict[SumKey, Floats] = {TOKENS: np.ones(len(self.kl))}
+        columns |= {StatisticSum(name): values for name, values in self.statistics.items()}
+        for name, estimates in self.estimates.items():
+            with np.errstate(over="ignore", invalid="ignore"):  # reported as a warning of the run
+                error = estimates - self.kl
+                columns[EstimatorSum(name, "value")] = estimates
+                columns[EstimatorSum(name, "error")] = error
+                columns[EstimatorSum(name, "squared_error")] = error**2
+        for name, indices in self.bins.items():
+            for index in range(len(BINNINGS[name].edges)):
+                inside = indices == index
+                if inside.any():
+                    columns[BinSum(name, index, "tokens")] = inside.astype(np.float64)
+                    columns[BinSum(name, index, "kl")] = np.where(inside, self.kl, 0.0)
+        return columns
+
+
+def token_quantities(tokens: Mapping[str, NDArray[np.generic]], weighting: str | None) -> TokenQuantities:
+    """The quantities of a shard's tokens.
+
+    Args:
+        tokens: the columns ``COLUMNS``.
+        weighting: how the sampled estimators are averaged. "none": the policy drew the tokens. "importance": another
+            distribution drew them, with the probabilities of ``logp_sampled``. None: no average of them estimates
+            KL(policy || reference).
+    """
+    ratio = log_ratio(*(tokens[name].astype(np.float64) for name in ("logp_policy", "logp_reference")))
+    estimates: dict[str, Floats] = {}
+    if weighting is not None:
+        weights = weights_of(tokens, weighting, level="token")
+        with np.errstate(over="ignore", invalid="ignore"):  # reported as a warning of the run
+            for name, estimator in ESTIMATORS.items():
+                estimates[name] = weights * estimator.of(torch.from_numpy(ratio)).numpy()
+    return TokenQuantities(
+        statistics={name: statistic.values(tokens) for name, statistic in STATISTICS.items()},
+        estimates=estimates,
+        log_ratio=ratio,
+        bins={
+            name: np.searchsorted(binning.edges, tokens[binning.column], side="right") - 1
+            for name, binning in BINNINGS.items()
+        },
+    )
+
+
+def weights_of(
+    tokens: Mapping[str, NDArray[np.generic]], weighting: str, *, level: Literal["token", "prefix"]
+) -> Floats:
+    """Importance weights: the policy's probability over the one with which the token, or the prefix, was drawn.
+
+    Args:
+        tokens: token columns; for level "prefix" those of one sequence.
+        weighting: "none", for weights of 1, or "importance".
+        level: "token", or "prefix" for the ratio of the response up to and including the token.
+    """
+    logp = torch.from_numpy(tokens["logp_policy"].astype(np.float64))[None]
+    if weighting == "none":
+        return np.ones(logp.shape[1])
+    sampled = torch.from_numpy(tokens["logp_sampled"].astype(np.float64))[None]
+    mask = torch.ones_like(logp, dtype=torch.bool)
+    return importance_weights(logp, sampled, mask, level=level).values[0].numpy()
+
+
+def clusters_per_group(clusters: int) -> int:
+    """The number of neighbouring clusters that are summed together, a power of 2."""
+    size = 1
+    while clusters > MAX_GROUPS * size:
+        size *= 2
+    return size
 
 
 class ClusterSums:
-    """Sums of named quantities for each cluster, added to a shard at a time."""
+    """Sums within clusters of named columns, added one shard at a time."""
 
-    def __init__(self, *, one_model: bool = False) -> None:
-        """With nothing in it; of two models, or of one that is compared with itself."""
-        self.one_model = one_model
-        self._sums: dict[str, Floats] = {}
+    def __init__(self, *, is_one_model: bool = False) -> None:
+        """Begin with no sums.
+
+        Args:
+            is_one_model: whether policy and reference are the same model, so that their divergences are known to be 0.
+        """
+        self.is_one_model = is_one_model
+        self.group_size = 1
+        """Number of neighbouring clusters that share a sum."""
+        self._sums: dict[SumKey, Floats] = {}
         self._size = 0
-        self.together = 1
-        """So many neighbouring clusters are counted as one."""
 
-    def add(self, clusters: NDArray[np.int64], columns: Mapping[str, Floats]) -> None:
-        """Add one number per row of each column to the cluster of that row."""
+    def add(self, clusters: NDArray[np.int64], columns: Mapping[SumKey, Floats]) -> None:
+        """Add each row of each column to the sum of the row's cluster."""
         if not len(clusters):
             return
-        while neighbours_together(int(clusters.max()) + 1) > self.together:
-            self._halve()
-        index = clusters // self.together
-        self._size = max(self._size, int(index.max()) + 1)
-        first = int(index.min())
-        for name, values in columns.items():
-            held = self._sums.setdefault(name, np.zeros(0))
-            if len(held) < self._size:
-                held = np.concatenate([held, np.zeros(max(self._size, 2 * len(held)) - len(held))])
-                self._sums[name] = held
-            local = np.bincount(index - first, weights=values)
-            held[first : first + len(local)] += local
+        while clusters_per_group(int(clusters.max()) + 1) > self.group_size:
+            self._double_group_size()
+        groups = clusters // self.group_size
+        self._size = max(self._size, int(groups.max()) + 1)
+        first = int(groups.min())
+        for key, values in columns.items():
+            sums = self._sums.setdefault(key, np.zeros(0))
+            if len(sums) < self._size:
+                sums = np.concatenate([sums, np.zeros(max(self._size, 2 * len(sums)) - len(sums))])
+                self._sums[key] = sums
+            part = np.bincount(groups - first, weights=values)
+            sums[first : first + len(part)] += part
 
-    def __getitem__(self, name: str) -> Floats:
-        """The sum of each cluster, 0 for a quantity of which nothing was added."""
-        held = self._sums.get(name, np.zeros(0))[: self._size]
-        return np.concatenate([held, np.zeros(self._size - len(held))])
+    def __getitem__(self, key: SumKey) -> Floats:
+        """The sum of each cluster; 0 for a key that was never added."""
+        sums = self._sums.get(key, np.zeros(0))[: self._size]
+        return np.concatenate([sums, np.zeros(self._size - len(sums))])
 
-    def __contains__(self, name: str) -> bool:
-        """Whether anything of that name was added."""
-        return name in self._sums
+    def __contains__(self, key: SumKey) -> bool:
+        """Whether a column of this key was added."""
+        return key in self._sums
 
-    def _halve(self) -> None:
-        for name in self._sums:
-            held = self[name]
-            even = np.concatenate([held, np.zeros(len(held) % 2)])
-            self._sums[name] = even[0::2] + even[1::2]
+    def _double_group_size(self) -> None:
+        for key in self._sums:
+            sums = self[key]
+            padded = np.concatenate([sums, np.zeros(len(sums) % 2)])
+            self._sums[key] = padded[0::2] + padded[1::2]
         self._size = (self._size + 1) // 2
-        self.together *= 2
-
-
-def token_sums(found: Quantities) -> dict[str, Floats]:
-    """The quantities of a shard's tokens, and those of its bins, as columns to add up."""
-    kl = found.columns["kl_policy_reference"]
-    columns = {"tokens": np.ones(len(kl)), **found.columns}
-    for kind, bins, edges in (
-        ("position", found.position_bin, POSITIONS),
-        ("confidence", found.confidence_bin, CONFIDENCES),
-    ):
-        for place in range(len(edges)):
-            inside = bins == place
-            if inside.any():
-                columns[f"{kind} {place} tokens"] = inside.astype(np.float64)
-                columns[f"{kind} {place} kl"] = np.where(inside, kl, 0.0)
-    return columns
+        self.group_size *= 2
 
 
 class SequenceTerms(NamedTuple):
-    """For each sequence: the two sums that both have the KL between responses as their mean, and its weight."""
+    """For each sequence the two sums whose means are the KL between responses, and its importance weight."""
 
     log_ratio: Floats
     exact: Floats
@@ -93,25 +234,25 @@ class SequenceTerms(NamedTuple):
 
 
 def sequence_terms(
-    part: Mapping[str, NDArray[np.generic]], found: Quantities, weighting: str
+    tokens: Mapping[str, NDArray[np.generic]], quantities: TokenQuantities, weighting: str
 ) -> SequenceTerms:
-    """For each sequence of a shard: the sum of its log ratios, that of its exact KLs, and its weight.
+    """For each sequence of a shard the sum of its log ratios, the sum of its exact KLs, and its weight.
 
-    Both sums have the KL between responses as their mean. Where another distribution drew the tokens, the
-    log ratio at t is weighted by the ratio of the response up to t, the exact term by that up to t - 1.
+    Both sums have the KL between responses as their mean. Where another distribution drew the tokens, the log ratio
+    at t is weighted by the ratio of the response up to t, and the exact KL by the ratio up to t - 1.
     """
-    starts = sequence_starts(part["prompt_id"], part["sample_id"])
-    log_ratios, exact = found.columns["log_ratio"], found.columns["kl_policy_reference"]
+    starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
+    log_ratios, exact = quantities.log_ratio, quantities.kl
     weights = np.ones(len(starts))
     if weighting == "importance":
-        with_token, before = np.ones_like(exact), np.ones_like(exact)
-        for place, (begin, end) in enumerate(zip(starts, [*starts[1:], len(exact)], strict=True)):
-            rows = {name: part[name][begin:end] for name in ("logp_policy", "logp_sampled")}
-            with_token[begin:end] = weights_of(rows, weighting, level="prefix")
-            before[begin + 1 : end] = with_token[begin : end - 1]
-            weights[place] = with_token[end - 1]
-        with np.errstate(invalid="ignore", over="ignore"):  # a weight of infinity is named among the warnings
-            log_ratios, exact = with_token * log_ratios, before * exact
+        through, before = np.ones_like(exact), np.ones_like(exact)
+        for index, (begin, end) in enumerate(zip(starts, [*starts[1:], len(exact)], strict=True)):
+            rows = {name: tokens[name][begin:end] for name in ("logp_policy", "logp_sampled")}
+            through[begin:end] = weights_of(rows, weighting, level="prefix")
+            before[begin + 1 : end] = through[begin : end - 1]
+            weights[index] = through[end - 1]
+        with np.errstate(invalid="ignore", over="ignore"):  # an infinite weight is reported as a warning
+            log_ratios, exact = through * log_ratios, before * exact
     with np.errstate(invalid="ignore", over="ignore"):
         return SequenceTerms(
             log_ratio=np.add.reduceat(log_ratios, starts),

@@ -1,4 +1,4 @@
-"""How far a live policy is from its reference: a few prompts answered and scored in memory, nothing written."""
+"""The drift of a live policy: generate and score responses to a few prompts in memory, without files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums
 
 
 class DriftPart(NamedTuple):
-    """Of each response that was drawn: whose it is, its length, and what both models say of it."""
+    """One row per generated response: its prompt, its length, and its log ratio and exact KL."""
 
     prompt: Int[np.ndarray, " sequences"]
     tokens: Int[np.ndarray, " sequences"]
     log_ratio: Float[np.ndarray, " sequences"]
-    """log p − log q of the response."""
+    """log p - log q of the response."""
     exact: Float[np.ndarray, " sequences"]
-    """The exact KL of each next token, summed over the response."""
+    """The exact next-token KLs, summed over the response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """KL(policy || reference) on fixed prompts, exact, with errors over prompts."""
+    """KL(policy || reference) on fixed prompts, with errors clustered by prompt."""
 
     per_token: Estimate
-    """Nats per token, mean over all tokens of all responses."""
+    """Exact KL in nats per token, over all tokens of all responses."""
     per_sequence: Estimate
-    """Nats between whole responses: the exact sums, combined with the sampled ones where that varies less."""
+    """KL between whole responses in nats: the control-variate combination of exact and sampled sums."""
     sequences: int
     tokens: int
 
@@ -41,47 +41,47 @@ class Drift:
             OptionError: if ``what`` is neither.
         """
         if what not in ("token", "sequence"):
-            raise OptionError(f"a KL is counted per token or per sequence, not per {what}")
+            raise OptionError(f"per must be 'token' or 'sequence'; it is {what!r}")
         return self.per_token if what == "token" else self.per_sequence
 
 
 def draw_drift(
     pair: Pair, prompts: Sequence[Prompt], sampling: Sampling, *, batch_tokens: int = 4096
 ) -> DriftPart:
-    """Let the policy answer the prompts, and score the answers under both models.
+    """Generate responses to the prompts with the policy, and score them under both models.
 
-    Parts of the prompts may be drawn by different processes: the draws do not depend on who does it.
+    The prompts can be split over processes: the draws do not depend on the process.
 
     Args:
-        pair: the policy as it is now, and its reference.
-        prompts: what is answered.
-        sampling: how; at its temperature both models are scored.
-        batch_tokens: the most tokens read at once, padding included.
+        pair: the live policy and its reference.
+        prompts: to respond to.
+        sampling: its options; both models are scored at its temperature.
+        batch_tokens: largest batch in tokens, padding included.
 
     Raises:
-        OptionError: at temperature 0, where nothing is drawn, or if the sampling is truncated.
+        OptionError: at temperature 0 or with truncated sampling, which do not sample from the whole distribution.
         NonFiniteError: if a model gives NaN or infinities.
     """
     if sampling.temperature == 0 or (sampling.top_p, sampling.top_k, sampling.min_p) != (None, None, None):
         raise OptionError(
-            "drift is the mean over what the policy draws from its whole distribution; give a temperature above "
-            "0, and no top_p, top_k or min_p"
+            "drift is a mean over samples of the policy's whole distribution; give a temperature above 0, and no "
+            "top_p, top_k or min_p"
         )
-    answers = generate(pair.policy, prompts, sampling, batch_tokens=batch_tokens)
-    lengths = np.array([len(one.response_ids) for one in answers], dtype=np.int64)
-    columns = score(pair, answers, temperature=sampling.temperature, batch_tokens=batch_tokens)
-    of = np.repeat(np.arange(len(answers)), lengths)
+    responses = generate(pair.policy, prompts, sampling, batch_tokens=batch_tokens)
+    lengths = np.array([len(response.response_ids) for response in responses], dtype=np.int64)
+    columns = score(pair, responses, temperature=sampling.temperature, batch_tokens=batch_tokens)
+    response_of = np.repeat(np.arange(len(responses)), lengths)
     ratios = columns["logp_policy"].astype(np.float64) - columns["logp_reference"]
     return DriftPart(
-        prompt=np.array([one.prompt_id for one in answers], dtype=np.int64),
+        prompt=np.array([response.prompt_id for response in responses], dtype=np.int64),
         tokens=lengths,
-        log_ratio=np.bincount(of, weights=ratios, minlength=len(answers)),
-        exact=np.bincount(of, weights=columns["kl_policy_reference"], minlength=len(answers)),
+        log_ratio=np.bincount(response_of, weights=ratios, minlength=len(responses)),
+        exact=np.bincount(response_of, weights=columns["kl_policy_reference"], minlength=len(responses)),
     )
 
 
 def drift_of(parts: Iterable[DriftPart]) -> Drift:
-    """The drift that was drawn, in one part or in several; prompts are the clusters of its errors."""
+    """The drift over all parts, with prompts as clusters."""
     prompt, tokens, log_ratio, exact = (np.concatenate(column) for column in zip(*parts, strict=True))
     _, cluster = np.unique(prompt, return_inverse=True)
     return Drift(

@@ -1,45 +1,46 @@
-"""What is measured, in words, and which averages of sampled estimators mean anything there."""
+"""The estimand of a run in words, the averages of sampled estimators that are valid for it, and sampling checks."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from kleash.measuring.cluster_sums import ClusterSums
-from kleash.measuring.estimates import mean_per_token
 from kleash.measuring.sequence_clusters import Floats
 from kleash.records import MeasureJob
-from kleash.uncertainty import effective_sample_size
+from kleash.uncertainty import Estimate, effective_sample_size
 
-ON_TRUST = (
-    "not every response carries the log-probabilities of its tokens, so that the policy drew them, at this "
-    "temperature and from its whole distribution, is taken on trust; give logprobs for each token to have it checked "
-    "and weighted"
+UNVERIFIED_SAMPLES = (
+    "not every response has the log-probabilities of its tokens, so it cannot be checked that the policy drew them at "
+    "this temperature and from its whole distribution; add logprobs for each token to have the responses checked and "
+    "weighted"
 )
+SAMPLER_MISMATCH = 4.0
+"""Standard errors between the mean log ratio and the exact KL beyond which the samples count as another policy's."""
+MIN_EFFECTIVE_SHARE = 0.5
+"""Effective sample size over number of responses below which importance weights give a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimand:
     """What a run measures."""
 
-    words: str
-    """Divergence, direction, whose prefixes, positions, temperature."""
+    description: str
+    """Divergence, direction, whose prefixes, positions and temperature, in words."""
     weighting: str | None
-    """How sampled estimators are averaged: "none", "importance", or None where none of them applies."""
+    """Weights of the sampled estimators: "none", "importance", or None where no average of them is valid."""
     estimators_note: str
-    """The reason for that."""
-    between_sequences: bool
-    """Whether the sum over a response is a KL between responses."""
+    """The reason for the weighting, in words."""
+    has_sequence_kl: bool
+    """Whether the sum over a response estimates the KL between responses."""
     warnings: tuple[str, ...] = ()
 
 
 def estimand_of(job: MeasureJob, *, all_have_logprobs: bool = False, split: bool = True) -> Estimand:
-    """What ``job`` measures.
+    """The estimand of a job.
 
     Args:
         job: the job.
-        all_have_logprobs: of responses that somebody else generated: whether each of their tokens
-            comes with the log-probability under which it was drawn.
-        split: of text: whether a document was longer than a window.
+        all_have_logprobs: for off-policy responses, whether each token has the log-probability with which it was drawn.
+        split: for text, whether a document was longer than a window.
     """
     kind, path = job.source
     if kind == "text":
@@ -50,74 +51,76 @@ def estimand_of(job: MeasureJob, *, all_have_logprobs: bool = False, split: bool
 
 
 def _of_text(job: MeasureJob, path: str, *, split: bool) -> Estimand:
-    read = _windows(job) if split else "each document read whole"
+    windows = _windows(job) if split else "each document read whole"
     return Estimand(
-        words=_words(job, f"the prefixes of the text {path}, {read}"),
+        description=_description(job, f"the prefixes of the text {path}, {windows}"),
         weighting=None,
         estimators_note=(
             "left out: k1, abs, k2 and k3 are averages over tokens that the policy drew, and these are the text's"
         ),
-        between_sequences=False,
+        has_sequence_kl=False,
     )
 
 
 def _of_prompts(job: MeasureJob, path: str) -> Estimand:
-    where = f"the policy's own responses to {path}, of up to {job.max_new_tokens} tokens"
+    prefixes = f"the policy's own responses to {path}, of up to {job.max_new_tokens} tokens"
     if job.temperature == 0:
         return Estimand(
-            words=_words(job, f"{where}, decoded greedily"),
+            description=_description(job, f"{prefixes}, decoded greedily"),
             weighting=None,
             estimators_note=(
                 "left out, as is the KL between responses: greedy tokens are no sample, so no average of "
                 "theirs estimates a divergence"
             ),
-            between_sequences=False,
+            has_sequence_kl=False,
         )
     if job.truncates:
-        cut = ", ".join(
+        truncation = ", ".join(
             f"{name} {value}"
             for name, value in (("top-k", job.top_k), ("top-p", job.top_p), ("min-p", job.min_p))
             if value is not None
         )
         return Estimand(
-            words=_words(job, f"{where}, drawn from its distribution cut down to {cut}"),
+            description=_description(
+                job, f"{prefixes}, drawn from its distribution cut down to {truncation}"
+            ),
             weighting=None,
             estimators_note=(
                 "left out, as is the KL between responses: a truncated sample never shows the tokens that were "
                 "cut off, and no weight on the others makes up for them"
             ),
-            between_sequences=False,
+            has_sequence_kl=False,
         )
     return Estimand(
-        words=_words(job, f"{where}, drawn from its whole distribution"),
+        description=_description(job, f"{prefixes}, drawn from its whole distribution"),
         weighting="none",
         estimators_note="averaged over the tokens that the policy drew",
-        between_sequences=True,
+        has_sequence_kl=True,
     )
 
 
 def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Estimand:
-    words = _words(job, f"the prefixes of the responses in {path}")
+    description = _description(job, f"the prefixes of the responses in {path}")
     if all_have_logprobs:
         return Estimand(
-            words=words,
+            description=description,
             weighting="importance",
             estimators_note=(
                 "each token weighted by the policy's probability over that under which it was drawn; "
                 "the KL between responses by the product of these ratios"
             ),
-            between_sequences=True,
+            has_sequence_kl=True,
         )
     return Estimand(
-        words=words,
+        description=description,
         weighting="none",
         estimators_note="averaged over the responses' tokens as if the policy had drawn them",
-        between_sequences=False,
-        warnings=(ON_TRUST,),
+        has_sequence_kl=False,
+        warnings=(UNVERIFIED_SAMPLES,),
     )
 
 
-def _words(job: MeasureJob, prefixes: str) -> str:
+def _description(job: MeasureJob, prefixes: str) -> str:
     temperature = job.temperature if job.temperature > 0 else 1.0
     return (
         "KL(policy || reference) in nats per token: the exact divergence between the two next-token "
@@ -128,61 +131,60 @@ def _words(job: MeasureJob, prefixes: str) -> str:
 
 def _windows(job: MeasureJob) -> str:
     size = "as long as the models can read" if job.window is None else f"of {job.window} tokens"
-    step = "" if job.stride is None else f", {job.stride} tokens apart"
-    return f"read in windows {size}{step}"
+    stride = "" if job.stride is None else f", {job.stride} tokens apart"
+    return f"read in windows {size}{stride}"
 
 
-SURPRISING = 4.0
-"""Standard errors beyond which a mean that ought to be 0 is not taken for chance."""
+def on_policy_warnings(k1_error: Estimate, estimand: Estimand) -> tuple[str, ...]:
+    """Warnings if the tokens cannot have been drawn from the policy.
 
-FEW = 0.5
-"""Share of the responses below which their importance weights leave too little to average."""
+    The log ratio of a token drawn from the policy has the exact KL as its mean at every prefix. A difference of many
+    standard errors means another sampler: other weights, temperature, truncation or tokenisation.
 
-
-def on_policy_warnings(sums: ClusterSums, estimand: Estimand) -> tuple[str, ...]:
-    """Whether the tokens can have been drawn from the policy.
-
-    If they were, the log ratio of a drawn token has the exact KL as its mean, prefix by prefix. A difference
-    of many standard errors means another sampler: other weights, temperature, truncation, or tokenisation.
+    Args:
+        k1_error: the mean log ratio minus the exact KL of the same tokens.
+        estimand: of the run; its weighting must not be None.
     """
-    if estimand.weighting is None:
-        return ()
-    gap = mean_per_token(sums, "k1 - exact")
-    if estimand.weighting == "importance" and not np.isfinite(gap.value):
-        sentence = (
-            "the weighted estimators are no numbers: some tokens are so much likelier under the policy than their "
-            "logprobs say; check that the logprobs are of these tokens"
+    if estimand.weighting == "importance" and not np.isfinite(k1_error.value):
+        warning = (
+            "the weighted estimators are not finite: some tokens are far likelier under the policy than their logprobs "
+            "say; check that the logprobs belong to these tokens"
         )
-        return (sentence,)
-    known = 0 < gap.standard_error < np.inf
-    if not known or abs(gap.value) <= SURPRISING * gap.standard_error:
+        return (warning,)
+    has_error = 0 < k1_error.standard_error < np.inf
+    if not has_error or abs(k1_error.value) <= SAMPLER_MISMATCH * k1_error.standard_error:
         return ()
-    drawn = "the tokens" if estimand.weighting == "none" else "even with their weights the tokens"
-    sentence = (
-        f"{drawn} do not look drawn from the policy: their mean log ratio misses the exact KL by {gap.value:+.3g} "
-        f"nats, {abs(gap.value) / gap.standard_error:.0f} standard errors; check the temperature, the truncation and "
-        "the weights with which they were generated"
+    tokens = "the tokens" if estimand.weighting == "none" else "even with their weights the tokens"
+    warning = (
+        f"{tokens} do not look drawn from the policy: their mean log ratio misses the exact KL by "
+        f"{k1_error.value:+.3g} nats, {abs(k1_error.value) / k1_error.standard_error:.0f} standard errors; check the "
+        "temperature, the truncation and the weights with which they were generated"
     )
-    return (sentence,)
+    return (warning,)
 
 
 def weight_warnings(weights: Floats, estimand: Estimand) -> tuple[str, ...]:
-    """Whether the importance weights of whole responses leave enough of them to average over."""
+    """Warnings if the importance weights of whole responses overflow or leave a small effective sample.
+
+    Args:
+        weights: one per response.
+        estimand: of the run.
+    """
     if estimand.weighting != "importance":
         return ()
     overflowing = int(np.sum(~np.isfinite(weights)))
     if overflowing:
-        sentence = (
+        warning = (
             f"the KL between responses is left out: {overflowing} of {len(weights)} responses are so much likelier "
-            "under the policy than their logprobs say that the ratio is no number; check that the logprobs are of "
+            "under the policy than their logprobs say that the ratio overflows; check that the logprobs belong to "
             "these tokens"
         )
-        return (sentence,)
+        return (warning,)
     effective = effective_sample_size(weights)
-    if effective >= FEW * len(weights):
+    if effective >= MIN_EFFECTIVE_SHARE * len(weights):
         return ()
-    sentence = (
-        f"the importance weights of whole responses leave an effective sample of {effective:.1f} out of "
-        f"{len(weights)}: the KL between responses rests on a few of them"
+    warning = (
+        f"the importance weights of whole responses leave an effective sample size of {effective:.1f} out of "
+        f"{len(weights)}: the KL between responses depends on few of them"
     )
-    return (sentence,)
+    return (warning,)

@@ -1,144 +1,141 @@
-"""From sums over clusters to the numbers that are written."""
+"""Sums within clusters to the numbers of a measurement, each with its clustered error."""
 
-import math
 from itertools import pairwise
 
 import numpy as np
 
-from kleash.measuring.cluster_sums import ClusterSums, SequenceTerms
-from kleash.measuring.columns import CONFIDENCES, POSITIONS
-from kleash.measuring.scales import scale_of, value_of_itself
+from kleash.estimators import ESTIMATORS
+from kleash.measuring.cluster_sums import (
+    BINNINGS,
+    KL,
+    TOKENS,
+    BinSum,
+    ClusterSums,
+    EstimatorSum,
+    SequenceTerms,
+    StatisticSum,
+)
 from kleash.measuring.sequence_clusters import Clusters
-from kleash.records import Bin, EstimatorRecord, Number, SequenceTotal
-from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, transformed
+from kleash.records import Bin, EstimatorRecord, Number, RunningMean, SequenceTotal
+from kleash.records.statistics import STATISTICS
+from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, running_mean, transformed
 
 
-def mean_per_token(sums: ClusterSums, name: str) -> Estimate:
-    """The mean per token of a quantity, with its cluster-robust error."""
-    scale = scale_of(name)
-    return ratio_of_sums(
-        sums[name],
-        sums["tokens"],
-        unit=scale.unit,
-        lower=scale.lower,
-        upper=scale.upper,
-        known_value=known_value(sums, name),
+def statistic_estimate(sums: ClusterSums, name: str) -> Estimate:
+    """The reported value of a statistic: the mean over tokens, or a function of it, with its clustered error."""
+    statistic = STATISTICS[name]
+    mean = ratio_of_sums(
+        sums[StatisticSum(name)],
+        sums[TOKENS],
+        unit=statistic.unit,
+        lower=statistic.lower,
+        upper=statistic.upper,
+        known_value=statistic.same_model_value if sums.is_one_model else None,
     )
+    reduction = statistic.reduction
+    if reduction is None:
+        return mean
+    return transformed(mean, reduction.function, reduction.derivative, unit=reduction.unit)
 
 
-def known_value(sums: ClusterSums, name: str) -> float | None:
-    """What the quantity is by construction, where a model was compared with itself."""
-    return value_of_itself(name) if sums.one_model else None
+def estimator_error(sums: ClusterSums, name: str) -> Estimate:
+    """The mean of a sampled estimator minus the exact KL of the same tokens, in nats."""
+    return _nats_per_token(sums, EstimatorSum(name, "error"))
 
 
-def perplexities(sums: ClusterSums) -> dict[str, Number]:
-    """exp of the mean negative log-probability, of both models, and their ratio."""
-    ways = {
-        "policy": ("logp_policy", 0.0),
-        "reference": ("logp_reference", 0.0),
-        "ratio": ("log_ratio", None),
-    }
-    return {
-        name: Number.of(
-            _exponential(
-                ratio_of_sums(
-                    -sums[column],
-                    sums["tokens"],
-                    unit="nats",
-                    lower=lower,
-                    known_value=known_value(sums, column),
-                )
-            )
-        )
-        for name, (column, lower) in ways.items()
-    }
-
-
-def _exponential(estimate: Estimate) -> Estimate:
-    return transformed(estimate, math.exp, math.exp, unit="none")
-
-
-def probability_changes(sums: ClusterSums) -> dict[str, Number]:
-    """The mean, and the root mean square, of p - q of the observed token."""
-    square = mean_per_token(sums, "probability_change_squared")
-    return {
-        "mean": Number.of(mean_per_token(sums, "probability_change")),
-        "rms": Number.of(
-            transformed(square, math.sqrt, lambda value: 0.5 / math.sqrt(value), unit="probability")
-        ),
-    }
-
-
-def estimator_records(sums: ClusterSums, names: tuple[str, ...]) -> dict[str, EstimatorRecord]:
-    """What each sampled estimator says on these tokens, against the exact values of the same tokens."""
+def estimator_records(sums: ClusterSums) -> dict[str, EstimatorRecord]:
+    """The mean of each sampled estimator, its bias against the exact KL of the same tokens, and its spread."""
     records: dict[str, EstimatorRecord] = {}
-    for name in names:
-        if name not in sums:
+    for name, estimator in ESTIMATORS.items():
+        if EstimatorSum(name, "value") not in sums:
             continue
-        said = mean_per_token(sums, name)
-        bias = mean_per_token(sums, f"{name} - exact")
-        square = sums[f"({name} - exact)^2"].sum() / sums["tokens"].sum()
+        mean = _nats_per_token(
+            sums, EstimatorSum(name, "value"), lower=0.0 if estimator.never_negative else None
+        )
+        bias = estimator_error(sums, name)
+        mean_square = sums[EstimatorSum(name, "squared_error")].sum() / sums[TOKENS].sum()
         records[name] = EstimatorRecord(
-            value=said.value,
-            unit=said.unit,
-            standard_error=said.standard_error,
-            ci95=said.ci95,
-            warnings=said.warnings,
+            value=mean.value,
+            unit=mean.unit,
+            standard_error=mean.standard_error,
+            ci95=mean.ci95,
+            warnings=mean.warnings,
             bias=Number.of(bias),
-            spread=float(np.sqrt(np.maximum(square - bias.value**2, 0.0))),
+            spread=float(np.sqrt(np.maximum(mean_square - bias.value**2, 0.0))),
         )
     return records
 
 
-def bins(sums: ClusterSums, kind: str) -> tuple[Bin, ...]:
-    """The mean KL of each range of positions, or of reference confidence, that holds any token."""
-    edges: tuple[float, ...] = (*POSITIONS, np.inf) if kind == "position" else (*CONFIDENCES, 1.0)
-    whole = sums["kl_policy_reference"].sum()
-    found: list[Bin] = []
-    for place, (low, high) in enumerate(pairwise(edges)):
-        if f"{kind} {place} tokens" not in sums:
+def _nats_per_token(sums: ClusterSums, key: EstimatorSum, lower: float | None = None) -> Estimate:
+    return ratio_of_sums(
+        sums[key], sums[TOKENS], unit="nats", lower=lower, known_value=0.0 if sums.is_one_model else None
+    )
+
+
+def bins(sums: ClusterSums, name: str) -> tuple[Bin, ...]:
+    """The mean KL of each range of a binning that holds at least one token.
+
+    Args:
+        sums: of the run.
+        name: a key of ``BINNINGS``.
+    """
+    binning = BINNINGS[name]
+    total = sums[KL].sum()
+    records: list[Bin] = []
+    for index, (low, high) in enumerate(pairwise((*binning.edges, binning.end))):
+        if BinSum(name, index, "tokens") not in sums:
             continue
-        kl, tokens = sums[f"{kind} {place} kl"], sums[f"{kind} {place} tokens"]
-        here = tokens > 0
-        found.append(
+        kl, tokens = sums[BinSum(name, index, "kl")], sums[BinSum(name, index, "tokens")]
+        present = tokens > 0
+        mean = ratio_of_sums(
+            kl[present],
+            tokens[present],
+            unit="nats",
+            lower=0.0,
+            known_value=0.0 if sums.is_one_model else None,
+        )
+        records.append(
             Bin(
                 low=float(low),
                 high=float(high),
                 tokens=int(tokens.sum()),
-                share_of_kl=share(kl.sum(), whole),
-                kl_policy_reference=Number.of(
-                    ratio_of_sums(
-                        kl[here],
-                        tokens[here],
-                        unit="nats",
-                        lower=0.0,
-                        known_value=known_value(sums, "kl_policy_reference"),
-                    )
-                ),
+                share_of_kl=share(kl.sum(), total),
+                kl_policy_reference=Number.of(mean),
             )
         )
-    return tuple(found)
+    return tuple(records)
 
 
-def share(part: float, whole: float) -> float:
-    """``part / whole``; 0 of nothing is 0, and a share of something infinite is unknown."""
-    if whole == 0:
+def share(part: float, total: float) -> float:
+    """``part / total``; 0 where the total is 0, NaN where it is not finite."""
+    if total == 0:
         return 0.0
-    return float(part / whole) if np.isfinite(whole) else float("nan")
+    return float(part / total) if np.isfinite(total) else float("nan")
 
 
-def sequence_total(terms: SequenceTerms, clusters: Clusters, *, one_model: bool = False) -> SequenceTotal:
-    """The KL between whole responses, by the combination of its two estimates that varies least."""
+def sequence_total(terms: SequenceTerms, clusters: Clusters, *, is_one_model: bool = False) -> SequenceTotal:
+    """The KL between whole responses: the combination of its two estimates with the smallest variance."""
     total = controlled_total(
         terms.log_ratio,
         terms.exact,
         clusters.labels,
         unit="nats",
-        known_value=0.0 if one_model else None,
+        known_value=0.0 if is_one_model else None,
     )
     return SequenceTotal(
         kl_policy_reference=Number.of(total.estimate),
         control_variate_weight=total.weight,
         monte_carlo=Number.of(total.monte_carlo),
         exact_terms=Number.of(total.exact_sum),
+    )
+
+
+def convergence(sums: ClusterSums) -> tuple[RunningMean, ...]:
+    """The running mean of KL(policy || reference) with its interval, at up to a hundred points of the run."""
+    tokens, means, half_widths = running_mean(
+        sums[KL], sums[TOKENS], known_value=0.0 if sums.is_one_model else None
+    )
+    return tuple(
+        RunningMean(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))
+        for count, mean, half in zip(tokens, means, half_widths, strict=True)
     )

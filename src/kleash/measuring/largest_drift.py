@@ -1,9 +1,14 @@
-"""What drifted most: tokens, sequences and prompts, found in one pass with little memory."""
+"""The tokens, sequences and prompts with the largest KL, and both models' likeliest tokens in the sequences.
+
+The likeliest tokens (``alternatives``) are taken while a shard is scored, for those of its sequences that are among
+the largest so far: about 50 · (1 + log(N / 50)) of N in all. The largest of the whole run are among them, so nothing
+is computed twice and an interrupted run can be resumed.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappush, heappushpop
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,169 +19,210 @@ from kleash.models import token_texts
 from kleash.records import Drifted, PromptDrift, RunFolder
 from kleash.records.tables import ALTERNATIVE_COLUMNS, TOP_COLUMNS
 
-WORST_TOKENS = 50
-WORST_SEQUENCES = 50
-WORST_PROMPTS = 500
-LONGEST_TEXT = 400
+MAX_TOKENS = 50
+MAX_SEQUENCES = 50
+MAX_PROMPTS = 500
+MAX_TEXT = 400
+"""Characters of a prompt's text that are reported."""
+NUM_ALTERNATIVES = 5
+"""Likeliest tokens of each model that are stored for each position."""
 
-Entry = tuple[float, int, int, int, int, str]
+
+class Entry(NamedTuple):
+    """A token or a sequence, ordered by its KL; of equal ones the earliest is the largest."""
+
+    kl: float
+    minus_prompt_id: int
+    minus_sample_id: int
+    minus_position: int = 0
+    tokens: int = 1
+    text: str = ""
 
 
 @dataclass(kw_only=True)
-class Largest:
-    """The entries with the largest keys seen so far; of equal ones the first."""
+class TopEntries:
+    """The ``size`` largest entries added so far."""
 
-    most: int
+    size: int
     heap: list[Entry] = field(default_factory=list)
 
-    def offer(self, entry: Entry) -> None:
-        """Keep ``entry`` if it is among the largest."""
-        if len(self.heap) < self.most:
+    def add(self, entry: Entry) -> None:
+        """Add an entry, and drop the smallest if there are too many."""
+        if len(self.heap) < self.size:
             heappush(self.heap, entry)
         elif entry > self.heap[0]:
             heappushpop(self.heap, entry)
 
-    def best(self) -> list[Entry]:
-        """What was kept, largest first."""
+    def add_sequences(self, tokens: Mapping[str, Any]) -> None:
+        """Add a shard's sequences, each with its summed KL.
+
+        Args:
+            tokens: the shard's columns ``prompt_id``, ``sample_id`` and ``kl_policy_reference``.
+        """
+        prompt, sample, kl = (
+            np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", "kl_policy_reference")
+        )
+        kl = kl.astype(np.float64)
+        for begin, end in sequence_spans(prompt, sample):
+            self.add(
+                Entry(
+                    kl=float(kl[begin:end].sum()),
+                    minus_prompt_id=-int(prompt[begin]),
+                    minus_sample_id=-int(sample[begin]),
+                    tokens=int(end - begin),
+                )
+            )
+
+    def largest_first(self) -> list[Entry]:
+        """The entries in falling order."""
         return sorted(self.heap, reverse=True)
 
 
-def offer_sequences(largest: Largest, part: Mapping[str, Any]) -> None:
-    """Enter a shard's sequences, each with its summed KL.
+@dataclass(kw_only=True)
+class PromptTotals:
+    """Sums over all sequences of one prompt."""
 
-    Args:
-        largest: the sequences with the largest so far.
-        part: the shard's columns ``prompt_id``, ``sample_id`` and ``kl_policy_reference``.
-    """
-    prompt, sample, kl = (
-        np.asarray(part[name]) for name in ("prompt_id", "sample_id", "kl_policy_reference")
-    )
-    kl = kl.astype(np.float64)
-    for begin, end in sequence_spans(prompt, sample):
-        total = float(kl[begin:end].sum())
-        largest.offer((total, -int(prompt[begin]), -int(sample[begin]), 0, int(end - begin), ""))
+    sequences: int = 0
+    tokens: int = 0
+    kl: float = 0.0
+    kl_max: float = 0.0
 
 
 @dataclass(kw_only=True)
-class Worst:
-    """Collects, shard by shard, what drifted most."""
+class LargestDrift:
+    """Collects the tokens, sequences and prompts with the largest KL, one shard at a time."""
 
-    tokens: Largest = field(default_factory=lambda: Largest(most=WORST_TOKENS))
-    sequences: Largest = field(default_factory=lambda: Largest(most=WORST_SEQUENCES))
-    prompts: dict[int, list[float]] = field(default_factory=dict)
-    """Of each prompt: sequences, tokens, summed KL, largest KL."""
+    tokens: TopEntries = field(default_factory=lambda: TopEntries(size=MAX_TOKENS))
+    sequences: TopEntries = field(default_factory=lambda: TopEntries(size=MAX_SEQUENCES))
+    prompts: dict[int, PromptTotals] = field(default_factory=dict)
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Look through a shard's tokens."""
-        prompt, sample, kl = (
-            part["prompt_id"],
-            part["sample_id"],
-            part["kl_policy_reference"].astype(np.float64),
-        )
+        """Add a shard, from its token columns."""
+        prompt, sample = part["prompt_id"], part["sample_id"]
+        kl = part["kl_policy_reference"].astype(np.float64)
         ranked = np.where(np.isnan(kl), -np.inf, kl)
-        for row in np.argsort(-ranked, kind="stable")[: self.tokens.most]:
-            place = int(part["position"][row])
-            self.tokens.offer(
-                (float(ranked[row]), -int(prompt[row]), -int(sample[row]), -place, 1, part["text"][row])
+        for row in np.argsort(-ranked, kind="stable")[: self.tokens.size]:
+            self.tokens.add(
+                Entry(
+                    kl=float(ranked[row]),
+                    minus_prompt_id=-int(prompt[row]),
+                    minus_sample_id=-int(sample[row]),
+                    minus_position=-int(part["position"][row]),
+                    text=part["text"][row],
+                )
             )
-        offer_sequences(self.sequences, part)
+        self.sequences.add_sequences(part)
         for begin, end in sequence_spans(prompt, sample):
-            total, who = float(kl[begin:end].sum()), int(prompt[begin])
-            held = self.prompts.setdefault(who, [0.0, 0.0, 0.0, 0.0])
-            held[0] += 1
-            held[1] += float(end - begin)
-            held[2] += total
-            held[3] = max(held[3], float(kl[begin:end].max()))
+            totals = self.prompts.setdefault(int(prompt[begin]), PromptTotals())
+            totals.sequences += 1
+            totals.tokens += int(end - begin)
+            totals.kl += float(kl[begin:end].sum())
+            totals.kl_max = max(totals.kl_max, float(kl[begin:end].max()))
 
     def worst_tokens(self) -> tuple[Drifted, ...]:
-        """The tokens with the largest KL, largest first."""
+        """The tokens with the largest KL, in falling order."""
         return tuple(
-            Drifted(prompt_id=-who, sample_id=-sample, kl=kl, position=-place, text=text)
-            for kl, who, sample, place, _, text in self.tokens.best()
+            Drifted(
+                prompt_id=-entry.minus_prompt_id,
+                sample_id=-entry.minus_sample_id,
+                kl=entry.kl,
+                position=-entry.minus_position,
+                text=entry.text,
+            )
+            for entry in self.tokens.largest_first()
         )
 
     def worst_sequences(self) -> tuple[Drifted, ...]:
-        """The sequences with the largest summed KL, largest first."""
+        """The sequences with the largest summed KL, in falling order."""
         return tuple(
-            Drifted(prompt_id=-who, sample_id=-sample, kl=kl, tokens=count)
-            for kl, who, sample, _, count, _ in self.sequences.best()
+            Drifted(
+                prompt_id=-entry.minus_prompt_id,
+                sample_id=-entry.minus_sample_id,
+                kl=entry.kl,
+                tokens=entry.tokens,
+            )
+            for entry in self.sequences.largest_first()
         )
 
     def worst_prompts(self, folder: RunFolder, *, on_text: bool) -> tuple[PromptDrift, ...]:
-        """The prompts with the largest KL per token, largest first, with their texts.
+        """The prompts with the largest KL per token, in falling order, with their texts.
 
-        On text these are documents, whose first window is split into what was read and what was scored.
+        On text these are documents; their text is the first window's prompt and response joined.
         """
-        ranked = sorted(self.prompts.items(), key=lambda item: (-item[1][2] / item[1][1], item[0]))
-        found = {
-            who: PromptDrift(
-                prompt_id=who,
+        ranked = sorted(self.prompts.items(), key=lambda item: (-item[1].kl / item[1].tokens, item[0]))
+        records = {
+            prompt_id: PromptDrift(
+                prompt_id=prompt_id,
                 prompt="",
-                sequences=int(sequences),
-                tokens=int(tokens),
-                kl_per_token=total / tokens,
-                kl_per_sequence=total / sequences,
-                kl_max=largest,
+                sequences=totals.sequences,
+                tokens=totals.tokens,
+                kl_per_token=totals.kl / totals.tokens,
+                kl_per_sequence=totals.kl / totals.sequences,
+                kl_max=totals.kl_max,
             )
-            for who, (sequences, tokens, total, largest) in ranked[:WORST_PROMPTS]
+            for prompt_id, totals in ranked[:MAX_PROMPTS]
         }
         for part in folder.sequence_parts(["prompt_id", "prompt", "response"]):
-            for who, prompt, response in zip(
+            for key, prompt, response in zip(
                 part["prompt_id"], part["prompt"], part["response"], strict=True
             ):
-                if int(who) in found and not found[int(who)].prompt:
+                prompt_id = int(key)
+                if prompt_id in records and not records[prompt_id].prompt:
                     text = shortened(prompt + response if on_text else prompt)
-                    found[int(who)] = replace(found[int(who)], prompt=text)
-        return tuple(found.values())
+                    records[prompt_id] = replace(records[prompt_id], prompt=text)
+        return tuple(records.values())
 
 
 def shortened(text: str) -> str:
-    """``text``, or its beginning where it is long."""
-    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+    """``text``, cut to ``MAX_TEXT`` characters with an ellipsis at the end."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
-TOP = 5
-"""Tokens of each model at each position."""
-
-
-def top_rows(
-    worst: Largest, tokens: Mapping[str, NDArray[Any]], likeliest: Mapping[str, NDArray[Any]]
+def alternatives_of_shard(
+    largest: TopEntries, tokens: Mapping[str, NDArray[Any]], likeliest: Mapping[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
-    """The columns ``TOP_COLUMNS`` of a shard's sequences that are among the ``worst``.
+    """The columns ``TOP_COLUMNS`` of those sequences of a shard that are among the ``largest``.
 
     Args:
-        worst: the sequences with the largest KL so far, this shard's included.
+        largest: the sequences with the largest KL so far, this shard's included.
         tokens: the shard's token columns.
-        likeliest: for each of its tokens a row of ``TOP`` ids and probabilities of each model.
+        likeliest: ids and probabilities of each model's likeliest tokens, [token, place].
     """
     prompt, sample = tokens["prompt_id"], tokens["sample_id"]
-    wanted = {(-who, -which) for _, who, which, *_ in worst.heap}
+    keys = {(-entry.minus_prompt_id, -entry.minus_sample_id) for entry in largest.heap}
     rows = [
         np.arange(begin, end)
         for begin, end in sequence_spans(prompt, sample)
-        if (int(prompt[begin]), int(sample[begin])) in wanted
+        if (int(prompt[begin]), int(sample[begin])) in keys
     ]
     chosen = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
-    top = next(iter(likeliest.values())).shape[1]
-    columns = {name: np.repeat(tokens[name][chosen], top) for name in ("prompt_id", "sample_id", "position")}
-    columns["place"] = np.tile(np.arange(top, dtype=np.int32), len(chosen))
+    count = next(iter(likeliest.values())).shape[1]
+    columns = {
+        name: np.repeat(tokens[name][chosen], count) for name in ("prompt_id", "sample_id", "position")
+    }
+    columns["place"] = np.tile(np.arange(count, dtype=np.int32), len(chosen))
     return columns | {name: values[chosen].reshape(-1) for name, values in likeliest.items()}
 
 
-def write_alternatives(folder: RunFolder, worst: Sequence[Drifted], tokenizer: Any) -> None:
-    """Write ``alternatives.parquet`` of the ``worst`` sequences, in their order, from what the shards have kept.
+def write_alternatives(folder: RunFolder, sequences: Sequence[Drifted], tokenizer: Any) -> None:
+    """Write ``alternatives.parquet`` of these sequences, in their order, from what the shards have stored.
+
+    Args:
+        folder: of the run.
+        sequences: those with the largest KL.
+        tokenizer: for the tokens' texts.
 
     Raises:
-        RunFolderError: if that is missing or damaged.
+        RunFolderError: if a sequence's alternatives are missing or damaged.
     """
-    order = {(one.prompt_id, one.sample_id): place for place, one in enumerate(worst)}
+    order = {(each.prompt_id, each.sample_id): place for place, each in enumerate(sequences)}
     parts: dict[int, dict[str, NDArray[Any]]] = {}
     for part in folder.top_parts(list(TOP_COLUMNS)):
         for begin, end in sequence_spans(part["prompt_id"], part["sample_id"]):
             place = order.get((int(part["prompt_id"][begin]), int(part["sample_id"][begin])))
             if place is not None:
                 parts[place] = {name: values[begin:end] for name, values in part.items()}
-    missing = [one for place, one in enumerate(worst) if place not in parts]
+    missing = [each for place, each in enumerate(sequences) if place not in parts]
     if missing:
         raise RunFolderError(
             f"{folder.root / 'alternatives'} lacks prompt {missing[0].prompt_id}, sample {missing[0].sample_id}; "
@@ -186,6 +232,6 @@ def write_alternatives(folder: RunFolder, worst: Sequence[Drifted], tokenizer: A
         name: np.concatenate([np.zeros(0, dtype=kind), *(parts[place][name] for place in sorted(parts))])
         for name, kind in TOP_COLUMNS.items()
     }
-    for side in ("policy", "reference"):
-        columns[f"text_{side}"] = token_texts(tokenizer, columns[f"token_id_{side}"].tolist())
+    for model in ("policy", "reference"):
+        columns[f"text_{model}"] = token_texts(tokenizer, columns[f"token_id_{model}"].tolist())
     folder.write_alternatives({name: columns[name] for name in ALTERNATIVE_COLUMNS})

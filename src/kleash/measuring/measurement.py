@@ -1,4 +1,4 @@
-"""From the files of a run to its measurement."""
+"""The measurement of a finished run, from its files and a second scoring of some sequences."""
 
 import platform
 from collections.abc import Callable
@@ -9,34 +9,39 @@ from importlib.metadata import version
 import numpy as np
 
 from kleash.engines import LocalEngine
-from kleash.estimators import ESTIMATORS
-from kleash.measuring.cluster_sums import ClusterSums, SequenceTerms, sequence_terms, token_sums
-from kleash.measuring.columns import PER_TOKEN, READ, quantities
+from kleash.measuring.cluster_sums import (
+    COLUMNS,
+    TOKENS,
+    ClusterSums,
+    SequenceTerms,
+    sequence_terms,
+    token_quantities,
+)
 from kleash.measuring.estimand import Estimand, estimand_of, on_policy_warnings, weight_warnings
 from kleash.measuring.estimates import (
     bins,
+    convergence,
+    estimator_error,
     estimator_records,
-    known_value,
-    mean_per_token,
-    perplexities,
-    probability_changes,
     sequence_total,
+    statistic_estimate,
 )
-from kleash.measuring.largest_drift import Worst, write_alternatives
-from kleash.measuring.rescoring import Aftermath, SourceChecks, measure_rounding
+from kleash.measuring.largest_drift import LargestDrift, write_alternatives
+from kleash.measuring.rescoring import Rounding, measure_rounding
 from kleash.measuring.sequence_clusters import Clusters, clusters_of, sequence_starts
-from kleash.measuring.token_quantiles import climb
+from kleash.measuring.shards import SourceChecks
+from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
-from kleash.records import Counts, MeasureJob, Measurement, Number, RunFolder, RunningMean
-from kleash.uncertainty import running_mean
+from kleash.records import Counts, MeasureJob, Measurement, Number, RunFolder
+from kleash.records.statistics import STATISTICS, to_fields
 from kleash.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run whose shards are all there."""
+class FinishedRun:
+    """A run whose shards are all on disk."""
 
     job: MeasureJob
     pair: Pair
@@ -47,8 +52,8 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequences:
-    """What ``sequences/`` tells of a run as a whole."""
+class SequenceCounts:
+    """Clusters and counts of a run's sequences."""
 
     clusters: Clusters
     tokens: int
@@ -57,58 +62,69 @@ class Sequences:
     all_have_logprobs: bool
 
 
-def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
-    """Everything that is reported of a run, from its files and a second look at some of its sequences."""
-    sequences = read_sequences(run.folder, on_text=run.job.source[0] == "text")
+@dataclass(frozen=True, kw_only=True)
+class RunTotals:
+    """The results of one pass over all tokens."""
+
+    sums: ClusterSums
+    terms: SequenceTerms
+    largest: LargestDrift
+
+
+def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurement:
+    """The measurement of a run; writes ``alternatives.parquet``.
+
+    Args:
+        run: the run.
+        seconds: the time since its start.
+    """
+    on_text = run.job.source[0] == "text"
+    counts = count_sequences(run.folder, on_text=on_text)
     estimand = estimand_of(
         run.job,
-        all_have_logprobs=sequences.all_have_logprobs,
-        split=len(sequences.clusters.labels) > sequences.prompts,
+        all_have_logprobs=counts.all_have_logprobs,
+        split=len(counts.clusters.labels) > counts.prompts,
     )
-    one_model = run.pair.is_one_model
-    counted = tally(run.folder, estimand, sequences.clusters, one_model=one_model)
-    sums, worst = counted.sums, counted.worst
-    worst_sequences = worst.worst_sequences()
+    is_one_model = run.pair.is_one_model
+    totals = sum_tokens(run.folder, estimand, counts.clusters, is_one_model=is_one_model)
+    sums, worst_sequences = totals.sums, totals.largest.worst_sequences()
     write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
-    after = measure_rounding(run.job, run.engine, run.folder, sequences.tokens)
-    quantiles, top_share = climb(run.folder, sequences.clusters, one_model=one_model)
+    rounding = measure_rounding(run.job, run.engine, run.folder, counts.tokens)
+    quantiles, top_share = token_quantiles(run.folder, counts.clusters, is_one_model=is_one_model)
     return Measurement(
         kleash=__version__,
-        estimand=estimand.words,
+        estimand=estimand.description,
         job=run.job.settings(),
         source_sha256=run.source_sha256,
         models={model.role: model.record() for model in (run.pair.policy, run.pair.reference)},
         device=device_of(run.pair),
         counts=Counts(
-            prompts=sequences.prompts,
-            sequences=len(sequences.clusters.labels),
-            tokens=sequences.tokens,
-            clusters=len(sums["tokens"]),
-            truncated_sequences=sequences.truncated,
+            prompts=counts.prompts,
+            sequences=len(counts.clusters.labels),
+            tokens=counts.tokens,
+            clusters=len(sums[TOKENS]),
+            truncated_sequences=counts.truncated,
             shards=run.folder.finished_shards(),
         ),
-        per_token={name: Number.of(mean_per_token(sums, name)) for name in PER_TOKEN},
+        **to_fields({name: Number.of(statistic_estimate(sums, name)) for name in STATISTICS}),
         per_sequence=(
-            sequence_total(counted.terms, sequences.clusters, one_model=one_model)
-            if estimand.between_sequences and np.isfinite(counted.terms.weight).all()
+            sequence_total(totals.terms, counts.clusters, is_one_model=is_one_model)
+            if estimand.has_sequence_kl and np.isfinite(totals.terms.weight).all()
             else None
         ),
-        estimators=estimator_records(sums, tuple(ESTIMATORS)),
+        estimators=estimator_records(sums),
         estimators_note=estimand.estimators_note,
         quantiles=quantiles,
         by_position=bins(sums, "position"),
         by_confidence=bins(sums, "confidence"),
-        top1_agreement=Number.of(mean_per_token(sums, "top1_agreement")),
-        perplexity=perplexities(sums),
-        probability_change=probability_changes(sums),
         top_percent_share=top_share,
-        noise_floor=after.noise_floor,
-        dtype_gap=after.dtype_gap,
+        noise_floor=rounding.noise_floor,
+        dtype_gap=rounding.dtype_gap,
         convergence=convergence(sums),
-        worst_tokens=worst.worst_tokens(),
+        worst_tokens=totals.largest.worst_tokens(),
         worst_sequences=worst_sequences,
-        prompts=worst.worst_prompts(run.folder, on_text=run.job.source[0] == "text"),
-        warnings=gather_warnings(run, estimand, sequences, counted, after),
+        prompts=totals.largest.worst_prompts(run.folder, on_text=on_text),
+        warnings=run_warnings(run, estimand, counts, totals, rounding),
         notes=(*run.pair.notes, *run.job.without_effect()),
         seconds=seconds(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -117,13 +133,18 @@ def summarise(run: Run, seconds: Callable[[], float]) -> Measurement:
 
 
 def device_of(pair: Pair) -> str:
-    """Where the models of a run are."""
-    places = [str(model.device_map or model.device) for model in (pair.policy, pair.reference)]
-    return " and ".join(dict.fromkeys(places))
+    """The devices of a run's models: "cpu", "cuda:0 and cuda:1"."""
+    devices = [str(model.device_map or model.device) for model in (pair.policy, pair.reference)]
+    return " and ".join(dict.fromkeys(devices))
 
 
-def read_sequences(folder: RunFolder, *, on_text: bool) -> Sequences:
-    """Clusters and counts of a run's sequences."""
+def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
+    """Clusters and counts of a run's sequences, from its files.
+
+    Args:
+        folder: of the run.
+        on_text: whether its sequences are windows of documents.
+    """
     prompt, sample = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     tokens = truncated = 0
     for part in folder.sequence_parts(["prompt_id", "sample_id", "tokens", "finish_reason"]):
@@ -131,74 +152,63 @@ def read_sequences(folder: RunFolder, *, on_text: bool) -> Sequences:
         sample.append(part["sample_id"].astype(np.int64))
         tokens += int(part["tokens"].sum(dtype=np.int64))
         truncated += part["finish_reason"].count("length")
-    unknown = any(np.isnan(part["logp_sampled"]).any() for part in folder.token_parts(["logp_sampled"]))
+    any_unknown = any(np.isnan(part["logp_sampled"]).any() for part in folder.token_parts(["logp_sampled"]))
     prompts = np.concatenate(prompt)
-    return Sequences(
+    return SequenceCounts(
         clusters=clusters_of(prompts, np.concatenate(sample), on_text=on_text),
         tokens=tokens,
         prompts=len(np.unique(prompts)),
         truncated=truncated,
-        all_have_logprobs=not unknown,
+        all_have_logprobs=not any_unknown,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tally:
-    """What one pass over all tokens gives."""
+def sum_tokens(
+    folder: RunFolder, estimand: Estimand, clusters: Clusters, *, is_one_model: bool = False
+) -> RunTotals:
+    """Sum all quantities within clusters, and collect the largest drift, in one pass over all tokens.
 
-    sums: ClusterSums
-    terms: SequenceTerms
-    worst: Worst
-
-
-def tally(folder: RunFolder, estimand: Estimand, clusters: Clusters, *, one_model: bool = False) -> Tally:
-    """One pass over all tokens: the sums of every quantity for each cluster, and what drifted most."""
-    sums, worst, terms = ClusterSums(one_model=one_model), Worst(), [SequenceTerms(*np.zeros((3, 0)))]
-    done = 0
-    for part in folder.token_parts([*READ, "text"]):
+    Args:
+        folder: of the run.
+        estimand: decides which sampled estimates are summed.
+        clusters: of the run's sequences.
+        is_one_model: whether policy and reference are the same model.
+    """
+    sums, largest = ClusterSums(is_one_model=is_one_model), LargestDrift()
+    terms = [SequenceTerms(*np.zeros((3, 0)))]
+    first_sequence = 0
+    for part in folder.token_parts([*COLUMNS, "text"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
-        labels = clusters.labels[done : done + len(starts)]
-        done += len(starts)
-        found = quantities(part, estimand.weighting)
+        labels = clusters.labels[first_sequence : first_sequence + len(starts)]
+        first_sequence += len(starts)
+        quantities = token_quantities(part, estimand.weighting)
         lengths = np.diff([*starts, len(part["prompt_id"])])
-        sums.add(np.repeat(labels, lengths), token_sums(found))
-        if estimand.between_sequences and estimand.weighting is not None:
-            terms.append(sequence_terms(part, found, estimand.weighting))
-        worst.add(part)
-    return Tally(
+        sums.add(np.repeat(labels, lengths), quantities.columns())
+        if estimand.has_sequence_kl and estimand.weighting is not None:
+            terms.append(sequence_terms(part, quantities, estimand.weighting))
+        largest.add(part)
+    return RunTotals(
         sums=sums,
-        worst=worst,
+        largest=largest,
         terms=SequenceTerms(*(np.concatenate(column) for column in zip(*terms, strict=True))),
     )
 
 
-def convergence(sums: ClusterSums) -> tuple[RunningMean, ...]:
-    """The mean KL as it stood at up to a hundred moments of the run."""
-    tokens, means, halves = running_mean(
-        sums["kl_policy_reference"],
-        sums["tokens"],
-        known_value=known_value(sums, "kl_policy_reference"),
-    )
-    return tuple(
-        RunningMean(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))
-        for count, mean, half in zip(tokens, means, halves, strict=True)
-    )
-
-
-def gather_warnings(
-    run: Run, estimand: Estimand, sequences: Sequences, counted: Tally, after: Aftermath
+def run_warnings(
+    run: FinishedRun, estimand: Estimand, counts: SequenceCounts, totals: RunTotals, rounding: Rounding
 ) -> tuple[str, ...]:
-    """Warnings about the whole run."""
+    """The warnings about the whole run, each once."""
+    sampled = estimand.weighting is not None
     return tuple(
         dict.fromkeys(
             [
                 *run.pair.warnings,
-                *sequences.clusters.warnings,
+                *counts.clusters.warnings,
                 *estimand.warnings,
                 *run.checks.warnings(),
-                *after.warnings,
-                *on_policy_warnings(counted.sums, estimand),
-                *weight_warnings(counted.terms.weight, estimand),
+                *rounding.warnings,
+                *(on_policy_warnings(estimator_error(totals.sums, "k1"), estimand) if sampled else ()),
+                *weight_warnings(totals.terms.weight, estimand),
             ]
         )
     )

@@ -1,11 +1,11 @@
-"""The two models of a measurement: both loaded, or the reference read from its cache."""
+"""The pair of models of a measurement: both loaded, or the reference read from its cache."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kleash.errors import ModelError
-from kleash.measuring.shards import given_sequences
+from kleash.measuring.shards import source_sequences
 from kleash.models import (
     Loading,
     Pair,
@@ -22,10 +22,10 @@ from kleash.records.locking import folder_lock
 
 
 def load_models(job: MeasureJob, source_sha256: str) -> Pair:
-    """The pair of a job; a finished cache of its text or responses stands in for the reference.
+    """Load the policy and the reference of a job; a finished cache of its text or responses replaces the reference.
 
     Raises:
-        ModelError: if a model cannot be loaded, the two cannot be compared, or the cache is another's.
+        ModelError: if a model cannot be loaded, the two cannot be compared, or the cache is of another model.
     """
     try:
         return _load_models(job, source_sha256)
@@ -33,7 +33,7 @@ def load_models(job: MeasureJob, source_sha256: str) -> Pair:
         for role, default in (("reference", SHIPPED_REFERENCE), ("policy", SHIPPED_POLICY)):
             if getattr(job, role) == default:
                 raise TokenizerMismatchError(
-                    f"{error}; no {role} was given, so that it was {default}, kleash's own small model: give --{role}"
+                    f"{error}; without --{role} it is {default}, the small model that ships with kleash: give --{role}"
                 ) from error
         raise
 
@@ -66,23 +66,25 @@ def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
 
 @contextmanager
 def filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | None]:
-    """The cache that a measurement fills as it goes, held for this process alone; None if there is none.
+    """The cache that a measurement fills, locked for this process; None if there is none.
 
     Raises:
-        ModelError, OptionError: if it is another model's, or cannot be.
-        RunFolderError: if it cannot be written, or another process is writing it.
+        ModelError, OptionError: if it is of another model, or the option is unsupported.
+        RunFolderError: if it cannot be written, or is in use by another process.
     """
     if job.reference_cache is None or pair.reference.stored is not None:
         yield None
         return
     folder = Path(job.reference_cache).expanduser()
     require_cache(folder)
-    with folder_lock(folder, "wait for it, or make the cache with kleash cache, which any number can read"):
+    with folder_lock(
+        folder, "wait for it, or make the cache with kleash cache, which any number of runs can read"
+    ):
         yield ReferenceCache(folder, pair.reference)
 
 
 def loading(job: MeasureJob) -> Loading:
-    """How a job loads its models."""
+    """The loading options of a job."""
     return Loading(
         dtype=job.dtype,
         device=job.device,
@@ -92,7 +94,7 @@ def loading(job: MeasureJob) -> Loading:
 
 
 def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
-    """What a job reads, as a cache keeps it in mind."""
+    """The source of a job, as a cache records it."""
     kind, path = job.source
     window, stride = None, None
     if kind == "text":
@@ -109,9 +111,9 @@ def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
 
 
 def _finished_cache(job: MeasureJob) -> Path | None:
-    """The folder of the cache that stands in for the reference.
+    """The folder of a finished cache that replaces the reference; None if there is none.
 
-    None if there is none, and on prompts: what the policy will answer is in no cache.
+    None on prompts, whose responses are not known beforehand.
     """
     if job.reference_cache is None or job.source[0] == "prompts":
         return None
@@ -120,16 +122,16 @@ def _finished_cache(job: MeasureJob) -> Path | None:
 
 
 def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:
-    """See that the cache holds all that will be scored, before anything is."""
-    wanted = source_of(job, pair, sha256)
-    there = stored.label.source
-    whole = len(stored.states) >= stored.contents.sequences
-    if whole and there is not None and there.covers(wanted):
+    """Raise ModelError unless the cache holds every sequence of the job."""
+    source = source_of(job, pair, sha256)
+    cached = stored.label.source
+    is_whole = len(stored.states) >= stored.contents.sequences
+    if is_whole and cached is not None and cached.covers(source):
         return
-    missing, asked, first = stored.lacking(given_sequences(job, pair))
+    missing, total, first = stored.lacking(source_sequences(job, pair))
     if missing:
         raise ModelError(
-            f"{stored.folder} lacks {missing} of the {asked} sequences of {wanted}, the first being {first}; it "
-            f"holds {stored.contents.sequences} of {there}; make another: kleash cache --reference {job.reference} "
-            f"--{wanted.kind} {wanted.path}"
+            f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it "
+            f"holds {stored.contents.sequences} of {cached}; make another: kleash cache --reference {job.reference} "
+            f"--{source.kind} {source.path}"
         )

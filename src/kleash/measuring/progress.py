@@ -1,4 +1,4 @@
-"""What a measurement tells whoever waits for it."""
+"""Progress of a measurement, for a display."""
 
 from typing import Protocol, runtime_checkable
 
@@ -6,44 +6,44 @@ from kleash.records import Number
 
 
 @runtime_checkable
-class Watcher(Protocol):
-    """Told of a run's progress; what it does with that is its own affair."""
+class ProgressReporter(Protocol):
+    """Receives the progress of a run: notes, the total, tokens, sequences and the running KL."""
 
-    def said(self, sentence: str) -> None:
-        """Something worth knowing was decided: which base an adapter took, where a run goes on."""
+    def note(self, sentence: str) -> None:
+        """Report a decision: which base an adapter has, where a run is resumed."""
         ...
 
-    def planned(self, sequences: int | None) -> None:
-        """So many sequences are to be scored; None if that is not known."""
+    def set_total(self, sequences: int | None) -> None:
+        """Set the number of sequences to score; None if it is not known."""
         ...
 
-    def generated(self, tokens: int) -> None:
-        """So many more tokens were drawn."""
+    def add_generated(self, tokens: int) -> None:
+        """Count newly generated tokens."""
         ...
 
-    def scored(self, sequences: int, tokens: int) -> None:
-        """So many more sequences, of so many tokens, were scored."""
+    def add_scored(self, sequences: int, tokens: int) -> None:
+        """Count newly scored sequences and their tokens."""
         ...
 
-    def shard_written(self, kl: Number) -> None:
-        """A shard is safe on disk, and this is KL(policy || reference) per token so far."""
+    def update_kl(self, kl: Number) -> None:
+        """Show KL(policy || reference) per token so far; called after each shard that is on disk."""
         ...
 
 
-class Nobody:
-    """A watcher who does not look."""
+class NullProgressReporter:
+    """A reporter that does nothing."""
 
-    def said(self, sentence: str) -> None:
-        """Not listened to."""
+    def note(self, sentence: str) -> None:
+        """Do nothing."""
 
-    def planned(self, sequences: int | None) -> None:
-        """Not looked at."""
+    def set_total(self, sequences: int | None) -> None:
+        """Do nothing."""
 
-    def generated(self, tokens: int) -> None:
-        """Not looked at."""
+    def add_generated(self, tokens: int) -> None:
+        """Do nothing."""
 
-    def scored(self, sequences: int, tokens: int) -> None:
-        """Not looked at."""
+    def add_scored(self, sequences: int, tokens: int) -> None:
+        """Do nothing."""
 
-    def shard_written(self, kl: Number) -> None:
-        """Not looked at."""
+    def update_kl(self, kl: Number) -> None:
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The caching job: a reference run once over a source, and what it takes to do without it afterwards."""
+"""The caching job: run the reference once over a source and store what later measurements need of it."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -11,10 +11,10 @@ import torch
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted, RunFolderError
 from kleash.measuring.model_pair import loading, source_of
-from kleash.measuring.progress import Nobody, Watcher
+from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
-from kleash.measuring.sequence_clusters import Ledger
-from kleash.measuring.shards import given_sequences, plan, source_sha256
+from kleash.measuring.sequence_clusters import SequenceClusters
+from kleash.measuring.shards import plan_shards, source_sequences, source_sha256
 from kleash.models import (
     Pair,
     ReferenceCache,
@@ -33,86 +33,86 @@ from kleash.records.locking import folder_lock
 
 
 def default_cache() -> str:
-    """Where a cache goes that was not told: a folder named by the date and the time."""
+    """The folder of a cache without ``--out``, named by date and time."""
     return str(Path("kleash-caches") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
-def cache_reference(job: CacheJob, watcher: Watcher | None = None) -> CacheContents:
-    """Run the reference once over a source and keep what measuring needs of it.
+def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> CacheContents:
+    """Run the reference once over a source and store its hidden states for later measurements.
 
-    Writes its final hidden states at every scored position, its head and its tokenizer into ``job.out``.
-    Killed at any moment and started again, it goes on after the last finished shard; nothing that is there is
-    computed again. A finished cache is only read: any number of measurements can use it at once.
+    Writes its final hidden states at every scored position, its head and its tokenizer into ``job.out``. Interrupted
+    or killed and started again, it resumes after the last finished shard. A finished cache is only read, so that any
+    number of measurements can use it at once.
 
     Args:
-        job: which reference reads what.
-        watcher: told how it goes.
+        job: the reference and the source.
+        reporter: receives the progress.
 
     Returns:
-        What the cache holds, as it stands in ``contents.json``.
+        The contents of the cache, as in ``contents.json``.
 
     Raises:
         SourceError: if the text or the responses cannot be read.
-        ModelError: if the reference cannot be loaded, or the folder holds another one's hidden states.
+        ModelError: if the reference cannot be loaded, or the folder holds the cache of another reference.
         NonFiniteError: if the reference gives NaN or infinities, naming the sequence.
-        RunFolderError: if ``job.out`` cannot be written, holds something else, or is being written.
-        OptionError, CannotRunError, MissingExtraError: if the job asks for what cannot be.
-        Interrupted: at Ctrl-C, saying what was kept.
+        RunFolderError: if ``job.out`` cannot be written, holds other files, or is in use by another process.
+        OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
+        Interrupted: on Ctrl-C, with the command that resumes.
     """
-    watching = watcher if watcher is not None else Nobody()
+    reporter = reporter if reporter is not None else NullProgressReporter()
     folder = Path(job.out if job.out is not None else default_cache()).expanduser()
     require_cache(folder)
     digest = source_sha256(job.measurement())
-    for note in job.measurement().without_effect():
-        watching.said(note)
+    for sentence in job.measurement().without_effect():
+        reporter.note(sentence)
     pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
-    for note in pair.notes:
-        watching.said(note)
+    for sentence in pair.notes:
+        reporter.note(sentence)
     try:
         with folder_lock(folder, "wait for it, or give another --out"):
             for path in (folder, folder / TOKENIZER):
                 remove_leftovers(path)
-            return _cache(job, pair, folder, digest, watching)
+            return _cache(job, pair, folder, digest, reporter)
     except KeyboardInterrupt as stop:
         raise Interrupted(
-            f"interrupted; what was finished is kept: give the same command again with --out {folder}"
+            f"interrupted; finished shards are on disk: run the same command again with --out {folder}"
         ) from stop
     except RunFolderError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == ENOSPC:
             raise RunFolderError(
-                f"no space is left in {folder}; what was finished is kept: free some space and give the same "
+                f"no space is left in {folder}; finished shards are on disk: free some space and run the same "
                 f"command again with --out {folder}"
             ) from error
         raise
 
 
-def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, watching: Watcher) -> CacheContents:
-    asked = job.measurement()
-    cache = ReferenceCache(folder, pair.reference, source_of(asked, pair, digest))
+def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: ProgressReporter) -> CacheContents:
+    measure_job = job.measurement()
+    cache = ReferenceCache(folder, pair.reference, source_of(measure_job, pair, digest))
     if len(cache.states):
-        watching.said(f"going on after {len(cache.states)} sequences in {folder}")
+        reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
     read = finite_reader(pair.reference)
-    planned = plan(asked, pair)
-    watching.planned(planned.sequences)
+    plan = plan_shards(measure_job, pair)
+    reporter.set_total(plan.sequences)
     scored = 0
-    for shard in planned.shards:
-        scored += sum(len(one.response_ids) for one in shard.sequences)
-        cache.fill(read, shard.sequences, asked.batch_tokens)
-        watching.scored(len(shard.sequences), sum(len(one.response_ids) for one in shard.sequences))
-    _look_at_rounding(
-        LocalEngine(pair=pair, job=asked), folder, noise_sequences(given_sequences(asked, pair), scored)
-    )
+    for shard in plan.shards:
+        tokens = sum(len(sequence.response_ids) for sequence in shard.sequences)
+        cache.fill(read, shard.sequences, measure_job.batch_tokens)
+        reporter.add_scored(len(shard.sequences), tokens)
+        scored += tokens
+    engine = LocalEngine(pair=pair, job=measure_job)
+    _store_rounding(engine, folder, noise_sequences(source_sequences(measure_job, pair), scored))
     contents = _contents(pair, cache)
     finish(folder, pair.reference, contents)
     return contents
 
 
-def _look_at_rounding(engine: LocalEngine, folder: Path, sequences: Sequence[TokenSequence]) -> None:
-    """Keep how much of a drift is rounding, which nobody can ask a reference that is not loaded."""
-    for what, columns in (("noise", engine.noise(sequences)), ("gap", engine.float32_gap(sequences))):
+def _store_rounding(engine: LocalEngine, folder: Path, sequences: Sequence[TokenSequence]) -> None:
+    """Store the noise floor and the dtype gap, which cannot be measured once the reference is not loaded."""
+    for kind, columns in (("noise", engine.noise(sequences)), ("gap", engine.float32_gap(sequences))):
         if columns is not None:
-            needed = {name: np.ascontiguousarray(columns[name]) for name in Ledger.READ}
-            save_rounding(folder, what, engine.temperature, needed)
+            stored = {name: np.ascontiguousarray(columns[name]) for name in SequenceClusters.COLUMNS}
+            save_rounding(folder, kind, engine.temperature, stored)
 
 
 def _contents(pair: Pair, cache: ReferenceCache) -> CacheContents:

@@ -1,4 +1,4 @@
-"""The measuring job from its options to its files."""
+"""The measuring job: load the models, score shard by shard, write the files."""
 
 from datetime import datetime
 from pathlib import Path
@@ -6,59 +6,63 @@ from time import monotonic
 
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted
-from kleash.measuring.largest_drift import TOP, WORST_SEQUENCES, Largest, offer_sequences, top_rows
-from kleash.measuring.measurement import Run, summarise
+from kleash.measuring.largest_drift import (
+    MAX_SEQUENCES,
+    NUM_ALTERNATIVES,
+    TopEntries,
+    alternatives_of_shard,
+)
+from kleash.measuring.measurement import FinishedRun, make_measurement
 from kleash.measuring.model_pair import filled_cache, load_models
-from kleash.measuring.progress import Nobody, Watcher
-from kleash.measuring.rescoring import SourceChecks
-from kleash.measuring.sequence_clusters import Ledger
-from kleash.measuring.shards import plan, source_sha256
+from kleash.measuring.progress import NullProgressReporter, ProgressReporter
+from kleash.measuring.sequence_clusters import SequenceClusters
+from kleash.measuring.shards import SourceChecks, plan_shards, source_sha256
 from kleash.models import SAMPLER, Pair, find_checkpoint
 from kleash.models.checkpoints.resolution import GENERATION
 from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
 from kleash.version import __version__
 
-FEWEST_CLUSTERS = 64
-"""``until_relative_error`` does not stop before so many: an error estimated from fewer can be small by luck."""
+MIN_CLUSTERS = 64
+"""``until_relative_error`` does not stop a run before so many: an error estimated from fewer can be small by chance."""
 
 
 def default_out() -> str:
-    """Where a run goes that was not told: a folder named by the date and the time."""
+    """The folder of a run without ``--out``, named by date and time."""
     return str(Path("kleash-runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
-def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
+def measure(job: MeasureJob, reporter: ProgressReporter | None = None) -> Measurement:
     """Measure how far a policy has drifted from its reference.
 
-    Writes ``measurement.json``, ``tokens/``, ``sequences/``, ``alternatives.parquet`` and
-    ``report.html`` into ``job.out``. Killed at any moment, it goes on with ``resume=True`` where the last
-    finished shard ended, and comes to the same result.
+    Writes ``measurement.json``, ``tokens/``, ``sequences/``, ``alternatives.parquet`` and ``report.html`` into
+    ``job.out``. A run that was interrupted or killed is resumed with ``resume=True`` after its last finished shard,
+    with the same result.
 
     Args:
         job: what to measure, and how.
-        watcher: told how it goes.
+        reporter: receives the progress.
 
     Returns:
-        The measurement, as it stands in ``measurement.json``.
+        The measurement, as in ``measurement.json``.
 
     Raises:
         SourceError: if the prompts, text or responses cannot be read.
         ModelError: if a model cannot be loaded, or the two cannot be compared.
         NonFiniteError: if a model gives NaN or infinite logits.
-        RunFolderError: if ``job.out`` cannot be written or gone on with.
-        OptionError, CannotRunError, MissingExtraError: if the job asks for what cannot be.
-        Interrupted: at Ctrl-C, saying what was kept.
+        RunFolderError: if ``job.out`` cannot be written or resumed.
+        OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
+        Interrupted: on Ctrl-C, with the command that resumes the run.
     """
-    watching = watcher if watcher is not None else Nobody()
+    reporter = reporter if reporter is not None else NullProgressReporter()
     folder = RunFolder(Path(job.out if job.out is not None else default_out()).expanduser())
     folder.check(resume=job.resume)
-    for note in job.without_effect():
-        watching.said(note)
+    for sentence in job.without_effect():
+        reporter.note(sentence)
     digest = source_sha256(job)
     pair = load_models(job, digest)
-    for note in pair.notes:
-        watching.said(note)
+    for sentence in pair.notes:
+        reporter.note(sentence)
     header = RunHeader(
         kleash=__version__,
         settings=job.settings(),
@@ -68,64 +72,72 @@ def measure(job: MeasureJob, watcher: Watcher | None = None) -> Measurement:
     )
     with folder.writing(header, resume=job.resume):
         try:
-            return _measure(job, pair, folder, digest, watching)
+            return _measure(job, pair, folder, digest, reporter)
         except KeyboardInterrupt as stop:
             raise Interrupted(
-                f"interrupted; what was finished is kept: go on with --resume --out {folder.root}"
+                f"interrupted; finished shards are on disk: resume with --resume --out {folder.root}"
             ) from stop
 
 
 def _fingerprints(job: MeasureJob, pair: Pair) -> dict[str, str]:
-    """What stands for the models, and for where the policy's responses end if it is to answer."""
+    """Fingerprints of both models, and of the policy's generation settings if it generates."""
     models = {"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint}
     if job.source[0] != "prompts":
         return models
-    ends = find_checkpoint(job.policy, job.revision_policy).generation_fingerprint()
-    return {**models, f"policy {GENERATION}": ends}
+    generation = find_checkpoint(job.policy, job.revision_policy).generation_fingerprint()
+    return {**models, f"policy {GENERATION}": generation}
 
 
-def _measure(job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, watching: Watcher) -> Measurement:
-    began = monotonic()
+def _measure(
+    job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, reporter: ProgressReporter
+) -> Measurement:
+    start = monotonic()
     with filled_cache(job, pair) as cache:
-        engine = LocalEngine(pair=pair, job=job, cache=cache, generated=watching.generated, top=TOP)
-        checks = run_shards(job, pair, folder, engine, watching)
+        engine = LocalEngine(
+            pair=pair, job=job, cache=cache, generated=reporter.add_generated, top=NUM_ALTERNATIVES
+        )
+        checks = run_shards(job, pair, folder, engine, reporter)
     if engine.runs_below_float32:
-        watching.said("the reference is loaded once more, in float32, for dtype_gap")
-    run = Run(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest, checks=checks)
-    measurement = summarise(run, seconds=lambda: monotonic() - began)
+        reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
+    run = FinishedRun(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest, checks=checks)
+    measurement = make_measurement(run, seconds=lambda: monotonic() - start)
     folder.write_measurement(measurement)
     write_report(folder.root)
     return measurement
 
 
 def run_shards(
-    job: MeasureJob, pair: Pair, folder: RunFolder, engine: LocalEngine, watching: Watcher
+    job: MeasureJob, pair: Pair, folder: RunFolder, engine: LocalEngine, reporter: ProgressReporter
 ) -> SourceChecks:
-    """Do the shards that are not there yet, until all are or the error is small enough; returns the source's checks."""
+    """Score and write the shards that are not on disk, until all are or ``until_relative_error`` is reached.
+
+    Returns:
+        The checks of the source over all shards.
+    """
     finished = folder.finished_shards()
-    ledger = Ledger(on_text=job.source[0] == "text", one_model=pair.is_one_model)
-    parts = folder.token_parts(list(Ledger.READ))
-    worst, checks = Largest(most=WORST_SEQUENCES), SourceChecks(temperature=job.temperature)
+    sequences = SequenceClusters(on_text=job.source[0] == "text", is_one_model=pair.is_one_model)
+    parts = folder.token_parts(list(SequenceClusters.COLUMNS))
+    largest, checks = TopEntries(size=MAX_SEQUENCES), SourceChecks(temperature=job.temperature)
     if finished:
-        watching.said(f"going on after {finished} finished shards in {folder.root}")
-    planned = plan(job, pair)
-    watching.planned(planned.sequences)
-    for shard in planned.shards:
+        reporter.note(f"resuming after {finished} finished shards in {folder.root}")
+    plan = plan_shards(job, pair)
+    reporter.set_total(plan.sequences)
+    for shard in plan.shards:
         checks.add(shard.sequences)
         if shard.index < finished:
             part = next(parts)
-            ledger.add(part)
-            offer_sequences(worst, part)
+            sequences.add(part)
+            largest.add_sequences(part)
         else:
             result = engine.run(shard)
-            offer_sequences(worst, result.tokens)
-            top = top_rows(worst, result.tokens, result.likeliest)
-            folder.write_shard(shard.index, result.tokens, result.sequences, top)
-            ledger.add(result.tokens)
-            watching.scored(len(result.sequences["prompt_id"]), len(result.tokens["token_id"]))
-        sofar = ledger.kl()
-        watching.shard_written(Number.of(sofar))
-        wanted = job.until_relative_error
-        if wanted is not None and sofar.clusters >= FEWEST_CLUSTERS and sofar.relative_error <= wanted:
+            largest.add_sequences(result.tokens)
+            alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
+            folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
+            sequences.add(result.tokens)
+            reporter.add_scored(len(result.sequences["prompt_id"]), len(result.tokens["token_id"]))
+        kl = sequences.kl()
+        reporter.update_kl(Number.of(kl))
+        target = job.until_relative_error
+        if target is not None and kl.clusters >= MIN_CLUSTERS and kl.relative_error <= target:
             break
     return checks

@@ -1,7 +1,7 @@
-"""A run's work, cut into shards that are done and kept as wholes."""
+"""A run's source, cut into shards that are scored and written as a whole, and checks of what it declares."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TypeVar
 
@@ -14,51 +14,52 @@ from kleash.models import (
     read_prompts,
     read_responses,
     read_text,
+    retokenisation_warnings,
     source_path,
 )
 from kleash.records import MeasureJob
 
 BATCHES = 4
-"""Batches in a shard: so much is lost when a run is killed, and so many sequences can be sorted by length."""
+"""Batches in a shard. A killed run loses at most one shard, and sequences are sorted by length within one."""
 
 Item = TypeVar("Item", Prompt, TokenSequence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a job comes to."""
+    """The shards of a job."""
 
     shards: Iterator[Shard]
-    """Always the same ones in the same order."""
+    """The same shards in the same order for the same job."""
     sequences: int | None
-    """How many there will be; None of text, whose windows are counted as they come."""
+    """Their sequences in all; None for text, whose windows are counted as they are read."""
 
 
-def plan(job: MeasureJob, pair: Pair) -> Plan:
-    """The shards of a job. The whole source is looked through first: a broken line near its end must not cost a day.
+def plan_shards(job: MeasureJob, pair: Pair) -> Plan:
+    """The shards of a job. The whole source is parsed first, so that a malformed line is found before any scoring.
 
     Raises:
         SourceError: if a line of the source cannot be read.
     """
     kind, path = job.source
     if kind != "prompts":
-        given = None
+        count = None
         if kind == "text":
             count_documents(path, pair.tokenizer, limit=job.limit)
         else:
-            given = sum(1 for _ in given_sequences(job, pair))
-        parts = _parts(given_sequences(job, pair), lambda one: one.read, job)
-        shards = (Shard(index=index, sequences=tuple(part)) for index, part in enumerate(parts))
-        return Plan(shards=shards, sequences=given)
+            count = sum(1 for _ in source_sequences(job, pair))
+        groups = _groups(source_sequences(job, pair), lambda sequence: sequence.read, job)
+        shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
+        return Plan(shards=shards, sequences=count)
     prompts = read_prompts(path, pair, limit=job.limit)
-    answers = job.samples_per_prompt * job.max_new_tokens
-    parts = _parts(prompts, lambda prompt: len(prompt.token_ids) + answers, job)
-    shards = (Shard(index=index, prompts=tuple(part)) for index, part in enumerate(parts))
+    response_tokens = job.samples_per_prompt * job.max_new_tokens
+    groups = _groups(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
+    shards = (Shard(index=index, prompts=tuple(group)) for index, group in enumerate(groups))
     return Plan(shards=shards, sequences=len(prompts) * job.samples_per_prompt)
 
 
-def given_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:
-    """The sequences of a source of text or responses, in order; nothing of prompts, whose answers come later."""
+def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:
+    """The sequences of a source of text or responses, in order; none for prompts, whose responses are generated."""
     kind, path = job.source
     if kind == "text":
         yield from read_text(path, pair, window=job.window, stride=job.stride, limit=job.limit)
@@ -67,10 +68,10 @@ def given_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:
 
 
 def source_sha256(job: MeasureJob) -> str:
-    """The hash of the source's bytes.
+    """The SHA-256 of the source's bytes.
 
     Raises:
-        SourceError: if there is no such file, or nothing in it.
+        SourceError: if the file is missing or empty.
     """
     digest = sha256()
     with source_path(job.source[1]).open("rb") as file:
@@ -79,15 +80,46 @@ def source_sha256(job: MeasureJob) -> str:
     return digest.hexdigest()
 
 
-def _parts(items: Iterable[Item], cost: Callable[[Item], int], job: MeasureJob) -> Iterator[list[Item]]:
-    """Neighbours together, as many as cost no more tokens than a shard may."""
-    held: list[Item] = []
+def _groups(items: Iterable[Item], cost: Callable[[Item], int], job: MeasureJob) -> Iterator[list[Item]]:
+    """Consecutive items, as many as cost at most the tokens of a shard."""
+    group: list[Item] = []
     spent = 0
     for item in items:
-        if held and spent + cost(item) > BATCHES * job.batch_tokens:
-            yield held
-            held, spent = [], 0
-        held.append(item)
+        if group and spent + cost(item) > BATCHES * job.batch_tokens:
+            yield group
+            group, spent = [], 0
+        group.append(item)
         spent += cost(item)
-    if held:
-        yield held
+    if group:
+        yield group
+
+
+@dataclass(kw_only=True)
+class SourceChecks:
+    """Counts of responses that were tokenised again, or that declare another temperature."""
+
+    temperature: float
+    """Temperature of the run."""
+    sequences: int = 0
+    retokenised: int = 0
+    other_temperatures: set[float] = field(default_factory=set)
+
+    def add(self, sequences: Iterable[TokenSequence]) -> None:
+        """Add the sequences of a shard."""
+        for sequence in sequences:
+            self.sequences += 1
+            self.retokenised += sequence.retokenised
+            if sequence.temperature is not None and sequence.temperature != self.temperature:
+                self.other_temperatures.add(sequence.temperature)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings of the measurement about its source."""
+        warnings = retokenisation_warnings(self.sequences, self.retokenised)
+        if not self.other_temperatures:
+            return warnings
+        temperatures = ", ".join(f"{value:g}" for value in sorted(self.other_temperatures))
+        warning = (
+            f"some responses declare temperature {temperatures}, and both models were scored at "
+            f"{self.temperature:g}; set --temperature"
+        )
+        return (*warnings, warning)

@@ -16,7 +16,7 @@ from kleash.records.audit import (
     ZoneRow,
 )
 from kleash.records.caching import CacheContents, CachedSource, CacheJob, CacheLabel
-from kleash.records.comparison import COMPARED, PERPLEXITIES, ComparedRun, Comparison, RunDifference
+from kleash.records.comparison import ComparedRun, Comparison, RunDifference
 from kleash.records.demonstration import BestOf, Demonstration, DemonstrationJob, Leash
 from kleash.records.folder import RunFolder, RunHeader
 from kleash.records.job import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE, MeasureJob
@@ -34,6 +34,7 @@ from kleash.records.measurement import (
 )
 from kleash.records.metrics import METRICS, Metric, metric_of, spelt
 from kleash.records.number import Number
+from kleash.records.statistics import COMPARED, PERPLEXITIES, STATISTICS, Statistic
 from kleash.records.steps import (
     HackingAlert,
     Sample,
@@ -57,6 +58,7 @@ __all__ = [
     "SHIPPED_POLICY",
     "SHIPPED_PROMPTS",
     "SHIPPED_REFERENCE",
+    "STATISTICS",
     "AccuracyRow",
     "Audit",
     "BestOf",
@@ -100,6 +102,7 @@ __all__ = [
     "Sample",
     "SampleRecord",
     "SequenceTotal",
+    "Statistic",
     "StepRecord",
     "TrainJob",
     "TrainingFolder",

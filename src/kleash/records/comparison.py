@@ -8,19 +8,6 @@ from kleash.records.codec import encode, to_json
 from kleash.records.measurement import Counts
 from kleash.records.number import Number
 
-COMPARED = (
-    "kl_policy_reference",
-    "kl_reference_policy",
-    "jensen_shannon",
-    "total_variation",
-    "entropy_policy",
-    "entropy_reference",
-    "top1_agreement",
-)
-"""The means per token that a comparison holds, in the order in which they are shown."""
-PERPLEXITIES = ("perplexity_policy", "perplexity_reference", "perplexity_ratio")
-"""The perplexities that it holds beside them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
@@ -35,8 +22,8 @@ class ComparedRun:
     reference: str
     counts: Counts
     numbers: Mapping[str, Number]
-    """The run's own means per token, over all of its prompts, and its perplexities; names as in ``COMPARED``
-    and ``PERPLEXITIES``."""
+    """The run's own means per token, over all of its prompts, and its perplexities; names as in
+    ``STATISTICS``."""
     noise_floor: Number | None = None
     warnings: tuple[str, ...] = ()
     """All warnings of the run's own report."""
@@ -59,7 +46,7 @@ class RunDifference:
     only_there: int
     """Prompts of ``minus`` that ``name`` has not."""
     differences: Mapping[str, Number]
-    """``name`` minus ``minus``, paired prompt by prompt; names as in ``COMPARED`` and ``PERPLEXITIES``."""
+    """``name`` minus ``minus``, paired prompt by prompt; names as in ``STATISTICS``."""
     warnings: tuple[str, ...] = ()
 
 

@@ -9,6 +9,7 @@ from kleash.errors import RunFolderError
 from kleash.records.checksums import UNCHECKED, Checksums
 from kleash.records.codec import encode, to_json
 from kleash.records.number import Number
+from kleash.records.statistics import from_fields
 
 SCHEMA = 2
 """Raised when a field of a run folder is renamed or means something else; readers take theirs and older."""
@@ -210,6 +211,10 @@ class Measurement:
     finished: str
     """Date and time, UTC."""
     versions: Mapping[str, str]
+
+    def statistics(self) -> dict[str, Number]:
+        """Every reported statistic by its name in ``STATISTICS``, in that order."""
+        return from_fields(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, the way it stands in ``measurement.json``."""

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kleash.records import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
+from kleash.records.statistics import label_of
 from kleash.reports.figures import INK, Chart, dots, escape, figure, rows_of
-from kleash.reports.formatting import COLUMNS, UNKNOWN, count, ending, label, with_interval
+from kleash.reports.formatting import UNKNOWN, count, ending, with_interval
 from kleash.reports.measurement_charts import APART, DIRECTIONS
 from kleash.reports.page import write_page
 
@@ -30,7 +31,6 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
     context = {
         "comparison": comparison,
         "columns": columns,
-        "about": COLUMNS,
         "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
         "verdict": lambda found: verdict(found, prompts_of(comparison)),
         "prompts": prompts_of(comparison),
@@ -67,7 +67,7 @@ def _rows_chart(
         title=title,
         figure=_rows_figure(rows, zero=zero),
         described="; ".join(described) + ".",
-        header=("Run", *(label(column) for column, _ in DIRECTIONS)),
+        header=("Run", *(label_of(column) for column, _ in DIRECTIONS)),
         rows=tuple(
             (
                 text,
@@ -86,7 +86,7 @@ def _rows_figure(rows: Sequence[tuple[str, Mapping[str, Number]]], *, zero: bool
             dots(
                 [rows[at][1][column] for at in there],
                 [at + APART * (place - 0.5) for at in there],
-                name=label(column),
+                name=label_of(column),
                 color=color,
                 across=True,
                 text=[escape(rows[at][0]) for at in there],

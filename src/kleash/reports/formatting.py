@@ -17,37 +17,6 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 JOINERS = "\u200c\u200d"
 """Invisible, and part of emoji and of Persian words: kept inside other text."""
 
-COLUMNS: Mapping[str, tuple[str, str]] = {
-    "kl_policy_reference": ("KL(policy ‖ reference)", "averages over the policy's next-token probabilities"),
-    "kl_reference_policy": (
-        "KL(reference ‖ policy)",
-        "averages over the reference's next-token probabilities",
-    ),
-    "jensen_shannon": ("Jensen–Shannon", "symmetric; at most log 2 = 0.693 nats"),
-    "total_variation": ("Total variation", "probability that would have to move to make the two equal"),
-    "entropy_policy": ("Entropy of the policy", "how undecided the policy is"),
-    "entropy_reference": ("Entropy of the reference", "how undecided the reference is"),
-    "logp_policy": ("log p of the observed token", "under the policy"),
-    "logp_reference": ("log q of the observed token", "under the reference"),
-    "logp_sampled": ("log-probability it was drawn with", "truncation included"),
-    "top1_probability_policy": ("Likeliest token, policy", "the policy's probability of its likeliest token"),
-    "top1_probability_reference": (
-        "Likeliest token, reference",
-        "the reference's probability of its likeliest token",
-    ),
-    "rank_reference": ("Rank of the observed token", "among the reference's tokens; 0 is the likeliest"),
-    "top1_agreement": ("Top-1 agreement", "both models find the same token likeliest"),
-    "perplexity_policy": ("Perplexity of the policy", "on the observed tokens"),
-    "perplexity_reference": ("Perplexity of the reference", "on the observed tokens"),
-    "perplexity_ratio": ("Perplexity ratio", "policy over reference"),
-}
-"""For each column: what it is called on a page, and what it says."""
-
-
-def label(column: str) -> str:
-    """What a column is called on a page."""
-    return COLUMNS[column][0] if column in COLUMNS else column
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:

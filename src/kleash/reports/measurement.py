@@ -3,14 +3,16 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.records import Drifted, Measurement, Number, RunFolder
+from kleash.records import STATISTICS, Drifted, Measurement, Number, RunFolder
+from kleash.records.statistics import label_of
 from kleash.reports.figures import Chart
-from kleash.reports.formatting import COLUMNS, command_line, count, plain, visible
+from kleash.reports.formatting import command_line, count, plain, visible
 from kleash.reports.heatmap import Key, Sequence, heat_map, key_of, read_sequences, rounded
 from kleash.reports.measurement_charts import by_bin, convergence, estimators, quantile_ladder
 from kleash.reports.page import write_page
@@ -53,7 +55,7 @@ def write_report(folder: Path) -> Path:
     context = {
         "measurement": measurement,
         "headline": headline(measurement),
-        "means": means(measurement),
+        "means": statistic_rows(measurement),
         "charts": charts(measurement),
         "heat": heat,
         "worst_tokens": [in_context(drift, tokens, drawn) for drift in worst_tokens],
@@ -137,7 +139,7 @@ def numbers(measurement: Measurement) -> list[tuple[str, Number]]:
     """The numbers whose warnings a report shows beside them, with their names."""
     more = {"the noise floor": measurement.noise_floor, "the gap to float32": measurement.dtype_gap}
     return [
-        *((name, number) for name, _, number in means(measurement)),
+        *((row.label, row.number) for row in statistic_rows(measurement)),
         *((name, number) for name, number in more.items() if number is not None),
         *((f"the estimator {name}", record.number) for name, record in measurement.estimators.items()),
     ]
@@ -218,24 +220,27 @@ def charts(measurement: Measurement) -> dict[str, Chart]:
     return {chart.name: chart for chart in found if chart is not None}
 
 
-def means(measurement: Measurement) -> list[tuple[str, str, Number]]:
-    """Every mean with its name and what it says, the divergences first."""
-    perplexities = {name: COLUMNS[f"perplexity_{name}"] for name in ("policy", "reference", "ratio")}
-    changes = {
-        "mean": ("Δp of the observed token, mean", "policy's probability minus the reference's"),
-        "rms": ("Δp of the observed token, RMS", "root of its mean square"),
-    }
-    known = [name for name in COLUMNS if name in measurement.per_token]
-    others = [name for name in measurement.per_token if name not in COLUMNS]
-    rows = [
-        (*COLUMNS.get(name, (name, "")), measurement.per_token[name])
-        for name in (*known, *others)
-        if name != "top1_agreement"
+@dataclass(frozen=True, kw_only=True)
+class StatisticRow:
+    """A statistic in the table of all means."""
+
+    label: str
+    explanation: str
+    number: Number
+    in_summary: bool
+
+
+def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
+    """The reported statistics in the order of ``STATISTICS``; other means follow under their own names."""
+    return [
+        StatisticRow(
+            label=label_of(name),
+            explanation=STATISTICS[name].explanation if name in STATISTICS else "",
+            number=number,
+            in_summary=name not in STATISTICS or STATISTICS[name].in_summary,
+        )
+        for name, number in measurement.statistics().items()
     ]
-    rows.append((*COLUMNS["top1_agreement"], measurement.top1_agreement))
-    for names, numbers in ((perplexities, measurement.perplexity), (changes, measurement.probability_change)):
-        rows += [(*names.get(name, (name, "")), number) for name, number in numbers.items()]
-    return rows
 
 
 def in_context(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kleash.records import Bin, EstimatorRecord, Measurement, Number, RunningMean
+from kleash.records.statistics import label_of
 from kleash.reports.figures import (
     ACCENT,
     ACCENT_BAND,
@@ -17,7 +18,7 @@ from kleash.reports.figures import (
     figure,
     rows_of,
 )
-from kleash.reports.formatting import count, label, percent, plain, sizes, with_interval
+from kleash.reports.formatting import count, percent, plain, sizes, with_interval
 
 DIRECTIONS = (("kl_policy_reference", ACCENT), ("kl_reference_policy", MUTED))
 APART = 0.24
@@ -43,7 +44,7 @@ def quantile_ladder(measurement: Measurement) -> Chart | None:
         title="How large it is on single tokens",
         figure=_ladder_figure(ladders, levels, rungs),
         described="; ".join(described) + ".",
-        header=("Quantile", *(label(name) for name in ladders)),
+        header=("Quantile", *(label_of(name) for name in ladders)),
         rows=tuple(
             (rung, *(with_interval(ladder[level]) for ladder in ladders.values()))
             for rung, level in zip(rungs, levels, strict=True)
@@ -60,7 +61,7 @@ def _ladder_figure(
         dots(
             [ladders[name][level] for level in levels],
             [rung + APART * (place - (len(ladders) - 1) / 2) for rung in range(len(rungs))],
-            name=label(name),
+            name=label_of(name),
             color=color,
             across=True,
             text=rungs,

@@ -14,6 +14,7 @@ from kleash.errors import MissingExtraError
 from kleash.extras import need
 from kleash.records import write_atomically
 from kleash.records.codec import encode
+from kleash.records.statistics import label_of
 from kleash.reports import formatting
 
 FORBIDDEN_IN_SCRIPTS = {
@@ -100,6 +101,7 @@ def _environment(templates: Path | None = None) -> Any:
         percent=formatting.percent,
         threshold=formatting.threshold,
         sentence=formatting.sentence,
+        statistic_label=label_of,
         script_json=lambda value: markup(script_json(value)),
     )
     environment.globals.update(shown=formatting.shown)

@@ -1,10 +1,10 @@
-"""The largest of everything, against sorting all of it."""
+"""The tokens, sequences and prompts with the largest KL, against sorting all of them."""
 
 from pathlib import Path
 
 import numpy as np
 
-from kleash.measuring.largest_drift import LONGEST_TEXT, WORST_TOKENS, Largest, Worst, shortened
+from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Entry, LargestDrift, TopEntries, shortened
 from kleash.records import RunFolder, RunHeader
 from kleash.records.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
@@ -23,23 +23,23 @@ def rows(kl: np.ndarray, shard: int) -> dict[str, object]:
     }
 
 
-def test_the_largest_are_kept_whatever_the_order() -> None:
+def test_top_entries_do_not_depend_on_the_order() -> None:
     values = np.random.default_rng(0).permutation(1000).astype(float)
-    largest = Largest(most=10)
+    largest = TopEntries(size=10)
     for value in values:
-        largest.offer((value, 0, 0, 0, 1, ""))
-    assert [entry[0] for entry in largest.best()] == list(range(999, 989, -1))
+        largest.add(Entry(value, 0, 0))
+    assert [entry.kl for entry in largest.largest_first()] == list(range(999, 989, -1))
 
 
-def test_worst_tokens_sequences_and_prompts(tmp_path: Path) -> None:
+def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path: Path) -> None:
     kl = np.random.default_rng(0).lognormal(-2, 2, (SEQUENCES, LENGTH)).astype(np.float32)
-    worst = Worst()
+    largest = LargestDrift()
     folder = RunFolder(tmp_path)
     header = RunHeader(kleash="1", settings={}, source_sha256="", fingerprints={})
     with folder.writing(header, resume=False):
         for shard in range(SEQUENCES // PER_SHARD):
             part = rows(kl, shard)
-            worst.add(part)
+            largest.add(part)
             tokens = {name: part.get(name, np.zeros(PER_SHARD * LENGTH)) for name in TOKEN_COLUMNS}
             sequences: dict[str, object] = dict.fromkeys(SEQUENCE_COLUMNS, [""] * PER_SHARD)
             ids = np.arange(shard * PER_SHARD, (shard + 1) * PER_SHARD)
@@ -47,19 +47,21 @@ def test_worst_tokens_sequences_and_prompts(tmp_path: Path) -> None:
             sequences |= {"prompt": [f"prompt {n // 2}" for n in ids], "response": [" read on"] * PER_SHARD}
             folder.write_shard(shard, tokens, sequences)
     flat = np.sort(kl.ravel())[::-1]
-    np.testing.assert_array_equal([one.kl for one in worst.worst_tokens()], flat[:WORST_TOKENS].astype(float))
-    first = worst.worst_tokens()[0]
+    np.testing.assert_array_equal(
+        [each.kl for each in largest.worst_tokens()], flat[:MAX_TOKENS].astype(float)
+    )
+    first = largest.worst_tokens()[0]
     row, column = np.unravel_index(kl.argmax(), kl.shape)
     assert (first.prompt_id, first.sample_id, first.position) == (row // 2, row % 2, column)
     assert first.text == f"t{kl.max():.3f}"
     totals = kl.astype(float).sum(1)
     order = np.argsort(-totals)
-    assert [(one.prompt_id, one.sample_id) for one in worst.worst_sequences()] == [
+    assert [(each.prompt_id, each.sample_id) for each in largest.worst_sequences()] == [
         (n // 2, n % 2) for n in order[:50]
     ]
-    prompts = worst.worst_prompts(folder, on_text=False)
+    prompts = largest.worst_prompts(folder, on_text=False)
     means = kl.astype(float).reshape(SEQUENCES // 2, -1).mean(1)
-    assert [one.prompt_id for one in prompts] == np.argsort(-means).tolist()
+    assert [each.prompt_id for each in prompts] == np.argsort(-means).tolist()
     top = prompts[0]
     mine = kl[2 * top.prompt_id : 2 * top.prompt_id + 2]
     assert (top.sequences, top.tokens, top.prompt) == (2, 2 * LENGTH, f"prompt {top.prompt_id}")
@@ -68,18 +70,18 @@ def test_worst_tokens_sequences_and_prompts(tmp_path: Path) -> None:
         [mine.mean(), mine.sum() / 2, mine.max()],
         rtol=1e-6,
     )
-    documents = worst.worst_prompts(folder, on_text=True)
+    documents = largest.worst_prompts(folder, on_text=True)
     assert documents[0].prompt == f"prompt {top.prompt_id} read on"
 
 
-def test_infinite_tokens_come_first_and_unknown_ones_last() -> None:
+def test_infinite_kl_ranks_first_and_nan_last() -> None:
     kl = np.array([[0.5, np.inf, np.nan, 0.1, 0.2, 0.3, 0.4]])
-    worst = Worst()
-    worst.add({name: values[:LENGTH] for name, values in rows(np.repeat(kl, PER_SHARD, 0), 0).items()})
-    found = [one.kl for one in worst.worst_tokens()]
+    largest = LargestDrift()
+    largest.add({name: values[:LENGTH] for name, values in rows(np.repeat(kl, PER_SHARD, 0), 0).items()})
+    found = [each.kl for each in largest.worst_tokens()]
     assert found[:2] == [np.inf, 0.5] and found[-1] == -np.inf
 
 
-def test_long_prompts_are_shortened_and_say_so() -> None:
-    assert shortened("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
-    assert shortened("a" * (LONGEST_TEXT + 1)) == "a" * (LONGEST_TEXT - 1) + "…"
+def test_long_prompts_are_cut_with_an_ellipsis() -> None:
+    assert shortened("a" * MAX_TEXT) == "a" * MAX_TEXT
+    assert shortened("a" * (MAX_TEXT + 1)) == "a" * (MAX_TEXT - 1) + "…"

@@ -1,0 +1,279 @@
+"""The statistics of a token: columns or functions of columns, with unit, bounds, name and explanation.
+
+``measurement.json``, the terminal, the report and ``kleash compare`` read this table, so that a new statistic is one
+entry of ``STATISTICS``.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How the reported number follows from the mean over tokens."""
+
+    function: Callable[[float], float]
+    """Monotone function of the mean."""
+    derivative: Callable[[float], float]
+    """Its derivative, by which the standard error is multiplied."""
+    unit: str
+    """Unit of the result."""
+
+
+EXP_MEAN = Reduction(function=math.exp, derivative=math.exp, unit="none")
+"""Perplexity: the exponential of a mean of negative log-probabilities."""
+ROOT_MEAN = Reduction(function=math.sqrt, derivative=lambda mean: 0.5 / math.sqrt(mean), unit="probability")
+"""Root mean square, of a mean of squared probabilities."""
+
+
+def stored_column(column: Floats) -> Floats:
+    """The column itself."""
+    return column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """A number per token, of which a run reports the mean with its clustered error."""
+
+    label: str
+    """Name in reports and on the terminal."""
+    explanation: str
+    """What it says, in one line."""
+    columns: tuple[str, ...]
+    """Columns of ``tokens/`` that it is computed from."""
+    function: Callable[..., Floats] = stored_column
+    """numpy function of these columns in float64; by default the one stored column."""
+    unit: str = "nats"
+    """"nats", "probability" or "none"."""
+    lower: float | None = None
+    """Least value of a token; None if there is no bound."""
+    upper: float | None = None
+    """Largest value of a token; None if there is no bound."""
+    same_model_value: float | None = 0.0
+    """Value of every token where policy and reference are the same model; None if that is not a constant."""
+    models: tuple[str, ...] = ("policy", "reference")
+    """Models on whose probabilities it depends."""
+    reduction: Reduction | None = None
+    """From the mean over tokens to the reported number; None if that is the mean."""
+    field: str = "per_token"
+    """Field of ``measurement.json`` that holds it; a mapping from its name without "<field>_", or the number itself."""
+    compared: bool = True
+    """Whether ``kleash compare`` shows it."""
+    in_summary: bool = True
+    """Whether the terminal shows it."""
+
+    def values(self, tokens: Mapping[str, NDArray[Any]]) -> Floats:
+        """The statistic of each token, in float64.
+
+        Args:
+            tokens: columns of ``tokens/``, ``columns`` among them.
+        """
+        return self.function(*(tokens[name].astype(np.float64) for name in self.columns))
+
+
+def log_ratio(logp: Floats, logq: Floats) -> Floats:
+    """log p - log q of the observed tokens; 0 where both models give the token probability 0."""
+    with np.errstate(invalid="ignore"):
+        return np.where(logp == logq, 0.0, logp - logq)
+
+
+def _probability_change(logp: Floats, logq: Floats) -> Floats:
+    return np.exp(logp) - np.exp(logq)
+
+
+def _squared_probability_change(logp: Floats, logq: Floats) -> Floats:
+    return _probability_change(logp, logq) ** 2
+
+
+def _negative_log_ratio(logp: Floats, logq: Floats) -> Floats:
+    return -log_ratio(logp, logq)
+
+
+def _agreement(top1_policy: Floats, top1_reference: Floats) -> Floats:
+    return (top1_policy == top1_reference).astype(np.float64)
+
+
+TOKEN_LOGP = ("logp_policy", "logp_reference")
+
+STATISTICS: Mapping[str, Statistic] = MappingProxyType(
+    {
+        "kl_policy_reference": Statistic(
+            label="KL(policy ‖ reference)",
+            explanation="averages over the policy's next-token probabilities",
+            columns=("kl_policy_reference",),
+            lower=0.0,
+        ),
+        "kl_reference_policy": Statistic(
+            label="KL(reference ‖ policy)",
+            explanation="averages over the reference's next-token probabilities",
+            columns=("kl_reference_policy",),
+            lower=0.0,
+        ),
+        "jensen_shannon": Statistic(
+            label="Jensen–Shannon",
+            explanation="symmetric; at most log 2 = 0.693 nats",
+            columns=("jensen_shannon",),
+            lower=0.0,
+            upper=math.log(2),
+        ),
+        "total_variation": Statistic(
+            label="Total variation",
+            explanation="half the summed absolute difference of the two next-token distributions",
+            columns=("total_variation",),
+            unit="probability",
+            lower=0.0,
+            upper=1.0,
+        ),
+        "entropy_policy": Statistic(
+            label="Entropy of the policy",
+            explanation="of its next-token distribution",
+            columns=("entropy_policy",),
+            lower=0.0,
+            same_model_value=None,
+            models=("policy",),
+        ),
+        "entropy_reference": Statistic(
+            label="Entropy of the reference",
+            explanation="of its next-token distribution",
+            columns=("entropy_reference",),
+            lower=0.0,
+            same_model_value=None,
+            models=("reference",),
+        ),
+        "logp_policy": Statistic(
+            label="log p of the observed token",
+            explanation="under the policy",
+            columns=("logp_policy",),
+            upper=0.0,
+            same_model_value=None,
+            models=("policy",),
+            compared=False,
+            in_summary=False,
+        ),
+        "logp_reference": Statistic(
+            label="log q of the observed token",
+            explanation="under the reference",
+            columns=("logp_reference",),
+            upper=0.0,
+            same_model_value=None,
+            models=("reference",),
+            compared=False,
+            in_summary=False,
+        ),
+        "top1_agreement": Statistic(
+            label="Top-1 agreement",
+            explanation="share of positions at which both models have the same most likely token",
+            columns=("top1_policy", "top1_reference"),
+            function=_agreement,
+            unit="probability",
+            lower=0.0,
+            upper=1.0,
+            same_model_value=1.0,
+            field="top1_agreement",
+        ),
+        "perplexity_policy": Statistic(
+            label="Perplexity of the policy",
+            explanation="on the observed tokens",
+            columns=("logp_policy",),
+            function=np.negative,
+            lower=0.0,
+            same_model_value=None,
+            models=("policy",),
+            reduction=EXP_MEAN,
+            field="perplexity",
+        ),
+        "perplexity_reference": Statistic(
+            label="Perplexity of the reference",
+            explanation="on the observed tokens",
+            columns=("logp_reference",),
+            function=np.negative,
+            lower=0.0,
+            same_model_value=None,
+            models=("reference",),
+            reduction=EXP_MEAN,
+            field="perplexity",
+        ),
+        "perplexity_ratio": Statistic(
+            label="Perplexity ratio",
+            explanation="policy over reference",
+            columns=TOKEN_LOGP,
+            function=_negative_log_ratio,
+            reduction=EXP_MEAN,
+            field="perplexity",
+        ),
+        "probability_change_mean": Statistic(
+            label="Δp of the observed token, mean",
+            explanation="the policy's probability minus the reference's",
+            columns=TOKEN_LOGP,
+            function=_probability_change,
+            unit="probability",
+            lower=-1.0,
+            upper=1.0,
+            field="probability_change",
+            compared=False,
+        ),
+        "probability_change_rms": Statistic(
+            label="Δp of the observed token, RMS",
+            explanation="root of the mean square",
+            columns=TOKEN_LOGP,
+            function=_squared_probability_change,
+            unit="probability",
+            lower=0.0,
+            upper=1.0,
+            reduction=ROOT_MEAN,
+            field="probability_change",
+            compared=False,
+        ),
+    }
+)
+"""Name -> statistic, in the order in which they are shown."""
+
+COMPARED = tuple(name for name, each in STATISTICS.items() if each.compared and each.reduction is None)
+"""The means per token that ``kleash compare`` shows."""
+PERPLEXITIES = tuple(name for name, each in STATISTICS.items() if each.reduction is EXP_MEAN)
+"""The perplexities that it shows beside them."""
+
+
+def columns_of(names: tuple[str, ...]) -> list[str]:
+    """The columns of ``tokens/`` that these statistics are computed from, each once."""
+    return list(dict.fromkeys(column for name in names for column in STATISTICS[name].columns))
+
+
+def to_fields(numbers: Mapping[str, V]) -> dict[str, Any]:
+    """The numbers of all statistics as fields of ``measurement.json``."""
+    fields: dict[str, Any] = {}
+    for name, number in numbers.items():
+        field = STATISTICS[name].field
+        if field == name:
+            fields[field] = number
+        else:
+            fields.setdefault(field, {})[name.removeprefix(f"{field}_")] = number
+    return fields
+
+
+def from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of ``to_fields``, in the table's order; other means per token come last, under their own names."""
+    numbers: dict[str, Any] = {}
+    for name, statistic in STATISTICS.items():
+        if statistic.field == name:
+            numbers[name] = fields[name]
+            continue
+        mapping, key = fields[statistic.field], name.removeprefix(f"{statistic.field}_")
+        if key in mapping:
+            numbers[name] = mapping[key]
+    others = {name: number for name, number in fields["per_token"].items() if name not in numbers}
+    return {**numbers, **others}
+
+
+def label_of(name: str) -> str:
+    """The name of a statistic in reports; ``name`` if it is none."""
+    return STATISTICS[name].label if name in STATISTICS else name
