@@ -141,7 +141,7 @@ def test_weights_mend_what_another_temperature_bent(job: dict[str, Any], tmp_pat
     bias = weighted.estimators["k1"].bias
     assert abs(bias.value) < 4 * bias.standard_error
     assert any(
-        "drawn at temperature 1.5, and both models were scored at 1" in warning
+        "declare temperature 1.5, and both models were scored at 1" in warning
         for warning in weighted.warnings
     )
     bare = [json.loads(line) for line in source.read_text().splitlines()]
