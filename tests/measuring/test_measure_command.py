@@ -55,11 +55,18 @@ def brute_force(logits_p: torch.Tensor, logits_q: torch.Tensor, token: int) -> d
 
 
 def check_every_column(
-    out: Path, policy: Path, reference: Path, contexts: dict[tuple[int, int], list[int]], temperature: float
+    out: Path,
+    policy: Path,
+    reference: Path,
+    contexts: dict[tuple[int, int], list[int]],
+    temperature: float,
+    *,
+    on_text: bool = False,
 ) -> None:
     """Compare the run's tokens with brute force; ``contexts`` gives what stood before each sequence."""
     tokens = read(out, "tokens")
     assert len(tokens["position"]) > 30
+    acceptance: dict[int, list[float]] = {}
     for (prompt, sample), context in contexts.items():
         rows = np.flatnonzero((tokens["prompt_id"] == prompt) & (tokens["sample_id"] == sample))
         assert len(rows)
@@ -67,7 +74,11 @@ def check_every_column(
         assert tokens["position"][rows].tolist() == list(range(len(ids)))
         both = [double_logits(folder, [*context, *ids]) / temperature for folder in (policy, reference)]
         for place, row in enumerate(rows):
-            expected = brute_force(*(side[len(context) + place - 1] for side in both), ids[place])
+            logits = [side[len(context) + place - 1] for side in both]
+            p, q = (torch.softmax(each, -1) for each in logits)
+            # Speculative sampling draws x from p and accepts it with probability min(1, q(x) / p(x)).
+            acceptance.setdefault(prompt, []).append((p * torch.clamp(q / p, max=1)).sum().item())
+            expected = brute_force(*logits, ids[place])
             for name, value in expected.items():
                 assert tokens[name][row] == pytest.approx(value, rel=2e-4, abs=2e-5), (
                     name,
@@ -75,6 +86,17 @@ def check_every_column(
                     sample,
                     place,
                 )
+    assert sum(map(len, acceptance.values())) == len(tokens["position"])
+    reported = json.loads((out / "measurement.json").read_text())["per_token"]
+    rate = reported["acceptance_rate"]
+    sums, counts = (np.array([function(rates) for rates in acceptance.values()]) for function in (sum, len))
+    mean = sums.sum() / counts.sum()
+    assert 0.01 < mean < 0.99 and rate["unit"] == "probability"
+    assert rate["value"] == pytest.approx(mean, abs=2e-5)
+    assert rate["standard_error"] == pytest.approx(reported["total_variation"]["standard_error"], rel=1e-9)
+    if not on_text:
+        variance = len(sums) / (len(sums) - 1) * ((sums - mean * counts) ** 2).sum() / counts.sum() ** 2
+        assert rate["standard_error"] == pytest.approx(variance**0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gpt2", 0.7), ("gemma2", 1.3)])
@@ -139,7 +161,7 @@ def test_text_is_scored_once_at_every_token_with_its_window_as_context(
             here = int(((tokens["prompt_id"] == document) & (tokens["sample_id"] == window)).sum())
             contexts[document, window] = whole[16 * window : done]
             done += here
-    check_every_column(out, policy, reference, contexts, 1.0)
+    check_every_column(out, policy, reference, contexts, 1.0, on_text=True)
     measured = json.loads((out / "measurement.json").read_text())
     assert measured["estimators"] == {} and measured["per_sequence"] is None
     assert "averages over tokens that the policy drew" in measured["estimators_note"]
@@ -158,12 +180,12 @@ def test_a_model_against_itself_is_exactly_zero(tmp_path: Path, kleash: Kleash) 
         assert (tokens[name] == 0).all()
     measured = json.loads((out / "measurement.json").read_text())
     assert measured["per_token"]["kl_policy_reference"]["value"] == 0
-    assert measured["top1_agreement"]["value"] == 1
+    assert measured["top1_agreement"]["value"] == 1 == measured["per_token"]["acceptance_rate"]["value"]
     by_position = [part["kl_policy_reference"] for part in measured["by_position"]]
     known = [
         *(
             measured["per_token"][name]
-            for name in ("kl_policy_reference", "jensen_shannon", "total_variation")
+            for name in ("kl_policy_reference", "jensen_shannon", "total_variation", "acceptance_rate")
         )
     ]
     known += [

@@ -11,12 +11,13 @@ import torch
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
+from kleash.cli.summary import print_measurement
 from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import source_sequences
 from kleash.models import Model, Pair, TokenSequence, load_pair, token_texts
-from kleash.records import MeasureJob, RunFolder
+from kleash.records import STATISTICS, MeasureJob, Measurement, RunFolder
 from kleash.uncertainty import CoarseCounts
 
 
@@ -260,6 +261,14 @@ def test_reports_and_comparisons_from_the_files_alone(
     assert main(["compare", str(own), str(other), "--out", str(tmp_path / "c.html")]) == 0
     assert "30 shared" in capsys.readouterr().out
     assert (tmp_path / "c.html").exists()
+    label = STATISTICS["acceptance_rate"].label
+    for page in (own / "report.html", tmp_path / "c.html"):
+        assert label in page.read_text()
+    variation, rate = (difference.differences[name] for name in ("total_variation", "acceptance_rate"))
+    assert rate.value == pytest.approx(-variation.value) and rate.value > 0
+    assert rate.standard_error == pytest.approx(variation.standard_error)
+    print_measurement(Measurement.read(own), own)
+    assert f" {label} " in capsys.readouterr().out
 
 
 def test_prompts_in_another_order_draw_the_same_responses(

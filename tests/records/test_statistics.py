@@ -77,6 +77,21 @@ def columns_of_pair(p: np.ndarray, q: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+def test_the_acceptance_rate_is_the_probability_that_speculative_sampling_accepts() -> None:
+    """By enumeration of every drafted token x: p(x) min(1, q(x)/p(x)), in both directions, and the rejected rest."""
+    p, q = distributions()
+    expected = (p * np.minimum(1, q / p)).sum(-1)
+    np.testing.assert_allclose((q * np.minimum(1, p / q)).sum(-1), expected, rtol=1e-12)
+    # Speculative sampling draws from max(0, q - p), normalised, on rejection; accepted and resampled mass add up to q.
+    residual = np.maximum(0, q - p)
+    np.testing.assert_allclose(
+        np.minimum(p, q) + (1 - expected)[:, None] * residual / residual.sum(-1, keepdims=True), q, atol=1e-12
+    )
+    rate = STATISTICS["acceptance_rate"].values(columns_of_pair(p, q))
+    np.testing.assert_allclose(rate, expected, rtol=1e-12)
+    assert 0.05 < rate.min() < rate.max() < 0.95
+
+
 def test_reductions_have_the_derivative_they_declare() -> None:
     reductions = {id(each.reduction): each.reduction for each in STATISTICS.values() if each.reduction}
     assert len(reductions) == 2

@@ -98,6 +98,19 @@ def _negative_log_ratio(logp: Floats, logq: Floats) -> Floats:
     return -log_ratio(logp, logq)
 
 
+def _acceptance_rate(total_variation: Floats) -> Floats:
+    """The probability that speculative sampling accepts a token drafted from p for the target q, or the reverse.
+
+        sum_x p(x) min(1, q(x) / p(x)) = sum_x min(p(x), q(x)) = 1 - total variation
+
+    References:
+        Leviathan, Kalman & Matias (2023), "Fast Inference from Transformers via Speculative Decoding",
+        https://arxiv.org/abs/2211.17192. Chen et al. (2023), "Accelerating Large Language Model Decoding with
+        Speculative Sampling", https://arxiv.org/abs/2302.01318.
+    """
+    return 1.0 - total_variation
+
+
 def _agreement(top1_policy: Floats, top1_reference: Floats) -> Floats:
     return (top1_policy == top1_reference).astype(np.float64)
 
@@ -132,6 +145,16 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             unit="probability",
             lower=0.0,
             upper=1.0,
+        ),
+        "acceptance_rate": Statistic(
+            label="Expected acceptance rate",
+            explanation="speculative decoding, one model drafting for the other: Σ min(p, q) = 1 − total variation",
+            columns=("total_variation",),
+            function=_acceptance_rate,
+            unit="probability",
+            lower=0.0,
+            upper=1.0,
+            same_model_value=1.0,
         ),
         "entropy_policy": Statistic(
             label="Entropy of the policy",
