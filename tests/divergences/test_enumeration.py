@@ -13,7 +13,7 @@ COUNTEREXAMPLE = (
 
 
 def by_enumeration(p, q, steps):
-    """Probabilities, sums of k1 and sums of exact KLs of every sequence there is."""
+    """Probability, sum of k1 and sum of exact KLs of every sequence."""
     tokens = every_sequence(len(p.first), steps)
     probs = p.token_logp(tokens).sum(-1).exp()
     sampled = (p.token_logp(tokens) - q.token_logp(tokens)).sum(-1)
@@ -38,7 +38,7 @@ def test_moments_agree_with_enumeration(vocab, steps):
     assert moments.covariance == pytest.approx(covariance, abs=1e-12)
 
 
-def test_the_chain_rule():
+def test_the_sequence_kl_obeys_the_chain_rule():
     """KL of whole sequences, from their probabilities, is the expected sum of next-token KLs."""
     p, q = random_markov(3, seed=0), random_markov(3, seed=1)
     tokens = every_sequence(3, 4)
@@ -46,7 +46,7 @@ def test_the_chain_rule():
     assert whole == pytest.approx(drift_moments(p, q, 4).kl)
 
 
-def test_the_exact_sum_can_be_the_noisier_one():
+def test_the_exact_sum_can_have_the_larger_variance():
     moments = drift_moments(*COUNTEREXAMPLE, 2)
     assert moments.kl == pytest.approx(2.395450, abs=5e-7)
     assert moments.variance_sampled == pytest.approx(3.31591, abs=5e-6)
@@ -55,7 +55,7 @@ def test_the_exact_sum_can_be_the_noisier_one():
     assert moments.variance(moments.control_weight) == pytest.approx(2.94458, abs=5e-6)
 
 
-def test_the_control_weight_is_the_best_and_zero_and_one_are_the_two_estimates():
+def test_the_control_weight_minimises_the_variance():
     p = random_markov(4, seed=5)
     moments = drift_moments(p, p.moved(6, apart=0.7), 5)
     best = moments.variance(moments.control_weight)
@@ -64,7 +64,7 @@ def test_the_control_weight_is_the_best_and_zero_and_one_are_the_two_estimates()
     assert moments.variance(1.0) == moments.variance_summed
 
 
-def test_with_itself_nothing_varies_and_no_weight_is_best():
+def test_moments_of_a_model_against_itself_are_zero():
     p = random_markov(4, seed=5)
     moments = drift_moments(p, p, 5)
     assert tuple(moments) == (0, 0, 0, 0)
@@ -72,26 +72,26 @@ def test_with_itself_nothing_varies_and_no_weight_is_best():
 
 
 @pytest.mark.parametrize(("apart", "at_least"), [(0.05, 5000), (0.2, 400), (0.5, 60), (1.0, 15)])
-def test_the_exact_sum_is_usually_far_less_noisy(apart, at_least):
-    """50 words, 30 steps: the closer the two, the more it pays to sum over the vocabulary."""
+def test_the_exact_sum_usually_has_a_much_smaller_variance(apart, at_least):
+    """50 tokens, 30 steps: the closer the two models, the larger the gain of summing over the vocabulary."""
     p = random_markov(50, seed=0)
     moments = drift_moments(p, p.moved(1, apart), 30)
     assert moments.variance_sampled / moments.variance_summed > at_least
 
 
-def test_every_sequence_is_there_once():
+def test_every_sequence_enumerates_in_lexicographic_order():
     tokens = every_sequence(3, 2)
     assert tokens.tolist() == [[a, b] for a in range(3) for b in range(3)]
 
 
-def test_models_are_repeatable_and_normalised():
+def test_random_models_are_reproducible_and_normalised():
     p, same = (random_markov(4, seed=9).moved(2, apart=0.5) for _ in "ab")
     assert torch.equal(p.then, same.then) and torch.equal(p.first, same.first)
     torch.testing.assert_close(p.then.exp().sum(-1), torch.ones(4, dtype=torch.float64))
     assert not torch.equal(random_markov(4, seed=9).first, random_markov(4, seed=8).first)
 
 
-def test_what_cannot_be_compared():
+def test_no_steps_or_different_vocabularies_raise():
     p = random_markov(3, seed=0)
     with pytest.raises(OptionError, match="steps is 0; a sequence has at least 1"):
         drift_moments(p, p, 0)

@@ -22,7 +22,7 @@ def worst_relative_error(got, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_both_are_right_to_a_few_roundings_at_every_size(dtype):
+def test_phi_and_psi_are_accurate_to_a_few_roundings(dtype):
     at = BOTH_SIGNS.to(dtype)
     assert worst_relative_error(phi(at), in_decimals(lambda u: (-u).exp() - 1 + u, at), dtype) < 2.8
     at = at[at > 0]
@@ -35,14 +35,14 @@ def test_both_are_right_to_a_few_roundings_at_every_size(dtype):
     [(phi, lambda u: 1 - (-u).exp()), (psi, lambda v: v * (-v).exp())],
     ids=["phi", "psi"],
 )
-def test_gradients_are_right_to_a_few_roundings_at_every_size(function, derivative, dtype):
+def test_gradients_are_accurate_to_a_few_roundings(function, derivative, dtype):
     at = (BOTH_SIGNS if function is phi else BOTH_SIGNS[BOTH_SIGNS > 0]).to(dtype).requires_grad_()
     (got,) = torch.autograd.grad(function(at).sum(), at)
     assert worst_relative_error(got, in_decimals(derivative, at.detach()), dtype) < 4
 
 
 @pytest.mark.parametrize("function", [phi, psi])
-def test_gradient_checks_twice(function):
+def test_first_and_second_derivatives_agree_with_finite_differences(function):
     at = torch.tensor([-2.0, -0.26, -0.2, 1e-3, 0.24, 0.26, 3.0], dtype=torch.float64)
     at = (at if function is phi else at.abs()).requires_grad_()
     assert torch.autograd.gradcheck(function, at)
@@ -50,7 +50,7 @@ def test_gradient_checks_twice(function):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ends_of_the_line(dtype):
+def test_values_at_zero_infinity_and_nan(dtype):
     at = torch.tensor([0.0, torch.inf, -torch.inf, 1e4, -1e4, torch.nan], dtype=dtype)
     expected = torch.tensor([0.0, torch.inf, torch.inf, 9999.0, torch.inf, torch.nan], dtype=dtype)
     torch.testing.assert_close(phi(at), expected, rtol=0, atol=0, equal_nan=True)
@@ -59,14 +59,14 @@ def test_ends_of_the_line(dtype):
     assert phi(at)[0] == psi(at)[0] == 0
 
 
-def test_gradients_stay_finite_where_the_values_do():
+def test_gradients_are_finite_where_the_values_are():
     for function, first in ((phi, -80.0), (psi, 0.0)):
         at = torch.tensor([first, 0.0, 1e4, 1e30], requires_grad=True)
         (got,) = torch.autograd.grad(function(at).sum(), at)
         assert got.isfinite().all()
 
 
-def test_gradients_at_the_ends_of_the_line():
+def test_gradients_at_infinity():
     for function, ends, expected in (
         (phi, [torch.inf, -torch.inf], [1.0, -torch.inf]),
         (psi, [torch.inf, 0.0], [0.0, 0.0]),
@@ -76,19 +76,19 @@ def test_gradients_at_the_ends_of_the_line():
         assert got.tolist() == expected
 
 
-def test_psi_is_phi_seen_from_the_other_side():
+def test_psi_is_phi_per_unit_of_the_other_mass():
     v = torch.linspace(0, 4, 81, dtype=torch.float64)
     torch.testing.assert_close(psi(v), torch.exp(-v) * phi(-v), rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize("function", [phi, psi])
-def test_arguments_are_left_as_they_were(function):
+def test_arguments_are_not_changed_in_place(function):
     at = torch.tensor([1.0, 0.125, 2.0])
     function(at)
     assert at.tolist() == [1.0, 0.125, 2.0]
 
 
-def test_works_under_vmap_of_grad():
+def test_phi_supports_vmap_of_grad():
     at = torch.tensor([-1.0, 0.1, 2.0], dtype=torch.float64)
     got = torch.func.vmap(torch.func.grad(phi))(at)
     torch.testing.assert_close(got, -torch.expm1(-at))
@@ -96,7 +96,7 @@ def test_works_under_vmap_of_grad():
 
 @compiles
 @pytest.mark.parametrize(("function", "backend"), [(phi, "inductor"), (psi, "aot_eager")])
-def test_compiles_in_one_piece(function, backend, compiler):
+def test_compiles_without_graph_breaks(function, backend, compiler):
     at = torch.linspace(-3 if function is phi else 0, 3, 61, requires_grad=True)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(at), function(at))

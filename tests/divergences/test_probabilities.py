@@ -12,19 +12,19 @@ from kleash.errors import NotProbabilitiesError, ShapeError, VocabularyMismatchE
 @pytest.mark.parametrize(
     "kind", [list, tuple, np.array, torch.tensor, lambda x: np.array(x, dtype=np.float32)]
 )
-def test_takes_what_people_hold(kind):
+def test_accepts_lists_tuples_arrays_and_tensors(kind):
     value = kl_from_probs(kind([0.7, 0.3]), kind([0.5, 0.5]))
     assert value.dtype == torch.float64
     assert value.item() == pytest.approx(0.0822831, abs=1e-6)
 
 
-def test_a_batch_of_rows_agrees_with_scipy():
+def test_batches_agree_with_scipy():
     p, q = np.random.default_rng(0).dirichlet(np.ones(6), size=(2, 3, 4))
     p[0, 0] = [0, 0, 0.5, 0.25, 0.25, 0]
     np.testing.assert_allclose(kl_from_probs(p, q).numpy(), rel_entr(p, q).sum(-1), rtol=1e-12)
 
 
-def test_read_only_arrays_and_integers_are_fine():
+def test_accepts_read_only_arrays_and_integers():
     assert kl_from_probs([1, 0], np.array([1, 0])) == 0
     p = np.array([1.0, 0.0])
     p.flags.writeable = False
@@ -33,12 +33,12 @@ def test_read_only_arrays_and_integers_are_fine():
     assert kl_from_probs(p, p) == 0
 
 
-def test_the_rounding_of_a_sum_is_divided_out():
+def test_rounding_of_the_sum_is_normalised():
     p = torch.rand(50_000).softmax(-1)
     assert kl_from_probs(p * (1 + 4e-6), p).item() == pytest.approx(0, abs=1e-13)
 
 
-def test_gradients_reach_a_tensor():
+def test_gradients_flow_to_tensors():
     p = torch.tensor([0.25, 0.75], dtype=torch.float64, requires_grad=True)
     kl_from_probs(p, [0.5, 0.5]).backward()
     assert p.grad is not None and p.grad.isfinite().all()
@@ -54,22 +54,22 @@ def test_gradients_reach_a_tensor():
         ([0.5, 0.50003, 0], r"p sums to 1.00003"),
         ([], r"p is empty \(shape \(0,\)\)"),
         (1.0, r"p is empty \(shape \(\)\)"),
-        ([[0.5, 0.5], [1.0]], r"p is no array of numbers .*; give rows of equal length"),
-        (["a", "b"], r"p is no array of numbers"),
+        ([[0.5, 0.5], [1.0]], r"p is not an array of numbers .*; give rows of equal length"),
+        (["a", "b"], r"p is not an array of numbers"),
     ],
 )
-def test_what_is_not_probabilities_is_refused_as_a_value_error(p, message):
+def test_invalid_probabilities_raise_a_value_error(p, message):
     with pytest.raises(NotProbabilitiesError, match=message) as caught:
         kl_from_probs(p, [0.2, 0.3, 0.5])
     assert isinstance(caught.value, ValueError)
 
 
-def test_the_second_argument_is_checked_as_well():
+def test_the_second_argument_is_checked():
     with pytest.raises(NotProbabilitiesError, match=r"q sums to 1\.1"):
         kl_from_probs([0.5, 0.5], [0.5, 0.6])
 
 
-def test_sizes_that_differ(unhooked):
+def test_different_shapes_raise(unhooked):
     with pytest.raises(VocabularyMismatchError, match="logp covers 2 tokens and logq 3"):
         kl_from_probs([0.5, 0.5], [0.2, 0.3, 0.5])
     with pytest.raises(ShapeError, match=r"logp is \(1, 2\) and logq \(2,\)"):
@@ -88,13 +88,13 @@ def quadrature(mean_p, variance_p, mean_q, variance_q):
     ("mean_p", "variance_p", "mean_q", "variance_q"),
     [(0.3, 0.5, 0.0, 1.0), (-1.0, 2.0, 0.5, 0.7), (0.0, 1.0, 0.0, 1.0001), (1.0, 1.0, 0.0, 1.0)],
 )
-def test_gaussians_agree_with_quadrature(mean_p, variance_p, mean_q, variance_q):
-    given = [torch.tensor([x], dtype=torch.float64) for x in (mean_p, variance_p, mean_q, variance_q)]
-    got = kl_gaussian(given[0], given[1].log(), given[2], given[3].log()).item()
+def test_kl_gaussian_agrees_with_quadrature(mean_p, variance_p, mean_q, variance_q):
+    parameters = [torch.tensor([x], dtype=torch.float64) for x in (mean_p, variance_p, mean_q, variance_q)]
+    got = kl_gaussian(parameters[0], parameters[1].log(), parameters[2], parameters[3].log()).item()
     assert got == pytest.approx(quadrature(mean_p, variance_p, mean_q, variance_q), rel=1e-8, abs=1e-12)
 
 
-def test_the_regulariser_of_a_vae():
+def test_kl_gaussian_to_the_standard_normal_is_the_vae_regulariser():
     """1/2 sum(variance + mean^2 - 1 - log variance), against the standard normal."""
     torch.manual_seed(0)
     mean, log_variance = torch.randn(2, 4, 3, dtype=torch.float64)
@@ -103,12 +103,12 @@ def test_the_regulariser_of_a_vae():
     assert kl_gaussian(torch.zeros(2), torch.zeros(2)) == 0
 
 
-def test_close_gaussians_in_float32():
+def test_kl_gaussian_of_close_pairs_is_accurate_in_float32():
     got = kl_gaussian(torch.zeros(1), torch.tensor([1e-4])).item()
     assert got == pytest.approx(1e-8 / 4, rel=1e-4)
 
 
-def test_gaussians_broadcast_or_say_why_not(unhooked):
+def test_kl_gaussian_broadcasts_or_raises(unhooked):
     assert kl_gaussian(torch.zeros(5, 3), torch.zeros(3), torch.ones(3)).tolist() == pytest.approx([1.5] * 5)
     with pytest.raises(ShapeError, match=r"of shapes \(2,\), \(3,\), \(\), \(\) do not broadcast"):
         kl_gaussian(torch.zeros(2), torch.zeros(3))

@@ -1,4 +1,4 @@
-"""Second and forward-mode derivatives of everything that takes whole distributions, against 50-digit arithmetic."""
+"""Second and forward-mode derivatives of the exact functions against 50-digit arithmetic."""
 
 from itertools import product
 
@@ -87,16 +87,16 @@ PAIRS = {
     "tie": (P, P),
     "one token tied": ([-0.3, -1.7, -2.5], [-0.3, -2.5, -1.7]),
     "near": (P, [-0.3 + 3e-8, -1.7 - 2e-8, -2.5 + 1e-8]),
-    "apart": (P, [-2.0, -1.0, -0.4]),
+    "different": (P, [-2.0, -1.0, -0.4]),
     "far": (P, [-30.0, -1.0, -12.0]),
-    "a zero of both": ([-0.3, -1.7, -torch.inf], [-0.3, -1.5, -torch.inf]),
+    "a shared zero": ([-0.3, -1.7, -torch.inf], [-0.3, -1.5, -torch.inf]),
 }
 
 
-def moved(logp, by):
-    """Log-probabilities whose logits are moved by ``by``, bit for bit ``logp`` where that is 0."""
-    shift = torch.logsumexp(logp + by, -1, keepdim=True)
-    return logp + by - (shift - shift.detach())
+def shifted(logp, by):
+    """Log-probabilities with ``by`` added to the logits; equal to ``logp`` bit for bit where that is 0."""
+    normaliser_shift = torch.logsumexp(logp + by, -1, keepdim=True)
+    return logp + by - (normaliser_shift - normaliser_shift.detach())
 
 
 def normalised(logp):
@@ -111,7 +111,7 @@ def probabilities(logp, by):
     return [w / sum(weights) for w in weights]
 
 
-def curvature(function, logp, logq):
+def hessian_by_differences(function, logp, logq):
     """The Hessian in both logits by central differences of 50 digits."""
     n = len(logp)
 
@@ -121,17 +121,17 @@ def curvature(function, logp, logq):
             by[place] += step
         return function(probabilities(logp, by[:n]), probabilities(logq, by[n:]))
 
-    found = torch.zeros(2 * n, 2 * n, dtype=torch.float64)
+    hessian = torch.zeros(2 * n, 2 * n, dtype=torch.float64)
     for i, j in product(range(2 * n), repeat=2):
         if i <= j:
             signs = product((1, -1), repeat=2)
             total = sum(a * b * at((i, a * STEP), (j, b * STEP)) for a, b in signs)
-            found[i, j] = found[j, i] = float(total / (4 * STEP**2))
-    return found
+            hessian[i, j] = hessian[j, i] = float(total / (4 * STEP**2))
+    return hessian
 
 
 def of_logits(function, logp, logq):
-    return lambda by: function(moved(logp, by[: len(logp)]), moved(logq, by[len(logp) :]))
+    return lambda by: function(shifted(logp, by[: len(logp)]), shifted(logq, by[len(logp) :]))
 
 
 def pair_of(kind):
@@ -142,8 +142,8 @@ def pair_of(kind):
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("name", CASES)
-def test_second_derivatives_are_right_at_ties_near_and_far(name, pair):
-    """Where equal log-probabilities met, those of a divergence were doubled, or 0, by torch's version."""
+def test_second_derivatives_agree_with_50_digit_differences(name, pair):
+    """At ties a sum of two clamps gave twice the second derivative, or 0, depending on torch's version."""
     if "tie" in pair and name in KINKED:
         return
     function, textbook = CASES[name]
@@ -152,15 +152,15 @@ def test_second_derivatives_are_right_at_ties_near_and_far(name, pair):
         of_logits(function, logp, logq), torch.zeros(6, dtype=torch.float64)
     )
     with mp.workdps(40):
-        expected = curvature(textbook, logp, logq)
+        expected = hessian_by_differences(textbook, logp, logq)
     # The root of a small number magnifies the rounding of the log-probabilities themselves.
     rtol = 1e-7 if (name, pair) == ("hellinger", "near") else 1e-9
     torch.testing.assert_close(twice, expected, rtol=rtol, atol=1e-9 * min(1.0, float(expected.abs().max())))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forward_mode_agrees_with_backward_however_they_are_nested(name):
-    """An autograd function with a tangent of its own gave 0 for forward over forward."""
+def test_forward_mode_agrees_with_backward_mode_in_any_nesting(name):
+    """A custom autograd function with a jvp gave 0 for forward over forward mode."""
     logp = torch.stack([normalised([-0.3, -1.7, -2.5, x]) for x in (-2.0, -torch.inf)])
     logq = torch.stack([normalised([-0.3, -2.5, -1.7, x]) for x in (-2.0, -1.0)])
     logq[0, 0] = logp[0, 0]
@@ -183,23 +183,23 @@ def test_forward_mode_agrees_with_backward_however_they_are_nested(name):
     )
 
 
-def test_the_kinks_of_two_distances():
-    """Total variation takes 0 for a token without a slope, as torch.abs; Hellinger's cone has no second derivative."""
+def test_second_derivatives_at_the_kinks_of_total_variation_and_hellinger():
+    """Total variation has derivative 0 at a tie, as torch.abs; Hellinger's second derivative there is NaN."""
     logp, logq = pair_of("one token tied")
     at = torch.zeros(6, dtype=torch.float64)
-    found = torch.autograd.functional.hessian(of_logits(total_variation, logp, logq), at)
+    ours = torch.autograd.functional.hessian(of_logits(total_variation, logp, logq), at)
     plain = torch.autograd.functional.hessian(
         of_logits(lambda p, q: (p.exp() - q.exp()).abs().sum() / 2, logp, logq), at
     )
-    torch.testing.assert_close(found, plain, rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-14)
     same = of_logits(hellinger, logp, logp)
     assert (torch.func.grad(same)(at) == 0).all()
     assert torch.func.jvp(same, (at,), (at + 1,))[1] == 0
     assert torch.autograd.functional.hessian(same, at).isnan().all()
 
 
-def test_a_natural_gradient_step_of_zeros_and_many_words():
-    """The Hessian of KL at a tie is Fisher's matrix, zeros of both sides included, and its product is exact."""
+def test_the_hessian_vector_product_of_kl_at_equality_is_that_of_the_fisher_matrix():
+    """Also with zeros on both sides."""
     torch.manual_seed(0)
     logp = torch.randn(5, 40, dtype=torch.float64)
     logp[:, ::7] = -torch.inf

@@ -15,7 +15,7 @@ from kleash.divergences import at_temperature, kl, truncate
 from kleash.errors import OptionError, ShapeError
 
 
-def as_transformers_does(logits, temperature, top_k, top_p, min_p):
+def transformers_distribution(logits, temperature, top_k, top_p, min_p):
     """The distribution that ``generate`` draws from."""
     steps = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     steps += [TopKLogitsWarper(top_k)] if top_k is not None else []
@@ -26,7 +26,7 @@ def as_transformers_does(logits, temperature, top_k, top_p, min_p):
 
 
 @st.composite
-def requests(draw):
+def logits_and_limits(draw):
     rows, vocab = draw(st.integers(1, 3)), draw(st.integers(1, 12))
     # Whole and half numbers, so that ties are common.
     number = st.integers(-8, 8).map(lambda n: n / 2) | st.just(-torch.inf)
@@ -42,18 +42,18 @@ def requests(draw):
 
 
 @settings(max_examples=300)
-@given(requests())
-def test_draws_from_the_distribution_that_transformers_draws_from(request):
+@given(logits_and_limits())
+def test_truncate_agrees_with_the_logits_warpers_of_transformers(request):
     logits, temperature, top_k, top_p, min_p = request
     got = truncate(at_temperature(logits, temperature), top_k=top_k, top_p=top_p, min_p=min_p)
-    expected = as_transformers_does(*request)
+    expected = transformers_distribution(*request)
     torch.testing.assert_close(got.logp, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(got.kept, expected > -torch.inf)
     assert got.kept.any(-1).all()
 
 
-@given(requests())
-def test_the_kept_mass_is_what_was_divided_out(request):
+@given(logits_and_limits())
+def test_the_log_kept_mass_is_the_removed_normaliser(request):
     logits, temperature, top_k, top_p, min_p = request
     logp = at_temperature(logits, temperature)
     got = truncate(logp, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -62,11 +62,11 @@ def test_the_kept_mass_is_what_was_divided_out(request):
     assert (got.log_kept_mass <= 0).all()
 
 
-def test_a_hundred_thousand_random_words_in_float32():
+def test_a_large_vocabulary_in_float32():
     torch.manual_seed(0)
     logits = 3 * torch.randn(2, 100_000)
     got = truncate(logits.log_softmax(-1), top_k=5000, top_p=0.9, min_p=1e-4)
-    expected = as_transformers_does(logits, 1.0, 5000, 0.9, 1e-4)
+    expected = transformers_distribution(logits, 1.0, 5000, 0.9, 1e-4)
     assert (got.kept != (expected > -torch.inf)).sum() <= 2, "rounding of a long sum may move the edge"
     assert 0 < got.kept.sum() < 10_000
 
@@ -78,28 +78,28 @@ def test_the_order_is_top_k_then_top_p_then_min_p():
     assert truncate(logp, min_p=0.5).kept.tolist() == [True, True, True, False]
 
 
-def test_ties():
+def test_tokens_that_tie():
     logp = log(0.25, 0.25, 0.25, 0.25)
     assert truncate(logp, top_k=1).kept.all(), "all that tie with the last of the k"
     assert truncate(logp, top_p=0.3).kept.tolist() == [False, False, True, True]
     assert truncate(logp, min_p=1.0).kept.all()
 
 
-def test_a_mass_of_exactly_top_p_is_enough():
+def test_a_mass_of_exactly_top_p_is_not_exceeded():
     logits = torch.zeros(1, 2, dtype=torch.float64)
-    expected = as_transformers_does(logits, 1.0, None, 0.5, None) > -torch.inf
+    expected = transformers_distribution(logits, 1.0, None, 0.5, None) > -torch.inf
     assert torch.equal(truncate(logits.log_softmax(-1), top_p=0.5).kept, expected)
     assert expected.sum() == 1
 
 
-def test_the_likeliest_word_always_stays():
+def test_the_likeliest_token_always_remains():
     logp = torch.tensor([[0.0, -50.0, -torch.inf], [-50.0, -50.0, 0.0]]).log_softmax(-1)
     got = truncate(logp, top_k=1, top_p=1e-9, min_p=1.0)
     assert got.kept.sum(-1).tolist() == [1, 1]
     assert got.logp.max(-1).values.tolist() == pytest.approx([0, 0], abs=1e-7)
 
 
-def test_nothing_is_cut_unless_asked_and_then_the_mass_is_exactly_one():
+def test_without_limits_the_distribution_is_unchanged():
     torch.manual_seed(1)
     logp = torch.randn(4, 1000).log_softmax(-1)
     for got in (truncate(logp), truncate(logp, top_k=5000, top_p=1.0, min_p=0.0)):
@@ -107,18 +107,18 @@ def test_nothing_is_cut_unless_asked_and_then_the_mass_is_exactly_one():
         assert (got.log_kept_mass == 0).all() and got.kept.all()
 
 
-def test_little_that_is_cut_is_counted_in_float32():
+def test_a_small_removed_mass_is_accurate_in_float32():
     logp = torch.tensor([1 - 3e-9, 3e-9], dtype=torch.float64).log().float()
     assert truncate(logp, top_k=1).log_kept_mass.item() == pytest.approx(-3e-9, rel=1e-5)
 
 
-def test_impossible_words_are_not_kept():
+def test_tokens_of_probability_zero_are_not_kept():
     assert truncate(log(0.5, 0.5, 0.0), top_k=3).kept.tolist() == [True, True, False]
     assert truncate(log(0.5, 0.5, 0.0), top_p=1.0).kept.tolist() == [True, True, False]
     assert truncate(log(0.5, 0.5, 0.0), min_p=0.0).kept.tolist() == [True, True, False]
 
 
-def test_cutting_the_policy_keeps_its_kl_finite_and_the_other_way_infinite():
+def test_kl_of_a_truncated_policy_is_finite_and_the_reverse_infinite():
     logp, logq = log(0.5, 0.3, 0.2), log(0.4, 0.3, 0.3)
     cut = truncate(logp, top_k=2).logp
     expected = 0.625 * torch.tensor(0.625 / 0.4).log() + 0.375 * torch.tensor(0.375 / 0.3).log()
@@ -126,7 +126,7 @@ def test_cutting_the_policy_keeps_its_kl_finite_and_the_other_way_infinite():
     assert kl(logq, cut) == torch.inf
 
 
-def test_gradients_are_those_of_the_renormalised_rest():
+def test_gradients_are_those_of_the_renormalised_distribution():
     logits = torch.tensor([1.0, 0.5, -1.0, -3.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda x: truncate(x.log_softmax(-1), top_p=0.8, top_k=3).logp[:2].exp(), logits
@@ -137,14 +137,14 @@ def test_gradients_are_those_of_the_renormalised_rest():
     torch.testing.assert_close(gradient, expected)
 
 
-def test_half_precision_is_upcast():
+def test_half_precision_is_converted_to_float32():
     logits = torch.randn(3, 20).bfloat16()
     assert at_temperature(logits, 0.7).dtype == torch.float32
     assert truncate(logits.log_softmax(-1), top_k=3).logp.dtype == torch.float32
     torch.testing.assert_close(at_temperature(logits, 0.7), (logits.float() / 0.7).log_softmax(-1))
 
 
-def test_temperature():
+def test_temperature_divides_the_logits():
     logits = torch.tensor([2.0, 0.0, -torch.inf])
     torch.testing.assert_close(
         at_temperature(logits, 2.0).exp(), torch.tensor([1.0, 0.0, -torch.inf]).softmax(-1)
@@ -153,7 +153,7 @@ def test_temperature():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("limits", "message"),
     [
         ({"top_k": 0}, "top_k is 0; give at least 1, or leave it out to keep every token"),
         ({"top_p": 0.0}, "top_p is 0.0; give a probability above 0, at most 1"),
@@ -163,19 +163,19 @@ def test_temperature():
         ({"min_p": 1.1}, "min_p is 1.1"),
     ],
 )
-def test_limits_that_mean_nothing(given, message):
+def test_invalid_limits_raise(limits, message):
     with pytest.raises(OptionError, match=message):
-        truncate(log(0.5, 0.5), **given)
+        truncate(log(0.5, 0.5), **limits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
-def test_temperatures_that_mean_nothing(temperature):
+def test_invalid_temperatures_raise(temperature):
     with pytest.raises(OptionError, match=f"temperature is {temperature}; give a finite number above 0"):
         at_temperature(torch.zeros(2), temperature)
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.zeros(2, 0), torch.zeros(3, dtype=torch.int64)])
-def test_what_is_no_distribution(wrong, unhooked):
+def test_scalars_empty_vocabularies_and_integers_raise(wrong, unhooked):
     with pytest.raises(
         ShapeError,
         match="give floating-point numbers with the vocabulary on the last axis, at least one token",
@@ -185,7 +185,7 @@ def test_what_is_no_distribution(wrong, unhooked):
         at_temperature(wrong, 1.0)
 
 
-def test_much_that_is_cut_is_counted_in_float32():
+def test_a_small_kept_mass_is_accurate_in_float32():
     logits = torch.zeros(50_000, dtype=torch.float64)
     logits[7] = 1e-3
     logp = logits.log_softmax(-1)

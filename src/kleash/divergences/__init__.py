@@ -1,24 +1,30 @@
-"""How far apart two distributions over the same tokens are, exactly."""
+"""Exact divergences between two distributions over the same vocabulary."""
 
-from kleash.divergences.exact import divergence
-from kleash.divergences.families import alpha_record, jensen_shannon_record, skew_kl_record
-from kleash.divergences.gaussian import kl_gaussian
-from kleash.divergences.generator import phi
-from kleash.divergences.information import cross_entropy, entropy
-from kleash.divergences.named import (
+from kleash.divergences.functions import (
     alpha_divergence,
     chi_squared,
+    cross_entropy,
+    divergence,
+    entropy,
     hellinger,
     jeffreys,
     jensen_shannon,
     kl,
+    kl_gaussian,
+    renyi,
     skew_kl,
     total_variation,
 )
-from kleash.divergences.orders import renyi
+from kleash.divergences.generator import phi
 from kleash.divergences.probabilities import kl_from_probs
-from kleash.divergences.record import Divergence, Side
-from kleash.divergences.table import DIVERGENCES
+from kleash.divergences.table import (
+    DIVERGENCES,
+    Divergence,
+    Side,
+    alpha_record,
+    jensen_shannon_record,
+    skew_kl_record,
+)
 from kleash.divergences.truncation import Truncated, at_temperature, restrict, truncate
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Small worlds in which everything about a sequence can be computed exactly."""
+"""Toy language models whose sequence distributions can be computed exactly."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -8,21 +8,21 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from kleash.divergences.named import kl
+from kleash.divergences.functions import kl
 from kleash.errors import OptionError, ShapeError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MarkovModel:
-    """A language model that remembers one token; in float64."""
+    """A language model whose next token depends on the previous token only; in float64."""
 
     first: Float64[Tensor, "vocab"]
     """Log-probabilities of the first token."""
     then: Float64[Tensor, "vocab vocab"]
-    """Log-probabilities of the next token, a row for each token before it."""
+    """Log-probabilities of the next token, one row for each previous token."""
 
     def next_logp(self, tokens: Int[Tensor, "sequences steps"]) -> Float64[Tensor, "sequences steps vocab"]:
-        """The whole next-token distribution that each token of each sequence was drawn from."""
+        """The next-token distribution at each position of each sequence."""
         first = self.first.expand(len(tokens), 1, -1)
         return torch.cat([first, self.then[tokens[:, :-1]]], dim=1)
 
@@ -31,56 +31,59 @@ class MarkovModel:
         return self.next_logp(tokens).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     def moved(self, seed: int, apart: float) -> "MarkovModel":
-        """Another model, every logit of which differs by ``apart`` times a standard normal draw."""
-        draw = torch.Generator().manual_seed(seed)
+        """Return a model with ``apart`` times standard normal noise added to every logit."""
+        generator = torch.Generator().manual_seed(seed)
 
-        def nudge(logp: Tensor) -> Tensor:
-            noise = torch.randn(logp.shape, generator=draw, dtype=torch.float64)
+        def perturb(logp: Tensor) -> Tensor:
+            noise = torch.randn(logp.shape, generator=generator, dtype=torch.float64)
             return (logp + apart * noise).log_softmax(-1)
 
-        return MarkovModel(first=nudge(self.first), then=nudge(self.then))
+        return MarkovModel(first=perturb(self.first), then=perturb(self.then))
 
 
 def random_markov(vocab: int, seed: int, spread: float = 1.0) -> MarkovModel:
-    """A model whose logits are ``spread`` times standard normal draws."""
-    flat = torch.zeros(vocab, dtype=torch.float64)
-    return MarkovModel(first=flat, then=flat.expand(vocab, vocab)).moved(seed, spread)
+    """Return a model whose logits are ``spread`` times standard normal draws."""
+    uniform = torch.zeros(vocab, dtype=torch.float64)
+    return MarkovModel(first=uniform, then=uniform.expand(vocab, vocab)).moved(seed, spread)
 
 
 def every_sequence(vocab: int, steps: int) -> Int[Tensor, "sequences steps"]:
-    """All ``vocab ** steps`` of them, in lexicographic order."""
+    """All ``vocab ** steps`` sequences, in lexicographic order."""
     return torch.tensor(list(product(range(vocab), repeat=steps)))
 
 
 class DriftMoments(NamedTuple):
-    """Two unbiased estimates of the KL between whole sequences, and how they spread, in nats.
+    """Mean and covariance of two unbiased estimates of the KL between whole sequences, in nats.
 
-    ``sampled`` is the sum of k1 along a sequence drawn from p, ``summed`` the sum of the exact
-    next-token KLs along the same sequence.
+    ``sampled`` is the sum of k1 along a sequence drawn from p, ``summed`` the sum of the exact next-token KLs along
+    the same sequence.
     """
 
     kl: float
     """The mean of both: the KL between the two distributions over sequences."""
     variance_sampled: float
+    """Of the sum of k1."""
     variance_summed: float
+    """Of the sum of exact next-token KLs."""
     covariance: float
+    """Of both."""
 
     @property
     def control_weight(self) -> float:
-        """The ``a`` for which ``sampled - a (sampled - summed)`` varies least; NaN if they never differ."""
+        """The ``a`` that minimises the variance of ``sampled - a (sampled - summed)``; NaN if the two are equal."""
         difference = self.variance_sampled - 2 * self.covariance + self.variance_summed
         return (self.variance_sampled - self.covariance) / difference if difference else float("nan")
 
     def variance(self, a: float) -> float:
         """The variance of ``sampled - a (sampled - summed)``."""
-        mixed = 2 * a * (1 - a) * self.covariance
-        return (1 - a) ** 2 * self.variance_sampled + a**2 * self.variance_summed + mixed
+        cross_term = 2 * a * (1 - a) * self.covariance
+        return (1 - a) ** 2 * self.variance_sampled + a**2 * self.variance_summed + cross_term
 
 
 def drift_moments(p: MarkovModel, q: MarkovModel, steps: int) -> DriftMoments:
     """Mean and covariance of both estimates of KL(p || q) over sequences of ``steps`` tokens.
 
-    By backward recursion over the token before: exact up to rounding, for any number of steps.
+    By backward recursion over the previous token: exact up to rounding, for any number of steps.
 
     Raises:
         OptionError: if ``steps`` is below 1.
@@ -92,16 +95,16 @@ def drift_moments(p: MarkovModel, q: MarkovModel, steps: int) -> DriftMoments:
         raise ShapeError(
             f"p has {len(p.first)} tokens and q {len(q.first)}; compare models over one vocabulary"
         )
-    state = _Moments(*torch.zeros(5, len(p.first), dtype=torch.float64))
+    moments = _Moments(*torch.zeros(5, len(p.first), dtype=torch.float64))
     for _ in range(steps - 1):
-        state = _one_step_earlier(p.then, q.then, state)
-    start = _one_step_earlier(p.first.unsqueeze(0), q.first.unsqueeze(0), state)
-    u, d, uu, dd, ud = (moment.item() for moment in start)
+        moments = _add_earlier_token(p.then, q.then, moments)
+    moments = _add_earlier_token(p.first.unsqueeze(0), q.first.unsqueeze(0), moments)
+    u, d, uu, dd, ud = (moment.item() for moment in moments)
     return DriftMoments(d, uu - u * u, dd - d * d, ud - u * d)
 
 
 class _Moments(NamedTuple):
-    """Of what is still to come, by the token before: means, second moments, mean product."""
+    """Moments of the totals over all later tokens, by the previous token."""
 
     sampled: Tensor
     summed: Tensor
@@ -110,13 +113,13 @@ class _Moments(NamedTuple):
     product: Tensor
 
 
-def _one_step_earlier(logp: Tensor, logq: Tensor, later: _Moments) -> _Moments:
-    """Both totals after one more token: ``log_ratio`` and ``exact`` are what this token adds."""
+def _add_earlier_token(logp: Tensor, logq: Tensor, later: _Moments) -> _Moments:
+    """Moments of both totals with one more token in front, which adds ``log_ratio`` and ``exact``."""
     probs, log_ratio, exact = logp.exp(), logp - logq, kl(logp, logq)
     u, d, uu, dd, ud = later
 
-    def mean(of_token: Tensor) -> Tensor:
-        return (probs * of_token).sum(-1)
+    def mean(per_token: Tensor) -> Tensor:
+        return (probs * per_token).sum(-1)
 
     return _Moments(
         sampled=mean(log_ratio + u),

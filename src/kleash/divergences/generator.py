@@ -1,4 +1,4 @@
-"""The generator of the KL divergence, and the same seen from the other side: one home for every floor."""
+"""phi, the generator of the KL divergence, and psi, the same per unit of q's mass; every other floor calls these."""
 
 from collections.abc import Callable
 from math import factorial
@@ -11,21 +11,21 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.autodiff import forward_mode_active
 
-SPLIT = 0.25
-"""Up to here the series is summed; a power of two, so that subtracting it is exact."""
-EXP_IS_DECIDED = 1000.0
-"""exp(this) is inf and exp(-this) is 0 in every floating-point type there is."""
+SERIES_LIMIT = 0.25
+"""Up to this absolute value the Taylor series is summed; a power of two, so that subtracting it is exact."""
+EXP_SATURATES = 1000.0
+"""exp(1000) is inf and exp(-1000) is 0 in every floating-point type."""
 
 
 @validated
 def phi(u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """What a token adds to KL(p || q) per unit of ``p``'s mass, in nats; never negative.
+    """The contribution of a token to KL(p || q) per unit of ``p``'s mass, in nats; never negative.
 
         phi(u) = expm1(-u) + u,    u = log p - log q,    phi'(u) = -expm1(-u)
 
-    It is ``u`` (the textbook term) plus ``q/p - 1``, which averages to zero over ``p``. Up to
-    |u| = 1/4, where the two terms cancel, its Taylor series is summed: the relative error is a few
-    roundings everywhere, value and gradient. 0 at 0, ``inf`` at both infinities, NaN at NaN.
+    It is ``u`` (the textbook term) plus ``q/p - 1``, whose mean over ``p`` is zero. Up to |u| = 1/4, where the two
+    terms cancel, its Taylor series is summed: the relative error is a few roundings for every u, in value and
+    gradient. 0 at 0, ``inf`` at both infinities, NaN at NaN.
 
     Args:
         u: log ratios, float32 or float64.
@@ -33,20 +33,20 @@ def phi(u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     References:
         Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
     """
-    return _phi_of_plain_functions(u) if forward_mode_active() else _apply(_Phi, u)
+    return _phi_of_elementary_functions(u) if forward_mode_active() else _apply(_Phi, u)
 
 
 def psi(v: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """What a token adds to KL(p || q) per unit of ``q``'s mass, for tokens on which ``q`` is ahead.
+    """The contribution of a token to KL(p || q) per unit of ``q``'s mass, for tokens with ``q >= p``.
 
         psi(v) = exp(-v) phi(-v) = 1 - (1 + v) exp(-v),    v = log q - log p >= 0,    psi'(v) = v exp(-v)
 
-    It tends to 1 where ``p`` vanishes, while ``p phi(u)`` would be 0 times inf there.
+    It tends to 1 where ``p`` vanishes; ``p phi(u)`` would be 0 times inf there.
 
     Args:
-        v: log ratios the other way round, none of them negative; float32 or float64.
+        v: log ratios log q - log p, none of them negative; float32 or float64.
     """
-    return _psi_of_plain_functions(v) if forward_mode_active() else _apply(_Psi, v)
+    return _psi_of_elementary_functions(v) if forward_mode_active() else _apply(_Psi, v)
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor) -> Tensor:
@@ -63,21 +63,21 @@ def _series(x: Tensor) -> Tensor:
     return total.mul_(x).mul_(x)
 
 
-# Both forwards split their argument into the part that the series takes and the rest, and add what the
-# rest adds, which is exactly 0 where there is none. Selecting by `where` instead takes ten times as long
-# on a CPU, which cannot guess the next token's sign or size.
+# Both forward functions split their argument into the part for the series and the rest, and add the contribution of
+# the rest, which is exactly 0 if there is none. Selecting with torch.where takes ten times as long on a CPU, whose
+# branch prediction fails on random signs and sizes.
 
 
 class _Phi(torch.autograd.Function):
-    """phi with its gradient in closed form, so that only ``u`` is kept for the backward pass."""
+    """phi with its gradient in closed form, so that only ``u`` is saved for the backward pass."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(u: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        near = u.clamp(-SPLIT, SPLIT)
+        near = u.clamp(-SERIES_LIMIT, SERIES_LIMIT)
         rest = u - near
-        beyond = torch.exp(-near).mul_(torch.expm1(-rest)).add_(rest.clamp(min=-EXP_IS_DECIDED))
+        beyond = torch.exp(-near).mul_(torch.expm1(-rest)).add_(rest.clamp(min=-EXP_SATURATES))
         return _series(-near).add_(beyond)
 
     @staticmethod
@@ -97,8 +97,8 @@ class _Psi(torch.autograd.Function):
 
     @staticmethod
     def forward(v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        near = v.clamp(max=SPLIT)
-        rest = (v - near).clamp(max=EXP_IS_DECIDED)
+        near = v.clamp(max=SERIES_LIMIT)
+        rest = (v - near).clamp(max=EXP_SATURATES)
         beyond = (near + 1).mul_(torch.expm1(-rest)).add_(torch.exp(-rest).mul_(rest))
         return _series(near).sub_(beyond).mul_(torch.exp(-near))
 
@@ -109,30 +109,30 @@ class _Psi(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (v,) = ctx.saved_tensors
-        v = v.clamp(max=EXP_IS_DECIDED)
+        v = v.clamp(max=EXP_SATURATES)
         return weight * v * torch.exp(-v)
 
 
-# In forward mode both are made of torch's own functions, which nest in any order: the tangent that an autograd
-# function of our own returns is a constant to a forward derivative around it (torch 2.13), and that one silently 0.
+# Forward mode composes torch's own functions, which can be nested in any order. In torch 2.13 the tangent returned by
+# a custom autograd function is a constant to an enclosing forward derivative, which would silently be 0.
 
 
-def _phi_of_plain_functions(u: Tensor) -> Tensor:
-    far = u.abs() > SPLIT
+def _phi_of_elementary_functions(u: Tensor) -> Tensor:
+    far = u.abs() > SERIES_LIMIT
     near, rest = torch.where(far, 0.0, u), torch.where(far, u, 1.0)
-    beyond = torch.expm1(-rest) + torch.where(rest < -EXP_IS_DECIDED, -EXP_IS_DECIDED, rest)
+    beyond = torch.expm1(-rest) + torch.where(rest < -EXP_SATURATES, -EXP_SATURATES, rest)
     return torch.where(far | u.isnan(), beyond, _polynomial(-near))
 
 
-def _psi_of_plain_functions(v: Tensor) -> Tensor:
-    far = v > SPLIT
+def _psi_of_elementary_functions(v: Tensor) -> Tensor:
+    far = v > SERIES_LIMIT
     near, rest = torch.where(far, 0.0, v), torch.where(far, v, 1.0)
-    rest = torch.where(rest > EXP_IS_DECIDED, EXP_IS_DECIDED, rest)
+    rest = torch.where(rest > EXP_SATURATES, EXP_SATURATES, rest)
     return torch.where(far, 1 - (1 + rest) * torch.exp(-rest), torch.exp(-near) * _polynomial(near))
 
 
 def _polynomial(x: Tensor) -> Tensor:
-    """``_series`` without a change in place, and with more terms, for those that its derivatives lose."""
+    """``_series`` without in-place operations, and with more terms, since each derivative loses one."""
     terms = 15 if x.dtype == torch.float64 else 10
     total = torch.full_like(x, 1 / factorial(terms))
     for k in range(terms - 1, 1, -1):

@@ -1,4 +1,4 @@
-"""KL from probabilities as people hold them: lists, arrays, tensors."""
+"""KL from probabilities: lists, arrays and tensors, with checked values."""
 
 from typing import Any
 
@@ -8,63 +8,62 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from kleash.autodiff import is_batched
-from kleash.divergences.named import kl
+from kleash.divergences.functions import kl
 from kleash.errors import CannotRunError, NotProbabilitiesError
 
-ROUNDING_OF_THE_SUM = 1e-5
-"""How far from 1 a sum may be by the rounding of float32 probabilities over a large vocabulary."""
+SUM_TOLERANCE = 1e-5
+"""Largest difference of a sum from 1 that float32 rounding over a large vocabulary explains."""
 
 
 def kl_from_probs(p: Any, q: Any) -> Float64[Tensor, "*batch"]:
     """KL(p || q) in nats from probabilities, computed and returned in float64.
 
-    For one distribution or a batch of rows, the outcomes on the last axis. Zeros as in ``kl``. The
-    rounding of a sum (up to 1e-5) is divided out; anything more is an error. Differentiable in tensors;
-    the derivative in a probability that is 0 is taken as 0.
+    For one distribution or a batch of rows, with the outcomes on the last axis. Zeros as in ``kl``. Sums within 1e-5
+    of 1 are normalised; others raise an error. Differentiable in tensors; the derivative in a probability of 0 is 0.
 
     Args:
-        p: what is averaged over: a list, a numpy array or a tensor.
+        p: the distribution of the average: a list, a numpy array or a tensor.
         q: the same outcomes under the other distribution.
 
     Raises:
-        NotProbabilitiesError: a ValueError, if numbers are negative, not finite, absent, or do not sum to 1.
+        NotProbabilitiesError: a ValueError, if numbers are negative, not finite, missing, or do not sum to 1.
         VocabularyMismatchError: if the two have different numbers of outcomes.
-        ShapeError: if their other axes differ.
-        CannotRunError: inside ``torch.func.vmap``, where numbers cannot be checked.
+        ShapeError: if their leading axes differ.
+        CannotRunError: inside ``torch.func.vmap``, where values cannot be checked.
     """
-    return kl(_checked("p", p), _checked("q", q))
+    return kl(_log_probs("p", p), _log_probs("q", q))
 
 
-def _checked(name: str, values: Any) -> Tensor:
-    """The log-probabilities of what really are probabilities."""
-    probs = _in_float64(name, values)
+def _log_probs(name: str, values: Any) -> Tensor:
+    """Check that ``values`` are probabilities and return their logarithms, normalised."""
+    probs = _as_float64(name, values)
     if is_batched(probs):
         raise CannotRunError(
-            f"{name} is inside torch.func.vmap, where kl_from_probs cannot check it; give it all rows at once, or kl "
-            "their logarithms"
+            f"{name} is inside torch.func.vmap, where kl_from_probs cannot check it; give all rows at once, or pass "
+            "their logarithms to kl"
         )
     if probs.ndim == 0 or probs.shape[-1] == 0:
         raise NotProbabilitiesError(
             f"{name} is empty (shape {tuple(probs.shape)}); give at least one probability"
         )
-    wrong = ~((probs >= 0) & (probs < torch.inf))
-    if wrong.any():
-        first = [int(i) for i in wrong.nonzero()[0]]
+    invalid = ~((probs >= 0) & (probs < torch.inf))
+    if invalid.any():
+        index = [int(i) for i in invalid.nonzero()[0]]
         raise NotProbabilitiesError(
-            f"{name}{first} is {probs[wrong][0].item():g}, which is not a probability; "
+            f"{name}{index} is {probs[invalid][0].item():g}, which is not a probability; "
             "for log-probabilities use kl"
         )
     sums = probs.sum(-1, keepdim=True)
-    off = (sums - 1).abs() > ROUNDING_OF_THE_SUM
-    if off.any():
+    unnormalised = (sums - 1).abs() > SUM_TOLERANCE
+    if unnormalised.any():
         raise NotProbabilitiesError(
-            f"{name} sums to {sums[off][0].item():.6g}, not to 1; divide it by its sum first"
+            f"{name} sums to {sums[unnormalised][0].item():.6g}, not to 1; divide it by its sum first"
         )
-    there = probs > 0
-    return torch.where(there, torch.where(there, probs, 1.0).log(), -torch.inf) - sums.log()
+    positive = probs > 0
+    return torch.where(positive, torch.where(positive, probs, 1.0).log(), -torch.inf) - sums.log()
 
 
-def _in_float64(name: str, values: Any) -> Tensor:
+def _as_float64(name: str, values: Any) -> Tensor:
     if isinstance(values, Tensor):
         if values.is_complex() or values.layout != torch.strided or values.device.type == "meta":
             raise NotProbabilitiesError(
@@ -76,5 +75,5 @@ def _in_float64(name: str, values: Any) -> Tensor:
         return torch.tensor(np.asarray(values, dtype=np.float64))
     except (TypeError, ValueError) as error:
         raise NotProbabilitiesError(
-            f"{name} is no array of numbers ({error}); give rows of equal length"
+            f"{name} is not an array of numbers ({error}); give rows of equal length"
         ) from error

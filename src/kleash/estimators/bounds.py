@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.divergences.exact import contributions
+from kleash.divergences.functions import contributions
 from kleash.errors import ShapeError
 from kleash.precision import at_least_float32
 from kleash.registry import look_up

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.divergences import Truncated, at_temperature, truncate
-from kleash.divergences.truncation import require_ranges
+from kleash.divergences.truncation import require_valid_limits
 from kleash.errors import OptionError, ShapeError
 
 
@@ -32,7 +32,7 @@ class Semantics:
         """Refuse what means nothing."""
         if not 0 < self.temperature < float("inf"):
             raise OptionError(f"temperature is {self.temperature}; give a finite number above 0")
-        require_ranges(self.top_k, self.top_p, self.min_p)
+        require_valid_limits(self.top_k, self.top_p, self.min_p)
 
     @property
     def cuts(self) -> tuple[str, ...]:

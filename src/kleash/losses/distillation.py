@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence, at_temperature, jensen_shannon_record
-from kleash.divergences.exact import divergence as exact_divergence
+from kleash.divergences.functions import divergence as exact_divergence
 from kleash.errors import OptionError, ShapeError, VocabularyMismatchError
 from kleash.losses.surrogate import require_gradient
 from kleash.losses.top_k import tail_bucket_loss, top_k_from, top_k_of

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.divergences.record import unchanged
+from kleash.divergences.table import identity
 from kleash.errors import OptionError, ShapeError
 from kleash.losses.surrogate import require_gradient
 from kleash.masking import as_mask
@@ -168,7 +168,7 @@ def _rewarding(divergence: str | Divergence) -> Divergence:
         if divergence in NO_REWARD:
             raise OptionError(f"{divergence} implies no reward: {NO_REWARD[divergence]}")
         return record
-    if divergence.finish is not unchanged:
+    if divergence.finish is not identity:
         raise OptionError(
             "the divergence implies no reward: it is a function of a sum, and only the sum has a score; "
             "give the record of the sum"

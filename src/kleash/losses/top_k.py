@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.divergences.exact import contributions
-from kleash.divergences.record import unchanged
+from kleash.divergences.functions import contributions
+from kleash.divergences.table import identity
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import rounding_nats
 from kleash.losses.surrogate import attach, counted, require_gradient, require_one_shape
@@ -139,7 +139,7 @@ def sampled_tail_loss(
         DetachedError: if gradients are enabled and neither side carries one, or if ``weights`` carry one.
     """
     record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
-    if record.finish is not unchanged:
+    if record.finish is not identity:
         raise OptionError(
             f"{divergence!r} is the root of a mean, which no single token estimates without bias; "
             "give a divergence that is a mean, or tail_bucket_loss"

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import Divergence
-from kleash.divergences.record import Side, weigh
+from kleash.divergences.table import Side, weighted_generator
 from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.loop import RowCore
 from kleash.linear.impl.project import both_normalised
@@ -36,8 +36,8 @@ def record_rows(record: Divergence) -> RowCore:
 def summed(record: Divergence, logp: Tensor, logq: Tensor, across: Alone) -> Float[Tensor, " rows"]:
     """E_p f(u) of each row, of logits that are all finite."""
     lead = logp - logq
-    of_p = weigh(record.from_p, logp, lead.clamp(min=0))
-    of_p.add_(weigh(record.from_q, logq, lead.neg_().clamp_(min=0)))
+    of_p = weighted_generator(record.from_p, logp, lead.clamp(min=0))
+    of_p.add_(weighted_generator(record.from_q, logq, lead.neg_().clamp_(min=0)))
     return across.added(of_p.sum(-1))[0]
 
 

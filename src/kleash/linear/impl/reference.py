@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kleash.autodiff import is_transformed
 from kleash.divergences import Divergence, entropy, jensen_shannon, kl, total_variation
-from kleash.divergences.exact import contributions
+from kleash.divergences.functions import contributions
 from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.impl.project import both_normalised, logits

@@ -17,7 +17,7 @@ from kleash.divergences import (
     skew_kl,
     skew_kl_record,
 )
-from kleash.divergences.families import log_mix
+from kleash.divergences.table import log_mixture
 from kleash.errors import OptionError
 
 SHARES = [0.001, 0.3, 0.5, 0.999]
@@ -56,7 +56,7 @@ def test_alpha_divergence_agrees_with_the_textbook(alpha, pair):
 @pytest.mark.parametrize("alpha", ALPHAS)
 @settings(max_examples=12)
 @given(pair=pairs(spread=0.3, zeros=False))
-def test_alpha_divergence_agrees_with_the_textbook_close_by(alpha, pair):
+def test_alpha_divergence_of_close_pairs_agrees_with_the_textbook(alpha, pair):
     expected = textbook("alpha_divergence", *pair, alpha)
     assert alpha_divergence(*pair, alpha).item() == pytest.approx(expected, rel=1e-10, abs=1e-15)
 
@@ -74,7 +74,7 @@ def test_renyi_agrees_with_the_textbook(order, spread, data):
 @pytest.mark.parametrize("order", ORDERS)
 @settings(max_examples=12)
 @given(pair=pairs(spread=100.0))
-def test_renyi_has_finite_gradients_in_float32_where_its_sum_would_overflow(order, pair):
+def test_renyi_gradients_in_float32_are_finite_where_the_sum_would_overflow(order, pair):
     logits = [torch.stack([x, x.roll(1), x / 1000]).float() for x in pair]
     logits = [torch.where(x.isnan(), 0.0, x) for x in logits]
     value = renyi(*(x.log_softmax(-1) for x in logits), order)
@@ -91,11 +91,11 @@ def test_renyi_gradients_agree_with_finite_differences(order, spread):
     assert torch.autograd.gradcheck(lambda a, b: renyi(a.log_softmax(-1), b.log_softmax(-1), order), logits)
 
 
-def test_the_limits_of_every_family_are_kl():
+def test_families_are_continuous_at_their_limits():
     torch.manual_seed(0)
     logp, logq = torch.randn(2, 8, dtype=torch.float64).log_softmax(-1)
     forward, backward = kl(logp, logq), kl(logq, logp)
-    for at_limit, beside, expected in (
+    for at_limit, near_limit, expected in (
         (alpha_divergence(logp, logq, 1.0), alpha_divergence(logp, logq, 1 - 1e-9), forward),
         (alpha_divergence(logp, logq, 0.0), alpha_divergence(logp, logq, 1e-9), backward),
         (renyi(logp, logq, 1.0), renyi(logp, logq, 1 + 1e-9), forward),
@@ -115,11 +115,11 @@ def test_the_limits_of_every_family_are_kl():
         (jensen_shannon(logp, logq, 1.0), jensen_shannon(logp, logq, 1 - 1e-9), torch.zeros_like(forward)),
     ):
         torch.testing.assert_close(at_limit, expected, rtol=1e-12, atol=1e-15)
-        torch.testing.assert_close(beside, expected, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(near_limit, expected, rtol=1e-6, atol=1e-8)
 
 
 @given(pairs(spread=5.0))
-def test_known_members(pair):
+def test_alpha_one_half_is_hellinger_and_renyi_increases_with_its_order(pair):
     logp, logq = pair
     half = alpha_divergence(logp, logq, 0.5)
     torch.testing.assert_close(half, 4 * hellinger(logp, logq).square(), rtol=1e-9, atol=1e-14)
@@ -127,7 +127,7 @@ def test_known_members(pair):
     assert renyi(logp, logq, 1.0) <= renyi(logp, logq, 2.0) * (1 + 1e-9) + 1e-15
 
 
-def test_supports_that_do_not_meet():
+def test_families_on_disjoint_supports():
     logp, logq = log(1, 0), log(0, 1)
     assert skew_kl(logp, logq, 0.2).item() == pytest.approx(-math.log(0.2))
     assert jensen_shannon(logp, logq, 0.2).item() == pytest.approx(-0.2 * math.log(0.2) - 0.8 * math.log(0.8))
@@ -137,17 +137,17 @@ def test_supports_that_do_not_meet():
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-6, 0.4, 1 - 1e-6, 1.0])
-def test_log_of_a_mixture(share):
+def test_log_mixture_agrees_with_logaddexp(share):
     v = torch.tensor([-1e4, -30.0, -1e-9, 0.0, 1e-9, 0.99, 1.01, 40.0, 1e4], dtype=torch.float64)
     ends = torch.tensor([1 - share, share], dtype=torch.float64).log().unsqueeze(-1)
     expected = torch.logaddexp(ends[0], ends[1] + v)
-    torch.testing.assert_close(log_mix(share, 1 - share, v), expected, rtol=1e-11, atol=1e-15)
+    torch.testing.assert_close(log_mixture(share, 1 - share, v), expected, rtol=1e-11, atol=1e-15)
 
 
 @pytest.mark.parametrize("share", [1e-12, 0.4, 1 - 1e-6])
-def test_log_of_a_mixture_does_not_cancel_close_to_zero(share):
+def test_log_mixture_does_not_cancel_near_zero(share):
     v = torch.tensor([1e-7, -1e-7], dtype=torch.float64)
-    torch.testing.assert_close(log_mix(share, 1 - share, v), share * v, rtol=1e-6, atol=0)
+    torch.testing.assert_close(log_mixture(share, 1 - share, v), share * v, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,13 @@ def test_log_of_a_mixture_does_not_cancel_close_to_zero(share):
         (renyi, math.inf, "order is inf"),
     ],
 )
-def test_parameters_that_mean_nothing(function, wrong, message):
+def test_invalid_parameters_raise(function, wrong, message):
     with pytest.raises(OptionError, match=message):
         function(log(0.5, 0.5), log(0.5, 0.5), wrong)
 
 
 @pytest.mark.parametrize(
-    ("make", "wrong", "message"),
+    ("make_record", "wrong", "message"),
     [
         (skew_kl_record, 1.5, "mix is 1.5; it is a share, from 0 to 1"),
         (skew_kl_record, -0.1, "mix is -0.1"),
@@ -175,30 +175,30 @@ def test_parameters_that_mean_nothing(function, wrong, message):
         (alpha_record, math.nan, "alpha is nan; give a finite number"),
     ],
 )
-def test_there_is_no_record_of_a_parameter_that_means_nothing(make, wrong, message):
+def test_records_of_invalid_parameters_raise(make_record, wrong, message):
     with pytest.raises(OptionError, match=message):
-        make(wrong)
+        make_record(wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mix", [1e-12, 1e-7, 1e-4])
-def test_a_share_next_to_nothing_costs_no_digits(mix, dtype):
-    """What is left of 1 - mix beside mix, or of 1 beside it, is rounding."""
+def test_shares_near_zero_lose_no_accuracy(mix, dtype):
+    """1 - mix and 1 + mix are rounded for so small a share."""
     logp, logq = (torch.tensor(x, dtype=torch.float64) for x in ([0.0, -200.0, 50.0], [3.0, 0.0, -70.0]))
     logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
     mixed = torch.logaddexp(logp + math.log(mix), logq + math.log1p(-mix))
-    one, two = kl(logp, mixed).item(), kl(logq, mixed).item()
+    kl_p, kl_q = kl(logp, mixed).item(), kl(logq, mixed).item()
     p, q = logp.to(dtype).requires_grad_(), logq.to(dtype)
     rel = 1e-5 if dtype == torch.float32 else 1e-12
-    found = skew_kl(p, q, mix)
-    assert found.item() == pytest.approx(one, rel=rel) and found <= -math.log(mix) * (1 + rel)
-    assert torch.autograd.grad(found, p)[0].isfinite().all()
-    weighed = jensen_shannon(p, q, mix)
-    assert weighed.item() == pytest.approx(mix * one + (1 - mix) * two, rel=rel)
+    value = skew_kl(p, q, mix)
+    assert value.item() == pytest.approx(kl_p, rel=rel) and value <= -math.log(mix) * (1 + rel)
+    assert torch.autograd.grad(value, p)[0].isfinite().all()
+    jensen_shannon_value = jensen_shannon(p, q, mix)
+    assert jensen_shannon_value.item() == pytest.approx(mix * kl_p + (1 - mix) * kl_q, rel=rel)
 
 
 @pytest.mark.parametrize("order", [0.5, 2.0])
-def test_renyi_of_close_pairs_in_float32(order):
+def test_renyi_of_close_pairs_is_accurate_in_float32(order):
     torch.manual_seed(3)
     logits = torch.randn(8, 2000)
     moved = logits + 1e-3 * torch.randn(8, 2000)

@@ -1,4 +1,4 @@
-"""Each field of the table, for every entry and for members of the families."""
+"""Every field of every record in DIVERGENCES, and of members of the parametric families."""
 
 import math
 from dataclasses import FrozenInstanceError, replace
@@ -15,7 +15,7 @@ from kleash.divergences import (
     phi,
     skew_kl_record,
 )
-from kleash.divergences.record import unchanged
+from kleash.divergences.table import identity
 
 RECORDS = {
     **DIVERGENCES,
@@ -25,86 +25,86 @@ RECORDS = {
     "jensen_shannon .3 normalised": jensen_shannon_record(0.3, normalised=True),
     **{f"alpha {a}": alpha_record(a) for a in (-2.0, -0.5, 0.01, 0.3, 0.5, 0.7, 0.99, 1.5, 3.0)},
 }
-LINE = torch.cat([torch.linspace(-6, 6, 121, dtype=torch.float64), torch.tensor([1e-9, -1e-9])])
+LOG_RATIOS = torch.cat([torch.linspace(-6, 6, 121, dtype=torch.float64), torch.tensor([1e-9, -1e-9])])
 every_record = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
 
 
-def test_the_table_cannot_be_written_to():
+def test_the_table_and_its_records_are_read_only():
     with pytest.raises(TypeError):
         DIVERGENCES["kl"] = DIVERGENCES["jeffreys"]  # pyright: ignore
     with pytest.raises(FrozenInstanceError):
-        DIVERGENCES["kl"].finish = unchanged  # pyright: ignore
+        DIVERGENCES["kl"].finish = identity  # pyright: ignore
 
 
 @every_record
-def test_the_score_is_the_generator_plus_its_slope(record):
-    u = LINE.clone().requires_grad_()
+def test_the_score_is_the_generator_plus_its_derivative(record):
+    u = LOG_RATIOS.clone().requires_grad_()
     value = record.of(u)
     (slope,) = torch.autograd.grad(value.sum(), u)
-    torch.testing.assert_close(record.score(LINE), value + slope, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(record.score(LOG_RATIOS), value + slope, rtol=1e-10, atol=1e-12)
 
 
 @every_record
-def test_the_generator_is_zero_at_zero_and_nowhere_negative(record):
+def test_the_generator_is_zero_at_zero_and_nonnegative(record):
     assert record.of(torch.zeros(1)) == 0
-    assert (record.of(LINE) >= 0).all()
+    assert (record.of(LOG_RATIOS) >= 0).all()
 
 
 @every_record
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_the_generator_does_not_cancel_close_to_zero(record, sign):
-    """A parabola there, for all but the total variation, which has a kink."""
+def test_the_generator_does_not_cancel_near_zero(record, sign):
+    """It is a parabola near 0, except for the total variation, which has a kink."""
     at = sign * torch.tensor([1e-12, 2e-12], dtype=torch.float64)
     first, second = record.of(at).tolist()
     assert second / first == pytest.approx(2 if record is DIVERGENCES["total_variation"] else 4, rel=1e-5)
 
 
 def test_the_generator_of_kl_at_infinite_log_ratios():
-    """A token that one side rules out, in a sampled estimate."""
+    """In a sampled estimate, a token with probability 0 on one side."""
     ends = DIVERGENCES["kl"].of(torch.tensor([torch.inf, -torch.inf, torch.nan]))
     assert ends[0] == torch.inf and ends[1] == torch.inf and ends[2].isnan()
 
 
 @every_record
-def test_the_other_side_sees_the_same_divergence(record):
-    expected = torch.exp(-LINE) * record.of(-LINE)
-    torch.testing.assert_close(record.swapped.of(LINE), expected, rtol=1e-10, atol=1e-13)
+def test_the_swapped_generator_is_the_generator_per_unit_of_the_other_mass(record):
+    expected = torch.exp(-LOG_RATIOS) * record.of(-LOG_RATIOS)
+    torch.testing.assert_close(record.swapped.of(LOG_RATIOS), expected, rtol=1e-10, atol=1e-13)
     assert record.swapped.swapped == record
 
 
 @every_record
-def test_the_swapped_record_takes_its_arguments_the_other_way_round(record):
+def test_the_swapped_record_swaps_the_arguments(record):
     torch.manual_seed(0)
     logp, logq = torch.randn(2, 4, 6, dtype=torch.float64).log_softmax(-1)
     torch.testing.assert_close(divergence(record.swapped, logp, logq), divergence(record, logq, logp))
 
 
 @every_record
-def test_the_contribution_of_a_zero_is_the_limit(record):
+def test_the_contribution_at_a_zero_is_the_limit_of_the_generator(record):
     """Per unit of p where q vanishes, f(inf); the same for the other side."""
-    for alone, other in ((record.where_q_is_zero, record), (record.where_p_is_zero, record.swapped)):
-        limit = other.of(torch.tensor(5000.0, dtype=torch.float64)).item()
-        if math.isinf(alone):
+    for contribution, swapped in ((record.where_q_is_zero, record), (record.where_p_is_zero, record.swapped)):
+        limit = swapped.of(torch.tensor(5000.0, dtype=torch.float64)).item()
+        if math.isinf(contribution):
             assert limit > 1e2
         else:
-            assert alone == pytest.approx(limit, rel=1e-9)
+            assert contribution == pytest.approx(limit, rel=1e-9)
 
 
 @every_record
-def test_a_zero_adds_its_contribution(record):
-    record = replace(record, finish=unchanged)
-    lone_p = divergence(record, log(0.75, 0.25), log(1, 0)).item()
-    lone_q = divergence(record, log(1, 0), log(0.75, 0.25)).item()
+def test_a_zero_adds_its_contribution_to_the_divergence(record):
+    record = replace(record, finish=identity)
+    only_p = divergence(record, log(0.75, 0.25), log(1, 0)).item()
+    only_q = divergence(record, log(1, 0), log(0.75, 0.25)).item()
     shared = record.of(torch.tensor(math.log(0.75), dtype=torch.float64)).item()
-    assert lone_p == pytest.approx(0.75 * shared + 0.25 * record.where_q_is_zero)
+    assert only_p == pytest.approx(0.75 * shared + 0.25 * record.where_q_is_zero)
     shared = record.of(torch.tensor(-math.log(0.75), dtype=torch.float64)).item()
-    assert lone_q == pytest.approx(shared + 0.25 * record.where_p_is_zero)
+    assert only_q == pytest.approx(shared + 0.25 * record.where_p_is_zero)
 
 
 @every_record
 def test_gradients_in_logits_are_the_centred_score(record):
     """p (s - E_p s) for p's logits, and the same with the swapped score for q's."""
-    record = replace(record, finish=unchanged)
+    record = replace(record, finish=identity)
     torch.manual_seed(1)
     logits = torch.randn(2, 9, dtype=torch.float64)
     logp, logq = logits.log_softmax(-1)
@@ -119,27 +119,27 @@ def test_gradients_in_logits_are_the_centred_score(record):
 
 
 @every_record
-def test_the_detached_score_has_the_gradient_as_a_sampled_surrogate(record):
+def test_the_detached_score_is_a_sampled_surrogate_with_the_exact_gradient(record):
     """E_p[sg(f + f') grad log p], as a finite sum, is the exact gradient."""
-    record = replace(record, finish=unchanged)
+    record = replace(record, finish=identity)
     torch.manual_seed(2)
     logits = torch.randn(2, 7, dtype=torch.float64)
     logq = logits[1].log_softmax(-1)
     (exact,) = gradients(lambda p: divergence(record, p, logq), logits[0])
-    (drawn,) = gradients(lambda p: p.exp().detach() * record.score(p - logq).detach() * p, logits[0])
-    torch.testing.assert_close(drawn, exact, rtol=1e-9, atol=1e-13)
+    (surrogate,) = gradients(lambda p: p.exp().detach() * record.score(p - logq).detach() * p, logits[0])
+    torch.testing.assert_close(surrogate, exact, rtol=1e-9, atol=1e-13)
 
 
 @every_record
-def test_the_generator_averages_to_the_divergence(record):
+def test_the_mean_of_the_generator_is_the_divergence(record):
     torch.manual_seed(3)
     logp, logq = torch.randn(2, 7, dtype=torch.float64).log_softmax(-1)
-    expected = divergence(replace(record, finish=unchanged), logp, logq)
+    expected = divergence(replace(record, finish=identity), logp, logq)
     torch.testing.assert_close((logp.exp() * record.of(logp - logq)).sum(), expected, rtol=1e-11, atol=1e-14)
 
 
 def test_the_generator_of_kl_is_phi_and_its_score_the_log_ratio():
     record = DIVERGENCES["kl"]
-    torch.testing.assert_close(record.of(LINE), phi(LINE), rtol=1e-13, atol=1e-18)
-    torch.testing.assert_close(record.score(LINE), LINE, rtol=0, atol=0)
+    torch.testing.assert_close(record.of(LOG_RATIOS), phi(LOG_RATIOS), rtol=1e-13, atol=1e-18)
+    torch.testing.assert_close(record.score(LOG_RATIOS), LOG_RATIOS, rtol=0, atol=0)
     assert (record.where_q_is_zero, record.where_p_is_zero) == (torch.inf, 1.0)

@@ -21,7 +21,7 @@ NAMES = sorted(DIVERGENCES)
 
 
 @given(pairs())
-def test_kl_agrees_with_scipy_also_on_zeros(pair):
+def test_kl_agrees_with_scipy(pair):
     logp, logq = pair
     expected = rel_entr(logp.exp().numpy(), logq.exp().numpy()).sum()
     torch.testing.assert_close(kl(logp, logq).item(), float(expected), rtol=1e-9, atol=1e-12)
@@ -30,7 +30,7 @@ def test_kl_agrees_with_scipy_also_on_zeros(pair):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15)
 @given(pair=pairs(spread=2000.0))
-def test_every_entry_agrees_with_the_textbook_far_beyond_underflow(name, pair):
+def test_divergences_agree_with_the_textbook_beyond_underflow(name, pair):
     logp, logq = pair
     got, expected = divergence(name, logp, logq).item(), textbook(name, logp, logq)
     assert got == pytest.approx(expected, rel=1e-9, abs=1e-15 if name != "hellinger" else 1e-8)
@@ -39,7 +39,7 @@ def test_every_entry_agrees_with_the_textbook_far_beyond_underflow(name, pair):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15)
 @given(pair=pairs(spread=3.0))
-def test_every_entry_agrees_with_the_textbook_close_by(name, pair):
+def test_divergences_of_close_pairs_agree_with_the_textbook(name, pair):
     logp, logq = pair
     got, expected = divergence(name, logp, logq).item(), textbook(name, logp, logq)
     assert got == pytest.approx(expected, rel=1e-11, abs=1e-15 if name != "hellinger" else 1e-8)
@@ -48,7 +48,7 @@ def test_every_entry_agrees_with_the_textbook_close_by(name, pair):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15)
 @given(pair=pairs(spread=150.0))
-def test_float32_overflows_only_where_the_value_does(name, pair):
+def test_float32_overflows_only_where_the_value_overflows(name, pair):
     logp, logq = (x.float() for x in pair)
     got, expected = divergence(name, logp, logq), textbook(name, logp, logq)
     assert got.dtype == torch.float32
@@ -61,7 +61,7 @@ def test_float32_overflows_only_where_the_value_does(name, pair):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15)
 @given(pair=pairs(spread=300.0))
-def test_never_negative_and_exactly_zero_for_the_same(name, pair):
+def test_divergences_are_nonnegative_and_exactly_zero_for_equal_arguments(name, pair):
     logp, logq = pair
     assert divergence(name, logp, logq) >= 0
     assert divergence(name, logp, logp) == 0
@@ -72,7 +72,7 @@ def test_never_negative_and_exactly_zero_for_the_same(name, pair):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15)
 @given(pair=pairs(spread=120.0))
-def test_gradients_are_finite_wherever_the_value_is(name, dtype, pair):
+def test_gradients_are_finite_where_the_value_is(name, dtype, pair):
     logits = [x.to(dtype) for x in pair]
     value = divergence(name, *(x.log_softmax(-1) for x in logits))
     if value.isfinite() and (name != "hellinger" or value > 1e-4):
@@ -81,7 +81,7 @@ def test_gradients_are_finite_wherever_the_value_is(name, dtype, pair):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_zero_for_the_same(name):
+def test_gradients_are_zero_for_equal_arguments(name):
     logits = torch.tensor([[0.3, -1.0, -torch.inf, 2.0]], dtype=torch.float64)
     for gradient in gradients(lambda p, q: divergence(name, p, q), logits, logits):
         torch.testing.assert_close(gradient, torch.zeros_like(logits), rtol=0, atol=1e-15)
@@ -98,15 +98,15 @@ def test_gradients_agree_with_finite_differences(name):
     assert torch.autograd.gradcheck(value, logits)
 
 
-def test_gradients_where_one_side_has_a_zero():
-    """p = (1, 0), q = (.6, .4): KL = -log q1, and the zero stays out of it."""
+def test_gradients_with_a_zero_on_one_side():
+    """p = (1, 0), q = (.6, .4): KL = -log q1, and the zero has no gradient."""
     logits_p, logits_q = torch.tensor([0.0, -torch.inf]), torch.tensor([0.6, 0.4]).log()
     in_p, in_q = gradients(kl, logits_p, logits_q)
     torch.testing.assert_close(in_p, torch.zeros(2))
     torch.testing.assert_close(in_q, torch.tensor([-0.4, 0.4]))
 
 
-def test_gradient_in_logits_is_the_probability_times_the_centred_log_ratio():
+def test_kl_gradients_in_logits_have_the_closed_form():
     torch.manual_seed(1)
     logits = torch.randn(2, 9, dtype=torch.float64)
     logp, logq = logits.log_softmax(-1)
@@ -116,14 +116,14 @@ def test_gradient_in_logits_is_the_probability_times_the_centred_log_ratio():
     torch.testing.assert_close(in_q, logq.exp() - logp.exp())
 
 
-def test_direction_is_first_argument_averaged_over():
-    certain, torn = torch.tensor([0.0, -torch.inf]), torch.tensor([0.5, 0.5]).log()
-    torch.testing.assert_close(kl(certain, torn), torch.tensor(2.0).log())
-    assert kl(torn, certain) == torch.inf
-    assert divergence("reverse_kl", certain, torn) == torch.inf
+def test_the_average_is_over_the_first_argument():
+    certain, uniform = torch.tensor([0.0, -torch.inf]), torch.tensor([0.5, 0.5]).log()
+    torch.testing.assert_close(kl(certain, uniform), torch.tensor(2.0).log())
+    assert kl(uniform, certain) == torch.inf
+    assert divergence("reverse_kl", certain, uniform) == torch.inf
 
 
-def test_a_tiny_probability_is_not_a_zero():
+def test_an_underflowing_probability_is_not_a_zero():
     """float32 cannot hold exp(-200), but its logarithm is known."""
     logp, logq = torch.tensor([0.0, -200.0]), torch.tensor([-200.0, 0.0])
     torch.testing.assert_close(kl(logp, logq), torch.tensor(200.0))
@@ -138,7 +138,7 @@ def test_a_tiny_probability_is_not_a_zero():
         ((0.4, 0.4, 0.2), (0.3, 0.4, 0.3), 0.033980, 0.035335),
     ],
 )
-def test_worked_numbers(p, q, forward, backward):
+def test_kl_of_worked_examples(p, q, forward, backward):
     assert kl(log(*p), log(*q)).item() == pytest.approx(forward, abs=5e-5 if forward > 0.05 else 5e-7)
     assert kl(log(*q), log(*p)).item() == pytest.approx(backward, abs=5e-5 if forward > 0.05 else 5e-7)
 
@@ -155,14 +155,14 @@ def test_worked_numbers(p, q, forward, backward):
         ("reverse_kl", torch.inf),
     ],
 )
-def test_supports_that_do_not_meet(name, value):
+def test_divergences_of_disjoint_supports(name, value):
     logp, logq = log(0.5, 0.5, 0, 0), log(0, 0, 0.25, 0.75)
     assert divergence(name, logp, logq).item() == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("scale", "typical"), [(1.5e-4, 1e-4), (1.5e-3, 1e-5), (1.5e-2, 1e-6)])
-def test_close_pairs_in_float32(scale, typical):
-    """From float32 logits whose differences are real, down to a KL of 1e-8 nats."""
+def test_kl_of_close_pairs_is_accurate_in_float32(scale, typical):
+    """From float32 logits, down to a KL of 1e-8 nats."""
     torch.manual_seed(2)
     logits = 2 * torch.randn(100, 4000)
     moved = logits + scale * torch.randn(100, 4000)
@@ -172,7 +172,7 @@ def test_close_pairs_in_float32(scale, typical):
     assert off.median() < 2 * typical and off.max() < 20 * typical
 
 
-def test_an_error_in_a_normaliser_enters_at_second_order():
+def test_a_normaliser_error_enters_at_second_order():
     torch.manual_seed(3)
     logp, logq = (0.1 * torch.randn(2, 50, dtype=torch.float64)).log_softmax(-1)
     off = kl(logp, logq + 1e-6) - kl(logp, logq)
@@ -190,7 +190,7 @@ def test_half_precision_is_computed_and_returned_in_float32(dtype):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (3, 1)])
-def test_empty_batches_and_a_single_word(shape):
+def test_empty_batches_and_a_vocabulary_of_one_token(shape):
     logp = torch.zeros(shape).log_softmax(-1).requires_grad_()
     value = kl(logp, logp.detach())
     assert value.shape == shape[:-1]
@@ -198,7 +198,7 @@ def test_empty_batches_and_a_single_word(shape):
     assert logp.grad is not None and (logp.grad == 0).all()
 
 
-def test_leading_axes_are_kept():
+def test_leading_axes_are_batch_axes():
     torch.manual_seed(5)
     logp, logq = torch.randn(2, 2, 3, 7).log_softmax(-1)
     value = kl(logp, logq)
@@ -207,29 +207,29 @@ def test_leading_axes_are_kept():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nan_stays_nan(name):
+def test_nan_propagates(name):
     assert divergence(name, torch.tensor([torch.nan, 0.0]), torch.tensor([-1.0, -0.5])).isnan()
 
 
-def test_vocabularies_that_differ(unhooked):
+def test_different_vocabulary_sizes_raise(unhooked):
     with pytest.raises(
         VocabularyMismatchError, match="logp covers 5 tokens and logq 4; pad or project one onto the other's"
     ):
         kl(torch.zeros(2, 5), torch.zeros(2, 4))
 
 
-def test_shapes_that_differ(unhooked):
+def test_different_shapes_raise(unhooked):
     with pytest.raises(ShapeError, match=r"logp is \(2, 5\) and logq \(5,\); expand"):
         kl(torch.zeros(2, 5), torch.zeros(5))
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.zeros(3, dtype=torch.int64)])
-def test_what_is_no_distribution(wrong, unhooked):
+def test_scalars_and_integers_raise(wrong, unhooked):
     with pytest.raises(ShapeError, match="give floating-point numbers with the vocabulary on the last"):
         kl(wrong, wrong)
 
 
-def test_names_that_do_not_exist():
+def test_an_unknown_name_raises_with_a_suggestion():
     logp = log(0.5, 0.5)
     with pytest.raises(
         UnknownNameError, match=r"no divergence is called 'hellinge'; .* did you mean 'hellinger'"
@@ -238,13 +238,13 @@ def test_names_that_do_not_exist():
 
 
 @given(pairs())
-def test_cross_entropy_is_entropy_and_kl(pair):
+def test_cross_entropy_is_entropy_plus_kl(pair):
     logp, logq = pair
     expected = entropy(logp) + kl(logp, logq)
     torch.testing.assert_close(cross_entropy(logp, logq), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_entropy_by_hand_with_its_gradient():
+def test_entropy_value_and_gradient():
     logp = log(0.5, 0.25, 0.25, 0)
     assert entropy(logp).item() == pytest.approx(1.5 * math.log(2))
     (gradient,) = gradients(entropy, logp)
@@ -261,7 +261,7 @@ def test_cross_entropy_with_zeros():
 
 @compiles
 @pytest.mark.parametrize(("name", "backend"), [("kl", "inductor"), *((name, "aot_eager") for name in NAMES)])
-def test_compiles_in_one_piece(name, backend, compiler):
+def test_divergence_compiles_without_graph_breaks(name, backend, compiler):
     torch.manual_seed(6)
     logits = torch.randn(2, 6, 33)
     logits[:, :3, 4] = -torch.inf
@@ -280,7 +280,7 @@ def test_compiles_in_one_piece(name, backend, compiler):
 
 
 @compiles
-def test_the_public_name_compiles_in_one_piece(compiler):
+def test_kl_compiles_without_graph_breaks(compiler):
     logp, logq = torch.linspace(-1, 1, 24).view(2, 3, 4).log_softmax(-1)
     torch.testing.assert_close(
         torch.compile(kl, fullgraph=True, backend="aot_eager")(logp, logq), kl(logp, logq)

@@ -1,4 +1,4 @@
-"""What PyTorch's own functions do, so that the documentation's warnings stay true."""
+"""Pitfalls of PyTorch's own functions that the documentation warns of."""
 
 import pytest
 import torch
@@ -10,38 +10,38 @@ from kleash.divergences import kl
 P, Q = (0.7, 0.3), (0.5, 0.5)
 
 
-def test_kl_div_takes_its_arguments_the_other_way_round():
+def test_torch_kl_div_takes_its_arguments_in_reverse_order():
     summed = functional.kl_div(log(*Q), log(*P), log_target=True, reduction="sum")
     torch.testing.assert_close(summed, kl(log(*P), log(*Q)))
     swapped = functional.kl_div(log(*P), log(*Q), log_target=True, reduction="sum")
     torch.testing.assert_close(swapped, kl(log(*Q), log(*P)))
 
 
-def test_kl_div_is_nan_for_a_zero_target_given_as_a_logarithm():
+def test_torch_kl_div_is_nan_for_a_log_target_of_minus_infinity():
     logp, logq = log(1, 0), log(0.5, 0.5)
     assert functional.kl_div(logq, logp, log_target=True, reduction="sum").isnan()
     torch.testing.assert_close(kl(logp, logq).exp().item(), 2.0)
 
 
-def test_the_plain_sum_is_nan_for_a_zero_and_ours_is_not():
+def test_the_textbook_sum_is_nan_for_a_zero():
     logp, logq = log(1, 0), log(0.5, 0.5)
     assert (logp.exp() * (logp - logq)).sum().isnan()
     assert kl(logp, logq).isfinite()
 
 
-def test_selecting_outputs_saves_the_value_and_not_the_gradient():
+def test_selecting_outputs_leaves_a_nan_gradient():
     logits, logq = torch.tensor([0.0, -torch.inf]), torch.tensor([0.5, 0.5]).log()
 
-    def selected_late(logp):
+    def select_outputs(logp):
         return torch.where(logp > -torch.inf, logp.exp() * (logp - logq), 0.0).sum()
 
-    (late,) = gradients(selected_late, logits)
+    (textbook,) = gradients(select_outputs, logits)
     (ours,) = gradients(lambda logp: kl(logp, logq), logits)
-    assert late.isnan().any() and ours.isfinite().all()
+    assert textbook.isnan().any() and ours.isfinite().all()
 
 
 @pytest.mark.parametrize(("scale", "off_by"), [(1.5e-4, 2.0), (1.5e-2, 5e-4)])
-def test_the_plain_sum_loses_close_pairs_in_float32_and_ours_does_not(scale, off_by):
+def test_the_textbook_sum_is_inaccurate_for_close_pairs_in_float32(scale, off_by):
     torch.manual_seed(0)
     logits = 2 * torch.randn(64, 4000)
     moved = logits + scale * torch.randn(64, 4000)
