@@ -17,14 +17,14 @@ NAMES = list(DIVERGENCES)
 INF, NAN = float("inf"), float("nan")
 
 
-def limits(logp, logq, outside):
-    """The truth about the tokens outside, as a tail."""
+def exact_tail(logp, logq, outside):
+    """The exact bounds of the tokens outside the head, as a tail."""
     p, q = logp[outside], logq[outside]
     return Tail(logp_least=p.min(), logp_most=p.max(), logq_least=q.min(), logq_most=q.max())
 
 
 @st.composite
-def cut_pairs(draw, **options):
+def pairs_with_heads(draw, **options):
     """A pair, and the tokens of a head: p's likeliest, q's, or any."""
     logp, logq = draw(pairs(**options))
     k, any_order = draw(st.integers(0, len(logp))), draw(st.permutations(range(len(logp))))
@@ -34,11 +34,15 @@ def cut_pairs(draw, **options):
 
 
 @settings(max_examples=250)
-@given(cut=cut_pairs(spread=30.0), name=st.sampled_from(NAMES), known=st.booleans())
-def test_the_exact_value_lies_between(cut, name, known):
+@given(cut=pairs_with_heads(spread=30.0), name=st.sampled_from(NAMES), known=st.booleans())
+def test_the_exact_value_is_within_the_bounds(cut, name, known):
     logp, logq, head, rest = cut
     tail = (
-        None if len(rest) == 0 else limits(logp, logq, rest) if known else Tail(logq_least=logq[rest].min())
+        None
+        if len(rest) == 0
+        else exact_tail(logp, logq, rest)
+        if known
+        else Tail(logq_least=logq[rest].min())
     )
     bounds = kl_bounds(logp[head], logq[head], divergence=name, tail=tail)
     exact = textbook(name, logp, logq)
@@ -49,8 +53,8 @@ def test_the_exact_value_lies_between(cut, name, known):
 
 
 @settings(max_examples=100)
-@given(cut=cut_pairs(spread=5.0, zeros=False), name=st.sampled_from(NAMES))
-def test_the_lower_bound_is_that_of_one_bucket(cut, name):
+@given(cut=pairs_with_heads(spread=5.0, zeros=False), name=st.sampled_from(NAMES))
+def test_the_lower_bound_is_the_value_with_the_tail_in_one_bucket(cut, name):
     logp, logq, head, rest = cut
     assume(len(rest) > 0)
     coarse = [torch.cat([x[head], x[rest].logsumexp(-1, keepdim=True)]) for x in (logp, logq)]
@@ -60,7 +64,7 @@ def test_the_lower_bound_is_that_of_one_bucket(cut, name):
 
 @settings(max_examples=100)
 @given(pair=pairs(spread=5.0, zeros=False), name=st.sampled_from(NAMES))
-def test_over_the_whole_vocabulary_both_are_exact(pair, name):
+def test_bounds_over_the_whole_vocabulary_are_exact(pair, name):
     bounds = kl_bounds(*pair, divergence=name, tail=None)
     exact = textbook(name, *pair)
     assert bounds.lower.item() == pytest.approx(exact, rel=1e-6, abs=1e-6)
@@ -68,30 +72,30 @@ def test_over_the_whole_vocabulary_both_are_exact(pair, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_upper_bound_is_reached(name):
-    """Two tokens of the largest ratio and one of the least: no pair with these limits is further apart."""
+def test_the_upper_bound_is_attained(name):
+    """Two tokens of the largest ratio and one of the smallest attain it."""
     logp, logq = log(0.5, 0.2, 0.2, 0.1), log(0.6, 0.05, 0.05, 0.3)
-    bounds = kl_bounds(logp[:1], logq[:1], divergence=name, tail=limits(logp, logq, [1, 2, 3]))
+    bounds = kl_bounds(logp[:1], logq[:1], divergence=name, tail=exact_tail(logp, logq, [1, 2, 3]))
     assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-7)
     looser = kl_bounds(logp[:1], logq[:1], divergence=name, tail=Tail(logq_least=logq[1], logp_least=logp[3]))
     assert looser.upper > bounds.upper * 1.001
 
 
-def test_with_a_floor_alone_the_upper_bound_is_one_token_on_the_floor():
+def test_the_upper_bound_with_a_lower_bound_on_q_alone():
     logp, logq = log(0.7, 0.3), log(0.6, 0.4)
     expected = 0.7 * math.log(0.7 / 0.6) + 0.3 * math.log(0.3 / 1e-4)
     got = kl_bounds(logp[:1], logq[:1], tail=Tail(logq_least=math.log(1e-4))).upper
     assert got.item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_token_outside_whose_probabilities_are_known():
+def test_a_known_token_outside_gives_the_exact_upper_bound():
     logp, logq = log(0.7, 0.3), log(0.6, 0.4)
     for name in NAMES:
-        bounds = kl_bounds(logp[:1], logq[:1], divergence=name, tail=limits(logp, logq, [1]))
+        bounds = kl_bounds(logp[:1], logq[:1], divergence=name, tail=exact_tail(logp, logq, [1]))
         assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-7)
 
 
-def test_without_a_floor_what_is_finite_at_zeros_still_has_an_upper_bound():
+def test_divergences_that_are_finite_at_zeros_are_bounded_without_a_tail():
     logp, logq = log(0.7, 0.3), log(0.6, 0.4)
     upper = {name: kl_bounds(logp[:1], logq[:1], divergence=name).upper.item() for name in NAMES}
     assert [name for name in NAMES if upper[name] == INF] == ["kl", "reverse_kl", "jeffreys", "chi_squared"]
@@ -100,8 +104,8 @@ def test_without_a_floor_what_is_finite_at_zeros_still_has_an_upper_bound():
     assert upper["jensen_shannon"] == pytest.approx(textbook("jensen_shannon", *disjoint), rel=1e-7)
 
 
-def test_sixteen_of_a_thousand():
-    """Dropping the rest bounds nothing, and dividing by the head's mass lands on either side."""
+def test_renormalising_the_head_gives_no_bound():
+    """With 16 of 1000 tokens: without the tail the KL is too small; renormalised it may be on either side."""
     sides = set()
     for seed in (0, 1):
         draw = torch.Generator().manual_seed(seed)
@@ -110,14 +114,14 @@ def test_sixteen_of_a_thousand():
         top, rest = logp.topk(16).indices, logp.topk(1000).indices[16:]
         p, q = logp[top].exp().numpy(), logq[top].exp().numpy()
         exact = rel_entr(logp.exp().numpy(), logq.exp().numpy()).sum()
-        bounds = kl_bounds(logp[top], logq[top], tail=limits(logp, logq, rest))
+        bounds = kl_bounds(logp[top], logq[top], tail=exact_tail(logp, logq, rest))
         assert 0.5 * exact < bounds.lower < exact < bounds.upper < 40 * exact
         assert np.sum(p * np.log(p / q)) < 0.7 * exact
         sides.add(rel_entr(p / p.sum(), q / q.sum()).sum() > exact)
     assert sides == {True, False}
 
 
-def test_dropping_the_rest_gives_a_negative_number():
+def test_a_head_without_its_tail_can_give_a_negative_kl():
     logp, logq = log(0.5, 0.2, 0.3), log(0.5, 0.4, 0.1)
     dropped = (logp[:2].exp() * (logp - logq)[:2]).sum()
     assert dropped < 0 < kl_bounds(logp[:2], logq[:2]).lower <= kl(logp, logq)
@@ -125,21 +129,21 @@ def test_dropping_the_rest_gives_a_negative_number():
 
 @settings(max_examples=200)
 @given(
-    cut=cut_pairs(spread=8.0, zeros=False, max_vocab=30),
+    cut=pairs_with_heads(spread=8.0, zeros=False, max_vocab=30),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_rounded_log_probabilities_certify_too(cut, dtype):
-    """The exact value of the pair before it was rounded."""
+def test_bounds_from_rounded_log_probabilities_contain_the_exact_value(cut, dtype):
+    """The exact value of the pair before rounding."""
     logp, logq, head, rest = cut
-    tail = limits(logp, logq, rest) if len(rest) else None
+    tail = exact_tail(logp, logq, rest) if len(rest) else None
     bounds = kl_bounds(logp[head].to(dtype), logq[head].to(dtype), tail=tail)
     assert bounds.lower - 1e-13 <= kl(logp, logq) <= bounds.upper + 1e-13
 
 
-def test_a_head_that_rounding_makes_heavier_than_one():
+def test_a_head_whose_mass_exceeds_one():
     logp = torch.full((100,), 1 / 100).log().bfloat16()
     bounds = kl_bounds(logp, logp)
-    assert bounds.mass_p > 1.01, "as it is given"
+    assert bounds.mass_p > 1.01, "mass of the head before any correction"
     assert bounds.lower == 0
     wider = kl_bounds(logp, torch.full((100,), 1 / 150).log().bfloat16())
     assert 0.25 < wider.lower < math.log(1.5), "a third of q is outside, and hardly any of p"
@@ -149,16 +153,16 @@ def test_a_head_that_rounding_makes_heavier_than_one():
     assert kl_bounds(logp.double(), logp, error_nats=0.0).lower.isnan()
 
 
-def test_a_tail_that_rounds_away_is_not_a_zero():
+def test_a_tail_lost_to_rounding_is_not_a_zero():
     """In float32 all of q is in the head; the true q leaves 1e-9, and the KL is finite."""
     logp, logq = log(1 - 1e-3, 1e-3), log(1 - 1e-9, 1e-9)
     assert logq[:1].float().exp() == 1
     bounds = kl_bounds(logp[:1].float(), logq[:1].float())
     assert 0.001 < bounds.lower < kl(logp, logq) < 1
-    assert kl_bounds(logp[:1], log(1.0), error_nats=0.0).lower == INF, "a zero taken at its word"
+    assert kl_bounds(logp[:1], log(1.0), error_nats=0.0).lower == INF, "without rounding errors it is a zero"
 
 
-def test_no_mass_outside_and_zeros():
+def test_heads_without_mass_outside_and_heads_with_zeros():
     logp, logq = log(0.5, 0.5, 0.0), log(0.5, 0.25, 0.25)
     got = kl_bounds(logp, logq, error_nats=0.0)
     assert got.lower.item() == pytest.approx(kl(logp, logq).item()) == pytest.approx(got.upper.item())
@@ -169,7 +173,7 @@ def test_no_mass_outside_and_zeros():
     torch.testing.assert_close(kl_bounds(*padded, error_nats=0.0).lower, only_q.lower)
 
 
-def test_nan_in_the_head_is_nan_in_its_position_only():
+def test_nan_in_the_head_affects_its_position_only():
     logp = torch.stack([log(0.5, 0.2), log(NAN, 0.2), log(0.5, 0.2)])
     logq = torch.stack([log(0.4, 0.2), log(0.4, 0.2), log(0.5, NAN)])
     for name in NAMES:
@@ -178,7 +182,7 @@ def test_nan_in_the_head_is_nan_in_its_position_only():
             assert lower.isnan().tolist() == upper.isnan().tolist() == [False, True, True]
 
 
-def test_limits_that_contradict_the_masses():
+def test_tails_that_contradict_the_masses_give_nan():
     logp, logq = log(0.5), log(0.5)
     assert kl_bounds(logp, logq, tail=Tail(logq_least=math.log(0.6))).upper.isnan()
     assert kl_bounds(logp, logq, tail=Tail(logp_least=math.log(0.9))).upper.isnan()
@@ -187,7 +191,7 @@ def test_limits_that_contradict_the_masses():
     assert kl_bounds(logp, logq, tail=Tail(logq_most=-5.0, logp_least=-2.0, logq_least=-9.0)).upper.isnan()
 
 
-def test_a_record_of_your_own_and_limits_for_each_position():
+def test_custom_records_and_tails_per_position():
     logp, logq = log(0.5, 0.3, 0.2).expand(2, 3), log(0.4, 0.2, 0.4).expand(2, 3)
     tail = Tail(logq_least=torch.tensor([0.2, 0.01]).double().log(), logp_most=0.0)
     got = kl_bounds(logp[:, :1], logq[:, :1], divergence=skew_kl_record(0.1), tail=tail)
@@ -199,15 +203,15 @@ def test_a_record_of_your_own_and_limits_for_each_position():
 
 @settings(max_examples=100)
 @given(pair=pairs(spread=6.0, zeros=False), k=st.integers(1, 12), m=st.integers(1, 12))
-def test_two_lists_with_their_own_tokens(pair, k, m):
+def test_shared_head_of_two_top_k_lists(pair, k, m):
     logp, logq = pair
-    mine, theirs = logp.topk(min(k, len(logp))), logq.topk(min(m, len(logq)))
-    both = set(mine.indices.tolist()) & set(theirs.indices.tolist())
-    head = shared_head(mine.indices, mine.values, theirs.indices, theirs.values)
-    assert (head.logp > -INF).sum() == len(both) == (head.logq > -INF).sum()
-    for at, token in enumerate(mine.indices.tolist()):
-        assert head.logq[at] == (logq[token] if token in both else -INF)
-    rest = [x for x in range(len(logp)) if x not in both]
+    top_p, top_q = logp.topk(min(k, len(logp))), logq.topk(min(m, len(logq)))
+    shared = set(top_p.indices.tolist()) & set(top_q.indices.tolist())
+    head = shared_head(top_p.indices, top_p.values, top_q.indices, top_q.values)
+    assert (head.logp > -INF).sum() == len(shared) == (head.logq > -INF).sum()
+    for at, token in enumerate(top_p.indices.tolist()):
+        assert head.logq[at] == (logq[token] if token in shared else -INF)
+    rest = [x for x in range(len(logp)) if x not in shared]
     if rest:
         assert (logp[rest] <= head.tail.logp_most).all() and (logq[rest] <= head.tail.logq_most).all()
         tail = Tail(logp_most=head.tail.logp_most, logq_most=head.tail.logq_most, logq_least=logq.min())
@@ -215,14 +219,14 @@ def test_two_lists_with_their_own_tokens(pair, k, m):
         assert got.lower - 1e-13 <= kl(logp, logq) <= got.upper + 1e-13
 
 
-def test_the_ends_of_rounded_lists_are_no_lower_than_the_truth():
+def test_tail_bounds_of_rounded_lists_are_upper_bounds():
     for vocab in range(2, 12):
         logp = torch.full((vocab,), -math.log(vocab), dtype=torch.float64)
         head = shared_head(*(torch.arange(vocab - 1), logp[1:].float()) * 2)
         assert head.tail.logp_most.double() >= logp[0] and head.tail.logq_most.double() >= logp[0]
 
 
-def test_requests_that_mean_nothing(unhooked):
+def test_invalid_arguments_raise(unhooked):
     x = torch.zeros(2, 3)
     with pytest.raises(
         ShapeError, match=r"head_logp is \(2, 3\) and head_logq \(2, 2\); give the same tokens"

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 NEAR = (1e-300, 1e-20, 1e-8, 1e-4, 0.1, 0.2499, 0.25, 0.2501)
 FAR = (0.7, 5.0, 5.1, 30.0, 90.0, 650.0)
 BEYOND = (710.0, 5000.0)
-"""Where exp of the negative overflows in float64, and the tangent goes on."""
+"""Where exp(-u) overflows in float64; continued_k3 is linear there."""
 RATIOS = [0.0, *NEAR, *(-u for u in NEAR), *FAR, *(-u for u in FAR)]
 
 
@@ -40,20 +40,20 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_value_and_two_derivatives(name):
-    """Of backward mode, of torch.func and of forward mode, at 0, near it and far from it."""
+def test_values_and_two_derivatives_agree_with_mpmath(name):
+    """In backward mode, torch.func and forward mode, for log ratios at, near and far from 0."""
     function, exact, beyond = FUNCTIONS[name]
     ratios = [*RATIOS, *(sign * u for u in BEYOND for sign in (1, -1) if beyond)]
     with mp.workdps(400):
-        wanted = [exact(mpf(u)) for u in ratios]
+        exact_rows = [exact(mpf(u)) for u in ratios]
         value, slope, curve = (
-            torch.tensor([float(row[k]) for row in wanted], dtype=torch.float64) for k in range(3)
+            torch.tensor([float(row[k]) for row in exact_rows], dtype=torch.float64) for k in range(3)
         )
     at = torch.tensor(ratios, dtype=torch.float64, requires_grad=True)
     near = {"rtol": 1e-13, "atol": 0}
-    found = function(at)
-    torch.testing.assert_close(found.detach(), value, **near)
-    (first,) = torch.autograd.grad(found.sum(), at, create_graph=True, materialize_grads=True)
+    result = function(at)
+    torch.testing.assert_close(result.detach(), value, **near)
+    (first,) = torch.autograd.grad(result.sum(), at, create_graph=True, materialize_grads=True)
     torch.testing.assert_close(first.detach(), slope, **near)
     second = torch.zeros_like(at)
     if first.requires_grad:
@@ -69,8 +69,8 @@ def test_value_and_two_derivatives(name):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_hessian_of_the_mean_in_the_logits(name):
-    """E_p of the estimator over a whole vocabulary, in p's mass too, against central differences of 50 digits."""
+def test_the_hessian_of_the_mean_agrees_with_50_digit_differences(name):
+    """E_p of the estimator over a vocabulary, differentiated through p's mass as well."""
     logits_p, logits_q = [0.3, -1.1, 0.8, 0.0], [0.3, -0.4, -2.0, 1e-9]
 
     def mean(z):
@@ -82,7 +82,7 @@ def test_the_hessian_of_the_mean_in_the_logits(name):
         ratios = [x - mpf(y) - mp.log(total_p / total_q) for x, y in zip(z, logits_q, strict=True)]
         return sum(mp.exp(x) / total_p * EXACT[name](u)[0] for x, u in zip(z, ratios, strict=True))
 
-    found = torch.func.hessian(mean)(torch.tensor(logits_p, dtype=torch.float64))
+    hessian = torch.func.hessian(mean)(torch.tensor(logits_p, dtype=torch.float64))
     step = mpf(10) ** -12
     with mp.workdps(50):
         for i in range(4):
@@ -94,4 +94,4 @@ def test_the_hessian_of_the_mean_in_the_logits(name):
                     z[j] += b * step
                     corners.append(exact(z))
                 second = (corners[0] - corners[1] - corners[2] + corners[3]) / (4 * step**2)
-                assert found[i, j].item() == pytest.approx(float(second), rel=1e-9, abs=1e-12)
+                assert hessian[i, j].item() == pytest.approx(float(second), rel=1e-9, abs=1e-12)

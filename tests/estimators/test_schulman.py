@@ -1,4 +1,4 @@
-"""The two tables of "Approximating KL Divergence" (2020), by integration instead of by sampling."""
+"""The tables of Schulman, "Approximating KL Divergence" (2020), by integration."""
 
 import math
 
@@ -9,7 +9,7 @@ from kleash.divergences import kl_gaussian
 from kleash.estimators import sampled_kl
 
 
-def bias_and_spread(shift, name):
+def relative_bias_and_deviation(shift, name):
     """Bias and standard deviation, each over the true KL, for x ~ N(0, 1) against N(shift, 1)."""
     x = torch.linspace(-16, 16, 64_001, dtype=torch.float64)
     logp = -x.square() / 2 - math.log(2 * math.pi) / 2
@@ -22,7 +22,7 @@ def bias_and_spread(shift, name):
 
 
 @pytest.mark.parametrize(
-    ("shift", "name", "bias", "spread", "published"),
+    ("shift", "name", "bias", "deviation", "published"),
     [
         (0.1, "k1", 0.0, 20.000, (0, 20)),
         (0.1, "k2", 0.0025, 1.41774, (0.002, 1.42)),
@@ -32,27 +32,29 @@ def bias_and_spread(shift, name):
         (1.0, "k3", 0.0, 1.69503, (0, 1.7)),
     ],
 )
-def test_the_published_tables(shift, name, bias, spread, published):
-    got_bias, got_spread = bias_and_spread(shift, name)
+def test_bias_and_deviation_agree_with_the_published_tables(shift, name, bias, deviation, published):
+    got_bias, got_deviation = relative_bias_and_deviation(shift, name)
     assert got_bias == pytest.approx(bias, abs=1e-8)
-    assert got_spread == pytest.approx(spread, abs=5e-6)
-    # The post rounds to two or three digits, and its table was sampled.
-    assert (got_bias, got_spread) == pytest.approx(published, abs=6e-3)
+    assert got_deviation == pytest.approx(deviation, abs=5e-6)
+    # The published values were sampled and rounded to two or three digits.
+    assert (got_bias, got_deviation) == pytest.approx(published, abs=6e-3)
 
 
 @pytest.mark.parametrize("shift", [0.1, 0.5, 1.0, 1.5])
-def test_the_closed_forms(shift):
+def test_bias_and_deviation_agree_with_the_closed_forms(shift):
     m, true = shift, shift**2 / 2
-    spread_of = {"k1": m, "k2": math.sqrt((2 * m**4 + m**6) / 4), "k3": math.sqrt(math.expm1(m * m) - m * m)}
-    for name, spread in spread_of.items():
-        assert bias_and_spread(shift, name)[1] == pytest.approx(spread / true, rel=1e-6)
-    assert bias_and_spread(shift, "k2")[0] == pytest.approx(m * m / 4, rel=1e-6)
+    deviations = {"k1": m, "k2": math.sqrt((2 * m**4 + m**6) / 4), "k3": math.sqrt(math.expm1(m * m) - m * m)}
+    for name, deviation in deviations.items():
+        assert relative_bias_and_deviation(shift, name)[1] == pytest.approx(deviation / true, rel=1e-6)
+    assert relative_bias_and_deviation(shift, "k2")[0] == pytest.approx(m * m / 4, rel=1e-6)
 
 
-def test_k3_is_the_better_one_only_below_some_distance():
+def test_k3_has_the_smaller_deviation_only_for_close_distributions():
     at = math.sqrt(2 * 0.628)
-    for shift, better in ((at - 0.01, True), (at + 0.01, False)):
-        assert (bias_and_spread(shift, "k3")[1] < bias_and_spread(shift, "k1")[1]) is better
+    for shift, k3_is_better in ((at - 0.01, True), (at + 0.01, False)):
+        assert (
+            relative_bias_and_deviation(shift, "k3")[1] < relative_bias_and_deviation(shift, "k1")[1]
+        ) is k3_is_better
     assert math.sqrt(math.expm1(9) - 9) / 4.5 == pytest.approx(19.99, abs=6e-3)
-    assert bias_and_spread(3.0, "k3")[1] == pytest.approx(19.99, abs=6e-3)
-    assert bias_and_spread(3.0, "k1")[1] == pytest.approx(0.667, abs=5e-4)
+    assert relative_bias_and_deviation(3.0, "k3")[1] == pytest.approx(19.99, abs=6e-3)
+    assert relative_bias_and_deviation(3.0, "k1")[1] == pytest.approx(0.667, abs=5e-4)

@@ -14,31 +14,31 @@ P, MU, Q = torch.randn(3, 8, dtype=torch.float64).log_softmax(-1)
 CUT = truncate(MU, top_p=0.8)
 CUT_P = restrict(P, CUT.kept)
 DRAWN = CUT.logp.exp()
-ANY = Q.square()
-"""Something to average over the truncated policy."""
-TRUTH = (CUT_P.logp.exp() * ANY).sum()
+FUNCTION = Q.square()
+"""An arbitrary function to average over the truncated policy."""
+TRUTH = (CUT_P.logp.exp() * FUNCTION).sum()
 
 
-def estimated(weights):
-    """From tokens that the truncated behaviour draws, as a finite sum."""
-    return (DRAWN * torch.where(CUT.kept, weights, 0.0) * ANY).sum().item()
+def weighted_mean(weights):
+    """Over tokens drawn from the truncated behaviour distribution, as a finite sum."""
+    return (DRAWN * torch.where(CUT.kept, weights, 0.0) * FUNCTION).sum().item()
 
 
-def test_mixed_semantics_are_off_by_the_kept_mass_and_the_algebra_mends_it():
+def test_weights_of_mixed_semantics_are_biased_by_the_kept_mass():
     assert 2 < CUT.kept.sum() < 8
     kept_of_p, kept_of_mu = CUT_P.log_kept_mass.exp(), CUT.log_kept_mass.exp()
     truth = TRUTH.item()
     mixed = (P - CUT.logp).exp()
-    assert estimated(mixed) == pytest.approx(truth * kept_of_p.item())
+    assert weighted_mean(mixed) == pytest.approx(truth * kept_of_p.item())
     both_full = (P - MU).exp()
-    assert estimated(both_full) == pytest.approx(truth * (kept_of_p / kept_of_mu).item())
+    assert weighted_mean(both_full) == pytest.approx(truth * (kept_of_p / kept_of_mu).item())
     torch.testing.assert_close(mixed[CUT.kept], (both_full * kept_of_mu)[CUT.kept])
     truncated = to_truncated(P, CUT_P.log_kept_mass.expand(8), CUT.kept)
-    assert estimated((truncated - CUT.logp).exp()) == pytest.approx(truth)
+    assert weighted_mean((truncated - CUT.logp).exp()) == pytest.approx(truth)
     assert abs(1 - kept_of_p) > 0.05 and abs(1 - kept_of_p / kept_of_mu) > 0.01
 
 
-def test_to_full_undoes_to_truncated():
+def test_to_full_inverts_to_truncated():
     mass = CUT.log_kept_mass.expand(8)
     torch.testing.assert_close(to_full(CUT.logp, mass)[CUT.kept], MU[CUT.kept])
     torch.testing.assert_close(to_truncated(MU, mass, CUT.kept), CUT.logp)
@@ -47,7 +47,7 @@ def test_to_full_undoes_to_truncated():
     assert not torch.allclose(to_truncated(MU, mass), to_full(MU, mass))
 
 
-def test_a_token_that_was_cut_has_no_gradient():
+def test_a_removed_token_has_no_gradient():
     token_logp = MU.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(
         to_truncated(token_logp, CUT.log_kept_mass.expand(8), CUT.kept)[CUT.kept].sum(), token_logp
@@ -56,8 +56,8 @@ def test_a_token_that_was_cut_has_no_gradient():
 
 
 @given(st.integers(0, 1000), st.integers(1, 6))
-def test_what_a_cut_does_to_the_kl(seed, k):
-    """KL(cut p || q) is the KL among the kept tokens, plus what q does not keep; the whole KL has two more parts."""
+def test_the_kl_decomposes_over_kept_and_removed_tokens(seed, k):
+    """KL(truncated p || q) is the KL among the kept tokens minus q's log kept mass; KL(p || q) has two more terms."""
     draw = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, 7, generator=draw, dtype=torch.float64).log_softmax(-1)
     cut = truncate(p, top_k=k)
@@ -71,7 +71,7 @@ def test_what_a_cut_does_to_the_kl(seed, k):
     assert parts.item() == pytest.approx(exact, rel=1e-9, abs=1e-12)
 
 
-def test_restrict():
+def test_restrict_renormalises_over_the_given_tokens():
     logp = log(0.5, 0.3, 0.2)
     got = restrict(logp, torch.tensor([True, False, True]))
     torch.testing.assert_close(got.logp.exp(), torch.tensor([5 / 7, 0, 2 / 7]).double())
@@ -81,7 +81,7 @@ def test_restrict():
     assert nothing.log_kept_mass == -torch.inf and nothing.logp[2].isnan()
 
 
-def test_semantics_make_the_distribution_that_they_describe():
+def test_semantics_of_logits_agree_with_truncate():
     logits = torch.randn(3, 8, dtype=torch.float64)
     got = Semantics(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01).of(logits)
     expected = truncate(at_temperature(logits, 0.7), top_k=5, top_p=0.9, min_p=0.01)
@@ -100,7 +100,7 @@ def test_semantics_make_the_distribution_that_they_describe():
         ),
     ],
 )
-def test_semantics_in_words(semantics, words):
+def test_semantics_as_text(semantics, words):
     assert str(semantics) == words
     assert semantics.truncated is words.startswith("cut")
 
@@ -134,7 +134,7 @@ def test_equal_semantics_pass():
         ({"policy": FULL, "behaviour": FULL, "reference": WARM}, "and reference the full softmax at temp"),
     ],
 )
-def test_unequal_semantics_are_refused(sides, message):
+def test_unequal_semantics_raise(sides, message):
     with pytest.raises(OptionError, match=message):
         require_same_semantics(**sides)
 
@@ -150,12 +150,12 @@ def test_unequal_semantics_are_refused(sides, message):
         ({"min_p": -0.1}, "min_p is -0.1"),
     ],
 )
-def test_semantics_that_mean_nothing(wrong, message):
+def test_invalid_semantics_raise(wrong, message):
     with pytest.raises(OptionError, match=message):
         Semantics(**wrong)
 
 
-def test_shapes_that_differ(unhooked):
+def test_different_shapes_raise(unhooked):
     x = torch.zeros(2, 3)
     with pytest.raises(
         ShapeError, match=r"token_logp \(2, 3\), log_kept_mass \(2,\); give one number per token"

@@ -16,28 +16,28 @@ ALL = torch.ones(TOKENS.shape, dtype=torch.bool)
 DRAWN = BEHAVIOUR.token_logp(TOKENS).sum(-1).exp()
 
 
-def estimated(level, name):
-    """E_behaviour sum_t w_t estimator_t, over every sequence there is."""
+def weighted_estimate(level, name):
+    """E_behaviour sum_t w_t estimator_t, enumerated over all sequences."""
     token_logp = P.token_logp(TOKENS)
     weights = importance_weights(token_logp, BEHAVIOUR.token_logp(TOKENS), ALL, level=level).values
     return (DRAWN * (weights * sampled_kl(token_logp, Q.token_logp(TOKENS), name)).sum(-1)).sum().item()
 
 
-def along_the_behaviours_prefixes():
+def kl_along_behaviour_prefixes():
     exact = kl(P.next_logp(TOKENS), Q.next_logp(TOKENS)).sum(-1)
     return (DRAWN * exact).sum().item()
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
-def test_what_each_level_adds_up_to(name):
+def test_weighted_sums_at_each_level_agree_with_enumeration(name):
     between_responses = drift_moments(P, Q, STEPS).kl
-    assert estimated("token", name) == pytest.approx(along_the_behaviours_prefixes())
-    assert estimated("prefix", name) == pytest.approx(between_responses)
-    assert estimated("sequence", name) == pytest.approx(between_responses)
-    assert along_the_behaviours_prefixes() != pytest.approx(between_responses, rel=0.01)
+    assert weighted_estimate("token", name) == pytest.approx(kl_along_behaviour_prefixes())
+    assert weighted_estimate("prefix", name) == pytest.approx(between_responses)
+    assert weighted_estimate("sequence", name) == pytest.approx(between_responses)
+    assert kl_along_behaviour_prefixes() != pytest.approx(between_responses, rel=0.01)
 
 
-def test_exact_kls_need_only_the_weight_of_their_prefix_and_vary_less():
+def test_exact_kls_with_prefix_weights_before_the_token_have_a_smaller_variance():
     exact = kl(P.next_logp(TOKENS), Q.next_logp(TOKENS))
     spread = {}
     for level in ("before", "prefix"):
@@ -49,7 +49,7 @@ def test_exact_kls_need_only_the_weight_of_their_prefix_and_vary_less():
     assert spread["before"] < spread["prefix"]
 
 
-def test_a_cap_lowers_an_average_by_what_it_says():
+def test_the_bias_of_a_cap_has_the_documented_closed_form():
     """By E_p[(1 - cap / rho)+ f], here for f = 1 and f = k3 of the last token."""
     token_logp, behaviour_logp = P.token_logp(TOKENS), BEHAVIOUR.token_logp(TOKENS)
     rho = (token_logp - behaviour_logp).sum(-1).exp()
@@ -62,23 +62,23 @@ def test_a_cap_lowers_an_average_by_what_it_says():
         assert bias < -0.001
 
 
-def test_the_values_by_hand():
+def test_weights_agree_with_hand_calculation():
     token_logp = torch.tensor([[0.5, 0.2, 0.9]]).log()
     behaviour_logp = torch.tensor([[0.25, 0.4, 0.3]]).log()
-    given = (token_logp, behaviour_logp, torch.ones(1, 3, dtype=torch.bool))
+    pair_and_mask = (token_logp, behaviour_logp, torch.ones(1, 3, dtype=torch.bool))
     for level, expected in (
         ("token", [2, 0.5, 3]),
         ("before", [1, 2, 1]),
         ("prefix", [2, 1, 3]),
         ("sequence", [3, 3, 3]),
     ):
-        got = importance_weights(*given, level=level)
+        got = importance_weights(*pair_and_mask, level=level)
         assert got.values[0].tolist() == pytest.approx(expected)
-    assert importance_weights(*given).values[0].tolist() == pytest.approx([2, 0.5, 3])
+    assert importance_weights(*pair_and_mask).values[0].tolist() == pytest.approx([2, 0.5, 3])
 
 
 @pytest.mark.parametrize("level", ["token", "before", "prefix", "sequence"])
-def test_what_is_masked_is_not_read(level):
+def test_masked_tokens_are_ignored(level):
     """Padding may hold anything; a token masked in the middle leaves the product alone."""
     token_logp = torch.tensor([[-1.0, torch.nan, -2.0], [-1.0, -torch.inf, torch.inf]])
     behaviour_logp = torch.tensor([[-1.5, torch.inf, -1.0], [-1.2, torch.nan, -torch.inf]])
@@ -95,23 +95,23 @@ def test_what_is_masked_is_not_read(level):
     assert got.effective_sample_size.isfinite()
 
 
-def effective(weights):
+def effective_sample_size(weights):
     return sum(weights) ** 2 / sum(w * w for w in weights)
 
 
-def test_the_effective_sample_size_counts_tokens_or_sequences():
+def test_the_effective_sample_size_is_over_tokens_or_sequences():
     token_logp = torch.tensor([[0.5, 0.2], [0.9, 0.1], [0.3, 0.3]]).log()
     behaviour_logp = torch.tensor([[0.25, 0.4], [0.3, 0.4], [0.1, 0.1]]).log()
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
     tokens = importance_weights(token_logp, behaviour_logp, mask)
-    assert tokens.effective_sample_size.item() == pytest.approx(effective([2, 0.5, 3]))
+    assert tokens.effective_sample_size.item() == pytest.approx(effective_sample_size([2, 0.5, 3]))
     sequences = importance_weights(token_logp, behaviour_logp, mask, level="sequence")
-    assert sequences.effective_sample_size.item() == pytest.approx(effective([1, 3]))
+    assert sequences.effective_sample_size.item() == pytest.approx(effective_sample_size([1, 3]))
     prefixes = importance_weights(token_logp, behaviour_logp, mask, level="prefix")
-    assert prefixes.effective_sample_size.item() == pytest.approx(effective([2, 1, 3]))
+    assert prefixes.effective_sample_size.item() == pytest.approx(effective_sample_size([2, 1, 3]))
 
 
-def test_on_policy_every_token_counts_fully():
+def test_on_policy_weights_are_one():
     token_logp = torch.randn(4, 5)
     got = importance_weights(token_logp, token_logp, torch.ones(4, 5, dtype=torch.bool), cap=1.0)
     assert (got.values == 1).all()
@@ -121,12 +121,12 @@ def test_on_policy_every_token_counts_fully():
 @pytest.mark.parametrize(
     ("level", "values", "size", "share"),
     [
-        ("token", [[2, 0.5, 2.5]], effective([2, 0.5, 2.5]), 1 / 3),
-        ("prefix", [[2, 1, 2.5]], effective([2, 1, 2.5]), 1 / 3),
+        ("token", [[2, 0.5, 2.5]], effective_sample_size([2, 0.5, 2.5]), 1 / 3),
+        ("prefix", [[2, 1, 2.5]], effective_sample_size([2, 1, 2.5]), 1 / 3),
         ("sequence", [[2.5, 2.5, 2.5]], 1, 1),
     ],
 )
-def test_a_cap_is_applied_to_the_product_and_counted(level, values, size, share):
+def test_a_cap_applies_to_the_product(level, values, size, share):
     token_logp = torch.tensor([[0.5, 0.2, 0.9]]).log()
     behaviour_logp = torch.tensor([[0.25, 0.4, 0.3]]).log()
     got = importance_weights(
@@ -137,8 +137,8 @@ def test_a_cap_is_applied_to_the_product_and_counted(level, values, size, share)
     assert got.truncated_share.item() == pytest.approx(share)
 
 
-def test_what_is_masked_is_not_counted_as_truncated():
-    """The product stays above the cap behind the masked position, which is none of its doing."""
+def test_masked_tokens_do_not_count_as_truncated():
+    """The product at the masked position is above the cap."""
     token_logp, behaviour_logp = torch.tensor([[0.9, 0.5, 0.1]]).log(), torch.tensor([[0.3, 0.5, 0.9]]).log()
     mask = torch.tensor([[True, False, True]])
     got = importance_weights(token_logp, behaviour_logp, mask, level="prefix", cap=2.0)
@@ -146,7 +146,7 @@ def test_what_is_masked_is_not_counted_as_truncated():
     torch.testing.assert_close(got.values, torch.tensor([[2.0, 0.0, 1 / 3]]))
 
 
-def test_products_that_no_float_holds():
+def test_products_that_overflow():
     token_logp, behaviour_logp = torch.zeros(3, 200), torch.tensor([[-1.0], [-1.0], [-1.1]]).expand(3, 200)
     mask = torch.ones(3, 200, dtype=torch.bool)
     free = importance_weights(token_logp, behaviour_logp, mask, level="sequence")
@@ -157,7 +157,7 @@ def test_products_that_no_float_holds():
     assert capped.values.isfinite().all()
 
 
-def test_a_weight_of_zero_and_over_nothing():
+def test_zero_weights_and_empty_masks():
     one = torch.ones(1, 2, dtype=torch.bool)
     got = importance_weights(torch.tensor([[-torch.inf, -1.0]]), torch.tensor([[-1.0, -1.0]]), one)
     assert got.values.tolist() == [[0, 1]] and got.effective_sample_size == 1
@@ -169,7 +169,7 @@ def test_a_weight_of_zero_and_over_nothing():
         assert (empty.values == 0).all()
 
 
-def test_no_gradient_flows_and_half_precision_is_upcast():
+def test_weights_are_detached_and_half_precision_is_converted_to_float32():
     token_logp = torch.tensor([[-9.0, -3.0]], requires_grad=True)
     got = importance_weights(token_logp.bfloat16(), torch.tensor([[-9.0625, -3.0]]).bfloat16(), ALL[:1, :2])
     assert not any(x.requires_grad for x in got)
@@ -177,7 +177,7 @@ def test_no_gradient_flows_and_half_precision_is_upcast():
     assert got.values[0, 0].item() == pytest.approx(math.exp(0.0625))
 
 
-def test_requests_that_mean_nothing(unhooked):
+def test_invalid_shapes_levels_and_caps_raise(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(
         ShapeError, match=r"token_logp is \(2, 3\), behaviour_logp \(2, 2\) and mask \(2, 3\)"

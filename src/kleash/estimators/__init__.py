@@ -1,10 +1,26 @@
-"""What sampled tokens tell about a KL divergence."""
+"""Estimators of a KL divergence from sampled tokens or top-k log-probabilities."""
 
-from kleash.estimators.agreement import Agreement, check_agreement
 from kleash.estimators.bounds import KLBounds, SharedHead, Tail, kl_bounds, rounding_nats, shared_head
-from kleash.estimators.continued import bounded_k3, continued_k3, largest_log_ratio
-from kleash.estimators.sampled import ESTIMATORS, Estimator, absolute, k1, k2, k3, sampled_kl
-from kleash.estimators.semantics import Semantics, require_same_semantics, to_full, to_truncated
+from kleash.estimators.sampled import (
+    ESTIMATORS,
+    Estimator,
+    absolute,
+    bounded_k3,
+    continued_k3,
+    k1,
+    k2,
+    k3,
+    largest_log_ratio,
+    sampled_kl,
+)
+from kleash.estimators.semantics import (
+    Agreement,
+    Semantics,
+    check_agreement,
+    require_same_semantics,
+    to_full,
+    to_truncated,
+)
 from kleash.estimators.weights import ImportanceWeights, importance_weights
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Importance weights: samples of the behaviour distribution, counted as if they were drawn from p."""
+"""Importance weights for tokens that were sampled from a behaviour distribution instead of p."""
 
 from math import inf, log
 from typing import Literal, NamedTuple
@@ -18,16 +18,16 @@ LEVELS: tuple[Level, ...] = ("token", "before", "prefix", "sequence")
 
 
 class ImportanceWeights(NamedTuple):
-    """What each token counts for, and how much is left of the sample; no gradient flows through any of it."""
+    """Importance weights of tokens, with the effective sample size; without gradients."""
 
     values: Float[Tensor, "batch time"]
     """One weight per token, after the cap; 0 where masked."""
     effective_sample_size: Float[Tensor, ""]
-    """How many equally weighted units (tokens, or at level "sequence" sequences) would tell as much:
-    (sum w)^2 / sum w^2, after the cap. NaN over nothing, where all weights are 0, or where the behaviour
-    rules out a token that was drawn."""
+    """Number of equally weighted units (tokens, or sequences at level "sequence") with the same variance:
+    (sum w)^2 / sum w^2, after the cap. NaN if there are no units, all weights are 0, or a drawn token has probability 0
+    under the behaviour distribution."""
     truncated_share: Float[Tensor, ""]
-    """The share of those units whose weight the cap lowered. NaN over nothing."""
+    """Share of units whose weight was lowered by the cap. NaN if there are no units."""
 
 
 @validated
@@ -39,35 +39,35 @@ def importance_weights(
     level: Level = "token",
     cap: float | None = None,
 ) -> ImportanceWeights:
-    """Weights that turn averages over the behaviour distribution's samples into averages over ``p``.
+    """Importance weights that convert averages over behaviour samples into averages over ``p``.
 
         token      p(x_t | prefix) / behaviour(x_t | prefix)
         before     the product of these over the tokens before t
         prefix     the product of these up to and including t
         sequence   the product over the whole response, the same for each of its tokens
 
-    With an estimator whose mean is the KL, token weights sum to the exact next-token KLs along *the
-    behaviour's* prefixes; prefix and sequence weights to the KL between the responses themselves, with
-    a variance that grows with the product. An *exact* next-token KL does not depend on the token drawn,
-    so its weight is that of the prefix alone: "before", less noisy by one factor.
+    For an unbiased estimator of the KL, token weights give the sum of exact next-token KLs along prefixes of the
+    *behaviour* distribution; prefix and sequence weights give the KL between responses, with a variance that grows
+    with the number of factors. An *exact* next-token KL does not depend on the drawn token, so its weight is that of
+    the prefix alone: "before", with one factor less.
 
-    A masked token contributes a factor of 1 and weighs 0; what stands there (NaN, inf) is not read.
-    Products are sums of logarithms, and capped as such, so a capped weight never overflows, and the
-    effective sample size is right even where an uncapped one does (it is then ``inf``).
+    A masked token contributes a factor of 1 and has weight 0; its log-probabilities may be NaN or inf. Products are
+    computed and capped in logarithms, so a capped weight never overflows, and the effective sample size is correct
+    even if an uncapped weight does (the weight is then ``inf``).
 
-    ``cap`` is a bias that you ask for: an average of estimates f becomes that under ``min(rho, cap)``, off by
+    ``cap`` introduces a bias: the weight ``rho`` becomes ``min(rho, cap)``, and the average of an estimate f changes by
 
         E_behaviour[(min(rho, cap) - rho) f] = -E_p[(1 - cap / rho)+ f]
 
-    so a KL and its gradient come out too small in what tokens above the cap contribute, most where
-    ``p`` has gained most on the behaviour; ``truncated_share`` says for how many.
+    so the KL and its gradient are too small, most where ``p`` exceeds the behaviour distribution most.
+    ``truncated_share`` is the share of units concerned.
 
     Args:
         token_logp: log-probabilities of the drawn tokens under ``p``.
-        behaviour_logp: the same under the distribution they were really drawn from.
+        behaviour_logp: the same under the distribution that they were drawn from.
         mask: true (or 1) for the tokens that count.
         level: "token", "before", "prefix" or "sequence".
-        cap: the largest weight to hand out, above 0.
+        cap: the largest weight, above 0.
 
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
@@ -84,36 +84,37 @@ def importance_weights(
     if cap is not None and not cap > 0:
         raise OptionError(f"cap is {cap}; give a weight above 0, or leave it out")
     counts = as_mask(mask)
-    log_ratio = _chosen(token_logp, counts) - _chosen(behaviour_logp, counts)
+    log_ratio = _detached_where(token_logp, counts) - _detached_where(behaviour_logp, counts)
     if level == "sequence":
         units = counts.any(-1)
-        log_units = log_ratio.sum(-1)
+        log_weights = log_ratio.sum(-1)
     else:
         units = counts
-        log_units = _product(log_ratio, level)
-    above = log_units > (inf if cap is None else log(cap))
-    log_units = torch.where(above, inf if cap is None else log(cap), log_units)
-    weights = log_units.exp().unsqueeze(-1) if level == "sequence" else log_units.exp()
+        log_weights = _log_product(log_ratio, level)
+    log_cap = inf if cap is None else log(cap)
+    above_cap = log_weights > log_cap
+    log_weights = torch.where(above_cap, log_cap, log_weights)
+    weights = log_weights.exp().unsqueeze(-1) if level == "sequence" else log_weights.exp()
     return ImportanceWeights(
         values=torch.where(counts, weights, 0.0),
-        effective_sample_size=_effective(torch.where(units, log_units, -inf)),
-        truncated_share=(above & units).sum() / units.sum(),
+        effective_sample_size=_effective_sample_size(torch.where(units, log_weights, -inf)),
+        truncated_share=(above_cap & units).sum() / units.sum(),
     )
 
 
-def _product(log_ratio: Tensor, level: Level) -> Tensor:
+def _log_product(log_ratio: Tensor, level: Level) -> Tensor:
     """The logarithm of each token's weight."""
     if level == "token":
         return log_ratio
-    so_far = log_ratio.cumsum(-1)
-    return so_far if level == "prefix" else pad(so_far, (1, 0))[..., :-1]
+    prefix = log_ratio.cumsum(-1)
+    return prefix if level == "prefix" else pad(prefix, (1, 0))[..., :-1]
 
 
-def _chosen(token_logp: Tensor, counts: Tensor) -> Tensor:
+def _detached_where(token_logp: Tensor, counts: Tensor) -> Tensor:
     return torch.where(counts, at_least_float32(token_logp.detach()), 0.0)
 
 
-def _effective(log_weights: Tensor) -> Tensor:
+def _effective_sample_size(log_weights: Tensor) -> Tensor:
     """(sum w)^2 / sum w^2, from weights divided by the largest."""
     flat = log_weights.flatten()
     if flat.numel() == 0:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
-from kleash.estimators.control import weights_of_the_others
+from kleash.estimators.control_variates import leave_one_out_weights
 from kleash.leash.steering import Per, require_per
 from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32
@@ -154,7 +154,7 @@ def controlled_kl(
     u, d = _cost(log_ratio, counts), _cost(token_kl, counts)
     sampled, exact = u.sum(-1), d.sum(-1)
     if weight is None:
-        a = weights_of_the_others(sampled, exact, counts.any(-1))
+        a = leave_one_out_weights(sampled, exact, counts.any(-1))
     elif math.isfinite(weight):
         a = torch.full_like(sampled, weight)
     else:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import ShapeError
-from kleash.estimators.control import weights_of_the_others
+from kleash.estimators.control_variates import leave_one_out_weights
 from kleash.losses.relative_entropy import future_kl_loss, kl_loss
 from kleash.losses.surrogate import counted, require_one_shape
 from kleash.masking import as_mask
@@ -75,6 +75,6 @@ def controlled_kl_loss(
     exact = torch.where(counts, at_least_float32(token_kl), 0.0)
     exact = exact if selected is None else selected * exact
     exact = (exact + future_kl_loss(token_logp, token_kl, mask, weights=weights)).sum(-1)
-    a = weights_of_the_others(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
+    a = leave_one_out_weights(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
     mixed = torch.where(a == 1, exact, (1 - a) * sampled + a * exact)
     return ControlledLoss(mixed, a, sampled.detach(), exact.detach())

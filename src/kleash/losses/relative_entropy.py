@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from kleash.arguments import validated
 from kleash.errors import ShapeError
 from kleash.estimators import ESTIMATORS, Estimator, largest_log_ratio
-from kleash.estimators.continued import log_ratio_and_k3
+from kleash.estimators.sampled import log_ratio_and_k3
 from kleash.losses.surrogate import (
     attach,
     carrying,

@@ -1,0 +1,39 @@
+"""Leave-one-out control-variate weights, used for rewards (``leash``) and for losses (``losses``)."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+MIN_OTHER_SEQUENCES = 3
+"""Fewest other sequences to fit a weight on."""
+
+
+def leave_one_out_weights(
+    sampled: Float[Tensor, "batch"], exact: Float[Tensor, "batch_e"], counts: Bool[Tensor, "batch_c"]
+) -> Float[Tensor, "batch"]:
+    """For each sequence, the regression weight fitted to all other sequences that count.
+
+        a_i = Cov(U, U - C) / Var(U - C), over the sequences other than i
+
+    It minimises the variance of ``U - a (U - C)``; since sequence i has no part in a_i, the combination has the mean of
+    U and C. It is 1, not fitted, with fewer than three other sequences, if U - C does not vary among them, and for a
+    sequence with an infinite sum.
+
+    Args:
+        sampled: U, the sum of log ratios.
+        exact: C, the sum of exact KLs.
+        counts: which sequences count.
+    """
+    usable = counts & sampled.isfinite() & exact.isfinite()
+    others = (usable.unsqueeze(0) & ~torch.eye(len(counts), dtype=torch.bool, device=counts.device)).to(
+        sampled.dtype
+    )
+    n = others.sum(-1)
+    u = torch.where(usable, sampled, 0.0)
+    d = torch.where(usable, sampled - exact, 0.0)
+    mean_u, mean_d = (others @ u) / n.clamp(min=1), (others @ d) / n.clamp(min=1)
+    deviation_u, deviation_d = u - mean_u.unsqueeze(-1), d - mean_d.unsqueeze(-1)
+    variance = (others * deviation_d.square()).sum(-1)
+    covariance = (others * deviation_u * deviation_d).sum(-1)
+    fitted = (n >= MIN_OTHER_SEQUENCES) & (variance > 0) & usable
+    return torch.where(fitted, covariance / torch.where(fitted, variance, 1.0), 1.0)
