@@ -1,4 +1,4 @@
-"""Checks of the arguments of public functions: tensors, their kinds of numbers, and the device that they share."""
+"""Validation of the arguments of public functions from their annotations: tensor types, dtypes and devices."""
 
 import functools
 import inspect
@@ -14,113 +14,112 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Expected(NamedTuple):
-    """What an annotation allows."""
+class ArgumentSpec(NamedTuple):
+    """The values that a parameter's annotation allows."""
 
     tensor: bool
-    """Whether a tensor."""
+    """Whether a tensor is spec."""
     number: bool
-    """Whether a Python number."""
+    """Whether a Python number is spec."""
     none: bool
-    """Whether None."""
+    """Whether None is spec."""
     floating: bool
-    """Whether floating-point numbers."""
+    """Whether a tensor may have a floating-point dtype."""
     integer: bool
-    """Whether integers."""
+    """Whether a tensor may have an integer dtype."""
     boolean: bool
-    """Whether truth values."""
+    """Whether a tensor may have dtype bool."""
     vocabulary: bool
-    """Whether the last axis is a vocabulary, which has at least one token."""
+    """Whether the last axis is a vocabulary, of at least one token."""
     classes: tuple[type, ...]
-    """Classes of kleash's own, and str beside them; nothing else then."""
+    """Classes of kleash, and possibly str; if not empty, nothing else is spec."""
 
 
 def validated(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which raises an error of kleash's own for arguments that are not what its annotations say.
+    """Decorator: validate arguments against the annotations of ``function`` and raise errors of kleash.
 
-    Checked are what is annotated as a tensor of jaxtyping's, as a ``float`` or as a class of kleash: the type, the
-    kind of numbers, the memory layout, that a vocabulary is not empty, and that all tensors are on one device. Not
-    checked are values, nor any other type.
+    It checks parameters annotated as a jaxtyping tensor, as ``float`` or as a class of kleash: the type, the kind of
+    dtype, the memory layout, that a vocabulary is not empty, and that all tensors are on one device. Values and other
+    types are not checked.
 
     Raises:
-        ShapeError: for what is not a tensor, or one of the wrong kind.
-        OptionError: for what is not a number where one is annotated.
-        CannotRunError: for tensors on several devices.
+        ShapeError: if an argument is not a tensor, or a tensor of the wrong kind of dtype.
+        OptionError: if an argument is not a number.
+        CannotRunError: if tensors are on different devices.
     """
-    return checking(function, numbers=True)
+    return _with_validation(function, check_dtypes=True)
 
 
 def validated_types(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` with the checks of ``validated`` but those of numbers and devices, which it makes itself."""
-    return checking(function, numbers=False)
+    """Decorator: as ``validated``, without the checks of dtypes and devices, which ``function`` does itself."""
+    return _with_validation(function, check_dtypes=False)
 
 
-def checking(function: Callable[P, R], *, numbers: bool) -> Callable[P, R]:
-    """``function`` behind its checks."""
+def _with_validation(function: Callable[P, R], *, check_dtypes: bool) -> Callable[P, R]:
     parameters = inspect.signature(function).parameters
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = tuple(name for name, parameter in parameters.items() if parameter.kind in by_place)
-    expected = {name: found for name in parameters if (found := expectation(parameters[name])) is not None}
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(name for name, parameter in parameters.items() if parameter.kind in positional)
+    specs = {name: spec for name in parameters if (spec := argument_spec(parameters[name])) is not None}
 
     @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_arguments(expected, names, args, kwargs, numbers=numbers)
+    def validating(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_arguments(specs, names, args, kwargs, check_dtypes=check_dtypes)
         return function(*args, **kwargs)
 
-    return checked
+    return validating
 
 
-def expectation(parameter: inspect.Parameter) -> Expected | None:
-    """What a parameter's annotation allows; None if nothing is checked of it."""
+def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
+    """The values that a parameter's annotation allows; None if it is not checked."""
     annotation = parameter.annotation
     options = get_args(annotation) or (annotation,)
-    arrays = [x for x in options if getattr(x, "array_type", None) is Tensor]
+    tensors = [x for x in options if getattr(x, "array_type", None) is Tensor]
     number = float in options or int in options
     classes = tuple(x for x in options if isinstance(x, type) and x.__module__.startswith("kleash."))
     classes += (str,) if classes and str in options else ()
-    others = [x for x in options if x not in (*arrays, *classes, float, int, type(None))]
-    if others or not (arrays or classes or options == (float,)):
+    unchecked = [x for x in options if x not in (*tensors, *classes, float, int, type(None))]
+    if unchecked or not (tensors or classes or options == (float,)):
         return None
-    kinds = {kind for x in arrays for kind in getattr(x, "dtypes", ())}
-    return Expected(
-        tensor=bool(arrays),
+    kinds = {kind for x in tensors for kind in getattr(x, "dtypes", ())}
+    return ArgumentSpec(
+        tensor=bool(tensors),
         number=number,
         none=type(None) in options,
         floating=any("float" in kind for kind in kinds),
         integer=any("int" in kind for kind in kinds),
         boolean="bool" in kinds,
-        vocabulary=any(str(getattr(x, "dim_str", "")).split()[-1:] in VOCABULARY for x in arrays),
+        vocabulary=any(str(getattr(x, "dim_str", "")).split()[-1:] in VOCABULARY_AXES for x in tensors),
         classes=classes,
     )
 
 
-VOCABULARY = (["vocab"], ["vocab_p"], ["vocab_q"])
-"""Names of a last axis that is a whole vocabulary."""
+VOCABULARY_AXES = (["vocab"], ["vocab_p"], ["vocab_q"])
+"""Names of a last axis in annotations that mean a whole vocabulary."""
 
 
 def check_arguments(
-    expected: Mapping[str, Expected],
+    specs: Mapping[str, ArgumentSpec],
     names: tuple[str, ...],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    numbers: bool,
+    check_dtypes: bool,
 ) -> None:
-    """Raise for the first argument that is not what was expected."""
+    """Raise an error for the first argument that its spec does not allow."""
     first, first_name = None, ""
     for name, value in (*zip(names, args), *kwargs.items()):  # noqa: B905 (defaults are not given)
-        allowed = expected.get(name)
-        if allowed is None or (value is None and allowed.none):
+        spec = specs.get(name)
+        if spec is None or (value is None and spec.none):
             continue
-        if allowed.classes:
-            check_class(name, value, allowed.classes)
+        if spec.classes:
+            check_class(name, value, spec.classes)
         elif not isinstance(value, Tensor):
-            check_number(name, value, allowed)
-        elif allowed.tensor:
+            check_number(name, value, spec)
+        elif spec.tensor:
             check_layout(name, value)
-            if not numbers:
+            if not check_dtypes:
                 continue
-            check_tensor(name, value, allowed)
+            check_dtype(name, value, spec)
             if first is None:
                 first, first_name = value, name
             elif value.device != first.device and value.ndim and first.ndim:
@@ -129,74 +128,74 @@ def check_arguments(
                 )
 
 
-def kind_of(value: object) -> str:
-    """The type of an argument, in words."""
+def type_text(value: object) -> str:
+    """The type of an argument, as text."""
     if value is None:
         return "None"
     return f"a {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
 
 
 def check_class(name: str, value: object, classes: tuple[type, ...]) -> None:
-    """Raise for what is none of these."""
+    """Raise an error if ``value`` is not an instance of one of these classes."""
     if not isinstance(value, classes):
-        wanted = " or ".join("a name" if x is str else f"a {x.__name__}" for x in classes)
-        raise OptionError(f"{name} is {kind_of(value)}; give {wanted}")
+        expected = " or ".join("a name" if x is str else f"a {x.__name__}" for x in classes)
+        raise OptionError(f"{name} is {type_text(value)}; give {expected}")
 
 
-def check_number(name: str, value: object, allowed: Expected) -> None:
-    """Raise for what is neither a number nor, as far as can be seen, of a type that is used as one."""
-    kind = kind_of(value)
-    if allowed.number:
+def check_number(name: str, value: object, spec: ArgumentSpec) -> None:
+    """Raise an error if ``value`` is neither a number nor of a type that can be used as one."""
+    type_name = type_text(value)
+    if spec.number:
         if value is None or isinstance(value, str | bytes | list | tuple | dict | set | complex):
             raise OptionError(f"{name} is {value!r}; give a number")
         if getattr(value, "ndim", 0):
-            raise OptionError(f"{name} is {kind} of several numbers; give one number")
+            raise OptionError(f"{name} is {type_name} of several numbers; give one number")
         return
     raise ShapeError(
-        f"{name} is {kind} and not a torch.Tensor; make one of it, with torch.as_tensor for instance"
+        f"{name} is {type_name} and not a torch.Tensor; convert it, with torch.as_tensor for instance"
     )
 
 
 def check_layout(name: str, value: Tensor) -> None:
-    """Raise for a tensor that is not dense."""
+    """Raise an error if a tensor is not dense."""
     if value.layout != torch.strided:
         raise ShapeError(
             f"{name} is a tensor of layout {value.layout}; give a dense one, by to_dense() for instance"
         )
 
 
-def check_tensor(name: str, value: Tensor, allowed: Expected) -> None:
-    """Raise for a tensor of the wrong kind."""
-    what = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
-    if value.is_complex() or (value.is_quantized and allowed.floating):
-        raise ShapeError(f"{what}; give real numbers")
+def check_dtype(name: str, value: Tensor, spec: ArgumentSpec) -> None:
+    """Raise an error if a tensor has the wrong kind of dtype, or an empty vocabulary."""
+    description = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
+    if value.is_complex() or (value.is_quantized and spec.floating):
+        raise ShapeError(f"{description}; give real numbers")
     if (
-        allowed.vocabulary
-        and allowed.floating
+        spec.vocabulary
+        and spec.floating
         and not (value.is_floating_point() and value.ndim and value.shape[-1])
     ):
         raise ShapeError(
-            f"{what}; give floating-point numbers with the vocabulary on the last axis, at least one token"
+            f"{description}; give floating-point numbers with the vocabulary on the last axis, at least one token"
         )
-    if allowed.floating and not allowed.integer and not value.is_floating_point():
-        raise ShapeError(f"{what}; give floating-point numbers")
-    if value.is_floating_point() and allowed.integer and not (allowed.floating or allowed.boolean):
-        raise ShapeError(f"{what}; give integers")
-    if value.dtype != torch.bool and allowed.boolean and not allowed.integer:
-        raise ShapeError(f"{what}; give truth values")
-    if value.dtype == torch.bool and allowed.integer and not allowed.boolean:
-        raise ShapeError(f"{what}; give integers")
+    if spec.floating and not spec.integer and not value.is_floating_point():
+        raise ShapeError(f"{description}; give floating-point numbers")
+    if value.is_floating_point() and spec.integer and not (spec.floating or spec.boolean):
+        raise ShapeError(f"{description}; give integers")
+    if value.dtype != torch.bool and spec.boolean and not spec.integer:
+        raise ShapeError(f"{description}; give truth values")
+    if value.dtype == torch.bool and spec.integer and not spec.boolean:
+        raise ShapeError(f"{description}; give integers")
 
 
 def check_reward_order(name: str, returned: object) -> None:
-    """Raise for what a reward function returned if its numbers are in no order of the responses, or if it is text.
+    """Raise an error if the return value of a reward function has no order, or is text.
 
     Raises:
         CannotRunError: for a mapping, a set or text.
     """
-    kind = type(returned).__name__
+    type_name = type(returned).__name__
     if isinstance(returned, Mapping | Set | str | bytes | bytearray):
         raise CannotRunError(
-            f"the reward {name} returned a {kind}; it must return a sequence of numbers, one for "
+            f"the reward {name} returned a {type_name}; it must return a sequence of numbers, one for "
             "each response in the order of the responses"
         )

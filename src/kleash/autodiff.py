@@ -1,4 +1,4 @@
-"""Which of torch's derivatives are being taken around a call: forward mode, and the transforms of ``torch.func``."""
+"""Detecting and refusing forward-mode differentiation, ``torch.func`` transforms and double backward."""
 
 import functools
 import sys
@@ -16,32 +16,33 @@ R = TypeVar("R")
 
 _functorch = cast("Any", torch)._C._functorch
 
-NO_TRANSFORMS = (
+TRANSFORMS_UNSUPPORTED = (
     "has no forward-mode derivative and cannot run inside torch.func (grad, vjp, jvp, vmap, hessian)"
 )
 
 
 def forward_mode_active() -> bool:
-    """Whether a forward-mode derivative may be under way: ``forward_ad.dual_level``, or ``jvp`` of ``torch.func``.
+    """Whether forward-mode differentiation may be active: ``forward_ad.dual_level``, or ``jvp`` of ``torch.func``.
 
-    Inside torch.compile, which has no rule for ``vmap`` over an autograd function, any transform of ``torch.func``.
+    While torch.compile traces, true inside any transform of ``torch.func``, since torch.compile lacks a rule for ``vmap``
+    of an autograd function.
     """
     if torch.compiler.is_compiling():
         return bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
-    return _level() >= 0
+    return _dual_level() >= 0
 
 
 def is_transformed(tensor: Tensor | None) -> bool:
-    """Whether a tensor carries a forward-mode tangent, or stands for others inside a transform of ``torch.func``."""
+    """Whether a tensor has a forward-mode tangent, or is a wrapper inside a transform of ``torch.func``."""
     if tensor is None:
         return False
     if _functorch.is_functorch_wrapped_tensor(tensor):
         return True
-    return _level() >= 0 and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
+    return _dual_level() >= 0 and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor stands for a batch inside ``torch.func.vmap``, so that its numbers cannot be looked at."""
+    """Whether a tensor is a batch inside ``torch.func.vmap``, whose values cannot be read."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True
@@ -50,28 +51,28 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def refuse_transforms(name: str, instead: str, *tensors: Tensor | None, inside: bool = True) -> None:
-    """Raise if a function without such derivatives is given a tensor of forward mode or of ``torch.func``.
+    """Raise an error if a tensor is differentiated by forward mode or ``torch.func`` in a function without support.
 
-    Or, inside a transform of ``torch.func``, one that requires a gradient outside of it. ``inside``: whether the
-    function can run there at all, on constants.
+    Also if, inside a transform of ``torch.func``, a tensor requires a gradient outside of it. ``inside``: whether the
+    function supports constants inside a transform.
 
     Raises:
-        CannotRunError: then; it names the function and says what to do instead.
+        CannotRunError: it names the function and says what to do instead.
     """
     active = bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
     trained = active and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if trained or (active and not inside) or any(is_transformed(x) for x in tensors):
-        raise CannotRunError(f"{name} {NO_TRANSFORMS}; {instead}")
+        raise CannotRunError(f"{name} {TRANSFORMS_UNSUPPORTED}; {instead}")
 
 
 def refuse_transforms_compiled(name: str, instead: str) -> None:
-    """The same while torch.compile traces the caller, where tensors do not tell: refuse any transform around it.
+    """Raise an error for any enclosing transform while torch.compile traces, when tensors do not show it.
 
     Raises:
         CannotRunError: inside a transform of ``torch.func`` or ``forward_ad.dual_level``.
     """
     if torch._C._are_functorch_transforms_active() or dual_level_active():  # pyright: ignore
-        raise CannotRunError(f"{name} {NO_TRANSFORMS}; {instead}")
+        raise CannotRunError(f"{name} {TRANSFORMS_UNSUPPORTED}; {instead}")
 
 
 def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
@@ -99,45 +100,45 @@ def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
 def dual_level_active() -> bool:
     """Whether the call is inside ``forward_ad.dual_level`` or ``torch.func.jvp``; True where torch does not say."""
-    return _level() >= 0
+    return _dual_level() >= 0
 
 
-def first_derivative_only(gradient: Tensor, of: Tensor | None, refusal: str) -> Tensor:
-    """``gradient``, with respect to ``of``, which raises when it is differentiated again.
+def first_derivative_only(gradient: Tensor, variable: Tensor | None, message: str) -> Tensor:
+    """Return ``gradient``, with respect to ``variable``, such that differentiating it again raises an error.
 
-    For a backward pass whose result autograd would take for a constant, or for a part of the true derivative.
+    For a backward pass whose result autograd would treat as a constant, or which lacks terms of the second derivative.
 
     Raises:
-        CannotRunError: when it is differentiated, saying ``refusal``.
+        CannotRunError: with ``message``, when the result is differentiated.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or of is None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or variable is None:
         return gradient
-    apply = cast("Callable[..., Tensor]", _FirstOnly.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(gradient, of, refusal)
+    apply = cast("Callable[..., Tensor]", _FirstDerivative.apply)  # pyright: ignore[reportUnknownMemberType]
+    return apply(gradient, variable, message)
 
 
-class _FirstOnly(torch.autograd.Function):
-    """The identity, without a derivative."""
+class _FirstDerivative(torch.autograd.Function):
+    """The identity function; its derivatives raise an error."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: Tensor, of: Tensor, refusal: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(gradient: Tensor, variable: Tensor, message: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.view_as(gradient)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-        ctx.refusal = inputs[2]
+        ctx.message = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise CannotRunError(ctx.refusal)
+        raise CannotRunError(ctx.message)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise CannotRunError(ctx.refusal)
+        raise CannotRunError(ctx.message)
 
 
-def _level() -> int:
-    """The nesting of ``forward_ad.dual_level``, -1 outside; 0, which may be inside, where torch does not say."""
+def _dual_level() -> int:
+    """The nesting level of ``forward_ad.dual_level``, -1 outside; 0 (maybe inside) if torch does not expose it."""
     return getattr(forward_ad, "_current_level", 0)

@@ -1,4 +1,4 @@
-"""From what was typed to a function: ``package.module:function``."""
+"""Resolving ``package.module:function`` from a command line to the function."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -11,44 +11,46 @@ from typing import Any
 from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
 
 Function = Callable[..., Any]
-NO_LINES: Mapping[str, str] = MappingProxyType({})
+NO_INSTALLATIONS: Mapping[str, str] = MappingProxyType({})
 
 
-def function_at(path: str, what: str = "a function", installations: Mapping[str, str] = NO_LINES) -> Function:
-    """The function at ``package.module:function``; a dot after the colon goes into a class.
+def resolve_function(
+    path: str, kind: str = "a function", installations: Mapping[str, str] = NO_INSTALLATIONS
+) -> Function:
+    """Import the function at ``package.module:function``; a dot after the colon names an attribute of a class.
 
-    The current folder is put first on ``sys.path``, as ``python -m`` does, and stays there, so
-    that a file of one's own is found too.
+    The working directory is put first on ``sys.path``, as by ``python -m``, and stays there, so that local files can
+    be imported.
 
     Args:
-        path: as it was typed.
-        what: what it names, for errors: "a target", "a reward".
-        installations: the line that installs a package, for those that have one of their own.
+        path: from the command line.
+        kind: what it names, for error messages: "a target", "a reward".
+        installations: package -> command that installs it, for packages with a special command.
 
     Raises:
-        OptionError: if ``path`` is not written so, or what is there cannot be called.
+        OptionError: if ``path`` does not have this form, or the object is not callable.
         MissingExtraError: if the package, or something that it imports, is not installed.
         UnknownNameError: if the package has no such module, or the module no such name.
-        CannotRunError: if importing the module raises.
+        CannotRunError: if importing the module raises an exception.
     """
     module_name, colon, name = path.partition(":")
-    parts = [*module_name.split("."), *name.split(".")]
-    hint = _hint(path)
-    if hint or not colon or not all(part.isidentifier() for part in parts):
-        raise OptionError(f"{what} is written package.module:function, and {path!r} is not{hint}")
-    find_what_lies_here()
-    found: Any = import_target(module_name, installations)
+    identifiers = [*module_name.split("."), *name.split(".")]
+    hint = _file_hint(path)
+    if hint or not colon or not all(part.isidentifier() for part in identifiers):
+        raise OptionError(f"{kind} is written package.module:function, and {path!r} is not{hint}")
+    add_working_directory_to_path()
+    resolved: Any = import_by_name(module_name, installations)
     for part in name.split("."):
-        found = attribute(found, part, module_name)
-    if not callable(found):
+        resolved = get_attribute(resolved, part, module_name)
+    if not callable(resolved):
         raise OptionError(
-            f"{path} is of type {type(found).__name__}, which cannot be called; name a function"
+            f"{path} is of type {type(resolved).__name__}, which cannot be called; name a function"
         )
-    return found
+    return resolved
 
 
-def _hint(path: str) -> str:
-    """How a function in a file is named."""
+def _file_hint(path: str) -> str:
+    """The correct spelling for the path of an existing file; empty for other paths."""
     file, _, name = path.partition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         return ""
@@ -56,31 +58,31 @@ def _hint(path: str) -> str:
     return f"; of a file below the current folder it is {module}:{name or 'function'}"
 
 
-def import_target(name: str, installations: Mapping[str, str] = NO_LINES) -> ModuleType:
-    """The module called ``name``, or a sentence about why there is none."""
+def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATIONS) -> ModuleType:
+    """Import the module called ``name``, with an error message that says why it cannot be imported."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise without_module(name, error.name or "", installations) from error
+        raise missing_module_error(name, error.name or "", installations) from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a module is other people's code, and may raise anything
-        said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        raise CannotRunError(f"{name} cannot be imported; it raises {said}") from error
+    except BaseException as error:  # third-party code may raise anything on import
+        message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise CannotRunError(f"{name} cannot be imported; it raises {message}") from error
 
 
-def find_what_lies_here() -> None:
-    """Put the current folder first on ``sys.path``, and look at it afresh."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+def add_working_directory_to_path() -> None:
+    """Put the working directory first on ``sys.path``, and clear the import caches."""
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
     invalidate_caches()
 
 
-def without_module(
+def missing_module_error(
     name: str, missing: str, installations: Mapping[str, str]
 ) -> MissingExtraError | UnknownNameError:
-    """Which part of ``name``, or of what it imports, is not there."""
+    """The error for a module ``name`` whose part or dependency ``missing`` was not found."""
     package = name.partition(".")[0]
     if missing == package and package in installations:
         return MissingExtraError(f"{package} is not installed; run: {installations[package]}")
@@ -92,11 +94,11 @@ def without_module(
     return MissingExtraError(f"{name} imports {missing}, which is not installed")
 
 
-def attribute(holder: Any, name: str, where: str) -> Any:
-    """What ``holder`` calls ``name``, or the names that are nearest."""
+def get_attribute(holder: Any, name: str, module: str) -> Any:
+    """The attribute ``name`` of a module or class; the error suggests the nearest names."""
     if hasattr(holder, name):
         return getattr(holder, name)
     near = get_close_matches(name, dir(holder), n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    owner = where if isinstance(holder, ModuleType) else f"{holder.__name__} in {where}"
+    owner = module if isinstance(holder, ModuleType) else f"{holder.__name__} in {module}"
     raise UnknownNameError(f"{owner} has no {name!r}{hint}")

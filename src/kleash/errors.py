@@ -1,57 +1,57 @@
-"""What kleash raises on purpose; anything else that escapes is a bug."""
+"""The exceptions that kleash raises deliberately; any other exception is a bug."""
 
 
 class KleashError(Exception):
-    """Base of all deliberate kleash errors: one sentence that says what to do."""
+    """Base of all deliberate kleash errors; the message says what was wrong and what to do."""
 
 
 class ShapeError(KleashError, ValueError):
-    """Tensors whose sizes do not fit together."""
+    """Tensor shapes or dtypes that do not fit together."""
 
 
 class VocabularyMismatchError(KleashError, ValueError):
-    """Two models do not put probability on the same tokens."""
+    """Two distributions over different vocabularies."""
 
 
 class NotProbabilitiesError(KleashError, ValueError):
-    """Numbers that were given as probabilities and are not."""
+    """Numbers that were passed as probabilities and are not."""
 
 
 class UnknownNameError(KleashError, ValueError):
-    """A name that no table holds."""
+    """A name that is not in the table."""
 
 
 class OptionError(KleashError, ValueError):
-    """An option, or a combination of them, that means nothing."""
+    """An invalid option, or an invalid combination of options."""
 
 
 class DetachedError(KleashError, ValueError):
-    """Something that is trained on and carries no gradient, or carries one that it must not."""
+    """A tensor that needs a gradient and has none, or has one and must not."""
 
 
 class CannotRunError(KleashError, RuntimeError):
-    """An implementation that was asked for by name cannot run here."""
+    """An implementation that was requested by name and cannot run."""
 
 
 class MissingExtraError(KleashError, ImportError):
-    """A package that an optional part of kleash needs is not installed."""
+    """An optional dependency that is not installed."""
 
 
 class SourceError(KleashError, ValueError):
-    """Prompts, texts or responses that cannot be read as what they should be."""
+    """Prompts, texts or responses that cannot be read."""
 
 
 class ModelError(KleashError, ValueError):
-    """A model or tokenizer that cannot be loaded, taken apart or compared."""
+    """A model or tokenizer that cannot be loaded, split into trunk and head, or compared."""
 
 
 class NonFiniteError(KleashError, ArithmeticError):
-    """A model whose numbers are NaN or infinite where they must not be."""
+    """A model output that is NaN or infinite where it must not be."""
 
 
 class RunFolderError(KleashError, OSError):
-    """A run folder that cannot be written, read or continued."""
+    """A run folder that cannot be written, read or resumed."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with a sentence that says what was kept."""
+    """Ctrl-C, with a message that says what was saved."""

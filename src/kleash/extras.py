@@ -1,4 +1,4 @@
-"""Importing what only some installations have, and seeing that it is what kleash was written for."""
+"""Optional dependencies: importing them, testing their versions, and checking the attributes that kleash uses."""
 
 import inspect
 import re
@@ -14,18 +14,18 @@ from typing import Any
 
 from kleash.errors import CannotRunError, MissingExtraError
 
-NOT_THERE = object()
+MISSING = object()
 
 
-def need(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or say which extra of kleash brings it.
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency.
 
     Args:
-        module: dotted name of an optional dependency, "pyarrow.parquet".
+        module: dotted name of the module, "pyarrow.parquet".
         extra: the extra of kleash that installs it, "models".
 
     Raises:
-        MissingExtraError: if it is not installed.
+        MissingExtraError: if it is not installed, with the command that installs it.
     """
     try:
         return import_module(module)
@@ -36,15 +36,15 @@ def need(module: str, extra: str) -> ModuleType:
         raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'") from error
 
 
-def need_all(modules: Iterable[str], install: str) -> None:
-    """See that all of ``modules`` are installed, without importing them.
+def require_installed(modules: Iterable[str], install: str) -> None:
+    """Raise an error unless all of ``modules`` are installed; nothing is imported.
 
     Args:
         modules: top-level names of optional dependencies.
-        install: what pip is to be given: "'kleash[models]'".
+        install: the arguments of pip that install them: "'kleash[models]'".
 
     Raises:
-        MissingExtraError: naming all that are not, in one sentence.
+        MissingExtraError: naming all modules that are missing.
     """
     missing = [module for module in dict.fromkeys(modules) if not is_installed(module)]
     if missing:
@@ -62,117 +62,114 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def check_version(package: str, *, at_least: str, below: str) -> str | None:
-    """What has to be said about the installed version of ``package``; None if it is a known one.
+def version_warning(package: str, *, at_least: str, below: str) -> str | None:
+    """The warning that the installed version of ``package`` is untested; None if it is in ``[at_least, below)``.
 
-    Versions in ``[at_least, below)`` are those that kleash was run with. Another one may work: whoever asks
-    warns with the sentence (``warn_of_version``) and then looks at what it needs (``require_seams``).
+    An untested version may work. Callers warn (``warn_if_untested``) and then check the attributes that they use
+    (``require_attributes``).
 
     Raises:
-        MissingExtraError: if it is not installed.
+        MissingExtraError: if the package is not installed.
     """
     try:
-        found = metadata.version(package)
+        installed = metadata.version(package)
     except metadata.PackageNotFoundError as error:
         raise MissingExtraError(f"{package} is not installed; run: pip install {package}") from error
-    if _numbers(at_least) <= _numbers(found) < _numbers(below):
+    if _release(at_least) <= _release(installed) < _release(below):
         return None
     return (
-        f"{package} {found} is installed, and kleash was run with {at_least} and what follows up to, not "
-        f"including, {below}: it may work, and is not known to"
+        f"{package} {installed} is installed; kleash is tested with versions from {at_least} up to, not including, "
+        f"{below}, and may not work with this one"
     )
 
 
-def warn_of_version(package: str, *, at_least: str, below: str) -> None:
-    """Warn, once for each place it is called from, if the version is not a known one.
+def warn_if_untested(package: str, *, at_least: str, below: str) -> None:
+    """Warn if the installed version is outside the tested range, once per calling line.
 
     Raises:
-        MissingExtraError: if it is not installed.
+        MissingExtraError: if the package is not installed.
     """
-    said = check_version(package, at_least=at_least, below=below)
-    if said is not None:
-        warnings.warn(said, stacklevel=2)
+    message = version_warning(package, at_least=at_least, below=below)
+    if message is not None:
+        warnings.warn(message, stacklevel=2)
 
 
-def require_seams(package: str, seams: Mapping[str, tuple[str, ...]]) -> None:
-    """See that what kleash takes hold of is there and takes the arguments it is called with.
+def require_attributes(package: str, attributes: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise an error unless the attributes that kleash uses exist and accept the arguments that it passes.
 
     Args:
-        package: whose they are, for the error.
-        seams: "module:name" or "module:Class.name" -> names of arguments that it must have; none for
-            anything, function or not.
+        package: the package, for the error message.
+        attributes: "module:name" or "module:Class.name" -> names of arguments that it must accept; an empty tuple for
+            any attribute, function or not.
 
     Raises:
-        CannotRunError: naming all that is missing.
+        CannotRunError: naming everything that is missing.
     """
     missing: list[str] = []
-    for place, arguments in seams.items():
-        found = _found(place)
-        if found is NOT_THERE:
-            missing.append(place)
+    for path, arguments in attributes.items():
+        attribute = _get_attribute(path)
+        if attribute is MISSING:
+            missing.append(path)
         elif arguments:
-            there = _arguments(found)
-            missing += [f"argument {name!r} of {place}" for name in arguments if name not in there]
+            parameters = inspect.signature(attribute).parameters
+            missing += [f"argument {name!r} of {path}" for name in arguments if name not in parameters]
     if missing:
         raise CannotRunError(
-            f"the installed {package} lacks what kleash takes hold of: {', '.join(missing)}; install a version "
-            "that its documentation names"
+            f"the installed {package} lacks what kleash uses: {', '.join(missing)}; install a version "
+            "that the documentation names"
         )
 
 
-def after_import(module: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with ``module``: now if it is imported, else as soon as somebody imports it.
+def call_after_import(module: str, function: Callable[[ModuleType], None]) -> None:
+    """Call ``function`` with ``module`` as soon as it is imported, or now if it already is.
 
-    For whoever has to change something in a process that may never need it, and that importing it would burden.
+    This patches an expensive module without importing it in processes that do not use it.
     """
     if module in sys.modules:
-        then(sys.modules[module])
+        function(sys.modules[module])
     else:
-        sys.meta_path.insert(0, _Afterwards(module, then))
+        sys.meta_path.insert(0, _PostImportFinder(module, function))
 
 
-class _Afterwards(MetaPathFinder):
-    """Finds one module as everybody does, and calls a function once it was executed."""
+class _PostImportFinder(MetaPathFinder):
+    """Finds one module by the other finders, and calls a function after the module was executed."""
 
-    def __init__(self, module: str, then: Callable[[ModuleType], None]) -> None:
-        self.module, self.then, self.asking = module, then, False
+    def __init__(self, module: str, function: Callable[[ModuleType], None]) -> None:
+        self.module, self.function, self.is_finding = module, function, False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != self.module or self.asking:
+        if fullname != self.module or self.is_finding:
             return None
-        self.asking = True
+        self.is_finding = True
         try:
             spec = find_spec(fullname)
         finally:
-            self.asking = False
+            self.is_finding = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 sys.meta_path.remove(self)
-                self.then(module)
+                self.function(module)
 
             vars(spec.loader)["exec_module"] = exec_module
         return spec
 
 
-def _found(place: str) -> Any:
-    module, _, path = place.partition(":")
+def _get_attribute(path: str) -> Any:
+    """The attribute at "module:Class.name", or ``MISSING``."""
+    module, _, names = path.partition(":")
     try:
-        found: Any = import_module(module)
+        attribute: Any = import_module(module)
     except ModuleNotFoundError:
-        return NOT_THERE
-    for name in filter(None, path.split(".")):
-        found = getattr(found, name, NOT_THERE)
-    return found
+        return MISSING
+    for name in filter(None, names.split(".")):
+        attribute = getattr(attribute, name, MISSING)
+    return attribute
 
 
-def _arguments(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version, as numbers: (1, 16, 0) of "1.16.0.dev1"."""
+def _release(version: str) -> tuple[int, ...]:
+    """The release of a version as numbers: (1, 16, 0) of "1.16.0.dev1"."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in release.group().split(".")) if release else ()

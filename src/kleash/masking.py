@@ -1,4 +1,4 @@
-"""Means over the positions that count, carried as a sum and a count."""
+"""Masked means, represented by a sum and a count so that parts can be added."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from kleash.errors import ShapeError
 
 @validated
 def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[Tensor, "*tokens"]:
-    """The mask as bools, whether it came as bools or as the 0 and 1 of a tokenizer.
+    """Convert a mask to bool from bool or from the integers 0 and 1 of a tokenizer.
 
     Raises:
-        ShapeError: if it holds floating-point numbers, which select nothing.
+        ShapeError: if it contains floating-point numbers.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -27,16 +27,16 @@ def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """A mean that can still be added to: the sum, and how many went into it.
+    """A mean as a sum and a count.
 
-    Means of parts are not the mean of the whole; sums and counts are. So what is passed
-    between micro-batches, ranks and loggers is this.
+    The mean of the means of micro-batches or ranks is not the mean over all tokens; sums and counts can be added. So
+    micro-batches, ranks and loggers exchange this record.
     """
 
     total: Float[Tensor, ""]
-    """Sum over the positions that count, in the unit of what was summed."""
+    """Sum over the positions that count, in the unit of the values."""
     count: Int[Tensor, ""]
-    """How many positions counted."""
+    """Number of positions that count."""
 
     def __add__(self, other: "Mean") -> "Mean":
         """The mean over both parts."""
@@ -44,30 +44,30 @@ class Mean:
 
     @property
     def value(self) -> Float[Tensor, ""]:
-        """The mean; NaN over nothing."""
+        """The mean; NaN for a count of 0."""
         return self.total / self.count
 
     def share(self, count: Int[Tensor, ""] | int, *, ranks: int = 1) -> Float[Tensor, ""]:
-        """What this part adds to a mean over ``count``: the loss of one micro-batch of many.
+        """The contribution of this part to a mean over ``count`` positions: the loss of one micro-batch.
 
-        Shares add up to the mean of the whole, and so do their gradients. Where the gradients of ``ranks``
-        processes are averaged afterwards (DistributedDataParallel, FSDP), that division is undone here.
+        Shares and their gradients add up to the mean over the whole batch. Multiplying by ``ranks`` compensates for the
+        averaging of gradients over processes (DistributedDataParallel, FSDP).
 
         Args:
-            count: of the whole batch: every micro-batch of every rank.
-            ranks: processes whose gradients are averaged.
+            count: of the whole batch: all micro-batches of all ranks.
+            ranks: number of processes whose gradients are averaged.
         """
         return self.total * ranks / count
 
     @property
     def detached(self) -> "Mean":
-        """The same without the gradient, to be kept."""
+        """The same mean without its gradient."""
         return Mean(total=self.total.detach(), count=self.count)
 
     def across_ranks(self, group: "dist.ProcessGroup | None" = None) -> "Mean":
-        """The mean over every process's part, without a gradient; itself where there is one process.
+        """The mean over the parts of all processes, without a gradient; unchanged with a single process.
 
-        A collective: every process of the group has to call it.
+        A collective: every process of the group must call it.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return self.detached
@@ -83,8 +83,8 @@ def mean_of(
 ) -> Mean:
     """Sum and count of ``values`` where ``mask`` is true.
 
-    Selects, so that what stands outside the mask (padding, NaN, inf) cannot reach the value.
-    Keep it out of the *gradient* by masking what ``values`` were computed from.
+    Masked values are selected away, so padding, NaN and inf outside the mask do not affect the value. To keep them out
+    of the *gradient* too, mask the inputs that ``values`` were computed from.
 
     Raises:
         ShapeError: if the two differ in shape.
@@ -99,5 +99,5 @@ def mean_of(
 def masked_mean(
     values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]
 ) -> Float[Tensor, ""]:
-    """The mean of ``values`` where ``mask`` is true; NaN if nowhere is."""
+    """The mean of ``values`` where ``mask`` is true; NaN if it is true nowhere."""
     return mean_of(values, mask).value

@@ -1,13 +1,13 @@
-"""In which precision things are computed."""
+"""The precision of computations."""
 
 import torch
 from torch import Tensor
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """``values`` in float32, or in float64 if that is what they are in already.
+    """Convert ``values`` to float32; float64 stays float64.
 
-    Rounding a logit to bfloat16 moves it by up to 1/256 of its size, which drowns any KL
-    below a few hundredths of a nat. So nothing is subtracted before this has been called.
+    Rounding a logit to bfloat16 changes it by up to 1/256 of its size, more than a KL of a few hundredths of a nat.
+    So this is called before any subtraction.
     """
     return values if values.dtype == torch.float64 else values.to(torch.float32)

@@ -1,4 +1,4 @@
-"""Looking things up by name, with an error that helps."""
+"""Looking up entries of a table by name."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -9,19 +9,19 @@ from kleash.errors import UnknownNameError
 T = TypeVar("T")
 
 
-def look_up(table: Mapping[str, T], name: str, what: str) -> T:
-    """The entry of ``table`` called ``name``.
+def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
+    """Return the entry of ``table`` called ``name``.
 
     Args:
-        table: names and their records.
-        name: what was asked for.
-        what: the kind of thing, for the error: "divergence", "estimator".
+        table: names and their entries.
+        name: of the entry.
+        kind: what the entries are, for the error message: "divergence", "estimator".
 
     Raises:
-        UnknownNameError: if there is none; it lists the names there are, and the nearest.
+        UnknownNameError: if there is no entry of this name; it lists all names and suggests the nearest.
     """
     if name in table:
         return table[name]
     near = get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UnknownNameError(f"no {what} is called {name!r}; there are {', '.join(table)}{hint}")
+    raise UnknownNameError(f"no {kind} is called {name!r}; there are {', '.join(table)}{hint}")

@@ -1,19 +1,19 @@
-"""The folder in which kleash caches files for the user, if nobody else can write there."""
+"""The cache folder of the user, if no other user can write to it."""
 
 import os
 import stat
 import sys
 from pathlib import Path
 
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+GROUP_OR_OTHER_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def user_cache_folder() -> Path | None:
-    """``$XDG_CACHE_HOME/kleash`` (by default ``~/.cache/kleash``), made if it is missing; None if it is not safe.
+    """Create and return ``$XDG_CACHE_HOME/kleash`` (by default ``~/.cache/kleash``); None if it is not safe.
 
-    It is safe if no other user but root can put a file into it or replace it: the folder belongs to this user and is
-    writable by nobody else, and the same holds for every folder above it, where root may also be the owner and a
-    sticky bit (as ``/tmp`` has) is enough. A relative ``$XDG_CACHE_HOME`` is ignored, as its specification asks.
+    It is safe if no user except root can add or replace files in it: this user owns the folder and no other user can
+    write to it. Every parent folder must be owned by this user or root and either not be writable by others or have
+    the sticky bit (as ``/tmp``). A relative ``$XDG_CACHE_HOME`` is ignored, as the XDG specification requires.
     """
     parent = _cache_home()
     if parent is None:
@@ -27,10 +27,10 @@ def user_cache_folder() -> Path | None:
 
 
 def is_private_folder(folder: Path) -> bool:
-    """Whether no other user but root can write into an absolute folder, or replace it or one above it.
+    """Whether no user except root can write to an absolute folder, or replace it or one of its parents.
 
     Raises:
-        OSError: if one of them cannot be looked at.
+        OSError: if the status of one of them cannot be read.
     """
     if not folder.is_absolute():
         return False
@@ -38,13 +38,17 @@ def is_private_folder(folder: Path) -> bool:
         return True
     real = folder.resolve(strict=True)
     status = real.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & OTHERS_WRITE:
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & GROUP_OR_OTHER_WRITE
+    ):
         return False
     return all(_is_safe_parent(path) for path in {*real.parents, *folder.parents, folder})
 
 
 def is_private_file(path: Path) -> bool:
-    """Whether ``path`` is a plain file, no link, that belongs to this user and that nobody else can write.
+    """Whether ``path`` is a regular file, not a link, owned by this user and not writable by others.
 
     Raises:
         OSError: if there is no such file.
@@ -52,8 +56,8 @@ def is_private_file(path: Path) -> bool:
     status = path.lstat()
     if os.name != "posix":
         return stat.S_ISREG(status.st_mode)
-    mine = status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
-    return stat.S_ISREG(status.st_mode) and mine
+    is_private = status.st_uid == os.geteuid() and not status.st_mode & GROUP_OR_OTHER_WRITE
+    return stat.S_ISREG(status.st_mode) and is_private
 
 
 def _cache_home() -> Path | None:
@@ -82,7 +86,7 @@ def _is_safe_parent(path: Path) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether a group has this user as its only member, as many systems make one for each user."""
+    """Whether this user is the only member of a group, as with per-user groups."""
     import grp
     import pwd
 

@@ -1,3 +1,3 @@
-"""The version of kleash, in one place."""
+"""The version of kleash."""
 
 __version__ = "0.1.0"

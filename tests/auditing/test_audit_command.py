@@ -78,14 +78,14 @@ def test_the_usual_conventions_are_explained_where_none_is_given(
 def test_without_plotly_it_prints_and_makes_no_page(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    def need(module: str, extra: str) -> ModuleType:
+    def import_extra(module: str, extra: str) -> ModuleType:
         if module.partition(".")[0] == package:
             raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'")
         return import_module(module)
 
     page._environment.cache_clear()
     page._plotly.cache_clear()
-    monkeypatch.setattr(page, "need", need)
+    monkeypatch.setattr(page, "import_extra", import_extra)
     monkeypatch.setattr(page, "find_spec", lambda name: None if name == package else find_spec(name))
     assert main(["audit", "their_kl:k3", "--convention", "loss", "--fail-on", "wrong_gradient"]) == 1
     said = capsys.readouterr()

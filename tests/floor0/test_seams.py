@@ -8,7 +8,7 @@ import pytest
 
 from kleash import extras
 from kleash.errors import CannotRunError, MissingExtraError
-from kleash.extras import check_version, require_seams, warn_of_version
+from kleash.extras import require_attributes, version_warning, warn_if_untested
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def installed(monkeypatch):
 )
 def test_a_version_is_known_or_said(installed, version, known):
     installed["some"] = version
-    said = check_version("some", at_least="1.16", below="1.17")
+    said = version_warning("some", at_least="1.16", below="1.17")
     assert (said is None) is known
     if not known:
         assert version in said and "1.16" in said and "1.17" in said
@@ -51,16 +51,16 @@ def test_only_an_unknown_version_is_warned_of(installed):
     installed["some"] = "3.0"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_version("some", at_least="1.0", below="2.0")
+        warn_if_untested("some", at_least="1.0", below="2.0")
         installed["some"] = "1.5"
-        warn_of_version("some", at_least="1.0", below="2.0")
+        warn_if_untested("some", at_least="1.0", below="2.0")
     (only,) = caught
     assert "some 3.0" in str(only.message)
 
 
 def test_what_is_not_installed_is_an_error(installed):
     with pytest.raises(MissingExtraError, match="some is not installed"):
-        check_version("some", at_least="1", below="2")
+        version_warning("some", at_least="1", below="2")
 
 
 @pytest.fixture
@@ -78,7 +78,9 @@ def package(monkeypatch):
 
 def test_seams_that_are_there(package):
     place = "made_up_package:Trainer"
-    assert require_seams("made_up", {place: (), f"{place}.beta": (), f"{place}.loss": ("model",)}) is None
+    assert (
+        require_attributes("made_up", {place: (), f"{place}.beta": (), f"{place}.loss": ("model",)}) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,5 +98,5 @@ def test_seams_that_are_there(package):
 )
 def test_a_missing_seam_is_named(package, place, arguments, named):
     with pytest.raises(CannotRunError, match="made_up lacks") as raised:
-        require_seams("made_up", {"made_up_package:Trainer.beta": (), place: arguments})
+        require_attributes("made_up", {"made_up_package:Trainer.beta": (), place: arguments})
     assert named in str(raised.value) and "Trainer.beta" not in str(raised.value)

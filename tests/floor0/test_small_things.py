@@ -7,7 +7,7 @@ import torch
 
 from kleash import errors
 from kleash.errors import KleashError, MissingExtraError, UnknownNameError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
@@ -51,13 +51,13 @@ def test_a_far_miss_only_lists():
 
 
 def test_an_optional_package_that_is_there():
-    assert need("os.path", "models").join("a", "b") == "a/b"
+    assert import_extra("os.path", "models").join("a", "b") == "a/b"
 
 
 @pytest.mark.parametrize("module", ["kleash_absent_package", "kleash_absent_package.part"])
 def test_an_optional_package_that_is_missing(module):
     with pytest.raises(MissingExtraError) as caught:
-        need(module, "models")
+        import_extra(module, "models")
     expected = "kleash_absent_package is not installed; run: pip install 'kleash[models]'"
     assert str(caught.value) == expected
     assert isinstance(caught.value, ImportError)
@@ -68,7 +68,7 @@ def test_a_package_that_is_broken_keeps_its_own_error(tmp_path, monkeypatch):
     (tmp_path / "kleash_broken_package.py").write_text("import kleash_absent_package")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="kleash_absent_package") as caught:
-        need("kleash_broken_package", "models")
+        import_extra("kleash_broken_package", "models")
     assert not isinstance(caught.value, KleashError)
 
 

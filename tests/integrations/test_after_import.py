@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from kleash.extras import after_import
+from kleash.extras import call_after_import
 
 
 @pytest.fixture
@@ -29,19 +29,19 @@ def double(module):
 
 def test_it_waits_for_the_import_and_comes_before_who_imports_by_name(package):
     before = list(sys.meta_path)
-    after_import("waited_for.late", double)
-    after_import("waited_for.late", double)
+    call_after_import("waited_for.late", double)
+    call_after_import("waited_for.late", double)
     assert "waited_for" not in sys.modules
     assert import_module("waited_for.user").value == 4, "both of them, once each"
     assert sys.meta_path == before
-    after_import("waited_for.late", double)
+    call_after_import("waited_for.late", double)
     assert import_module("waited_for.late").value == 8, "at once, where it is imported"
 
 
 def test_an_import_that_fails_is_waited_for_again(package, monkeypatch):
     monkeypatch.setattr(sys, "failures", [], raising=False)
     before = list(sys.meta_path)
-    after_import("waited_for.failing", double)
+    call_after_import("waited_for.failing", double)
     with pytest.raises(IndexError):
         import_module("waited_for.failing")
     sys.failures.append("one")
@@ -50,7 +50,7 @@ def test_an_import_that_fails_is_waited_for_again(package, monkeypatch):
 
 
 def test_what_does_not_exist_stays_away(package):
-    after_import("waited_for.nobody", double)
+    call_after_import("waited_for.nobody", double)
     with pytest.raises(ModuleNotFoundError):
         import_module("waited_for.nobody")
     sys.meta_path.pop(0)

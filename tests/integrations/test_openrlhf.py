@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kleash.auditing.targets.installing import quiet, stand_ins
 from kleash.errors import CannotRunError, OptionError, ShapeError, UnknownNameError
-from kleash.extras import require_seams
+from kleash.extras import require_attributes
 from kleash.integrations.openrlhf import KLController, compute_approx_kl, compute_reward, install
 from kleash.leash import DualBeta, FixedBeta, PIDBeta, ZieglerBeta
 
@@ -267,6 +267,6 @@ def test_requests_that_mean_nothing(theirs, unhooked):
     with pytest.raises(
         CannotRunError, match=r"the installed openrlhf lacks .*: argument 'cap' of openrlhf\.models"
     ):
-        require_seams("openrlhf", {"openrlhf.models.utils:compute_reward": ("cap",)})
+        require_attributes("openrlhf", {"openrlhf.models.utils:compute_reward": ("cap",)})
     assert theirs.modules["trainer.ppo_trainer"].FixedKLController is theirs.FixedKLController
     assert isinstance(KLController(FixedBeta(beta=1.0)).value, float)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kleash.auditing.targets.installing import quiet, stand_ins
 from kleash.errors import CannotRunError, OptionError, UnknownNameError
-from kleash.extras import require_seams
+from kleash.extras import require_attributes
 from kleash.integrations.verl import CONTROLLER_TYPES, get_kl_controller, install
 from kleash.integrations.verl.controllers import CONTROLLER_FILE
 from kleash.integrations.verl.installing import SEAMS
@@ -195,6 +195,8 @@ def test_a_checkpoint_without_it_is_said_and_a_fresh_start_is_not(core, trainer_
 
 
 def test_the_seams_are_looked_at(core):
-    assert require_seams("verl", SEAMS) is None, "kleash's own functions keep the names of verl's arguments"
+    assert require_attributes("verl", SEAMS) is None, (
+        "kleash's own functions keep the names of verl's arguments"
+    )
     with pytest.raises(CannotRunError, match=r"the installed verl lacks .*core_algos:kl_penalties"):
-        require_seams("verl", {"verl.trainer.ppo.core_algos:kl_penalties": ()})
+        require_attributes("verl", {"verl.trainer.ppo.core_algos:kl_penalties": ()})

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from kleash.cli.commands import ALGORITHMS, DESCRIPTIONS, EPILOGS, RECORDS, SUBCOMMANDS, Command
 from kleash.cli.options import PATHS, arguments_of
 from kleash.errors import OptionError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.version import __version__
 
 SHELLS = ("bash", "zsh", "fish")
@@ -253,7 +253,7 @@ def completion_script(shell: str) -> str:
     """
     if shell not in SHELLS:
         raise OptionError(f"--completion takes {', '.join(SHELLS)}; it is {shell!r}")
-    shtab: Any = need("shtab", "cli")
+    shtab: Any = import_extra("shtab", "cli")
     commands = {
         "": (root := ArgumentParser("kleash", parents=[parser_of("")], add_help=False)).add_subparsers()
     }

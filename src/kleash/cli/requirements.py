@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kleash.cli.commands import Audit, Command, Compare, Report
-from kleash.extras import is_installed, need_all
+from kleash.extras import is_installed, require_installed
 from kleash.records import CacheJob, DemonstrationJob, MeasureJob, PPOJob, TrainJob
 
 PAGES = ("jinja2", "plotly")
@@ -23,15 +23,15 @@ def require_packages(command: Command) -> None:
     """
     match command:
         case MeasureJob() | CacheJob():
-            need_all(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
+            require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
         case DemonstrationJob():
-            need_all(("rich", *MODELS, SPREADING, ADAPTERS), "'kleash[train]'")
+            require_installed(("rich", *MODELS, SPREADING, ADAPTERS), "'kleash[train]'")
         case TrainJob():
             _require_for_training(command)
         case Report() | Compare():
-            need_all(("rich", "pyarrow", *PAGES), "'kleash[models]'")
+            require_installed(("rich", "pyarrow", *PAGES), "'kleash[models]'")
         case Audit():
-            need_all(("rich",), "'kleash[models]'")
+            require_installed(("rich",), "'kleash[models]'")
 
 
 def _for_loading(command: MeasureJob | CacheJob) -> Iterator[str]:
@@ -55,7 +55,7 @@ def _require_for_training(job: TrainJob) -> None:
     missing = " ".join(name for name in others if not is_installed(name))
     extra = "train" if ours else "trl"
     whole = all(is_installed(module) for module in needed)
-    need_all((*needed, *others), missing if whole else f"'kleash[{extra}]' {missing}".strip())
+    require_installed((*needed, *others), missing if whole else f"'kleash[{extra}]' {missing}".strip())
 
 
 def is_adapter(name: str) -> bool:

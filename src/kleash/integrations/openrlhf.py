@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
-from kleash.extras import after_import, require_seams, warn_of_version
+from kleash.extras import call_after_import, require_attributes, warn_if_untested
 from kleash.leash import FixedBeta, HeldLeash, beta_from_dict, shape_rewards
 from kleash.precision import at_least_float32
 
@@ -148,7 +148,7 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
         CannotRunError: if this OpenRLHF lacks what kleash takes hold of; it says what, once it is imported.
         OptionError, UnknownNameError: if there is no such controller.
     """
-    warn_of_version("openrlhf", at_least="0.11", below="0.12")
+    warn_if_untested("openrlhf", at_least="0.11", below="0.12")
     adaptive = _adaptive(dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)
 
@@ -157,17 +157,17 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
         return compute_approx_kl(*given, **{"cap": cap, **named})
 
     def take_utils(module: Any) -> None:
-        require_seams("openrlhf", UTILS_SEAMS)
+        require_attributes("openrlhf", UTILS_SEAMS)
         _replace(module, "compute_approx_kl", approximate)
         _replace(module, "compute_reward", compute_reward)
 
     def take_controllers(module: Any) -> None:
-        require_seams("openrlhf", CONTROLLER_SEAMS)
+        require_attributes("openrlhf", CONTROLLER_SEAMS)
         _replace(module, "AdaptiveKLController", adaptive)
         _replace(module, "FixedKLController", _fixed)
 
-    after_import(UTILS, take_utils)
-    after_import(CONTROLLERS, take_controllers)
+    call_after_import(UTILS, take_utils)
+    call_after_import(CONTROLLERS, take_controllers)
 
 
 def _replace(owner: Any, name: str, function: Any) -> None:

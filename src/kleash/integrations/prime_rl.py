@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kleash.errors import OptionError
-from kleash.extras import require_seams
+from kleash.extras import require_attributes
 from kleash.leash import binary_divergence_mask
 from kleash.losses import KLTerm
 from kleash.precision import at_least_float32
@@ -102,5 +102,5 @@ def _against(inputs: Any, against: str) -> Tensor:
 @cache
 def _outputs() -> Any:
     """prime-rl's own record, once it is known to be the right one."""
-    require_seams("prime-rl", SEAMS)
+    require_attributes("prime-rl", SEAMS)
     return import_module(MODULE).LossOutputs

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kleash.extras import need
+from kleash.extras import import_extra
 
 LONGEST_REASON = 300
 
@@ -12,7 +12,7 @@ LONGEST_REASON = 300
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, transformers and its neighbours say nothing; afterwards they are as they were."""
-    log = need("transformers.utils.logging", "models")
+    log = import_extra("transformers.utils.logging", "models")
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kleash.errors import ModelError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models.adapters.shared_base import Base, Loaded, networks_over_one_base
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
 from kleash.models.checkpoints.resolution import Checkpoint
@@ -57,7 +57,7 @@ def load_network(
 def _load_base(
     side: Checkpoint, role: str, dtype: torch.dtype | str, device_map: str | None, trust_remote_code: bool
 ) -> tuple[Any, tuple[str, ...]]:
-    transformers = need("transformers", "models")
+    transformers = import_extra("transformers", "models")
     what = f"the {role} {side.name}"
     check_config_sizes(what, side.folder)
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import first_line
 
@@ -141,7 +141,7 @@ def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
     Raises:
         ModelError: if there is none.
     """
-    transformers = need("transformers", "models")
+    transformers = import_extra("transformers", "models")
     folder = tokenizer_folder(side)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kleash.errors import RunFolderError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.records.atomic import cannot_write
 
 
@@ -20,7 +20,7 @@ def folder_lock(root: Path, advice: str) -> Generator[None]:
     Raises:
         RunFolderError: if another process holds it, or it cannot be written.
     """
-    filelock = need("filelock", "models")
+    filelock = import_extra("filelock", "models")
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(root / ".lock")

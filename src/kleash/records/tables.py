@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kleash.errors import RunFolderError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.records.atomic import write_atomically
 from kleash.records.checksums import write_checked
 
@@ -82,8 +82,8 @@ def write_table(
         kinds: the type of each column.
         root: the folder that keeps the file's checksum; None for none.
     """
-    arrow = need("pyarrow", "models")
-    parquet = need("pyarrow.parquet", "models")
+    arrow = import_extra("pyarrow", "models")
+    parquet = import_extra("pyarrow.parquet", "models")
     types = {"int32": arrow.int32(), "float32": arrow.float32(), "string": arrow.string()}
     arrays = [arrow.array(columns[name], type=types[kind], from_pandas=False) for name, kind in kinds.items()]
     table = arrow.Table.from_arrays(arrays, names=list(kinds))
@@ -111,8 +111,8 @@ def read_columns(
     Raises:
         RunFolderError: if the file is missing or damaged.
     """
-    arrow = need("pyarrow", "models")
-    parquet = need("pyarrow.parquet", "models")
+    arrow = import_extra("pyarrow", "models")
+    parquet = import_extra("pyarrow.parquet", "models")
     try:
         content = path.read_bytes() if read is None else read(path, REMAKE)
         table = parquet.read_table(arrow.BufferReader(content), columns=names, partitioning=None)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import MissingExtraError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.records import write_atomically
 from kleash.records.codec import encode
 from kleash.records.statistics import label_of
@@ -44,7 +44,7 @@ def write_page(
         templates: a folder in which ``template`` is looked up first.
     """
     sources = [_plotly() if name == "plotly" else _asset(name) for name in scripts]
-    markup = need("markupsafe", "models").Markup
+    markup = import_extra("markupsafe", "models").Markup
     text = (
         _environment(templates)
         .get_template(template)
@@ -80,11 +80,11 @@ def _content_policy(sources: Sequence[str]) -> str:
 
 @cache
 def _environment(templates: Path | None = None) -> Any:
-    jinja2 = need("jinja2", "models")
+    jinja2 = import_extra("jinja2", "models")
     loaders = [jinja2.PackageLoader("kleash.reports")]
     if templates is not None:
         loaders.insert(0, jinja2.FileSystemLoader(templates))
-    markup = need("markupsafe", "models").Markup
+    markup = import_extra("markupsafe", "models").Markup
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(loaders),
         autoescape=True,

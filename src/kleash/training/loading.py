@@ -3,7 +3,7 @@
 from typing import Any
 
 from kleash.errors import OptionError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models import Pair, load_pair
 from kleash.records import TrainJob
 
@@ -44,7 +44,7 @@ def lora_settings(rank: int, network: Any) -> Any:
             f"--lora-rank is {rank}, and no matrix of the policy has a rank above {widest}: an adapter of that "
             "rank has more weights than what it adapts; lower it, or train every weight with --lora-rank 0"
         )
-    return need("peft", "models").LoraConfig(
+    return import_extra("peft", "models").LoraConfig(
         r=rank,
         lora_alpha=LORA_SCALE * rank,
         lora_dropout=0.0,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kleash.errors import CannotRunError, ModelError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models import find_checkpoint, length_batches
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
 from kleash.models.compat import first_line, quiet
@@ -112,7 +112,7 @@ class _RewardModel:
 
 
 def _load(name: str, device: str, dtype: str) -> _RewardModel:
-    transformers = need("transformers", "models")
+    transformers = import_extra("transformers", "models")
     side = find_checkpoint(name)
     what = f"the reward model {name}"
     if side.adapter is not None:

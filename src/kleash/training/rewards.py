@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from kleash.dotted import function_at
+from kleash.dotted import resolve_function
 from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.models import TokenSequence, column_counts
 from kleash.training.reward_calls import RewardFunction, RewardSignature, reward_values
@@ -258,5 +258,5 @@ def _names(specs: Sequence[str]) -> list[str]:
 
 
 def _function(path: str) -> RewardFunction:
-    function = function_at(path, "a reward")
+    function = resolve_function(path, "a reward")
     return RewardFunction(function=function, signature=RewardSignature.of(function))

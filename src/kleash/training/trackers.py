@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import CannotRunError, MissingExtraError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.records import TrainJob
 
 PROJECT = "kleash"
@@ -48,8 +48,8 @@ def open_trackers(job: TrainJob, folder: Path, *, after: int = 0) -> list[Tracke
 
 
 def _tensorboard(folder: Path, after: int) -> Tracker:
-    need("tensorboard", "train")
-    module = need("torch.utils.tensorboard", "train")
+    import_extra("tensorboard", "train")
+    module = import_extra("torch.utils.tensorboard", "train")
     writer = module.SummaryWriter(
         log_dir=str(folder / "tensorboard"), purge_step=after + 1 if after else None
     )
@@ -64,11 +64,11 @@ def _tensorboard(folder: Path, after: int) -> Tracker:
 
 def _of_accelerate(name: str, job: TrainJob, folder: Path) -> Tracker:
     try:
-        need(name, "train")
+        import_extra(name, "train")
     except MissingExtraError as error:
         raise MissingExtraError(f"the tracker {name} is not installed; run: pip install {name}") from error
-    tracking = need("accelerate.tracking", "train")
-    need("accelerate", "train").PartialState()  # the trackers ask it which process they are in
+    tracking = import_extra("accelerate.tracking", "train")
+    import_extra("accelerate", "train").PartialState()  # the trackers ask it which process they are in
     classes = {"wandb": "WandBTracker", "trackio": "TrackioTracker", "mlflow": "MLflowTracker"}
     try:
         tracker = _begun(getattr(tracking, classes[name]), name, folder)

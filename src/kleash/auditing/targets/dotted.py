@@ -23,12 +23,12 @@ def function_at(path: str) -> Function:
         UnknownNameError: if the package has no such module, or the module no such name.
         CannotRunError: if importing the module raises.
     """
-    return dotted.function_at(path, "a target", INSTALLATIONS)
+    return dotted.resolve_function(path, "a target", INSTALLATIONS)
 
 
 def import_target(name: str) -> ModuleType:
     """The module called ``name``, or a sentence about why there is none."""
-    return dotted.import_target(name, INSTALLATIONS)
+    return dotted.import_by_name(name, INSTALLATIONS)
 
 
 def arguments_of(function: Function, words: Sequence[str]) -> dict[str, Any]:

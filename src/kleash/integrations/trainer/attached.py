@@ -3,11 +3,11 @@
 from typing import Any
 
 from kleash.errors import OptionError
-from kleash.extras import need, require_seams, warn_of_version
+from kleash.extras import import_extra, require_attributes, warn_if_untested
 
-need("transformers.trainer", "models")
-warn_of_version("transformers", at_least="4.57", below="6")
-require_seams(
+import_extra("transformers.trainer", "models")
+warn_if_untested("transformers", at_least="4.57", below="6")
+require_attributes(
     "transformers",
     {
         "transformers:Trainer.log": ("logs",),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kleash.errors import ModelError, OptionError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.integrations.trainer.attached import Attached
 from kleash.measuring import Drift, DriftPart, draw_drift, drift_of
 from kleash.models import (
@@ -108,7 +108,7 @@ class DriftMonitor(Attached):
             rank, ranks = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
             mine = self._asked[rank::ranks]
             part = draw_drift(pair, mine, self.sampling, batch_tokens=self.batch_tokens) if mine else None
-        parts: list[DriftPart | None] = need("accelerate.utils", "models").gather_object([part])
+        parts: list[DriftPart | None] = import_extra("accelerate.utils", "models").gather_object([part])
         return drift_of([part for part in parts if part is not None])
 
     def _look(self, control: Any) -> None:

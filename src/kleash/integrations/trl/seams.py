@@ -1,14 +1,14 @@
 """The TRL that these trainers were written for, and what of it they take hold of."""
 
-from kleash.extras import need, require_seams, warn_of_version
+from kleash.extras import import_extra, require_attributes, warn_if_untested
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
 PASS = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
 
-need("trl", "trl")
-warn_of_version("trl", at_least="1.16", below="1.17")
-require_seams(
+import_extra("trl", "trl")
+warn_if_untested("trl", at_least="1.16", below="1.17")
+require_attributes(
     "trl",
     {
         f"{kind}.{method}": arguments

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kleash.errors import MissingExtraError
-from kleash.extras import after_import, require_seams, warn_of_version
+from kleash.extras import call_after_import, require_attributes, warn_if_untested
 from kleash.integrations.verl import controllers, penalty
 from kleash.integrations.verl.exact import ExactKL
 from kleash.losses import require_log_probabilities
@@ -59,8 +59,8 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
         CannotRunError: if this verl lacks what kleash takes hold of; it says what.
     """
     core = _imported(CORE)
-    warn_of_version("verl", at_least="0.9", below="0.10")
-    require_seams("verl", SEAMS)
+    warn_if_untested("verl", at_least="0.9", below="0.10")
+    require_attributes("verl", SEAMS)
     engine = _exact(core) if exact else getattr(core.kl_penalty_forward, "kleash", None)
     _replace(core, "kl_penalty_forward", _penalty(engine, look_at_first_batch))
     _replace(core, "get_kl_controller", _controller)
@@ -109,19 +109,19 @@ def _exact(core: Any) -> ExactKL:
     made = ExactKL()
 
     def take_engine(module: Any) -> None:
-        require_seams("verl", ENGINE_SEAMS)
+        require_attributes("verl", ENGINE_SEAMS)
         base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
         _replace(base, "disable_adapter", made.disable_adapter(base.disable_adapter))
         for method in ("forward_step", "prepare_model_outputs"):
             _replace(language_model, method, getattr(made, method)(getattr(language_model, method)))
 
     def take_loss(module: Any) -> None:
-        require_seams("verl", LOSS_SEAMS)
+        require_attributes("verl", LOSS_SEAMS)
         theirs, own = module.ppo_loss, made.ppo_loss(module.ppo_loss)
         for name, holder in list(sys.modules.items()):
             if name.startswith("verl.") and vars(holder).get("ppo_loss") is theirs:
                 _replace(holder, "ppo_loss", own)
 
-    after_import(ENGINE, take_engine)
-    after_import(LOSSES, take_loss)
+    call_after_import(ENGINE, take_engine)
+    call_after_import(LOSSES, take_loss)
     return made

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, TypeGuard
 
 from kleash.errors import ModelError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models.adapters.network_state import logits_of, probe_of, same_bits
 from kleash.models.adapters.rules import kind_of, rule_of
 from kleash.models.checkpoints.config_checks import check_adapter_sizes
@@ -74,7 +74,7 @@ def _put_on(network: Any, wrapper: Any, side: Checkpoint, role: str) -> Any:
     Raises:
         ModelError: if it does not fit.
     """
-    peft = need("peft", "models")
+    peft = import_extra("peft", "models")
     what = f"the adapter {side.name} of the {role}"
     check_patterns(what, _patterns(side), (name for name, _ in network.named_modules()))
     try:
@@ -114,7 +114,7 @@ def _is_pattern(text: Any) -> TypeGuard[str]:
 
 def _check_fits(wrapper: Any, side: Checkpoint, role: str, what: str) -> None:
     """See that every tensor of the adapter found its place, and every place its tensor."""
-    peft = need("peft", "models")
+    peft = import_extra("peft", "models")
     stored = set(_header(side))
     every, needed = (
         set(peft.get_peft_model_state_dict(wrapper, adapter_name=role, save_embedding_layers=embeddings))
@@ -165,7 +165,7 @@ def _are_adapted_apart(embedding: Any, head: Any) -> bool:
 
     A copy that is trained whole, and rows that are trained for both at once, are read in one way only.
     """
-    tuner_layer = need("peft.tuners.tuners_utils", "models").BaseTunerLayer
+    tuner_layer = import_extra("peft.tuners.tuners_utils", "models").BaseTunerLayer
     layers = [getattr(layer, "token_adapter", layer) for layer in (embedding, head)]
     if getattr(layers[1], "tied_adapter", None) is not None:
         return layers[1].tied_adapter is not layers[0]

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import KleashError, ModelError, RunFolderError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models.checkpoints.files import safetensors_header
 from kleash.models.compat import first_line
 from kleash.models.sequences import TokenSequence
@@ -135,8 +135,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = 
     Raises:
         RunFolderError: if the disk is full or the folder cannot be written.
     """
-    safetensors = need("safetensors", "models")
-    save_file = need("safetensors.torch", "models").save_file
+    safetensors = import_extra("safetensors", "models")
+    save_file = import_extra("safetensors.torch", "models").save_file
 
     def save(unfinished: Path) -> None:
         mode = unfinished.stat().st_mode
@@ -154,7 +154,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = 
 
 
 def _tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
-    safetensors = need("safetensors", "models")
+    safetensors = import_extra("safetensors", "models")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, RunFolderError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.linear import Head
 from kleash.models.cache.hidden_states import HiddenStates, key_of, save_tensors
 from kleash.models.cache.reference_cache import check_model
@@ -111,7 +111,10 @@ class StoredReference:
             ModelError: if the head is damaged.
         """
         there, contents = self.label.reference, self.contents
-        safetensors, torch_side = need("safetensors", "models"), need("safetensors.torch", "models")
+        safetensors, torch_side = (
+            import_extra("safetensors", "models"),
+            import_extra("safetensors.torch", "models"),
+        )
         try:
             tensors = torch_side.load_file(self.folder / HEAD, device=str(device))
             weight = tensors["weight"]
@@ -182,9 +185,9 @@ class StoredReference:
         checksums = self.checksums
         if not path.is_file() and not checksums.expects(path):
             return None
-        safetensors = need("safetensors", "models")
+        safetensors = import_extra("safetensors", "models")
         try:
-            columns = dict(need("safetensors.numpy", "models").load_file(path))
+            columns = dict(import_extra("safetensors.numpy", "models").load_file(path))
         except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError) as error:
             raise ModelError(
                 f"{path} cannot be read ({first_line(error)}); give the kleash cache command again"

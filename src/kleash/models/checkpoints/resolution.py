@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from kleash.errors import ModelError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models.checkpoints.config_checks import (
     check_adapter_files,
     check_index,
@@ -138,7 +138,7 @@ def hub_commit(name: str, revision: str | None) -> str:
     """
     if revision is not None and COMMIT.fullmatch(revision):
         return revision
-    hub = need("huggingface_hub", "models")
+    hub = import_extra("huggingface_hub", "models")
     try:
         return str(hub.HfApi().model_info(name, revision=revision).sha)
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
@@ -183,7 +183,7 @@ def _find_base(base: str, revision: str | None, adapter: Path) -> tuple[Path, st
 
 
 def _fetch(name: str, revision: str | None) -> tuple[Path, str | None]:
-    hub = need("huggingface_hub", "models")
+    hub = import_extra("huggingface_hub", "models")
     try:
         with quiet():
             folder = Path(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import ModelError, SourceError
-from kleash.extras import need
+from kleash.extras import import_extra
 
 WORKER = Path(__file__).with_name("worker.py")
 START = """
@@ -168,7 +168,7 @@ def chat_text(tokenizer: Any, messages: list[Any], **options: Any) -> str:
 @contextmanager
 def bounded_templates() -> Iterator[None]:
     """Inside, every tokenizer of transformers has its templates rendered in the process that can be killed."""
-    module: Any = need("transformers.tokenization_utils_base", "models")
+    module: Any = import_extra("transformers.tokenization_utils_base", "models")
     with _LOCK:
         own = module.render_jinja_template
         module.render_jinja_template = _render
@@ -182,7 +182,7 @@ def bounded_templates() -> Iterator[None]:
 def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:
     """Stands in for transformers' ``render_jinja_template``: the same arguments, the same texts."""
     if tools is not None and any(callable(tool) for tool in tools):
-        schema = need("transformers.utils.chat_template_utils", "models").get_json_schema
+        schema = import_extra("transformers.utils.chat_template_utils", "models").get_json_schema
         tools = [schema(tool) if callable(tool) else tool for tool in tools]
     try:
         texts, places = WORK.ask("render", {"conversations": conversations, "tools": tools, **request})

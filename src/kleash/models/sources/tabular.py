@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models.compat import first_line
 from kleash.models.sources.records import Line, label_of, shorten, show_value, text_lines
 
@@ -111,8 +111,14 @@ def parquet_rows(path: Path) -> Iterator[Line]:
         SourceError: if the file is damaged.
         MissingExtraError: if pyarrow is not installed.
     """
-    parquet = need("pyarrow.parquet", "models")
-    errors = (need("pyarrow", "models").ArrowException, OSError, ValueError, OverflowError, MemoryError)
+    parquet = import_extra("pyarrow.parquet", "models")
+    errors = (
+        import_extra("pyarrow", "models").ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+        MemoryError,
+    )
     label, number = label_of(path), 0
     try:
         with parquet.ParquetFile(path) as file:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kleash.errors import RunFolderError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.leash import Leash, beta_from_dict
 from kleash.models.compat import first_line, quiet
 from kleash.records.atomic import (
@@ -169,8 +169,8 @@ def restore(setting: Setting, checkpoint: Path) -> str | None:
     Raises:
         RunFolderError: if the checkpoint is damaged, or another model's.
     """
-    load_file = need("safetensors.torch", "models").load_file
-    damage = need("safetensors", "models").SafetensorError
+    load_file = import_extra("safetensors.torch", "models").load_file
+    damage = import_extra("safetensors", "models").SafetensorError
     let_go(setting.trainee.policy)
     try:
         tensors: dict[str, Tensor] = load_file(checkpoint / STATE)
@@ -223,7 +223,7 @@ def _tensors(setting: Setting) -> dict[str, Tensor]:
 
 
 def _write(setting: Setting, folder: Path, tensors: dict[str, Tensor], notes: Mapping[str, Any]) -> None:
-    save_file = need("safetensors.torch", "models").save_file
+    save_file = import_extra("safetensors.torch", "models").save_file
     save_file(tensors, folder / STATE)
     (folder / PROGRESS).write_text(to_json(notes), encoding="utf-8")
     start = "weight/network."

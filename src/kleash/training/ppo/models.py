@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.linear import Head
 from kleash.models import Model, Pair, find_checkpoint
 from kleash.models.adapters.network_state import logits_of, probe_of
@@ -188,7 +188,7 @@ def _widen_under_autocast(_: Any, __: Any, states: Tensor) -> Tensor:
 
 def _with_adapter(policy: Model, rank: int) -> Any:
     """Put a LoRA adapter on every linear layer but the head; it changes nothing yet."""
-    peft = need("peft", "models")
+    peft = import_extra("peft", "models")
     settings = lora_settings(rank, policy.network)
     try:
         with quiet():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kleash.errors import CannotRunError, OptionError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models import TokenSequence
 from kleash.models.pair_loading import place_of
 from kleash.records import PPOJob
@@ -54,7 +54,7 @@ def set_up(job: PPOJob) -> Setting:
         ModelError, OptionError, UnknownNameError: if a model or a reward cannot be loaded.
         CannotRunError: if the device is not there, or Accelerate was told to shard in a way that does not work here.
     """
-    accelerate = need("accelerate", "train")
+    accelerate = import_extra("accelerate", "train")
     place = place_of(job.device, None)
     processes = accelerate.PartialState(cpu=place.type == "cpu")
     if job.device not in ("auto", processes.device.type, str(processes.device)):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kleash.errors import OptionError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models.pair_loading import dtype_of, place_of
 from kleash.records import TrainJob
 from kleash.training.loading import require_trainable
@@ -45,7 +45,7 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
     """
     place = place_of(job.device, None)
     require_trainable(job.dtype)
-    processes = need("accelerate", "trl").PartialState(cpu=place.type == "cpu").num_processes
+    processes = import_extra("accelerate", "trl").PartialState(cpu=place.type == "cpu").num_processes
     if rows % processes:
         raise OptionError(
             f"{rows} rows a step cannot be shared out to {processes} processes evenly; give a multiple"

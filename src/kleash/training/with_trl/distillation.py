@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models import read_prompts
 from kleash.records import DistillJob, TrainingResult
 from kleash.training.ranks import Ranks
@@ -56,7 +56,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
         NonFiniteError: if a loss is NaN or infinite.
         CannotRunError, MissingExtraError: if something the job needs cannot run here.
     """
-    trl = need("trl", "trl")
+    trl = import_extra("trl", "trl")
     import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)
 
     networks = load_networks(job, job.teacher_name, role="teacher")

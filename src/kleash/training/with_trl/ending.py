@@ -8,7 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.models.compat import quiet
 from kleash.models.sandbox.process import bounded_templates
 from kleash.records import TrainingResult, TrainJob
@@ -27,7 +27,7 @@ STATE = "trainer_state.json"
 @contextmanager
 def silently() -> Iterator[None]:
     """Inside, neither transformers nor datasets show bars or warn, nor our callbacks: the run_log shows it all."""
-    utils = need("datasets.utils", "trl")
+    utils = import_extra("datasets.utils", "trl")
     bars = utils.are_progress_bars_disabled()
     utils.disable_progress_bars()
     callbacks = logging.getLogger("kleash.integrations.trainer")

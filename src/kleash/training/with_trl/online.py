@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import OptionError, SourceError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
 from kleash.models import Prompt, read_prompts
 from kleash.records import GRPOJob, OnlineJob, RLOOJob, TrainingResult
@@ -47,7 +47,7 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
         "scale_rewards": "none" if job.kl_place == "reward" else "group",
         "use_bias_correction_kl": False,  # of TRL's own KL, which is off
     }
-    config = need("trl", "trl").GRPOConfig
+    config = import_extra("trl", "trl").GRPOConfig
     return _train(job, run_log, measured(LeashedGRPOTrainer), config, settings)
 
 
@@ -60,7 +60,7 @@ def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
     from kleash.integrations.trl import LeashedRLOOTrainer
     from kleash.training.with_trl.measured import measured
 
-    return _train(job, run_log, measured(LeashedRLOOTrainer), need("trl", "trl").RLOOConfig, {})
+    return _train(job, run_log, measured(LeashedRLOOTrainer), import_extra("trl", "trl").RLOOConfig, {})
 
 
 def _train(
@@ -154,7 +154,7 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
     epochs = range(ceil(needed / len(prompts)))
     order = [place for epoch in epochs for place in shuffled(len(prompts), job.seed, "prompts", epoch)]
     places = [place for place in order[:needed] for _ in range(copies)]
-    return need("datasets", "trl").Dataset.from_list(rows).select(places)
+    return import_extra("datasets", "trl").Dataset.from_list(rows).select(places)
 
 
 def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.integrations.trainer import DriftMonitor
 from kleash.models import Sampling, source_path
 from kleash.models.sources.dataset_formats import preference_of
@@ -38,7 +38,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
         NonFiniteError: if a loss is NaN or infinite.
         CannotRunError, MissingExtraError: if something the job needs cannot run here.
     """
-    trl = need("trl", "trl")
+    trl = import_extra("trl", "trl")
     import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)
 
     rows = read_pairs(str(job.pairs), limit=job.limit)
@@ -49,7 +49,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
         model=networks.policy,
         ref_model=networks.other,
         args=trl.DPOConfig(**arguments, beta=job.beta, max_length=job.max_tokens),
-        train_dataset=need("datasets", "trl").Dataset.from_list(rows),
+        train_dataset=import_extra("datasets", "trl").Dataset.from_list(rows),
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
     )

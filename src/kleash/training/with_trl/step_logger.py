@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import NonFiniteError
-from kleash.extras import need
+from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
 from kleash.integrations.trainer.attached import Attached
 from kleash.records import Sample, TrainJob, read_steps
@@ -73,7 +73,7 @@ class StepLogger(Attached):
 
     def attach(self, trainer: Any) -> "StepLogger":
         """Join the trainer's callbacks, in the place of the one that prints its logs; returns itself."""
-        trainer.remove_callback(need("transformers.trainer_callback", "trl").PrinterCallback)
+        trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
         super().attach(trainer)
         return self
 
