@@ -24,8 +24,8 @@ TRANSFORMS_UNSUPPORTED = (
 def forward_mode_active() -> bool:
     """Whether forward-mode differentiation may be active: ``forward_ad.dual_level``, or ``jvp`` of ``torch.func``.
 
-    While torch.compile traces, true inside any transform of ``torch.func``: torch.compile has no rule for ``vmap`` of an
-    autograd function.
+    While torch.compile traces, true inside any transform of ``torch.func``: it has no rule for ``vmap`` of an autograd
+    function.
     """
     if torch.compiler.is_compiling():
         return bool(torch._C._are_functorch_transforms_active())  # pyright: ignore

@@ -107,7 +107,7 @@ def test_the_sentences_say_what_was_given_and_what_to_give(unhooked):
 
     logp = torch.zeros(2, 3).log_softmax(-1)
     for call, sentence in (
-        (lambda: kl([0.1], [0.2]), "logp is a list and not a torch.Tensor; make one of it"),
+        (lambda: kl([0.1], [0.2]), "logp is a list and not a torch.Tensor; convert it"),
         (lambda: kl(logp, np.zeros((2, 3))), "logq is a numpy.ndarray and not a torch.Tensor"),
         (lambda: kl(logp, logp.to("meta")), "logp is on cpu and logq on meta; move one"),
         (lambda: kl(logp.to_sparse(), logp), "logp is a tensor of layout torch.sparse_coo"),
