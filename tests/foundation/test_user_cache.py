@@ -7,7 +7,7 @@ import pytest
 
 from kleash.user_cache import is_private_file, user_cache_folder
 
-STRANGER = 54321
+OTHER_USER = 54321
 
 
 @pytest.fixture
@@ -16,13 +16,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def given_away(path: Path) -> None:
+def change_owner(path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a file to another user")
-    os.chown(path, STRANGER, STRANGER)
+    os.chown(path, OTHER_USER, OTHER_USER)
 
 
-def test_it_is_made_for_the_user_alone(home: Path) -> None:
+def test_the_folder_is_created_with_mode_700(home: Path) -> None:
     folder = user_cache_folder()
     assert folder == home / "cache" / "kleash" and folder.stat().st_mode & 0o777 == 0o700
     assert user_cache_folder() == folder
@@ -30,29 +30,29 @@ def test_it_is_made_for_the_user_alone(home: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 @pytest.mark.parametrize("where", ["cache/kleash", "cache"])
-def test_a_folder_that_others_can_write_is_not_used(home: Path, where: str, mode: int) -> None:
+def test_a_folder_that_others_can_write_is_rejected(home: Path, where: str, mode: int) -> None:
     assert user_cache_folder() is not None
-    os.chown(home / where, -1, 4 if os.geteuid() == 0 else -1)  # no group of the user's own
+    os.chown(home / where, -1, 4 if os.geteuid() == 0 else -1)  # not a group of this user alone
     (home / where).chmod(mode)
     if where == "cache" and mode == 0o770 and os.geteuid() != 0:
         pytest.skip("the group may be the user's own")
     assert user_cache_folder() is None
 
 
-def test_a_sticky_folder_above_is_safe(home: Path) -> None:
+def test_a_sticky_parent_folder_is_safe(home: Path) -> None:
     assert user_cache_folder() is not None
     (home / "cache").chmod(0o1777)
     assert user_cache_folder() is not None
 
 
 @pytest.mark.parametrize("where", ["cache/kleash", "cache"])
-def test_a_folder_of_another_user_is_not_used(home: Path, where: str) -> None:
+def test_a_folder_of_another_user_is_rejected(home: Path, where: str) -> None:
     assert user_cache_folder() is not None
-    given_away(home / where)
+    change_owner(home / where)
     assert user_cache_folder() is None
 
 
-def test_a_link_leads_to_a_folder_that_is_looked_at(home: Path) -> None:
+def test_the_target_of_a_link_is_checked(home: Path) -> None:
     (home / "elsewhere").mkdir(mode=0o700)
     (home / "cache").symlink_to(home / "elsewhere")
     assert user_cache_folder() is not None
@@ -68,7 +68,7 @@ def test_a_relative_folder_is_ignored(home: Path, monkeypatch: pytest.MonkeyPatc
     assert folder is not None and folder.is_absolute() and not (home / "cache").exists()
 
 
-def test_only_a_plain_file_of_the_users_own_is_private(home: Path) -> None:
+def test_only_a_regular_file_of_this_user_is_private(home: Path) -> None:
     path = home / "library.so"
     path.write_bytes(b"")
     path.chmod(0o700)
@@ -78,5 +78,5 @@ def test_only_a_plain_file_of_the_users_own_is_private(home: Path) -> None:
     path.chmod(0o722)
     assert not is_private_file(path)
     path.chmod(0o700)
-    given_away(path)
+    change_owner(path)
     assert not is_private_file(path)

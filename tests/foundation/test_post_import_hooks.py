@@ -1,4 +1,4 @@
-"""A change that waits until somebody imports what it changes."""
+"""Functions called after a module is imported."""
 
 import sys
 from importlib import import_module
@@ -27,18 +27,18 @@ def double(module):
     module.value *= 2
 
 
-def test_it_waits_for_the_import_and_comes_before_who_imports_by_name(package):
+def test_functions_are_called_once_and_before_names_are_imported_from_the_module(package):
     before = list(sys.meta_path)
     call_after_import("waited_for.late", double)
     call_after_import("waited_for.late", double)
     assert "waited_for" not in sys.modules
-    assert import_module("waited_for.user").value == 4, "both of them, once each"
+    assert import_module("waited_for.user").value == 4, "both functions, once each"
     assert sys.meta_path == before
     call_after_import("waited_for.late", double)
-    assert import_module("waited_for.late").value == 8, "at once, where it is imported"
+    assert import_module("waited_for.late").value == 8, "immediately for an imported module"
 
 
-def test_an_import_that_fails_is_waited_for_again(package, monkeypatch):
+def test_a_failed_import_is_tried_again(package, monkeypatch):
     monkeypatch.setattr(sys, "failures", [], raising=False)
     before = list(sys.meta_path)
     call_after_import("waited_for.failing", double)
@@ -49,8 +49,8 @@ def test_an_import_that_fails_is_waited_for_again(package, monkeypatch):
     assert sys.meta_path == before
 
 
-def test_what_does_not_exist_stays_away(package):
-    call_after_import("waited_for.nobody", double)
+def test_a_missing_module_still_raises(package):
+    call_after_import("waited_for.missing", double)
     with pytest.raises(ModuleNotFoundError):
-        import_module("waited_for.nobody")
+        import_module("waited_for.missing")
     sys.meta_path.pop(0)

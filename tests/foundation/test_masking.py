@@ -5,21 +5,21 @@ from kleash.errors import ShapeError
 from kleash.masking import Mean, as_mask, masked_mean, mean_of
 
 
-def test_masks_of_a_tokenizer_become_bools():
+def test_integer_masks_become_bool():
     assert as_mask(torch.tensor([[1, 0], [0, 2]])).tolist() == [[True, False], [False, True]]
-    given = torch.tensor([True, False])
-    assert as_mask(given) is given
+    bool_mask = torch.tensor([True, False])
+    assert as_mask(bool_mask) is bool_mask
     assert as_mask(torch.tensor([0, 1], dtype=torch.uint8)).dtype == torch.bool
 
 
-def test_a_mask_of_floats_is_refused(unhooked):
+def test_a_float_mask_raises(unhooked):
     with pytest.raises(
         ShapeError, match=r"a mask is bool, or 0 and 1 as integers; this one is torch\.float32"
     ):
         as_mask(torch.ones(2))
 
 
-def test_what_is_masked_reaches_neither_the_sum_nor_the_count():
+def test_masked_values_affect_neither_the_sum_nor_the_count():
     values = torch.tensor([[1.0, torch.nan, 2.0], [torch.inf, -torch.inf, 6.0]])
     mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
     mean = mean_of(values, mask)
@@ -27,11 +27,11 @@ def test_what_is_masked_reaches_neither_the_sum_nor_the_count():
     assert masked_mean(values, mask.bool()).item() == 3
 
 
-def test_what_counts_and_is_not_finite_shows():
+def test_nan_inside_the_mask_propagates():
     assert masked_mean(torch.tensor([1.0, torch.nan]), torch.tensor([True, True])).isnan()
 
 
-def test_means_of_parts_add_to_the_mean_of_the_whole():
+def test_adding_means_of_parts_gives_the_mean_of_the_whole():
     values, mask = torch.arange(6.0), torch.tensor([1, 1, 1, 0, 1, 1])
     whole = mean_of(values, mask)
     parts = mean_of(values[:1], mask[:1]) + mean_of(values[1:], mask[1:])
@@ -40,17 +40,17 @@ def test_means_of_parts_add_to_the_mean_of_the_whole():
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 3)])
-def test_the_mean_of_nothing_is_nan(shape):
+def test_the_mean_over_an_empty_mask_is_nan(shape):
     assert masked_mean(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).isnan()
 
 
-def test_gradients_flow_where_it_counts():
+def test_gradients_flow_inside_the_mask_only():
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     masked_mean(values, torch.tensor([True, False, True])).backward()
     assert values.grad is not None and values.grad.tolist() == [0.5, 0, 0.5]
 
 
-def test_shapes_that_differ(unhooked):
+def test_different_shapes_raise(unhooked):
     with pytest.raises(ShapeError, match=r"values are \(3,\) and their mask is \(2,\)"):
         mean_of(torch.zeros(3), torch.ones(2, dtype=torch.bool))
     with pytest.raises(ShapeError, match=r"values are \(2, 3\) and their mask is \(3,\)"):

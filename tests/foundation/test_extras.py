@@ -1,4 +1,4 @@
-"""Versions and seams of other people's packages."""
+"""Optional dependencies: imports, tested versions and required attributes."""
 
 import sys
 import types
@@ -7,8 +7,8 @@ import warnings
 import pytest
 
 from kleash import extras
-from kleash.errors import CannotRunError, MissingExtraError
-from kleash.extras import require_attributes, version_warning, warn_if_untested
+from kleash.errors import CannotRunError, KleashError, MissingExtraError
+from kleash.extras import import_extra, require_attributes, version_warning, warn_if_untested
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "known"),
+    ("version", "is_tested"),
     [
         ("1.16", True),
         ("1.16.0", True),
@@ -39,26 +39,26 @@ def installed(monkeypatch):
         ("nightly", False),
     ],
 )
-def test_a_version_is_known_or_said(installed, version, known):
+def test_versions_outside_the_tested_range_have_a_warning(installed, version, is_tested):
     installed["some"] = version
-    said = version_warning("some", at_least="1.16", below="1.17")
-    assert (said is None) is known
-    if not known:
-        assert version in said and "1.16" in said and "1.17" in said
+    message = version_warning("some", at_least="1.16", below="1.17")
+    assert (message is None) is is_tested
+    if not is_tested:
+        assert version in message and "1.16" in message and "1.17" in message
 
 
-def test_only_an_unknown_version_is_warned_of(installed):
+def test_only_untested_versions_warn(installed):
     installed["some"] = "3.0"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_if_untested("some", at_least="1.0", below="2.0")
         installed["some"] = "1.5"
         warn_if_untested("some", at_least="1.0", below="2.0")
-    (only,) = caught
-    assert "some 3.0" in str(only.message)
+    (warning,) = caught
+    assert "some 3.0" in str(warning.message)
 
 
-def test_what_is_not_installed_is_an_error(installed):
+def test_a_package_that_is_not_installed_raises(installed):
     with pytest.raises(MissingExtraError, match="some is not installed"):
         version_warning("some", at_least="1", below="2")
 
@@ -76,10 +76,11 @@ def package(monkeypatch):
     monkeypatch.setitem(sys.modules, "made_up_package", module)
 
 
-def test_seams_that_are_there(package):
-    place = "made_up_package:Trainer"
+def test_existing_attributes_pass(package):
+    trainer = "made_up_package:Trainer"
     assert (
-        require_attributes("made_up", {place: (), f"{place}.beta": (), f"{place}.loss": ("model",)}) is None
+        require_attributes("made_up", {trainer: (), f"{trainer}.beta": (), f"{trainer}.loss": ("model",)})
+        is None
     )
 
 
@@ -96,7 +97,29 @@ def test_seams_that_are_there(package):
         ("made_up_package.other:thing", (), "made_up_package.other:thing"),
     ],
 )
-def test_a_missing_seam_is_named(package, place, arguments, named):
+def test_missing_attributes_and_arguments_are_named(package, place, arguments, named):
     with pytest.raises(CannotRunError, match="made_up lacks") as raised:
         require_attributes("made_up", {"made_up_package:Trainer.beta": (), place: arguments})
     assert named in str(raised.value) and "Trainer.beta" not in str(raised.value)
+
+
+def test_import_extra_returns_the_module():
+    assert import_extra("os.path", "models").join("a", "b") == "a/b"
+
+
+@pytest.mark.parametrize("module", ["kleash_absent_package", "kleash_absent_package.part"])
+def test_import_extra_of_a_missing_package_names_the_extra(module):
+    with pytest.raises(MissingExtraError) as caught:
+        import_extra(module, "models")
+    expected = "kleash_absent_package is not installed; run: pip install 'kleash[models]'"
+    assert str(caught.value) == expected
+    assert isinstance(caught.value, ImportError)
+
+
+def test_import_extra_of_a_broken_package_raises_its_own_error(tmp_path, monkeypatch):
+    """A failing import inside an installed package is not a missing extra."""
+    (tmp_path / "kleash_broken_package.py").write_text("import kleash_absent_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="kleash_absent_package") as caught:
+        import_extra("kleash_broken_package", "models")
+    assert not isinstance(caught.value, KleashError)
