@@ -2,6 +2,7 @@
 
     python benchmarks/linear_all.py --minutes 30
     python benchmarks/linear_all.py --minutes 10 --only "linear_peers.py --shape h4096" linear_step.py
+    python benchmarks/linear_all.py --minutes 90 --vocabularies
 
 Then docs/performance.md is made from what is there. The minutes are what each takes on two idle cores with
 160 GFLOP/s between them; one that would not end in time is left out, and the next that would is run.
@@ -25,13 +26,20 @@ MINUTES = {
     "linear_peaks.py --part vocabulary": 1.5,
     "linear_peers.py --dtype bfloat16 --rounds 3": 4.0,
     "linear_peers.py --shape n1k": 2.0,
-    "linear_peers.py --shape v152k": 3.5,
+    "linear_peers.py --shape v152k": 6.0,
     "linear_peers.py --shape n8k": 3.5,
-    "linear_peers.py --shape v128k": 3.5,
+    "linear_peers.py --shape v262k": 8.0,
+    "linear_peers.py --shape n4k": 5.0,
+    "linear_peers.py --shape n4k_v128k": 13.0,
+    "linear_peers.py --shape n4k_v152k": 15.0,
+    "linear_peers.py --shape n4k_v262k": 26.0,
+    "linear_peers.py --shape v128k": 5.0,
     "linear_skipping.py": 5.0,
     "linear_speed.py": 2.0,
     "linear_memory.py": 2.5,
 }
+VOCABULARIES = ("n1k", "v128k", "v152k", "v262k", "n4k", "n4k_v128k", "n4k_v152k", "n4k_v262k")
+"""The shapes of the bar on the fastest peer: 32 768 to 262 144 words, 1024 and 4096 tokens."""
 
 
 def main() -> int:
@@ -40,7 +48,12 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="time for all of them together")
     parser.add_argument("--only", nargs="*", choices=MINUTES, default=list(MINUTES), help="which")
+    parser.add_argument(
+        "--vocabularies", action="store_true", help="only the four vocabularies at 1024 and at 4096 tokens"
+    )
     args = parser.parse_args()
+    if args.vocabularies:
+        args.only = [f"linear_peers.py --shape {shape}" for shape in VOCABULARIES]
     began, failed = monotonic(), []
     for command in args.only:
         left = args.minutes - (monotonic() - began) / 60

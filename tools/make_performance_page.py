@@ -34,8 +34,9 @@ benchmarks/linear_all.py` makes them all, and then this page (`python tools/make
   Packages are called as they are, at their defaults. Before anything is timed, the value and the gradient of each
   are compared with ours.
 - *The four matmuls*: two make the logits of both models, two make the gradients. They are run bare, in chunks of 512
-  tokens, into memory that is there, as `torch.mm` makes them. kleash makes three of them by oneDNN where that is the
-  faster library (a processor of AMD with AVX-512), and so takes less than these four on such a machine.
+  tokens, into memory that is there, as `torch.mm` makes them. On a processor of AMD with AVX-512, kleash makes all four
+  by its library in C (eager: three of them by oneDNN), and so can take less than these four. Results of a commit before
+  eb71624 were measured when oneDNN made three of them compiled, too.
 - *The same arithmetic on registers alone*: as many fused multiplications and additions as the four matmuls take, at
   the rate of the processor, with nothing read from memory (`benchmarks/peak.c`). What asks for less time than that, no
   float32 code reaches on such a machine; what asks for little more, hardly.

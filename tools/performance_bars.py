@@ -96,6 +96,36 @@ def shape(words: str, name: str) -> Bar:
     )  # fmt: skip
 
 
+def peers_of(figures: Figures) -> list[str]:
+    """The peers that were timed, the fastest first."""
+    results = figures["results"]
+    rivals = [name for name in results if name not in (*BARE, EAGER, COMPILED)]
+    return sorted(rivals, key=lambda name: results[name]["of_matmuls"])
+
+
+def of_fastest_peer(figures: Figures) -> Found:
+    """Ours to the fastest peer."""
+    ratios = of_peer(peers_of(figures)[0])(figures)
+    return {name: ratios[name] for name in (COMPILED,) if name in ratios}
+
+
+def behind_fastest(figures: Figures) -> str:
+    """Which peer was faster, and what both take of the matmuls."""
+    fastest, results = peers_of(figures)[0], figures["results"]
+    return (
+        f"The fastest peer is {wording(figures)[fastest]} at {results[fastest]['of_matmuls']:.2f} × the four matmuls; "
+        f"ours takes {results[COMPILED]['of_matmuls']:.2f} ×."
+    )
+
+
+def fastest_peer(name: str, tokens: str, words: str) -> Bar:
+    """The bar on the fastest peer at one shape."""
+    return Bar(
+        words=f"the fastest peer, {tokens} tokens, {words} words", limit=1.03, result=f"linear_peers_{name}",
+        found=of_fastest_peer, because=behind_fastest,
+    )  # fmt: skip
+
+
 def near(*columns: str) -> Callable[[Figures], Found]:
     """The least of some columns of the nearest pair's accuracy."""
 
@@ -160,6 +190,14 @@ BARS = (
     shape("hidden size 4096", "h4096"),
     shape("1024 tokens", "n1k"),
     shape("8192 tokens", "n8k"),
+    fastest_peer("n1k", "1 024", "32 768"),
+    fastest_peer("v128k", "1 024", "128 256"),
+    fastest_peer("v152k", "1 024", "151 936"),
+    fastest_peer("v262k", "1 024", "262 144"),
+    fastest_peer("n4k", "4 096", "32 768"),
+    fastest_peer("n4k_v128k", "4 096", "128 256"),
+    fastest_peer("n4k_v152k", "4 096", "151 936"),
+    fastest_peer("n4k_v262k", "4 096", "262 144"),
     Bar(
         words="peak memory beyond inputs and gradients: 128 MiB", limit=128 * 2**20 / 1e6,
         result="linear_peaks_main", form="{:.0f} MB",

@@ -21,7 +21,12 @@ COMMANDS = {
     "linear_peers_h4096": "linear_peers.py --shape h4096",
     "linear_peers_v152k": "linear_peers.py --shape v152k",
     "linear_peers_v128k": "linear_peers.py --shape v128k",
+    "linear_peers_v262k": "linear_peers.py --shape v262k",
     "linear_peers_n1k": "linear_peers.py --shape n1k",
+    "linear_peers_n4k": "linear_peers.py --shape n4k",
+    "linear_peers_n4k_v128k": "linear_peers.py --shape n4k_v128k",
+    "linear_peers_n4k_v152k": "linear_peers.py --shape n4k_v152k",
+    "linear_peers_n4k_v262k": "linear_peers.py --shape n4k_v262k",
     "linear_peers_n8k": "linear_peers.py --shape n8k",
     "linear_gpu": "linear_gpu.py",
 }

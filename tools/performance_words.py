@@ -47,7 +47,28 @@ def shapes(results: Results) -> list[str]:
     ]
     heads = ["tokens", "hidden", "vocabulary", *words.values(), "rounds"]
     head = said("Each as a multiple of the four matmuls of that shape, float32.")
-    return ["## Other shapes", "", *head, *grid(heads, rows), *missing]
+    return ["## Other shapes", "", *head, *grid(heads, rows), *not_in_rounds(there), *missing]
+
+
+def not_in_rounds(shapes: Sequence[Row]) -> list[str]:
+    """The peers that were timed in one call only, and those that do not run."""
+    lines: list[str] = []
+    for found in shapes:
+        seconds = [
+            f"{text} {found['checks'][way]['seconds_of_first_call']:.1f} s"
+            for way, text in found.get("once", {}).items()
+        ]
+        sentences: list[str] = []
+        if seconds:
+            ours = found["results"][COMPILED]["seconds"]
+            sentences.append(f"First calls: {', '.join(seconds)}; `linear_kl_loss` {ours:.1f} s (median).")
+        if found.get("left_out"):
+            sentences.append(found["left_out"])
+        if sentences:
+            lines.append(f"- {found['tokens']} tokens, {found['vocabulary']} words: {' '.join(sentences)}")
+    if not lines:
+        return []
+    return [*said("Peers that are not in the rounds:"), *lines, ""]
 
 
 def narrow(results: Results) -> list[str]:

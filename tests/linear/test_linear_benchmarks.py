@@ -174,6 +174,36 @@ def test_rounds_are_interleaved_and_end_in_time(benchmarks):
     assert benchmarks.harness.ratio([2.0, 3.0, 40.0], [1.0, 1.0, 10.0]) == 3.0
 
 
+def run_peers(benchmarks, monkeypatch, folder, *more):
+    """The figures after a run of two ways at the smallest shape."""
+    arguments = ["--shape", "tiny", "--only", "matmuls", "kleash", "--threads", "1", "--out", str(folder)]
+    monkeypatch.setattr("sys.argv", ["linear_peers.py", *arguments, *more])
+    benchmarks.peers.main()
+    return json.loads((folder / "linear_peers_tiny.json").read_text())["figures"]
+
+
+def test_rounds_are_added_to_those_of_an_earlier_run(benchmarks, tmp_path, monkeypatch):
+    first = run_peers(benchmarks, monkeypatch, tmp_path, "--rounds", "1")
+    both = run_peers(benchmarks, monkeypatch, tmp_path, "--rounds", "4", "--resume")
+    assert first["rounds"] == 1 and both["rounds"] == len(both["load"]) == 4
+    assert both["checks"] == first["checks"]
+    for name, seconds in both["all_seconds"].items():
+        assert len(seconds) == 4 and seconds[:1] == first["all_seconds"][name]
+        assert both["results"][name]["seconds"] == pytest.approx(np.median(seconds), abs=1e-6)
+    again = run_peers(benchmarks, monkeypatch, tmp_path, "--rounds", "4", "--resume")
+    assert again["all_seconds"] == both["all_seconds"], "there are enough of them"
+
+
+@pytest.mark.parametrize("key", ["commit", "versions"])
+def test_rounds_of_another_commit_or_package_are_not_added_to(benchmarks, tmp_path, monkeypatch, key):
+    run_peers(benchmarks, monkeypatch, tmp_path, "--rounds", "1")
+    path = tmp_path / "linear_peers_tiny.json"
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps({**result, key: "another"}))
+    with pytest.raises(ValueError, match=key):
+        run_peers(benchmarks, monkeypatch, tmp_path, "--rounds", "2", "--resume")
+
+
 PEAK = """
 import ctypes, mmap, sys
 from pathlib import Path

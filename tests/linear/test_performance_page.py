@@ -169,6 +169,25 @@ def test_the_processors_peak_stands_beside_the_matmuls(results):
     assert "the same arithmetic on registers alone" in files["images/performance_time.svg"]
 
 
+@pytest.mark.parametrize(("liger", "verdict"), [(1.04, "reached"), (1.02, "**missed**")])
+def test_the_fastest_peer_decides(results, liger, verdict):
+    large = peers(
+        once={"trl": "TRL"}, checks={"trl": {"seconds_of_first_call": 21.04}}, left_out="Others hold more."
+    )
+    rows = large["figures"]["results"]
+    del rows["trl"]
+    rows["liger"] |= {"of_matmuls": liger, "kleash compiled of it": 1.062 / liger}
+    page = tool.made({**results, "linear_peers_n4k_v262k": large})["performance.md"]
+    (row,) = (
+        line for line in page.splitlines() if line.startswith("| the fastest peer, 4 096 tokens, 262 144")
+    )
+    assert row.endswith(f"|  | {1.062 / liger:.2f} × | {verdict} |")
+    assert ("The fastest peer is Liger at 1.02 × the four matmuls; ours takes 1.06 ×." in page) == (
+        liger < 1.03
+    )
+    assert "First calls: TRL 21.0 s; `linear_kl_loss` 3.6 s (median). Others hold more." in page
+
+
 def test_nothing_is_said_to_be_missed_where_all_was_reached(results):
     for row_ in results["linear_peers_main"]["figures"]["results"].values():
         row_.update({key: 0.1 for key in row_ if key != "seconds"})
