@@ -24,7 +24,7 @@ from harness import RESULTS, write_result
 from kleash.models import load_pair, read_prompts
 from kleash.records import SHIPPED_PROMPTS, SHIPPED_REFERENCE, PPOJob, read_steps
 from kleash.training import train
-from kleash.training.demonstration import Setting
+from kleash.training.demonstration import DemonstrationSettings
 
 CONTROLLERS = ("pid", "ziegler", "dual")
 LAST = 15
@@ -50,7 +50,7 @@ class Figures:
 
 def run(controller: str, seed: int, options: argparse.Namespace, folder: Path) -> Figures:
     """Train once."""
-    how = Setting()
+    how = DemonstrationSettings()
     out = folder / f"{controller}-{seed}"
     job = PPOJob(
         prompts=str(folder / "prompts.jsonl"),
@@ -87,7 +87,8 @@ def write_prompts(folder: Path) -> None:
     pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE)
     every = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
     lines = [
-        json.dumps({"prompt": one.text}, ensure_ascii=False) + "\n" for one in every[: Setting().prompts]
+        json.dumps({"prompt": one.text}, ensure_ascii=False) + "\n"
+        for one in every[: DemonstrationSettings().prompts]
     ]
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 
@@ -156,7 +157,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--target", type=float, default=8.0, help="nats per response")
     parser.add_argument("--beta", type=float, default=0.05, help="where the controller begins")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=Setting().learning_rate)
+    parser.add_argument("--learning-rate", type=float, default=DemonstrationSettings().learning_rate)
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder that the figures are written to"

@@ -183,7 +183,7 @@ def _reading_training(pristine: Path) -> Callable[[Path], str]:
     from kleash.records.folder import read_header, require_same
     from kleash.reports import write_report_of
     from kleash.training.ppo.checkpoints import _tensors, last_checkpoint, load_progress, restore
-    from kleash.training.ppo.setting import set_up
+    from kleash.training.ppo.setup import set_up
     from kleash.training.run_log import RunLog
 
     setting = set_up(_ppo_job(Path(), 0))

@@ -10,7 +10,7 @@ from tiny_models import SENTENCES, save_tiny
 
 from kleash.models import read_prompts
 from kleash.records import PPOJob
-from kleash.training.ppo.setting import Setting, set_up
+from kleash.training.ppo.setup import TrainingSetup, set_up
 
 
 def vowels(prompts: list[str], responses: list[str]) -> list[float]:
@@ -61,7 +61,7 @@ def _end_often(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": list(range(1, 320, 7))}))
 
 
-def ready(job: PPOJob) -> tuple[Setting, list[Any]]:
+def ready(job: PPOJob) -> tuple[TrainingSetup, list[Any]]:
     """What a run works with, and its prompts."""
     setting = set_up(job)
-    return setting, read_prompts(job.source, setting.trainee.pair)
+    return setting, read_prompts(job.source, setting.actor_critic.pair)

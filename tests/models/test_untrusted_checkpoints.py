@@ -340,7 +340,7 @@ def test_templates_give_what_transformers_gives(base, here):
 
 @pytest.mark.parametrize("rank", [33, 10**6])
 def test_a_rank_above_that_of_every_matrix(base, rank):
-    from kleash.training.loading import lora_settings
+    from kleash.training.model_options import lora_settings
 
     network = AutoModelForCausalLM.from_pretrained(base)
     with pytest.raises(

@@ -8,8 +8,8 @@ from ppo_cases import ready, tiny_job
 from transformers import AutoModelForCausalLM
 
 from kleash.training.ppo.rollout import roll_out
-from kleash.training.ppo.shaping import shape
-from kleash.training.ppo.step import _said
+from kleash.training.ppo.shaping import learning_signals
+from kleash.training.ppo.step import _reward_signals
 from kleash.training.ppo.update import _learn
 
 KINDS = [
@@ -148,7 +148,7 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_plain_formulas(folder, kl, p
         seed=3,
     )
     setting, prompts = ready(job)
-    policy = setting.trainee.policy
+    policy = setting.actor_critic.policy
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         policy.value.weight.copy_(torch.randn(policy.value.weight.shape, generator=generator) * 0.1)
@@ -160,8 +160,8 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_plain_formulas(folder, kl, p
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(0.01 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
-    shaped = shape(_said(rollout), job, job.beta)
-    assert shaped.price == pytest.approx(plain.price, rel=1e-9)
+    shaped = learning_signals(_reward_signals(rollout), job, job.beta)
+    assert shaped.scaled_beta == pytest.approx(plain.price, rel=1e-9)
     tokens = rollout.mask.sum().item()
     found = _learn(setting, rollout, shaped, rollout.micros[0], job.minibatches / tokens)
     ours = {name: weight.grad.clone() for name, weight in policy.named_parameters()}

@@ -10,8 +10,13 @@ from kleash.divergences import entropy, kl
 from kleash.divergences.enumeration import MarkovModel, random_markov
 from kleash.linear.statistics import TokenTerms
 from kleash.records import PPOJob
-from kleash.training.ppo.losses import Past, objective, value_losses
-from kleash.training.ppo.shaping import Said, against_the_others, shape, whitened_by
+from kleash.training.ppo.losses import RolloutTokens, policy_objective, value_losses
+from kleash.training.ppo.shaping import (
+    RewardSignals,
+    learning_signals,
+    minus_leave_one_out_mean,
+    whiten_with_scale,
+)
 
 WORDS, STEPS, END, BETA = 2, 4, 0, 0.4
 TOKEN_SCOPE_ERROR = 0.054
@@ -73,11 +78,11 @@ class World:
         logp, logq, exact = (x[rows] for x in (self.token_logp, self.token_logq, self.token_kl))
         mask = MASK[rows]
         poison = torch.where(mask, 0.0, torch.nan)  # what stands in the padding is not to be read
-        said = Said(
+        said = RewardSignals(
             self.scores[rows], *((x + poison).detach() for x in (logp, logq, exact, self.values[rows])), mask
         )
-        shaped = shape(said, job, BETA)
-        past = Past(
+        shaped = learning_signals(said, job, BETA)
+        past = RolloutTokens(
             said.token_logp[mask],
             said.values[mask],
             shaped.advantages[mask],
@@ -86,7 +91,7 @@ class World:
         )
         whole = self.policy.next_logp(TOKENS[rows])
         terms = TokenTerms(*(x[mask] for x in (logp, logq, exact, entropy(whole))))
-        return objective(past, job, shaped.price)(terms, slice(0, len(past.values))).sum()
+        return policy_objective(past, job, shaped.scaled_beta)(terms, slice(0, len(past.values))).sum()
 
     def expected(self, job):
         """The mean gradient over every pair of responses that could have been drawn together."""
@@ -135,26 +140,26 @@ def test_an_unsteady_critic_and_a_short_reach_bias_the_update():
 def test_whitening_keeps_beta_the_price_of_a_nat(kl_name, place, scope):
     """What the loss charges for KL is divided by what the advantages were."""
     world = World()
-    said = Said(
+    said = RewardSignals(
         world.scores,
         *(x.detach() for x in (world.token_logp, world.token_logq, world.token_kl)),
         world.values,
         MASK,
     )
-    plain = shape(said, job_of(kl_name, place, scope), BETA)
-    whitened = shape(said, job_of(kl_name, place, scope, whiten=True), BETA)
+    plain = learning_signals(said, job_of(kl_name, place, scope), BETA)
+    whitened = learning_signals(said, job_of(kl_name, place, scope, whiten=True), BETA)
     flat = plain.advantages[MASK].numpy()
     spread = flat.std(ddof=1)
     np.testing.assert_allclose(
         whitened.advantages[MASK].numpy(), (flat - flat.mean()) / spread, rtol=1e-10, atol=1e-12
     )
-    assert whitened.price == pytest.approx(BETA / spread, rel=1e-10)
-    assert plain.price == BETA
+    assert whitened.scaled_beta == pytest.approx(BETA / spread, rel=1e-10)
+    assert plain.scaled_beta == BETA
     torch.testing.assert_close(whitened.returns, plain.returns)
 
 
 def test_equal_values_are_whitened_to_nothing_at_their_own_scale():
-    whitened, scale = whitened_by(
+    whitened, scale = whiten_with_scale(
         torch.full((2, 3), 5.0), torch.tensor([[True, True, False], [True, False, False]])
     )
     assert (whitened == 0).all() and scale == 1.0
@@ -163,7 +168,7 @@ def test_equal_values_are_whitened_to_nothing_at_their_own_scale():
 def test_others_are_those_that_are_still_there():
     costs = torch.tensor([[4.0, 2.0, 1.0], [1.0, torch.nan, torch.nan], [7.0, 6.0, torch.nan]])
     mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
-    found = against_the_others(costs, mask)
+    found = minus_leave_one_out_mean(costs, mask)
     expected = torch.tensor([[4.0 - 4.0, 2.0 - 6.0, 1.0], [1.0 - 5.5, 0, 0], [7.0 - 2.5, 6.0 - 2.0, 0]])
     torch.testing.assert_close(found, expected)
 
@@ -173,20 +178,23 @@ def test_a_leash_of_nothing_reads_no_kl():
     mask = torch.ones(1, 2, dtype=torch.bool)
     zeros, forbidden = torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]])
     for kind in [*RIGHT, ("exact", "loss", "token")]:
-        said = Said(torch.ones(1), zeros, forbidden, -forbidden, zeros, mask)
-        shaped = shape(said, job_of(*kind), 0.0)
+        said = RewardSignals(torch.ones(1), zeros, forbidden, -forbidden, zeros, mask)
+        shaped = learning_signals(said, job_of(*kind), 0.0)
         torch.testing.assert_close(shaped.advantages, torch.ones(1, 2))
-        past = Past(zeros[0], zeros[0], shaped.advantages[0], shaped.returns[0], mask[0])
+        past = RolloutTokens(zeros[0], zeros[0], shaped.advantages[0], shaped.returns[0], mask[0])
         terms = TokenTerms(zeros[0], forbidden[0], -forbidden[0], zeros[0])
-        assert objective(past, job_of(*kind), shaped.price)(terms, slice(0, 2)).tolist() == [-1.0, -1.0]
+        assert policy_objective(past, job_of(*kind), shaped.scaled_beta)(terms, slice(0, 2)).tolist() == [
+            -1.0,
+            -1.0,
+        ]
 
 
 def test_what_is_not_learned_from_is_selected_away():
     """A process that only keeps the others company adds nothing, whatever its numbers are."""
     broken = torch.full((2,), torch.nan)
     logp = broken.clone().requires_grad_()
-    past = Past(broken, broken, broken, broken, torch.tensor([False, False]))
-    loss = objective(past, job_of("exact", "loss", "sequence"), 1.0)(
+    past = RolloutTokens(broken, broken, broken, broken, torch.tensor([False, False]))
+    loss = policy_objective(past, job_of("exact", "loss", "sequence"), 1.0)(
         TokenTerms(logp, broken, broken, broken), slice(0, 2)
     )
     values = broken.clone().requires_grad_()
@@ -205,5 +213,5 @@ def test_what_is_not_learned_from_is_selected_away():
     ],
 )
 def test_the_clipped_value_loss_is_the_larger_of_two(value, old, target, clip, loss):
-    past = Past(*(torch.tensor([x]) for x in (0.0, old, 0.0, target)), torch.tensor([True]))
+    past = RolloutTokens(*(torch.tensor([x]) for x in (0.0, old, 0.0, target)), torch.tensor([True]))
     assert value_losses(torch.tensor([value]), past, clip).item() == pytest.approx(loss, rel=1e-6)

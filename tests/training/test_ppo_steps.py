@@ -18,12 +18,12 @@ from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionErro
 from kleash.models import load_pair, score
 from kleash.records import HackingAlert, read_steps
 from kleash.records.checksums import seal_folder
-from kleash.training.leashes import leash_of, tightened
+from kleash.training.job_controllers import leash_of, tightened
 from kleash.training.ppo import train_ppo
-from kleash.training.ppo.checkpoints import Progress
+from kleash.training.ppo.checkpoints import TrainingState
 from kleash.training.ppo.rollout import roll_out
-from kleash.training.ppo.setting import _require_known
-from kleash.training.ppo.step import advised, one_step
+from kleash.training.ppo.setup import _require_known
+from kleash.training.ppo.step import apply_response, one_step
 from kleash.training.run_log import Advice
 
 
@@ -44,7 +44,7 @@ def same(one, other):
 
 
 def started(job):
-    return Progress(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate, metrics={})
+    return TrainingState(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate, metrics={})
 
 
 def test_the_first_ratio_is_exactly_1(folder, tmp_path):
@@ -61,14 +61,14 @@ def test_the_policy_moves_and_its_reference_does_not(folder, architecture):
     """The reference is the policy as it starts: the same folder, and another copy of it in memory."""
     job = replace(tiny_job(folder, architecture), reference=None)
     setting, prompts = ready(job)
-    reference = setting.trainee.reference.model.network
+    reference = setting.actor_critic.reference.model.network
     at_first = AutoModelForCausalLM.from_pretrained(job.policy)
     progress = started(job)
     for _ in range(3):
         progress = one_step(setting, prompts, folder, progress, None)
     assert same(weights(at_first), weights(reference))
     assert not any(weight.requires_grad for weight in reference.parameters())
-    policy = setting.trainee.policy.network
+    policy = setting.actor_critic.policy.network
     assert not any(torch.equal(a, b) for a, b in zip(policy.parameters(), at_first.parameters(), strict=True))
     tied = policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
     assert tied == (architecture == "qwen3")
@@ -78,8 +78,8 @@ def test_the_policy_moves_and_its_reference_does_not(folder, architecture):
 def test_an_adapter_is_trained_against_its_base_with_the_adapter_off(folder, tmp_path):
     job = replace(tiny_job(folder, lora_rank=2, out=str(tmp_path)), reference=None)
     setting, prompts = ready(job)
-    assert setting.trainee.reference.model is None
-    before = weights(setting.trainee.policy)
+    assert setting.actor_critic.reference.model is None
+    before = weights(setting.actor_critic.policy)
     progress = started(job)
     first = one_step(setting, prompts, folder, progress, None)
     assert first.metrics["kl/exact_per_token"] == 0.0, "an adapter that is new changes nothing"
@@ -92,7 +92,7 @@ def test_an_adapter_is_trained_against_its_base_with_the_adapter_off(folder, tmp
         logp = plain(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1].log_softmax(-1)
     expected = logp.gather(1, torch.tensor(one.response_ids)[:, None])[:, 0]
     torch.testing.assert_close(rollout.token_logq[0, : len(expected)], expected, rtol=1e-4, atol=1e-5)
-    after = weights(setting.trainee.policy)
+    after = weights(setting.actor_critic.policy)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if "lora_" in name or name.startswith("value.")}
     train_ppo(job)
@@ -107,7 +107,7 @@ def test_the_policy_it_leaves_behind_is_the_one_it_trained(folder, tmp_path):
     found = AutoModelForCausalLM.from_pretrained(result.policy)
     setting, prompts = ready(job)
     one_step(setting, prompts, tmp_path, started(job), None)
-    assert same(weights(found), weights(setting.trainee.policy.network))
+    assert same(weights(found), weights(setting.actor_critic.policy.network))
     assert load_pair(result.policy, job.reference_name).vocabulary == 320
 
 
@@ -159,7 +159,7 @@ def test_the_kl_of_an_update_is_exact(folder):
     job = tiny_job(folder, "qwen3", temperature=0.7, dtype="float64", samples_per_prompt=2)
     setting, prompts = ready(job)
     rollout = roll_out(setting, prompts, step=1)
-    before = deepcopy(setting.trainee.policy.network)
+    before = deepcopy(setting.actor_critic.policy.network)
     metrics = one_step(setting, prompts, folder, started(job), None).metrics
     total = 0.0
     for one in rollout.sequences:
@@ -167,13 +167,15 @@ def test_the_kl_of_an_update_is_exact(folder):
         with torch.no_grad():
             logp, logq = (
                 (network(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1] / 0.7).log_softmax(-1)
-                for network in (before, setting.trainee.policy.network)
+                for network in (before, setting.actor_critic.policy.network)
             )
         total += (logp.exp() * (logp - logq)).sum().item()
     assert metrics["kl/update"] == pytest.approx(total / rollout.mask.sum().item(), rel=1e-9)
     texts = [one.response_ids for one in rollout.sequences]
     assert all(one != other for one, other in zip(texts[::2], texts[1::2], strict=True)), "two samples differ"
-    assert all(weight.grad is None for weight in setting.trainee.policy.parameters()), "nothing is left over"
+    assert all(weight.grad is None for weight in setting.actor_critic.policy.parameters()), (
+        "nothing is left over"
+    )
 
 
 def test_gradients_are_scaled_down_to_the_longest_that_is_allowed(folder, tmp_path):
@@ -236,7 +238,7 @@ def test_what_the_watch_advises_is_done(folder):
     progress = replace(started(setting.job), step=3)
 
     def after(act):
-        return advised(progress, Advice(alerts=alerts, act=act), setting)
+        return apply_response(progress, Advice(alerts=alerts, act=act), setting)
 
     assert after(None).alerts == ("KL ran away",) and after(None).stopped is None
     assert after("stop").stopped == "the hacking monitor stopped it after step 3: KL ran away"
@@ -247,10 +249,10 @@ def test_what_the_watch_advises_is_done(folder):
 def test_a_learning_rate_that_was_halved_is_the_one_that_is_used(folder):
     setting, prompts = ready(tiny_job(folder))
     progress = replace(started(setting.job), learning_rate=1e-30)
-    before = weights(setting.trainee.policy.network)
+    before = weights(setting.actor_critic.policy.network)
     found = one_step(setting, prompts, folder, progress, None)
     assert found.metrics["policy/learning_rate"] == 1e-30 and found.metrics["kl/update"] == 0.0
-    assert same(before, weights(setting.trainee.policy.network))
+    assert same(before, weights(setting.actor_critic.policy.network))
 
 
 def test_a_loss_that_is_no_number_stops_with_the_batch_saved(folder, tmp_path):
@@ -295,25 +297,25 @@ def test_a_reference_that_rules_a_token_out_is_named(folder, monkeypatch):
         return rollout
 
     monkeypatch.setattr(module, "roll_out", forbidding)
-    before = weights(setting.trainee.policy)
+    before = weights(setting.actor_critic.policy)
     reason = (
         r"the loss is nan in step 1, epoch 1, minibatch \d; KL\(policy \|\| reference\) of prompt \d, sample 0.*"
         r"response token 1, is inf"
     )
     with pytest.raises(NonFiniteError, match=reason):
         one_step(setting, prompts, folder, started(setting.job), None)
-    assert same(before, weights(setting.trainee.policy))
+    assert same(before, weights(setting.actor_critic.policy))
 
 
 def test_a_gradient_that_is_no_number_touches_no_weight(folder, monkeypatch):
     setting, prompts = ready(tiny_job(folder))
-    before = weights(setting.trainee.policy)
+    before = weights(setting.actor_critic.policy)
     monkeypatch.setattr(setting.accelerator, "clip_grad_norm_", lambda *given: torch.tensor(torch.inf))
     with pytest.raises(
         NonFiniteError, match=r"the gradient is inf in step 1, epoch 1, minibatch \d; nothing that came in"
     ):
         one_step(setting, prompts, folder, started(setting.job), None)
-    assert same(before, weights(setting.trainee.policy))
+    assert same(before, weights(setting.actor_critic.policy))
 
 
 def test_what_cannot_be_trained_is_refused(folder, tmp_path):
@@ -332,13 +334,16 @@ def test_in_bfloat16_what_is_trained_is_float32_and_the_first_kl_is_0(folder, ra
         tiny_job(folder, "qwen3", dtype="bfloat16", lora_rank=rank, epochs=1, seed=1), reference=None
     )
     setting, prompts = ready(job)
-    policy = setting.trainee.policy
+    policy = setting.actor_critic.policy
     assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
     metrics = one_step(setting, prompts, folder, started(job), None).metrics
     assert metrics["kl/exact_per_token"] == 0.0 and metrics["policy/gradient_norm"] > 0.0
-    assert setting.trainee.dtypes == {"policy": "bfloat16" if rank else "float32", "reference": "bfloat16"}
+    assert setting.actor_critic.dtypes == {
+        "policy": "bfloat16" if rank else "float32",
+        "reference": "bfloat16",
+    }
     if not rank:
-        network = setting.trainee.reference.model.network
+        network = setting.actor_critic.reference.model.network
         assert {weight.dtype for weight in network.parameters()} == {torch.bfloat16}
     assert 0 < metrics["kl/update"] < 1.0 and metrics["sampling/k3"] < 1e-2
 
@@ -350,9 +355,9 @@ def test_an_adapter_is_merged_where_every_weight_is_trained(folder, tmp_path):
     setting, prompts = ready(tiny_job(folder, policy=str(adapter), reference=None))
     rollout = roll_out(setting, prompts, 1)
     assert rollout.token_kl[rollout.mask].abs().max() < 1e-6, "merged, it says what it said as an adapter"
-    names = [name for name, weight in setting.trainee.policy.named_parameters() if weight.requires_grad]
+    names = [name for name, weight in setting.actor_critic.policy.named_parameters() if weight.requires_grad]
     assert len(names) == 23 and not any("lora" in name for name in names)
-    assert any("lora" in name for name, _ in setting.trainee.reference.model.network.named_parameters())
+    assert any("lora" in name for name, _ in setting.actor_critic.reference.model.network.named_parameters())
 
 
 @pytest.mark.filterwarnings("ignore:Merging lora module:UserWarning")

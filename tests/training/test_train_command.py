@@ -27,7 +27,7 @@ from kleash.records import (
     read_steps,
 )
 from kleash.training import demonstrate, train
-from kleash.training.demonstration import Setting, best_of_n_reward
+from kleash.training.demonstration import DemonstrationSettings, best_of_n_reward
 from kleash.training.running import trainer_of
 
 JOBS = (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
@@ -203,7 +203,7 @@ def test_only_the_first_process_prints(
 @pytest.fixture(scope="module")
 def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "demonstration"
-    tiny = Setting(steps=2, prompts=3, draws=4, max_new_tokens=4)
+    tiny = DemonstrationSettings(steps=2, prompts=3, draws=4, max_new_tokens=4)
     shown: list[StepRecord] = []
 
     class Shown:

@@ -20,7 +20,7 @@ from kleash.training import train
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import largest_divisor
-from kleash.training.with_trl.ending import last_checkpoint, verified
+from kleash.training.with_trl.runs import last_checkpoint, verified
 
 pytestmark = [
     pytest.mark.peers("trl"),
@@ -46,7 +46,7 @@ def trl():
 
         import kleash.training.with_trl as ours
         from kleash.integrations.trl import LeashedGRPOTrainer
-        from kleash.training.with_trl.measured import measured
+        from kleash.training.with_trl.measurement import measured
     return SimpleNamespace(
         **{
             **vars(ours),

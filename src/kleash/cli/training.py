@@ -67,10 +67,10 @@ def run_demonstration(job: DemonstrationJob) -> int:
         KleashError: if it cannot be done.
     """
     from kleash.measuring import default_out
-    from kleash.training.demonstration import Setting, demonstrate
+    from kleash.training.demonstration import DemonstrationSettings, demonstrate
 
     job = replace(job, out=job.out if job.out is not None else default_out())
-    setting = Setting()
+    setting = DemonstrationSettings()
     if job.quiet:
         found = demonstrate(job, None, setting)
     else:

@@ -11,7 +11,7 @@ RENAMED_FIELDS: Mapping[str, Mapping[str, str]] = {
     # Training folders have no schema; their files are of the same time.
     "StepRecord": {"warnings": "alerts"},
     "TrainingResult": {"warnings": "alerts"},
-    "Progress": {"warnings": "alerts"},
+    "TrainingState": {"warnings": "alerts"},
     "settings": {
         "discount": "gamma",
         "decay": "gae_lambda",

@@ -1,4 +1,4 @@
-"""Training on the leash: kleash's own PPO, and other people's trainers with kleash's plug-ins."""
+"""Training with a KL term: kleash's PPO, and TRL's trainers with kleash's plug-ins."""
 
 from kleash.training.demonstration import demonstrate
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition

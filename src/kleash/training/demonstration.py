@@ -43,7 +43,7 @@ SAMPLES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class DemonstrationSettings:
     """How much is done; tests do less."""
 
     steps: int = 28
@@ -78,7 +78,7 @@ class Setting:
 
 
 def demonstrate(
-    asked: DemonstrationJob, display: Display | None = None, setting: Setting | None = None
+    asked: DemonstrationJob, display: Display | None = None, setting: DemonstrationSettings | None = None
 ) -> Demonstration:
     """Train the shipped reference three times on a reward that is easily hacked, and write a page about it.
 
@@ -99,7 +99,7 @@ def demonstrate(
         raise CannotRunError(
             f"the demonstration takes one process and was launched with {processes()}; start one"
         )
-    how = setting if setting is not None else Setting()
+    how = setting if setting is not None else DemonstrationSettings()
     root = Path(asked.out if asked.out is not None else default_out())
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise RunFolderError(f"{root} holds something already; give another --out")
@@ -111,7 +111,7 @@ def demonstrate(
 
 
 def _demonstrated(
-    asked: DemonstrationJob, how: Setting, root: Path, display: Display | None
+    asked: DemonstrationJob, how: DemonstrationSettings, root: Path, display: Display | None
 ) -> Demonstration:
     """The three runs, and best-of-n beside them, in an empty folder."""
     best_of, samples = what_the_reference_does(asked, how, root)
@@ -136,7 +136,7 @@ def _demonstrated(
     return found
 
 
-def leashes(asked: DemonstrationJob, how: Setting, root: Path) -> list[tuple[Leash, PPOJob]]:
+def leashes(asked: DemonstrationJob, how: DemonstrationSettings, root: Path) -> list[tuple[Leash, PPOJob]]:
     """The three runs."""
     return [
         (
@@ -159,7 +159,7 @@ def leashes(asked: DemonstrationJob, how: Setting, root: Path) -> list[tuple[Lea
 
 
 def what_the_reference_does(
-    asked: DemonstrationJob, how: Setting, root: Path
+    asked: DemonstrationJob, how: DemonstrationSettings, root: Path
 ) -> tuple[tuple[BestOf, ...], tuple[Sample, ...]]:
     """Choose the prompts, write them down, and see what best-of-n of the reference makes of them."""
     pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE, device=asked.device)

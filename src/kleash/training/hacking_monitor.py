@@ -1,4 +1,4 @@
-"""Reward hacking, as far as it can be seen from a run's own numbers: said in words, with the numbers."""
+"""Alerts of reward hacking, from the metrics of a training run."""
 
 import math
 from collections.abc import Sequence
@@ -14,34 +14,34 @@ PER = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 
 @dataclass(frozen=True, kw_only=True)
 class HackingMonitor:
-    """What is looked for, and how far it must go before it is said.
+    """Thresholds of the reward hacking alerts.
 
-    Everything is judged on means over the last ``steps`` steps, so that one noisy batch raises no alarm, and
-    where possible against the run's own first steps. What was said once is not said again for ``silence`` steps.
+    All conditions use means over the last ``steps`` steps, where possible relative to the run's first steps. An
+    alert is not repeated for ``silence`` steps.
     """
 
     target_nats: float | None = None
-    """The KL that was asked for; None if none was."""
+    """The target KL, if there is one."""
     target_per: str = "sequence"
     """"sequence" or "token"."""
     steps: int = 3
-    """Steps that are averaged."""
+    """Steps in the mean."""
     silence: int = 10
-    """Steps until the same thing is said again."""
+    """Steps until an alert is repeated."""
     far: float = 2.0
-    """Times the target from which KL is far above it."""
+    """Multiple of the target above which the KL is far from it."""
     above: float = 1.2
-    """Times the target from which KL that stays there is said to be above it; nothing else comes of that."""
+    """Multiple of the target above which a settled KL is reported; this alert only informs."""
     settled: int = 8
-    """Steps over which it must be so on average."""
+    """Steps in the mean of a settled KL."""
     runaway_nats: float = 0.5
-    """KL per token below which nothing runs away; a policy that is kept near has some hundredths."""
+    """KL per token below which no runaway is reported."""
     runaway_growth: float = 1.5
-    """Times by which KL per token grew, from the steps before to the last ones, to run away."""
+    """Growth factor of the KL per token that counts as a runaway."""
     sure: float = 3.0
-    """Standard errors of its own by which the reward must have risen meanwhile."""
+    """Standard errors by which the reward must have risen meanwhile."""
     entropy_left: float = 1 / 3
-    """Share of the first steps' entropy below which it has collapsed."""
+    """Fraction of the initial entropy below which it has collapsed."""
     repeated: float = 0.3
     """Share of repeated three-word runs from which responses are repetitive, if it also doubled."""
     distinct: float = 0.3
@@ -52,10 +52,10 @@ class HackingMonitor:
     """KL of the worst token below which no tail is heavy."""
 
     def check(self, history: Sequence[StepRecord]) -> tuple[HackingAlert, ...]:
-        """What there is to say after the last step of ``history``; nothing before there are enough steps.
+        """The alerts after the last step of ``history``; none with fewer than ``steps`` steps.
 
         Args:
-            history: all steps of a run, from its first on, with what was said about them.
+            history: all steps of a run so far, with their alerts.
         """
         if len(history) < self.steps:
             return ()
@@ -166,7 +166,7 @@ def _values(records: Sequence[StepRecord], name: str) -> list[float]:
 
 
 def _mean(records: Sequence[StepRecord], name: str) -> float:
-    """NaN, which is above and below nothing, where a step lacks the number."""
+    """The mean of a metric; NaN, for which no condition holds, if a step lacks it."""
     values = _values(records, name)
     return sum(values) / len(values) if len(values) == len(records) else math.nan
 

@@ -90,7 +90,7 @@ def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
     return float(np.sort(token_kl)[-most:].sum() / total) if 0 < total < np.inf else float("nan")
 
 
-def samples_of(responses: Sequence[Response]) -> list[Sample]:
+def to_samples(responses: Sequence[Response]) -> list[Sample]:
     """The responses as the run_log keeps them."""
     return [
         Sample(prompt=one.prompt, response=one.response, reward=one.score, kl=one.kl) for one in responses

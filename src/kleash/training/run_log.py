@@ -1,4 +1,4 @@
-"""The run_log of a training run: every step's numbers to disk, terminal and trackers, and the hacking monitor."""
+"""The log of a training run: writes each step to disk, terminal and trackers, and monitors reward hacking."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.trackers import Tracker, open_trackers
 
 SAMPLES_KEPT = 4
-"""Responses of a step that are kept as text."""
+"""Responses per step in ``samples.jsonl``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What a trainer is to do after a step."""
+    """The response to a step's alerts that the trainer has to carry out."""
 
     alerts: tuple[HackingAlert, ...] = ()
     """The alerts of the hacking monitor."""
@@ -40,19 +40,19 @@ class Advice:
 
 @runtime_checkable
 class Display(Protocol):
-    """Shows a run to whoever waits for it."""
+    """Shows the progress of a run."""
 
     def said(self, sentence: str) -> None:
-        """Something worth knowing was decided."""
+        """Show a note."""
         ...
 
     def stepped(self, record: StepRecord) -> None:
-        """A step is done and on the disk."""
+        """Show a finished step."""
         ...
 
 
-class NoDisplay:
-    """Shows nothing."""
+class NullDisplay:
+    """A display without output."""
 
     def said(self, sentence: str) -> None:
         """Not shown."""
@@ -62,7 +62,7 @@ class NoDisplay:
 
 
 class RunLog:
-    """Keeps a run's history. Only one process of a run has one.
+    """Records the steps of a run; exists on rank 0 only.
 
     ::
 
@@ -73,9 +73,8 @@ class RunLog:
             advice = run_log.step(step, metrics, samples, events)
         run_log.close()
 
-    Every step is a line of ``steps.jsonl``, on the disk when ``step`` returns, and a few of its responses are lines
-    of ``samples.jsonl``. A run that is killed and goes on from a checkpoint has lines beyond it: ``begin`` cuts them
-    off, and a line that was half written.
+    Every step is a line of ``steps.jsonl``, on disk when ``step`` returns; a few of its responses are lines of
+    ``samples.jsonl``. When a run resumes from a checkpoint, ``begin`` removes later and incomplete lines.
     """
 
     def __init__(
@@ -86,16 +85,16 @@ class RunLog:
         display: Display | None = None,
         monitor: HackingMonitor | None = None,
     ) -> None:
-        """Open nothing before ``begin``.
+        """Set up the log; files are opened by ``begin``.
 
         Args:
             folder: the run's folder, which exists.
-            job: whose target is watched, and who says what an alert does, and where else numbers go.
+            job: its target, its response to alerts and its trackers are used.
             display: shows the steps.
             monitor: other thresholds than those of ``HackingMonitor``; its target is the job's.
         """
         self.folder, self.job = folder, job
-        self.display: Display = display if display is not None else NoDisplay()
+        self.display: Display = display if display is not None else NullDisplay()
         target = getattr(job, "target_nats", None)
         self.monitor = replace(
             monitor if monitor is not None else HackingMonitor(),
@@ -106,10 +105,10 @@ class RunLog:
         """The steps so far."""
         self._trackers: list[Tracker] = []
         self._warned = False
-        """Whether it was said that the errors of a step rest on few prompts."""
+        """Whether the warning about few prompts per step was shown."""
 
     def begin(self, step: int) -> None:
-        """Go on after ``step``, the last one that a checkpoint holds; 0 begins anew.
+        """Start after ``step``, the step of the checkpoint; 0 for a new run.
 
         Raises:
             RunFolderError: if the files of the run cannot be read or written, or lack steps before ``step``.
@@ -134,7 +133,7 @@ class RunLog:
         events: Sequence[str] = (),
         beta_reason: str | None = None,
     ) -> Advice:
-        """Write a step down, show it, and say what is to be done.
+        """Write and show a step; returns the response to its alerts.
 
         Args:
             step: its number, from 1.
@@ -153,12 +152,12 @@ class RunLog:
         )
         values = {name: float(value) for name, value in {**metrics, **said}.items()}
         for name in values:
-            metric_of(name)  # a number that no table explains is refused
+            metric_of(name)  # unknown metrics raise
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
         alerts = self.monitor.check([*self.history, record])
         record = replace(record, alerts=alerts)
         TrainingFolder(self.folder).take_back_result()
-        append_step(self.folder, record, some_of(samples))
+        append_step(self.folder, record, spread_sample(samples))
         self.history.append(record)
         for warning in () if self._warned else warnings_about_step(values):
             self.said(warning)
@@ -170,11 +169,11 @@ class RunLog:
         return Advice(alerts=alerts, act=self.job.on_hacking if acts else None)
 
     def said(self, sentence: str) -> None:
-        """Show a sentence: which base an adapter took, where a run goes on."""
+        """Show a note, such as the checkpoint that the run resumes from."""
         self.display.said(sentence)
 
     def close(self) -> None:
-        """Let the trackers finish."""
+        """Close the trackers."""
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
@@ -185,7 +184,7 @@ def stopped_by(alerts: Sequence[HackingAlert], step: int) -> str:
     return f"the hacking monitor stopped it after step {step}: {alerts[0].sentence}"
 
 
-def some_of(samples: Sequence[Sample]) -> list[Sample]:
-    """A few of a step's responses, from all over it."""
+def spread_sample(samples: Sequence[Sample]) -> list[Sample]:
+    """A few of a step's responses, evenly spaced."""
     kept = min(SAMPLES_KEPT, len(samples))
     return [samples[at * len(samples) // kept] for at in range(kept)]

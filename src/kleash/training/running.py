@@ -1,4 +1,4 @@
-"""A training job from its options to its files."""
+"""``train``: runs a training job and writes its folder."""
 
 import os
 from collections.abc import Callable
@@ -33,26 +33,27 @@ Trainer = Callable[[Any, RunLog | None], TrainingResult]
 
 
 def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
-    """Train a policy on its leash.
+    """Train a policy with a KL term to its reference.
 
     Writes ``steps.jsonl``, ``samples.jsonl``, ``checkpoints/``, ``policy/``, ``training.json`` and ``report.html``
-    into ``job.out``. Killed at any moment, it goes on with ``resume=True`` from the last checkpoint. Of several
-    processes (``accelerate launch``) each calls this; the first of them writes.
+    into ``job.out``. An interrupted run continues with ``resume=True`` from the last checkpoint. With several processes
+    (``accelerate launch``) each calls this; rank 0 writes.
 
     Args:
-        job: how to train, and what.
+        job: the training job.
         display: shown every step.
 
     Returns:
-        What it came to, as it stands in ``training.json``.
+        The result, as in ``training.json``.
 
     Raises:
         SourceError: if the prompts or pairs cannot be read.
         ModelError: if a model cannot be loaded.
         NonFiniteError: if a loss or a reward is NaN.
-        RunFolderError: if ``job.out`` cannot be written or gone on with.
-        OptionError, UnknownNameError, CannotRunError, MissingExtraError: if the job asks for what cannot be.
-        Interrupted: at Ctrl-C, saying what was kept.
+        RunFolderError: if ``job.out`` cannot be written or resumed.
+        OptionError, UnknownNameError, CannotRunError, MissingExtraError: if an option is unsupported or a
+            dependency is missing.
+        Interrupted: at Ctrl-C.
     """
     trainer = trainer_of(job)
     if job.out is None and processes() > 1:
@@ -63,7 +64,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
 
 
 def _train(job: TrainJob, trainer: Trainer, display: Display | None, note: str | None) -> TrainingResult:
-    """Train, and keep the run's folder on the first process."""
+    """Train; rank 0 writes the run folder."""
     if not is_first():
         return trainer(job, None)
     folder = TrainingFolder(Path(str(job.out)))
@@ -86,7 +87,7 @@ def _train(job: TrainJob, trainer: Trainer, display: Display | None, note: str |
 
 
 def interrupted(root: Path, step: int) -> str:
-    """What is said at Ctrl-C after so many steps: what was kept, and how to go on."""
+    """The message at Ctrl-C: what was saved, and how to resume."""
     again = f"--resume --out {root}"
     if any((root / "checkpoints").glob("*")):
         return f"interrupted after step {step}; the last checkpoint is kept: go on with {again}"
@@ -94,17 +95,17 @@ def interrupted(root: Path, step: int) -> str:
 
 
 def is_first() -> bool:
-    """Whether this process is the one of a run that writes and prints."""
+    """Whether this process is rank 0, which writes and prints."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def processes() -> int:
-    """How many processes a run was launched with."""
+    """The number of processes of the run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def trainer_of(job: TrainJob) -> Trainer:
-    """What carries out a job of this kind."""
+    """The training function of a job."""
     match job:
         case PPOJob():
             from kleash.training.ppo import train_ppo
@@ -133,7 +134,7 @@ def trainer_of(job: TrainJob) -> Trainer:
 
 
 def models_of(job: TrainJob) -> dict[str, str]:
-    """The models of a job, by what they are in it."""
+    """The models of a job by role."""
     names = {"policy": job.policy, "reference": job.reference_name}
     if isinstance(job, DistillJob):
         names["teacher"] = job.teacher_name
@@ -141,7 +142,7 @@ def models_of(job: TrainJob) -> dict[str, str]:
 
 
 def header_of(job: TrainJob) -> RunHeader:
-    """What decides the run's result.
+    """The header of the run: options, source and models that determine its result.
 
     Raises:
         SourceError: if there are no prompts or pairs.

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had never been stopped, there whole or not at all."""
+"""Atomic checkpoints with the complete state of a PPO run."""
 
 import random
 import re
@@ -27,24 +27,24 @@ from kleash.records.checksums import Checksums, seal_folder
 from kleash.records.codec import to_json
 from kleash.records.training_folder import CHECKPOINTS
 from kleash.training.ppo.policy import Policy, let_go
-from kleash.training.ppo.setting import Setting
+from kleash.training.ppo.setup import TrainingSetup
 
 STATE, PROGRESS, POLICY = "state.safetensors", "progress.json", "policy"
 NAME = re.compile(r"step-([0-9]{6,})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Where a run is, beside its weights. Its prompts, draws and minibatches follow from the step."""
+class TrainingState:
+    """The state of a run besides its weights. Prompts, samples and minibatches follow from the step."""
 
     step: int = 0
-    """The last step that was taken."""
+    """The last completed step."""
     leash: Mapping[str, Any]
-    """The controller as it stands after it."""
+    """The controller's state after that step."""
     learning_rate: float
-    """Of the next step."""
+    """The learning rate of the next step."""
     metrics: Mapping[str, float]
-    """Of the last step."""
+    """The metrics of the last step."""
     alerts: tuple[str, ...] = ()
     """The alerts so far."""
     stopped: str | None = None
@@ -52,32 +52,31 @@ class Progress:
 
     @property
     def controller(self) -> Leash:
-        """The controller, made again."""
+        """The controller, rebuilt from its state."""
         return beta_from_dict(self.leash)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notes:
+class SavedState:
     """``progress.json``."""
 
-    progress: Progress
+    progress: TrainingState
     generators: tuple[Any, ...]
-    """Of each process: where its generators of random numbers stand."""
+    """The random generator states of each process."""
 
 
-def save(setting: Setting, root: Path, progress: Progress) -> None:
-    """Write ``checkpoints/step-…``, and then let the checkpoints before it go. A collective.
+def save(setting: TrainingSetup, root: Path, progress: TrainingState) -> None:
+    """Write ``checkpoints/step-…`` and delete earlier checkpoints. A collective.
 
-    It is written under another name, and gets its own once every byte is on the disk: whoever is killed meanwhile
-    has the last one.
+    It is written under a temporary name and renamed once it is on disk, so a kill leaves the previous one.
 
     Raises:
         RunFolderError: if it cannot be written.
     """
-    let_go(setting.trainee.policy)
+    let_go(setting.actor_critic.policy)
     tensors = _tensors(setting)
-    generators = setting.ranks.told(_generators())
-    if setting.ranks.first:
+    generators = setting.group.all_gather_object(_generators())
+    if setting.group.is_first:
         folder = root / CHECKPOINTS
         final = folder / f"step-{progress.step:06d}"
         unfinished = folder / temporary_name()
@@ -94,11 +93,11 @@ def save(setting: Setting, root: Path, progress: Progress) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise error if isinstance(error, RunFolderError) else cannot_write(final, error) from error
         _remove_before(folder, progress.step)
-    setting.ranks.wait()
+    setting.group.barrier()
 
 
 def tidy_checkpoints(root: Path) -> None:
-    """Remove what a kill left of checkpoints: those that were not finished, and those before the newest.
+    """Remove unfinished checkpoints and those before the newest.
 
     Raises:
         RunFolderError: if something cannot be removed.
@@ -121,7 +120,7 @@ def _remove_before(folder: Path, step: int) -> None:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint stands after; None of what is no checkpoint of this run."""
+    """The step of a checkpoint; None for other paths."""
     name = NAME.fullmatch(path.name)
     return int(name[1]) if name is not None and path.is_dir() and not path.is_symlink() else None
 
@@ -133,8 +132,8 @@ def last_checkpoint(root: Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-def load_progress(checkpoint: Path) -> Progress:
-    """Where the run was. Every file of the checkpoint is seen to be as it was written.
+def load_progress(checkpoint: Path) -> TrainingState:
+    """The training state of a checkpoint, whose files are all verified.
 
     Raises:
         RunFolderError: if the checkpoint is damaged.
@@ -143,7 +142,7 @@ def load_progress(checkpoint: Path) -> Progress:
     try:
         checksums = Checksums.read(checkpoint, declared_by=PROGRESS)
         progress = checksums.read_record(
-            Notes, checkpoint / PROGRESS, "the progress of a run", advice
+            SavedState, checkpoint / PROGRESS, "the progress of a run", advice
         ).progress
         checksums.check_all(advice=advice)
     except RunFolderError as error:
@@ -163,7 +162,7 @@ def _advice(checkpoint: Path) -> str:
     return "no other checkpoint is kept: begin the run again in another --out, or copy the checkpoint from a backup"
 
 
-def restore(setting: Setting, checkpoint: Path) -> str | None:
+def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
     """Put weights, optimiser and generators back as they were; returns what there is to say about it.
 
     Raises:
@@ -171,10 +170,10 @@ def restore(setting: Setting, checkpoint: Path) -> str | None:
     """
     load_file = import_extra("safetensors.torch", "models").load_file
     damage = import_extra("safetensors", "models").SafetensorError
-    let_go(setting.trainee.policy)
+    let_go(setting.actor_critic.policy)
     try:
         tensors: dict[str, Tensor] = load_file(checkpoint / STATE)
-        policy: Policy = setting.trainee.policy
+        policy: Policy = setting.actor_critic.policy
         trained = {name: x for name, x in policy.named_parameters() if x.requires_grad}
         optimizer = _bare(setting.optimizer)
         with torch.no_grad():
@@ -194,14 +193,14 @@ def restore(setting: Setting, checkpoint: Path) -> str | None:
         ) from error
     what, advice = "the progress of a run", _advice(checkpoint)
     checksums = Checksums.read(checkpoint, declared_by=PROGRESS)
-    generators = checksums.read_record(Notes, checkpoint / PROGRESS, what, advice).generators
-    if len(generators) != setting.ranks.count:
+    generators = checksums.read_record(SavedState, checkpoint / PROGRESS, what, advice).generators
+    if len(generators) != setting.group.world_size:
         return (
-            f"the checkpoint is of {len(generators)} processes and {setting.ranks.count} go on: what rewards draw from "
-            "Python's, numpy's and torch's generators begins anew"
+            f"the checkpoint is of {len(generators)} processes, and now there are {setting.group.world_size}: the state of "
+            "Python's, numpy's and torch's random generators starts anew"
         )
     try:
-        _set_generators(generators[setting.ranks.index])
+        _set_generators(generators[setting.group.rank])
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RunFolderError(
             f"{checkpoint / PROGRESS} holds no state of random generators: {first_line(error)}; {advice}"
@@ -209,9 +208,9 @@ def restore(setting: Setting, checkpoint: Path) -> str | None:
     return None
 
 
-def _tensors(setting: Setting) -> dict[str, Tensor]:
+def _tensors(setting: TrainingSetup) -> dict[str, Tensor]:
     """What changes in training, whole and on the CPU. A collective where weights are sharded."""
-    policy: Policy = setting.trainee.policy
+    policy: Policy = setting.actor_critic.policy
     optimizer = _bare(setting.optimizer)
     found: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
@@ -222,7 +221,9 @@ def _tensors(setting: Setting) -> dict[str, Tensor]:
     return found
 
 
-def _write(setting: Setting, folder: Path, tensors: dict[str, Tensor], notes: Mapping[str, Any]) -> None:
+def _write(
+    setting: TrainingSetup, folder: Path, tensors: dict[str, Tensor], notes: Mapping[str, Any]
+) -> None:
     save_file = import_extra("safetensors.torch", "models").save_file
     save_file(tensors, folder / STATE)
     (folder / PROGRESS).write_text(to_json(notes), encoding="utf-8")
@@ -235,9 +236,9 @@ def _write(setting: Setting, folder: Path, tensors: dict[str, Tensor], notes: Ma
         sync_folder(path)
 
 
-def save_policy(setting: Setting, folder: Path, weights: Mapping[str, Tensor]) -> None:
+def save_policy(setting: TrainingSetup, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write the model (or the adapter) with its tokenizer, as ``kleash measure --policy`` and transformers read it."""
-    policy = setting.trainee.policy
+    policy = setting.actor_critic.policy
     (adapters,) = policy.adapters
     with quiet():
         if adapters is not None:
@@ -248,7 +249,7 @@ def save_policy(setting: Setting, folder: Path, weights: Mapping[str, Tensor]) -
             own = policy.network.state_dict(keep_vars=True)
             state = {name: weights.get(called.get(id(x), name), x.detach()) for name, x in own.items()}
             policy.network.save_pretrained(folder, state_dict=state)
-        setting.trainee.pair.tokenizer.save_pretrained(folder)
+        setting.actor_critic.pair.tokenizer.save_pretrained(folder)
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The losses of an update: the clipped policy loss with its leash, and the critic's. Plain functions of tensors."""
+"""The losses of a PPO update: the clipped policy loss with its KL term, and the value loss."""
 
 from typing import NamedTuple
 
@@ -12,34 +12,35 @@ from kleash.records import PPOJob
 from kleash.training.ppo.policy import Objective
 
 
-class Past(NamedTuple):
-    """What was known of a batch's tokens before the step's updates, one response after the other."""
+class RolloutTokens(NamedTuple):
+    """Per-token data of the rollout, all responses concatenated."""
 
     token_logp: Float[Tensor, " tokens"]
     values: Float[Tensor, " tokens"]
     advantages: Float[Tensor, " tokens"]
     returns: Float[Tensor, " tokens"]
     counts: Bool[Tensor, " tokens"]
-    """Which are learned from: all, or none where a process only keeps the others company."""
+    """True for tokens in the loss; all False in a micro-batch that only keeps processes in step."""
 
 
-def objective(past: Past, job: PPOJob, price: float) -> Objective:
+def policy_objective(past: RolloutTokens, job: PPOJob, price: float) -> Objective:
     """The policy's loss of each token.
 
         ratio = p(x) / p_old(x)
         loss  = - min(ratio A, clip(ratio, 1 - c, 1 + c) A) + price KL - ent_coef H
 
-    A holds all that a token leads to: its reward and, at scope "sequence", the KL after it. KL is the token's own:
+    A is the advantage: it contains the reward and, with scope
+    "sequence", the KL of later tokens. KL is the token's own:
 
     | kl | value | gradient |
     | exact | D, over the whole vocabulary | its own: right on and off the policy that drew the token |
-    | k2, k3 | ratio k2, ratio k3 | ratio u on log p: that of D in expectation, whoever drew it |
+    | k2, k3 | ratio k2, ratio k3 | ratio u on log p: that of D in expectation, also off-policy |
     | k1 (in the reward) | 0 | none: it is in A |
 
     Args:
-        past: what the tokens were when they were drawn.
+        past: the rollout's data of the tokens.
         job: clip, entropy coefficient, which KL.
-        price: of a nat of KL, on the scale of the advantages.
+        price: beta on the scale of the advantages.
     """
 
     def of_chunk(terms: TokenTerms, rows: slice) -> Tensor:
@@ -62,7 +63,7 @@ def objective(past: Past, job: PPOJob, price: float) -> Objective:
 def clipped_gain(
     ratio: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"], clip: float
 ) -> Float[Tensor, " tokens"]:
-    """``min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)``: nothing more is gained by going further.
+    """``min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)``: PPO's clipped surrogate.
 
     References:
         Schulman et al., "Proximal Policy Optimization Algorithms" (2017), https://arxiv.org/abs/1707.06347
@@ -71,7 +72,7 @@ def clipped_gain(
 
 
 def value_losses(
-    values: Float[Tensor, " tokens"], past: Past, clip: float | None
+    values: Float[Tensor, " tokens"], past: RolloutTokens, clip: float | None
 ) -> Float[Tensor, " tokens"]:
     """Half the squared error of each value; with ``clip``, of the value or of it kept near the old one: the larger.
 
@@ -85,10 +86,10 @@ def value_losses(
     return errors / 2
 
 
-def sums_of(terms: TokenTerms, values: Tensor, past: Past, job: PPOJob) -> dict[str, float]:
-    """What a pass tells about its tokens, summed over those that count; "ratio_most" is their largest ratio."""
+def sums_of(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPOJob) -> dict[str, float]:
+    """Sums of a pass over the tokens in the loss, for metrics; "ratio_most" is the largest ratio."""
     logp, new = (x.detach().cpu().double() for x in (terms.token_logp, values))
-    past = Past(*(x.cpu().double() for x in past[:4]), counts=past.counts.cpu())
+    past = RolloutTokens(*(x.cpu().double() for x in past[:4]), counts=past.counts.cpu())
     log_ratio = torch.where(past.counts, logp - past.token_logp, 0.0)
     ratio = log_ratio.exp()
     gain = clipped_gain(ratio, past.advantages, job.clip_range)

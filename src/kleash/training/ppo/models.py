@@ -1,4 +1,4 @@
-"""The models of a run: the policy that moves, and a reference that does not."""
+"""The models of a PPO run: the trained policy with its critic, and the frozen reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ from kleash.models.adapters.network_state import logits_of, probe_of
 from kleash.models.compat import first_line, quiet
 from kleash.models.heads import cut
 from kleash.records import TrainJob
-from kleash.training.loading import both, lora_settings, require_trainable
-from kleash.training.ppo.policy import Batch, Policy
+from kleash.training.model_options import both, lora_settings, require_trainable
+from kleash.training.ppo.policy import Policy, TokenBatch
 
 MERGED_NATS = 1e-3
 """The most that merging an adapter in float32 may move a log-probability by rounding."""
@@ -26,18 +26,18 @@ MERGED_NATS = 1e-3
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reference:
-    """The model that the policy is kept near: its weights are never those that are trained."""
+    """The frozen reference model."""
 
     model: Model | None
-    """A network of its own, frozen; None where it is the policy's network with the adapter off."""
+    """A separate frozen network; None if the reference is the policy's network with its adapter disabled."""
 
     @property
     def head(self) -> Head | None:
-        """Its head; None where it is the policy's own, which then is not trained."""
+        """Its head; None if it is the policy's head, which is then not trained."""
         return None if self.model is None else self.model.head
 
-    def hidden(self, wrapped: Any, batch: Batch) -> Float[Tensor, "tokens dim"]:
-        """Its hidden states at the batch's places.
+    def hidden(self, wrapped: Any, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
+        """Its hidden states at the positions that predict the batch's tokens.
 
         Args:
             wrapped: the policy as Accelerate wrapped it, which is asked where there is no other network.
@@ -51,27 +51,27 @@ class Reference:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Trainee:
-    """What a run is about."""
+class ActorCritic:
+    """Policy with critic, reference, and the sampling view of the policy."""
 
     policy: Policy
-    speaker: Model
-    """The policy as whoever generates sees it; its head is to be taken from ``policy`` each time."""
+    sampler: Model
+    """The policy as a model for generation; ``current_sampler`` gives it the current head."""
     reference: Reference
     pair: Pair
-    """Policy and reference as they were loaded: tokenizer, context, notes, fingerprints."""
+    """The loaded pair: tokenizer, context length, notes and fingerprints."""
     base: str
-    """What the adapter that is trained calls its base; "" where every weight is trained."""
+    """The base model's name in the trained adapter; "" if all weights are trained."""
     dtypes: Mapping[str, str]
-    """In which dtypes the weights of policy and reference are in memory."""
+    """The dtypes of the weights of policy and reference."""
 
-    def speaking(self, policy: Policy) -> Model:
-        """The policy as it is now, ready to generate."""
-        return replace(self.speaker, head=policy.head(detached=True))
+    def current_sampler(self, policy: Policy) -> Model:
+        """The policy with its current head, for generation."""
+        return replace(self.sampler, head=policy.head(detached=True))
 
 
-def load(job: TrainJob, device: torch.device) -> Trainee:
-    """Load policy and reference, see that they can be compared, and set apart what is trained.
+def load_actor_critic(job: TrainJob, device: torch.device) -> ActorCritic:
+    """Load policy and reference, check that they are comparable, and select the trained weights.
 
     With ``lora_rank`` the reference is the policy's own network with the adapter off, unless another one was
     named. Otherwise every weight of the policy is trained, in at least float32, and the reference is another
@@ -100,9 +100,9 @@ def load(job: TrainJob, device: torch.device) -> Trainee:
     if not shared:
         reference = _frozen(reference, network.dtype)
     dtypes = {"policy": network.dtype, "reference": network.dtype if shared else reference.dtype}
-    return Trainee(
+    return ActorCritic(
         policy=Policy(network, policy.head, adapters=adapters).eval(),
-        speaker=replace(
+        sampler=replace(
             policy,
             network=network,
             body=network.base_model,
@@ -118,7 +118,7 @@ def load(job: TrainJob, device: torch.device) -> Trainee:
 
 
 def _alone(job: TrainJob, name: str, pair: Pair, device: torch.device) -> Model:
-    """A model with a network that nobody shares, covering the tokens that the pair covers."""
+    """A model with a network of its own, with the pair's vocabulary."""
     model = both(job, name, name, device=str(device)).policy
     if model.head.weight is None or model.vocabulary == pair.vocabulary:
         return model
@@ -200,6 +200,6 @@ def _with_adapter(policy: Model, rank: int) -> Any:
 
 
 def base_name(policy: Model) -> str:
-    """What an adapter calls its base so that it is found again: a whole path, or the name that was given."""
+    """The base model's name for an adapter's configuration: an absolute path or a hub id."""
     folder = Path(policy.path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else policy.path

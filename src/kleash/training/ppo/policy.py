@@ -1,4 +1,4 @@
-"""The module that is trained: a network with its value head, whose forward does all that touches its weights."""
+"""The trained module: a causal language model with a value head."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,20 +18,20 @@ Objective = Callable[[TokenTerms, slice], Tensor]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Batch:
-    """Sequences as a network reads them: padded on the right, where a causal network does not look."""
+class TokenBatch:
+    """Token sequences as model inputs, padded on the right."""
 
     ids: Int[Tensor, "rows time"]
-    """Prompt and response without its last token, which is predicted and not read."""
+    """Prompts and responses without their last token, which is only predicted."""
     rows: Int[Tensor, " tokens"]
     cols: Int[Tensor, " tokens"]
-    """Where each response token is *predicted*: one position before it would be read."""
+    """The position whose hidden state predicts each response token: one before the token's own."""
     tokens: Int[Tensor, " tokens"]
-    """The response tokens, one sequence after the other."""
+    """The response tokens of all sequences, concatenated."""
     temperature: float
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence], temperature: float, device: torch.device) -> "Batch":
+    def of(cls, sequences: Sequence[TokenSequence], temperature: float, device: torch.device) -> "TokenBatch":
         """The batch of these sequences."""
         ids, rows, cols = padded(sequences)
         tokens = torch.tensor([token for one in sequences for token in one.response_ids])
@@ -39,40 +39,40 @@ class Batch:
         return cls(ids=ids, rows=rows, cols=cols, tokens=tokens, temperature=temperature)
 
 
-class Scored(NamedTuple):
-    """What the policy says of the tokens of a batch; nothing carries a gradient."""
+class PolicyScores(NamedTuple):
+    """Per-token quantities of a batch under the policy, without gradients."""
 
     terms: TokenTerms
     """Log-probability under policy and reference, exact KL(policy || reference) and entropy."""
     values: Float[Tensor, " tokens"]
-    """What the critic expects of the rest, before each token is drawn."""
+    """The critic's value before each token."""
     hidden: Float[Tensor, "tokens dim"]
 
 
-class Learnt(NamedTuple):
-    """What a training pass makes of a batch."""
+class PolicyLoss(NamedTuple):
+    """The result of a training pass over a batch."""
 
     loss: Float[Tensor, ""]
-    """The sum of the objective over the tokens; carries its gradient."""
+    """The sum of the objective over the tokens, with gradient."""
     values: Float[Tensor, " tokens"]
-    """Of the critic; they carry theirs, in its own weights alone."""
+    """The critic's values; their gradient reaches only the critic's own weights."""
     terms: TokenTerms
     """Detached."""
 
 
 class Policy(torch.nn.Module):
-    """A causal language model and its critic: one linear layer, 0 to begin with, on the final hidden states.
+    """A causal language model and its critic: a linear layer on the final hidden states, initialised to 0.
 
-    ``forward`` is the only way to the weights: what wraps a module to gather sharded weights, or to reduce
-    gradients (DistributedDataParallel, FSDP), wraps this one and needs to know nothing else. It is told
-    which of the methods to run: ``wrapped(Policy.score, batch, ...)``.
+    All access to the weights goes through ``forward``, so that wrappers which gather sharded weights or reduce
+    gradients (DistributedDataParallel, FSDP) see every use. Its first argument is the method to run:
+    ``wrapped(Policy.score, batch, ...)``.
 
-    The network stays in evaluation mode, in training passes too: with dropout a token's probability would be
-    another one in each pass, and the ratio of two of them would mean nothing.
+    The network stays in evaluation mode during training passes: with dropout, the ratio of a token's
+    probabilities in two passes would be meaningless.
     """
 
     def __init__(self, network: Any, head: Head, *, adapters: Any = None) -> None:
-        """Put the critic beside the network.
+        """Add the critic to the network.
 
         Args:
             network: the transformers causal language model.
@@ -93,11 +93,13 @@ class Policy(torch.nn.Module):
         self._no_split_modules = getattr(network, "_no_split_modules", None)
 
     def forward(self, what: Callable[..., T], *given: Any) -> T:
-        """Run one of the methods below, with the weights at hand."""
+        """Run one of the methods below inside the wrapper."""
         return what(self, *given)
 
-    def score(self, batch: Batch, hidden_q: Float[Tensor, "tokens dim_q"], head_q: Head | None) -> Scored:
-        """What the policy says of a batch, beside its reference; without a gradient.
+    def score(
+        self, batch: TokenBatch, hidden_q: Float[Tensor, "tokens dim_q"], head_q: Head | None
+    ) -> PolicyScores:
+        """Per-token quantities of a batch under policy and reference, without gradients.
 
         Args:
             batch: the sequences.
@@ -115,11 +117,15 @@ class Policy(torch.nn.Module):
                 lambda terms, rows: torch.zeros_like(terms.kl),
                 temperature=batch.temperature,
             )
-            return Scored(terms, self.expected(hidden), hidden)
+            return PolicyScores(terms, self.expected(hidden), hidden)
 
     def learn(
-        self, batch: Batch, hidden_q: Float[Tensor, "tokens dim_q"], head_q: Head | None, objective: Objective
-    ) -> Learnt:
+        self,
+        batch: TokenBatch,
+        hidden_q: Float[Tensor, "tokens dim_q"],
+        head_q: Head | None,
+        objective: Objective,
+    ) -> PolicyLoss:
         """The objective's sum over a batch, with its gradient; otherwise as ``score``.
 
         The values' gradient ends at the critic: its errors grow with the rewards, and would move the policy's
@@ -135,22 +141,22 @@ class Policy(torch.nn.Module):
             objective,
             temperature=batch.temperature,
         )
-        return Learnt(loss, self.expected(hidden.detach()), terms)
+        return PolicyLoss(loss, self.expected(hidden.detach()), terms)
 
     def moved(
-        self, batch: Batch, hidden_before: Float[Tensor, "tokens dim"], head_before: Head
+        self, batch: TokenBatch, hidden_before: Float[Tensor, "tokens dim"], head_before: Head
     ) -> Float[Tensor, " tokens"]:
         """KL(policy before || policy now) of each token of a batch, in nats, exact; without a gradient."""
         with torch.no_grad():
             now, head = self.read(batch), self.head(detached=True)
             return linear_kl(hidden_before, head_before, now, head, temperature=batch.temperature)
 
-    def reference(self, batch: Batch) -> Float[Tensor, "tokens dim"]:
+    def reference(self, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
         """Hidden states with the adapter off: of the network that the adapter was put on."""
         with torch.no_grad(), self.adapters[0].disable_adapter():
             return self.read(batch)
 
-    def read(self, batch: Batch) -> Float[Tensor, "tokens dim"]:
+    def read(self, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
         """Final hidden states where the batch's tokens are predicted."""
         hidden = self.network.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
         return hidden[batch.rows, batch.cols]

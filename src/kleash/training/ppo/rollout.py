@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kleash.models import Prompt, Sampling, TokenSequence, generate, length_batches
 from kleash.training.ppo.policy import Policy, with_whole_weights
-from kleash.training.ppo.setting import Setting
-from kleash.training.ranks import Ranks
-from kleash.training.sharing import minibatches_of, number, prompts_of_step, share_of
+from kleash.training.ppo.setup import TrainingSetup
+from kleash.training.process_group import ProcessGroup
+from kleash.training.scheduling import minibatches_of, number, prompts_of_step, share_of
 
 PER_TOKEN = ("behaviour_logp", "token_logp", "token_logq", "token_kl", "entropy", "values")
 """The fields of a rollout that hold a number for each token."""
@@ -65,17 +65,17 @@ class Rollout:
         return {name: getattr(self, name) for name in PER_TOKEN}
 
 
-def roll_out(setting: Setting, prompts: Sequence[Prompt], step: int) -> Rollout:
+def roll_out(setting: TrainingSetup, prompts: Sequence[Prompt], step: int) -> Rollout:
     """Draw this process's share of a step's responses, have them rewarded, and score them.
 
     Raises:
         NonFiniteError: if the policy gives NaN, or a reward is not a finite number.
         CannotRunError: if a reward raises.
     """
-    job, ranks = setting.job, setting.ranks
+    job, ranks = setting.job, setting.group
     responses = job.prompts_per_step * job.samples_per_prompt
     asked = prompts_of_step(prompts, step, job.prompts_per_step, job.seed)
-    places = share_of(responses, job.minibatches, ranks.index, ranks.count)
+    places = share_of(responses, job.minibatches, ranks.rank, ranks.world_size)
     sequences = _draw(setting, asked, places, step)
     rewarded = setting.rewards.of(sequences)
     scores = np.asarray(rewarded.total, dtype=np.float64)
@@ -102,7 +102,7 @@ def micro_batches(
     places: Sequence[int],
     lengths: Sequence[int],
     batch_tokens: int,
-    ranks: Ranks,
+    ranks: ProcessGroup,
 ) -> list[list[Micro]]:
     """Each minibatch's micro-batches of this process: as many as those of any other process.
 
@@ -122,13 +122,13 @@ def micro_batches(
         own = [mine[place] for place in sorted(minibatch) if place in mine]
         batches = length_batches([lengths[one] for one in own], batch_tokens)
         found.append([Micro([own[index] for index in batch], True) for batch in batches])
-    most = ranks.most([len(minibatch) for minibatch in found])
+    most = ranks.max_over_ranks([len(minibatch) for minibatch in found])
     idle = Micro([shortest], False)
     return [minibatch + [idle] * (n - len(minibatch)) for minibatch, n in zip(found, most, strict=True)]
 
 
 def score(
-    setting: Setting, sequences: Sequence[TokenSequence], micros: Sequence[Sequence[Micro]]
+    setting: TrainingSetup, sequences: Sequence[TokenSequence], micros: Sequence[Sequence[Micro]]
 ) -> dict[str, Any]:
     """What policy, critic and reference say of these sequences: the fields of ``Rollout`` of the same names."""
     lengths = torch.tensor([len(one.response_ids) for one in sequences])
@@ -141,8 +141,8 @@ def score(
     for micro in (micro for minibatch in micros for micro in minibatch):
         batch = setting.batch([sequences[own] for own in micro.own])
         with setting.autocast():
-            theirs = setting.trainee.reference.hidden(setting.wrapped, batch)
-            ours = setting.wrapped(Policy.score, batch, theirs, setting.trainee.reference.head)
+            theirs = setting.actor_critic.reference.hidden(setting.wrapped_policy, batch)
+            ours = setting.wrapped_policy(Policy.score, batch, theirs, setting.actor_critic.reference.head)
         if not micro.live:
             continue
         terms = ours.terms
@@ -165,7 +165,7 @@ def spread(
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
-def _draw(setting: Setting, asked: list[Prompt], places: list[int], step: int) -> list[TokenSequence]:
+def _draw(setting: TrainingSetup, asked: list[Prompt], places: list[int], step: int) -> list[TokenSequence]:
     """The responses at these places: place by place the same, whoever draws them."""
     job = setting.job
     samples = job.samples_per_prompt
@@ -180,9 +180,9 @@ def _draw(setting: Setting, asked: list[Prompt], places: list[int], step: int) -
     prompts = [replace(one, copy=copy) for one, copy in zip(each, copies, strict=True)]
 
     def answer(policy: Policy) -> list[TokenSequence]:
-        speaker = setting.trainee.speaking(policy)
+        speaker = setting.actor_critic.current_sampler(policy)
         return generate(speaker, prompts, sampling, batch_tokens=job.batch_tokens)
 
     with setting.autocast():
-        answers = with_whole_weights(setting.wrapped, answer)
+        answers = with_whole_weights(setting.wrapped_policy, answer)
     return [replace(answer, sample_id=place % samples) for answer, place in zip(answers, places, strict=True)]

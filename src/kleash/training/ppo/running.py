@@ -1,4 +1,4 @@
-"""PPO on a leash: the loop over steps, from whatever checkpoint there is."""
+"""The PPO training loop, from the last checkpoint if there is one."""
 
 import os
 import shutil
@@ -8,17 +8,17 @@ from kleash.models import Prompt, read_prompts
 from kleash.records import PPOJob, TrainingResult
 from kleash.records.atomic import cannot_write, remove_folder, temporary_name
 from kleash.records.training_folder import CHECKPOINTS
-from kleash.training.leashes import leash_of
+from kleash.training.job_controllers import leash_of
 from kleash.training.ppo.checkpoints import (
     POLICY,
-    Progress,
+    TrainingState,
     last_checkpoint,
     load_progress,
     restore,
     save,
     tidy_checkpoints,
 )
-from kleash.training.ppo.setting import Setting, set_up
+from kleash.training.ppo.setup import TrainingSetup, set_up
 from kleash.training.ppo.step import one_step
 from kleash.training.rewards import check_rewards
 from kleash.training.run_log import RunLog
@@ -26,25 +26,24 @@ from kleash.version import __version__
 
 
 def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
-    """Train a policy by PPO on a leash to its reference.
+    """Train a policy by PPO with a KL penalty to its reference.
 
-    Each step draws responses, has them rewarded, scores them with policy, critic and reference, makes advantages of
-    that, learns from them in epochs of minibatches, and lets the controller move beta. Killed at any moment, a
-    run goes on with ``resume=True`` from its last checkpoint; on a CPU in float32 its every number is
-    then that of a run that was never stopped.
+    Each step generates responses, rewards them, scores them with policy, critic and reference, computes advantages,
+    updates the policy in epochs of minibatches, and updates beta. An interrupted run continues with ``resume=True``
+    from its last checkpoint; on a CPU in float32 with the numbers of an uninterrupted run.
 
-    Under ``accelerate launch`` every process calls this with the same job; the first one writes.
+    Under ``accelerate launch`` every process calls this with the same job; rank 0 writes.
 
     Args:
         job: what to train, and how; ``out`` is given.
-        run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``,
-            which keeps them in ``job.out``, with all that a run's folder has.
+        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called, which
+            writes the whole run folder.
 
     Raises:
-        SourceError, ModelError, OptionError, UnknownNameError: if the job asks for what is not there.
+        SourceError, ModelError, OptionError, UnknownNameError: if an input or an option of the job is invalid.
         NonFiniteError: if a loss, a gradient, a reward or a model's numbers are NaN or infinite.
         RunFolderError: if a checkpoint cannot be written or read.
-        CannotRunError, MissingExtraError: if something the job needs cannot run here.
+        CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     from kleash.training.running import is_first, train
 
@@ -53,14 +52,14 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
     root = Path(str(job.out))
     check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
     setting = set_up(job)
-    prompts = read_prompts(job.source, setting.trainee.pair, limit=job.limit, columns=True)
-    if not setting.ranks.first:
+    prompts = read_prompts(job.source, setting.actor_critic.pair, limit=job.limit, columns=True)
+    if not setting.group.is_first:
         run_log = None
-    progress = _begun(setting, root, run_log)
+    progress = _initial_state(setting, root, run_log)
     progress = _train(setting, prompts, root, progress, run_log)
-    if setting.ranks.first:
+    if setting.group.is_first:
         _put_policy(root, progress.step)
-    setting.ranks.wait()
+    setting.group.barrier()
     return TrainingResult(
         kleash=__version__,
         algorithm=job.algorithm,
@@ -70,23 +69,23 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
         beta=progress.controller.beta,
         policy=str(root / POLICY),
         out=str(root),
-        dtypes=setting.trainee.dtypes,
+        dtypes=setting.actor_critic.dtypes,
         alerts=progress.alerts,
     )
 
 
-def _begun(setting: Setting, root: Path, run_log: RunLog | None) -> Progress:
-    """Where the run starts: at the last checkpoint, if it goes on and there is one."""
+def _initial_state(setting: TrainingSetup, root: Path, run_log: RunLog | None) -> TrainingState:
+    """The state to start from: that of the last checkpoint when resuming, else the initial one."""
     job = setting.job
     checkpoint = last_checkpoint(root) if job.resume else None
-    notes = list(setting.trainee.pair.notes)
+    notes = list(setting.actor_critic.pair.notes)
     if checkpoint is None:
         leash = leash_of(job)
-        progress = Progress(leash=leash.to_dict(), learning_rate=job.learning_rate, metrics={})
+        progress = TrainingState(leash=leash.to_dict(), learning_rate=job.learning_rate, metrics={})
     else:
         progress = load_progress(checkpoint)
         said = restore(setting, checkpoint)
-        if setting.ranks.first:
+        if setting.group.is_first:
             tidy_checkpoints(root)
         notes += [f"going on after step {progress.step}, from {checkpoint}", *([said] if said else [])]
     if run_log is not None:
@@ -97,8 +96,8 @@ def _begun(setting: Setting, root: Path, run_log: RunLog | None) -> Progress:
 
 
 def _train(
-    setting: Setting, prompts: list[Prompt], root: Path, progress: Progress, run_log: RunLog | None
-) -> Progress:
+    setting: TrainingSetup, prompts: list[Prompt], root: Path, progress: TrainingState, run_log: RunLog | None
+) -> TrainingState:
     job = setting.job
     while progress.step < job.steps and progress.stopped is None:
         progress = one_step(setting, prompts, root, progress, run_log)
@@ -109,7 +108,7 @@ def _train(
 
 
 def _put_policy(root: Path, step: int) -> None:
-    """The last checkpoint's model as ``policy/``: the same files under another name, where the disk can do that."""
+    """Publish the last checkpoint's model as ``policy/``, by hard links if possible."""
     found = root / CHECKPOINTS / f"step-{step:06d}" / POLICY
     unfinished, final = root / temporary_name(), root / POLICY
     try:

@@ -1,4 +1,4 @@
-"""From scores and KLs to advantages: where the leash enters what is learned from."""
+"""Advantages and returns from rewards and KL: where the KL term enters the policy gradient."""
 
 from typing import NamedTuple
 
@@ -11,21 +11,21 @@ from kleash.estimators import sampled_kl
 from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards, whiten
 from kleash.masking import mean_of
 from kleash.records import PPOJob
-from kleash.training.ranks import summed
+from kleash.training.process_group import all_reduce_sum
 
 
-class Shaped(NamedTuple):
-    """What a step's updates learn from; nothing carries a gradient."""
+class LearningSignals(NamedTuple):
+    """Advantages, returns and the scaled beta of a step, without gradients."""
 
     advantages: Float[Tensor, "responses steps"]
     returns: Float[Tensor, "responses steps"]
     """The critic's targets."""
-    price: float
-    """What a nat of KL costs in the loss: beta, on the scale that whitening gave the advantages."""
+    scaled_beta: float
+    """Beta on the scale of the (whitened) advantages: the weight of KL in the loss."""
 
 
-class Said(NamedTuple):
-    """What a step's responses are judged by."""
+class RewardSignals(NamedTuple):
+    """Scores, log-probabilities, KL and values of a step's responses."""
 
     scores: Float[Tensor, "responses"]
     token_logp: Float[Tensor, "responses steps"]
@@ -36,68 +36,70 @@ class Said(NamedTuple):
     mask: Bool[Tensor, "responses steps"]
 
 
-def shape(said: Said, job: PPOJob, beta: float) -> Shaped:
-    """Advantages with the leash where the job wants it.
+def learning_signals(said: RewardSignals, job: PPOJob, beta: float) -> LearningSignals:
+    """Advantages, with the KL penalty placed as the job says.
 
-    A token's own KL belongs into the loss, with its gradient (``losses.objective``); only k1 may be rewarded. What a
-    token does to the KL *after* it is a consequence of choosing it, as its reward is:
+    The KL of a token's own position belongs in the loss, with its gradient (``losses.policy_objective``); only k1
+    can be used as a reward at the same position. The KL of *later* positions is a consequence of the token and is
+    credited to it like a reward:
 
     | kl_place, kl_scope, kl | rewards | added to the advantages |
     | reward, sequence, k1 | -beta k1_t, score at the end | |
     | reward, sequence, exact | -beta D_t+1, score at the end | |
-    | loss, sequence | score at the end | -beta (sum of D_j, j > t, less the mean of the others') |
+    | loss, sequence | score at the end | -beta (sum of D_j, j > t, minus the mean over the other responses) |
     | loss, token | score at the end | |
 
-    D is the exact KL, or k3 if that is asked for. With ``whiten`` the advantages are brought to standard
-    deviation 1 in the end, all their parts together, and what the loss charges for KL is divided by the same number:
-    beta stays the price of a nat in units of reward.
+    D is the exact KL, or k3 if the job says so. ``whiten`` scales the sum of all parts to standard deviation 1, and
+    the weight of KL in the loss is divided by the same number, so that beta stays in units of reward per nat.
 
     On several processes a collective.
 
     Args:
-        said: this process's responses; steps alike on all processes.
-        job: how the leash is made.
-        beta: how tight it is.
+        said: this process's responses; the number of steps is the same on all processes.
+        job: placement, scope and estimator of the KL term.
+        beta: the current beta.
     """
     log_ratio = torch.where(said.mask, said.token_logp - said.token_logq, 0.0)
     token_kl = said.token_kl if job.kl == "exact" else sampled_kl(said.token_logp, said.token_logq, "k3")
-    led_to = torch.where(said.mask, pad(torch.where(said.mask, token_kl, 0.0)[:, 1:], (0, 1)), 0.0)
-    charged = log_ratio if job.kl == "k1" else led_to
-    rewarded = beta if job.kl_place == "reward" else 0.0
-    found = generalised_advantages(
-        shape_rewards(said.scores, charged, said.mask, beta=rewarded),
+    next_kl = torch.where(said.mask, pad(torch.where(said.mask, token_kl, 0.0)[:, 1:], (0, 1)), 0.0)
+    penalised_kl = log_ratio if job.kl == "k1" else next_kl
+    reward_beta = beta if job.kl_place == "reward" else 0.0
+    gae = generalised_advantages(
+        shape_rewards(said.scores, penalised_kl, said.mask, beta=reward_beta),
         said.values,
         said.mask,
         gamma=job.gamma,
         gae_lambda=job.gae_lambda,
     )
-    advantages = found.advantages
+    advantages = gae.advantages
     if job.kl_place == "loss" and job.kl_scope == "sequence" and beta > 0:
-        advantages = advantages - beta * against_the_others(rewards_to_go(led_to, said.mask), said.mask)
+        advantages = advantages - beta * minus_leave_one_out_mean(
+            rewards_to_go(next_kl, said.mask), said.mask
+        )
     if not job.whiten:
-        return Shaped(advantages, found.returns, beta)
-    whitened, scale = whitened_by(advantages, said.mask)
-    return Shaped(whitened, found.returns, beta * scale)
+        return LearningSignals(advantages, gae.returns, beta)
+    whitened, scale = whiten_with_scale(advantages, said.mask)
+    return LearningSignals(whitened, gae.returns, beta * scale)
 
 
-def against_the_others(
+def minus_leave_one_out_mean(
     costs: Float[Tensor, "responses steps"], mask: Bool[Tensor, "responses steps"]
 ) -> Float[Tensor, "responses steps"]:
-    """Each cost less the mean of the other responses' at the same position; as it is where there is no other.
+    """Each cost minus the mean of the other responses' costs at the same position: a leave-one-out baseline.
 
-    The others know nothing of this response, so that nothing is biased; most of what is common to a position
-    (the later, the less is to come) goes. A collective.
+    The baseline does not depend on the response itself, so the gradient stays unbiased. A cost is unchanged where
+    there is no other response. A collective.
     """
     counted = torch.where(mask, costs, 0.0)
-    total, count = summed(counted.sum(0)), summed(mask.sum(0))
+    total, count = all_reduce_sum(counted.sum(0)), all_reduce_sum(mask.sum(0))
     others = (total - counted) / (count - 1).clamp(min=1)
     return torch.where(mask, counted - others, 0.0)
 
 
-def whitened_by(
+def whiten_with_scale(
     values: Float[Tensor, "responses steps"], mask: Bool[Tensor, "responses steps"]
 ) -> tuple[Float[Tensor, "responses steps"], float]:
-    """``whiten``, and the factor that it multiplied by; 1 where all values are equal. A collective."""
+    """``whiten`` and its scale factor (1 if all values are equal). A collective."""
     whitened = whiten(values, mask)
     apart = torch.where(mask, values - mean_of(values, mask).across_ranks().value, 0.0)
     squares, products = (mean_of(whitened * x, mask).across_ranks().total.item() for x in (whitened, apart))

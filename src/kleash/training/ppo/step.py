@@ -8,40 +8,42 @@ from kleash.errors import NonFiniteError
 from kleash.leash import beta_reason
 from kleash.linear import Head
 from kleash.models import Prompt
-from kleash.training.leashes import tightened
-from kleash.training.ppo.checkpoints import POLICY, Progress, last_checkpoint
-from kleash.training.ppo.failing import save_batch, where_it_broke
-from kleash.training.ppo.measures import of_critic, of_updates, responses_of
+from kleash.training.job_controllers import tightened
+from kleash.training.ppo.checkpoints import POLICY, TrainingState, last_checkpoint
+from kleash.training.ppo.failure_report import save_batch, where_it_broke
+from kleash.training.ppo.metrics import of_critic, of_updates, responses_of
 from kleash.training.ppo.rollout import Rollout, roll_out
-from kleash.training.ppo.setting import Setting
-from kleash.training.ppo.shaping import Said, Shaped, shape
-from kleash.training.ppo.update import DivergedError, Updated, improve, moved_by
-from kleash.training.responses import of_responses, samples_of
+from kleash.training.ppo.setup import TrainingSetup
+from kleash.training.ppo.shaping import LearningSignals, RewardSignals, learning_signals
+from kleash.training.ppo.update import DivergedError, UpdateResult, kl_of_update, update_policy
+from kleash.training.responses import of_responses, to_samples
 from kleash.training.run_log import Advice, RunLog, stopped_by
 
 
 def one_step(
-    setting: Setting, prompts: list[Prompt], root: Path, progress: Progress, run_log: RunLog | None
-) -> Progress:
+    setting: TrainingSetup, prompts: list[Prompt], root: Path, progress: TrainingState, run_log: RunLog | None
+) -> TrainingState:
     """Draw, reward, score, shape, learn, measure, steer, write down.
 
     Raises:
         NonFiniteError: if a loss or gradient is NaN or infinite; the step's responses are then in ``root``.
     """
-    job, ranks, step = setting.job, setting.ranks, progress.step + 1
+    job, ranks, step = setting.job, setting.group, progress.step + 1
     leash, began = progress.controller, monotonic()
 
     rollout = roll_out(setting, prompts, step)
-    shaped = shape(_said(rollout), job, leash.beta)
+    signals = learning_signals(_reward_signals(rollout), job, leash.beta)
     drawn = monotonic()
 
-    before = kept(setting.trainee.policy.head(detached=True), trained=not job.lora_rank)
+    before = frozen_head(setting.actor_critic.policy.head(detached=True), trained=not job.lora_rank)
     set_learning_rate(setting, progress.learning_rate)
-    updated = _improve(setting, rollout, shaped, root, progress.step)
-    moved = ranks.totals({"nats": moved_by(setting, rollout, before), "tokens": float(rollout.mask.sum())})
+    updated = _improve(setting, rollout, signals, root, progress.step)
+    moved = ranks.sum_over_ranks(
+        {"nats": kl_of_update(setting, rollout, before), "tokens": float(rollout.mask.sum())}
+    )
     learnt = monotonic()
 
-    responses = responses_of(rollout, shaped.returns, ranks)
+    responses = responses_of(rollout, signals.returns, ranks)
     measured = {**of_responses(responses, leash.beta), **of_critic(responses)}
     following = leash.after(measured[f"kl/exact_per_{leash.per}"], sequences=len(responses))
 
@@ -56,13 +58,13 @@ def one_step(
     }
     events = [event for event in (following.event, updated.stopped) if event is not None]
     reason = beta_reason(leash, following, measured[f"kl/exact_per_{leash.per}"])
-    advice = None if run_log is None else run_log.step(step, metrics, samples_of(responses), events, reason)
+    advice = None if run_log is None else run_log.step(step, metrics, to_samples(responses), events, reason)
     after = replace(progress, step=step, leash=following.to_dict(), metrics=metrics)
-    return advised(after, ranks.agreed(advice) or Advice(), setting)
+    return apply_response(after, ranks.broadcast_from_first(advice) or Advice(), setting)
 
 
-def advised(progress: Progress, advice: Advice, setting: Setting) -> Progress:
-    """The run's progress after the response to alerts."""
+def apply_response(progress: TrainingState, advice: Advice, setting: TrainingSetup) -> TrainingState:
+    """The training state after the response to alerts."""
     progress = replace(progress, alerts=(*progress.alerts, *(alert.sentence for alert in advice.alerts)))
     match advice.act:
         case "stop":
@@ -75,22 +77,22 @@ def advised(progress: Progress, advice: Advice, setting: Setting) -> Progress:
             return progress
 
 
-def kept(head: Head, *, trained: bool) -> Head:
-    """A head as it is now, whatever becomes of the network."""
+def frozen_head(head: Head, *, trained: bool) -> Head:
+    """A copy of the head's current weights, if they are trained."""
     if not trained or head.weight is None:
         return head
     bias = None if head.bias is None else head.bias.clone()
     return replace(head, weight=head.weight.clone(), bias=bias)
 
 
-def set_learning_rate(setting: Setting, learning_rate: float) -> None:
-    """Let the optimiser take steps of this size from now on."""
+def set_learning_rate(setting: TrainingSetup, learning_rate: float) -> None:
+    """Set the optimiser's learning rate."""
     for group in setting.optimizer.param_groups:
         group["lr"] = learning_rate
 
 
-def _said(rollout: Rollout) -> Said:
-    return Said(
+def _reward_signals(rollout: Rollout) -> RewardSignals:
+    return RewardSignals(
         scores=rollout.scores,
         token_logp=rollout.token_logp,
         token_logq=rollout.token_logq,
@@ -100,13 +102,15 @@ def _said(rollout: Rollout) -> Said:
     )
 
 
-def _improve(setting: Setting, rollout: Rollout, shaped: Shaped, root: Path, finished: int) -> Updated:
-    """The step's updates; where they break down, what they were made of is saved and said."""
+def _improve(
+    setting: TrainingSetup, rollout: Rollout, shaped: LearningSignals, root: Path, finished: int
+) -> UpdateResult:
+    """The step's updates; if they diverge, the step's data is saved and named in the error."""
     try:
-        return improve(setting, rollout, shaped, finished + 1)
+        return update_policy(setting, rollout, shaped, finished + 1)
     except DivergedError as broken:
-        folder = save_batch(root, rollout, shaped, finished + 1, setting.ranks)
-        said = next(filter(None, setting.ranks.told(where_it_broke(rollout, shaped))), None)
+        folder = save_batch(root, rollout, shaped, finished + 1, setting.group)
+        said = next(filter(None, setting.group.all_gather_object(where_it_broke(rollout, shaped))), None)
         what = (
             f"{said}, which came in with the responses"
             if said

@@ -1,4 +1,4 @@
-"""A step's updates: epochs of minibatches of micro-batches."""
+"""The updates of a PPO step: epochs of minibatches of micro-batches."""
 
 import math
 from contextlib import nullcontext
@@ -9,46 +9,50 @@ from torch import Tensor
 
 from kleash.leash import EarlyStop
 from kleash.linear import Head
-from kleash.training.ppo.losses import Past, objective, sums_of, value_losses
+from kleash.training.ppo.losses import RolloutTokens, policy_objective, sums_of, value_losses
 from kleash.training.ppo.policy import Policy
 from kleash.training.ppo.rollout import Micro, Rollout
-from kleash.training.ppo.setting import Setting
-from kleash.training.ppo.shaping import Shaped
-from kleash.training.sharing import shuffled
+from kleash.training.ppo.setup import TrainingSetup
+from kleash.training.ppo.shaping import LearningSignals
+from kleash.training.scheduling import shuffled
 
 
 class DivergedError(ArithmeticError):
-    """A loss or a gradient that is no number; the policy was not touched by it."""
+    """A loss or gradient is NaN or infinite; the weights were not updated with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Updated:
-    """What a step's updates told, over all processes."""
+class UpdateResult:
+    """Sums and gradient norms of a step's updates, over all processes."""
 
     sums: dict[str, float]
-    """Over tokens and updates: ``losses.sums_of``."""
+    """``losses.sums_of``, added over updates."""
     gradient_norms: tuple[float, ...]
-    """One for each update that was made, before it was scaled down."""
+    """The gradient norm of each update, before clipping."""
     stopped: str | None
     """Why the updates ended early."""
 
 
-def improve(setting: Setting, rollout: Rollout, shaped: Shaped, step: int) -> Updated:
-    """Learn from a step's responses, ``epochs`` times over, in ``minibatches`` updates each.
+def update_policy(
+    setting: TrainingSetup, rollout: Rollout, shaped: LearningSignals, step: int
+) -> UpdateResult:
+    """Update the policy on a step's responses: ``epochs`` passes of ``minibatches`` updates each.
 
-    The minibatches are those in which the responses were scored, in another order each time: read in the same
-    company, a token has the same numbers to the last bit. So the first ratio is exactly 1, and where policy and
-    reference are still one, KL and its gradient are exactly 0 (Adam makes full steps of what is left of rounding).
+    The minibatches are those of scoring, in another order in each epoch: in the same batch, a token's numbers are
+    bit for bit the same. So the first ratio is exactly 1, and while policy and reference are equal, KL and its
+    gradient are exactly 0 (Adam would make full steps of rounding errors).
 
-    A token weighs the same in whichever minibatch it lands: each minibatch's sum is divided by the tokens of the
-    whole step over the number of minibatches, over all processes.
+    All tokens have the same weight: each minibatch's sum is divided by the step's tokens over the number of
+    minibatches, counted over all processes.
 
     Raises:
         DivergedError: if a loss or a gradient is NaN or infinite, before the weights are touched.
     """
-    job, ranks = setting.job, setting.ranks
-    tokens = ranks.totals({"tokens": float(rollout.mask.sum())})["tokens"]
-    share = ranks.count * job.minibatches / tokens  # processes: what averages their gradients divides by them
+    job, ranks = setting.job, setting.group
+    tokens = ranks.sum_over_ranks({"tokens": float(rollout.mask.sum())})["tokens"]
+    share = (
+        ranks.world_size * job.minibatches / tokens
+    )  # processes: what averages their gradients divides by them
     stop = None if job.early_stop_nats is None else EarlyStop(target_nats=job.early_stop_nats, factor=1.0)
     sums: dict[str, float] = {}
     norms: list[float] = []
@@ -62,14 +66,16 @@ def improve(setting: Setting, rollout: Rollout, shaped: Shaped, step: int) -> Up
             moved = found["moved"] / found["tokens"] if found["tokens"] else 0.0
             if stop is not None and stop.stops(moved):
                 setting.optimizer.zero_grad()
-                return Updated(
+                return UpdateResult(
                     sums=sums,
                     gradient_norms=tuple(norms),
                     stopped=f"the updates ended early, after {len(norms)}: KL(before || now) is {moved:.3g} nats per "
                     f"token, above {job.early_stop_nats:g}",
                 )
             norm = _length(
-                setting.accelerator.clip_grad_norm_(setting.wrapped.parameters(), job.max_gradient_norm)
+                setting.accelerator.clip_grad_norm_(
+                    setting.wrapped_policy.parameters(), job.max_gradient_norm
+                )
             )
             if not math.isfinite(norm):
                 setting.optimizer.zero_grad()
@@ -77,25 +83,25 @@ def improve(setting: Setting, rollout: Rollout, shaped: Shaped, step: int) -> Up
             setting.optimizer.step()
             setting.optimizer.zero_grad()
             norms.append(norm)
-    return Updated(sums=sums, gradient_norms=tuple(norms), stopped=None)
+    return UpdateResult(sums=sums, gradient_norms=tuple(norms), stopped=None)
 
 
-def moved_by(setting: Setting, rollout: Rollout, head_before: Head) -> float:
+def kl_of_update(setting: TrainingSetup, rollout: Rollout, head_before: Head) -> float:
     """KL(policy before || policy now), exact, summed over the tokens of this process's responses, in nats."""
     total = 0.0
     for micro in (micro for minibatch in rollout.micros for micro in minibatch):
         batch = setting.batch([rollout.sequences[own] for own in micro.own])
         hidden = torch.cat([rollout.hidden[own] for own in micro.own])
         with setting.autocast():
-            moved = setting.wrapped(Policy.moved, batch, hidden, head_before)
+            moved = setting.wrapped_policy(Policy.moved, batch, hidden, head_before)
         total += moved.cpu().double().sum().item() if micro.live else 0.0
     return total
 
 
 def _learn(
-    setting: Setting, rollout: Rollout, shaped: Shaped, minibatch: list[Micro], share: float
+    setting: TrainingSetup, rollout: Rollout, shaped: LearningSignals, minibatch: list[Micro], share: float
 ) -> dict[str, float]:
-    """Add a minibatch's gradient to the weights'; returns the sums of all processes, "loss" being the whole."""
+    """Accumulate a minibatch's gradient; returns the sums over all processes, "loss" being the total loss."""
     sums: dict[str, float] = {}
     for number, micro in enumerate(minibatch):
         last = number == len(minibatch) - 1
@@ -104,31 +110,33 @@ def _learn(
             _past(rollout, shaped, micro),
             torch.cat([rollout.hidden_reference[own] for own in micro.own]),
         )
-        told = objective(past, setting.job, shaped.price)
-        with nullcontext() if last else setting.accelerator.no_sync(setting.wrapped):
+        told = policy_objective(past, setting.job, shaped.scaled_beta)
+        with nullcontext() if last else setting.accelerator.no_sync(setting.wrapped_policy):
             with setting.autocast():
-                learnt = setting.wrapped(Policy.learn, batch, theirs, setting.trainee.reference.head, told)
+                learnt = setting.wrapped_policy(
+                    Policy.learn, batch, theirs, setting.actor_critic.reference.head, told
+                )
             errors = value_losses(learnt.values, past, setting.job.clip_range_value).sum()
             loss = (learnt.loss + setting.job.vf_coef * errors) * share
             setting.accelerator.backward(loss)
         sums = _added(sums, {"loss": loss.item(), **sums_of(learnt.terms, learnt.values, past, setting.job)})
-    told = setting.ranks.told(sums)
+    told = setting.group.all_gather_object(sums)
     together: dict[str, float] = {}
     for one in told:
         together = _added(together, one)
     return together
 
 
-def _past(rollout: Rollout, shaped: Shaped, micro: Micro) -> Past:
-    """What was known of a micro-batch's tokens, in the order in which they are read."""
+def _past(rollout: Rollout, shaped: LearningSignals, micro: Micro) -> RolloutTokens:
+    """The rollout's data of a micro-batch's tokens, in their order in the batch."""
     mask = rollout.mask[micro.own]
     known = (rollout.token_logp, rollout.values, shaped.advantages, shaped.returns)
     flat = [x[micro.own][mask] for x in known]
-    return Past(*flat, counts=torch.full_like(flat[0], micro.live, dtype=torch.bool))
+    return RolloutTokens(*flat, counts=torch.full_like(flat[0], micro.live, dtype=torch.bool))
 
 
 def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Sums added, maxima compared."""
+    """The sums of two passes; maxima (names ending in "_most") are compared."""
     if not sums:
         return more
     return {
@@ -137,6 +145,6 @@ def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
 
 
 def _length(norm: "Tensor | float") -> float:
-    """The norm of a gradient that may lie in parts on all processes."""
+    """The norm of a gradient, gathered if it is sharded."""
     whole = getattr(norm, "full_tensor", None)
     return float(norm if whole is None else whole())

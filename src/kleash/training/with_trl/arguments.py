@@ -11,7 +11,7 @@ from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.models.pair_loading import dtype_of, place_of
 from kleash.records import TrainJob
-from kleash.training.loading import require_trainable
+from kleash.training.model_options import require_trainable
 
 CHECKPOINTS = "checkpoints"
 PROMPT_COLUMN = "kleash_prompt"

@@ -6,12 +6,12 @@ from typing import Any
 from kleash.extras import import_extra
 from kleash.models import read_prompts
 from kleash.records import DistillJob, TrainingResult
-from kleash.training.ranks import Ranks
+from kleash.training.process_group import ProcessGroup
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import shared_arguments
-from kleash.training.with_trl.ending import as_run, run
 from kleash.training.with_trl.networks import load_networks
 from kleash.training.with_trl.online import data_set
+from kleash.training.with_trl.runs import as_run, run
 from kleash.training.with_trl.step_logger import SPELT, Generated, StepLogger
 
 BETAS = {"policy_teacher": 1.0, "teacher_policy": 0.0, "jensen_shannon": 0.5}
@@ -35,8 +35,8 @@ class Counting:
     def take_counted(self) -> Generated:
         """The entropy of the tokens of all processes since it was last asked for. A collective."""
         own, self._counted = self._counted, (0.0, 0.0)
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
-        total = ranks.totals({"nats": own[0], "tokens": own[1]})
+        ranks = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
+        total = ranks.sum_over_ranks({"nats": own[0], "tokens": own[1]})
         return Generated(metrics={"policy/entropy": total["nats"] / total["tokens"]})
 
 
@@ -52,9 +52,9 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
         run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
-        SourceError, ModelError, OptionError: if the job asks for what is not there.
+        SourceError, ModelError, OptionError: if an input or an option of the job is invalid.
         NonFiniteError: if a loss is NaN or infinite.
-        CannotRunError, MissingExtraError: if something the job needs cannot run here.
+        CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     trl = import_extra("trl", "trl")
     import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)

@@ -9,8 +9,8 @@ import torch
 from kleash.errors import ModelError
 from kleash.models import Pair, find_checkpoint
 from kleash.records import TrainJob
-from kleash.training.loading import both, lora_settings
-from kleash.training.with_trl.reading import positions_from_the_first_token, without_dropout
+from kleash.training.model_options import both, lora_settings
+from kleash.training.with_trl.forward_passes import positions_from_the_first_token, without_dropout
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

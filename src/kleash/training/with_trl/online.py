@@ -9,15 +9,15 @@ from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
 from kleash.models import Prompt, read_prompts
 from kleash.records import GRPOJob, OnlineJob, RLOOJob, TrainingResult
-from kleash.training.leashes import leash_of
+from kleash.training.job_controllers import leash_of
 from kleash.training.reward_calls import reward_values
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards
 from kleash.training.run_log import RunLog
-from kleash.training.sharing import shuffled
+from kleash.training.scheduling import shuffled
 from kleash.training.with_trl.arguments import PROMPT_COLUMN, shared_arguments
-from kleash.training.with_trl.ending import as_run, run
 from kleash.training.with_trl.networks import Networks, load_networks
+from kleash.training.with_trl.runs import as_run, run
 from kleash.training.with_trl.step_logger import StepLogger
 
 MOST_ROWS = 10**7
@@ -36,12 +36,12 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
         run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
-        SourceError, ModelError, OptionError, UnknownNameError: if the job asks for what is not there.
+        SourceError, ModelError, OptionError, UnknownNameError: if an input or an option of the job is invalid.
         NonFiniteError: if a loss or a reward is NaN or infinite.
-        CannotRunError, MissingExtraError: if something the job needs cannot run here.
+        CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     from kleash.integrations.trl import LeashedGRPOTrainer
-    from kleash.training.with_trl.measured import measured
+    from kleash.training.with_trl.measurement import measured
 
     settings = {
         "scale_rewards": "none" if job.kl_place == "reward" else "group",
@@ -58,7 +58,7 @@ def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
     Each response is compared with the others to its prompt, and nothing is divided by any spread.
     """
     from kleash.integrations.trl import LeashedRLOOTrainer
-    from kleash.training.with_trl.measured import measured
+    from kleash.training.with_trl.measurement import measured
 
     return _train(job, run_log, measured(LeashedRLOOTrainer), import_extra("trl", "trl").RLOOConfig, {})
 

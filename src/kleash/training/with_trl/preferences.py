@@ -13,8 +13,8 @@ from kleash.models.sources.source_files import read_lines
 from kleash.records import DPOJob, TrainingResult
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import shared_arguments
-from kleash.training.with_trl.ending import as_run, run
 from kleash.training.with_trl.networks import load_networks
+from kleash.training.with_trl.runs import as_run, run
 from kleash.training.with_trl.step_logger import Generated, StepLogger
 
 WATCHED_PROMPTS, WATCHED_TOKENS = 32, 32
@@ -34,9 +34,9 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
         run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
 
     Raises:
-        SourceError, ModelError, OptionError: if the job asks for what is not there.
+        SourceError, ModelError, OptionError: if an input or an option of the job is invalid.
         NonFiniteError: if a loss is NaN or infinite.
-        CannotRunError, MissingExtraError: if something the job needs cannot run here.
+        CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     trl = import_extra("trl", "trl")
     import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)

@@ -11,8 +11,8 @@ from kleash.integrations.trainer import BetaController
 from kleash.integrations.trainer.attached import Attached
 from kleash.records import Sample, TrainJob, read_steps
 from kleash.records.checksums import seal_folder
-from kleash.training.leashes import tightened
-from kleash.training.ranks import Ranks
+from kleash.training.job_controllers import tightened
+from kleash.training.process_group import ProcessGroup
 from kleash.training.run_log import Advice, RunLog, stopped_by
 
 SPELT = {
@@ -84,7 +84,7 @@ class StepLogger(Attached):
             records = read_steps(self.run_log.folder)
             alerts = next((record.alerts for record in records if record.step == step), ())
             stopped = stopped_by(alerts, step) if alerts else None
-        self.outcome.stopped = self._ranks.agreed(stopped)
+        self.outcome.stopped = self._group.broadcast_from_first(stopped)
         return self.outcome.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -128,7 +128,7 @@ class StepLogger(Attached):
             samples = () if measured is None else measured.samples
             advice = self.run_log.step(step, metrics, samples, self._events(), self._beta_reason())
         self.outcome.step, self.outcome.metrics = step, metrics
-        self._do(self._ranks.agreed(advice) or Advice(), control)
+        self._do(self._group.broadcast_from_first(advice) or Advice(), control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the checksums of the checkpoint that was just written, once every process has written its part."""
@@ -138,8 +138,8 @@ class StepLogger(Attached):
             seal_folder(checkpoint)
 
     @property
-    def _ranks(self) -> Ranks:
-        return Ranks(self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes)
+    def _group(self) -> ProcessGroup:
+        return ProcessGroup(self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes)
 
     def _controller(self) -> BetaController | None:
         callbacks = self.trainer.callback_handler.callbacks

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kleash.errors import CannotRunError
 from kleash.models import Prompt
 from kleash.training.ppo.rollout import Micro, micro_batches
-from kleash.training.ranks import Ranks
-from kleash.training.sharing import minibatches_of, number, prompts_of_step, share_of, shuffled
+from kleash.training.process_group import ProcessGroup
+from kleash.training.scheduling import minibatches_of, number, prompts_of_step, share_of, shuffled
 
 
 def prompts_named(*names):
@@ -74,8 +74,8 @@ def test_minibatches_are_dealt_anew_for_each_key_and_mix_neighbours():
 def test_a_process_with_fewer_micro_batches_keeps_the_others_company():
     """It reads its shortest response again, and learns nothing from it."""
 
-    class OneOfTwo(Ranks):
-        def told(self, own):
+    class OneOfTwo(ProcessGroup):
+        def all_gather_object(self, own):
             return [own, [2, 3]]
 
     found = micro_batches([[0, 2, 8], [1, 3, 9]], [0, 1, 2, 3], [5, 3, 9, 4], 10, OneOfTwo(0, 2))

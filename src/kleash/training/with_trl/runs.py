@@ -1,4 +1,4 @@
-"""Running one of TRL's trainers from wherever a run stands to its end."""
+"""Runs one of TRL's trainers, from its last checkpoint when resuming, to its end."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""What every way of training asks of its models: two loaded beside each other, a dtype, an adapter."""
+"""Loading of a training job's models: the pair, its dtype, and the LoRA configuration."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ LORA_SCALE = 2
 
 
 def both(job: TrainJob, policy: str, reference: str, *, device: str) -> Pair:
-    """Two models as the job wants them loaded.
+    """A policy and a reference, loaded with the job's dtype and device.
 
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
@@ -23,17 +23,17 @@ def both(job: TrainJob, policy: str, reference: str, *, device: str) -> Pair:
 
 
 def require_trainable(dtype: str) -> None:
-    """See that something can be trained in the dtype.
+    """Check that the dtype is suitable for training.
 
     Raises:
-        OptionError: if not.
+        OptionError: if it is float16.
     """
     if dtype == "float16":
         raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
 
 
 def lora_settings(rank: int, network: Any) -> Any:
-    """A LoRA adapter on every linear layer of the network but the head; it changes nothing yet.
+    """The configuration of a LoRA adapter on every linear layer except the head.
 
     Raises:
         OptionError: if the rank is above the width of every matrix that it would be put on.

@@ -1,4 +1,4 @@
-"""The controller of beta that a job asks for."""
+"""The beta controller of a job."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ PROPORTIONAL, INTEGRAL = 0.5, 0.05
 
 
 def leash_of(job: RewardJob) -> Leash:
-    """The controller as it is before the first step."""
+    """The controller of a job in its initial state."""
     per: Any = job.target_per
     if job.controller == "fixed":
         return FixedBeta(beta=job.beta, per=per)
@@ -50,6 +50,6 @@ def leash_of(job: RewardJob) -> Leash:
 
 
 def tightened(leash: Leash, job: RewardJob) -> Leash:
-    """The same with twice the beta, within the job's bound."""
+    """The controller with twice its beta, at most the job's ``beta_max``."""
     held: Any = leash
     return replace(held, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))

@@ -1,4 +1,4 @@
-"""When training breaks down: what it was doing is saved, and said in a sentence."""
+"""Diagnosis of a diverged update: the step's data is saved, and its first non-finite number named."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +10,12 @@ from kleash.models.cache.hidden_states import save_tensors
 from kleash.records import write_atomically
 from kleash.records.codec import to_json
 from kleash.training.ppo.rollout import Rollout
-from kleash.training.ppo.shaping import Shaped
-from kleash.training.ranks import Ranks
+from kleash.training.ppo.shaping import LearningSignals
+from kleash.training.process_group import ProcessGroup
 
 
-def save_batch(root: Path, rollout: Rollout, shaped: Shaped, step: int, ranks: Ranks) -> Path:
-    """Write a process's responses of a step with every number that was made of them; returns the folder.
+def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int, ranks: ProcessGroup) -> Path:
+    """Save a process's responses of a step with all their numbers; returns the folder.
 
     ``responses-<process>.json`` holds prompts, responses, token ids and scores; ``tokens-<process>.safetensors``
     the numbers of each token, [responses, steps], with their mask.
@@ -29,7 +29,7 @@ def save_batch(root: Path, rollout: Rollout, shaped: Shaped, step: int, ranks: R
         "mask": rollout.mask,
     }
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    save_tensors(folder / f"tokens-{ranks.index}.safetensors", on_cpu)
+    save_tensors(folder / f"tokens-{ranks.rank}.safetensors", on_cpu)
     responses = [
         {
             "place": place,
@@ -44,13 +44,14 @@ def save_batch(root: Path, rollout: Rollout, shaped: Shaped, step: int, ranks: R
         for place, one, score in zip(rollout.places, rollout.sequences, rollout.scores.tolist(), strict=True)
     ]
     write_atomically(
-        folder / f"responses-{ranks.index}.json", to_json({"responses": responses, "price": shaped.price})
+        folder / f"responses-{ranks.rank}.json",
+        to_json({"responses": responses, "price": shaped.scaled_beta}),
     )
     return folder
 
 
-def where_it_broke(rollout: Rollout, shaped: Shaped) -> str:
-    """The first number of a process's step that is NaN or infinite, in words; "" where none is."""
+def where_it_broke(rollout: Rollout, shaped: LearningSignals) -> str:
+    """A description of the first NaN or infinite number of a process's step; "" if there is none."""
     for name, values in {
         **rollout.of_tokens(),
         "advantages": shaped.advantages,

@@ -1,7 +1,7 @@
-"""Who does what: which prompts a step takes, which process answers them, and in which order they are learned from.
+"""Which prompts a step uses, which process generates their responses, and the minibatches of the updates.
 
-Everything here follows from seed and step alone, and from no number of processes: two of them draw the same
-responses as one, and put the same ones into each minibatch.
+All of it depends only on seed and step, not on the number of processes: two processes draw the same responses as
+one, and put the same ones into each minibatch.
 """
 
 from collections import Counter
@@ -14,20 +14,20 @@ from kleash.models import Prompt
 
 
 def number(*key: object) -> int:
-    """64 bits that follow from ``key``, the same on every machine and in every version."""
+    """A 64-bit hash of ``key``, the same on every machine and in every version."""
     text = "/".join(map(str, key))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def shuffled(count: int, *key: object) -> list[int]:
-    """0 to ``count - 1`` in an order that follows from ``key``."""
+    """A permutation of 0 to ``count - 1`` that depends only on ``key``."""
     return sorted(range(count), key=lambda place: (number(*key, place), place))
 
 
 def prompts_of_step(prompts: Sequence[Prompt], step: int, how_many: int, seed: int) -> list[Prompt]:
-    """The prompts of a step, which counts from 1: the next ones of an endless row of shuffled epochs.
+    """The prompts of a step (from 1), taken in order from an endless sequence of shuffled epochs.
 
-    A prompt that comes twice in a step is another copy of itself the second time, and draws other samples.
+    A prompt that occurs twice in a step has another ``copy`` number the second time, and so other samples.
     """
     first = (step - 1) * how_many
     orders: dict[int, list[int]] = {}
@@ -44,10 +44,10 @@ def prompts_of_step(prompts: Sequence[Prompt], step: int, how_many: int, seed: i
 
 
 def share_of(responses: int, minibatches: int, process: int, processes: int) -> list[int]:
-    """The places of the responses that a process draws and learns from.
+    """The indices of the responses that a process generates and trains on.
 
-    Blocks of ``minibatches`` neighbours stay together: each gives one response to each minibatch, so that every
-    process has as many in it as any other, give or take one block.
+    Blocks of ``minibatches`` consecutive responses stay on one process: each block gives one response to each
+    minibatch, so that all processes have equally many responses in a minibatch, up to one block.
 
     Raises:
         CannotRunError: if there are more processes than blocks.
@@ -63,7 +63,7 @@ def share_of(responses: int, minibatches: int, process: int, processes: int) -> 
 
 
 def minibatches_of(responses: int, minibatches: int, *key: object) -> list[list[int]]:
-    """The places of a step's responses, dealt out anew for each ``key``: a block's neighbours to different ones."""
+    """The response indices of each minibatch: each block is permuted over the minibatches, depending on ``key``."""
     dealt: list[list[int]] = [[] for _ in range(minibatches)]
     for first in range(0, responses, minibatches):
         order = shuffled(minibatches, *key, first)

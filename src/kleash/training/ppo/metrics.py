@@ -1,4 +1,4 @@
-"""PPO's own numbers of a step: what its responses were drawn under, its critic, its updates."""
+"""PPO-specific metrics of a step: sampling, critic, updates."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ import numpy as np
 from torch import Tensor
 
 from kleash.training.ppo.rollout import Rollout
-from kleash.training.ppo.update import Updated
-from kleash.training.ranks import Ranks
+from kleash.training.ppo.update import UpdateResult
+from kleash.training.process_group import ProcessGroup
 from kleash.training.responses import Response, column_of
 
 
-def responses_of(rollout: Rollout, returns: Tensor, ranks: Ranks) -> list[Response]:
-    """All the step's responses, in their order, on every process. A collective."""
+def responses_of(rollout: Rollout, returns: Tensor, ranks: ProcessGroup) -> list[Response]:
+    """All responses of the step in order, on every process. A collective."""
     columns = {**rollout.of_tokens(), "returns": returns}
     arrays = {name: x.cpu().double().numpy() for name, x in columns.items()}
     scores = rollout.scores.tolist()
@@ -29,12 +29,12 @@ def responses_of(rollout: Rollout, returns: Tensor, ranks: Ranks) -> list[Respon
         )
         for row, (place, one) in enumerate(zip(rollout.places, rollout.sequences, strict=True))
     ]
-    everybody = [one for told in ranks.told(own) for one in told]
+    everybody = [one for told in ranks.all_gather_object(own) for one in told]
     return sorted(everybody, key=lambda one: one.place)
 
 
 def of_critic(responses: Sequence[Response]) -> dict[str, float]:
-    """The metrics of the critic, and of log-probabilities at drawing against those of training."""
+    """Metrics of the critic, and of sampling against training log-probabilities."""
     drawn = column_of(responses, "behaviour_logp") - column_of(responses, "token_logp")
     returns = column_of(responses, "returns")
     errors, spread = returns - column_of(responses, "values"), returns.var()
@@ -44,8 +44,8 @@ def of_critic(responses: Sequence[Response]) -> dict[str, float]:
     }
 
 
-def of_updates(updated: Updated, moved_nats: float, learning_rate: float) -> dict[str, float]:
-    """The metrics of what was made of it.
+def of_updates(updated: UpdateResult, moved_nats: float, learning_rate: float) -> dict[str, float]:
+    """Metrics of the updates.
 
     Args:
         updated: the sums of all processes.

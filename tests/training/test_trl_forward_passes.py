@@ -27,8 +27,8 @@ def trl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import kleash.training.with_trl as ours
-        from kleash.training.with_trl import distillation, measured
-    return SimpleNamespace(**{**vars(ours), "distillation": distillation, "measured": measured})
+        from kleash.training.with_trl import distillation, measurement
+    return SimpleNamespace(**{**vars(ours), "distillation": distillation, "measured": measurement})
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_distillation_counts_tokens_and_not_micro_batches(trl, pair, tmp_path, m
 
 
 def test_attention_s_dropout_is_no_module_and_is_switched_off_too(trl, tmp_path):
-    from kleash.training.with_trl.reading import positions_from_the_first_token, without_dropout
+    from kleash.training.with_trl.forward_passes import positions_from_the_first_token, without_dropout
 
     folder = save_tiny(tmp_path / "llama", "llama", attention_dropout=0.5)
     network = load_pair(str(folder), str(folder)).policy.network.train()

@@ -1,4 +1,4 @@
-"""What a run works with from its first step to its last: job, processes, models, optimiser, rewards."""
+"""The set-up of a PPO run: job, process group, models, optimiser and rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,48 +11,49 @@ from kleash.extras import import_extra
 from kleash.models import TokenSequence
 from kleash.models.pair_loading import place_of
 from kleash.records import PPOJob
-from kleash.training.ppo.models import Trainee, load
-from kleash.training.ppo.policy import Batch
-from kleash.training.ranks import Ranks
+from kleash.training.ppo.models import ActorCritic, load_actor_critic
+from kleash.training.ppo.policy import TokenBatch
+from kleash.training.process_group import ProcessGroup
 from kleash.training.rewards import Rewards, load_rewards
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Setting:
-    """What a run works with; only what ``wrapped`` and ``optimizer`` hold changes."""
+class TrainingSetup:
+    """The objects of a run; only the state of ``wrapped_policy`` and ``optimizer`` changes."""
 
     job: PPOJob
     accelerator: Any
-    ranks: Ranks
-    trainee: Trainee
-    wrapped: Any
-    """The policy as Accelerate wrapped it: call it, and gradients and weights are shared with other processes."""
+    group: ProcessGroup
+    actor_critic: ActorCritic
+    wrapped_policy: Any
+    """The policy as Accelerate wrapped it, with gradient reduction and weight gathering over processes."""
     optimizer: Any
     rewards: Rewards
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
+        """The device of all models."""
         return self.accelerator.device
 
     def autocast(self) -> torch.autocast:
-        """What the networks' passes run under: bfloat16, if job, checkpoint or Accelerate's settings say so."""
-        half = self.trainee.speaker.dtype == torch.bfloat16 or self.accelerator.mixed_precision == "bf16"
+        """The autocast context of forward passes: bfloat16 if job, checkpoint or Accelerate ask for it."""
+        half = self.actor_critic.sampler.dtype == torch.bfloat16 or self.accelerator.mixed_precision == "bf16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half)
 
-    def batch(self, sequences: Sequence[TokenSequence]) -> Batch:
-        """Sequences as the network reads them."""
-        return Batch.of(sequences, self.job.temperature, self.device)
+    def batch(self, sequences: Sequence[TokenSequence]) -> TokenBatch:
+        """The padded batch of some sequences."""
+        return TokenBatch.of(sequences, self.job.temperature, self.device)
 
 
-def set_up(job: PPOJob) -> Setting:
-    """Load the models and hand them to Accelerate, which ``accelerate launch`` has told how many processes there are.
+def set_up(job: PPOJob) -> TrainingSetup:
+    """Load the models and prepare them with Accelerate.
 
-    The generators of Python, numpy and torch are seeded: once for adapters, and again for rewards that draw.
+    The generators of Python, numpy and torch are seeded twice: before adapters are initialised, and again for
+    rewards that use random numbers.
 
     Raises:
         ModelError, OptionError, UnknownNameError: if a model or a reward cannot be loaded.
-        CannotRunError: if the device is not there, or Accelerate was told to shard in a way that does not work here.
+        CannotRunError: if the device is missing, or Accelerate's sharding mode is unsupported.
     """
     accelerate = import_extra("accelerate", "train")
     place = place_of(job.device, None)
@@ -63,7 +64,7 @@ def set_up(job: PPOJob) -> Setting:
             "choose by CUDA_VISIBLE_DEVICES"
         )
     accelerate.utils.set_seed(job.seed % 2**32)
-    trainee = load(job, processes.device)
+    trainee = load_actor_critic(job, processes.device)
     accelerator = accelerate.Accelerator(cpu=place.type == "cpu")
     _require_known(accelerator)
     trained = [parameter for parameter in trainee.policy.parameters() if parameter.requires_grad]
@@ -77,19 +78,19 @@ def set_up(job: PPOJob) -> Setting:
         batch_tokens=job.batch_tokens,
     )
     accelerate.utils.set_seed(job.seed % 2**32)
-    return Setting(
+    return TrainingSetup(
         job=job,
         accelerator=accelerator,
-        ranks=Ranks(accelerator.process_index, accelerator.num_processes),
-        trainee=trainee,
-        wrapped=wrapped,
+        group=ProcessGroup(accelerator.process_index, accelerator.num_processes),
+        actor_critic=trainee,
+        wrapped_policy=wrapped,
         optimizer=optimizer,
         rewards=rewards,
     )
 
 
 def _require_known(accelerator: Any) -> None:
-    """Refuse what nobody has taught this loop: it would save or generate from parts of weights."""
+    """Refuse sharding modes in which this loop would save or generate from partial weights."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or (kind == "FSDP" and not accelerator.is_fsdp2):
         raise CannotRunError(

@@ -7,8 +7,8 @@ import torch
 
 from kleash.integrations.trl.responses import response_statistics
 from kleash.models import Prompt
-from kleash.training.ranks import Ranks
-from kleash.training.responses import Response, of_responses, samples_of
+from kleash.training.process_group import ProcessGroup
+from kleash.training.responses import Response, of_responses, to_samples
 from kleash.training.rewards import Rewards, require_scored
 from kleash.training.with_trl.arguments import PROMPT_COLUMN
 from kleash.training.with_trl.step_logger import Generated
@@ -60,12 +60,12 @@ class Measuring:
     def _measure(self, inputs: Any, output: dict[str, Any]) -> Generated:
         trainer: Any = self
         told = response_statistics(trainer, output)
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
-        own = self._responses(inputs, output, told, ranks.index)
-        responses = [one for part in ranks.told(own) for one in part]
+        ranks = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
+        own = self._responses(inputs, output, told, ranks.rank)
+        responses = [one for part in ranks.all_gather_object(own) for one in part]
         metrics = of_responses(responses, self.beta)
         trainer._log(**{name: metrics[name] for name in STEERED_BY.values()})
-        return Generated(metrics=metrics, samples=tuple(samples_of(responses)))
+        return Generated(metrics=metrics, samples=tuple(to_samples(responses)))
 
     def _responses(self, inputs: Any, output: dict[str, Any], told: Any, rank: int) -> list[Response]:
         lengths = told.mask.sum(-1).tolist()
