@@ -196,7 +196,8 @@ def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
     generators = checksums.read_record(SavedState, checkpoint / PROGRESS, what, advice).generators
     if len(generators) != setting.group.world_size:
         return (
-            f"the checkpoint is of {len(generators)} processes, and now there are {setting.group.world_size}: the state of "
+            f"the checkpoint is of {len(generators)} processes, and now there are "
+            f"{setting.group.world_size}: the state of "
             "Python's, numpy's and torch's random generators starts anew"
         )
     try:
