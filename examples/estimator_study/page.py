@@ -5,8 +5,8 @@ from pathlib import Path
 
 from estimator_study.results import EstimatorRow, GaussianFit, NoiseCurves, Study, StudyCase, TwoModes
 from kleash.records import Number
-from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, decades, dots, figure, rows_of
-from kleash.reports.formatting import UNKNOWN, count, plain, threshold, typeset
+from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, dots, figure, log_axis, row_axis
+from kleash.reports.formatting import UNKNOWN, format_count, format_threshold, format_value, typographic
 from kleash.reports.page import write_page
 
 HEADER = ("Estimator", "Mean, nats", "Bias / KL", "SD / KL", "Below 0", "Gradient error")
@@ -74,23 +74,23 @@ def row_cells(case: StudyCase, row: EstimatorRow) -> tuple[str, ...]:
 def fit_cells(fit: GaussianFit) -> tuple[str, ...]:
     """The row of a fit, as text."""
     numbers = (fit.mean, fit.standard_deviation, fit.kl_fit_target, fit.kl_target_fit)
-    return (fit.name, *(plain(number) for number in numbers))
+    return (fit.name, *(format_value(number) for number in numbers))
 
 
 def _with_error(number: Number, scale: float, unit: str, *, rounding: float = 0.0) -> str:
     """A scaled number: with four digits where it is exact, with its standard error where it was sampled."""
     if number.standard_error == 0:
         value = scale * number.value
-        return "0" if abs(value) <= rounding else plain(value, 4) + unit
+        return "0" if abs(value) <= rounding else format_value(value, 4) + unit
     value, error = scale * number.value, scale * number.standard_error
     if not (math.isfinite(value) and math.isfinite(error)):
-        return plain(value, 4) + unit
+        return format_value(value, 4) + unit
     digits = max(0, 1 - math.floor(math.log10(error)))
-    return f"{typeset(f'{value:.{digits}f}')} ± {error:.{digits}f}{unit}"
+    return f"{typographic(f'{value:.{digits}f}')} ± {error:.{digits}f}{unit}"
 
 
 def _share(value: float) -> str:
-    return "0" if value < ROUNDING else f"{plain(100 * value, 3)} %"
+    return "0" if value < ROUNDING else f"{format_value(100 * value, 3)} %"
 
 
 def findings(study: Study) -> list[str]:
@@ -105,33 +105,38 @@ def findings(study: Study) -> list[str]:
     gradient_errors = [_share(case.row("exact").gradient_error or 0.0) for case in sequences]
     values = (
         "The mean of k1 and of k3 is the KL. k3 is the less noisy one for close pairs, for normals below a "
-        f"KL of {plain(study.normals.crossing)} nats: at {threshold(near.kl.value)} nats a single k3 varies by "
-        f"{_times(near, 'k3')} times the KL and a single k1 by {_times(near, 'k1')}; at {threshold(far.kl.value)} nats "
+        f"KL of {format_value(study.normals.crossing)} nats: at {format_threshold(near.kl.value)} nats a single k3 "
+        "varies by "
+        f"{_times(near, 'k3')} times the KL and a single k1 by {_times(near, 'k1')}; at "
+        f"{format_threshold(far.kl.value)} nats "
         f"by {_times(far, 'k3')} and {_times(far, 'k1')}."
     )
     biased = (
-        f"That of k2 is close where the pair is close ({_biased(near, 'k2')} too large at {threshold(near.kl.value)} "
-        f"nats) and wrong where it is not ({_biased(far, 'k2')} at {threshold(far.kl.value)})."
+        f"That of k2 is close where the pair is close ({_biased(near, 'k2')} too large at "
+        f"{format_threshold(near.kl.value)} "
+        f"nats) and wrong where it is not ({_biased(far, 'k2')} at {format_threshold(far.kl.value)})."
     )
     gradients = (
         "Backpropagated, k1 gives no gradient at all, k2 that of the KL, and k3 that of the other direction: with one "
-        f"Gaussian for two modes, k2 ends on one of them (standard deviation {plain(fits['k2'].standard_deviation)}) "
-        f"and k3 covers both ({plain(fits['k3'].standard_deviation)})."
+        f"Gaussian for two modes, k2 ends on one of them (standard deviation "
+        f"{format_value(fits['k2'].standard_deviation)}) "
+        f"and k3 covers both ({format_value(fits['k3'].standard_deviation)})."
     )
     along = (
         f"Along sequences, summing the exact next-token KLs divides the variance of Σ k1 by {round(min(ratios))} to "
-        f"{count(round(max(ratios)))}; but no per-token loss sees how a token changes the KL later on, which leaves "
+        f"{format_count(round(max(ratios)))}; but no per-token loss sees how a token changes the KL later on, which "
+        "leaves "
         f"{gradient_errors[0]} to {gradient_errors[-1]} of the gradient wrong until the future is credited."
     )
     return [values, biased, gradients, along]
 
 
 def _times(case: StudyCase, name: str) -> str:
-    return plain(case.row(name).standard_deviation.value / case.kl.value)
+    return format_value(case.row(name).standard_deviation.value / case.kl.value)
 
 
 def _biased(case: StudyCase, name: str) -> str:
-    return f"{plain(100 * case.row(name).bias.value / case.kl.value)} %"
+    return f"{format_value(100 * case.row(name).bias.value / case.kl.value)} %"
 
 
 LARGEST_DEVIATION = 30.0
@@ -158,16 +163,19 @@ def noise_chart(curves: NoiseCurves) -> Chart:
             height=380,
             x="KL between two normals, nats",
             y="standard deviation, KLs",
-            xaxis=decades(curves.kl),
-            yaxis={**decades(known), "range": [-0.5, 2]},
+            xaxis=log_axis(curves.kl),
+            yaxis={**log_axis(known), "range": [-0.5, 2]},
             showlegend=True,
             shapes=[{**at, "layer": "below", "line": {"color": MUTED, "width": 1, "dash": "dot"}}],
         ),
-        described=f"k3 varies less than k1 below {plain(curves.crossing)} nats (dotted), and more above; its "
+        description=f"k3 varies less than k1 below {format_value(curves.crossing)} nats (dotted), and more above; its "
         "standard deviation then grows like the exponential of the KL.",
         header=("KL, nats", *curves.relative_deviation),
         rows=tuple(
-            (plain(kl), *(plain(deviations[index]) for deviations in curves.relative_deviation.values()))
+            (
+                format_value(kl),
+                *(format_value(deviations[index]) for deviations in curves.relative_deviation.values()),
+            )
             for index, kl in enumerate(curves.kl)
             if index % every == 0
         ),
@@ -198,7 +206,7 @@ def case_chart(case: StudyCase) -> Chart:
                     estimates,
                     range(len(estimates)),
                     name="mean ± one standard deviation",
-                    across=True,
+                    horizontal=True,
                     text=names,
                 )
             ],
@@ -206,15 +214,16 @@ def case_chart(case: StudyCase) -> Chart:
             x="multiples of the KL",
             y="estimator",
             xaxis={"range": [min(ends) - margin, max(ends) + margin], "nticks": 7},
-            yaxis=rows_of(names),
+            yaxis=row_axis(names),
             shapes=[{**line, "line": {"color": MUTED, "width": 1}}],
         ),
-        described="One estimate: its mean (dot) and one standard deviation to both sides, in multiples of the KL "
-        f"(line). {noisiest.name} is the noisiest, at {plain(noisiest.standard_deviation.value / kl)} times the KL."
+        description="One estimate: its mean (dot) and one standard deviation to both sides, in multiples of the KL "
+        f"(line). {noisiest.name} is the noisiest, at {format_value(noisiest.standard_deviation.value / kl)} times "
+        "the KL."
         f"{left_out}",
         header=("Estimator", "Mean, KLs", "Standard deviation, KLs"),
         rows=tuple(
-            (name, plain(number.value, 4), plain(number.standard_error, 4))
+            (name, format_value(number.value, 4), format_value(number.standard_error, 4))
             for name, number in zip(names, estimates, strict=True)
         ),
     )
@@ -251,11 +260,14 @@ def densities_chart(fits: TwoModes) -> Chart:
         name="densities",
         title="One Gaussian for two modes",
         figure=figure(data, height=400, x="x", y="density", yaxis={"rangemode": "tozero"}, showlegend=True),
-        described=f"Averaging over the target covers both modes (mean {plain(covering.mean)}, standard deviation "
-        f"{plain(covering.standard_deviation)}); averaging over the fit seeks one (mean {plain(seeking.mean)}, "
-        f"standard deviation {plain(seeking.standard_deviation)}).",
+        description="Averaging over the target covers both modes (mean "
+        f"{format_value(covering.mean)}, standard deviation {format_value(covering.standard_deviation)}); "
+        f"averaging over the fit seeks one (mean {format_value(seeking.mean)}, "
+        f"standard deviation {format_value(seeking.standard_deviation)}).",
         header=("Gaussian", "Mean", "Standard deviation"),
-        rows=tuple((fit.name, plain(fit.mean), plain(fit.standard_deviation)) for fit in gaussians),
+        rows=tuple(
+            (fit.name, format_value(fit.mean), format_value(fit.standard_deviation)) for fit in gaussians
+        ),
     )
 
 

@@ -135,11 +135,11 @@ def test_charts_show_the_rows(study: Study) -> None:
     assert dots["error_x"]["array"] == pytest.approx(
         [row.standard_deviation.value / 0.5 for row in case.rows]
     )
-    assert "k1 is the noisiest, at 2.00 times" in chart.described
+    assert "k1 is the noisiest, at 2.00 times" in chart.description
     low, high = chart.figure["layout"]["xaxis"]["range"]
     assert low < -1 and high > 3
     seeking = case_chart(study.case("two-modes-seeking"))
-    assert "The standard deviation of k3 and kl_loss is cut off" in seeking.described
+    assert "The standard deviation of k3 and kl_loss is cut off" in seeking.description
     assert seeking.figure["layout"]["xaxis"]["range"][1] < 2
     noise = noise_chart(study.normals)
     assert [line["name"] for line in noise.figure["data"]] == ["k1", "k2", "k3"]

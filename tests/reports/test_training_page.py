@@ -19,8 +19,8 @@ from synthetic_training import (
 from kleash.errors import RunFolderError
 from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
 from kleash.reports import write_demonstration, write_report_of, write_training_report
-from kleash.reports.training import number_of, run_warnings
-from kleash.reports.training_charts import charts_of, thinned
+from kleash.reports.training import format_metric, run_warnings
+from kleash.reports.training_charts import run_charts, thin_steps
 
 
 class Text(HTMLParser):
@@ -60,12 +60,12 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return Text(write_training_report(folder).read_text(encoding="utf-8"))
 
 
-def test_other_people_s_text_stays_text(hostile: Text) -> None:
+def test_untrusted_text_is_escaped(hostile: Text) -> None:
     assert hostile.text.count(EVIL) >= 20, "or the page would not show it at all"
     assert hostile.scripts == 2 + len(hostile.figures)  # Plotly, ours, and the charts' numbers
 
 
-def test_every_curve_that_there_are_numbers_for_is_there(hostile: Text) -> None:
+def test_every_metric_with_values_has_a_chart(hostile: Text) -> None:
     names = ("reward", "kl-sequence", "kl-token", "beta", "entropy", "length", "updates", "texts")
     assert tuple(hostile.figures) == names
 
@@ -77,10 +77,10 @@ def test_the_headlines_are_those_of_the_last_step(hostile: Text) -> None:
     assert "Steps 60 finished" in hostile.text
 
 
-def test_a_number_next_to_nothing_is_not_a_row_of_zeros() -> None:
+def test_a_tiny_number_is_formatted_in_scientific_notation() -> None:
     metrics = {"value": 1.172e-29, "error": 5.69e-30}
-    assert number_of(metrics, "value", "error") == "1.17 × 10⁻²⁹ ± 5.7 × 10⁻³⁰"
-    assert number_of({"value": -0.5, "error": 0.25}, "value", "error") == "−0.50 ± 0.25"
+    assert format_metric(metrics, "value", "error") == "1.17 × 10⁻²⁹ ± 5.7 × 10⁻³⁰"
+    assert format_metric({"value": -0.5, "error": 0.25}, "value", "error") == "−0.50 ± 0.25"
 
 
 def test_a_number_of_every_other_step_is_a_line_through_them() -> None:
@@ -91,7 +91,7 @@ def test_a_number_of_every_other_step_is_a_line_through_them() -> None:
         )
         for step in range(1, 9)
     ]
-    (line,) = charts_of(history)["kl-sequence"].figure["data"]
+    (line,) = run_charts(history)["kl-sequence"].figure["data"]
     assert (line["x"], line["y"], line["mode"]) == ([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0], "lines")
 
 
@@ -101,7 +101,7 @@ def test_the_watch_s_words_and_the_events_are_told(hostile: Text) -> None:
     assert "saw nothing" not in hostile.text
 
 
-def test_the_command_makes_the_run_again(hostile: Text) -> None:
+def test_the_command_repeats_the_run(hostile: Text) -> None:
     assert (
         f"kleash train ppo --policy '{EVIL}' --steps 60 --prompts x --reward 'a:b{EVIL}' '0.5*c:d' "
         "--controller pid --target-nats 6.0"
@@ -123,7 +123,7 @@ def test_the_curves_hold_the_numbers_with_their_errors_and_the_target(hostile: T
 
 
 def test_a_target_per_token_is_drawn_where_kl_is_per_token() -> None:
-    charts = charts_of(healthy(20), target=0.1, per="token")
+    charts = run_charts(healthy(20), target=0.1, per="token")
     assert charts["kl-sequence"].figure["layout"]["shapes"] == []
     assert [shape["y0"] for shape in charts["kl-token"].figure["layout"]["shapes"]] == [0.1]
 
@@ -133,14 +133,14 @@ def test_samples_are_shown_from_the_first_step_to_the_last(hostile: Text) -> Non
     assert steps == [1, 13, 25, 36, 48, 60]
 
 
-def test_a_run_of_another_kind_shows_what_it_has(tmp_path: Path) -> None:
+def test_a_dpo_run_shows_its_own_metrics(tmp_path: Path) -> None:
     page = Text(write_report_of(write_pairs_run(tmp_path / "run")).read_text(encoding="utf-8"))
     assert tuple(page.figures) == ("pairs",)
-    assert "Pairs told apart 0.530 0.510 in the first step" in page.text
-    assert "Steps 3 still running, or interrupted" in page.text
+    assert "Preference accuracy 0.530 0.510 in the first step" in page.text
+    assert "Steps 3 running or interrupted" in page.text
     assert "kleash train dpo --steps 3 --pairs p.jsonl" in page.text
-    assert "saw nothing that looks like reward hacking" in page.text
-    assert "learns from pairs of answers that others gave" in page.text and "fresh responses" not in page.text
+    assert "No reward hacking alerts." in page.text
+    assert "learns from given pairs of responses" in page.text and "samples new responses" not in page.text
 
 
 def test_errors_over_few_prompts_carry_a_warning() -> None:
@@ -156,21 +156,21 @@ def test_errors_over_few_prompts_carry_a_warning() -> None:
     )
 
 
-def test_a_long_run_is_thinned_and_keeps_its_ends() -> None:
-    kept = thinned(healthy(5000), 400)
+def test_a_long_run_is_thinned_with_its_first_and_last_step() -> None:
+    kept = thin_steps(healthy(5000), 400)
     assert len(kept) == 400 and (kept[0].step, kept[-1].step) == (1, 5000)
-    assert thinned(healthy(3), 400) == healthy(3)
-    chart = charts_of(healthy(5000))["reward"]
+    assert thin_steps(healthy(3), 400) == healthy(3)
+    chart = run_charts(healthy(5000))["reward"]
     assert len(chart.rows) == 40 and len(chart.figure["data"][-1]["x"]) == 400
 
 
 def test_beta_over_decades_is_drawn_on_a_logarithmic_axis() -> None:
-    assert charts_of(healthy(20))["beta"].figure["layout"]["yaxis"].get("type") is None
+    assert run_charts(healthy(20))["beta"].figure["layout"]["yaxis"].get("type") is None
     wide = [type(r)(step=r.step, metrics={"beta": 10.0 ** (r.step / 10)}) for r in healthy(20)]
-    assert charts_of(wide)["beta"].figure["layout"]["yaxis"]["type"] == "log"
+    assert run_charts(wide)["beta"].figure["layout"]["yaxis"]["type"] == "log"
 
 
-def test_switches_that_are_off_are_part_of_the_command(tmp_path: Path) -> None:
+def test_disabled_switches_are_part_of_the_command(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
     )
@@ -178,15 +178,15 @@ def test_switches_that_are_off_are_part_of_the_command(tmp_path: Path) -> None:
     assert "kleash train ppo --steps 3 --trust-remote-code --clip-range-value None --no-whiten" in text
 
 
-def test_a_run_without_a_step_has_nothing_to_show(tmp_path: Path) -> None:
+def test_a_run_without_a_step_raises(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path / "run")
     with folder.writing(header_of(PPOJob()), resume=False):
         pass
-    with pytest.raises(RunFolderError, match="has not taken a step yet"):
+    with pytest.raises(RunFolderError, match="without a step"):
         write_training_report(folder.root)
 
 
-def test_a_stopped_run_says_why(tmp_path: Path) -> None:
+def test_a_stopped_run_shows_the_reason(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", healthy(3), GRPOJob())
     result = TrainingFolder(folder).result()
     assert result is not None

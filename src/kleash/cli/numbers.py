@@ -4,7 +4,7 @@ import math
 
 from kleash.records import Number
 from kleash.records.statistics import label_of
-from kleash.reports.formatting import in_unit
+from kleash.reports.formatting import to_display_unit
 
 
 def named(name: str) -> str:
@@ -14,7 +14,7 @@ def named(name: str) -> str:
 
 def cells(number: Number) -> tuple[str, str, str, str]:
     """Value, 95 % interval, standard error and unit as text; empty where it is not known."""
-    number, unit = in_unit(number)
+    number, unit = to_display_unit(number)
     low, high = (number.format(end) for end in number.ci95)
     alone = math.isnan(number.standard_error) and any(map(math.isinf, number.ci95))
     known = not alone and not any(map(math.isnan, number.ci95))

@@ -12,8 +12,14 @@ from kleash.cli.numbers import cells, named, with_error
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.records import PERPLEXITIES, Comparison, Measurement, Number
 from kleash.records.statistics import label_of
-from kleash.reports.comparison import prompts_of
-from kleash.reports.measurement import all_warnings, headline, measured_on, statistic_rows, together
+from kleash.reports.comparison import paired_noun
+from kleash.reports.measurement import (
+    all_warnings,
+    describe_sample_size,
+    headline,
+    merge_warnings,
+    statistic_rows,
+)
 
 WIDEST = 200
 KL = "kl_policy_reference"
@@ -29,7 +35,7 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
         where = f" on {measurement.device}" if measurement.device else ""
         say(console, f"{role}: {model.path} ({model.dtype}{where})")
     console.print(measurement.estimand, style="dim")
-    amount = measured_on(measurement).replace("\u202f", ",")
+    amount = describe_sample_size(measurement).replace("\u202f", ",")
     console.print(f"{measurement.counts.tokens:,} tokens in {amount}", style="dim")
     _print_whole(console, _numbers(measurement))
     say(console, _tail(measurement))
@@ -92,7 +98,7 @@ def _row(table: Table, title: str, number: Number, *, alone: bool) -> None:
 def print_comparison(comparison: Comparison, page: Path) -> None:
     """Each run's KL and perplexities, and how they differ from the first run's."""
     console = Terminal()
-    _print_whole(console, _compared(comparison, prompts_of(comparison)))
+    _print_whole(console, _compared(comparison, paired_noun(comparison)))
     if any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES):
         _print_whole(console, _perplexities(comparison))
     say(console, "± is one standard error; a difference whose interval holds 0 may be none", style="dim")
@@ -106,7 +112,7 @@ def comparison_warnings(comparison: Comparison) -> list[str]:
     of_differences = [
         f"{each.name} minus {each.minus}: {warning}"
         for each in comparison.differences
-        for warning in together((label_of(name), number) for name, number in each.differences.items())
+        for warning in merge_warnings((label_of(name), number) for name, number in each.differences.items())
     ]
     return [
         *comparison.warnings,

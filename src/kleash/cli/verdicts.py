@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from kleash.cli.terminal import Terminal
 from kleash.records import Audit, Finding
-from kleash.reports.formatting import sentence
+from kleash.reports.formatting import as_sentence
 
 
 def print_audit(audit: Audit) -> None:
@@ -20,7 +20,7 @@ def print_audit(audit: Audit) -> None:
     )
     console.print(f"{escape(audit.summary)}, taken as a {audit.place}", style="dim", soft_wrap=True)
     for line in audit.verdict:
-        console.print(f"  - {escape(sentence(line))}", soft_wrap=True)
+        console.print(f"  - {escape(as_sentence(line))}", soft_wrap=True)
     faults = dict.fromkeys(f"{found.kind} ({found.severity})" for found in audit.faults)
     if faults:
         console.print(f"  [red]faults:[/red] {', '.join(faults)}", soft_wrap=True)

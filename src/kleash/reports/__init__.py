@@ -1,4 +1,4 @@
-"""Records to pages: one HTML file each, which needs no network, no server and no torch."""
+"""Reports: records to HTML pages, one self-contained file each, without torch."""
 
 from kleash.reports.audit import write_audits
 from kleash.reports.comparison import write_comparison

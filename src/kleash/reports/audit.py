@@ -1,20 +1,30 @@
-"""The page of an audit: what each function estimates, what it differentiates, and what is wrong with it."""
+"""The page of an audit: what each function estimates and differentiates, and its findings."""
 
-from collections.abc import Callable, Sequence
-from math import isfinite, isnan
+from collections.abc import Sequence
+from math import inf, isfinite, isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kleash.records import AccuracyRow, Audit, CurveRow, Finding, ValueRow, ZoneRow
+from kleash.records import AccuracyRow, Audit, Finding, ValueRow, ZoneRow
 from kleash.records.audit import Severity
-from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, escape, figure, finite
-from kleash.reports.formatting import plain
+from kleash.reports.figures import ACCENT, ACCENT_BAND, INK, MUTED, Chart, escape, figure, finite_or_none
+from kleash.reports.formatting import UNKNOWN, format_value
 from kleash.reports.page import write_page
 
-ROUNDING = 1e-6
-"""Relative; a function may compute in float32."""
-MANY = 3
-"""More functions than this are folded away, each behind its name."""
+RELATIVE_ROUNDING = 1e-6
+"""Relative bias that is shown as 0, since a function may compute in float32."""
+MAX_UNFOLDED = 3
+"""With more functions than this, each is collapsed under its name."""
+MIN_X_LIMIT, MAX_X_LIMIT = 8.0, 30.0
+"""Log ratios in nats up to which the curves are drawn: the range of training, and the range that is scanned."""
+FLAT_ZONES = {"value": ("value",), "gradient": ("gradient", "gradient is rounded away", "gradient is NaN")}
+"""Curve -> kinds of zones that are shaded in its chart."""
+FORMULAS = {
+    "k1": "k1, log p − log q",
+    "abs": "|log p − log q|",
+    "k2": "k2, (log p − log q)² / 2",
+    "k3": "k3, q / p − 1 + log p − log q",
+}
 
 
 def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path:
@@ -22,7 +32,7 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
 
     Args:
         path: the HTML file, in a folder that exists.
-        audits: what was found, in the order of the page.
+        audits: in the order of the page.
         command: the command that makes the page again, if there is one.
 
     Returns:
@@ -35,74 +45,74 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
     context: dict[str, Any] = {
         "audits": audits,
         "command": command,
-        "accuracy": [accuracy_chart(f"accuracy-{at}", audit) for at, audit in enumerate(audits, 1)],
-        "pictures": [picture(at, audit) for at, audit in enumerate(audits, 1)],
-        "bias": bias,
-        "bound": bound,
-        "folded": len(audits) > MANY,
-        "of": of_severity,
-        "summary": summary,
-        "zone": zone,
-        "kinds": kinds,
-        "title": title,
+        "accuracy": [accuracy_chart(f"accuracy-{number}", audit) for number, audit in enumerate(audits, 1)],
+        "curves": [curve_charts(number, audit) for number, audit in enumerate(audits, 1)],
+        "is_folded": len(audits) > MAX_UNFOLDED,
+        "format_bias": format_bias,
+        "format_value": format_or_dash,
+        "format_zone": format_zone,
+        "kinds_of": kinds_of_severity,
+        "verdict": verdict_without_findings,
+        "title_of": title_of,
     }
     return write_page(path, "audits.html", context, ("plotly", "charts.js"))
 
 
-def title(audit: Audit) -> str:
-    """What was audited with the arguments bound to it."""
+def title_of(audit: Audit) -> str:
+    """The audited function with its bound arguments."""
     if not audit.arguments:
         return audit.target
     return f"{audit.target} ({', '.join(f'{name}={value}' for name, value in audit.arguments.items())})"
 
 
-def kinds(findings: Sequence[Finding]) -> list[str]:
-    """Their kinds, each once."""
+def finding_kinds(findings: Sequence[Finding]) -> list[str]:
+    """The kinds of findings, each once."""
     return list(dict.fromkeys(finding.kind for finding in findings))
 
 
-def of_severity(audit: Audit, severity: Severity) -> list[str]:
-    """The kinds of findings of this severity, each once."""
-    return kinds([finding for finding in audit.findings if finding.severity == severity])
+def kinds_of_severity(audit: Audit, severity: Severity) -> list[str]:
+    """The kinds of an audit's findings of this severity, each once."""
+    return finding_kinds([finding for finding in audit.findings if finding.severity == severity])
 
 
-def summary(audit: Audit) -> list[str]:
-    """The sentences of the verdict that are not those of findings, which stand in their own table."""
-    said = {finding.sentence for finding in audit.findings}
-    return [line for line in audit.verdict if line not in said]
+def verdict_without_findings(audit: Audit) -> list[str]:
+    """The sentences of the verdict that are not in the table of findings."""
+    sentences = {finding.sentence for finding in audit.findings}
+    return [line for line in audit.verdict if line not in sentences]
 
 
-def bias(row: ValueRow) -> str:
-    """The bias of a value, 0 where it is no more than rounding."""
+def format_bias(row: ValueRow) -> str:
+    """The bias of a value; "0" if it is within rounding."""
     scale = max(abs(row.exact), abs(row.expected))
-    return "0" if abs(row.bias) <= ROUNDING * scale else bound(row.bias)
+    return "0" if abs(row.bias) <= RELATIVE_ROUNDING * scale else format_or_dash(row.bias)
 
 
-def bound(value: float) -> str:
-    """A number that may be infinite, missing or tiny."""
-    return "–" if value != value else plain(value, 4)
+def format_or_dash(value: float) -> str:
+    """A number to four significant digits; a dash for NaN."""
+    return UNKNOWN if isnan(value) else format_value(value, 4)
 
 
-def zone(row: ZoneRow) -> str:
-    """A range of log ratios in words."""
-    return interval(row)
+def format_zone(row: ZoneRow) -> str:
+    """A range of log ratios in words: "below −3", "1 to 2", "above 4"."""
+    low, high = format_or_dash(row.low), format_or_dash(row.high)
+    if row.low == -inf:
+        return f"below {high}" if row.high != inf else "everywhere"
+    return f"above {low}" if row.high == inf else f"{low} to {high}"
 
 
 def accuracy_chart(name: str, audit: Audit) -> Chart | None:
-    """The relative error as the divergence shrinks, beside the error that rounding forces."""
+    """The relative error as the divergence goes to zero, and the error of an accurate formula in the same dtype."""
     rows = [row for row in audit.accuracy if row.kl > 0]
     if not rows:
         return None
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     data: list[dict[str, Any]] = []
     for dtype, color in zip(dtypes, (ACCENT, INK, MUTED), strict=False):
-        chosen = [row for row in rows if row.dtype == dtype]
-        data.append(_error_curve(chosen, [row.relative_error for row in chosen], dtype, color, "solid"))
-        forced = f"{dtype}, computed with care"
-        data.append(_error_curve(chosen, [row.forced for row in chosen], forced, color, "dot"))
-    worst = max(
-        rows, key=lambda row: -1.0 if row.relative_error != row.relative_error else row.relative_error
-    )
+        in_dtype = [row for row in rows if row.dtype == dtype]
+        data.append(_error_trace(in_dtype, [row.relative_error for row in in_dtype], dtype, color, "solid"))
+        label = f"{dtype}, accurate formula"
+        data.append(_error_trace(in_dtype, [row.forced for row in in_dtype], label, color, "dot"))
+    worst = max(rows, key=lambda row: -1.0 if isnan(row.relative_error) else row.relative_error)
     return Chart(
         name=name,
         title="Relative error against float64 as the divergence goes to zero",
@@ -115,142 +125,152 @@ def accuracy_chart(name: str, audit: Audit) -> Chart | None:
             yaxis={"type": "log", "exponentformat": "power"},
             showlegend=True,
         ),
-        described=(
-            f"The largest error is {bound(worst.relative_error)} of the value, with {worst.dtype} inputs at "
-            f"{bound(worst.kl)} nats; the dotted lines are the same formula computed with care on the same inputs."
+        description=(
+            f"The largest error is {format_or_dash(worst.relative_error)} of the value, with {worst.dtype} inputs at "
+            f"{format_or_dash(worst.kl)} nats; the dotted lines are an accurate formula on the same inputs."
         ),
-        header=("Inputs", "KL, nats", "Relative error", "Computed with care"),
-        rows=tuple((row.dtype, bound(row.kl), bound(row.relative_error), bound(row.forced)) for row in rows),
+        header=("Inputs", "KL, nats", "Relative error", "Accurate formula"),
+        rows=tuple(
+            (row.dtype, *(format_or_dash(value) for value in (row.kl, row.relative_error, row.forced)))
+            for row in rows
+        ),
     )
 
 
-def _error_curve(
+def _error_trace(
     rows: Sequence[AccuracyRow], values: Sequence[float], name: str, color: str, dash: str
 ) -> dict[str, Any]:
-    """A line of errors; an error of nothing lies at the bottom, since a logarithm of 0 cannot be drawn."""
+    """A curve of errors; an error of 0 is drawn at 1e-9, since the axis is logarithmic."""
     return {
         "type": "scatter",
         "mode": "lines+markers" if dash == "solid" else "lines",
         "name": escape(name),
-        "x": finite([row.kl for row in rows]),
-        "y": finite([max(value, 1e-9) for value in values]),
+        "x": finite_or_none([row.kl for row in rows]),
+        "y": finite_or_none([max(value, 1e-9) for value in values]),
         "line": {"color": color, "dash": dash, "width": 2},
         "marker": {"color": color, "size": 7},
         "hovertemplate": f"%{{x:.1e}} nats: %{{y:.2g}}<extra>{escape(name)}</extra>",
     }
 
 
-NARROWEST, WIDEST = 8.0, 30.0
-"""Nats on either side of the picture: as far as tokens of a policy in training go, and as far as there are numbers."""
+class CurvePoint(NamedTuple):
+    """A point of a function's value or gradient curve."""
 
-STANDS_STILL = {"value": ("value",), "gradient": ("gradient", "gradient is rounded away", "gradient is NaN")}
-"""What is drawn -> the zones that are shaded in it."""
-
-FORMULAS = {
-    "k1": "k1, log p − log q",
-    "abs": "|log p − log q|",
-    "k2": "k2, (log p − log q)² / 2",
-    "k3": "k3, q / p − 1 + log p − log q",
-}
+    log_ratio: float
+    measured: float
+    correct: float
 
 
-def picture(at: int, audit: Audit) -> list[Chart]:
-    """The charts of one function: its value, and where it is differentiated its gradient; none without a scan."""
+def curve_charts(number: int, audit: Audit) -> list[Chart]:
+    """The charts of a function's value and, if it was differentiated, its gradient; none without a scan.
+
+    Args:
+        number: of the function on the page.
+        audit: of the function.
+    """
     if not audit.curve:
         return []
-    charts = [_chart(f"value-{at}", "value", audit)]
+    charts = [_curve_chart(f"value-{number}", "value", audit)]
     if not all(isnan(row.gradient) for row in audit.curve):
-        charts.append(_chart(f"gradient-{at}", "gradient", audit))
+        charts.append(_curve_chart(f"gradient-{number}", "gradient", audit))
     return charts
 
 
-def _chart(name: str, what: str, audit: Audit) -> Chart:
-    zones = [zone for zone in audit.zones if zone.of in STANDS_STILL[what]]
-    reach = _reach(zones)
-    tokens = any(row.log_ratio < 0 for row in audit.curve)
-    rows = [row for row in audit.curve if abs(row.log_ratio) <= reach]
-    found, right = (_column(what), _column(f"right_{what}"))
-    drawn = [(row.log_ratio, found(row), right(row)) for row in rows]
-    truth = _truth(what, audit, tokens)
-    data = [
-        _curve(drawn, 1, f"its {what}", ACCENT, "solid"),
-        _curve(drawn, 2, truth, INK, "dot"),
+def _curve_chart(name: str, quantity: str, audit: Audit) -> Chart:
+    zones = [zone for zone in audit.zones if zone.of in FLAT_ZONES[quantity]]
+    limit = _x_limit(zones)
+    is_per_token = any(row.log_ratio < 0 for row in audit.curve)
+    points = [
+        CurvePoint(row.log_ratio, getattr(row, quantity), getattr(row, f"right_{quantity}"))
+        for row in audit.curve
+        if abs(row.log_ratio) <= limit
     ]
-    low = -reach if tokens else 0.0
+    correct_label = _correct_label(quantity, audit, is_per_token)
+    low = -limit if is_per_token else 0.0
     return Chart(
         name=name,
-        title=f"Its {what} against the log ratio",
+        title=f"{quantity.capitalize()} against the log ratio",
         figure=figure(
-            data,
+            [
+                _curve_trace(points, [point.measured for point in points], quantity, ACCENT, "solid"),
+                _curve_trace(points, [point.correct for point in points], correct_label, INK, "dot"),
+            ],
             height=300,
-            x="log p − log q, nats" if tokens else "log-odds of two tokens, nats",
-            y=f"{what}, nats" if what == "value" else "gradient",
-            xaxis={"range": [low, reach], "zeroline": tokens},
-            yaxis={"range": _range(drawn)},
-            shapes=[_shade(zone, low, reach) for zone in zones],
+            x="log p − log q, nats" if is_per_token else "log-odds of two tokens, nats",
+            y=f"{quantity}, nats" if quantity == "value" else quantity,
+            xaxis={"range": [low, limit], "zeroline": is_per_token},
+            yaxis={"range": _y_range(points)},
+            shapes=[_zone_shape(zone, low, limit) for zone in zones],
             showlegend=True,
         ),
-        described=_described(what, zones, truth, tokens),
-        header=(
-            "Log ratio, nats" if tokens else "Log-odds, nats",
-            f"Its {what}",
-            "Right",
+        description=_description(quantity, zones, correct_label, is_per_token),
+        header=("Log ratio, nats" if is_per_token else "Log-odds, nats", quantity.capitalize(), "Correct"),
+        rows=tuple(
+            (
+                format_value(point.log_ratio, 3),
+                format_or_dash(point.measured),
+                format_or_dash(point.correct),
+            )
+            for point in points[::4]
         ),
-        rows=tuple((plain(u, 3), _shown(value), _shown(expected)) for u, value, expected in drawn[::4]),
     )
 
 
-def _column(name: str) -> Callable[[CurveRow], float]:
-    return lambda row: getattr(row, name)
+def _correct_label(quantity: str, audit: Audit, is_per_token: bool) -> str:
+    """The label of the dotted curve."""
+    if not is_per_token:
+        return audit.right_value_is if quantity == "value" else f"gradient of {audit.right_value_is}"
+    if quantity == "gradient":
+        return "log p − log q"
+    return FORMULAS.get(audit.right_value_is, audit.right_value_is)
 
 
-def _truth(what: str, audit: Audit, tokens: bool) -> str:
-    """What the dotted line is."""
-    if not tokens:
-        return audit.right_value_is if what == "value" else f"gradient of {audit.right_value_is}"
-    return FORMULAS.get(audit.right_value_is, audit.right_value_is) if what == "value" else "log p − log q"
-
-
-def _reach(zones: Sequence[ZoneRow]) -> float:
-    """How far the picture goes: over the nearest ends of what stands still."""
+def _x_limit(zones: Sequence[ZoneRow]) -> float:
+    """The largest log ratio that is drawn: 1.3 times the furthest end of a zone within the limits."""
     edges = [abs(edge) for zone in zones for edge in (zone.low, zone.high) if isfinite(edge)]
-    shown = [1.3 * edge for edge in edges if 1.3 * edge <= WIDEST]
-    return max([NARROWEST, *shown])
+    return max([MIN_X_LIMIT, *(1.3 * edge for edge in edges if 1.3 * edge <= MAX_X_LIMIT)])
 
 
-def _range(drawn: Sequence[tuple[float, float, float]]) -> list[float]:
-    """What the right values span, of steep ones the inner two thirds, and what the function adds without exploding."""
-    reach = max(abs(u) for u, _, _ in drawn)
-    whole = [right for _, _, right in drawn if isfinite(right)]
-    near = 2 / 3 if max(map(abs, whole), default=0.0) > 1.5 * reach else 1.0
+def _y_range(points: Sequence[CurvePoint]) -> list[float]:
+    """The range of the y axis: that of the correct curve, extended by at most half for the measured one.
+
+    Of a correct curve that is steeper than 1.5, only the inner two thirds of the log ratios count.
+    """
+    limit = max(abs(point.log_ratio) for point in points)
+    correct = [point.correct for point in points if isfinite(point.correct)]
+    inner_share = 2 / 3 if max(map(abs, correct), default=0.0) > 1.5 * limit else 1.0
     inner = [
-        right for u, _, right in drawn if abs(u) <= reach * near and isfinite(right) and abs(right) < 1e3
+        point.correct
+        for point in points
+        if abs(point.log_ratio) <= limit * inner_share
+        and isfinite(point.correct)
+        and abs(point.correct) < 1e3
     ]
-    found = [value for _, value, _ in drawn if isfinite(value)]
-    high = max([1.0, *(right for right in inner if right <= 3 * reach)])
-    low = min([0.0, *(right for right in inner if right >= -3 * reach)])
-    high = max(high, min(max(found, default=high), 1.5 * high))
-    low = min(low, max(min(found, default=low), 1.5 * low - 0.5 * high))
+    measured = [point.measured for point in points if isfinite(point.measured)]
+    high = max([1.0, *(value for value in inner if value <= 3 * limit)])
+    low = min([0.0, *(value for value in inner if value >= -3 * limit)])
+    high = max(high, min(max(measured, default=high), 1.5 * high))
+    low = min(low, max(min(measured, default=low), 1.5 * low - 0.5 * high))
     margin = 0.06 * (high - low)
     return [low - margin, high + margin]
 
 
-def _curve(
-    drawn: Sequence[tuple[float, float, float]], column: int, name: str, color: str, dash: str
+def _curve_trace(
+    points: Sequence[CurvePoint], values: Sequence[float], name: str, color: str, dash: str
 ) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",
         "name": escape(name),
-        "x": [row[0] for row in drawn],
-        "y": finite([row[column] for row in drawn]),
+        "x": [point.log_ratio for point in points],
+        "y": finite_or_none(values),
         "line": {"color": color, "dash": dash, "width": 2.5 if dash == "solid" else 1.5},
         "hovertemplate": f"at %{{x:.1f}} nats: %{{y:.4~g}}<extra>{escape(name)}</extra>",
     }
 
 
-def _shade(zone: ZoneRow, low: float, high: float) -> dict[str, Any]:
-    """A band over the log ratios at which it stands still."""
+def _zone_shape(zone: ZoneRow, low: float, high: float) -> dict[str, Any]:
+    """A Plotly shape: a band over the log ratios of a zone."""
     return {
         "type": "rect",
         "xref": "x",
@@ -265,26 +285,14 @@ def _shade(zone: ZoneRow, low: float, high: float) -> dict[str, Any]:
     }
 
 
-def _described(what: str, zones: Sequence[ZoneRow], truth: str, tokens: bool) -> str:
-    """What a reader sees, in words."""
-    right = f"The dotted line is {truth}"
-    if what == "gradient" and tokens:
-        right += " (a constant may be added: it changes no expectation)"
+def _description(quantity: str, zones: Sequence[ZoneRow], correct_label: str, is_per_token: bool) -> str:
+    """The dotted curve and the shaded zones in a sentence."""
+    text = f"The dotted line is {correct_label}"
+    if quantity == "gradient" and is_per_token:
+        text += " (an added constant does not change the expectation)"
     if not zones:
-        return f"{right}."
-    still = {"value": "does not change", "gradient": "is zero"}[what]
+        return f"{text}."
+    state = {"value": "does not change", "gradient": "is zero"}[quantity]
     if any(zone.of == "gradient is NaN" for zone in zones):
-        still += " or NaN"
-    return f"{right}; shaded, where the {what} {still}: {', '.join(interval(zone) for zone in zones)} nats."
-
-
-def interval(row: ZoneRow) -> str:
-    """A range of log ratios in words."""
-    low, high = _shown(row.low), _shown(row.high)
-    if row.low == float("-inf"):
-        return f"below {high}" if row.high != float("inf") else "everywhere"
-    return f"above {low}" if row.high == float("inf") else f"{low} to {high}"
-
-
-def _shown(value: float) -> str:
-    return "–" if isnan(value) else plain(value, 4)
+        state += " or NaN"
+    return f"{text}; shaded, where the {quantity} {state}: {', '.join(map(format_zone, zones))} nats."

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from kleash.records import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
 from kleash.records.statistics import label_of
-from kleash.reports.figures import INK, Chart, dots, escape, figure, rows_of
-from kleash.reports.formatting import UNKNOWN, count, ending, with_interval
-from kleash.reports.measurement_charts import APART, DIRECTIONS
+from kleash.reports.figures import INK, Chart, dots, escape, figure, row_axis
+from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, keep_end
+from kleash.reports.measurement_charts import DIRECTIONS, ROW_OFFSET
 from kleash.reports.page import write_page
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:
-    """Write the page that compares runs: each run's means, and its paired differences from the first.
+    """Write the page of a comparison: each run's means, and its paired differences from the first run.
 
     Args:
         path: the HTML file, in a folder that exists.
-        comparison: what was found.
+        comparison: of two or more runs.
 
     Returns:
         ``path``.
@@ -26,106 +26,119 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         RunFolderError: if the page cannot be written.
         MissingExtraError: if Jinja2 or Plotly is not installed.
     """
-    names = (*COMPARED, *PERPLEXITIES)
-    columns = [name for name in names if any(name in found.differences for found in comparison.differences)]
+    noun = paired_noun(comparison)
+    statistics = [
+        name
+        for name in (*COMPARED, *PERPLEXITIES)
+        if any(name in each.differences for each in comparison.differences)
+    ]
     context = {
         "comparison": comparison,
-        "columns": columns,
+        "statistics": statistics,
         "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
-        "verdict": lambda found: verdict(found, prompts_of(comparison)),
-        "prompts": prompts_of(comparison),
+        "verdict": lambda difference: describe_difference(difference, noun),
+        "noun": noun,
     }
     return write_page(path, "comparison.html", context, ("plotly", "charts.js"))
 
 
 def runs_chart(comparison: Comparison) -> Chart:
-    """Each run's own KL in both directions."""
-    rows = [(ending(run.name), run.numbers) for run in comparison.runs]
-    return _rows_chart("runs", "Each run by itself", rows, zero=False)
+    """Each run's KL in both directions."""
+    rows = [(keep_end(run.name), run.numbers) for run in comparison.runs]
+    return _rows_chart("runs", "KL of each run", rows, is_difference=False)
 
 
 def differences_chart(comparison: Comparison) -> Chart:
     """The paired differences from the first run."""
-    rows = [(ending(found.name), found.differences) for found in comparison.differences]
-    first = ending(comparison.runs[0].name)
-    return _rows_chart(
-        "differences",
-        f"Difference from {first}, on the {prompts_of(comparison)} that both have",
-        rows,
-        zero=True,
-    )
+    rows = [(keep_end(each.name), each.differences) for each in comparison.differences]
+    first = keep_end(comparison.runs[0].name)
+    title = f"Difference from {first}, on shared {paired_noun(comparison)}"
+    return _rows_chart("differences", title, rows, is_difference=True)
 
 
 def _rows_chart(
-    name: str, title: str, rows: Sequence[tuple[str, Mapping[str, Number]]], *, zero: bool
+    name: str, title: str, rows: Sequence[tuple[str, Mapping[str, Number]]], *, is_difference: bool
 ) -> Chart:
-    """One row for each run, in it one dot with its interval for each direction of the KL."""
-    column = DIRECTIONS[0][0]
-    described = [f"{text}: {with_interval(found[column])} nats" for text, found in rows if column in found]
+    """One row per run, with a dot and its interval for each direction of the KL."""
+    kl = DIRECTIONS[0][0]
+    sentences = [
+        f"{text}: {format_with_interval(numbers[kl])} nats" for text, numbers in rows if kl in numbers
+    ]
     return Chart(
         name=name,
         title=title,
-        figure=_rows_figure(rows, zero=zero),
-        described="; ".join(described) + ".",
-        header=("Run", *(label_of(column) for column, _ in DIRECTIONS)),
+        figure=_rows_figure(rows, is_difference=is_difference),
+        description="; ".join(sentences) + ".",
+        header=("Run", *(label_of(direction) for direction, _ in DIRECTIONS)),
         rows=tuple(
             (
                 text,
-                *(with_interval(found[column]) if column in found else UNKNOWN for column, _ in DIRECTIONS),
+                *(
+                    format_with_interval(numbers[direction]) if direction in numbers else UNKNOWN
+                    for direction, _ in DIRECTIONS
+                ),
             )
-            for text, found in rows
+            for text, numbers in rows
         ),
     )
 
 
-def _rows_figure(rows: Sequence[tuple[str, Mapping[str, Number]]], *, zero: bool) -> dict[str, object]:
+def _rows_figure(
+    rows: Sequence[tuple[str, Mapping[str, Number]]], *, is_difference: bool
+) -> dict[str, object]:
     data = []
-    for place, (column, color) in enumerate(DIRECTIONS):
-        there = [at for at, (_, found) in enumerate(rows) if column in found]
+    for index, (direction, color) in enumerate(DIRECTIONS):
+        present = [row for row, (_, numbers) in enumerate(rows) if direction in numbers]
         data.append(
             dots(
-                [rows[at][1][column] for at in there],
-                [at + APART * (place - 0.5) for at in there],
-                name=label_of(column),
+                [rows[row][1][direction] for row in present],
+                [row + ROW_OFFSET * (index - 0.5) for row in present],
+                name=label_of(direction),
                 color=color,
-                across=True,
-                text=[escape(rows[at][0]) for at in there],
+                horizontal=True,
+                text=[escape(rows[row][0]) for row in present],
             )
         )
     line = {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
     return figure(
         data,
         height=150 + 56 * len(rows),
-        x="difference of the KL, nats per token" if zero else "KL, nats per token",
+        x="difference of the KL, nats per token" if is_difference else "KL, nats per token",
         y="run",
         xaxis={"rangemode": "tozero"},
-        yaxis=rows_of([text for text, _ in rows]),
+        yaxis=row_axis([text for text, _ in rows]),
         showlegend=True,
-        shapes=[{**line, "line": {"color": INK, "width": 1}}] if zero else [],
+        shapes=[{**line, "line": {"color": INK, "width": 1}}] if is_difference else [],
     )
 
 
-def prompts_of(comparison: Comparison) -> str:
-    """What was paired: "prompts", or "documents" of text."""
+def paired_noun(comparison: Comparison) -> str:
+    """The noun for the pairs: "prompts", or "documents" on text."""
     return "documents" if comparison.runs[0].source == "text" else "prompts"
 
 
-def verdict(found: RunDifference, prompts: str = "prompts") -> str:
-    """In words, whether the run has drifted further than the first, and on how many ``prompts`` that rests."""
-    on = f"{count(found.shared_prompts)} shared {prompts if found.shared_prompts != 1 else prompts[:-1]}"
-    number = found.differences.get("kl_policy_reference")
+def describe_difference(difference: RunDifference, noun: str = "prompts") -> str:
+    """Whether a run has drifted further than the first, in words, with the number of shared prompts.
+
+    Args:
+        difference: of the run from the first.
+        noun: "prompts" or "documents".
+    """
+    shared = difference.shared_prompts
+    on = f"on {format_count(shared)} shared {noun if shared != 1 else noun[:-1]}"
+    number = difference.differences.get("kl_policy_reference")
     if number is None:
-        return f"not compared, on {on}"
-    return f"{direction(number)}: {with_interval(number)} nats per token, on {on}"
+        return f"not compared, {on}"
+    return f"{describe_direction(number)}: {format_with_interval(number)} nats per token, {on}"
 
 
-def direction(number: Number) -> str:
-    """Which way a difference points, if its interval says so."""
+def describe_direction(number: Number) -> str:
+    """The sign of a difference of KLs in words, if its interval excludes 0."""
     low, high = number.ci95
     if low > 0:
         return "further from its reference"
     if high < 0:
         return "closer to its reference"
     if math.isnan(low) or math.isnan(high):
-        return "not known which way"
-    return "no difference that stands out"
+        return "direction unknown"
+    return "no significant difference"

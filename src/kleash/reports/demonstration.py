@@ -1,4 +1,4 @@
-"""The page of the demonstration: the runs side by side, and what their rewards cost."""
+"""The page of the demonstration: its runs side by side, and their reward against their KL."""
 
 import math
 from collections.abc import Sequence
@@ -16,26 +16,36 @@ from kleash.records import (
     TrainingFolder,
     read_samples,
 )
-from kleash.reports.figures import ACCENT, INK, MUTED, Chart, decades, escape, figure, finite, whiskers
-from kleash.reports.formatting import percent, plain, sentence, with_interval
+from kleash.reports.figures import (
+    ACCENT,
+    INK,
+    MUTED,
+    Chart,
+    escape,
+    figure,
+    finite_or_none,
+    log_axis,
+    whiskers,
+)
+from kleash.reports.formatting import as_sentence, format_percent, format_value, format_with_interval
 from kleash.reports.page import write_page
-from kleash.reports.training import number_of
-from kleash.reports.training_charts import MOST_ROWS, thinned, trace, values_of
+from kleash.reports.training import format_metric
+from kleash.reports.training_charts import MAX_ROWS, metric_values, thin_steps, trace
 
 STYLES = ((INK, "dash"), (ACCENT, "solid"), (MUTED, "solid"))
 
 
-LAST_SAMPLES = 3
+MAX_SAMPLES = 3
 
-NEAREST = 0.02
-"""Nats below which a point is left out of the picture: its place on a logarithmic axis says nothing."""
+MIN_KL = 0.02
+"""KL in nats below which a point is left out of the chart, whose axis is logarithmic."""
 
 AXES = ("kl/exact_per_sequence", "reward/score")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
-    """A run as the page shows it."""
+class DemonstrationRun:
+    """A run of the demonstration: its leash, its steps and the style of its curve."""
 
     leash: Leash
     history: tuple[StepRecord, ...]
@@ -45,16 +55,16 @@ class Ran:
 
     @property
     def last(self) -> dict[str, float]:
-        """The numbers of its last step."""
+        """The metrics of the last step."""
         return dict(self.history[-1].metrics)
 
     def number(self, name: str, error: str | None = None) -> str:
-        """One of them, as text."""
-        return number_of(self.last, name, error)
+        """A metric of the last step with its standard error, as text."""
+        return format_metric(self.last, name, error)
 
     def share(self, name: str) -> str:
-        """One of them, as a percentage."""
-        return percent(self.last.get(name, math.nan))
+        """A metric of the last step in percent."""
+        return format_percent(self.last.get(name, math.nan))
 
     @property
     def alerts(self) -> list[tuple[int, str]]:
@@ -63,13 +73,13 @@ class Ran:
 
     @property
     def last_samples(self) -> list[Sample]:
-        """What it says in the end."""
+        """Responses of the last step with samples."""
         last = max((record.step for record in self.samples), default=0)
-        return [record.sample for record in self.samples if record.step == last][:LAST_SAMPLES]
+        return [record.sample for record in self.samples if record.step == last][:MAX_SAMPLES]
 
 
 def write_demonstration(folder: Path) -> Path:
-    """Make ``report.html`` of a demonstration's folder from its files.
+    """Write ``report.html`` of a demonstration's folder from its files.
 
     Args:
         folder: with ``demonstration.json`` and the folders of its runs.
@@ -81,26 +91,28 @@ def write_demonstration(folder: Path) -> Path:
         RunFolderError: if a file is missing or damaged, or the page cannot be written.
         MissingExtraError: if Jinja2 or Plotly is not installed.
     """
-    found = Demonstration.read(folder)
+    demonstration = Demonstration.read(folder)
     runs = [
-        Ran(
+        DemonstrationRun(
             leash=leash,
             history=TrainingFolder(folder / leash.name).history(),
             samples=read_samples(folder / leash.name),
             color=STYLES[at % len(STYLES)][0],
             dash=STYLES[at % len(STYLES)][1],
         )
-        for at, leash in enumerate(found.runs)
+        for at, leash in enumerate(demonstration.runs)
     ]
     runs = [run for run in runs if run.history]
     context = {
-        "found": found,
+        "demonstration": demonstration,
         "runs": runs,
-        "samples": found.samples[:LAST_SAMPLES],
-        "frontier": frontier(runs, found.best_of),
+        "samples": demonstration.samples[:MAX_SAMPLES],
+        "frontier": frontier_chart(runs, demonstration.best_of),
         "charts": [
-            beside("reward", "Reward", runs, "reward/score", "reward per response", logarithmic=True),
-            beside(
+            runs_metric_chart(
+                "reward", "Reward", runs, "reward/score", "reward per response", logarithmic=True
+            ),
+            runs_metric_chart(
                 "kl",
                 "KL(policy ‖ reference)",
                 runs,
@@ -108,35 +120,44 @@ def write_demonstration(folder: Path) -> Path:
                 "nats per response",
                 logarithmic=True,
             ),
-            beside(
+            runs_metric_chart(
                 "repetition",
                 "Repetition",
                 runs,
                 "response/repetition",
-                "three-word runs repeated",
+                "share of repeated trigrams",
                 logarithmic=False,
             ),
-            beside("entropy", "Entropy", runs, "policy/entropy", "nats per token", logarithmic=False),
+            runs_metric_chart(
+                "entropy", "Entropy", runs, "policy/entropy", "nats per token", logarithmic=False
+            ),
         ],
     }
     return write_page(folder / "report.html", "demonstration.html", context, ("plotly", "charts.js"))
 
 
-# More arguments than elsewhere: what a chart shows, by name.
-def beside(name: str, title: str, runs: Sequence[Ran], metric: str, y: str, *, logarithmic: bool) -> Chart:
+# More arguments than elsewhere: one for each way in which a chart differs from another.
+def runs_metric_chart(
+    name: str, title: str, runs: Sequence[DemonstrationRun], metric: str, y: str, *, logarithmic: bool
+) -> Chart:
     """A metric of all runs over steps."""
-    above_0 = [value for run in runs for value in values_of(run.history, metric) if value > 0]
+    positive = [value for run in runs for value in metric_values(run.history, metric) if value > 0]
     data = [
         trace(
             [record.step for record in run.history],
-            [value if value > 0 or not logarithmic else math.nan for value in values_of(run.history, metric)],
+            [
+                value if value > 0 or not logarithmic else math.nan
+                for value in metric_values(run.history, metric)
+            ],
             run.leash.title,
             color=run.color,
             dash=run.dash,
         )
         for run in runs
     ]
-    ends = "; ".join(f"{run.leash.title}: {plain(run.last.get(metric, math.nan))}" for run in runs)
+    last_values = "; ".join(
+        f"{run.leash.title}: {format_value(run.last.get(metric, math.nan))}" for run in runs
+    )
     longest = max((run.history for run in runs), key=len, default=())
     return Chart(
         name=f"chart-{name}",
@@ -147,42 +168,42 @@ def beside(name: str, title: str, runs: Sequence[Ran], metric: str, y: str, *, l
             x="step",
             y=y,
             xaxis={"showgrid": False, "nticks": 6},
-            yaxis=decades(above_0) if logarithmic and above_0 else {"nticks": 6, "rangemode": "tozero"},
+            yaxis=log_axis(positive) if logarithmic and positive else {"nticks": 6, "rangemode": "tozero"},
             showlegend=True,
         ),
-        described=f"In the last step, {ends}.",
+        description=f"In the last step, {last_values}.",
         header=("Step", *(run.leash.title for run in runs)),
         rows=tuple(
-            (str(record.step), *(plain(_at(run, record.step, metric)) for run in runs))
-            for record in thinned(longest, MOST_ROWS)
+            (str(record.step), *(format_value(_metric_at_step(run, record.step, metric)) for run in runs))
+            for record in thin_steps(longest, MAX_ROWS)
         ),
     )
 
 
-def _at(run: Ran, step: int, metric: str) -> float:
+def _metric_at_step(run: DemonstrationRun, step: int, metric: str) -> float:
     return next(
         (record.metrics.get(metric, math.nan) for record in run.history if record.step == step), math.nan
     )
 
 
-def frontier(runs: Sequence[Ran], best_of: Sequence[BestOf]) -> Chart:
-    """Reward against KL: each run's way through the picture, and best-of-n beside it.
+def frontier_chart(runs: Sequence[DemonstrationRun], best_of: Sequence[BestOf]) -> Chart:
+    """Reward against KL on logarithmic axes: a curve for each run, and a point for each n of best-of-n.
 
-    On logarithmic axes, where what is nearer than ``NEAREST`` has no place.
+    Points with a KL below ``MIN_KL`` are left out.
     """
     data: list[dict[str, Any]] = []
-    best_of = [point for point in best_of if point.kl.value >= NEAREST]
+    best_of = [point for point in best_of if point.kl.value >= MIN_KL]
     for run in runs:
         x = [
-            value if value >= NEAREST else math.nan
-            for value in values_of(run.history, "kl/exact_per_sequence")
+            value if value >= MIN_KL else math.nan
+            for value in metric_values(run.history, "kl/exact_per_sequence")
         ]
-        y = values_of(run.history, "reward/score")
+        y = metric_values(run.history, "reward/score")
         name = escape(run.leash.title)
         data.append(
             {
                 **trace(x, y, run.leash.title, color=run.color, dash=run.dash),
-                "x": finite(x),
+                "x": finite_or_none(x),
                 "mode": "lines+markers",
                 "marker": {"color": run.color, "size": 4},
                 "text": [str(record.step) for record in run.history],
@@ -194,8 +215,8 @@ def frontier(runs: Sequence[Ran], best_of: Sequence[BestOf]) -> Chart:
             "type": "scatter",
             "mode": "markers+text",
             "name": "best of n",
-            "x": finite([point.kl.value for point in best_of]),
-            "y": finite([point.reward.value for point in best_of]),
+            "x": finite_or_none([point.kl.value for point in best_of]),
+            "y": finite_or_none([point.reward.value for point in best_of]),
             "error_y": {**whiskers([point.reward for point in best_of]), "color": INK, "thickness": 1},
             "error_x": {**whiskers([point.kl for point in best_of]), "color": INK, "thickness": 1},
             "text": [str(point.n) for point in best_of],
@@ -205,48 +226,48 @@ def frontier(runs: Sequence[Ran], best_of: Sequence[BestOf]) -> Chart:
             "hovertemplate": "best of %{text}: %{x:.3~g} nats, reward %{y:.3~g}<extra></extra>",
         }
     )
-    known = [[value for trace in data for value in trace[axis] if value is not None] for axis in "xy"]
+    finite = [[value for trace in data for value in trace[axis] if value is not None] for axis in "xy"]
     return Chart(
         name="frontier",
-        title="What the reward costs",
+        title="Reward against KL",
         figure=figure(
             data,
             height=460,
             x="KL(policy ‖ reference), nats per response",
             y="reward per response",
-            xaxis=logarithmic_axis([value for value in known[0] if value > 0]),
-            yaxis=logarithmic_axis([value for value in known[1] if value > 0]),
+            xaxis=padded_log_axis([value for value in finite[0] if value > 0]),
+            yaxis=padded_log_axis([value for value in finite[1] if value > 0]),
             showlegend=True,
         ),
-        described=_frontier_in_words(runs, best_of),
-        header=("What", "KL, nats per response", "Reward"),
+        description=_frontier_description(runs, best_of),
+        header=("Run", "KL, nats per response", "Reward"),
         rows=(
             *((run.leash.title, *(run.number(f"{name}", f"{name}_error") for name in AXES)) for run in runs),
             *(
-                (f"best of {point.n}", with_interval(point.kl), with_interval(point.reward))
+                (f"best of {point.n}", format_with_interval(point.kl), format_with_interval(point.reward))
                 for point in best_of
             ),
         ),
     )
 
 
-def logarithmic_axis(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis that holds ``values`` with a little room."""
+def padded_log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis for ``values`` with a margin."""
     if not values:
         return {"type": "log"}
     low, high = math.log10(min(values)), math.log10(max(values))
-    return {**decades(values), "range": [low - 0.1, high + 0.15]}
+    return {**log_axis(values), "range": [low - 0.1, high + 0.15]}
 
 
-def _frontier_in_words(runs: Sequence[Ran], best_of: Sequence[BestOf]) -> str:
-    ways = "; ".join(
-        f"{run.leash.title} ends at {plain(run.last[AXES[1]])} for {plain(run.last[AXES[0]])} nats"
+def _frontier_description(runs: Sequence[DemonstrationRun], best_of: Sequence[BestOf]) -> str:
+    ends = "; ".join(
+        f"{run.leash.title} ends at reward {format_value(run.last[AXES[1]])} and {format_value(run.last[AXES[0]])} nats"
         for run in runs
     )
     if not best_of:
-        return sentence(ways)
+        return as_sentence(ends)
     top = best_of[-1]
-    return sentence(
-        f"{ways}. Keeping the best of {top.n} responses of the reference reaches {plain(top.reward.value)} for "
-        f"{plain(top.kl.value)} nats."
+    return as_sentence(
+        f"{ends}. Best-of-{top.n} sampling from the reference reaches reward {format_value(top.reward.value)} at "
+        f"{format_value(top.kl.value)} nats."
     )

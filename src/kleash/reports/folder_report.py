@@ -1,4 +1,4 @@
-"""The report of whatever a folder holds."""
+"""The report of any folder: of a measurement, a training run or a demonstration."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ from kleash.reports.training import write_training_report
 
 
 def write_report_of(folder: Path) -> Path:
-    """Make ``report.html`` of a folder from its files: of a measurement, a training run or a demonstration.
+    """Write ``report.html`` of a folder from its files: of a measurement, a training run or a demonstration.
 
     Returns:
         The report's path.
 
     Raises:
-        RunFolderError: if it holds none of these, a file is damaged, or the report cannot be written.
-        MissingExtraError: if something that reports need is not installed.
+        RunFolderError: if the folder holds none of these, a file is damaged, or the report cannot be written.
+        MissingExtraError: if a dependency of reports is not installed.
     """
     try:
         kind = next((name for name in (DEMONSTRATION, STEPS) if (folder / name).exists()), None)
@@ -28,7 +28,7 @@ def write_report_of(folder: Path) -> Path:
             kind = STEPS
     except RunFolderError:
         raise
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+    except OSError as error:  # the name is too long, or the folder is not readable
         raise RunFolderError(f"{folder} cannot be read: {error.strerror or error}") from error
     with damage_as_sentence(folder):
         if kind == DEMONSTRATION:

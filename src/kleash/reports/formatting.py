@@ -1,4 +1,4 @@
-"""How numbers and other people's text are shown."""
+"""Formatting of numbers, untrusted text and commands for reports and the terminal."""
 
 import math
 import shlex
@@ -15,12 +15,12 @@ NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 JOINERS = "\u200c\u200d"
-"""Invisible, and part of emoji and of Persian words: kept inside other text."""
+"""Invisible characters that join others in emoji and Persian words: shown as they are inside other text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
-    """A number as text: value, error and interval to the same digits."""
+class FormattedNumber:
+    """A number as text: value, standard error and interval to the same digits."""
 
     value: str
     error: str
@@ -29,47 +29,47 @@ class Shown:
     warnings: tuple[str, ...]
 
 
-def in_unit(number: Number) -> tuple[Number, str]:
-    """``number`` in the unit in which it is shown, and that unit: probabilities as percentages."""
+def to_display_unit(number: Number) -> tuple[Number, str]:
+    """``number`` in the unit in which it is displayed, and that unit: probabilities in percent."""
     if number.unit != "probability":
         return number, "" if number.unit == "none" else number.unit
     low, high = number.ci95
-    shares = replace(
+    percentages = replace(
         number,
         value=100 * number.value,
         standard_error=100 * number.standard_error,
         ci95=(100 * low, 100 * high),
     )
-    return shares, "%"
+    return percentages, "%"
 
 
-def shown(number: Number) -> Shown:
-    """``number`` as a page shows it; probabilities as percentages."""
-    number, unit = in_unit(number)
-    low, high = (typeset(number.format(end)) for end in number.ci95)
-    known = not (math.isnan(number.ci95[0]) or math.isnan(number.ci95[1]))
-    return Shown(
-        value=typeset(number.rounded),
-        error=typeset(number.format(number.standard_error)) if number.has_error else UNKNOWN,
-        interval=f"{low} to {high}" if known else UNKNOWN,
+def format_number(number: Number) -> FormattedNumber:
+    """``number`` as a page shows it; probabilities in percent."""
+    number, unit = to_display_unit(number)
+    low, high = (typographic(number.format(end)) for end in number.ci95)
+    has_interval = not (math.isnan(number.ci95[0]) or math.isnan(number.ci95[1]))
+    return FormattedNumber(
+        value=typographic(number.rounded),
+        error=typographic(number.format(number.standard_error)) if number.has_error else UNKNOWN,
+        interval=f"{low} to {high}" if has_interval else UNKNOWN,
         unit=unit,
         warnings=number.warnings,
     )
 
 
-def with_interval(number: Number) -> str:
-    """A number with its 95 % interval."""
-    text = shown(number)
+def format_with_interval(number: Number) -> str:
+    """A number with its 95 % interval: "0.218 (0.199 to 0.237)"."""
+    text = format_number(number)
     return text.value if text.interval == UNKNOWN else f"{text.value} ({text.interval})"
 
 
-def sizes(value: float) -> float:
-    """What to order by when the largest is sought: NaN is below everything."""
+def nan_as_minimum(value: float) -> float:
+    """A sort key that puts NaN below all other numbers."""
     return -math.inf if math.isnan(value) else value
 
 
-def typeset(text: str) -> str:
-    """A formatted number with a real minus sign, and infinity as its sign."""
+def typographic(text: str) -> str:
+    """A formatted number with a minus sign, ∞, and powers of ten as superscripts."""
     if text.lstrip("-") in ("inf", "nan"):
         return {"inf": "∞", "-inf": "−∞"}.get(text, "NaN")
     mantissa, _, exponent = text.partition("e")
@@ -77,48 +77,48 @@ def typeset(text: str) -> str:
     return mantissa.replace("-", "−") + power
 
 
-def plain(value: float, digits: int = 3) -> str:
-    """A number that has no error of its own, to so many significant digits."""
+def format_value(value: float, digits: int = 3) -> str:
+    """A number without an error, to ``digits`` significant digits."""
     if not math.isfinite(value) or value == 0:
-        return typeset(f"{value:g}")
+        return typographic(f"{value:g}")
     scientific = f"{value:.{digits - 1}e}"
     power = int(scientific.partition("e")[2])
     if -5 < power < 6:
-        return typeset(f"{value:.{max(0, digits - 1 - power)}f}")
-    return typeset(scientific)
+        return typographic(f"{value:.{max(0, digits - 1 - power)}f}")
+    return typographic(scientific)
 
 
-def threshold(value: float) -> str:
-    """A round number as short as it can be."""
-    return typeset(f"{value:g}")
+def format_threshold(value: float) -> str:
+    """A round number without trailing zeros."""
+    return typographic(f"{value:g}")
 
 
-def count(value: int) -> str:
-    """A whole number, its thousands apart by narrow spaces."""
+def format_count(value: int) -> str:
+    """A whole number with narrow spaces between thousands."""
     return f"{value:,}".replace(",", "\u202f")
 
 
-def percent(value: float) -> str:
-    """A share as a percentage."""
-    return f"{plain(100 * value)}\u202f%"
+def format_percent(value: float) -> str:
+    """A share in percent, to three significant digits."""
+    return f"{format_value(100 * value)}\u202f%"
 
 
-def sentence(text: str) -> str:
-    """``text`` with a capital at its beginning and a full stop at its end."""
+def as_sentence(text: str) -> str:
+    """``text`` with a capital first letter and a full stop."""
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", ":")) else ".")
 
 
 @lru_cache(maxsize=65536)
-def visible(text: str) -> str:
-    """``text`` with nothing in it that cannot be seen: spaces at its ends, line breaks, controls.
+def make_visible(text: str) -> str:
+    """``text`` with its invisible characters shown: spaces at the ends, line breaks, controls.
 
-    A token of nothing is ∅; a combining mark that comes first stands on a dotted circle; what has
-    neither a shape nor a sign of its own is its number, ⟨U+202E⟩.
+    An empty token is ∅. A combining mark at the beginning stands on a dotted circle. A character without a glyph is
+    shown by its number, ⟨U+202E⟩.
     """
     if not text:
         return "∅"
-    alone = all(character in JOINERS for character in text)
-    inner = "".join(_visible_character(character, alone) for character in text.strip(" "))
+    only_joiners = all(character in JOINERS for character in text)
+    inner = "".join(_visible_character(character, only_joiners) for character in text.strip(" "))
     if inner and unicodedata.category(inner[0]).startswith("M"):
         inner = "◌" + inner
     if not inner:
@@ -127,43 +127,53 @@ def visible(text: str) -> str:
     return "␣" * left + inner + "␣" * right
 
 
-def _visible_character(character: str, alone: bool) -> str:
+def _visible_character(character: str, only_joiners: bool) -> str:
     if character in NAMED_CHARACTERS:
         return NAMED_CHARACTERS[character]
-    if character == " " or (character in JOINERS and not alone):
+    if character == " " or (character in JOINERS and not only_joiners):
         return character
-    unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zs", "Zl", "Zp")
-    return f"⟨U+{ord(character):04X}⟩" if unseen else character
+    is_invisible = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zs", "Zl", "Zp")
+    return f"⟨U+{ord(character):04X}⟩" if is_invisible else character
 
 
-def ending(text: str, length: int = 24) -> str:
-    """The end of a name, made visible: what tells two paths apart comes last."""
-    kept = visible(text)
-    return kept if len(kept) <= length else "…" + kept[1 - length :]
+def keep_end(text: str, length: int = 24) -> str:
+    """The last ``length`` characters of a name, made visible, after … if it was longer; paths differ at their ends."""
+    text = make_visible(text)
+    return text if len(text) <= length else "…" + text[1 - length :]
 
 
-def excerpt(text: str, length: int = 240) -> str:
-    """The beginning of ``text``, made visible, with … where something is left out."""
-    kept = visible(text[:length])
-    return kept if len(text) <= length else kept.rstrip("␣ ") + " …"
+def keep_beginning(text: str, length: int = 240) -> str:
+    """The first ``length`` characters of ``text``, made visible, followed by … if it was longer."""
+    beginning = make_visible(text[:length])
+    return beginning if len(text) <= length else beginning.rstrip("␣ ") + " …"
 
 
-def command_line(job: Mapping[str, Any]) -> str:
-    """The command that makes a measurement again."""
-    return command_of(("kleash", "measure"), fields(MeasureJob), job)
+def measure_command(job: Mapping[str, Any]) -> str:
+    """The command that repeats a measurement.
+
+    Args:
+        job: the settings of its ``MeasureJob``.
+    """
+    return command_line(("kleash", "measure"), fields(MeasureJob), job)
 
 
-def command_of(words: Sequence[str], options: Sequence[Field[Any]], job: Mapping[str, Any]) -> str:
-    """A command with the options that are not the default's."""
-    said = list(words)
+def command_line(command: Sequence[str], options: Sequence[Field[Any]], settings: Mapping[str, Any]) -> str:
+    """A command with the options that differ from their defaults, quoted for a shell.
+
+    Args:
+        command: its words.
+        options: the fields of its job; ``resume`` is left out.
+        settings: a value for each option; options without one have their default.
+    """
+    words = list(command)
     for option in options:
-        value = job.get(option.name, option.default)
+        value = settings.get(option.name, option.default)
         if encode(value) == encode(option.default) or option.name == "resume":
             continue
         name = option.name.replace("_", "-")
-        said.append(f"--no-{name}" if value is False else f"--{name}")
+        words.append(f"--no-{name}" if value is False else f"--{name}")
         if isinstance(value, (list, tuple)):
-            said += [shlex.quote(str(one)) for one in value]
+            words += [shlex.quote(str(item)) for item in value]
         elif not isinstance(value, bool):
-            said.append(shlex.quote(str(value)))
-    return " ".join(said)
+            words.append(shlex.quote(str(value)))
+    return " ".join(words)

@@ -1,4 +1,4 @@
-"""The tokens of the worst sequences, as the page's heat map needs them."""
+"""The tokens of the sequences with the largest KL, as the page's token view reads them."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from kleash.records import Drifted, Measurement, RunFolder
-from kleash.reports.formatting import excerpt, visible
+from kleash.reports.formatting import keep_beginning, make_visible
 
 MAX_SEQUENCES = 50
 MAX_TOKENS_OF_SEQUENCE = 1000
 MAX_TOKENS = 25_600
-"""What is drawn at most. Nothing is left out of what is counted."""
-BEFORE, AFTER = 60, 30
-"""Tokens that are drawn around a drifted one whose sequence is not drawn, or not as far."""
+"""Limits of what is drawn. All tokens are counted in the statistics."""
+CONTEXT_BEFORE, CONTEXT_AFTER = 60, 30
+"""Tokens drawn around a token with large KL that lies outside the drawn sequences."""
 MAX_PROMPT = 4000
-STEPS = 8
-"""Colours besides none."""
+NUM_COLOURS = 8
+"""Colours beside none."""
 
 COLUMNS = (
     "position",
@@ -33,76 +33,86 @@ COLUMNS = (
     "entropy_reference",
     "rank_reference",
 )
-Key = tuple[int, int]
+SequenceKey = tuple[int, int]
 """prompt_id and sample_id."""
+Alternatives = dict[int, tuple[list[tuple[str, float]], list[tuple[str, float]]]]
+"""Position -> (text, probability) of the likeliest tokens of the policy and of the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequence:
-    """One sequence's tokens, in order: columns of ``tokens/``, and their texts."""
+class SequenceTokens:
+    """The tokens of one sequence in order: their texts and columns of ``tokens/``."""
 
     texts: list[str]
     columns: Mapping[str, np.ndarray]
 
-    def place_of(self, position: int | None) -> int | None:
-        """Where among its tokens the one at ``position`` is; None if it is not there."""
+    def row_of(self, position: int | None) -> int | None:
+        """The row of the token at ``position``; None if there is none."""
         if position is None:
             return None
-        found = np.flatnonzero(self.columns["position"] == position)
-        return int(found[0]) if found.size else None
+        rows = np.flatnonzero(self.columns["position"] == position)
+        return int(rows[0]) if rows.size else None
 
 
-def read_sequences(folder: RunFolder, wanted: Iterable[Key]) -> dict[Key, Sequence]:
-    """The tokens of the ``wanted`` sequences."""
-    keys = np.unique(np.array([_code(*key) for key in wanted], dtype=np.int64))
-    found: dict[Key, Sequence] = {}
-    if not keys.size:
-        return found
+def read_sequences(folder: RunFolder, keys: Iterable[SequenceKey]) -> dict[SequenceKey, SequenceTokens]:
+    """The tokens of the sequences ``keys``."""
+    codes = np.unique(np.array([_code(*key) for key in keys], dtype=np.int64))
+    sequences: dict[SequenceKey, SequenceTokens] = {}
+    if not codes.size:
+        return sequences
     for part in folder.token_parts(["prompt_id", "sample_id", "text", *COLUMNS]):
-        codes = _code(part["prompt_id"].astype(np.int64), part["sample_id"].astype(np.int64))
-        rows = np.flatnonzero(np.isin(codes, keys))
-        for code in np.unique(codes[rows]):
-            mine = rows[codes[rows] == code]
-            mine = mine[np.argsort(part["position"][mine], kind="stable")]
-            found[_key(int(code))] = Sequence(
-                texts=[part["text"][row] for row in mine],
-                columns={name: part[name][mine] for name in COLUMNS},
+        part_codes = _code(part["prompt_id"].astype(np.int64), part["sample_id"].astype(np.int64))
+        rows = np.flatnonzero(np.isin(part_codes, codes))
+        for code in np.unique(part_codes[rows]):
+            own_rows = rows[part_codes[rows] == code]
+            own_rows = own_rows[np.argsort(part["position"][own_rows], kind="stable")]
+            sequences[_key(int(code))] = SequenceTokens(
+                texts=[part["text"][row] for row in own_rows],
+                columns={name: part[name][own_rows] for name in COLUMNS},
             )
-    return found
+    return sequences
 
 
 def _code(prompt_id: Any, sample_id: Any) -> Any:
     return (prompt_id << 32) + sample_id
 
 
-def _key(code: int) -> Key:
+def _key(code: int) -> SequenceKey:
     return code >> 32, code & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeatMap:
-    """What is drawn, and what had to be left out."""
+    """The data of the token view, and what it leaves out."""
 
     sequences: tuple[dict[str, Any], ...]
-    """For each: what the page's script reads."""
+    """One object per sequence, for the page's script."""
     thresholds: tuple[float, ...]
-    """KL in nats from which the first, second, … colour is taken."""
-    from_ordinary: bool
-    """Whether the first of them is the KL that three quarters of all tokens stay below."""
+    """KL in nats from which each colour begins."""
+    starts_at_upper_quartile: bool
+    """Whether the first threshold is the KL that three quarters of all tokens lie below."""
     shortened: int
     """Sequences of which only the beginning is drawn."""
-    pieces: tuple[dict[str, Any], ...] = ()
-    """Likewise, the surroundings of the most drifted tokens that lie elsewhere."""
+    excerpts: tuple[dict[str, Any], ...] = ()
+    """Likewise, the context of tokens with large KL that lie outside the drawn sequences."""
 
     @property
     def drawn(self) -> tuple[dict[str, Any], ...]:
-        """The sequences, and then the pieces of others."""
-        return (*self.sequences, *self.pieces)
+        """The sequences, followed by the excerpts."""
+        return (*self.sequences, *self.excerpts)
 
 
-def heat_map(folder: RunFolder, measurement: Measurement, tokens: Mapping[Key, Sequence]) -> HeatMap:
-    """The worst sequences of a measurement, with the alternatives of both models at each position."""
-    lengths: dict[Key, int] = {}
+def heat_map(
+    folder: RunFolder, measurement: Measurement, tokens: Mapping[SequenceKey, SequenceTokens]
+) -> HeatMap:
+    """The sequences and tokens with the largest KL, with the likeliest tokens of both models at each position.
+
+    Args:
+        folder: of the run.
+        measurement: of the run.
+        tokens: of its ``worst_sequences`` and those of its ``worst_tokens``.
+    """
+    lengths: dict[SequenceKey, int] = {}
     left = MAX_TOKENS
     for drift in measurement.worst_sequences:
         size = len(tokens[key_of(drift)].texts) if key_of(drift) in tokens else 0
@@ -110,164 +120,166 @@ def heat_map(folder: RunFolder, measurement: Measurement, tokens: Mapping[Key, S
         if length and len(lengths) < MAX_SEQUENCES:
             lengths[key_of(drift)] = length
             left -= length
-    around = surroundings(measurement.worst_tokens, tokens, lengths)
-    spans = {key: [range(length)] for key, length in lengths.items()}
-    for key, span in around:
-        spans.setdefault(key, []).append(span)
-    prompts = read_prompts(folder, spans.keys())
-    others = read_alternatives(folder, spans.keys(), tokens)
-    drawn = tuple(
-        _payload(drift.kl, key_of(drift), tokens, range(lengths[key_of(drift)]), prompts, others)
+    contexts = token_contexts(measurement.worst_tokens, tokens, lengths)
+    keys = {*lengths, *(key for key, _ in contexts)}
+    prompts = read_prompts(folder, keys)
+    alternatives = read_alternatives(folder, keys, tokens)
+    sequences = tuple(
+        _payload(drift.kl, key_of(drift), tokens, range(lengths[key_of(drift)]), prompts, alternatives)
         for drift in measurement.worst_sequences
         if key_of(drift) in lengths
     )
-    pieces = tuple(
+    excerpts = tuple(
         _payload(
             float(np.sum(tokens[key].columns["kl_policy_reference"], dtype=np.float64)),
             key,
             tokens,
             span,
             prompts,
-            others,
+            alternatives,
         )
-        for key, span in around
+        for key, span in contexts
     )
-    kls = [value for sequence in (*drawn, *pieces) for value in sequence["kl"] if 0 < value < math.inf]
-    ladder = measurement.quantiles.get("kl_policy_reference", {})
-    ordinary = ladder["75"].value if "75" in ladder else math.nan
-    steps = thresholds(max(kls, default=1.0), ordinary)
+    kls = [value for sequence in (*sequences, *excerpts) for value in sequence["kl"] if 0 < value < math.inf]
+    quantiles = measurement.quantiles.get("kl_policy_reference", {})
+    upper_quartile = quantiles["75"].value if "75" in quantiles else math.nan
+    thresholds = colour_thresholds(max(kls, default=1.0), upper_quartile)
     return HeatMap(
-        sequences=drawn,
-        thresholds=steps,
-        from_ordinary=math.isclose(steps[0], ordinary, rel_tol=0.1),
-        shortened=sum(len(sequence["text"]) < sequence["tokens"] for sequence in drawn),
-        pieces=pieces,
+        sequences=sequences,
+        thresholds=thresholds,
+        starts_at_upper_quartile=math.isclose(thresholds[0], upper_quartile, rel_tol=0.1),
+        shortened=sum(len(sequence["text"]) < sequence["tokens"] for sequence in sequences),
+        excerpts=excerpts,
     )
 
 
-def surroundings(
-    worst: Iterable[Drifted], tokens: Mapping[Key, Sequence], lengths: Mapping[Key, int]
-) -> list[tuple[Key, range]]:
-    """Where the ``worst`` tokens lie that are not drawn anyway: a sequence, and a range of places in it.
+def token_contexts(
+    worst: Iterable[Drifted],
+    tokens: Mapping[SequenceKey, SequenceTokens],
+    lengths: Mapping[SequenceKey, int],
+) -> list[tuple[SequenceKey, range]]:
+    """The context of each token that is not drawn with its sequence: the sequence's key and a range of rows.
 
     Args:
-        worst: tokens, the most drifted first.
+        worst: tokens, in falling order of their KL.
         tokens: of their sequences.
-        lengths: for each sequence that is drawn, how much of it.
+        lengths: for each drawn sequence the number of its tokens that are drawn.
     """
-    found: list[tuple[Key, range]] = []
+    contexts: list[tuple[SequenceKey, range]] = []
     for drift in worst:
         key = key_of(drift)
-        place = tokens[key].place_of(drift.position) if key in tokens else None
-        if place is None or place < lengths.get(key, 0):
+        row = tokens[key].row_of(drift.position) if key in tokens else None
+        if row is None or row < lengths.get(key, 0):
             continue
-        if not any(key == other and place in span for other, span in found):
+        if not any(key == other and row in span for other, span in contexts):
             size = len(tokens[key].texts)
-            found.append((key, range(max(0, place - BEFORE), min(size, place + AFTER + 1))))
-    return found
+            contexts.append((key, range(max(0, row - CONTEXT_BEFORE), min(size, row + CONTEXT_AFTER + 1))))
+    return contexts
 
 
-def key_of(drift: Drifted) -> Key:
-    """Which sequence it is, or lies in."""
+def key_of(drift: Drifted) -> SequenceKey:
+    """The key of a sequence, or of the sequence that a token is in."""
     return drift.prompt_id, drift.sample_id
 
 
-def thresholds(largest: float, ordinary: float) -> tuple[float, ...]:
-    """KL in nats at which the colours begin: equal ratios from ``ordinary`` towards ``largest``, ``STEPS`` of them.
+def colour_thresholds(largest: float, first: float) -> tuple[float, ...]:
+    """KL in nats at which each of the ``NUM_COLOURS`` colours begins: equal ratios from ``first`` towards ``largest``.
 
-    With three quarters of all tokens below ``ordinary``, what has a colour is what stands out. Where that is
-    not above 0 or too close to ``largest`` to tell steps apart, each colour begins at a third of the next.
+    If ``first`` is the upper quartile, a colour marks an unusual token. If it is not positive, or too close to
+    ``largest`` for distinct colours, each colour begins at a third of the next.
 
     Args:
         largest: the largest KL that is drawn.
-        ordinary: the KL at which the first colour begins.
+        first: the KL at which the first colour begins.
     """
-    if not 0 < ordinary < largest / 1.1**STEPS:
-        ordinary = largest / 3**STEPS
-    ratio = (largest / ordinary) ** (1 / STEPS)
-    return tuple(float(f"{ordinary * ratio**step:.2g}") for step in range(STEPS))
+    if not 0 < first < largest / 1.1**NUM_COLOURS:
+        first = largest / 3**NUM_COLOURS
+    ratio = (largest / first) ** (1 / NUM_COLOURS)
+    return tuple(float(f"{first * ratio**index:.2g}") for index in range(NUM_COLOURS))
 
 
-def read_prompts(folder: RunFolder, wanted: Collection[Key]) -> dict[Key, str]:
-    """The prompts of the ``wanted`` sequences."""
-    found: dict[Key, str] = {}
+def read_prompts(folder: RunFolder, keys: Collection[SequenceKey]) -> dict[SequenceKey, str]:
+    """The prompts of the sequences ``keys``."""
+    prompts: dict[SequenceKey, str] = {}
     for part in folder.sequence_parts(["prompt_id", "sample_id", "prompt"]):
         for prompt, sample, text in zip(part["prompt_id"], part["sample_id"], part["prompt"], strict=True):
             key = int(prompt), int(sample)
-            if key in wanted:
-                found[key] = text or ""
-    return found
+            if key in keys:
+                prompts[key] = text or ""
+    return prompts
 
 
 def read_alternatives(
-    folder: RunFolder, wanted: Collection[Key], tokens: Mapping[Key, Sequence]
-) -> dict[Key, Any]:
-    """For each sequence and position: (text, probability) of the policy's likeliest tokens, and of the other's."""
-    found: dict[Key, dict[int, Any]] = {key: {} for key in wanted}
-    if not any(key in tokens for key in wanted):
-        return found
+    folder: RunFolder, keys: Collection[SequenceKey], tokens: Mapping[SequenceKey, SequenceTokens]
+) -> dict[SequenceKey, Alternatives]:
+    """The likeliest tokens of both models at each position of the sequences ``keys``."""
+    alternatives: dict[SequenceKey, Alternatives] = {key: {} for key in keys}
+    if not any(key in tokens for key in keys):
+        return alternatives
     table = folder.alternatives()
     order = np.lexsort([table[name] for name in ("place", "position", "sample_id", "prompt_id")])
-    sides = [(table[f"text_{who}"], table[f"probability_{who}"]) for who in ("policy", "reference")]
-    places = zip(
+    columns = [(table[f"text_{model}"], table[f"probability_{model}"]) for model in ("policy", "reference")]
+    rows = zip(
         table["prompt_id"][order], table["sample_id"][order], table["position"][order], order, strict=True
     )
-    for prompt, sample, position, row in places:
-        of_sequence = found.get((int(prompt), int(sample)))
-        if of_sequence is None:
+    for prompt, sample, position, row in rows:
+        by_position = alternatives.get((int(prompt), int(sample)))
+        if by_position is None:
             continue
-        both = of_sequence.setdefault(int(position), ([], []))
-        for side, (texts, probabilities) in zip(both, sides, strict=True):
+        both = by_position.setdefault(int(position), ([], []))
+        for likeliest, (texts, probabilities) in zip(both, columns, strict=True):
             if texts[row] is not None:
-                side.append((visible(texts[row]), rounded(probabilities[row])))
-    return found
+                likeliest.append((make_visible(texts[row]), round_for_display(probabilities[row])))
+    return alternatives
 
 
 # More arguments than elsewhere: one sequence, and what is known of all.
 def _payload(
     total: float,
-    key: Key,
-    tokens: Mapping[Key, Sequence],
+    key: SequenceKey,
+    tokens: Mapping[SequenceKey, SequenceTokens],
     span: range,
-    prompts: Mapping[Key, str],
-    others: Mapping[Key, Any],
+    prompts: Mapping[SequenceKey, str],
+    alternatives: Mapping[SequenceKey, Alternatives],
 ) -> dict[str, Any]:
-    """The tokens of a sequence in ``span``, as the page's script reads them."""
+    """The rows ``span`` of a sequence as an object for the page's script.
+
+    Texts of alternatives repeat, so they are stored once in ``texts`` and referred to by index.
+    """
     sequence = tokens[key]
     columns = {name: values[span.start : span.stop] for name, values in sequence.columns.items()}
-    words: dict[str, int] = {}
+    texts: dict[str, int] = {}
 
-    def side(pairs: list[tuple[str, float]]) -> list[int | float]:
-        return [part for text, p in pairs for part in (words.setdefault(text, len(words)), p)]
+    def flattened(likeliest: list[tuple[str, float]]) -> list[int | float]:
+        return [part for text, p in likeliest for part in (texts.setdefault(text, len(texts)), p)]
 
-    alternatives = [
-        [side(pairs) for pairs in others[key].get(int(position), ([], []))]
-        for position in columns["position"]
-    ]
     return {
         "prompt_id": key[0],
         "sample_id": key[1],
-        "total": rounded(total),
+        "total": round_for_display(total),
         "tokens": len(sequence.texts),
         "before": span.start,
-        "prompt": excerpt(prompts.get(key, ""), MAX_PROMPT),
-        "text": [visible(text) for text in sequence.texts[span.start : span.stop]],
-        "kl": [rounded(value) for value in columns["kl_policy_reference"]],
-        "p": [rounded(math.exp(value)) for value in columns["logp_policy"]],
-        "q": [rounded(math.exp(value)) for value in columns["logp_reference"]],
-        "reverse": [rounded(value) for value in columns["kl_reference_policy"]],
-        "jensen_shannon": [rounded(value) for value in columns["jensen_shannon"]],
-        "total_variation": [rounded(value) for value in columns["total_variation"]],
-        "entropy_p": [rounded(value) for value in columns["entropy_policy"]],
-        "entropy_q": [rounded(value) for value in columns["entropy_reference"]],
+        "prompt": keep_beginning(prompts.get(key, ""), MAX_PROMPT),
+        "text": [make_visible(text) for text in sequence.texts[span.start : span.stop]],
+        "kl": [round_for_display(value) for value in columns["kl_policy_reference"]],
+        "p": [round_for_display(math.exp(value)) for value in columns["logp_policy"]],
+        "q": [round_for_display(math.exp(value)) for value in columns["logp_reference"]],
+        "reverse": [round_for_display(value) for value in columns["kl_reference_policy"]],
+        "jensen_shannon": [round_for_display(value) for value in columns["jensen_shannon"]],
+        "total_variation": [round_for_display(value) for value in columns["total_variation"]],
+        "entropy_p": [round_for_display(value) for value in columns["entropy_policy"]],
+        "entropy_q": [round_for_display(value) for value in columns["entropy_reference"]],
         "rank": [int(value) for value in columns["rank_reference"]],
         "position": [int(value) for value in columns["position"]],
         "token_id": [int(value) for value in columns["token_id"]],
-        "alternatives": alternatives,
-        "words": list(words),
+        "alternatives": [
+            [flattened(likeliest) for likeliest in alternatives[key].get(int(position), ([], []))]
+            for position in columns["position"]
+        ],
+        "texts": list(texts),
     }
 
 
-def rounded(value: Any) -> float:
-    """To four significant digits, which is what a page shows."""
+def round_for_display(value: Any) -> float:
+    """``value`` to four significant digits."""
     return float(f"{value:.4g}")

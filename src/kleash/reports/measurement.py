@@ -6,29 +6,36 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from kleash.errors import RunFolderError
 from kleash.records import STATISTICS, Drifted, Measurement, Number, RunFolder
 from kleash.records.statistics import label_of
 from kleash.reports.figures import Chart
-from kleash.reports.formatting import command_line, count, plain, visible
-from kleash.reports.heatmap import Key, Sequence, heat_map, key_of, read_sequences, rounded
-from kleash.reports.measurement_charts import by_bin, convergence, estimators, quantile_ladder
+from kleash.reports.formatting import format_count, format_value, make_visible, measure_command
+from kleash.reports.heatmap import (
+    SequenceKey,
+    SequenceTokens,
+    heat_map,
+    key_of,
+    read_sequences,
+    round_for_display,
+)
+from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
 from kleash.reports.page import write_page
 
-FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
-MOST_NAMES = 3
+NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
+MAX_NAMES = 3
 MAX_PROMPTS = 500
-MAX_WORST_TOKENS = 50
-WORDS_BEFORE, WORDS_AFTER = 10, 4
+MAX_TOKENS = 50
+CONTEXT_BEFORE, CONTEXT_AFTER = 10, 4
+"""Tokens shown around a token with large KL in the table of them."""
 
 
 def write_report(folder: Path) -> Path:
-    """Make ``report.html`` of a run folder from its files, in place of the one that is there.
+    """Write ``report.html`` of a run folder from its files, in place of an existing one.
 
-    One file that needs nothing else: it can be mailed, and opens without a network. What is drawn
-    is capped, and the page says where; what is counted is not.
+    The page is a single file that needs no network. The number of drawn sequences, tokens and prompts is limited, and
+    the page says where; all tokens are counted.
 
     Args:
         folder: of a finished run.
@@ -37,20 +44,20 @@ def write_report(folder: Path) -> Path:
         The report's path.
 
     Raises:
-        RunFolderError: if the run has not finished, a file of it is missing or damaged, or the report
-            cannot be written.
+        RunFolderError: if the run has not finished, a file of it is missing or damaged, or the report cannot be
+            written.
         MissingExtraError: if Jinja2, Plotly or pyarrow is not installed.
     """
     measurement = Measurement.read(folder)
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
-    worst_tokens = measurement.worst_tokens[:MAX_WORST_TOKENS]
+    worst_tokens = measurement.worst_tokens[:MAX_TOKENS]
     tokens = read_sequences(files, map(key_of, (*worst_tokens, *measurement.worst_sequences)))
     heat = heat_map(files, measurement, tokens)
     drawn = {
-        (part["prompt_id"], part["sample_id"], position)
-        for part in heat.drawn
-        for position in part["position"]
+        (sequence["prompt_id"], sequence["sample_id"], position)
+        for sequence in heat.drawn
+        for position in sequence["position"]
     }
     context = {
         "measurement": measurement,
@@ -58,16 +65,16 @@ def write_report(folder: Path) -> Path:
         "means": statistic_rows(measurement),
         "charts": charts(measurement),
         "heat": heat,
-        "worst_tokens": [in_context(drift, tokens, drawn) for drift in worst_tokens],
+        "worst_tokens": [token_row(drift, tokens, drawn) for drift in worst_tokens],
         "prompts": measurement.prompts[:MAX_PROMPTS],
-        "command": command_line(measurement.job),
+        "command": measure_command(measurement.job),
         "warnings": headline_warnings(measurement),
-        "warned": all_warnings(measurement) != headline_warnings(measurement),
-        "floor_in_words": above_the_floor(measurement),
-        "words": vocabulary(measurement),
-        "amount": measured_on(measurement),
-        "share_of": share_of(measurement),
-        "sorted_by": "kl_per_token" if sorted_by_kl_per_token(measurement) else "",
+        "has_warnings": bool(all_warnings(measurement)),
+        "noise_floor_note": noise_floor_note(measurement),
+        "nouns": source_nouns(measurement),
+        "sample_size": describe_sample_size(measurement),
+        "bar_share": bar_share(measurement),
+        "sorted_by": "kl_per_token" if is_sorted_by_kl(measurement) else "",
     }
     scripts = ("tables.js", "heatmap.js", "plotly", "charts.js")
     return write_page(folder / "report.html", "measurement.html", context, scripts)
@@ -88,110 +95,116 @@ def headline(measurement: Measurement) -> Number:
 
 
 def headline_warnings(measurement: Measurement) -> list[str]:
-    """What is held against the run as a whole and against its headlines, each said once."""
-    said = [*measurement.warnings, *headline(measurement).warnings]
+    """The warnings about the run and about its two KLs, each once."""
+    warnings = [*measurement.warnings, *headline(measurement).warnings]
     if measurement.per_sequence is not None:
-        of_sequences = measurement.per_sequence.kl_policy_reference.warnings
-        said += [f"on the KL per sequence: {warning}" for warning in of_sequences if warning not in said]
-    return list(dict.fromkeys(said))
+        sequence_warnings = measurement.per_sequence.kl_policy_reference.warnings
+        warnings += [
+            f"on the KL per sequence: {warning}" for warning in sequence_warnings if warning not in warnings
+        ]
+    return list(dict.fromkeys(warnings))
 
 
 def all_warnings(measurement: Measurement) -> list[str]:
-    """``headline_warnings``, and those about single means, which the report shows beside them.
+    """``headline_warnings``, followed by the warnings about other numbers.
 
-    Sentences that differ in nothing but a number are made one: "on Total variation and 3 others: one cluster
-    carries 21% to 35% of the variance".
+    Warnings that differ only in a numeral are merged: "on Total variation and 3 others: one cluster carries 21% to 35%
+    of the variance".
     """
-    said = headline_warnings(measurement)
-    return [*said, *together(numbers(measurement), said)]
+    warnings = headline_warnings(measurement)
+    return [*warnings, *merge_warnings(labelled_numbers(measurement), warnings)]
 
 
-def together(numbered: Iterable[tuple[str, Number]], said: Collection[str] = ()) -> list[str]:
-    """The warnings of several numbers, each said once with the names of those that it is about.
+def merge_warnings(numbers: Iterable[tuple[str, Number]], reported: Collection[str] = ()) -> list[str]:
+    """The warnings of several numbers, each once, with the labels of its numbers.
 
     Args:
-        numbered: names and their numbers.
-        said: warnings that are left out.
+        numbers: labels and numbers.
+        reported: warnings to leave out.
     """
-    alike: dict[str, dict[str, str]] = {}
-    for name, number in numbered:
+    by_pattern: dict[str, dict[str, str]] = {}
+    for label, number in numbers:
         for warning in number.warnings:
-            if warning not in said:
-                alike.setdefault(FIGURE.sub("#", warning), {})[name] = warning
-    return [f"on {_names(list(each))}: {_merged(list(each.values()))}" for each in alike.values()]
+            if warning not in reported:
+                by_pattern.setdefault(NUMERAL.sub("#", warning), {})[label] = warning
+    return [
+        f"on {_joined_labels(list(warnings))}: {_with_ranges(list(warnings.values()))}"
+        for warnings in by_pattern.values()
+    ]
 
 
-def _names(names: list[str]) -> str:
-    if len(names) <= MOST_NAMES:
-        return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return f"{', '.join(names[: MOST_NAMES - 1])} and {len(names) - MOST_NAMES + 1} others"
+def _joined_labels(labels: list[str]) -> str:
+    if len(labels) <= MAX_NAMES:
+        return " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))
+    return f"{', '.join(labels[: MAX_NAMES - 1])} and {len(labels) - MAX_NAMES + 1} others"
 
 
-def _merged(sentences: list[str]) -> str:
-    """Sentences of one pattern as one, with the range of each figure that differs."""
-    columns = zip(*(FIGURE.findall(sentence) for sentence in sentences), strict=True)
+def _with_ranges(warnings: list[str]) -> str:
+    """Warnings of one pattern as one, with the range of each numeral that differs."""
+    columns = zip(*(NUMERAL.findall(warning) for warning in warnings), strict=True)
     ordered = [sorted(set(column), key=lambda text: float(text.rstrip("%"))) for column in columns]
     ranges = iter(each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in ordered)
-    return FIGURE.sub(lambda _: next(ranges), sentences[0])
+    return NUMERAL.sub(lambda _: next(ranges), warnings[0])
 
 
-def numbers(measurement: Measurement) -> list[tuple[str, Number]]:
-    """The numbers whose warnings a report shows beside them, with their names."""
-    more = {"the noise floor": measurement.noise_floor, "the gap to float32": measurement.dtype_gap}
+def labelled_numbers(measurement: Measurement) -> list[tuple[str, Number]]:
+    """The labels and values of the numbers whose warnings the report shows."""
+    rounding = {"the noise floor": measurement.noise_floor, "the gap to float32": measurement.dtype_gap}
     return [
         *((row.label, row.number) for row in statistic_rows(measurement)),
-        *((name, number) for name, number in more.items() if number is not None),
+        *((label, number) for label, number in rounding.items() if number is not None),
         *((f"the estimator {name}", record.number) for name, record in measurement.estimators.items()),
     ]
 
 
-def above_the_floor(measurement: Measurement) -> str:
-    """How the headline stands to what rounding alone makes."""
+def noise_floor_note(measurement: Measurement) -> str:
+    """The ratio of the KL to the noise floor, in words; empty if there is no noise floor."""
     if measurement.noise_floor is None:
         return ""
     floor, value = measurement.noise_floor.value, headline(measurement).value
+    definition = "the reference against itself in another batch layout"
     if floor == 0:
-        return "the reference against itself, batched otherwise: rounding changes nothing"
+        return f"{definition}: no rounding difference"
     if not value > floor:
-        return "the reference against itself, batched otherwise; the KL is not above it"
-    return f"the reference against itself, batched otherwise; the KL is {plain(value / floor, 2)} times that"
+        return f"{definition}; the KL is not above it"
+    return f"{definition}; the KL is {format_value(value / floor, 2)} times as large"
 
 
-def vocabulary(measurement: Measurement) -> Mapping[str, str]:
-    """What this run's prompts and sequences are called."""
+def source_nouns(measurement: Measurement) -> Mapping[str, str]:
+    """The nouns for this run's prompts and sequences: "prompt" and "response", or "document" and "window"."""
     if measurement.job.get("text") is not None:
         text = {"prompt": "document", "prompts": "documents"}
-        if measurement.counts.sequences == measurement.counts.prompts:  # no document was longer than a window
+        if measurement.counts.sequences == measurement.counts.prompts:  # no document is longer than a window
             return {**text, "sequence": "document", "sequences": "documents"}
         return {**text, "sequence": "window", "sequences": "windows"}
     return {"prompt": "prompt", "prompts": "prompts", "sequence": "response", "sequences": "responses"}
 
 
-def measured_on(measurement: Measurement) -> str:
-    """On how many sequences of what a run rests, and how many of them were cut off."""
-    counts, words = measurement.counts, vocabulary(measurement)
-    amount = _counted(counts.sequences, words["sequence"])
-    if words["sequence"] != words["prompt"]:
-        amount += f" to {_counted(counts.prompts, words['prompt'])}"
-    if words["sequence"] == "response":
-        amount += f", of which {count(counts.truncated_sequences)} cut off before the end"
-    return f"{amount}; {_counted(counts.clusters, 'independent cluster')}"
+def describe_sample_size(measurement: Measurement) -> str:
+    """The number of sequences, prompts, truncated responses and clusters, in words."""
+    counts, nouns = measurement.counts, source_nouns(measurement)
+    text = _counted(counts.sequences, nouns["sequence"])
+    if nouns["sequence"] != nouns["prompt"]:
+        text += f" to {_counted(counts.prompts, nouns['prompt'])}"
+    if nouns["sequence"] == "response":
+        text += f", {format_count(counts.truncated_sequences)} of them truncated"
+    return f"{text}; {_counted(counts.clusters, 'independent cluster')}"
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+    return f"{format_count(number)} {noun}{'' if number == 1 else 's'}"
 
 
-def sorted_by_kl_per_token(measurement: Measurement) -> bool:
-    """Whether the prompts come in that order, which their table then says."""
+def is_sorted_by_kl(measurement: Measurement) -> bool:
+    """Whether the prompts are in falling order of their KL per token."""
     values = [prompt.kl_per_token for prompt in measurement.prompts]
-    return all(one >= other for one, other in pairwise(values))
+    return all(first >= second for first, second in pairwise(values))
 
 
-def share_of(measurement: Measurement) -> Callable[[float], str]:
-    """The length of a bar, in percent of the longest."""
-    finite = [p.kl_per_token for p in measurement.prompts if math.isfinite(p.kl_per_token)]
-    longest = max(finite, default=0.0)
+def bar_share(measurement: Measurement) -> Callable[[float], str]:
+    """A function from a prompt's KL per token to the length of its bar in percent of the longest."""
+    values = [p.kl_per_token for p in measurement.prompts if math.isfinite(p.kl_per_token)]
+    longest = max(values, default=0.0)
 
     def share(value: float) -> str:
         if math.isnan(value) or longest <= 0:
@@ -202,22 +215,26 @@ def share_of(measurement: Measurement) -> Callable[[float], str]:
 
 
 def charts(measurement: Measurement) -> dict[str, Chart]:
-    """Every chart that there are numbers for, by its name."""
-    found = (
-        quantile_ladder(measurement),
-        by_bin(
-            "position", "By position", measurement.by_position, "position of the token, from 0", whole=True
+    """The charts that the measurement has numbers for, by name."""
+    candidates = (
+        quantiles_chart(measurement),
+        bin_chart(
+            "position",
+            "KL by position",
+            measurement.by_position,
+            "position of the token, from 0",
+            is_integer=True,
         ),
-        by_bin(
+        bin_chart(
             "confidence",
-            "By the reference's confidence",
+            "KL by the reference's confidence",
             measurement.by_confidence,
-            "the reference's probability of its likeliest token",
+            "the reference's probability of its most likely token",
         ),
-        convergence(measurement.convergence),
-        estimators(headline(measurement), measurement.estimators),
+        convergence_chart(measurement.convergence),
+        estimators_chart(headline(measurement), measurement.estimators),
     )
-    return {chart.name: chart for chart in found if chart is not None}
+    return {chart.name: chart for chart in candidates if chart is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,35 +260,51 @@ def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
     ]
 
 
-def in_context(
-    drift: Drifted, tokens: dict[Key, Sequence], drawn: set[tuple[int, int, int]]
-) -> dict[str, Any]:
-    """A drifted token with the words around it and both models' probabilities of it.
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """A token with large KL in its context."""
+
+    drift: Drifted
+    is_drawn: bool
+    """Whether the token view shows it."""
+    before: str = ""
+    after: str = ""
+    p: float | None = None
+    """The policy's probability of the token; None if its sequence was not read."""
+    q: float | None = None
+    rank: int | None = None
+
+
+def token_row(
+    drift: Drifted,
+    tokens: Mapping[SequenceKey, SequenceTokens],
+    drawn: Collection[tuple[int, int, int]],
+) -> TokenRow:
+    """A token with large KL with the text around it and both models' probabilities of it.
 
     Args:
         drift: the token.
-        tokens: of the sequences that are read.
-        drawn: prompt, sample and position of each token of the heat map.
+        tokens: the sequences that were read.
+        drawn: prompt, sample and position of each token of the token view.
     """
-    key = drift.prompt_id, drift.sample_id
-    row: dict[str, Any] = {"drift": drift, "before": "", "after": "", "p": None, "q": None, "rank": None}
-    row["drawn"] = (*key, drift.position) in drawn
-    at = tokens[key].place_of(drift.position) if key in tokens else None
-    if at is None:
-        return row
-    sequence = tokens[key]
-    texts = sequence.texts
-    return {
-        **row,
-        "before": running_text(texts[max(0, at - WORDS_BEFORE) : at]),
-        "after": running_text(texts[at + 1 : at + 1 + WORDS_AFTER]),
-        "p": rounded(math.exp(sequence.columns["logp_policy"][at])),
-        "q": rounded(math.exp(sequence.columns["logp_reference"][at])),
-        "rank": int(sequence.columns["rank_reference"][at]),
-    }
+    key = key_of(drift)
+    is_drawn = (*key, drift.position) in drawn
+    row = tokens[key].row_of(drift.position) if key in tokens else None
+    if row is None:
+        return TokenRow(drift=drift, is_drawn=is_drawn)
+    texts, columns = tokens[key].texts, tokens[key].columns
+    return TokenRow(
+        drift=drift,
+        is_drawn=is_drawn,
+        before=join_tokens(texts[max(0, row - CONTEXT_BEFORE) : row]),
+        after=join_tokens(texts[row + 1 : row + 1 + CONTEXT_AFTER]),
+        p=round_for_display(math.exp(columns["logp_policy"][row])),
+        q=round_for_display(math.exp(columns["logp_reference"][row])),
+        rank=int(columns["rank_reference"][row]),
+    )
 
 
-def running_text(texts: list[str]) -> str:
-    """Tokens joined as they are read, with everything else that cannot be seen made visible."""
+def join_tokens(texts: list[str]) -> str:
+    """Tokens joined to running text, with all invisible characters but spaces made visible."""
     text = "".join(texts)
-    return visible(text).replace("␣", " ") if text else ""
+    return make_visible(text).replace("␣", " ") if text else ""

@@ -1,4 +1,4 @@
-"""The charts of where the drift is: how large on single tokens, at which positions, how sure the reference was."""
+"""The charts of a measurement: quantiles, KL by position and confidence, convergence, and sampled estimators."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,116 +13,129 @@ from kleash.reports.figures import (
     axis,
     band,
     bars,
-    decades,
     dots,
     figure,
-    rows_of,
+    log_axis,
+    row_axis,
 )
-from kleash.reports.formatting import count, percent, plain, sizes, with_interval
+from kleash.reports.formatting import (
+    format_count,
+    format_percent,
+    format_value,
+    format_with_interval,
+    nan_as_minimum,
+)
 
 DIRECTIONS = (("kl_policy_reference", ACCENT), ("kl_reference_policy", MUTED))
-APART = 0.24
-"""Rows by which two dots of one row stand apart."""
+ROW_OFFSET = 0.24
+"""Vertical distance between the dots of one row, in rows."""
 
 
-def quantile_ladder(measurement: Measurement) -> Chart | None:
-    """How large the KL of single tokens is: medians to maximum, both directions."""
-    ladders = {name: measurement.quantiles[name] for name, _ in DIRECTIONS if name in measurement.quantiles}
-    if not ladders:
+def quantiles_chart(measurement: Measurement) -> Chart | None:
+    """Quantiles of the per-token KL in both directions; None if the measurement has none."""
+    quantiles = {name: measurement.quantiles[name] for name, _ in DIRECTIONS if name in measurement.quantiles}
+    if not quantiles:
         return None
-    first = next(iter(ladders.values()))
+    first = next(iter(quantiles.values()))
     levels = list(first)
-    rungs = [level if level == "max" else f"{level} %" for level in levels]
-    described = [
+    labels = [level if level == "max" else f"{level} %" for level in levels]
+    sentences = [
         f"{'the largest is' if level == 'max' else f'{level} % of tokens lie at or below'} "
-        f"{plain(first[level].value)} nats"
+        f"{format_value(first[level].value)} nats"
         for level in levels
         if level in ("50", "99", "max")
     ]
     return Chart(
         name="quantiles",
-        title="How large it is on single tokens",
-        figure=_ladder_figure(ladders, levels, rungs),
-        described="; ".join(described) + ".",
-        header=("Quantile", *(label_of(name) for name in ladders)),
+        title="Quantiles of the KL over tokens",
+        figure=_quantiles_figure(quantiles, levels, labels),
+        description="; ".join(sentences) + ".",
+        header=("Quantile", *(label_of(name) for name in quantiles)),
         rows=tuple(
-            (rung, *(with_interval(ladder[level]) for ladder in ladders.values()))
-            for rung, level in zip(rungs, levels, strict=True)
+            (label, *(format_with_interval(values[level]) for values in quantiles.values()))
+            for label, level in zip(labels, levels, strict=True)
         ),
     )
 
 
-def _ladder_figure(
-    ladders: Mapping[str, Mapping[str, Number]], levels: list[str], rungs: list[str]
+def _quantiles_figure(
+    quantiles: Mapping[str, Mapping[str, Number]], levels: list[str], labels: list[str]
 ) -> dict[str, object]:
-    drawn = [ladder[level].value for ladder in ladders.values() for level in levels]
-    logarithmic = all(value > 0 for value in drawn if math.isfinite(value))
+    values = [numbers[level].value for numbers in quantiles.values() for level in levels]
+    is_logarithmic = all(value > 0 for value in values if math.isfinite(value))
     data = [
         dots(
-            [ladders[name][level] for level in levels],
-            [rung + APART * (place - (len(ladders) - 1) / 2) for rung in range(len(rungs))],
+            [quantiles[name][level] for level in levels],
+            [row + ROW_OFFSET * (index - (len(quantiles) - 1) / 2) for row in range(len(labels))],
             name=label_of(name),
             color=color,
-            across=True,
-            text=rungs,
+            horizontal=True,
+            text=labels,
         )
-        for place, (name, color) in enumerate(DIRECTIONS)
-        if name in ladders
+        for index, (name, color) in enumerate(DIRECTIONS)
+        if name in quantiles
     ]
     return figure(
         data,
         height=340,
         x="KL of a token, nats",
         y="share of the tokens at or below",
-        xaxis=decades(drawn) if logarithmic else {},
-        yaxis=rows_of(rungs),
-        showlegend=len(ladders) > 1,
+        xaxis=log_axis(values) if is_logarithmic else {},
+        yaxis=row_axis(labels),
+        showlegend=len(quantiles) > 1,
     )
 
 
-def by_bin(name: str, title: str, found: Sequence[Bin], what: str, *, whole: bool = False) -> Chart | None:
-    """The mean in each range above the share of the tokens and of the whole KL that lies there.
+def bin_chart(
+    name: str, title: str, bins: Sequence[Bin], quantity: str, *, is_integer: bool = False
+) -> Chart | None:
+    """The mean KL of each bin, and its share of the tokens and of the whole KL; None without bins.
 
     Args:
         name: of the chart.
         title: of the chart.
-        found: the ranges.
-        what: the quantity whose ranges they are.
-        whole: whether that quantity is a whole number.
+        bins: ranges of ``quantity``.
+        quantity: in words.
+        is_integer: whether it is a whole number.
     """
-    if not found:
+    if not bins:
         return None
-    labels = [range_label(part, whole=whole) for part in found]
-    top = max(range(len(found)), key=lambda at: sizes(found[at].kl_policy_reference.value))
-    most = max(range(len(found)), key=lambda at: sizes(found[at].share_of_kl))
+    labels = [range_label(part, is_integer=is_integer) for part in bins]
+    highest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].kl_policy_reference.value))
+    largest = max(range(len(bins)), key=lambda at: nan_as_minimum(bins[at].share_of_kl))
     return Chart(
         name=name,
         title=title,
-        figure=_bin_figure(found, labels, what),
-        described=f"The mean is highest at {labels[top]}: "
-        f"{plain(found[top].kl_policy_reference.value)} nats per token. The largest share of the KL, "
-        f"{percent(found[most].share_of_kl)}, lies at {labels[most]}.",
-        header=(what.capitalize(), "Mean KL, nats per token", "Tokens", "Share of the KL"),
+        figure=_bin_figure(bins, labels, quantity),
+        description=f"The mean is highest at {labels[highest]}: "
+        f"{format_value(bins[highest].kl_policy_reference.value)} nats per token. The largest share of the KL, "
+        f"{format_percent(bins[largest].share_of_kl)}, lies at {labels[largest]}.",
+        header=(quantity.capitalize(), "Mean KL, nats per token", "Tokens", "Share of the KL"),
         rows=tuple(
-            (text, with_interval(part.kl_policy_reference), count(part.tokens), percent(part.share_of_kl))
-            for text, part in zip(labels, found, strict=True)
+            (
+                label,
+                format_with_interval(part.kl_policy_reference),
+                format_count(part.tokens),
+                format_percent(part.share_of_kl),
+            )
+            for label, part in zip(labels, bins, strict=True)
         ),
     )
 
 
-def _bin_figure(found: Sequence[Bin], labels: list[str], what: str) -> dict[str, object]:
-    tokens = sum(part.tokens for part in found)
-    of_tokens = [part.tokens / tokens for part in found]
-    of_kl = [part.share_of_kl for part in found]
+def _bin_figure(bins: Sequence[Bin], labels: list[str], quantity: str) -> dict[str, object]:
+    tokens = sum(part.tokens for part in bins)
+    token_shares = [part.tokens / tokens for part in bins]
+    kl_shares = [part.share_of_kl for part in bins]
     data = [
-        dots([part.kl_policy_reference for part in found], labels, name="mean KL", showlegend=False),
-        bars(labels, of_tokens, name="share of the tokens", color=MUTED, yaxis="y2"),
-        bars(labels, of_kl, name="share of the KL", color=ACCENT, yaxis="y2"),
+        dots([part.kl_policy_reference for part in bins], labels, name="mean KL", showlegend=False),
+        bars(labels, token_shares, name="share of the tokens", color=MUTED, yaxis="y2"),
+        bars(labels, kl_shares, name="share of the KL", color=ACCENT, yaxis="y2"),
     ]
     return figure(
         data,
         height=420,
-        x=what,
+        x=quantity,
         y="nats per token",
         xaxis={"type": "category", "showgrid": False, "anchor": "y2"},
         yaxis={"domain": [0.5, 1], "rangemode": "tozero"},
@@ -133,115 +146,146 @@ def _bin_figure(found: Sequence[Bin], labels: list[str], what: str) -> dict[str,
     )
 
 
-def range_label(part: Bin, *, whole: bool) -> str:
-    """The range of a bin: whole numbers as "4–7", others as "0.25–0.5"."""
+def range_label(part: Bin, *, is_integer: bool) -> str:
+    """The range of a bin: "4–7" for whole numbers, otherwise "0.25–0.5"."""
     if math.isinf(part.high):
         return f"{part.low:g}+"
-    if not whole:
+    if not is_integer:
         return f"{part.low:g}–{part.high:g}"
     last = part.high - 1
     return f"{part.low:g}" if last <= part.low else f"{part.low:g}–{last:g}"
 
 
-def convergence(steps: Sequence[RunningMean]) -> Chart | None:
-    """The running mean with its interval: whether more tokens would change the answer."""
-    if not steps:
+def convergence_chart(means: Sequence[RunningMean]) -> Chart | None:
+    """The running mean with its interval; None without any."""
+    if not means:
         return None
-    tokens = [step.tokens for step in steps]
-    low, high = [step.ci95[0] for step in steps], [step.ci95[1] for step in steps]
-    last = steps[-1]
+    tokens = [point.tokens for point in means]
+    low, high = [point.ci95[0] for point in means], [point.ci95[1] for point in means]
+    last = means[-1]
     line = {
         "type": "scatter",
-        "mode": "lines" if len(steps) > 1 else "markers",
+        "mode": "lines" if len(means) > 1 else "markers",
         "name": "running mean",
         "x": tokens,
-        "y": [step.mean if math.isfinite(step.mean) else None for step in steps],
+        "y": [point.mean if math.isfinite(point.mean) else None for point in means],
         "line": {"color": ACCENT, "width": 2},
         "hovertemplate": "%{x:,} tokens: %{y:.4~g} nats<extra></extra>",
     }
     return Chart(
         name="convergence",
-        title="How the mean settled",
+        title="Convergence of the mean",
         figure=figure(
             [*band(tokens, low, high, "95 % interval"), line],
             height=300,
             x="tokens measured",
             y="nats per token",
             xaxis={"showgrid": False, "separatethousands": True, "exponentformat": "none", "nticks": 6},
-            yaxis=settled_range(steps),
+            yaxis=convergence_range(means),
         ),
-        described=f"After {count(last.tokens)} tokens the mean is {plain(last.mean)} nats{_within(last)}.",
+        description=(
+            f"After {format_count(last.tokens)} tokens the mean is {format_value(last.mean)} nats{_interval(last)}."
+        ),
         header=("Tokens", "Mean so far", "95 % interval"),
         rows=tuple(
-            (count(s.tokens), plain(s.mean), f"{plain(s.ci95[0])} to {plain(s.ci95[1])}") for s in steps
+            (
+                format_count(point.tokens),
+                format_value(point.mean),
+                f"{format_value(point.ci95[0])} to {format_value(point.ci95[1])}",
+            )
+            for point in means
         ),
     )
 
 
-def _within(step: RunningMean) -> str:
-    """The interval, unless there is none: one cluster alone has no error."""
-    low, high = step.ci95
+def _interval(point: RunningMean) -> str:
+    """The interval in words; empty with a single cluster, which has no error."""
+    low, high = point.ci95
     if math.isnan(low) or math.isnan(high):
         return ""
-    return f", with a 95 % interval from {plain(low)} to {plain(high)}"
+    return f", with a 95 % interval from {format_value(low)} to {format_value(high)}"
 
 
-def settled_range(steps: Sequence[RunningMean]) -> dict[str, list[float]]:
-    """The range of the y axis: every mean, and the interval once the first quarter is over.
+def convergence_range(means: Sequence[RunningMean]) -> dict[str, list[float]]:
+    """The range of the y axis: all means, and the intervals after the first quarter of the points.
 
-    The first intervals, from a handful of prompts, can be a hundred times the last one.
+    The first intervals, from a handful of prompts, can be a hundred times as wide as the last.
     """
-    settled = steps[len(steps) // 4 :]
-    ends = [end for step in settled for end in step.ci95] + [step.mean for step in steps]
-    known = [end for end in ends if math.isfinite(end)]
-    if not known or min(known) == max(known):
+    later = means[len(means) // 4 :]
+    values = [end for point in later for end in point.ci95] + [point.mean for point in means]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or min(finite) == max(finite):
         return {}
-    margin = 0.05 * (max(known) - min(known))
-    return {"range": [min(known) - margin, max(known) + margin]}
+    margin = 0.05 * (max(finite) - min(finite))
+    return {"range": [min(finite) - margin, max(finite) + margin]}
 
 
-def estimators(exact: Number, found: Mapping[str, EstimatorRecord]) -> Chart | None:
-    """What the one-sample estimators say on the same tokens, next to the exact value."""
-    if not found:
+def estimators_chart(exact: Number, records: Mapping[str, EstimatorRecord]) -> Chart | None:
+    """The one-sample estimators on the same tokens, beside the exact value; None without estimators."""
+    if not records:
         return None
-    biased = max(found, key=lambda name: sizes(abs(found[name].bias.value)))
+    furthest = max(records, key=lambda name: nan_as_minimum(abs(records[name].bias.value)))
     return Chart(
         name="estimators",
-        title="What a trainer's estimator would have said",
-        figure=_estimator_figure(exact, found),
-        described=f"The exact value is {plain(exact.value)} nats per token; {biased} is furthest from it, "
-        f"by {plain(found[biased].bias.value)}.",
-        header=("Estimator", "Value", "Bias against exact", "Spread per token"),
+        title="One-sample estimators on the same tokens",
+        figure=_estimators_figure(exact, records),
+        description=f"The exact value is {format_value(exact.value)} nats per token; {furthest} is furthest from it, "
+        f"by {format_value(records[furthest].bias.value)}.",
+        header=("Estimator", "Value", "Bias against exact", "Standard deviation per token"),
         rows=(
-            ("exact", with_interval(exact), "0", "0"),
+            ("exact", format_with_interval(exact), "0", "0"),
             *(
-                (name, with_interval(one.number), with_interval(one.bias), f"{plain(one.spread)} nats")
-                for name, one in found.items()
+                (
+                    name,
+                    format_with_interval(record.number),
+                    format_with_interval(record.bias),
+                    f"{format_value(record.spread)} nats",
+                )
+                for name, record in records.items()
             ),
         ),
     )
 
 
-def _estimator_figure(exact: Number, found: Mapping[str, EstimatorRecord]) -> dict[str, object]:
-    values = [one.number for one in found.values()]
+def _estimators_figure(exact: Number, records: Mapping[str, EstimatorRecord]) -> dict[str, object]:
+    values = [record.number for record in records.values()]
     data = [
-        dots([exact], [0], name="exact", across=True, text=["exact"]),
-        dots(values, range(1, len(found) + 1), name="one sample", color=MUTED, across=True, text=list(found)),
+        dots([exact], [0], name="exact", horizontal=True, text=["exact"]),
+        dots(
+            values,
+            range(1, len(records) + 1),
+            name="one sample",
+            color=MUTED,
+            horizontal=True,
+            text=list(records),
+        ),
     ]
     shapes = []
     if math.isfinite(exact.value):
         ends = exact.ci95 if all(map(math.isfinite, exact.ci95)) else (exact.value, exact.value)
-        down = {"y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
-        wide, thin = {"width": 0}, {"color": ACCENT, "width": 1}
+        vertical = {"y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
         shapes = [
-            {**down, "type": "rect", "x0": ends[0], "x1": ends[1], "fillcolor": ACCENT_BAND, "line": wide},
-            {**down, "type": "line", "x0": exact.value, "x1": exact.value, "line": thin},
+            {
+                **vertical,
+                "type": "rect",
+                "x0": ends[0],
+                "x1": ends[1],
+                "fillcolor": ACCENT_BAND,
+                "line": {"width": 0},
+            },
+            {
+                **vertical,
+                "type": "line",
+                "x0": exact.value,
+                "x1": exact.value,
+                "line": {"color": ACCENT, "width": 1},
+            },
         ]
     return figure(
         data,
         height=280,
         x="nats per token, on the same tokens",
         y="estimator",
-        yaxis=rows_of(["exact", *found]),
+        yaxis=row_axis(["exact", *records]),
         shapes=shapes,
     )

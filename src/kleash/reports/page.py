@@ -1,4 +1,4 @@
-"""The shell that every page shares: escaping, theme, scripts, and a policy that lets nothing else run."""
+"""The shell of every page: escaping, theme, scripts, and a content security policy that allows only these scripts."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ from kleash.records.codec import encode
 from kleash.records.statistics import label_of
 from kleash.reports import formatting
 
-FORBIDDEN_IN_SCRIPTS = {
+SCRIPT_ESCAPES = {
     "<": "\\u003c",
     ">": "\\u003e",
     "&": "\\u0026",
@@ -34,13 +34,13 @@ def write_page(
     *,
     templates: Path | None = None,
 ) -> Path:
-    """Render ``template`` and write it to ``path``, whole or not at all.
+    """Render ``template`` and write it to ``path`` atomically.
 
     Args:
         path: the HTML file.
         template: a file in ``templates/`` that extends ``shell.html``.
-        context: what the template shows; text in it is escaped.
-        scripts: files in ``assets/`` that run at the end of the page, in this order; "plotly" is Plotly.
+        context: the variables of the template; text in them is escaped.
+        scripts: files in ``assets/`` that run at the end of the page, in this order; "plotly" stands for Plotly.
         templates: a folder in which ``template`` is looked up first.
     """
     sources = [_plotly() if name == "plotly" else _asset(name) for name in scripts]
@@ -55,23 +55,23 @@ def write_page(
             content_policy=_content_policy(sources),
         )
     )
-    # What is no Unicode text (half of a surrogate pair in a path) is shown as its number.
+    # Lone surrogates (from undecodable paths) are shown by their numbers.
     write_atomically(path, text.encode("utf-8", "backslashreplace"))
     return path
 
 
 def script_json(value: Any) -> str:
-    """``value`` as JSON that can stand between script tags, whatever text is in it."""
+    """``value`` as JSON that is safe between script tags."""
     text = json.dumps(encode(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character, escaped in FORBIDDEN_IN_SCRIPTS.items():
+    for character, escaped in SCRIPT_ESCAPES.items():
         text = text.replace(character, escaped)
     return text
 
 
 def _content_policy(sources: Sequence[str]) -> str:
-    """What the browser may do with the page: run these scripts and no others, and fetch nothing."""
-    digests = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    """A content security policy that allows these scripts, inline styles and no requests."""
+    hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -93,18 +93,18 @@ def _environment(templates: Path | None = None) -> Any:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        visible=formatting.visible,
-        excerpt=formatting.excerpt,
-        ending=formatting.ending,
-        plain=formatting.plain,
-        count=formatting.count,
-        percent=formatting.percent,
-        threshold=formatting.threshold,
-        sentence=formatting.sentence,
+        visible=formatting.make_visible,
+        excerpt=formatting.keep_beginning,
+        ending=formatting.keep_end,
+        plain=formatting.format_value,
+        count=formatting.format_count,
+        percent=formatting.format_percent,
+        threshold=formatting.format_threshold,
+        sentence=formatting.as_sentence,
         statistic_label=label_of,
         script_json=lambda value: markup(script_json(value)),
     )
-    environment.globals.update(shown=formatting.shown)
+    environment.globals.update(format_number=formatting.format_number)
     return environment
 
 
@@ -115,10 +115,10 @@ def _asset(name: str) -> str:
 
 @cache
 def _plotly() -> str:
-    """Plotly's own script, from the installed package; importing the package itself is not needed."""
-    found = find_spec("plotly")
-    if found is None or not found.submodule_search_locations:
+    """Plotly's script from the installed package, which is not imported."""
+    spec = find_spec("plotly")
+    if spec is None or not spec.submodule_search_locations:
         raise MissingExtraError("plotly is not installed; run: pip install 'kleash[models]'")
-    path = Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
-    # A browser reads every line break as \n, and what it reads must have the digest that is promised.
+    path = Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+    # Read as text: a browser normalises line breaks to \n before it computes the hash.
     return path.read_text(encoding="utf-8")

@@ -26,25 +26,25 @@ from kleash.records import (
 )
 from kleash.records.checksums import UNCHECKED
 from kleash.records.steps import STEPS
-from kleash.reports.formatting import command_of, plain, typeset
+from kleash.reports.formatting import command_line, format_value, typographic
 from kleash.reports.page import write_page
-from kleash.reports.training_charts import charts_of
+from kleash.reports.training_charts import run_charts
 from kleash.uncertainty import few_clusters
 
-SHOWN_STEPS = 6
-"""Steps whose responses are shown: the first, the last, and some between."""
-SHOWN_SAMPLES = 3
-SHOWN_EVENTS = 50
+MAX_SAMPLE_STEPS = 6
+"""Steps whose responses are shown: the first, the last and evenly chosen ones between."""
+MAX_SAMPLES = 3
+MAX_EVENTS = 50
 JOBS: Mapping[str, type[TrainJob]] = {
     kind.algorithm: kind for kind in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }
 
 
 def write_training_report(folder: Path) -> Path:
-    """Make ``report.html`` of a training run's folder from its files, finished or not.
+    """Write ``report.html`` of a training run's folder from its files, finished or not.
 
     Args:
-        folder: of a run that has taken at least one step.
+        folder: of a run with at least one step.
 
     Returns:
         The report's path.
@@ -56,11 +56,11 @@ def write_training_report(folder: Path) -> Path:
     files = TrainingFolder(folder)
     header, history, result = files.header(), files.history(), files.result()
     if not history:
-        gone = (folder / "checkpoints").exists()
+        has_checkpoints = (folder / "checkpoints").exists()
         raise RunFolderError(
             f"{folder / STEPS} is missing or empty, and the run has checkpoints; copy the whole folder again"
-            if gone
-            else f"{folder} holds a training run that has not taken a step yet; there is nothing to show"
+            if has_checkpoints
+            else f"{folder} holds a training run without a step; the report needs at least one"
         )
     events = [(record.step, event) for record in history for event in record.events]
     context = {
@@ -70,97 +70,105 @@ def write_training_report(folder: Path) -> Path:
         "kleash": header.kleash,
         "result": result,
         "steps": history[-1].step,
-        "cards": cards(header, history, result),
+        "cards": summary_cards(header, history, result),
         "alerts": [(record.step, alert) for record in history for alert in record.alerts],
-        "events": events[-SHOWN_EVENTS:],
-        "events_left_out": max(0, len(events) - SHOWN_EVENTS),
-        "charts": charts_of(
-            history, target=target_of(header), per=str(header.settings.get("target_per", "sequence"))
+        "events": events[-MAX_EVENTS:],
+        "events_left_out": max(0, len(events) - MAX_EVENTS),
+        "charts": run_charts(
+            history, target=target_nats(header), per=str(header.settings.get("target_per", "sequence"))
         ),
-        "samples": samples_of(read_samples(folder)),
+        "samples": samples_by_step(read_samples(folder)),
         "metrics": metrics_table(history),
-        "command": command(header, history),
+        "command": rerun_command(header, history),
     }
     return write_page(folder / "report.html", "training.html", context, ("plotly", "charts.js"))
 
 
-def cards(
+def summary_cards(
     header: RunHeader, history: Sequence[StepRecord], result: TrainingResult | None
 ) -> list[tuple[str, str, str]]:
-    """The run's headlines: what it is, its value at the end, and what to compare that with."""
-    last = history[-1].metrics
-    found: list[tuple[str, str, str]] = []
+    """The run's main metrics: title, value in the last step, and a note with the first value and the target."""
+    first, last = history[0].metrics, history[-1].metrics
+    target = target_nats(header)
+    target_name = f"kl/exact_per_{header.settings.get('target_per')}"
+    rows: list[tuple[str, str, str]] = []
     for title, name, error in (
         ("Reward", "reward/score", "reward/score_error"),
         ("KL per sequence", "kl/exact_per_sequence", "kl/exact_per_sequence_error"),
         ("KL per token", "kl/exact_per_token", "kl/exact_per_token_error"),
         ("Beta", "beta", None),
         ("Entropy per token", "policy/entropy", None),
-        ("Pairs told apart", "pairs/accuracy", None),
+        ("Preference accuracy", "pairs/accuracy", None),
         ("Divergence from the teacher", "teacher/divergence", None),
     ):
         if name not in last:
             continue
         unit = " nats" if metric_of(name).unit == "nats" else ""
-        first = history[0].metrics.get(name, math.nan)
-        target = target_of(header)
-        aims = target is not None and name == f"kl/exact_per_{header.settings.get('target_per')}"
-        aim = f"; target {plain(target)}" if aims and target is not None else ""
-        found.append((title, number_of(last, name, error) + unit, f"{plain(first)} in the first step{aim}"))
-    steps = f"{history[-1].step}"
-    end = "still running, or interrupted" if result is None else result.stopped or "finished"
-    return [*found, ("Steps", steps, end)]
+        note = f"{format_value(first.get(name, math.nan))} in the first step"
+        if target is not None and name == target_name:
+            note += f"; target {format_value(target)}"
+        rows.append((title, format_metric(last, name, error) + unit, note))
+    status = "running or interrupted" if result is None else result.stopped or "finished"
+    return [*rows, ("Steps", str(history[-1].step), status)]
 
 
 def run_warnings(history: Sequence[StepRecord]) -> tuple[str, ...]:
-    """Warnings about the errors of the last step that has any."""
-    measured = [step.metrics for step in history if "response/prompts" in step.metrics]
-    return warnings_about_step(measured[-1]) if measured else ()
+    """The warnings about the standard errors of the last step that has any."""
+    with_errors = [step.metrics for step in history if "response/prompts" in step.metrics]
+    return step_warnings(with_errors[-1]) if with_errors else ()
 
 
-def warnings_about_step(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Warnings about the errors of a step: that they are over few prompts."""
+def step_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """The warnings about the standard errors of a step, which are clustered by its prompts."""
     if "response/prompts" not in metrics:
         return ()
-    few = few_clusters(int(metrics["response/prompts"]))
-    return tuple(f"the errors of a step are over its prompts: {warning}" for warning in few)
+    warnings = few_clusters(int(metrics["response/prompts"]))
+    return tuple(f"the errors of a step are over its prompts: {warning}" for warning in warnings)
 
 
-def target_of(header: RunHeader) -> float | None:
-    """The KL that was asked for, in nats."""
+def target_nats(header: RunHeader) -> float | None:
+    """The target KL of the run in nats; None if it has none."""
     target = header.settings.get("target_nats")
     return float(target) if isinstance(target, (int, float)) else None
 
 
-def number_of(metrics: Mapping[str, float], name: str, error: str | None) -> str:
-    """A metric with its standard error, where it has one."""
+def format_metric(metrics: Mapping[str, float], name: str, error: str | None) -> str:
+    """A metric with its standard error, if it has one.
+
+    Args:
+        metrics: of a step.
+        name: of the metric.
+        error: the metric that holds its standard error.
+    """
     value = metrics.get(name, math.nan)
-    uncertain = metrics.get(error, math.nan) if error else math.nan
-    if not (math.isfinite(uncertain) and uncertain > 0 and math.isfinite(value)):
-        return plain(value)
-    number = Number.with_error(value, uncertain)
-    return f"{typeset(number.rounded)} ± {typeset(number.format(uncertain))}"
+    standard_error = metrics.get(error, math.nan) if error else math.nan
+    if not (math.isfinite(standard_error) and standard_error > 0 and math.isfinite(value)):
+        return format_value(value)
+    number = Number.with_error(value, standard_error)
+    return f"{typographic(number.rounded)} ± {typographic(number.format(standard_error))}"
 
 
-def samples_of(records: Sequence[SampleRecord]) -> list[tuple[int, list[Sample]]]:
-    """Responses of a few steps, from the first to the last."""
+def samples_by_step(records: Sequence[SampleRecord]) -> list[tuple[int, list[Sample]]]:
+    """Sampled responses of up to ``MAX_SAMPLE_STEPS`` steps, the first and the last among them."""
     steps = sorted({record.step for record in records})
-    if len(steps) > SHOWN_STEPS:
-        steps = [steps[round(at * (len(steps) - 1) / (SHOWN_STEPS - 1))] for at in range(SHOWN_STEPS)]
+    if len(steps) > MAX_SAMPLE_STEPS:
+        steps = [
+            steps[round(at * (len(steps) - 1) / (MAX_SAMPLE_STEPS - 1))] for at in range(MAX_SAMPLE_STEPS)
+        ]
     return [
-        (step, [record.sample for record in records if record.step == step][:SHOWN_SAMPLES]) for step in steps
+        (step, [record.sample for record in records if record.step == step][:MAX_SAMPLES]) for step in steps
     ]
 
 
 def metrics_table(history: Sequence[StepRecord]) -> list[tuple[str, str, str, str, str]]:
-    """Each metric: name, first, last, unit and meaning."""
+    """Name, first value, last value, unit and meaning of each metric."""
     names = dict.fromkeys(name for record in history for name in record.metrics)
     first, last = history[0].metrics, history[-1].metrics
     return [
         (
             name,
-            plain(first.get(name, math.nan)),
-            plain(last.get(name, math.nan)),
+            format_value(first.get(name, math.nan)),
+            format_value(last.get(name, math.nan)),
             metric_of(name).unit,
             metric_of(name).meaning,
         )
@@ -168,8 +176,8 @@ def metrics_table(history: Sequence[StepRecord]) -> list[tuple[str, str, str, st
     ]
 
 
-def command(header: RunHeader, history: Sequence[StepRecord]) -> str:
-    """The command that makes the run again."""
+def rerun_command(header: RunHeader, history: Sequence[StepRecord]) -> str:
+    """The command that repeats the run."""
     algorithm = str(header.settings.get("algorithm", "ppo"))
     settings: dict[str, Any] = {**header.settings, "steps": history[-1].step}
-    return command_of(("kleash", "train", algorithm), fields(JOBS.get(algorithm, PPOJob)), settings)
+    return command_line(("kleash", "train", algorithm), fields(JOBS.get(algorithm, PPOJob)), settings)

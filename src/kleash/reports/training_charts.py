@@ -1,4 +1,4 @@
-"""The charts of a training run: curves over steps, with bands where errors are known."""
+"""The charts of a training run: metrics over steps, with bands of two standard errors."""
 
 import math
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from kleash.records import StepRecord
-from kleash.reports.figures import ACCENT, INK, MUTED, Chart, band, decades, escape, figure, finite
-from kleash.reports.formatting import plain
+from kleash.reports.figures import ACCENT, INK, MUTED, Chart, band, escape, figure, finite_or_none, log_axis
+from kleash.reports.formatting import format_value
 
-MOST_POINTS = 400
-"""Steps that a curve is drawn through; of more, every second, third … is left out."""
-MOST_ROWS = 40
+MAX_POINTS = 400
+"""Points of a curve; longer histories are thinned evenly."""
+MAX_ROWS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """A metric as a curve."""
+class MetricLine:
+    """The style of a metric's curve."""
 
     metric: str
     label: str
@@ -27,39 +27,46 @@ class Line:
 
 
 REWARD = (
-    Line(metric="reward/score", label="reward", error="reward/score_error"),
-    Line(metric="reward/adjusted", label="reward − beta · KL", color=INK, dash="dash"),
+    MetricLine(metric="reward/score", label="reward", error="reward/score_error"),
+    MetricLine(metric="reward/adjusted", label="reward − beta · KL", color=INK, dash="dash"),
 )
-PER_SEQUENCE = (Line(metric="kl/exact_per_sequence", label="exact", error="kl/exact_per_sequence_error"),)
+PER_SEQUENCE = (
+    MetricLine(metric="kl/exact_per_sequence", label="exact", error="kl/exact_per_sequence_error"),
+)
 PER_TOKEN = (
-    Line(metric="kl/exact_per_token", label="exact", error="kl/exact_per_token_error"),
-    Line(metric="kl/k1", label="k1", color=INK, dash="dot"),
-    Line(metric="kl/k3", label="k3", color=MUTED),
+    MetricLine(metric="kl/exact_per_token", label="exact", error="kl/exact_per_token_error"),
+    MetricLine(metric="kl/k1", label="k1", color=INK, dash="dot"),
+    MetricLine(metric="kl/k3", label="k3", color=MUTED),
 )
 UPDATES = (
-    Line(metric="policy/clip_share", label="tokens clipped"),
-    Line(metric="kl/top_percent_share", label="KL held by the top 1 % of tokens", color=INK, dash="dash"),
+    MetricLine(metric="policy/clip_share", label="tokens clipped"),
+    MetricLine(
+        metric="kl/top_percent_share",
+        label="share of the KL in the top 1 % of tokens",
+        color=INK,
+        dash="dash",
+    ),
 )
 TEXTS = (
-    Line(metric="response/repetition", label="three-word runs repeated in a response"),
-    Line(metric="response/distinct", label="different ones among all of the step's", color=INK, dash="dash"),
+    MetricLine(metric="response/repetition", label="repeated trigrams within a response"),
+    MetricLine(metric="response/distinct", label="distinct trigrams over the step", color=INK, dash="dash"),
 )
-PAIRS = (Line(metric="pairs/accuracy", label="pairs told apart"),)
+PAIRS = (MetricLine(metric="pairs/accuracy", label="preference accuracy"),)
 
 
-def charts_of(
+def run_charts(
     history: Sequence[StepRecord], *, target: float | None = None, per: str = "sequence"
 ) -> dict[str, Chart]:
-    """Every chart that a run has numbers for, by its name.
+    """The charts that a run has metrics for, by name.
 
     Args:
-        history: its steps.
-        target: the KL that beta was steered to, in nats; None if there was none.
-        per: what the target is per, "sequence" or "token".
+        history: the steps of the run.
+        target: the target KL in nats; None if there is none.
+        per: unit of the target, "sequence" or "token".
     """
-    found = (
-        curves("reward", "Reward", history, REWARD, y="reward"),
-        curves(
+    candidates = (
+        metric_chart("reward", "Reward", history, REWARD, y="reward"),
+        metric_chart(
             "kl-sequence",
             "KL(policy ‖ reference) per sequence",
             history,
@@ -67,7 +74,7 @@ def charts_of(
             y="nats per sequence",
             target=target if per == "sequence" else None,
         ),
-        curves(
+        metric_chart(
             "kl-token",
             "KL(policy ‖ reference) per token",
             history,
@@ -75,63 +82,75 @@ def charts_of(
             y="nats per token",
             target=target if per == "token" else None,
         ),
-        curves("beta", "Beta", history, (Line(metric="beta", label="beta"),), y="beta", logarithmic=True),
-        curves(
+        metric_chart(
+            "beta", "Beta", history, (MetricLine(metric="beta", label="beta"),), y="beta", logarithmic=True
+        ),
+        metric_chart(
             "entropy",
             "Entropy",
             history,
-            (Line(metric="policy/entropy", label="policy"),),
+            (MetricLine(metric="policy/entropy", label="policy"),),
             y="nats per token",
         ),
-        curves(
+        metric_chart(
             "length",
             "Length",
             history,
-            (Line(metric="response/length", label="mean"),),
+            (MetricLine(metric="response/length", label="mean"),),
             y="tokens per response",
         ),
-        curves("updates", "Updates", history, UPDATES, y="share"),
-        curves("texts", "Repetition", history, TEXTS, y="share"),
-        curves("pairs", "Pairs", history, PAIRS, y="share"),
-        curves(
+        metric_chart("updates", "Updates", history, UPDATES, y="share"),
+        metric_chart("texts", "Repetition", history, TEXTS, y="share"),
+        metric_chart("pairs", "Pairs", history, PAIRS, y="share"),
+        metric_chart(
             "teacher",
             "Divergence from the teacher",
             history,
-            (Line(metric="teacher/divergence", label="exact"),),
+            (MetricLine(metric="teacher/divergence", label="exact"),),
             y="nats per token",
         ),
     )
-    return {chart.name: chart for chart in found if chart is not None}
+    return {chart.name: chart for chart in candidates if chart is not None}
 
 
-# More arguments than elsewhere: what a chart shows, and three ways in which one differs from another.
-def curves(
+# More arguments than elsewhere: one for each way in which a chart differs from another.
+def metric_chart(
     name: str,
     title: str,
     history: Sequence[StepRecord],
-    lines: Sequence[Line],
+    lines: Sequence[MetricLine],
     *,
     y: str,
     target: float | None = None,
     logarithmic: bool = False,
 ) -> Chart | None:
-    """Metrics over steps; None if the run has none of them."""
-    there = [line for line in lines if any(line.metric in record.metrics for record in history)]
-    if not there:
+    """Metrics over steps; None if the run has none of them.
+
+    Args:
+        name: of the chart.
+        title: of the chart.
+        history: the steps of the run.
+        lines: the metrics and their styles.
+        y: title of the y axis.
+        target: drawn as a dotted line.
+        logarithmic: whether the y axis may be logarithmic, which it is if the values differ by a factor of 5.
+    """
+    present = [line for line in lines if any(line.metric in record.metrics for record in history)]
+    if not present:
         return None
     data: list[dict[str, Any]] = []
-    for line in there:
-        drawn = thinned([record for record in history if line.metric in record.metrics], MOST_POINTS)
-        x, values = [record.step for record in drawn], values_of(drawn, line.metric)
-        if line.error is not None and any(map(math.isfinite, values_of(drawn, line.error))):
-            errors = values_of(drawn, line.error)
+    for line in present:
+        drawn = thin_steps([record for record in history if line.metric in record.metrics], MAX_POINTS)
+        x, values = [record.step for record in drawn], metric_values(drawn, line.metric)
+        if line.error is not None and any(map(math.isfinite, metric_values(drawn, line.error))):
+            errors = metric_values(drawn, line.error)
             low = [value - 2 * error for value, error in zip(values, errors, strict=True)]
             high = [value + 2 * error for value, error in zip(values, errors, strict=True)]
             data += band(x, low, high, "± 2 standard errors")
         data.append(trace(x, values, line.label, color=line.color, dash=line.dash))
-    known = [value for line in there for value in values_of(history, line.metric) if value > 0]
-    logarithmic = logarithmic and bool(known) and max(known) > 5 * min(known)
-    negative = any(value < 0 for line in there for value in values_of(history, line.metric))
+    positive = [value for line in present for value in metric_values(history, line.metric) if value > 0]
+    logarithmic = logarithmic and bool(positive) and max(positive) > 5 * min(positive)
+    has_negative = any(value < 0 for line in present for value in metric_values(history, line.metric))
     return Chart(
         name=name,
         title=title,
@@ -141,18 +160,18 @@ def curves(
             x="step",
             y=y,
             xaxis={"showgrid": False, "nticks": 6, **({"tickformat": "d"} if len(history) < 6 else {})},
-            yaxis=decades(known)
+            yaxis=log_axis(positive)
             if logarithmic
-            else {"nticks": 6, "rangemode": "normal" if negative else "nonnegative"},
-            showlegend=len(there) > 1 or target is not None,
-            shapes=[] if target is None else [level(target)],
+            else {"nticks": 6, "rangemode": "normal" if has_negative else "nonnegative"},
+            showlegend=len(present) > 1 or target is not None,
+            shapes=[] if target is None else [horizontal_line(target)],
             annotations=[] if target is None else [_target_label(target)],
         ),
-        described=described(history, there, y, target),
-        header=("Step", *(line.label for line in there)),
+        description=describe_change(history, present, y, target),
+        header=("Step", *(line.label for line in present)),
         rows=tuple(
-            (str(record.step), *(plain(record.metrics.get(line.metric, math.nan)) for line in there))
-            for record in thinned(history, MOST_ROWS)
+            (str(record.step), *(format_value(record.metrics.get(line.metric, math.nan)) for line in present))
+            for record in thin_steps(history, MAX_ROWS)
         ),
     )
 
@@ -164,24 +183,24 @@ def trace(
     *,
     color: str,
     dash: str = "solid",
-    **more: Any,
+    **options: Any,
 ) -> dict[str, Any]:
-    """A curve."""
+    """A Plotly trace of a metric over steps."""
     return {
         "type": "scatter",
         "mode": "lines" if len(x) > 1 else "markers",
         "name": escape(label),
         "x": list(x),
-        "y": finite(y),
+        "y": finite_or_none(y),
         "line": {"color": color, "width": 2, "dash": dash},
         "marker": {"color": color},
         "hovertemplate": f"step %{{x}}: %{{y:.4~g}}<extra>{escape(label)}</extra>",
-        **more,
+        **options,
     }
 
 
-def level(value: float) -> dict[str, Any]:
-    """A dotted line across a chart."""
+def horizontal_line(value: float) -> dict[str, Any]:
+    """A Plotly shape: a dotted horizontal line across the chart."""
     line = {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": value, "y1": value, "layer": "below"}
     return {**line, "line": {"color": INK, "width": 1, "dash": "dot"}}
 
@@ -199,26 +218,28 @@ def _target_label(value: float) -> dict[str, Any]:
     }
 
 
-def described(history: Sequence[StepRecord], lines: Sequence[Line], y: str, target: float | None) -> str:
-    """Where the first of the curves began and ended."""
-    values = [value for value in values_of(history, lines[0].metric) if not math.isnan(value)]
+def describe_change(
+    history: Sequence[StepRecord], lines: Sequence[MetricLine], y: str, target: float | None
+) -> str:
+    """The first and the last value of the first curve, and the target, in a sentence."""
+    values = [value for value in metric_values(history, lines[0].metric) if not math.isnan(value)]
     if not values:
         return f"No step has a number for {lines[0].label}."
-    aim = "" if target is None else f"; the target is {plain(target)}"
+    target_note = "" if target is None else f"; the target is {format_value(target)}"
     unit = y.removeprefix("nats ")
     nats = " nats" if y.startswith("nats") else ""
     per = f" {unit}" if nats else ""
-    return f"From {plain(values[0])} in the first step to {plain(values[-1])}{nats}{per} in the last{aim}."
+    first, last = format_value(values[0]), format_value(values[-1])
+    return f"From {first} in the first step to {last}{nats}{per} in the last{target_note}."
 
 
-def values_of(history: Sequence[StepRecord], metric: str) -> list[float]:
-    """A metric's value in each step; NaN where a step has none."""
+def metric_values(history: Sequence[StepRecord], metric: str) -> list[float]:
+    """A metric's value in each step; NaN for steps without it."""
     return [record.metrics.get(metric, math.nan) for record in history]
 
 
-def thinned(history: Sequence[StepRecord], most: int) -> list[StepRecord]:
-    """Evenly chosen steps, the first and the last among them."""
-    if len(history) <= most:
+def thin_steps(history: Sequence[StepRecord], limit: int) -> list[StepRecord]:
+    """At most ``limit`` evenly chosen steps, the first and the last among them."""
+    if len(history) <= limit:
         return list(history)
-    places = [round(at * (len(history) - 1) / (most - 1)) for at in range(most)]
-    return [history[place] for place in places]
+    return [history[round(index * (len(history) - 1) / (limit - 1))] for index in range(limit)]

@@ -19,7 +19,7 @@ from kleash.records import (
     spelt,
 )
 from kleash.records.steps import STEPS
-from kleash.reports.training import warnings_about_step
+from kleash.reports.training import step_warnings
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.trackers import Tracker, open_trackers
 
@@ -116,7 +116,7 @@ class RunLog:
         """
         keep_steps(self.folder, step)
         self.history = list(read_steps(self.folder))
-        self._warned = any(warnings_about_step(record.metrics) for record in self.history)
+        self._warned = any(step_warnings(record.metrics) for record in self.history)
         last = self.history[-1].step if self.history else 0
         if last != step:
             raise RunFolderError(
@@ -159,7 +159,7 @@ class RunLog:
         TrainingFolder(self.folder).take_back_result()
         append_step(self.folder, record, spread_sample(samples))
         self.history.append(record)
-        for warning in () if self._warned else warnings_about_step(values):
+        for warning in () if self._warned else step_warnings(values):
             self.said(warning)
             self._warned = True
         for tracker in self._trackers:

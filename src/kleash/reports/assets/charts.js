@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts, one at a time so that the page answers meanwhile, and anew when the theme changes.
+// Draws the charts one at a time, so that the page stays responsive, and again when the theme changes.
 (() => {
   const themed = (part, style) => {
     if (typeof part === "string") return part.replace(/^var\((--[\w-]+)\)$/, (_, name) => style.getPropertyValue(name).trim());
@@ -26,7 +26,7 @@
     document.documentElement.dataset.charts = "drawn";
   };
 
-  // A printed page has its own width and no dark mode; what is not drawn yet is drawn at once.
+  // A printed page has its own width and no dark mode; all charts are drawn at once.
   const PRINTED = 690;
   addEventListener("beforeprint", () => {
     document.documentElement.classList.add("printing");
@@ -37,7 +37,7 @@
     drawAll();
   });
 
-  // What is drawn in a closed part of the page has no width; it gets one when the part opens.
+  // A chart in a closed <details> has no width; it is resized when it opens.
   document.addEventListener("toggle", (event) => {
     if (event.target.open) event.target.querySelectorAll("[data-drawn]").forEach((place) => Plotly.Plots.resize(place));
   }, true);

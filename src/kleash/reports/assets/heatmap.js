@@ -1,12 +1,12 @@
 "use strict";
-// The token view: one sequence at a time; hover, tap or arrow keys show what both models thought of a token.
+// The token view: one sequence at a time; hovering, tapping or the arrow keys show both models' probabilities of a token.
 (() => {
   const heat = document.getElementById("heat");
   if (!heat) return;
   const thresholds = heat.dataset.thresholds.split(" ").map(Number);
   const sources = Array.from(heat.querySelectorAll("script.heat-data"));
-  const [choice, back, on, hottest, box, panel, prompt, say] =
-    ["choice", "back", "on", "hottest", "tokens", "panel", "prompt", "say"].map((name) => document.getElementById("heat-" + name));
+  const [choice, previous, next, largest, box, panel, prompt, announcement] =
+    ["choice", "previous", "next", "largest", "tokens", "panel", "prompt", "announcement"].map((name) => document.getElementById("heat-" + name));
   const NON_FINITE = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
   let sequence = null;
   let current = 0;
@@ -18,7 +18,7 @@
     if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
     return digits(x);
   };
-  // Three significant digits; far from 1, as 1.2 × 10⁻⁷.
+  // Three significant digits; very small or large numbers as 1.2 × 10⁻⁷.
   const digits = (x) => {
     if (x === 0) return "0";
     const power = Math.floor(Math.log10(Math.abs(Number(x.toPrecision(3)))));
@@ -32,16 +32,16 @@
     return digits(x) + "\u202f%";
   };
   const add = (parent, tag, text, className) => {
-    const made = document.createElement(tag);
-    if (text !== undefined) made.textContent = text;
-    if (className) made.className = className;
-    parent.append(made);
-    return made;
+    const element = document.createElement(tag);
+    if (text !== undefined) element.textContent = text;
+    if (className) element.className = className;
+    parent.append(element);
+    return element;
   };
 
   const step = (kl) => thresholds.filter((threshold) => number(kl) >= threshold).length;
 
-  // Inside a line a token's own spaces are spaces; a line break is shown and made.
+  // Spaces at a token's ends are shown as spaces; a line break is shown and breaks the line.
   const inLine = (text) => {
     if (/^[␣]+$/.test(text)) return text;
     return text.replace(/^␣+|␣+$/g, (spaces) => " ".repeat(spaces.length)).replace(/⏎/g, "⏎\n");
@@ -51,15 +51,15 @@
     current = index;
     sequence = JSON.parse(sources[index].textContent);
     choice.value = String(index);
-    back.disabled = index === 0;
-    on.disabled = index === sources.length - 1;
+    previous.disabled = index === 0;
+    next.disabled = index === sources.length - 1;
     prompt.textContent = sequence.prompt;
-    const made = document.createDocumentFragment();
-    if (sequence.before) add(made, "span", `${sequence.before} before … `, "unit");
+    const fragment = document.createDocumentFragment();
+    if (sequence.before) add(fragment, "span", `${sequence.before} before … `, "unit");
     sequence.text.forEach((text, at) => {
       const unseen = /^[␣⏎␍⇥∅]+$/.test(text) ? " unseen" : "";
       const unknown = Number.isNaN(number(sequence.kl[at])) ? " unknown" : "";
-      const token = add(made, "span", inLine(text), `token h${step(sequence.kl[at])}${unseen}${unknown}`);
+      const token = add(fragment, "span", inLine(text), `token h${step(sequence.kl[at])}${unseen}${unknown}`);
       token.setAttribute("role", "option");
       token.setAttribute("aria-selected", "false");
       token.setAttribute("aria-label", `${text}, ${plain(sequence.kl[at])} nats`);
@@ -67,10 +67,10 @@
       token.dir = "auto";
     });
     const more = sequence.tokens - sequence.before - sequence.text.length;
-    if (more) add(made, "span", ` … ${more} more`, "unit");
-    box.replaceChildren(made);
-    const found = position === undefined ? peak() : sequence.position.indexOf(position);
-    select(found < 0 ? 0 : found);
+    if (more) add(fragment, "span", ` … ${more} more`, "unit");
+    box.replaceChildren(fragment);
+    const place = position === undefined ? peak() : sequence.position.indexOf(position);
+    select(place < 0 ? 0 : place);
   };
 
   const tokens = () => box.querySelectorAll(".token");
@@ -90,12 +90,12 @@
 
   const describe = (at) => {
     const of = (name) => sequence[name][at];
-    const made = document.createDocumentFragment();
-    const unfold = add(made, "button", panel.dataset.open ? "Fewer numbers" : "All numbers", "unfold");
+    const fragment = document.createDocumentFragment();
+    const unfold = add(fragment, "button", panel.dataset.open ? "Fewer numbers" : "All numbers", "unfold");
     unfold.type = "button";
-    add(add(made, "h4"), "bdi", of("text"));
-    add(made, "p", `position ${of("position")}, token id ${of("token_id")}`, "where");
-    const table = add(made, "table");
+    add(add(fragment, "h4"), "bdi", of("text"));
+    add(fragment, "p", `position ${of("position")}, token id ${of("token_id")}`, "where");
+    const table = add(fragment, "table");
     const head = add(add(table, "thead"), "tr");
     add(head, "td");
     for (const name of ["policy", "reference"]) add(head, "th", name, "n").scope = "col";
@@ -112,27 +112,27 @@
     row("KL(reference ‖ policy)", [plain(of("reverse"))]);
     row("Jensen–Shannon", [plain(of("jensen_shannon"))]);
     row("Total variation", [percent(of("total_variation"))]);
-    const others = add(made, "div", undefined, "others");
+    const likeliest = add(fragment, "div", undefined, "alternatives");
     if (of("alternatives").every((flat) => flat.length === 0)) {
-      add(others, "p", "The likeliest tokens of both models are kept for the worst sequences only.", "where");
+      add(likeliest, "p", "The most likely tokens are stored only for the sequences with the largest KL.", "where");
     } else of("alternatives").forEach((flat, side) => {
-      const part = add(others, "div");
-      add(part, "h5", side === 0 ? "Policy's likeliest" : "Reference's likeliest");
+      const part = add(likeliest, "div");
+      add(part, "h5", side === 0 ? "Policy, most likely" : "Reference, most likely");
       const list = add(part, "ol");
       for (let i = 0; i < flat.length; i += 2) {
-        const text = sequence.words[flat[i]];
+        const text = sequence.texts[flat[i]];
         const line = add(list, "li", undefined, text === of("text") ? "observed" : "");
         line.style.setProperty("--share", `${100 * number(flat[i + 1])}%`);
         add(line, "bdi", text);
         add(line, "span", percent(flat[i + 1]));
       }
     });
-    panel.replaceChildren(made);
-    say.textContent = `${of("text")}: policy ${percent(of("p"))}, reference ${percent(of("q"))}, ` +
+    panel.replaceChildren(fragment);
+    announcement.textContent = `${of("text")}: policy ${percent(of("p"))}, reference ${percent(of("q"))}, ` +
       `rank ${of("rank")}, KL ${plain(of("kl"))} nats`;
   };
 
-  // The token of the next line (sign 1) or the one before (-1) that lies nearest below or above.
+  // The nearest token in the next line (sign 1) or the previous line (sign -1).
   const otherLine = (at, sign) => {
     const all = tokens();
     const from = all[at].getClientRects()[0];
@@ -174,16 +174,16 @@
       if (at >= 0 && at !== selected()) select(at);
     });
   }
-  // On a narrow screen the panel shows the essential until the rest is asked for.
+  // On a narrow screen the panel is collapsed until it is opened.
   panel.addEventListener("click", (event) => {
     if (!event.target.closest(".unfold")) return;
     if (panel.dataset.open) delete panel.dataset.open; else panel.dataset.open = "yes";
     describe(selected());
   });
   choice.addEventListener("change", () => show(Number(choice.value)));
-  back.addEventListener("click", () => turn(-1));
-  on.addEventListener("click", () => turn(1));
-  hottest.addEventListener("click", () => select(peak(), true));
+  previous.addEventListener("click", () => turn(-1));
+  next.addEventListener("click", () => turn(1));
+  largest.addEventListener("click", () => select(peak(), true));
   document.addEventListener("click", (event) => {
     const button = event.target.closest("button.show");
     if (!button) return;

@@ -1,12 +1,12 @@
 "use strict";
-// Sorting tables: every column title of a table marked data-sortable becomes a button.
+// Makes every column title of a table with data-sortable a button that sorts.
 (() => {
   const keyOf = (cell) => {
     const value = cell.dataset.value;
     return { text: value, number: value === "" || value === "None" ? NaN : Number(value.replace(/^(-?)inf$/, "$1Infinity")) };
   };
 
-  // What has no number goes last, whichever way the others are sorted.
+  // Missing numbers are last in either order.
   const compare = (a, b, sign, numeric) => {
     if (!numeric) return sign * a.text.localeCompare(b.text);
     if (Number.isNaN(a.number) || Number.isNaN(b.number)) return Number.isNaN(a.number) - Number.isNaN(b.number);

@@ -1,4 +1,4 @@
-"""Numbers and other people's text, made readable."""
+"""Formatting of numbers and untrusted text."""
 
 import math
 import shlex
@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kleash.records import MeasureJob, Number
-from kleash.reports.formatting import command_line, count, ending, excerpt, percent, plain, shown, visible
+from kleash.reports.formatting import (
+    format_count,
+    format_number,
+    format_percent,
+    format_value,
+    keep_beginning,
+    keep_end,
+    make_visible,
+    measure_command,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,20 +43,20 @@ from kleash.reports.formatting import command_line, count, ending, excerpt, perc
         ("<b>", "<b>"),
     ],
 )
-def test_what_cannot_be_seen_is_made_visible(text: str, expected: str) -> None:
-    assert visible(text) == expected
+def test_invisible_characters_are_made_visible(text: str, expected: str) -> None:
+    assert make_visible(text) == expected
 
 
 @given(st.text(alphabet=st.characters(max_codepoint=0x3000), max_size=8))
-def test_different_texts_never_look_empty(text: str) -> None:
-    assert visible(text).strip()
+def test_no_text_looks_empty(text: str) -> None:
+    assert make_visible(text).strip()
 
 
-def test_an_excerpt_says_that_it_is_one() -> None:
-    assert excerpt("abc", 3) == "abc"
-    assert excerpt("abcd efgh", 5) == "abcd …"
-    assert ending("runs/a-long-name/step-100", 10) == "…-step-100"[:1] + "/step-100"
-    assert ending("step", 10) == "step"
+def test_shortened_text_has_an_ellipsis() -> None:
+    assert keep_beginning("abc", 3) == "abc"
+    assert keep_beginning("abcd efgh", 5) == "abcd …"
+    assert keep_end("runs/a-long-name/step-100", 10) == "…-step-100"[:1] + "/step-100"
+    assert keep_end("step", 10) == "step"
 
 
 @pytest.mark.parametrize(
@@ -65,22 +74,22 @@ def test_an_excerpt_says_that_it_is_one() -> None:
         (math.nan, "NaN"),
     ],
 )
-def test_plain_numbers_have_three_digits(value: float, expected: str) -> None:
-    assert plain(value) == expected
+def test_values_have_three_significant_digits(value: float, expected: str) -> None:
+    assert format_value(value) == expected
 
 
-def test_counts_and_shares() -> None:
-    assert count(1234567) == "1\u202f234\u202f567"
-    assert percent(0.123456) == "12.3\u202f%"
-    assert percent(1.0) == "100\u202f%"
+def test_counts_and_percentages() -> None:
+    assert format_count(1234567) == "1\u202f234\u202f567"
+    assert format_percent(0.123456) == "12.3\u202f%"
+    assert format_percent(1.0) == "100\u202f%"
 
 
 def measured(value: float, error: float, unit: str = "nats") -> Number:
     return Number(value=value, unit=unit, standard_error=error, ci95=(value - 2 * error, value + 2 * error))
 
 
-def test_a_number_is_shown_to_the_digits_of_its_error() -> None:
-    text = shown(measured(0.218312, 0.0095))
+def test_a_number_is_rounded_to_its_error() -> None:
+    text = format_number(measured(0.218312, 0.0095))
     assert (text.value, text.error, text.interval, text.unit) == (
         "0.2183",
         "0.0095",
@@ -90,20 +99,24 @@ def test_a_number_is_shown_to_the_digits_of_its_error() -> None:
 
 
 def test_a_probability_is_shown_in_percent() -> None:
-    text = shown(measured(0.9123, 0.0031, "probability"))
+    text = format_number(measured(0.9123, 0.0031, "probability"))
     assert (text.value, text.error, text.interval, text.unit) == ("91.23", "0.31", "90.61 to 91.85", "%")
 
 
-def test_what_is_not_finite_is_shown_as_such() -> None:
-    infinite = shown(Number(value=math.inf, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan)))
+def test_infinite_and_nan_numbers_are_shown() -> None:
+    infinite = format_number(
+        Number(value=math.inf, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
+    )
     assert (infinite.value, infinite.error, infinite.interval) == ("∞", "–", "–")
-    unknown = shown(Number(value=math.nan, unit="none", standard_error=math.inf, ci95=(0.1, math.inf)))
+    unknown = format_number(
+        Number(value=math.nan, unit="none", standard_error=math.inf, ci95=(0.1, math.inf))
+    )
     assert (unknown.value, unknown.error, unknown.interval) == ("NaN", "∞", "0.1 to ∞")
 
 
-def test_the_command_line_holds_what_is_not_the_default() -> None:
+def test_the_command_has_the_options_that_differ_from_their_defaults() -> None:
     job = MeasureJob(policy="my models/p", reference="r", text="it's.txt", top_p=0.9, resume=True, quiet=True)
-    words = shlex.split(command_line({**job.settings(), "resume": True, "quiet": True, "unknown": 3}))
+    words = shlex.split(measure_command({**job.settings(), "resume": True, "quiet": True, "unknown": 3}))
     assert words == (
         [
             "kleash",
@@ -119,4 +132,4 @@ def test_the_command_line_holds_what_is_not_the_default() -> None:
             "--quiet",
         ]
     )
-    assert command_line({}) == "kleash measure"
+    assert measure_command({}) == "kleash measure"

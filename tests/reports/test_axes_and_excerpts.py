@@ -11,11 +11,11 @@ from synthetic_run import synthetic_comparison, write_synthetic_run
 
 from kleash.records import Measurement, Number, RunFolder
 from kleash.reports import heatmap
-from kleash.reports.comparison import differences_chart, runs_chart, verdict
-from kleash.reports.figures import axis, decades
+from kleash.reports.comparison import describe_difference, differences_chart, runs_chart
+from kleash.reports.figures import axis, log_axis
 from kleash.reports.heatmap import heat_map, key_of, read_sequences
-from kleash.reports.measurement import all_warnings, charts, measured_on, vocabulary, write_report
-from kleash.reports.training_charts import charts_of
+from kleash.reports.measurement import all_warnings, charts, describe_sample_size, source_nouns, write_report
+from kleash.reports.training_charts import run_charts
 
 
 @pytest.mark.parametrize(
@@ -29,17 +29,17 @@ from kleash.reports.training_charts import charts_of
         ([3e-12, 8e-11], [5e-12, 1e-11, 2e-11, 5e-11]),
     ],
 )
-def test_a_logarithmic_axis_has_more_than_one_tick_where_that_is_possible(
+def test_a_logarithmic_axis_has_at_least_two_ticks_where_possible(
     values: list[float], ticks: list[float]
 ) -> None:
-    made = decades([*values, math.nan, 0.0, math.inf])
+    made = log_axis([*values, math.nan, 0.0, math.inf])
     seen = [tick for tick in made["tickvals"] if min(values) <= tick <= max(values)]
     assert seen == pytest.approx(ticks)
     assert len(made["ticktext"]) == len(made["tickvals"])
-    assert decades([]) == {"type": "log"}
+    assert log_axis([]) == {"type": "log"}
 
 
-def test_a_logarithmic_axis_says_so() -> None:
+def test_the_title_of_a_logarithmic_axis_says_so() -> None:
     assert axis("nats", type="log")["title"]["text"] == "nats, logarithmic scale"
     assert axis("", type="log")["title"]["text"] == "logarithmic scale"
     assert axis("nats")["title"]["text"] == "nats"
@@ -49,7 +49,7 @@ def test_every_axis_of_every_chart_has_a_title(run: tuple[Path, Measurement]) ->
     comparison = synthetic_comparison()
     found = [*charts(run[1]).values(), runs_chart(comparison), differences_chart(comparison)]
     history = [replace(one, metrics={**one.metrics, "beta": 2.0**one.step}) for one in healthy(20)]
-    found += [*charts_of(healthy(20)).values(), *charts_of(history, target=3.0).values()]
+    found += [*run_charts(healthy(20)).values(), *run_charts(history, target=3.0).values()]
     logarithmic = 0
     for chart in found:
         for name, made in chart.figure["layout"].items():
@@ -61,7 +61,7 @@ def test_every_axis_of_every_chart_has_a_title(run: tuple[Path, Measurement]) ->
 
 
 def test_a_constant_beta_is_drawn_above_zero() -> None:
-    assert charts_of(healthy(5))["beta"].figure["layout"]["yaxis"]["rangemode"] == "nonnegative"
+    assert run_charts(healthy(5))["beta"].figure["layout"]["yaxis"]["rangemode"] == "nonnegative"
 
 
 def made(folder: Path, measurement: Measurement) -> heatmap.HeatMap:
@@ -69,33 +69,33 @@ def made(folder: Path, measurement: Measurement) -> heatmap.HeatMap:
     return heat_map(RunFolder(folder), measurement, read_sequences(RunFolder(folder), keys))
 
 
-def test_a_drifted_token_beyond_what_is_drawn_gets_its_surroundings(
+def test_a_large_kl_token_outside_the_drawn_sequences_gets_an_excerpt(
     run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, measurement = run
-    assert made(folder, measurement).pieces == () or measurement.counts.sequences > 50
+    assert made(folder, measurement).excerpts == () or measurement.counts.sequences > 50
     monkeypatch.setattr(heatmap, "MAX_TOKENS_OF_SEQUENCE", 20)
     monkeypatch.setattr(heatmap, "MAX_TOKENS", 100)
-    monkeypatch.setattr(heatmap, "BEFORE", 6)
-    monkeypatch.setattr(heatmap, "AFTER", 3)
+    monkeypatch.setattr(heatmap, "CONTEXT_BEFORE", 6)
+    monkeypatch.setattr(heatmap, "CONTEXT_AFTER", 3)
     heat = made(folder, measurement)
-    assert len(heat.sequences) == 5 and len(heat.pieces) > 10
+    assert len(heat.sequences) == 5 and len(heat.excerpts) > 10
     drawn = {(part["prompt_id"], part["sample_id"], at) for part in heat.drawn for at in part["position"]}
     assert all((*key_of(drift), drift.position) in drawn for drift in measurement.worst_tokens)
-    for part in heat.pieces:
+    for part in heat.excerpts:
         assert len(part["text"]) <= 10 and part["position"] == list(
             range(part["before"], part["before"] + len(part["text"]))
         )
         assert part["total"] >= max(part["kl"])
 
 
-def test_every_drifted_token_has_its_button(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_large_kl_token_has_a_button(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heatmap, "MAX_TOKENS", 60)
     folder = tmp_path / "run"
     measurement = write_synthetic_run(folder, prompts=30, samples=3, tokens=40, hostile=False)
     page = write_report(folder).read_text(encoding="utf-8")
     assert page.count('class="show"') == len(measurement.worst_tokens)
-    assert "and the surroundings of the most drifted tokens that lie elsewhere" in page
+    assert "and the context of the tokens with the largest KL in other responses" in page
 
 
 def on_text(run: tuple[Path, Measurement], **counts: int) -> Measurement:
@@ -104,30 +104,29 @@ def on_text(run: tuple[Path, Measurement], **counts: int) -> Measurement:
     return replace(measurement, job=job, counts=replace(measurement.counts, **counts))
 
 
-def test_windows_are_spoken_of_only_where_documents_were_cut(run: tuple[Path, Measurement]) -> None:
+def test_the_noun_is_window_only_where_documents_were_split(run: tuple[Path, Measurement]) -> None:
     whole = on_text(run, prompts=24, sequences=24, clusters=24)
-    assert "window" not in " ".join(vocabulary(whole).values())
-    assert measured_on(whole) == "24 documents; 24 independent clusters"
+    assert "window" not in " ".join(source_nouns(whole).values())
+    assert describe_sample_size(whole) == "24 documents; 24 independent clusters"
     cut = on_text(run, prompts=1, sequences=24, clusters=3)
-    assert measured_on(cut) == "24 windows to 1 document; 3 independent clusters"
+    assert describe_sample_size(cut) == "24 windows to 1 document; 3 independent clusters"
     drawn = replace(
         run[1], counts=replace(run[1].counts, prompts=2, sequences=8, clusters=2, truncated_sequences=3)
     )
     assert (
-        measured_on(drawn)
-        == "8 responses to 2 prompts, of which 3 cut off before the end; 2 independent clusters"
+        describe_sample_size(drawn) == "8 responses to 2 prompts, 3 of them truncated; 2 independent clusters"
     )
 
 
-def test_a_comparison_of_texts_speaks_of_documents() -> None:
+def test_a_comparison_on_text_uses_the_noun_document() -> None:
     comparison = synthetic_comparison()
     texts = replace(comparison, runs=tuple(replace(one, source="text") for one in comparison.runs))
-    assert differences_chart(texts).title.endswith("on the documents that both have")
-    assert differences_chart(comparison).title.endswith("on the prompts that both have")
-    assert verdict(comparison.differences[0], "documents").endswith("on 200 shared documents")
+    assert differences_chart(texts).title.endswith("on shared documents")
+    assert differences_chart(comparison).title.endswith("on shared prompts")
+    assert describe_difference(comparison.differences[0], "documents").endswith("on 200 shared documents")
 
 
-def test_warnings_of_single_numbers_are_said_once_with_their_names(run: tuple[Path, Measurement]) -> None:
+def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path, Measurement]) -> None:
     def warned(*warnings: str) -> Number:
         return Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=warnings)
 

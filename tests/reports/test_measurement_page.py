@@ -21,7 +21,7 @@ from kleash.errors import RunFolderError
 from kleash.records import Measurement, Number, PromptDrift, RunFolder, SequenceTotal
 from kleash.reports import write_comparison, write_report
 from kleash.reports.heatmap import read_sequences
-from kleash.reports.measurement import in_context, running_text
+from kleash.reports.measurement import join_tokens, token_row
 from kleash.reports.page import script_json
 
 
@@ -57,7 +57,7 @@ def outline(report: Path) -> Outline:
     return Outline(report)
 
 
-def test_the_headline_and_everything_else_is_there(outline: Outline, run: tuple[Path, Measurement]) -> None:
+def test_the_page_has_the_headline_and_every_section(outline: Outline, run: tuple[Path, Measurement]) -> None:
     measurement = run[1]
     number = measurement.per_token["kl_policy_reference"]
     assert number.rounded in outline.text
@@ -75,11 +75,11 @@ def test_the_headline_and_everything_else_is_there(outline: Outline, run: tuple[
     ):
         assert part in outline.text
     assert "kleash measure" in outline.text
-    assert "Drawn: the 50 worst of 80 responses" in outline.text
+    assert "Shown: the 50 of 80 responses with the largest KL" in outline.text
 
 
 @pytest.mark.parametrize("name", ["report", "comparison_page"])
-def test_the_page_needs_nothing_else(request: pytest.FixtureRequest, name: str) -> None:
+def test_the_page_loads_no_other_resource(request: pytest.FixtureRequest, name: str) -> None:
     page = Outline(request.getfixturevalue(name))
     assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe", "object", "embed", "base")]
     for tag, attributes in page.tags:
@@ -105,7 +105,7 @@ def test_only_our_scripts_may_run(request: pytest.FixtureRequest, name: str) -> 
     assert set(data) == {"application/json"}
 
 
-def test_hostile_text_is_nowhere_markup(report: Path, outline: Outline) -> None:
+def test_untrusted_text_is_escaped(report: Path, outline: Outline) -> None:
     assert not {"b", "img"} & {
         tag for tag, attributes in outline.tags if attributes.get("onerror") is not None
     }
@@ -127,7 +127,7 @@ def test_json_between_script_tags_survives_anything() -> None:
 
 
 @pytest.mark.parametrize("name", ["report", "comparison_page"])
-def test_the_page_can_be_read_without_eyes(request: pytest.FixtureRequest, name: str) -> None:
+def test_the_page_is_accessible_to_screen_readers(request: pytest.FixtureRequest, name: str) -> None:
     page = Outline(request.getfixturevalue(name))
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -156,7 +156,7 @@ def test_a_rebuilt_report_is_the_same(run: tuple[Path, Measurement], report: Pat
     assert not list(run[0].glob(".writing-*"))
 
 
-def test_many_prompts_are_capped_aloud_and_counted(tmp_path: Path) -> None:
+def test_the_table_of_prompts_is_limited_and_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     many = tuple(
         PromptDrift(prompt_id=at, prompt=f"prompt {at}", sequences=1, tokens=9, kl_per_token=1 / (at + 1),
@@ -168,7 +168,7 @@ def test_many_prompts_are_capped_aloud_and_counted(tmp_path: Path) -> None:
     changed = Measurement(**{**vars(measurement), "prompts": many, "counts": counts})
     RunFolder(folder).write_measurement(changed)
     page = Outline(write_report(folder))
-    assert "Listed: the 500 with the most drift of 5\u202f000 prompts".replace("\u202f", " ") in page.text
+    assert "The 500 of 5 000 prompts with the largest KL are listed" in page.text
     assert "prompt 499" in page.text
     assert "prompt 500" not in page.text
 
@@ -179,7 +179,7 @@ def changed(tmp_path: Path, **changes: Any) -> Outline:
     return Outline(write_report(folder))
 
 
-def test_infinite_and_unknown_numbers_are_shown_as_such(tmp_path: Path) -> None:
+def test_infinite_and_nan_numbers_are_shown(tmp_path: Path) -> None:
     endless = Number(value=math.inf, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
     unknown = Number(value=math.nan, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
     steps = dict.fromkeys(("50", "max"), endless)
@@ -199,7 +199,7 @@ def test_infinite_and_unknown_numbers_are_shown_as_such(tmp_path: Path) -> None:
     assert not re.search("Infinity|NaN", json.dumps(figures))
 
 
-def test_a_model_against_itself_has_a_report(tmp_path: Path) -> None:
+def test_a_model_compared_with_itself_has_a_report(tmp_path: Path) -> None:
     zero = Number(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
     page = changed(
         tmp_path,
@@ -209,11 +209,11 @@ def test_a_model_against_itself_has_a_report(tmp_path: Path) -> None:
         worst_sequences=(),
         noise_floor=zero,
     )
-    assert "rounding changes nothing" in page.text
-    assert "Drawn: the" not in page.text
+    assert "no rounding difference" in page.text
+    assert "Shown: the" not in page.text
 
 
-def test_a_text_run_speaks_of_documents_and_says_what_is_left_out(tmp_path: Path) -> None:
+def test_a_run_on_text_uses_the_noun_document_and_shows_the_estimators_note(tmp_path: Path) -> None:
     page = changed(
         tmp_path,
         job={"text": "corpus.txt"},
@@ -228,7 +228,7 @@ def test_a_text_run_speaks_of_documents_and_says_what_is_left_out(tmp_path: Path
     assert "Per sequence" not in page.text
 
 
-def test_warnings_are_said_once_and_first(tmp_path: Path) -> None:
+def test_warnings_are_listed_once_before_the_table_of_means(tmp_path: Path) -> None:
     warning = "one prompt carries 31 % of the variance"
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=(warning,))
     total = Number(**{**vars(number), "warnings": (warning, "another")})
@@ -238,20 +238,20 @@ def test_warnings_are_said_once_and_first(tmp_path: Path) -> None:
     page = changed(
         tmp_path, per_token={"kl_policy_reference": number}, per_sequence=whole, warnings=(warning, "other")
     )
-    before = page.text.partition("All means Direction")[0]
+    before = page.text.partition("All means KL")[0]
     assert before.count(warning) == 1
     assert "other" in before
     assert "on the KL per sequence: another" in before
 
 
-def test_a_number_s_own_warnings_stand_under_it(tmp_path: Path) -> None:
+def test_a_number_s_warnings_are_in_its_row(tmp_path: Path) -> None:
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12))
     warned = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=("3 clusters",))
     page = changed(tmp_path, per_token={"kl_policy_reference": number, "jensen_shannon": warned})
     assert page.text.count("Warning: 3 clusters") == 1
 
 
-def test_a_table_says_how_it_is_sorted_only_if_it_is(tmp_path: Path) -> None:
+def test_aria_sort_is_set_only_if_the_prompts_are_sorted(tmp_path: Path) -> None:
     prompts = tuple(
         PromptDrift(
             prompt_id=at, prompt="p", sequences=1, tokens=1, kl_per_token=kl, kl_per_sequence=kl, kl_max=kl
@@ -263,35 +263,35 @@ def test_a_table_says_how_it_is_sorted_only_if_it_is(tmp_path: Path) -> None:
     assert len(sorted_by) == 1, "the most drifted tokens"
 
 
-def test_what_is_shortened_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_shortened_sequences_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kleash.reports.heatmap.MAX_TOKENS_OF_SEQUENCE", 3)
     assert "6 of them only in part" in changed(tmp_path).text
 
 
-def test_a_drifted_token_stands_in_its_context(run: tuple[Path, Measurement]) -> None:
+def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurement]) -> None:
     found = {}
     names = ["prompt_id", "sample_id", "position", "text", "logp_policy", "logp_reference", "rank_reference"]
     for part in RunFolder(run[0]).token_parts(names):
-        for row in zip(*(part[name] for name in names), strict=True):
-            found[tuple(int(value) for value in row[:3])] = row[3:]
+        for values in zip(*(part[name] for name in names), strict=True):
+            found[tuple(int(value) for value in values[:3])] = values[3:]
     for drift in run[1].worst_tokens:
         assert drift.position is not None
         key = drift.prompt_id, drift.sample_id
         tokens = read_sequences(RunFolder(run[0]), [key])
-        shown = in_context(drift, tokens, {(*key, drift.position - 1)})
+        row = token_row(drift, tokens, {(*key, drift.position - 1)})
         before = [found[(*key, at)][0] for at in range(max(0, drift.position - 10), drift.position)]
-        assert shown["before"] == running_text(before)
-        assert bool(shown["before"]) is any(before)
+        assert row.before == join_tokens(before)
+        assert bool(row.before) is any(before)
         text, p, q, rank = found[(*key, drift.position)]
         assert text == drift.text
-        assert shown["p"] == pytest.approx(math.exp(p), rel=6e-4)
-        assert shown["q"] == pytest.approx(math.exp(q), rel=6e-4)
-        assert shown["rank"] == rank
-        assert shown["drawn"] is False
-        assert in_context(drift, tokens, {(*key, drift.position)})["drawn"] is True
+        assert row.p == pytest.approx(math.exp(p), rel=6e-4)
+        assert row.q == pytest.approx(math.exp(q), rel=6e-4)
+        assert row.rank == rank
+        assert row.is_drawn is False
+        assert token_row(drift, tokens, {(*key, drift.position)}).is_drawn is True
 
 
-def test_an_unfinished_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_an_unfinished_run_raises(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder\?"):
         write_report(tmp_path)
     folder = tmp_path / "run"
@@ -302,7 +302,7 @@ def test_an_unfinished_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert not (folder / "report.html").exists()
 
 
-def test_half_a_character_in_a_path_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_a_path_is_rendered(tmp_path: Path) -> None:
     comparison = synthetic_comparison()
     run = type(comparison.runs[0])(**{**vars(comparison.runs[0]), "folder": os.fsdecode(b"caf\xe9")})
     page = Outline(
@@ -317,7 +317,7 @@ def test_half_a_character_in_a_path_is_no_reason_to_fail(tmp_path: Path) -> None
     assert "half \\udce9" in page.text
 
 
-def test_a_comparison_says_which_way_and_on_what(comparison_page: Path) -> None:
+def test_a_comparison_states_direction_and_shared_prompts(comparison_page: Path) -> None:
     text = Outline(comparison_page).text
     assert "step 400: further from its reference: " in text
     assert "on 200 shared prompts" in text

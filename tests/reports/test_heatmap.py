@@ -13,7 +13,7 @@ from synthetic_run import write_synthetic_run
 from kleash.records import Drifted, Measurement, RunFolder
 from kleash.records.checksums import seal_folder
 from kleash.reports import heatmap
-from kleash.reports.heatmap import heat_map, read_sequences, thresholds
+from kleash.reports.heatmap import colour_thresholds, heat_map, read_sequences
 
 KEYS = {"kl": "kl_policy_reference", "reverse": "kl_reference_policy", "entropy_p": "entropy_policy"}
 
@@ -24,7 +24,7 @@ def made(run: tuple[Path, Measurement]) -> heatmap.HeatMap:
     return heat_map(folder, measurement, read_sequences(folder, wanted))
 
 
-def test_it_holds_the_tokens_of_the_files(run: tuple[Path, Measurement]) -> None:
+def test_the_token_view_has_the_columns_of_the_files(run: tuple[Path, Measurement]) -> None:
     folder, measurement = RunFolder(run[0]), run[1]
     heat = made(run)
     assert len(heat.sequences) == 50
@@ -52,7 +52,7 @@ def test_it_holds_the_tokens_of_the_files(run: tuple[Path, Measurement]) -> None
         assert sum(drawn["kl"]) == pytest.approx(drift.kl, rel=1e-3)
 
 
-def test_it_holds_the_alternatives_of_the_files(run: tuple[Path, Measurement]) -> None:
+def test_the_token_view_has_the_alternatives_of_the_files(run: tuple[Path, Measurement]) -> None:
     table = RunFolder(run[0]).alternatives()
     drawn = made(run).sequences[3]
     rows = (table["prompt_id"] == drawn["prompt_id"]) & (table["sample_id"] == drawn["sample_id"])
@@ -61,13 +61,13 @@ def test_it_holds_the_alternatives_of_the_files(run: tuple[Path, Measurement]) -
     assert len(rows) == 5
     for side, who in enumerate(("policy", "reference")):
         flat = drawn["alternatives"][7][side]
-        texts = [drawn["words"][word] for word in flat[0::2]]
-        assert texts == [heatmap.visible(table[f"text_{who}"][row]) for row in rows]
+        texts = [drawn["texts"][index] for index in flat[0::2]]
+        assert texts == [heatmap.make_visible(table[f"text_{who}"][row]) for row in rows]
         np.testing.assert_allclose(flat[1::2], table[f"probability_{who}"][rows], rtol=6e-4)
         assert flat[1] == max(flat[1::2])
 
 
-def test_what_is_drawn_is_capped_and_said(
+def test_drawn_tokens_are_limited_and_shortened_sequences_counted(
     run: tuple[Path, Measurement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heatmap, "MAX_TOKENS_OF_SEQUENCE", 20)
@@ -79,7 +79,7 @@ def test_what_is_drawn_is_capped_and_said(
     assert all(len(drawn["alternatives"]) == len(drawn["text"]) for drawn in heat.sequences)
 
 
-def test_never_more_sequences_than_the_cap(tmp_path: Path) -> None:
+def test_drawn_sequences_are_limited(tmp_path: Path) -> None:
     more = tuple(Drifted(prompt_id=at, sample_id=0, kl=1.0, tokens=2) for at in range(60))
     folder = tmp_path / "run"
     measurement = write_synthetic_run(
@@ -90,8 +90,8 @@ def test_never_more_sequences_than_the_cap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("largest", "ordinary"), [(4.0, 0.2), (53.0, 1e-4), (4.1e-7, 1e-9), (0.9, 0.3)])
-def test_colours_begin_at_the_ordinary_and_rise_evenly(largest: float, ordinary: float) -> None:
-    steps = thresholds(largest, ordinary)
+def test_colours_begin_at_the_upper_quartile_in_equal_ratios(largest: float, ordinary: float) -> None:
+    steps = colour_thresholds(largest, ordinary)
     assert len(steps) == 8
     assert steps[0] == pytest.approx(ordinary, rel=0.05)
     ratio = (largest / ordinary) ** (1 / 8)
@@ -100,13 +100,13 @@ def test_colours_begin_at_the_ordinary_and_rise_evenly(largest: float, ordinary:
 
 
 @pytest.mark.parametrize("ordinary", [0.0, math.nan, math.inf, 1.0, 2.0])
-def test_without_an_ordinary_to_begin_at_each_colour_is_a_third_of_the_next(ordinary: float) -> None:
-    steps = thresholds(1.0, ordinary)
+def test_without_an_upper_quartile_each_colour_begins_at_a_third_of_the_next(ordinary: float) -> None:
+    steps = colour_thresholds(1.0, ordinary)
     assert all(after / before == pytest.approx(3, rel=0.1) for before, after in itertools.pairwise(steps))
     assert steps[-1] == pytest.approx(1 / 3, rel=0.05)
 
 
-def test_not_even_infinite_or_missing_kl_stops_it(tmp_path: Path) -> None:
+def test_infinite_and_nan_kl_are_drawn(tmp_path: Path) -> None:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -167,7 +167,7 @@ def themes() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_can_be_read_on_every_colour(theme: str) -> None:
+def test_text_has_enough_contrast_on_every_colour(theme: str) -> None:
     colours = themes()[theme]
     for step in range(1, 9):
         assert contrast(colours[f"heat-{step}"], colours[f"ink-{step}"]) >= 4.5
@@ -178,7 +178,7 @@ def test_text_can_be_read_on_every_colour(theme: str) -> None:
 
 @pytest.mark.parametrize("sight", ["all", *DICHROMATS])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_colours_are_in_order_for_everyone(theme: str, sight: str) -> None:
+def test_colours_are_ordered_by_lightness_for_colour_blind_readers(theme: str, sight: str) -> None:
     """Lightness (CIE L*) falls in light mode and rises in dark mode, in steps that can be told apart."""
     colours = themes()[theme]
     lightness = [116 * seen(colours[f"heat-{step}"], sight) ** (1 / 3) - 16 for step in range(1, 9)]

@@ -93,7 +93,7 @@ def test_hostile_text_is_text(driver: Any, report: Path) -> None:
         assert "שלום" in text
         assert "⏎\n" in text
         assert driver.execute_script("return window.__pwned === undefined"), step
-        driver.find_element(By.ID, "heat-on").click()
+        driver.find_element(By.ID, "heat-next").click()
     assert (
         driver.execute_script("return document.querySelectorAll('main img, main script:not([type])').length")
         == 0
@@ -135,7 +135,7 @@ def test_hovering_over_a_token_shows_both_models(
         "Jensen–Shannon",
     ):
         assert row in said
-    assert len(driver.find_elements(By.CSS_SELECTOR, "#heat-panel .others li")) == 10
+    assert len(driver.find_elements(By.CSS_SELECTOR, "#heat-panel .alternatives li")) == 10
     row = {
         name: worst_sequence(run, name)[0]
         for name in ("logp_policy", "logp_reference", "kl_policy_reference", "kl_reference_policy")
@@ -171,7 +171,7 @@ def test_arrow_keys_move_through_the_tokens(driver: Any, report: Path) -> None:
     visit(driver, report)
     box = driver.find_element(By.ID, "heat-tokens")
     count = len(box.find_elements(By.CSS_SELECTOR, ".token"))
-    driver.find_element(By.ID, "heat-hottest").click()
+    driver.find_element(By.ID, "heat-largest").click()
     steps = [(Keys.HOME, 0), (Keys.ARROW_LEFT, 0), (Keys.ARROW_RIGHT, 1), (Keys.END, count - 1)]
     for key, expected in steps:
         driver.switch_to.active_element.send_keys(key)
@@ -266,7 +266,7 @@ def test_colours_follow_the_kl_and_the_button_finds_the_largest(
     assert selected(driver) == largest, "it opens at the largest"
     driver.execute_script("document.querySelectorAll('#heat-tokens .token')[1].click()")
     assert selected(driver) == 1, "a click without a pointer, as a screen reader makes it"
-    driver.find_element(By.ID, "heat-hottest").click()
+    driver.find_element(By.ID, "heat-largest").click()
     assert selected(driver) == largest
 
 
