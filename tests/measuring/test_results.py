@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,7 @@ def test_reports_and_comparisons_from_the_files_alone(
     assert rate.value == pytest.approx(-variation.value) and rate.value > 0
     assert rate.standard_error == pytest.approx(variation.standard_error)
     print_measurement(Measurement.read(own), own)
-    assert f" {label} " in capsys.readouterr().out
+    assert re.search(rf"^ *{label} +\d", capsys.readouterr().out, flags=re.MULTILINE)
 
 
 def test_prompts_in_another_order_draw_the_same_responses(
