@@ -44,7 +44,7 @@ def written(path: Path, content: str | bytes) -> Path:
 
 
 @pytest.mark.parametrize("option", ["--prompts", "--text", "--responses"])
-def test_a_missing_an_empty_and_a_blank_file(option: str, failing: Run, tmp_path: Path) -> None:
+def test_missing_empty_and_blank_source_files_raise(option: str, failing: Run, tmp_path: Path) -> None:
     assert failing(option, tmp_path / "none.jsonl") == f"there is no file {tmp_path / 'none.jsonl'}"
     empty = written(tmp_path / "empty.jsonl", "")
     assert failing(option, empty) == f"{empty} is empty; give a file of {KINDS}"
@@ -88,7 +88,7 @@ def test_a_missing_an_empty_and_a_blank_file(option: str, failing: Run, tmp_path
         ),
     ],
 )
-def test_a_line_that_is_not_what_it_should_be(
+def test_a_malformed_line_is_reported_with_its_number(
     option: str, line: str, message: str, failing: Run, tmp_path: Path
 ) -> None:
     good = '{"prompt": "The sea", "response": " was calm", "text": "The sea was calm"}'
@@ -96,19 +96,19 @@ def test_a_line_that_is_not_what_it_should_be(
     assert f"{source}, {message}" in failing(option, source)
 
 
-def test_bytes_that_are_not_text(failing: Run, tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_raise(failing: Run, tmp_path: Path) -> None:
     source = written(tmp_path / "latin.txt", "The sea\ncaf\xe9".encode("latin-1"))
     assert f"{source}, line 2: expected UTF-8 and found byte 0xe9" in failing("--prompts", source)
 
 
-def test_a_prompt_longer_than_the_models_read(failing: Run, tmp_path: Path) -> None:
+def test_a_prompt_longer_than_the_context_raises(failing: Run, tmp_path: Path) -> None:
     source = written(tmp_path / "long.txt", "short\n" + "sea " * 400)
     said = failing("--prompts", source)
     assert f"{source}, line 2: the prompt is" in said and "the models read at most 128" in said
 
 
 @pytest.mark.parametrize("role", ["policy", "reference"])
-def test_nan_logits_name_the_model_and_the_prompt(
+def test_nan_logits_are_reported_with_model_and_prompt(
     role: str, failing: Run, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -124,9 +124,7 @@ def test_nan_logits_name_the_model_and_the_prompt(
     )
 
 
-def test_models_that_are_not_there_or_do_not_fit(
-    failing: Run, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_missing_and_incompatible_models_raise(failing: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     source = written(tmp_path / "p.txt", "The sea")
     assert "there is no folder" in failing("--prompts", source, policy=tmp_path / "no where")
     other = save_tiny(tmp_path / "other")
@@ -139,7 +137,7 @@ def test_models_that_are_not_there_or_do_not_fit(
     assert "'Ġand'" in said and "'Ġthe'" in said
 
 
-def test_no_space_left_keeps_what_was_finished(
+def test_a_full_disk_keeps_the_finished_shards(
     failing: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
 ) -> None:
     source = written(tmp_path / "p.txt", "\n".join(f"The sea {n}" for n in range(8)))
@@ -162,7 +160,7 @@ def test_no_space_left_keeps_what_was_finished(
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_run_of_which_a_part_is_missing_is_not_reported_as_if_it_were_whole(
+def test_a_run_with_a_missing_part_raises(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = written(tmp_path / "p.txt", "\n\n".join(f"The sea {n} was calm" for n in range(8)))
@@ -183,7 +181,7 @@ def test_a_run_of_which_a_part_is_missing_is_not_reported_as_if_it_were_whole(
     assert "measurement.json has no jensen_shannon under per_token; measure again" in capsys.readouterr().err
 
 
-def test_folders_that_cannot_be(
+def test_unusable_output_folders_raise(
     failing: Run, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, long = written(tmp_path / "t.txt", "The sea was calm"), tmp_path / ("x" * 300)
@@ -203,7 +201,7 @@ def test_folders_that_cannot_be(
         assert expected in said and said.count("\n") == 1, said
 
 
-def test_a_tilde_is_home_wherever_the_shell_left_it(
+def test_a_tilde_is_expanded_in_every_path_option(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does in ``--out=~/run``, and as everybody does from Python."""
@@ -220,7 +218,7 @@ def test_a_tilde_is_home_wherever_the_shell_left_it(
     assert here == {"policy", "t.txt", "run", "compared.html", "audit.html"}
 
 
-def test_a_report_or_a_comparison_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_compare_without_runs_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "has no measurement.json; is it a run folder?" in capsys.readouterr().err
     with pytest.raises(OptionError, match="two or more run folders can be compared, not 1; give a list"):

@@ -97,7 +97,7 @@ def options(**more: Any) -> list[str]:
     return [word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def test_with_the_cache_the_same_bits(
+def test_results_with_the_cache_are_bit_equal(
     pair: tuple[Path, Path], text: Path, cached: Path, plain: Path, tmp_path: Path
 ) -> None:
     before = contents(cached)
@@ -114,7 +114,7 @@ def test_with_the_cache_the_same_bits(
         assert np.array_equal(stored[name], exact[name]), name
 
 
-def test_the_reference_is_never_loaded(
+def test_a_finished_cache_replaces_loading_the_reference(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import kleash.models.network_loading as networks
@@ -132,7 +132,7 @@ def test_the_reference_is_never_loaded(
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2", "cohere"])
-def test_other_batches_and_float64_say_the_same(architecture: str, tmp_path: Path, text: Path) -> None:
+def test_other_batch_sizes_agree_with_float64(architecture: str, tmp_path: Path, text: Path) -> None:
     """Heads with a softcap, a scale, or none; the oracle is the models' own logits in float64."""
     policy, reference = tiny_pair(tmp_path, architecture)
     cache = str(tmp_path / "cache")
@@ -163,7 +163,7 @@ def test_other_batches_and_float64_say_the_same(architecture: str, tmp_path: Pat
     assert checked == len(tokens["token_id"]) > 50
 
 
-def test_in_bfloat16_the_same_bits_and_the_gap_to_float32(
+def test_bfloat16_results_are_bit_equal_with_their_dtype_gap(
     pair: tuple[Path, Path], text: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
@@ -178,7 +178,7 @@ def test_in_bfloat16_the_same_bits_and_the_gap_to_float32(
     assert numbers(tmp_path / "run")["dtype_gap"]["value"] > 0
 
 
-def test_responses_and_another_temperature(
+def test_a_cache_of_responses_serves_another_temperature(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "rollouts.jsonl"
@@ -221,7 +221,7 @@ def test_responses_and_another_temperature(
     assert numbers(tmp_path / "warmer")["noise_floor"]["value"] >= 0
 
 
-def test_prompts_fill_what_the_policy_says(pair: tuple[Path, Path], cached: Path, tmp_path: Path) -> None:
+def test_a_run_on_prompts_fills_its_cache(pair: tuple[Path, Path], cached: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     shutil.copytree(cached, cache)
     source = tmp_path / "prompts.txt"
@@ -235,7 +235,7 @@ def test_prompts_fill_what_the_policy_says(pair: tuple[Path, Path], cached: Path
     assert parts(tmp_path / "first") == parts(tmp_path / "second")
 
 
-def test_killed_and_given_again_it_is_the_same(
+def test_a_killed_cache_job_resumes_to_the_same_bytes(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "cache"
@@ -259,7 +259,7 @@ def test_killed_and_given_again_it_is_the_same(
     assert both[0] == both[1]
 
 
-def test_a_repeated_document_is_kept_once(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_repeated_document_is_stored_once(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source = tmp_path / "twice.txt"
     source.write_text("\n\n".join([*DOCUMENTS, *DOCUMENTS]))
     cache = tmp_path / "cache"
@@ -277,7 +277,7 @@ def test_a_repeated_document_is_kept_once(pair: tuple[Path, Path], tmp_path: Pat
         ({"window": 24, "stride": 24}, "windows of 24 tokens every 24"),
     ],
 )
-def test_other_windows_are_refused_naming_both(
+def test_other_windows_raise_with_both_settings(
     more: dict[str, int], message: str, pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -290,7 +290,7 @@ def test_other_windows_are_refused_naming_both(
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
-def test_fewer_documents_than_asked_and_another_text(
+def test_missing_documents_and_another_text_raise(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = tmp_path / "few"
@@ -308,7 +308,7 @@ def test_fewer_documents_than_asked_and_another_text(
     assert f"{cached} holds hidden states of {text}" in line and f"the source is now {other}" in line
 
 
-def test_another_reference_dtype_or_tokenizer_is_refused(
+def test_another_reference_dtype_or_tokenizer_raises(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = options(text=text, out=tmp_path / "run", reference_cache=cached, **WINDOWS)
@@ -329,7 +329,7 @@ def test_another_reference_dtype_or_tokenizer_is_refused(
     assert "the tokenizers differ in 2 tokens" in line
 
 
-def test_a_small_cache_has_a_size(
+def test_the_summary_has_the_size_of_a_small_cache(
     pair: tuple[Path, Path], text: Path, cached: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """14 windows of 32 numbers a token, in float32: some 20 kB, which is 0.0 MB."""
@@ -341,7 +341,7 @@ def test_a_small_cache_has_a_size(
     assert f"a head of {held['head_bytes'] / 1e3:,.1f} kB" in said
 
 
-def test_damage_is_named(
+def test_damaged_files_are_reported_by_name(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = options(policy=pair[0], reference=pair[1], text=text, **WINDOWS)
@@ -376,7 +376,7 @@ def test_damage_is_named(
     assert "of the 14 sequences" in line and "lacks" in line
 
 
-def test_a_cache_of_an_older_kleash_and_what_is_no_cache(
+def test_an_older_cache_is_read_and_other_folders_raise(
     pair: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = options(reference=pair[1], text=text, **WINDOWS)
@@ -405,7 +405,7 @@ def test_a_cache_of_an_older_kleash_and_what_is_no_cache(
     assert list(thesis.parent.iterdir()) == [thesis]
 
 
-def test_nan_hidden_states_are_not_kept(
+def test_nan_hidden_states_are_not_stored(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken"
@@ -422,7 +422,7 @@ def test_nan_hidden_states_are_not_kept(
     assert not list((tmp_path / "cache").glob("part-*"))
 
 
-def test_a_full_disk_keeps_what_was_finished(
+def test_a_full_disk_keeps_the_finished_shards_of_a_cache(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -447,7 +447,7 @@ def test_a_full_disk_keeps_what_was_finished(
     assert {path.name for path in out.glob("part-*")} == {path.name for path in cached.glob("part-*")}
 
 
-def test_one_writer_at_a_time_and_any_number_of_readers(
+def test_a_cache_has_one_writer_and_many_readers(
     pair: tuple[Path, Path], text: Path, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from filelock import FileLock
@@ -464,7 +464,7 @@ def test_one_writer_at_a_time_and_any_number_of_readers(
     assert line.startswith(f"another process is writing {tmp_path / 'new'}; wait for it, or make the cache")
 
 
-def test_jobs_that_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_cache_options_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = said(capsys, "cache", "--reference", tmp_path)
     assert line == "say what the reference should read: --text or --responses"
     assert "--stride 9 would leave tokens out" in said(capsys, "cache", "--window", 8, "--stride", 9)

@@ -4,7 +4,7 @@ from kleash.measuring.estimand import UNVERIFIED_SAMPLES, estimand_of
 from kleash.records import MeasureJob
 
 
-def test_own_responses_allow_everything() -> None:
+def test_on_policy_samples_allow_estimators_and_sequence_kl() -> None:
     found = estimand_of(MeasureJob())
     assert found.weighting == "none" and found.has_sequence_kl and not found.warnings
     assert "KL(policy || reference) in nats per token" in found.description
@@ -19,21 +19,23 @@ def test_own_responses_allow_everything() -> None:
     ("options", "words"),
     [({"top_p": 0.9}, "top-p 0.9"), ({"top_k": 5, "min_p": 0.1}, "top-k 5, min-p 0.1")],
 )
-def test_truncated_draws_leave_out_what_they_cannot_estimate(options: dict[str, float], words: str) -> None:
+def test_truncated_sampling_leaves_out_estimators_and_sequence_kl(
+    options: dict[str, float], words: str
+) -> None:
     found = estimand_of(MeasureJob(**options))
     assert found.weighting is None and not found.has_sequence_kl
     assert f"drawn from its distribution cut down to {words}" in found.description
     assert "never shows the tokens that were cut off" in found.estimators_note
 
 
-def test_greedy_responses_are_no_sample_and_are_scored_at_temperature_one() -> None:
+def test_greedy_responses_leave_out_estimators_and_are_scored_at_temperature_1() -> None:
     found = estimand_of(MeasureJob(temperature=0.0))
     assert found.weighting is None and not found.has_sequence_kl
     assert "decoded greedily" in found.description and "both at temperature 1," in found.description
     assert "no average of theirs estimates a divergence" in found.estimators_note
 
 
-def test_text_is_nobodys_sample() -> None:
+def test_text_leaves_out_estimators_and_sequence_kl() -> None:
     found = estimand_of(MeasureJob(text="corpus.txt", window=128, stride=64))
     assert found.weighting is None and not found.has_sequence_kl
     assert (
@@ -44,7 +46,7 @@ def test_text_is_nobodys_sample() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_given_responses_are_weighted_where_that_can_be(known: bool) -> None:
+def test_off_policy_responses_are_weighted_if_they_have_logprobs(known: bool) -> None:
     found = estimand_of(MeasureJob(responses="r.jsonl", temperature=0.6), all_have_logprobs=known)
     assert found.weighting == ("importance" if known else "none")
     assert found.has_sequence_kl is known

@@ -57,7 +57,7 @@ CHANGES = {
 }
 
 
-def test_nothing_of_a_model_may_change_between_kill_and_resume(
+def test_resume_refuses_any_changed_byte_of_a_model(
     models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.txt"
@@ -80,7 +80,7 @@ def test_nothing_of_a_model_may_change_between_kill_and_resume(
     assert main(command(models, "prompts", prompts, tmp_path / "run", "--resume")) == 0
 
 
-def test_a_run_of_an_older_kleash_is_not_gone_on_with(
+def test_a_run_of_an_older_kleash_cannot_be_resumed(
     models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, run = tmp_path / "text.txt", tmp_path / "run"
@@ -97,7 +97,7 @@ def test_a_run_of_an_older_kleash_is_not_gone_on_with(
     assert "carry no checksums" in (run / "report.html").read_text()
 
 
-def test_a_cache_is_of_one_reference_to_the_last_byte(
+def test_a_cache_refuses_any_changed_byte_of_its_reference(
     models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, cache = tmp_path / "text.txt", tmp_path / "cache"
@@ -120,7 +120,7 @@ def test_a_cache_is_of_one_reference_to_the_last_byte(
     assert "was made by an older kleash, whose fingerprint of" in capsys.readouterr().err
 
 
-def test_a_name_that_is_not_utf8(
+def test_a_path_that_is_not_utf8_works(
     models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"

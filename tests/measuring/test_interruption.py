@@ -47,7 +47,7 @@ def undisturbed(
     return out
 
 
-def test_killed_twice_and_resumed_it_is_the_same(
+def test_a_run_killed_twice_resumes_to_the_same_result(
     pair: tuple[Path, Path], prompts: Path, kleash: Kleash, undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -77,7 +77,9 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_ctrl_c_says_how_to_go_on(pair: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_the_command_that_resumes(
+    pair: tuple[Path, Path], prompts: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     long = ["--samples-per-prompt", "40"]  # it must not be done before the signal arrives
     process = subprocess.Popen(
@@ -95,7 +97,7 @@ def test_ctrl_c_says_how_to_go_on(pair: tuple[Path, Path], prompts: Path, tmp_pa
     )
 
 
-def test_other_settings_are_refused_by_name(
+def test_resume_with_other_settings_raises_with_their_names(
     pair: tuple[Path, Path], prompts: Path, kleash: Kleash, undisturbed: Path
 ) -> None:
     done = kleash(*words(pair, prompts, undisturbed), "--resume", "--seed", "7", expect=2)
@@ -106,7 +108,7 @@ def test_other_settings_are_refused_by_name(
     assert "holds a run already; go on with it with --resume, or give another --out" in done.stderr
 
 
-def test_another_process_is_named_as_the_reason(
+def test_a_folder_in_use_by_another_process_raises(
     pair: tuple[Path, Path], prompts: Path, kleash: Kleash, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

@@ -100,7 +100,7 @@ def check_every_column(
 
 
 @pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gpt2", 0.7), ("gemma2", 1.3)])
-def test_every_column_is_what_float64_says(
+def test_every_column_and_mean_agrees_with_float64(
     architecture: str, temperature: float, tmp_path: Path, kleash: Kleash
 ) -> None:
     policy, reference = tiny_pair(tmp_path, architecture)
@@ -139,9 +139,7 @@ def test_every_column_is_what_float64_says(
     assert measured["top1_agreement"]["value"] == pytest.approx(agreement)
 
 
-def test_text_is_scored_once_at_every_token_with_its_window_as_context(
-    tmp_path: Path, kleash: Kleash
-) -> None:
+def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path: Path, kleash: Kleash) -> None:
     policy, reference = tiny_pair(tmp_path, "llama")
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
@@ -167,7 +165,7 @@ def test_text_is_scored_once_at_every_token_with_its_window_as_context(
     assert "averages over tokens that the policy drew" in measured["estimators_note"]
 
 
-def test_a_model_against_itself_is_exactly_zero(tmp_path: Path, kleash: Kleash) -> None:
+def test_a_model_compared_with_itself_is_exactly_0(tmp_path: Path, kleash: Kleash) -> None:
     _, reference = tiny_pair(tmp_path, "gemma2")
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))
@@ -199,7 +197,7 @@ def test_a_model_against_itself_is_exactly_zero(tmp_path: Path, kleash: Kleash) 
     assert measured["per_token"]["entropy_policy"]["warnings"], "few clusters are said of what is not known"
 
 
-def test_json_mode_prints_the_file_and_nothing_else(tmp_path: Path, kleash: Kleash) -> None:
+def test_json_prints_only_measurement_json(tmp_path: Path, kleash: Kleash) -> None:
     policy, reference = tiny_pair(tmp_path, "llama")
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))

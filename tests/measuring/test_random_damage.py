@@ -24,7 +24,9 @@ def subjects(tool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 @pytest.mark.parametrize("kind", ["run", "cache", "training", "old run"])
-def test_no_damage_is_silent_and_none_a_traceback(tool: Any, subjects: dict[str, Any], kind: str) -> None:
+def test_every_random_damage_is_reported_without_a_traceback(
+    tool: Any, subjects: dict[str, Any], kind: str
+) -> None:
     outcomes: Counter[str] = Counter()
     for name, victim, outcome, words in tool.damages(subjects[kind], DAMAGES, seed=1):
         assert outcome not in ("silent", "traceback"), f"{name} of {victim}: {outcome}\n{words}"
@@ -32,7 +34,7 @@ def test_no_damage_is_silent_and_none_a_traceback(tool: Any, subjects: dict[str,
     assert outcomes["refused"] >= DAMAGES / 4, outcomes
 
 
-def test_the_page_has_the_figures_that_the_benchmarks_left() -> None:
+def test_the_reliability_page_has_the_benchmark_figures() -> None:
     import make_reliability_page as page
 
     text = page.PAGE.read_text(encoding="utf-8")

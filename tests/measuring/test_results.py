@@ -56,7 +56,7 @@ def as_responses(run: Path, path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_own_samples_give_one_answer_three_ways(own: Path) -> None:
+def test_exact_and_sampled_estimates_agree_on_policy(own: Path) -> None:
     measured = json.loads((own / "measurement.json").read_text())
     exact, total = measured["per_token"]["kl_policy_reference"], measured["per_sequence"]
     for name in ("k1", "k3"):
@@ -77,7 +77,7 @@ def test_own_samples_give_one_answer_three_ways(own: Path) -> None:
     assert measured["counts"]["clusters"] == 40 and measured["counts"]["sequences"] == 160
 
 
-def test_shares_and_bins_add_up(own: Path) -> None:
+def test_shares_and_bins_add_up_to_the_whole(own: Path) -> None:
     measured = json.loads((own / "measurement.json").read_text())
     for kind in ("by_position", "by_confidence"):
         assert sum(one["share_of_kl"] for one in measured[kind]) == pytest.approx(1.0)
@@ -97,7 +97,7 @@ def test_shares_and_bins_add_up(own: Path) -> None:
     )
 
 
-def test_quantiles_over_many_shards_know_whose_tokens_they_are(job: dict[str, Any], tmp_path: Path) -> None:
+def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "run"
     measured = measure(MeasureJob(**{**job, "batch_tokens": 32}, samples_per_prompt=2, out=str(out)))
     assert measured.counts.shards > 3
@@ -116,7 +116,7 @@ def test_quantiles_over_many_shards_know_whose_tokens_they_are(job: dict[str, An
         assert found.ci95[0] < found.value < found.ci95[1]
 
 
-def test_the_same_responses_given_from_outside_say_the_same(
+def test_the_same_responses_from_a_file_give_the_same_numbers(
     job: dict[str, Any], own: Path, tmp_path: Path
 ) -> None:
     source = as_responses(own, tmp_path / "responses.jsonl")
@@ -133,7 +133,7 @@ def test_the_same_responses_given_from_outside_say_the_same(
     assert measured.warnings == ()
 
 
-def test_weights_mend_what_another_temperature_bent(job: dict[str, Any], tmp_path: Path) -> None:
+def test_importance_weights_correct_another_temperature(job: dict[str, Any], tmp_path: Path) -> None:
     """Responses drawn at 1.5 and scored at 1: weighted k1 is unbiased there, unweighted is found out."""
     hot = {**job, "temperature": 1.5, "samples_per_prompt": 8, "max_new_tokens": 6}
     measure(MeasureJob(**hot, out=str(tmp_path / "hot")))
@@ -157,9 +157,7 @@ def test_weights_mend_what_another_temperature_bent(job: dict[str, Any], tmp_pat
     assert any("do not look drawn from the policy" in warning for warning in blind.warnings)
 
 
-def test_truncated_and_greedy_draws_leave_out_what_they_cannot_say(
-    job: dict[str, Any], tmp_path: Path
-) -> None:
+def test_truncated_and_greedy_runs_leave_out_estimators(job: dict[str, Any], tmp_path: Path) -> None:
     for name, options in {"cut": {"top_k": 3}, "greedy": {"temperature": 0.0}}.items():
         measured = measure(MeasureJob(**job, **options, limit=6, out=str(tmp_path / name)))
         assert measured.per_sequence is None and measured.estimators == {}
@@ -173,7 +171,7 @@ def test_truncated_and_greedy_draws_leave_out_what_they_cannot_say(
             assert (tokens["logp_sampled"] > tokens["logp_policy"]).all()
 
 
-def test_enough_is_enough_at_a_shards_end(job: dict[str, Any], tmp_path: Path) -> None:
+def test_until_relative_error_stops_at_the_end_of_a_shard(job: dict[str, Any], tmp_path: Path) -> None:
     lines = tmp_path / "many.txt"
     lines.write_text("\n".join(f"The sea {n}" for n in range(200)))
     options = {**job, "prompts": str(lines), "until_relative_error": 0.05, "batch_tokens": 64}
@@ -185,7 +183,7 @@ def test_enough_is_enough_at_a_shards_end(job: dict[str, Any], tmp_path: Path) -
     assert strict.counts.clusters == 200
 
 
-def test_few_documents_become_blocks_with_a_warning(job: dict[str, Any], tmp_path: Path) -> None:
+def test_few_documents_are_clustered_in_blocks_with_a_warning(job: dict[str, Any], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(["The sea was calm and the boat went out. " * 40] * 2))
     options = {**job, "prompts": None, "text": str(text), "window": 16}
@@ -194,7 +192,7 @@ def test_few_documents_become_blocks_with_a_warning(job: dict[str, Any], tmp_pat
     assert any("blocks of 8 neighbouring windows" in warning for warning in measured.warnings)
 
 
-def test_intervals_of_few_clusters_end_where_the_quantity_does(job: dict[str, Any], tmp_path: Path) -> None:
+def test_intervals_of_few_clusters_stay_within_the_bounds(job: dict[str, Any], tmp_path: Path) -> None:
     """Two prompts hold no error bar together, and still no Jensen-Shannon is above log 2, no probability above 1."""
     measured = measure(MeasureJob(**job, limit=2, temperature=0.02, out=str(tmp_path / "run")))
     table = measured.per_token
@@ -205,7 +203,7 @@ def test_intervals_of_few_clusters_end_where_the_quantity_does(job: dict[str, An
     assert measured.perplexity["ratio"].ci95[0] < 1.0
 
 
-def test_a_model_against_itself_is_told_without_shares_of_nothing(
+def test_a_model_compared_with_itself_has_a_summary_without_shares(
     job: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -235,7 +233,7 @@ def test_a_cached_reference_gives_the_same_numbers(job: dict[str, Any], own: Pat
     assert list((tmp_path / "cache").glob("*.safetensors"))
 
 
-def test_reports_and_comparisons_from_the_files_alone(
+def test_report_and_compare_need_only_the_files(
     job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (own / "report.html").read_text()
@@ -272,7 +270,7 @@ def test_reports_and_comparisons_from_the_files_alone(
     assert re.search(rf"^ *{label} +\d", capsys.readouterr().out, flags=re.MULTILINE)
 
 
-def test_prompts_in_another_order_draw_the_same_responses(
+def test_draws_do_not_depend_on_the_order_of_prompts(
     job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path
 ) -> None:
     """Draws depend on seed, prompt and sample alone, and runs are paired by prompt, not by place."""
@@ -287,7 +285,7 @@ def test_prompts_in_another_order_draw_the_same_responses(
     assert any("share only 10 prompts" in warning for warning in difference.warnings)
 
 
-def test_the_seed_and_the_options_of_sampling_reach_the_draws(job: dict[str, Any], tmp_path: Path) -> None:
+def test_seed_and_sampling_options_change_the_draws(job: dict[str, Any], tmp_path: Path) -> None:
     drawn = {}
     for name, options in {"a": {}, "b": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
         measure(MeasureJob(**{**job, "limit": 3, **options}, out=str(tmp_path / name)))
@@ -296,7 +294,7 @@ def test_the_seed_and_the_options_of_sampling_reach_the_draws(job: dict[str, Any
     assert drawn["a"] != drawn["seed"] and drawn["a"] != drawn["cool"]
 
 
-def test_the_alternatives_are_those_at_the_runs_temperature(job: dict[str, Any], tmp_path: Path) -> None:
+def test_alternatives_have_the_probabilities_at_the_temperature(job: dict[str, Any], tmp_path: Path) -> None:
     measure(MeasureJob(**{**job, "limit": 3, "temperature": 0.5}, out=str(tmp_path / "run")))
     wanted = ["prompt_id", "position", "top1_policy", "top1_probability_policy", "top1_probability_reference"]
     tokens = next(RunFolder(tmp_path / "run").token_parts(wanted))
@@ -332,7 +330,7 @@ def likeliest_tokens(pair: Pair, sequence: TokenSequence) -> dict[str, Any]:
     return columns
 
 
-def test_the_alternatives_are_those_of_the_worst_sequences_read_again(job: dict[str, Any], own: Path) -> None:
+def test_alternatives_agree_with_scoring_the_sequences_again(job: dict[str, Any], own: Path) -> None:
     """160 sequences in several shards, of which 50 are kept: as if both models had read these once more."""
     found = RunFolder(own).alternatives()
     worst = json.loads((own / "measurement.json").read_text())["worst_sequences"]
@@ -353,7 +351,7 @@ def test_the_alternatives_are_those_of_the_worst_sequences_read_again(job: dict[
                 assert here == list(values), name
 
 
-def test_hardly_anything_is_read_after_scoring(
+def test_rescoring_reads_a_small_share_of_the_tokens(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both models read each token once, and the reference a small share of them twice more for the noise floor."""
@@ -376,7 +374,7 @@ def test_hardly_anything_is_read_after_scoring(
     assert 2 * measured.counts.tokens <= sum(read) <= 2.15 * measured.counts.tokens
 
 
-def test_the_noise_floor_reads_pieces_of_the_first_sequences(pair: tuple[Path, Path]) -> None:
+def test_noise_sequences_are_cut_from_the_first_sequences(pair: tuple[Path, Path]) -> None:
     def sequence(number: int, prompt: int, response: int) -> TokenSequence:
         ids = tuple(range(prompt + response))
         texts = {"prompt_text": "", "response_text": ""}
@@ -400,7 +398,7 @@ def test_the_noise_floor_reads_pieces_of_the_first_sequences(pair: tuple[Path, P
     assert len(noise_sequences((sequence(number, 2, 3) for number in range(10**6)), 10)) == 64
 
 
-def test_responses_end_where_the_shorter_context_of_the_two_ends(job: dict[str, Any], tmp_path: Path) -> None:
+def test_responses_end_at_the_shorter_context_of_both_models(job: dict[str, Any], tmp_path: Path) -> None:
     short = save_tiny(tmp_path / "short", max_position_embeddings=24)
     options = {**job, "reference": str(short), "max_new_tokens": 60, "limit": 4}
     measure(MeasureJob(**options, out=str(tmp_path / "run")))
@@ -410,9 +408,7 @@ def test_responses_end_where_the_shorter_context_of_the_two_ends(job: dict[str, 
         assert read == 24 if end == "length" else read <= 24
 
 
-def test_the_chat_template_and_ids_of_a_source_are_what_is_read(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_chat_template_and_token_ids_of_a_source_are_used(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source = tmp_path / "chat.jsonl"
     source.write_text(json.dumps({"messages": [{"role": "user", "content": "The sea?"}]}) + "\n")
     out = tmp_path / "run"

@@ -38,7 +38,7 @@ def started(*words: object, **environment: str) -> "subprocess.Popen[bytes]":
     )
 
 
-def test_a_narrow_terminal_cuts_no_number(
+def test_a_narrow_terminal_truncates_no_number(
     pair: tuple[Path, Path], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -56,7 +56,7 @@ def test_a_narrow_terminal_cuts_no_number(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_that_lacks_characters(encoding: str, run: Path, tmp_path: Path) -> None:
+def test_unencodable_characters_are_replaced(encoding: str, run: Path, tmp_path: Path) -> None:
     words = ["compare", run, run, "--out", tmp_path / "c.html"]
     process = started(*words, PYTHONIOENCODING=encoding)
     out, err = process.communicate(timeout=60)
@@ -64,7 +64,7 @@ def test_a_terminal_that_lacks_characters(encoding: str, run: Path, tmp_path: Pa
     assert ("\\u00b1" if encoding == "ascii" else "±") in out.decode(encoding)
 
 
-def test_json_is_json_whatever_the_terminal_lacks(run: Path, tmp_path: Path) -> None:
+def test_json_output_does_not_depend_on_the_encoding(run: Path, tmp_path: Path) -> None:
     words = ["compare", run, run, "--json", "--out", tmp_path / "c.html"]
     process = started(*words, PYTHONIOENCODING="ascii")
     out, _ = process.communicate(timeout=60)
@@ -73,7 +73,7 @@ def test_json_is_json_whatever_the_terminal_lacks(run: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("words", [["--help"], ["cache", "--help"], ["compare"], ["compare", "--json"]])
-def test_a_reader_that_has_gone_away(words: list[str], run: Path, tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_with_141(words: list[str], run: Path, tmp_path: Path) -> None:
     """As in ``kleash … | head``."""
     if words[0] == "compare":
         words = [*words, str(run), str(run), "--out", str(tmp_path / "c.html")]
@@ -90,7 +90,7 @@ FULL, CLOSED = "> /dev/full", ">&-"
 
 @pytest.mark.parametrize("output", [FULL, CLOSED])
 @pytest.mark.parametrize("words", [["--help"], ["report"], ["compare", "--json"]])
-def test_standard_output_that_cannot_be_written_is_a_sentence(
+def test_unwritable_standard_output_is_one_error_line(
     words: list[str], output: str, run: Path, tmp_path: Path
 ) -> None:
     page = tmp_path / "c.html"
@@ -105,7 +105,7 @@ def test_standard_output_that_cannot_be_written_is_a_sentence(
     assert page.exists() is (words[0] == "compare")
 
 
-def test_a_run_whose_summary_cannot_be_printed_is_on_the_disk(
+def test_a_run_whose_summary_cannot_be_printed_is_complete(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     with Path("/dev/full").open("w") as full:
@@ -119,15 +119,13 @@ def test_a_run_whose_summary_cannot_be_printed_is_on_the_disk(
 
 
 @pytest.mark.parametrize("progress", ["2> /dev/full", "2>&-"])
-def test_a_run_does_not_end_because_its_progress_cannot_be_shown(
-    progress: str, run: Path, tmp_path: Path
-) -> None:
+def test_a_run_continues_if_its_progress_cannot_be_shown(progress: str, run: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kleash", "compare", str(run), str(tmp_path / "none")]
     done = subprocess.run(["sh", "-c", f"{shlex.join(words)} {progress}"], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"")
 
 
-def test_an_interruption_before_anything_was_done_is_said(
+def test_an_interruption_before_the_first_shard_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def stopped(command: object) -> int:

@@ -29,7 +29,7 @@ SHOWN = "\\u001b]0;owned\\u0007\\u001b[2J\\u009b31m\\u007f\\u202e\\u2066\\u200b[
 Folders = tuple[Path, Path]
 
 
-def test_every_control_character_is_escaped_and_no_other() -> None:
+def test_exactly_the_control_characters_are_escaped() -> None:
     assert printable(PLANT) == SHOWN + "/red]\\u000d"
     for code in (
         *range(0x20),
@@ -154,7 +154,7 @@ def words_of(case: str, pair: Folders, folder: Path) -> list[object]:
         *("a model's type", "a chat template", "a line of a source", "a reward", "an audited function"),
     ],
 )
-def test_errors_show_what_was_planted_and_do_not_obey_it(
+def test_control_characters_in_errors_are_escaped(
     case: str, pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -191,7 +191,7 @@ def models(pair: Folders) -> list[str]:
     return ["--policy", str(pair[0]), "--reference", str(pair[1])]
 
 
-def test_summaries_comparisons_and_progress_show_it_too(
+def test_control_characters_in_summaries_and_progress_are_escaped(
     planted_run: Path, pair: Folders, tmp_path: Path, capsys: Any
 ) -> None:
     source = planted_run.with_name(f"{NAME}.txt")
@@ -210,7 +210,7 @@ def test_summaries_comparisons_and_progress_show_it_too(
     assert not UNSAFE.search(told) and PLANT in json.loads(told)["runs"][0]["warnings"]
 
 
-def test_a_terminal_gets_kleash_s_own_colours_and_nothing_else(planted_run: Path, tmp_path: Path) -> None:
+def test_a_terminal_gets_only_kleash_s_own_colours(planted_run: Path, tmp_path: Path) -> None:
     """On a pseudo-terminal, where rich writes control sequences of its own."""
     ours, theirs = pty.openpty()
     words = ["compare", str(planted_run), str(planted_run), "--out", str(tmp_path / "c.html")]

@@ -40,7 +40,7 @@ def losses(run: Path, documents: int) -> dict[str, np.ndarray]:
     return dict(zip(("tokens", *PERPLEXITIES), found.T, strict=True))
 
 
-def test_perplexities_are_compared_and_their_errors_are_those_of_a_jackknife(runs: tuple[Path, Path]) -> None:
+def test_perplexity_differences_have_jackknife_errors(runs: tuple[Path, Path]) -> None:
     comparison = compare(runs)
     (difference,) = comparison.differences
     first, second = (losses(run, 9) for run in runs)
@@ -62,7 +62,7 @@ def test_perplexities_are_compared_and_their_errors_are_those_of_a_jackknife(run
         assert of_run.value == pytest.approx(np.exp(whole[name].sum() / whole["tokens"].sum()), rel=1e-9)
 
 
-def test_documents_are_counted_and_named(runs: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+def test_a_comparison_on_text_counts_documents(runs: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
     comparison = compare(runs)
     (difference,) = comparison.differences
     assert comparison.runs[0].source == "text"
@@ -81,7 +81,7 @@ def test_documents_are_counted_and_named(runs: tuple[Path, Path], tmp_path: Path
     assert "9 shared documents" in html and "Perplexity ratio" in html and "shared prompts" not in html
 
 
-def test_every_warning_of_the_report_stands_in_the_terminal_in_compare_and_in_json(
+def test_every_warning_is_in_the_terminal_compare_and_json(
     runs: tuple[Path, Path], tmp_path: Path, capsys: Any
 ) -> None:
     shown = json.loads((runs[0] / "measurement.json").read_text())
@@ -101,7 +101,7 @@ def test_every_warning_of_the_report_stands_in_the_terminal_in_compare_and_in_js
         assert kind in terminal and kind in compared and kind in report, kind
 
 
-def test_the_summary_names_the_models_and_leads_with_the_interval(
+def test_the_summary_begins_with_the_interval_and_names_the_models(
     pair: tuple[Path, Path], tmp_path: Path, capsys: Any
 ) -> None:
     source = tmp_path / "prompts.txt"
@@ -126,7 +126,7 @@ def test_the_summary_names_the_models_and_leads_with_the_interval(
     assert "nan" not in told.lower() and "no interval: one cluster alone" in told
 
 
-def test_folders_that_are_no_measurements_are_told_apart(tmp_path: Path, capsys: Any) -> None:
+def test_other_folders_raise_with_their_kind(tmp_path: Path, capsys: Any) -> None:
     for file, told in {
         "steps.jsonl": f"it is the folder of a training run; measure its policy: kleash measure --policy {tmp_path}",
         "demonstration.json": "it is a demonstration of kleash train",
@@ -141,7 +141,7 @@ def test_folders_that_are_no_measurements_are_told_apart(tmp_path: Path, capsys:
         assert told in capsys.readouterr().err
 
 
-def test_a_tokenizer_clash_with_a_defaulted_model_says_which_to_give(tmp_path: Path, capsys: Any) -> None:
+def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path: Path, capsys: Any) -> None:
     model = save_tiny(tmp_path / "model")
     source = tmp_path / "text.txt"
     source.write_text("The sea was calm")

@@ -179,11 +179,11 @@ def _known_difference(run: _Run, first: _Run, name: str) -> float | None:
     pairs = [
         (run.measurement.models[role], first.measurement.models[role]) for role in STATISTICS[name].models
     ]
-    same = all(
-        one.fingerprint and (one.fingerprint, one.dtype) == (other.fingerprint, other.dtype)
-        for one, other in pairs
+    all_same = all(
+        model.fingerprint and (model.fingerprint, model.dtype) == (first_model.fingerprint, first_model.dtype)
+        for model, first_model in pairs
     )
-    return 0.0 if same else None
+    return 0.0 if all_same else None
 
 
 def _count(run: _Run, rows: list[int] | None = None) -> int:

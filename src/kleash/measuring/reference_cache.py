@@ -91,13 +91,13 @@ def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: Progr
     cache = ReferenceCache(folder, pair.reference, source_of(measure_job, pair, digest))
     if len(cache.states):
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
-    read = finite_reader(pair.reference)
+    reader = finite_reader(pair.reference)
     plan = plan_shards(measure_job, pair)
     reporter.set_total(plan.sequences)
     scored = 0
     for shard in plan.shards:
         tokens = sum(len(sequence.response_ids) for sequence in shard.sequences)
-        cache.fill(read, shard.sequences, measure_job.batch_tokens)
+        cache.fill(reader, shard.sequences, measure_job.batch_tokens)
         reporter.add_scored(len(shard.sequences), tokens)
         scored += tokens
     engine = LocalEngine(pair=pair, job=measure_job)
