@@ -1,12 +1,12 @@
-"""One situation in which every audited package is called, and what should come of it."""
+"""One inputs in which every audited package is called, and what should come of it."""
 
 import pytest
 import torch
 from target_numbers import Numbers
 from torch import Tensor
 
-from kleash.auditing import Situation
-from kleash.auditing.situations import make_situation
+from kleash.auditing import AuditInputs
+from kleash.auditing.inputs import make_inputs
 
 DRAWN = torch.Generator().manual_seed(3)
 
@@ -16,13 +16,13 @@ def logits(spread: float) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def situation() -> Situation:
+def inputs() -> AuditInputs:
     """Two responses of three tokens, one of them masked; log ratios that no clamp of anybody's touches."""
     tokens = torch.randint(5, (2, 3), generator=DRAWN)
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    return make_situation(logits(0.6), logits(0.6), tokens, logits_behaviour=logits(0.6), mask=mask)
+    return make_inputs(logits(0.6), logits(0.6), tokens, logits_behaviour=logits(0.6), mask=mask)
 
 
 @pytest.fixture(scope="module")
-def by_hand(situation: Situation) -> Numbers:
-    return Numbers(situation)
+def by_hand(inputs: AuditInputs) -> Numbers:
+    return Numbers(inputs)

@@ -117,7 +117,7 @@ def test_a_reward_of_k1_follows_whole_responses():
 
 def test_the_nearest_divergence_is_the_one_with_the_largest_cosine():
     found = audit(lambda p, q: u_of(p, q).square() / 2, "reward")
-    rows = [r for r in found.gradients if r.world == "far" and r.sampling == "on-policy"]
+    rows = [r for r in found.gradients if r.pair == "far" and r.sampling == "on-policy"]
     best = max(rows, key=lambda row: row.cosine)
     assert found.gradient == "none of the table"
     assert f"{best.target} is nearest, with a cosine of {best.cosine:.3g}" in found.verdict[1]
@@ -125,7 +125,7 @@ def test_the_nearest_divergence_is_the_one_with_the_largest_cosine():
 
 def test_a_zone_is_one_though_its_value_rounds_differently_here_and_there():
     found = audit(lambda p, q: kleash.kl(p, q.clamp(min=-10)), "log_probabilities")
-    (zone,) = [zone for zone in found.zones if zone.of == "value"]
+    (zone,) = [zone for zone in found.zones if zone.kind == "value"]
     assert 9.5 < zone.low < 11 and zone.high == torch.inf
 
 
@@ -151,7 +151,7 @@ def test_kleashs_weights_estimate_what_they_say(level):
         "of the next token along the behaviour's prefixes" if level == "token" else "between whole responses"
     )
     if level == "sequence":
-        rows = {r.level: r for r in found.values if r.world == "sequences" and r.sampling == "off-policy"}
+        rows = {r.level: r for r in found.values if r.pair == "sequences" and r.sampling == "off-policy"}
         assert rows["sequence"].bias == pytest.approx(0, abs=1e-12)
     assert f"Off-policy its value is KL(p || q) {along}." in found.verdict
 
@@ -163,7 +163,7 @@ def test_a_gradient_that_is_masked_far_out_is_dead_though_the_value_is_not_flat(
 
     found = audit(function, "loss")
     assert {"dead_gradient"} <= {finding.kind for finding in found.faults}
-    assert not [zone for zone in found.zones if zone.of == "value"]
+    assert not [zone for zone in found.zones if zone.kind == "value"]
     assert [(z.low, z.high) for z in found.zones] == [
         (-torch.inf, pytest.approx(-9, abs=1e-4)),
         (pytest.approx(9, abs=1e-4), torch.inf),
@@ -173,8 +173,8 @@ def test_a_gradient_that_is_masked_far_out_is_dead_though_the_value_is_not_flat(
 def test_a_gradient_rounded_away_is_told_from_a_clamp():
     """r k3 is a difference of two numbers of the size of q / p, and float32 has 24 bits."""
     found = audit(lambda p, q: (p - p.detach()).exp() * k("k3")(p - q), "loss")
-    zone = next(zone for zone in found.zones if zone.of == "gradient is rounded away")
+    zone = next(zone for zone in found.zones if zone.kind == "gradient is rounded away")
     assert -100 < zone.low < -80 and -22 < zone.high < -17
     assert "dead_gradient" not in {finding.kind for finding in found.findings}
-    nan = next(zone for zone in found.zones if zone.of == "gradient is NaN")
+    nan = next(zone for zone in found.zones if zone.kind == "gradient is NaN")
     assert nan.high == pytest.approx(-torch.tensor(torch.finfo(torch.float32).max).log().item(), abs=1e-3)

@@ -10,28 +10,28 @@ from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
 
 from kleash.auditing import audit
-from kleash.auditing.accuracy import LEVELS, _near
-from kleash.auditing.exact import gradient_candidates, quantity_values, sequence_gradient, token_gradient
-from kleash.auditing.worlds import one_token_worlds, worlds
+from kleash.auditing.probes.precision import KL_LEVELS, pair_with_kl
+from kleash.auditing.quantities import gradient_candidates, quantity_values, sequence_gradient, token_gradient
+from kleash.auditing.toy_distributions import one_token_distributions, toy_distributions
 from kleash.estimators import ESTIMATORS
 
 
 def probabilities(name):
     """p, q and the behaviour of a world, over one token."""
-    world = worlds()[name]
+    world = toy_distributions()[name]
     sides = (world.logits_p, world.logits_q, world.logits_behaviour)
     return tuple(softmax(side.numpy(), axis=-1)[0] for side in sides)
 
 
 def value_row(found, world, sampling="on-policy", level="token"):
-    return next(r for r in found.values if (r.world, r.sampling, r.level) == (world, sampling, level))
+    return next(r for r in found.values if (r.pair, r.sampling, r.level) == (world, sampling, level))
 
 
 def gradient_row(found, world, target, sampling="on-policy"):
-    return next(r for r in found.gradients if (r.world, r.sampling, r.target) == (world, sampling, target))
+    return next(r for r in found.gradients if (r.pair, r.sampling, r.target) == (world, sampling, target))
 
 
-ONE_TOKEN = [world.name for world in one_token_worlds()]
+ONE_TOKEN = [world.name for world in one_token_distributions()]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def enumerated(side):
 
 
 def test_the_kl_of_whole_responses():
-    world = worlds()["sequences"]
+    world = toy_distributions()["sequences"]
     logp, logq, logb = (enumerated(s) for s in (world.logits_p, world.logits_q, world.logits_behaviour))
     exact = (np.exp(logp) * (logp - logq)).sum()
     found = audit(lambda p, q, b: rho(p, b) * right(p, q), "loss_with_behaviour")
@@ -133,12 +133,12 @@ def test_the_kl_of_whole_responses():
     along = value_row(found, "sequences", "off-policy", "token")
     assert along.expected == pytest.approx(along.exact, rel=1e-9)
     assert abs(along.exact / exact - 1) > 0.01
-    by_numbers = world.masses("off-policy").numpy()
+    by_numbers = world.probabilities("off-policy").numpy()
     assert by_numbers == pytest.approx(np.exp(logb), rel=1e-9)
 
 
 def test_the_gradient_of_whole_responses_by_finite_differences():
-    world = worlds()["sequences"]
+    world = toy_distributions()["sequences"]
     found = sequence_gradient("sequences", "kl")
     logq, step = enumerated(world.logits_q), 1e-5
 
@@ -155,7 +155,7 @@ def test_the_gradient_of_whole_responses_by_finite_differences():
 
 def test_the_gradient_along_sampled_prefixes_leaves_the_prefixes_alone():
     """Each row is that of the next-token KL, times how often the prefix is reached."""
-    world = worlds()["sequences"]
+    world = toy_distributions()["sequences"]
     p, q = (softmax(side.numpy(), axis=-1) for side in (world.logits_p, world.logits_q))
     behaviour = softmax(world.logits_behaviour.numpy(), axis=-1)
     u = np.log(p / q)
@@ -185,7 +185,7 @@ def test_no_two_values_are_alike():
 def test_where_the_usual_clamp_dies():
     """exp(x) - x - 1 reaches 10 at one positive x; on the other side x alone does, at 11."""
     edge = brentq(lambda x: np.exp(x) - x - 1 - 10, 1, 5)
-    zones = [zone for zone in audit(clamped_before, "loss").zones if zone.of == "gradient"]
+    zones = [zone for zone in audit(clamped_before, "loss").zones if zone.kind == "gradient"]
     assert [(zone.low, zone.high) for zone in zones] == [
         (-np.inf, pytest.approx(-edge, abs=1e-4)),
         (pytest.approx(11.0, abs=1e-4), np.inf),
@@ -200,7 +200,7 @@ def test_digits_lost_by_the_plain_expression():
     rows = [row for row in found.accuracy if row.dtype == "float32"]
     assert [row.kl for row in rows] == pytest.approx([1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2], rel=0.05)
     assert rows[0].relative_error > 0.1 > 1e-5 > rows[-1].relative_error
-    assert max(row.forced for row in rows) < 1e-6
+    assert max(row.unavoidable_error for row in rows) < 1e-6
     careful = [row for row in audit(k3, "loss").accuracy if row.dtype == "float32"]
     assert max(row.relative_error for row in careful) < 1e-6
 
@@ -209,7 +209,7 @@ def test_digits_lost_by_the_plain_expression():
 def test_the_error_is_against_float64_on_the_rounded_inputs(level):
     """Recomputed for the plain expression of k3, and for the careful one."""
     row = audit(lambda p, q: (q - p).exp() - 1 + (p - q), "loss").accuracy[level]
-    pair = _near(LEVELS[level])
+    pair = pair_with_kl(KL_LEVELS[level])
     p, q = (side.log_softmax(-1).float() for side in pair)
     u = p.double() - q.double()
     exact = (torch.expm1(-u) + u).numpy()
@@ -217,7 +217,7 @@ def test_the_error_is_against_float64_on_the_rounded_inputs(level):
     exact = np.where(abs(u.numpy()) < 1e-2, with_series, exact)
     for found, error in (
         ((q - p).exp() - 1 + (p - q), row.relative_error),
-        (ESTIMATORS["k3"].of(p - q), row.forced),
+        (ESTIMATORS["k3"].of(p - q), row.unavoidable_error),
     ):
         mine = np.linalg.norm(found.double().numpy() - exact) / np.linalg.norm(exact)
         assert error == pytest.approx(mine, rel=1e-3)

@@ -13,8 +13,8 @@ from planted import clamped_after, masked, right, textbook
 
 import kleash
 from kleash.auditing import CONVENTIONS, FINDINGS, Convention, audit
-from kleash.auditing.conventions import convention_called
-from kleash.auditing.naming import MODEST, name_values
+from kleash.auditing.conventions import resolve_convention
+from kleash.auditing.matching import MODERATE_PAIRS, match_values
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, UnknownNameError
 from kleash.records import Audit, EdgeRow, Finding
 
@@ -140,7 +140,7 @@ def test_a_convention_claims_a_divergence_of_the_table():
 
 def test_conventions_are_found_by_their_own_name():
     assert all(
-        convention_called(name) is record and record.name == name for name, record in CONVENTIONS.items()
+        resolve_convention(name) is record and record.name == name for name, record in CONVENTIONS.items()
     )
     assert all(record.summary.startswith("f(") for record in CONVENTIONS.values())
     assert all(record.takes_mask is ("mask" in name) for name, record in CONVENTIONS.items())
@@ -233,12 +233,12 @@ def test_edge_rows_of_the_textbook_sum():
 def test_one_world_alone_names_nothing():
     """The same value for another reason in a single world is not enough."""
     candidates = {"a": (1.0, 2.0, 3.0), "b": (1.0, 5.0, 6.0)}
-    assert name_values((1.0, 7.0, 8.0), candidates, MODEST, "a") is None
-    assert str(name_values((2.0, 4.0, 6.0), candidates, MODEST, "a")) == "2 x a"
-    assert str(name_values((1.5, 5.5, 6.5), candidates, MODEST, "a")) == "b + 0.5"
-    assert str(name_values((-1.0, -5.0, -6.0), candidates, MODEST, "a")) == "-b"
-    assert str(name_values((1e-8, -1e-8, 0.0), {"a": (0.0, 0.0, 0.0)}, MODEST, "a")) == "a"
-    assert name_values((nan, 5.0, 6.0), candidates, MODEST, "a") is None
+    assert match_values((1.0, 7.0, 8.0), candidates, MODERATE_PAIRS, "a") is None
+    assert str(match_values((2.0, 4.0, 6.0), candidates, MODERATE_PAIRS, "a")) == "2 x a"
+    assert str(match_values((1.5, 5.5, 6.5), candidates, MODERATE_PAIRS, "a")) == "b + 0.5"
+    assert str(match_values((-1.0, -5.0, -6.0), candidates, MODERATE_PAIRS, "a")) == "-b"
+    assert str(match_values((1e-8, -1e-8, 0.0), {"a": (0.0, 0.0, 0.0)}, MODERATE_PAIRS, "a")) == "a"
+    assert match_values((nan, 5.0, 6.0), candidates, MODERATE_PAIRS, "a") is None
 
 
 def test_rows_are_plain_values():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kleash.auditing import cases_of
-from kleash.auditing.targets.installing import stand_ins
+from kleash.auditing.targets.packages import stand_ins
 from kleash.errors import CannotRunError, MissingExtraError
 
 

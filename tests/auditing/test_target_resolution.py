@@ -8,7 +8,7 @@ import pytest
 
 from kleash.auditing import cases_of
 from kleash.auditing.targets import TARGETS
-from kleash.auditing.targets.dotted import version_of
+from kleash.auditing.targets.packages import version_of
 from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, UnknownNameError
 
 OWN = """

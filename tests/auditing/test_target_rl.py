@@ -6,7 +6,7 @@ import pytest
 import torch
 from target_numbers import Numbers, close, mean, of
 
-from kleash.auditing import Situation, cases_of
+from kleash.auditing import AuditInputs, cases_of
 from kleash.auditing.targets.verl import kl_penalty
 
 pytestmark = pytest.mark.peers("verl", "openrlhf")
@@ -23,26 +23,26 @@ VERL = {
 
 
 @pytest.mark.parametrize("name", VERL)
-def test_verl_penalties_and_their_gradients(situation: Situation, by_hand: Numbers, name: str) -> None:
+def test_verl_penalties_and_their_gradients(inputs: AuditInputs, by_hand: Numbers, name: str) -> None:
     value, slope = VERL[name]
-    found, gradient = of(f"verl:{name}", situation)
+    found, gradient = of(f"verl:{name}", inputs)
     close(found, value(by_hand.u))
     close(gradient, slope(by_hand.u))
     if not name.endswith("+"):
-        rewarded, nothing = of(f"verl:reward_{name}", situation)
-        close(rewarded, torch.where(situation.mask, -value(by_hand.u), 0.0))
-        close(nothing, torch.where(situation.mask, -slope(by_hand.u), 0.0))
+        rewarded, nothing = of(f"verl:reward_{name}", inputs)
+        close(rewarded, torch.where(inputs.mask, -value(by_hand.u), 0.0))
+        close(nothing, torch.where(inputs.mask, -slope(by_hand.u), 0.0))
 
 
-def test_verl_has_two_names_for_some(situation: Situation) -> None:
+def test_verl_has_two_names_for_some(inputs: AuditInputs) -> None:
     for one, other in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")):
-        pair = situation.token_logp, situation.token_logq
+        pair = inputs.token_logp, inputs.token_logq
         assert torch.equal(kl_penalty(*pair, kl_penalty=one), kl_penalty(*pair, kl_penalty=other))
 
 
-def test_verl_full_is_named_and_not_there(situation: Situation) -> None:
+def test_verl_full_is_named_and_not_there(inputs: AuditInputs) -> None:
     with pytest.raises(NotImplementedError):
-        of("verl:full", situation)
+        of("verl:full", inputs)
 
 
 @pytest.mark.parametrize(
@@ -52,48 +52,48 @@ def test_verl_full_is_named_and_not_there(situation: Situation) -> None:
         ("seq-mean-token-mean", [1 / 6, 1 / 4]),
     ],
 )
-def test_verl_aggregations(situation: Situation, by_hand: Numbers, mode: str, weights: list[float]) -> None:
-    sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
-    close(of(f"verl:loss_{mode}", situation)[0], (sums * torch.tensor(weights)).sum(), 1e-7)
+def test_verl_aggregations(inputs: AuditInputs, by_hand: Numbers, mode: str, weights: list[float]) -> None:
+    sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
+    close(of(f"verl:loss_{mode}", inputs)[0], (sums * torch.tensor(weights)).sum(), 1e-7)
 
 
-def test_verl_sum_over_the_tokens_of_each_response(situation: Situation, by_hand: Numbers) -> None:
-    sums = torch.where(situation.mask, by_hand.k3, 0.0).sum(-1)
-    close(of("verl:loss_seq-mean-token-sum", situation)[0], sums)
+def test_verl_sum_over_the_tokens_of_each_response(inputs: AuditInputs, by_hand: Numbers) -> None:
+    sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
+    close(of("verl:loss_seq-mean-token-sum", inputs)[0], sums)
 
 
-def test_verl_distillation_drops_the_teachers_tail(situation: Situation) -> None:
-    q, top = situation.logq.exp().topk(2)
-    p = situation.logp.exp().gather(-1, top)
-    close(of("verl:distillation_topk", situation, "logits_p")[0], (q * (q / p).log()).sum(-1), 1e-6)
+def test_verl_distillation_drops_the_teachers_tail(inputs: AuditInputs) -> None:
+    q, top = inputs.logq.exp().topk(2)
+    p = inputs.logp.exp().gather(-1, top)
+    close(of("verl:distillation_topk", inputs, "logits_p")[0], (q * (q / p).log()).sum(-1), 1e-6)
 
 
-def test_verl_rollout_metrics(situation: Situation, by_hand: Numbers) -> None:
-    close(of("verl:rollout_kl", situation)[0], mean(by_hand.u, situation.mask), 1e-6)
-    close(of("verl:rollout_k3_kl", situation)[0], mean(by_hand.k3, situation.mask), 1e-6)
+def test_verl_rollout_metrics(inputs: AuditInputs, by_hand: Numbers) -> None:
+    close(of("verl:rollout_kl", inputs)[0], mean(by_hand.u, inputs.mask), 1e-6)
+    close(of("verl:rollout_k3_kl", inputs)[0], mean(by_hand.k3, inputs.mask), 1e-6)
 
 
 @pytest.mark.parametrize(("name", "verls"), [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")])
 def test_openrlhf_estimators_with_and_without_the_right_gradient(
-    situation: Situation, by_hand: Numbers, name: str, verls: str
+    inputs: AuditInputs, by_hand: Numbers, name: str, verls: str
 ) -> None:
     value, slope = VERL[verls]
-    found, gradient = of(f"openrlhf:{name}", situation)
+    found, gradient = of(f"openrlhf:{name}", inputs)
     close(found, value(by_hand.u), 1e-6)
     close(gradient, slope(by_hand.u), 1e-6)
-    found, gradient = of(f"openrlhf:{name}_unbiased", situation)
+    found, gradient = of(f"openrlhf:{name}_unbiased", inputs)
     close(found, value(by_hand.u), 1e-6)
     close(gradient, by_hand.w * by_hand.u, 1e-6)
 
 
-def test_openrlhf_loss_and_reward(situation: Situation, by_hand: Numbers) -> None:
-    close(of("openrlhf:loss_by_token", situation)[0], mean(by_hand.u**2 / 2, situation.mask), 1e-6)
-    sums = torch.where(situation.mask, by_hand.u**2 / 2, 0.0).sum(-1)
-    close(of("openrlhf:loss_by_sample", situation)[0], (sums / torch.tensor([3, 2])).mean(), 1e-6)
-    close(of("openrlhf:reward_k1", situation)[0], -by_hand.u, 1e-6)
+def test_openrlhf_loss_and_reward(inputs: AuditInputs, by_hand: Numbers) -> None:
+    close(of("openrlhf:loss_by_token", inputs)[0], mean(by_hand.u**2 / 2, inputs.mask), 1e-6)
+    sums = torch.where(inputs.mask, by_hand.u**2 / 2, 0.0).sum(-1)
+    close(of("openrlhf:loss_by_sample", inputs)[0], (sums / torch.tensor([3, 2])).mean(), 1e-6)
+    close(of("openrlhf:reward_k1", inputs)[0], -by_hand.u, 1e-6)
 
 
-def test_stand_ins_are_gone_and_said(situation: Situation) -> None:
+def test_stand_ins_are_gone_and_said(inputs: AuditInputs) -> None:
     (case,) = cases_of("openrlhf:k1")
     assert any("deepspeed is not installed" in note for note in case.notes)
     assert not {"deepspeed", "flash_attn", "pylatexenc"} & set(sys.modules)

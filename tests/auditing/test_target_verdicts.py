@@ -26,7 +26,7 @@ def kinds(target: str) -> set[str]:
 
 
 def dead(target: str) -> list[tuple[float, float]]:
-    return [(row.low, row.high) for row in found(target).zones if row.of == "gradient"]
+    return [(row.low, row.high) for row in found(target).zones if row.kind == "gradient"]
 
 
 KL, REVERSE = "KL(p || q)", "KL(q || p)"

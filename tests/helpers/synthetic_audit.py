@@ -44,7 +44,7 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
         ),
         values=(
             ValueRow(
-                world="near",
+                pair="near",
                 sampling="on-policy",
                 level="token",
                 exact=0.0123456,
@@ -56,7 +56,7 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
         ),
         gradients=(
             GradientRow(
-                world="far",
+                pair="far",
                 sampling="off-policy",
                 target="KL(q || p)",
                 cosine=math.nan,
@@ -65,9 +65,9 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
             ),
         ),
         zones=(
-            ZoneRow(of="gradient", low=-math.inf, high=-2.6112, value=10.0),
-            ZoneRow(of="value", low=11.0, high=math.inf, value=10.0),
-            ZoneRow(of="gradient", low=-1.0, high=1.5, value=0.0),
+            ZoneRow(kind="gradient", low=-math.inf, high=-2.6112, value=10.0),
+            ZoneRow(kind="value", low=11.0, high=math.inf, value=10.0),
+            ZoneRow(kind="gradient", low=-1.0, high=1.5, value=0.0),
         ),
         edges=(
             EdgeRow(
@@ -80,9 +80,9 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
         ),
         masks=(MaskRow(case="NaN", value_change=math.nan, gradient_change=0.0, problem="value is NaN"),),
         accuracy=(
-            AccuracyRow(dtype="float32", kl=1e-8, relative_error=0.4, forced=1e-6),
-            AccuracyRow(dtype="float32", kl=1e-2, relative_error=0.0, forced=1e-7),
-            AccuracyRow(dtype="bfloat16", kl=1e-8, relative_error=math.nan, forced=1e-6),
+            AccuracyRow(dtype="float32", kl=1e-8, relative_error=0.4, unavoidable_error=1e-6),
+            AccuracyRow(dtype="float32", kl=1e-2, relative_error=0.0, unavoidable_error=1e-7),
+            AccuracyRow(dtype="bfloat16", kl=1e-8, relative_error=math.nan, unavoidable_error=1e-6),
         ),
         calls=(CallRow(case=HOSTILE, problem=f"it is random: {HOSTILE}"),),
         notes=(HOSTILE,),

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.auditing import Situation, cases_of
+from kleash.auditing import AuditInputs, cases_of
 
 
 @dataclass(frozen=True)
 class Numbers:
     """The log ratios and weights, by hand."""
 
-    given: Situation
+    given: AuditInputs
 
     @property
     def u(self) -> Tensor:
@@ -41,12 +41,12 @@ class Numbers:
         return (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)
 
 
-def of(target: str, situation: Situation, carrier: str = "token_logp") -> tuple[Tensor, Tensor]:
+def of(target: str, inputs: AuditInputs, carrier: str = "token_logp") -> tuple[Tensor, Tensor]:
     """Value, and gradient of its sum in one of the policy's fields, of a case called by its convention."""
     (case,) = cases_of(target)
-    leaf = getattr(situation, carrier).clone().requires_grad_()
-    fields = {name: getattr(situation, name) for name in situation.__dataclass_fields__}
-    given = Situation(**{**fields, carrier: leaf})
+    leaf = getattr(inputs, carrier).clone().requires_grad_()
+    fields = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__}
+    given = AuditInputs(**{**fields, carrier: leaf})
 
     def bound(*given: Any) -> Tensor:
         return case.function(*given, **case.arguments)

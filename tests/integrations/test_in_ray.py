@@ -51,7 +51,7 @@ def true_kl():
 class Worker:
     def parts(self):
         import sys
-        from kleash.auditing.targets.installing import quiet, stand_ins
+        from kleash.auditing.targets.packages import quiet, stand_ins
         before = [name for name in sys.modules if name.startswith("openrlhf")]
         with stand_ins(("deepspeed", "flash_attn", "pylatexenc", "vllm", "uvicorn", "fastapi", "aiohttp")), quiet():
             import openrlhf.models.utils as utils

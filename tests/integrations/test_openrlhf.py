@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kleash.auditing.targets.installing import quiet, stand_ins
+from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.errors import CannotRunError, OptionError, ShapeError, UnknownNameError
 from kleash.extras import require_attributes
 from kleash.integrations.openrlhf import KLController, compute_approx_kl, compute_reward, install

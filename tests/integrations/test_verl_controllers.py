@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kleash.auditing.targets.installing import quiet, stand_ins
+from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.errors import CannotRunError, OptionError, UnknownNameError
 from kleash.extras import require_attributes
 from kleash.integrations.verl import CONTROLLER_TYPES, get_kl_controller, install

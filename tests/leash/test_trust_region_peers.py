@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kleash.auditing.targets.installing import quiet, stand_ins
+from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.leash import (
     binary_divergence_mask,
     geometric_mask,

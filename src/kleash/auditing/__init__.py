@@ -1,16 +1,16 @@
-"""What a given KL implementation, anyone's, really estimates and really differentiates."""
+"""Audit of KL implementations: what they estimate and what they differentiate."""
 
-from kleash.auditing.asking import audits_of, cases_of
+from kleash.auditing.api import audit, audits_of
 from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
-from kleash.auditing.findings import FINDINGS, require_kinds
-from kleash.auditing.running import audit
-from kleash.auditing.situations import Situation
+from kleash.auditing.findings.kinds import FINDINGS, require_kinds
+from kleash.auditing.inputs import AuditInputs
+from kleash.auditing.targets.resolution import cases_of
 
 __all__ = [
     "CONVENTIONS",
     "FINDINGS",
+    "AuditInputs",
     "Convention",
-    "Situation",
     "audit",
     "audits_of",
     "cases_of",

@@ -1,4 +1,4 @@
-"""How functions that compute a KL are called, and what comes back: a record for each way."""
+"""Conventions: how a KL function is called and what its result means, one record each."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kleash.auditing.situations import Situation
+from kleash.auditing.inputs import AuditInputs
 from kleash.divergences import DIVERGENCES
 from kleash.errors import OptionError
 from kleash.linear import Head
 from kleash.registry import look_up
 
-Call = Callable[[Callable[..., Any], Situation], Tensor]
+Call = Callable[[Callable[..., Any], AuditInputs], Tensor]
 Place = Literal["loss", "reward", "metric"]
 Gives = Literal["vocabulary", "token", "sequence", "mean"]
 Sees = Literal["tokens", "distributions", "hidden"]
@@ -24,33 +24,33 @@ class Convention:
     """How a function is called, and what its result is meant to be.
 
     Raises:
-        OptionError: if ``place``, ``gives``, ``sees`` or ``sign`` is none of what it may be.
-        UnknownNameError: if ``claims`` is no divergence of the table.
+        OptionError: if ``place``, ``gives``, ``sees`` or ``sign`` has an unknown value.
+        UnknownNameError: if ``claims`` is not a key of ``DIVERGENCES``.
     """
 
     name: str
     summary: str
     """The call in a line: ``f(token_logp, token_logq) -> [sequences, steps]``."""
     call: Call
-    """``call(function, situation)``: calls ``function`` and hands on the tensor that it gives."""
+    """``call(function, inputs)``: calls ``function`` with fields of ``AuditInputs`` and returns its tensor."""
     place: Place = "loss"
-    """"loss": the result is differentiated. "reward": it is detached and multiplies the score,
-    ``grad log p``, of the token and those before it. "metric": only its value counts."""
+    """"loss": the result is differentiated. "reward": it is detached and multiplies ``grad log p`` of the token
+    and of the earlier ones. "metric": only its value matters."""
     gives: Gives = "token"
     """"vocabulary" [sequences, steps, vocab], to be summed over the last axis; "token" [sequences, steps];
     "sequence" [sequences], the sum of each response; "mean", one number, the mean over the mask."""
     sees: Sees = "tokens"
-    """What it is given: sampled tokens' log-probabilities, whole distributions, or hidden states."""
+    """The kind of its arguments: log-probabilities of sampled tokens, whole distributions, or hidden states."""
     sign: Literal[1, -1] = 1
-    """-1 where it is meant to return minus the divergence."""
+    """-1 if it is meant to return minus the divergence."""
     takes_behaviour: bool = False
-    """Whether it is told from what the tokens were drawn, so that it could be right off-policy."""
+    """Whether it receives the behaviour log-probabilities, without which it cannot be right off-policy."""
     takes_mask: bool = False
     claims: str = "kl"
-    """The divergence it should be: a key of ``DIVERGENCES``; p is the policy, q the reference."""
+    """The divergence that it should compute: a key of ``DIVERGENCES``; p is the policy, q the reference."""
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing."""
+        """Check the fields."""
         for field, allowed in (
             ("place", ("loss", "reward", "metric")),
             ("gives", ("vocabulary", "token", "sequence", "mean")),
@@ -73,107 +73,112 @@ SHAPES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def from_fields(name: str, *taken: str, **options: Any) -> Convention:
-    """A function called with these fields of the situation, in this order."""
+def from_fields(name: str, *names: str, **options: Any) -> Convention:
+    """The convention of a function that takes these fields of ``AuditInputs``, in this order."""
     gives = SHAPES[options.get("gives", "token")]
     return Convention(
         name=name,
-        summary=f"f({', '.join(taken)}) -> {gives}",
-        call=lambda function, situation: function(*(getattr(situation, field) for field in taken)),
-        takes_behaviour="behaviour_logp" in taken,
-        takes_mask="mask" in taken,
+        summary=f"f({', '.join(names)}) -> {gives}",
+        call=lambda function, inputs: function(*(getattr(inputs, field) for field in names)),
+        takes_behaviour="behaviour_logp" in names,
+        takes_mask="mask" in names,
         **options,
     )
 
 
-def packed(name: str, *taken: str, **options: Any) -> Convention:
-    """A function of one axis: these fields of all tokens of all responses, one response after the other."""
+def packed(name: str, *names: str, **options: Any) -> Convention:
+    """The convention of a function on one axis: these fields, the tokens of all responses concatenated."""
 
-    def call(function: Callable[..., Any], given: Situation) -> Any:
-        flat = (getattr(given, field).flatten(0, 1) for field in taken)
-        found = function(*flat)
-        shape = given.tokens.shape
-        if isinstance(found, Tensor) and found.shape == (given.tokens.numel(),):
-            return found.reshape(shape)
-        return found
+    def call(function: Callable[..., Any], inputs: AuditInputs) -> Any:
+        result = function(*(getattr(inputs, field).flatten(0, 1) for field in names))
+        if isinstance(result, Tensor) and result.shape == (inputs.tokens.numel(),):
+            return result.reshape(inputs.tokens.shape)
+        return result
 
     return Convention(
         name=name,
-        summary=f"f({', '.join(taken)}) -> [tokens], all responses in a row",
+        summary=f"f({', '.join(names)}) -> [tokens], all responses concatenated",
         call=call,
-        takes_behaviour="behaviour_logp" in taken,
-        takes_mask="mask" in taken,
+        takes_behaviour="behaviour_logp" in names,
+        takes_mask="mask" in names,
         **options,
     )
 
 
-PAIR = ("token_logp", "token_logq")
+TOKEN_FIELDS = ("token_logp", "token_logq")
 
 
-def _sampled() -> list[Convention]:
+def _sampled_token_conventions() -> list[Convention]:
     return [
-        from_fields("loss", *PAIR),
-        from_fields("loss_with_mask", *PAIR, "mask"),
-        from_fields("loss_with_behaviour", *PAIR, "behaviour_logp"),
-        from_fields("loss_with_behaviour_and_mask", *PAIR, "behaviour_logp", "mask"),
-        from_fields("sequence_loss", *PAIR, gives="sequence"),
-        from_fields("sequence_loss_with_mask", *PAIR, "mask", gives="sequence"),
-        from_fields("sequence_loss_with_behaviour", *PAIR, "behaviour_logp", gives="sequence"),
-        from_fields("mean_loss", *PAIR, gives="mean"),
-        from_fields("mean_loss_with_mask", *PAIR, "mask", gives="mean"),
-        from_fields("mean_loss_with_behaviour", *PAIR, "behaviour_logp", gives="mean"),
-        from_fields("mean_loss_with_behaviour_and_mask", *PAIR, "behaviour_logp", "mask", gives="mean"),
-        from_fields("reward", *PAIR, place="reward"),
-        from_fields("reward_with_mask", *PAIR, "mask", place="reward"),
-        from_fields("sequence_reward", *PAIR, place="reward", gives="sequence"),
-        from_fields("metric", *PAIR, place="metric"),
-        packed("packed_loss", *PAIR),
-        packed("packed_loss_with_mask", *PAIR, "mask"),
-        packed("packed_reward", *PAIR, place="reward"),
-        packed("packed_metric", *PAIR, place="metric"),
-        from_fields("mean_metric_with_mask", *PAIR, "mask", place="metric", gives="mean"),
+        from_fields("loss", *TOKEN_FIELDS),
+        from_fields("loss_with_mask", *TOKEN_FIELDS, "mask"),
+        from_fields("loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp"),
+        from_fields("loss_with_behaviour_and_mask", *TOKEN_FIELDS, "behaviour_logp", "mask"),
+        from_fields("sequence_loss", *TOKEN_FIELDS, gives="sequence"),
+        from_fields("sequence_loss_with_mask", *TOKEN_FIELDS, "mask", gives="sequence"),
+        from_fields("sequence_loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp", gives="sequence"),
+        from_fields("mean_loss", *TOKEN_FIELDS, gives="mean"),
+        from_fields("mean_loss_with_mask", *TOKEN_FIELDS, "mask", gives="mean"),
+        from_fields("mean_loss_with_behaviour", *TOKEN_FIELDS, "behaviour_logp", gives="mean"),
+        from_fields(
+            "mean_loss_with_behaviour_and_mask", *TOKEN_FIELDS, "behaviour_logp", "mask", gives="mean"
+        ),
+        from_fields("reward", *TOKEN_FIELDS, place="reward"),
+        from_fields("reward_with_mask", *TOKEN_FIELDS, "mask", place="reward"),
+        from_fields("sequence_reward", *TOKEN_FIELDS, place="reward", gives="sequence"),
+        from_fields("metric", *TOKEN_FIELDS, place="metric"),
+        packed("packed_loss", *TOKEN_FIELDS),
+        packed("packed_loss_with_mask", *TOKEN_FIELDS, "mask"),
+        packed("packed_reward", *TOKEN_FIELDS, place="reward"),
+        packed("packed_metric", *TOKEN_FIELDS, place="metric"),
+        from_fields("mean_metric_with_mask", *TOKEN_FIELDS, "mask", place="metric", gives="mean"),
     ]
 
 
-def _whole() -> list[Convention]:
-    def of_head_records(function: Callable[..., Any], given: Situation) -> Tensor:
-        return function(given.hidden_p, Head(given.head_p), given.hidden_q, Head(given.head_q))
+def _distribution_conventions() -> list[Convention]:
+    def call_with_heads(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
+        return function(inputs.hidden_p, Head(inputs.head_p), inputs.hidden_q, Head(inputs.head_q))
 
-    whole = {"sees": "distributions"}
+    distributions = {"sees": "distributions"}
     return [
-        from_fields("log_probabilities", "logp", "logq", **whole),
-        from_fields("mean_log_probabilities", "logp", "logq", gives="mean", **whole),
-        from_fields("log_probabilities_with_mask", "logp", "logq", "mask", **whole),
-        from_fields("probabilities", "probs_p", "probs_q", **whole),
-        from_fields("kl_div", "logq", "probs_p", gives="vocabulary", **whole),
-        from_fields("kl_div_log_target", "logq", "logp", gives="vocabulary", **whole),
-        from_fields("logits", "logits_p", "logits_q", **whole),
-        from_fields("logits_with_mask", "logits_p", "logits_q", "mask", **whole),
-        from_fields("mean_logits", "logits_p", "logits_q", gives="mean", **whole),
-        from_fields("mean_logits_with_mask", "logits_p", "logits_q", "mask", gives="mean", **whole),
-        from_fields("distillation", "logits_p", "logits_q", claims="reverse_kl", **whole),
-        from_fields("mean_distillation", "logits_p", "logits_q", claims="reverse_kl", gives="mean", **whole),
+        from_fields("log_probabilities", "logp", "logq", **distributions),
+        from_fields("mean_log_probabilities", "logp", "logq", gives="mean", **distributions),
+        from_fields("log_probabilities_with_mask", "logp", "logq", "mask", **distributions),
+        from_fields("probabilities", "probs_p", "probs_q", **distributions),
+        from_fields("kl_div", "logq", "probs_p", gives="vocabulary", **distributions),
+        from_fields("kl_div_log_target", "logq", "logp", gives="vocabulary", **distributions),
+        from_fields("logits", "logits_p", "logits_q", **distributions),
+        from_fields("logits_with_mask", "logits_p", "logits_q", "mask", **distributions),
+        from_fields("mean_logits", "logits_p", "logits_q", gives="mean", **distributions),
+        from_fields("mean_logits_with_mask", "logits_p", "logits_q", "mask", gives="mean", **distributions),
+        from_fields("distillation", "logits_p", "logits_q", claims="reverse_kl", **distributions),
+        from_fields(
+            "mean_distillation", "logits_p", "logits_q", claims="reverse_kl", gives="mean", **distributions
+        ),
         from_fields("hidden", "hidden_p", "head_p", "hidden_q", "head_q", sees="hidden"),
         Convention(
             name="heads",
             summary="f(hidden_p, Head(head_p), hidden_q, Head(head_q)) -> [sequences, steps]",
-            call=of_head_records,
+            call=call_with_heads,
             sees="hidden",
         ),
     ]
 
 
 CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
-    {convention.name: convention for convention in [*_sampled(), *_whole()]}
+    {
+        convention.name: convention
+        for convention in [*_sampled_token_conventions(), *_distribution_conventions()]
+    }
 )
-"""Name -> record. ``p`` is the policy, ``q`` the reference; ``dataclasses.replace`` makes the neighbours."""
+"""Name -> record. ``p`` is the policy, ``q`` the reference; ``dataclasses.replace`` makes variants."""
 
 
-def convention_called(convention: "str | Convention") -> Convention:
-    """The record itself, or the one of the table that has this name.
+def resolve_convention(convention: "str | Convention") -> Convention:
+    """The record itself, or the one of ``CONVENTIONS`` with this name.
 
     Raises:
-        UnknownNameError: if there is none.
+        UnknownNameError: if no convention has this name.
     """
     if isinstance(convention, Convention):
         return convention

@@ -1,4 +1,4 @@
-"""What an audit found out about somebody's KL: its findings, its numbers and its verdict."""
+"""The record of an audit: findings, numbers and verdict."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -7,113 +7,127 @@ from typing import Literal
 
 from kleash.records.codec import decode, to_json
 
-AUDIT_SCHEMA = 2
-"""Raised when a field of an audit is renamed or means something else; readers take theirs and older."""
+AUDIT_SCHEMA = 3
+"""Raised when a field of an audit is renamed or its meaning changes; older audits can be read."""
 
 Severity = Literal["wrong", "fragile", "note"]
 
 FAULTS: tuple[Severity, ...] = ("wrong", "fragile")
-"""The severities that "fault" stands for."""
+"""The severities of a fault."""
+
+ZoneKind = Literal[
+    "value",
+    "gradient",
+    "gradient is rounded away",
+    "gradient is NaN",
+    "value along the importance ratio",
+    "gradient along the importance ratio",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that whoever uses the audited function should know."""
+    """One thing that a user of the audited function should know."""
 
     kind: str
     """A key of ``FINDINGS``: what ``--fail-on`` takes."""
     severity: Severity
-    """"wrong": in ordinary use it trains on, or reports, something else than the convention claims. "fragile": it
-    does so only at extreme log ratios, in low precision, or with garbage in the padding. "note": worth knowing."""
+    """"wrong": in ordinary use it trains on, or reports, another quantity than the convention claims. "fragile": only
+    at extreme log ratios, in low precision, or with unusual numbers in the padding. "note": no fault."""
     sentence: str
     where: str = ""
-    """On which pair, how sampled, in which precision."""
+    """The pair, the sampling or the precision that shows it."""
     remedy: str = ""
-    """What to change, in a line."""
+    """What to change, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRow:
-    """What the value is in expectation on one pair of distributions, by exact enumeration."""
+    """The expected value on one pair of distributions, by exact enumeration."""
 
-    world: str
-    """The pair: "near", "far", "peaked", "flat", "barely overlapping" or "sequences"."""
+    pair: str
+    """The toy distributions: "near", "far", "peaked", "flat", "barely overlapping" or "sequences"."""
     sampling: str
     """"on-policy" or "off-policy"."""
     level: str
-    """What ``exact`` is: "token" (next-token divergences at the sampled prefixes) or "sequence"."""
+    """The level of ``exact``: "token" (the sum of next-token divergences along sampled prefixes) or "sequence"."""
     exact: float
     """The divergence that the convention claims, in nats."""
     expected: float
-    """The mean of the function's value, its sign turned to +KL; summed over the steps."""
+    """The mean of the function's value, with the sign of +KL, summed over the steps."""
     bias: float
     """expected − exact."""
     standard_deviation: float
-    """Of one sampled response's value."""
+    """Of the value of one sampled response."""
     lowest: float
-    """The smallest value of a single response (of a token, where the world has one step)."""
+    """The smallest value of a single response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRow:
-    """The expected gradient in the policy's logits, beside that of one divergence."""
+    """The expected gradient in the policy's logits, compared with that of one divergence."""
 
-    world: str
+    pair: str
     sampling: str
     target: str
-    """Whose gradient it is compared with: "KL(p || q)", …, "sequence KL(p || q)"."""
+    """The divergence whose gradient it is compared with: "KL(p || q)", …, "sequence KL(p || q)"."""
     cosine: float
-    """Between the two; NaN where either is zero."""
+    """Between the two gradients; NaN where either is zero."""
     relative_size: float
-    """The length of the function's gradient over that of the target's."""
+    """The norm of the function's gradient over that of the target's."""
     relative_error: float
-    """The length of their difference over that of the target's."""
+    """The norm of their difference over that of the target's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZoneRow:
-    """A range of the log ratio, log p − log q, over which something stands still."""
+    """A range of the log ratio, log p − log q, in which value or gradient does not follow it."""
 
-    of: str
-    """"value" (it does not change) or "gradient" (it is zero)."""
+    kind: ZoneKind
+    """"value" (it is constant), "gradient" (it is zero), or another condition."""
     low: float
-    """Where the range begins, in nats; -Infinity where it goes on beyond what was scanned."""
+    """The lower end in nats; -Infinity if the range extends beyond the scan."""
     high: float
-    """Where it ends; Infinity where it goes on beyond what was scanned."""
+    """The upper end in nats; Infinity if the range extends beyond the scan."""
     value: float
-    """The function's value there."""
+    """The function's value in the range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeRow:
-    """One extreme input, in float32 unless the case says otherwise."""
+    """Value and gradient on one extreme input, in float32 unless the case says otherwise."""
 
     case: str
     exact: float
-    """The claimed divergence there (of whole distributions), or NaN where one sampled token has none."""
+    """The claimed divergence, or NaN where a single sampled token does not determine it."""
     value: float
     gradient: float
-    """The largest entry by size; NaN if any is NaN; NaN also where no gradient is asked for."""
+    """The entry with the largest absolute value; NaN if any is NaN, or if there is no gradient."""
     problem: str
-    """"", or what is wrong: "value is NaN", "gradient is NaN", "raised …"."""
+    """What is wrong, in words: "value is NaN", "gradient is NaN", the message of an error; "" if nothing is."""
+    defect: str = ""
+    """The same as a code: "nan_value", "finite_for_infinity", "hidden_nan", "error", …."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskRow:
-    """What happens to the result when what is masked changes."""
+    """The effect of the numbers at masked positions."""
 
     case: str
-    """What stood in the padding."""
+    """The numbers in the padding."""
     value_change: float
-    """The largest change of a value that counts; NaN if one became NaN."""
+    """The largest change of an unmasked value; NaN if one became NaN."""
     gradient_change: float
     """The largest change of the gradient, the padding's own included; NaN if it became NaN."""
     problem: str
+    """What is wrong, in words; "" if nothing is."""
+    defect: str = ""
+    """The same as a code: "denominator", "nonfinite_value", "value_change", "error", …."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow:
-    """The error against float64 on the same rounded inputs."""
+    """The error against float64 on the same rounded inputs, for one pair."""
 
     dtype: str
     """Of the inputs."""
@@ -121,30 +135,32 @@ class AccuracyRow:
     """KL(p || q) of the pair, in nats."""
     relative_error: float
     """Root mean square of the error over that of the right values."""
-    forced: float
-    """The same for the formula evaluated with care in float32."""
+    unavoidable_error: float
+    """The same for an accurate formula evaluated in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallRow:
-    """Whether a call depends on, or changes, anything but its arguments."""
+    """One check that the result depends on the arguments alone, and that the call changes nothing else."""
 
     case: str
-    """What was done."""
+    """What was done or compared."""
     problem: str
-    """"" if the result was that of a pure function; otherwise what happened."""
+    """How the call was impure, in words; "" if it was pure."""
+    defect: str = ""
+    """The same as a code: "changed", "process_seed", "overwritten", "error", …."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurveRow:
-    """Value and gradient at one log ratio, in float32, beside the right ones."""
+    """Value and gradient at one log ratio in float32, and the right ones."""
 
     log_ratio: float
     """log p - log q of the sampled token; for whole distributions of two tokens, the difference of their log-odds."""
     value: float
     right_value: float
     gradient: float
-    """In the token's log-probability, or in the first token's logit; NaN where no gradient is asked for."""
+    """In the token's log-probability, or in the first token's logit; NaN if there is none."""
     right_gradient: float
 
 
@@ -154,24 +170,24 @@ class Audit:
 
     schema: int = AUDIT_SCHEMA
     target: str
-    """What was audited."""
+    """The name of the audited function."""
     convention: str
-    """The name of the convention by which it was called."""
+    """The name of the convention."""
     summary: str
-    """How it was called, in a line."""
+    """How it was called, in one line."""
     place: str
     """"loss", "reward" or "metric"."""
     claims: str
-    """The divergence it should be: a key of ``DIVERGENCES``."""
+    """The divergence that it should compute: a key of ``DIVERGENCES``."""
     arguments: Mapping[str, str]
-    """Keyword arguments bound to it, as Python would print them."""
+    """Keyword arguments bound to it, as their ``repr``."""
     value: str
-    """What its expected value is, in words: "KL(p || q)", "2 x KL(p || q)", … or "none of the table"."""
+    """The quantity that its expected value is: "KL(p || q)", "2 x KL(p || q)", … or "none of the table"."""
     gradient: str
-    """What its expected gradient follows on-policy, in the same words, or "zero"; "none" where no gradient
-    flows, "" where none is asked for."""
+    """The quantity whose gradient its expected gradient is on-policy, or "zero"; "none" if it is detached, "" for a
+    metric."""
     estimator: str
-    """The estimator it computes token by token ("k1", "abs", "k2", "k3"), or ""."""
+    """The estimator that it computes for each sampled token ("k1", "abs", "k2", "k3"), or ""."""
     verdict: tuple[str, ...]
     """The result in sentences."""
     findings: tuple[Finding, ...]
@@ -182,52 +198,52 @@ class Audit:
     masks: tuple[MaskRow, ...]
     accuracy: tuple[AccuracyRow, ...]
     value_range: str = ""
-    """As long as which log ratios ``value`` holds, in words, where it is clamped beyond; "" where it is not."""
+    """The log ratios for which ``value`` is true, if it is clamped beyond; "" otherwise."""
     gradient_range: str = ""
     """The same for ``gradient``."""
     gradient_level: str = ""
-    """Over responses of several tokens, whose gradient it is on-policy: "token" (the sum of the next-token
-    divergences along sampled prefixes), "sequence" (the divergence between whole responses), "both", "neither";
-    "" where that was not asked."""
+    """Over responses of several tokens, the level of the on-policy gradient: "token" (the sum of next-token
+    divergences along sampled prefixes), "sequence" (the divergence between whole responses), "both" or "neither";
+    "" if the gradient is not that of the claimed divergence."""
     calls: tuple[CallRow, ...] = ()
     curve: tuple[CurveRow, ...] = ()
     right_value_is: str = ""
-    """What ``right_value`` of the curve is: an estimator, or a divergence."""
+    """The estimator or the divergence that ``right_value`` of the curve is."""
     notes: tuple[str, ...] = ()
-    """What the reader should know about how the target was run: stubs, adapters."""
+    """How the target was run: stand-ins, adapters."""
     versions: Mapping[str, str]
-    """kleash, python, torch and, where it has one, the target's package."""
+    """Of kleash, python, torch and the target's package."""
 
     @property
     def faults(self) -> tuple[Finding, ...]:
-        """The findings that contradict what the convention claims: those that are wrong or fragile."""
+        """The findings that are wrong or fragile."""
         return tuple(finding for finding in self.findings if finding.severity in FAULTS)
 
     @property
     def is_pure(self) -> bool:
-        """Whether the result depends on the arguments alone, and changes nothing but itself."""
+        """Whether the result depends on the arguments alone, and the call changes nothing else."""
         return not any(row.problem for row in self.calls)
 
     def failing(self, kinds: Collection[str]) -> tuple[Finding, ...]:
         """The findings of these kinds, whatever their severity.
 
-        "wrong", "fragile" and "note" stand for all of that severity, "fault" for wrong and fragile.
+        "wrong", "fragile" and "note" mean all findings of that severity, "fault" means wrong and fragile.
         """
-        chosen = {*kinds, *(FAULTS if "fault" in kinds else ())}
-        return tuple(f for f in self.findings if f.kind in chosen or f.severity in chosen)
+        names = {*kinds, *(FAULTS if "fault" in kinds else ())}
+        return tuple(f for f in self.findings if f.kind in names or f.severity in names)
 
     def to_json(self) -> str:
-        """The audit as JSON text; what is not finite is a string."""
+        """The audit as JSON text; non-finite numbers are strings."""
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Audit":
-        """The audit that ``to_json`` made this text of.
+        """The audit from the text of ``to_json``.
 
-        Schema 1 knew one severity above "note", "fault": it is read as "wrong".
+        Schema 1 had one severity above "note", "fault", which is read as "wrong".
 
         Raises:
-            ValueError, TypeError, KeyError: if the text is something else.
+            ValueError, TypeError, KeyError: if the text is no audit.
         """
         data = json.loads(text)
         for finding in data["findings"]:

@@ -22,6 +22,11 @@ RENAMED_FIELDS: Mapping[str, Mapping[str, str]] = {
         "trackers": "report_to",
         "watch": "on_hacking",
     },
+    # Until schema 2 of audits.
+    "ValueRow": {"world": "pair"},
+    "GradientRow": {"world": "pair"},
+    "ZoneRow": {"of": "kind"},
+    "AccuracyRow": {"forced": "unavoidable_error"},
 }
 """Record -> former name of a field -> its current name; "settings" are a job's options in ``run.json``.
 

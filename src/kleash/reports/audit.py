@@ -111,7 +111,7 @@ def accuracy_chart(name: str, audit: Audit) -> Chart | None:
         in_dtype = [row for row in rows if row.dtype == dtype]
         data.append(_error_trace(in_dtype, [row.relative_error for row in in_dtype], dtype, color, "solid"))
         label = f"{dtype}, accurate formula"
-        data.append(_error_trace(in_dtype, [row.forced for row in in_dtype], label, color, "dot"))
+        data.append(_error_trace(in_dtype, [row.unavoidable_error for row in in_dtype], label, color, "dot"))
     worst = max(rows, key=lambda row: -1.0 if isnan(row.relative_error) else row.relative_error)
     return Chart(
         name=name,
@@ -131,7 +131,7 @@ def accuracy_chart(name: str, audit: Audit) -> Chart | None:
         ),
         header=("Inputs", "KL, nats", "Relative error", "Accurate formula"),
         rows=tuple(
-            (row.dtype, *(format_or_dash(value) for value in (row.kl, row.relative_error, row.forced)))
+            (row.dtype, *(format_or_dash(value) for value in (row.kl, row.relative_error, row.unavoidable_error)))
             for row in rows
         ),
     )
@@ -177,7 +177,7 @@ def curve_charts(number: int, audit: Audit) -> list[Chart]:
 
 
 def _curve_chart(name: str, quantity: str, audit: Audit) -> Chart:
-    zones = [zone for zone in audit.zones if zone.of in FLAT_ZONES[quantity]]
+    zones = [zone for zone in audit.zones if zone.kind in FLAT_ZONES[quantity]]
     limit = _x_limit(zones)
     is_per_token = any(row.log_ratio < 0 for row in audit.curve)
     points = [
@@ -293,6 +293,6 @@ def _description(quantity: str, zones: Sequence[ZoneRow], correct_label: str, is
     if not zones:
         return f"{text}."
     state = {"value": "does not change", "gradient": "is zero"}[quantity]
-    if any(zone.of == "gradient is NaN" for zone in zones):
+    if any(zone.kind == "gradient is NaN" for zone in zones):
         state += " or NaN"
     return f"{text}; shaded, where the {quantity} {state}: {', '.join(map(format_zone, zones))} nats."

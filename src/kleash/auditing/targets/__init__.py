@@ -1,7 +1,7 @@
 """What can be audited: the KL code of known packages by name, and any function at a dotted path."""
 
-from kleash.auditing.targets.case import Case, Target
-from kleash.auditing.targets.dotted import arguments_of, function_at
-from kleash.auditing.targets.peers import TARGETS
+from kleash.auditing.targets.cases import Case, Target
+from kleash.auditing.targets.registry import TARGETS
+from kleash.auditing.targets.resolution import function_at, parse_arguments
 
-__all__ = ["TARGETS", "Case", "Target", "arguments_of", "function_at"]
+__all__ = ["TARGETS", "Case", "Target", "function_at", "parse_arguments"]

@@ -7,7 +7,8 @@ GPU and are not audited here.
 import torch
 from torch import Tensor
 
-from kleash.auditing.targets.dotted import import_target
+from kleash.auditing.targets.cases import MEAN_OF_HIDDEN, STUDENT_NOTE, Target, claiming, make_case
+from kleash.auditing.targets.packages import import_target
 
 
 def grpo_loss(
@@ -21,15 +22,15 @@ def grpo_loss(
 ) -> Tensor:
     """The loss inside Liger's ``LigerFusedLinearGRPOLoss`` with advantages 0 and beta 1: its KL term, a scalar.
 
-    From log-probabilities on; the layer computes those from hidden states, in chunks of one sequence.
+    It starts from log-probabilities, which the layer computes from hidden states, one sequence at a time.
     """
     function = import_target("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction
-    counted = mask.to(token_logp.dtype)
+    token_mask = mask.to(token_logp.dtype)
     loss, _ = function.ppo_loss_fn(
         token_logp,
-        counted,
+        token_mask,
         torch.zeros(len(token_logp), dtype=token_logp.dtype),
-        counted,
+        token_mask,
         ref_per_token_logps=token_logq,
         old_per_token_logps=behaviour_logp,
         beta=1.0,
@@ -40,7 +41,7 @@ def grpo_loss(
 
 
 def uncorrected_grpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
-    """The same without its bias correction, for which it need not know what the tokens were drawn from."""
+    """``grpo_loss`` without bias correction, which needs no behaviour log-probabilities."""
     return grpo_loss(token_logp, token_logq, None, mask)
 
 
@@ -58,3 +59,45 @@ def jsd_loss(
     rows_p, rows_q = hidden_p.flatten(0, -2), hidden_q.flatten(0, -2)
     labels = torch.zeros(len(rows_p), dtype=torch.long)
     return loss(rows_p, weight_p, rows_q, weight_q, labels)
+
+
+LIGER_GRPO = "liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOFunction.ppo_loss_fn"
+GRPO_NOTE = (
+    "advantages 0 and beta 1, so that the whole loss is its KL term; starting from the log-probabilities that "
+    "LigerFusedLinearGRPOLoss computes from hidden states"
+)
+LIGER = Target(
+    name="liger",
+    package="liger_kernel",
+    modules=("liger_kernel.chunked_loss",),
+    cases=(
+        make_case("grpo", uncorrected_grpo_loss, "mean_loss_with_mask", LIGER_GRPO, GRPO_NOTE),
+        make_case(
+            "grpo_bias_correction",
+            grpo_loss,
+            "mean_loss_with_behaviour_and_mask",
+            LIGER_GRPO,
+            GRPO_NOTE,
+            use_bias_correction_kl=True,
+        ),
+        *(
+            make_case(
+                name,
+                jsd_loss,
+                claiming(MEAN_OF_HIDDEN, claims),
+                "liger_kernel.chunked_loss.LigerFusedLinearJSDLoss",
+                STUDENT_NOTE,
+                "its cross-entropy weighted 0; not compiled",
+                beta=beta,
+            )
+            for name, beta, claims in (
+                ("jsd_forward", 0.0, "reverse_kl"),
+                ("jsd", 0.5, "jensen_shannon"),
+                ("jsd_reverse", 1.0, "kl"),
+            )
+        ),
+    ),
+    not_audited=(
+        "the Triton kernels (KLDiv, JSD, their fused linear forms, the Triton GRPO loss), which need a GPU",
+    ),
+)

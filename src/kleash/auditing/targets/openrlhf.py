@@ -1,13 +1,14 @@
-"""OpenRLHF's KL code: the estimators, and what they become as a loss and as a reward.
+"""OpenRLHF's KL code: the estimators, also as a loss and as a reward.
 
-OpenRLHF imports packages that cannot be installed everywhere: the target of that name stands in for
-them (``Target.load``) while it is imported. Nothing that is audited uses them.
+OpenRLHF imports packages that cannot be installed everywhere; the target replaces missing ones with stand-ins
+(``Target.load``), since no audited code uses them.
 """
 
 import torch
 from torch import Tensor
 
-from kleash.auditing.targets.dotted import import_target
+from kleash.auditing.targets.cases import MINUS_REWARD, Target, make_case
+from kleash.auditing.targets.packages import import_target
 
 
 def compute_approx_kl(
@@ -32,7 +33,7 @@ def kl_loss(
     kl_estimator: str = "k2",
     token_level_loss: bool = True,
 ) -> Tensor:
-    """OpenRLHF's estimator and ``aggregate_loss``, one after the other, as its actor calls them: a scalar."""
+    """OpenRLHF's estimator followed by ``aggregate_loss``, as its actor calls them: a scalar."""
     per_token = import_target("openrlhf.models.utils").compute_approx_kl(
         token_logp, token_logq, kl_estimator=kl_estimator
     )
@@ -46,3 +47,51 @@ def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_estima
     utils = import_target("openrlhf.models.utils")
     per_token = utils.compute_approx_kl(token_logp, token_logq, kl_estimator=kl_estimator)
     return utils.compute_reward(torch.zeros(len(token_logp), dtype=per_token.dtype), 1.0, per_token, mask)
+
+
+APPROX = "openrlhf.models.utils.compute_approx_kl"
+OPENRLHF = Target(
+    name="openrlhf",
+    package="openrlhf",
+    modules=("openrlhf.models.utils", "openrlhf.models.loss"),
+    stood_in=("deepspeed", "flash_attn", "pylatexenc"),
+    cases=(
+        *(
+            make_case(name, compute_approx_kl, "loss", APPROX, kl_estimator=name)
+            for name in ("k1", "k2", "k3")
+        ),
+        *(
+            make_case(
+                f"{name}_unbiased",
+                compute_approx_kl,
+                "loss_with_behaviour",
+                APPROX,
+                kl_estimator=name,
+                unbiased_gradient=True,
+            )
+            for name in ("k1", "k2", "k3")
+        ),
+        make_case(
+            "reward_k1",
+            kl_reward,
+            MINUS_REWARD,
+            "openrlhf.models.utils.compute_reward",
+            "scores of 0 and a coefficient of 1",
+            "compute_reward does not mask; OpenRLHF's actor passes log-probabilities that are 0 in the padding "
+            "(openrlhf.models.actor), and its advantages mask the rewards again",
+            fragile=("padding_counts",),
+        ),
+        *(
+            make_case(
+                name,
+                kl_loss,
+                "mean_loss_with_mask",
+                "openrlhf.models.loss.aggregate_loss",
+                "compute_approx_kl followed by aggregate_loss, as the actor calls them",
+                kl_estimator="k2",
+                token_level_loss=by_token,
+            )
+            for name, by_token in (("loss_by_token", True), ("loss_by_sample", False))
+        ),
+    ),
+)

@@ -1,141 +1,22 @@
-"""TRL's KL code, called as it stands: inside its trainers' loss, and in its distillation losses.
+"""TRL's KL code as an audit target: the losses of its trainers, and its distillation losses."""
 
-Each function here hands tensors to TRL's own code and its answer back; none of TRL's code is
-written again. A trainer's method is called on an object of the trainer's class that was never
-initialised and holds the few attributes that the method reads; all advantages are 0 and beta is 1,
-so that the whole loss is its KL term.
-"""
-
-from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kleash.auditing.targets.dotted import import_target
-
-
-class Alone:
-    """An accelerator with one process: what is gathered or reduced over all processes is one's own."""
-
-    num_processes = 1
-    sync_gradients = True
-
-    def gather(self, values: Tensor) -> Tensor:
-        """The values."""
-        return values
-
-    def reduce(self, values: Tensor, reduction: str = "sum") -> Tensor:
-        """The values."""
-        return values
-
-
-class Handed:
-    """In front of a trainer: the log-probabilities are handed over instead of computed by a model."""
-
-    handed: Tensor
-
-    def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
-        return self.handed, torch.zeros_like(self.handed.detach()), None
-
-
-ARGUMENTS = {
-    "use_bias_correction_kl": True,
-    "delta": None,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "steps_per_generation": 1,
-}
-"""What the loss reads of its configuration, at TRL's defaults."""
-
-
-def trainer_for(kind: type, token_logp: Tensor, **settings: Any) -> Any:
-    """A trainer of this class that was never initialised, with what its loss reads."""
-    trainer = object.__new__(type("Audited", (Handed, kind), {}))
-    vars(trainer).update(
-        handed=token_logp,
-        beta=1.0,
-        model=SimpleNamespace(training=True),
-        args=SimpleNamespace(
-            **{**ARGUMENTS, **{k: settings.pop(k) for k in list(settings) if k in ARGUMENTS}}
-        ),
-        accelerator=Alone(),
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        importance_sampling_level=settings.pop("importance_sampling_level", "token"),
-        loss_type=settings.pop("loss_type", "dapo"),
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
-        current_gradient_accumulation_steps=1,
-        max_completion_length=token_logp.shape[1],
-        _entropy_bonus_enabled=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        **settings,
-    )
-    return trainer
-
-
-def batch_of(
-    token_logp: Tensor, token_logq: Tensor, mask: Tensor, behaviour_logp: Tensor | None
-) -> dict[str, Any]:
-    """What the trainer calls its inputs: a prompt of one token before each response, advantages 0."""
-    sequences = token_logp.shape[0]
-    one = torch.ones(sequences, 1, dtype=torch.long)
-    counted = mask.to(torch.long)
-    return {
-        "prompt_ids": one,
-        "prompt_mask": one,
-        "completion_ids": torch.zeros_like(counted),
-        "completion_mask": counted,
-        "advantages": torch.zeros(sequences, dtype=token_logp.dtype),
-        "old_per_token_logps": behaviour_logp,
-        "ref_per_token_logps": token_logq,
-        "num_items_in_batch": counted.sum(),
-    }
-
-
-def grpo_loss(
-    token_logp: Tensor,
-    token_logq: Tensor,
-    behaviour_logp: Tensor | None,
-    mask: Tensor,
-    *,
-    use_bias_correction_kl: bool = True,
-    loss_type: str = "dapo",
-    importance_sampling_level: str = "token",
-) -> Tensor:
-    """The loss of TRL's ``GRPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
-    kind = import_target("trl.trainer.grpo_trainer").GRPOTrainer
-    trainer = trainer_for(
-        kind,
-        token_logp,
-        use_bias_correction_kl=use_bias_correction_kl,
-        loss_type=loss_type,
-        importance_sampling_level=importance_sampling_level,
-    )
-    return trainer._compute_loss(None, batch_of(token_logp, token_logq, mask, behaviour_logp))
-
-
-def uncorrected_grpo_loss(
-    token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, loss_type: str = "dapo"
-) -> Tensor:
-    """The same with ``use_bias_correction_kl=False``, which need not know what the tokens were drawn from."""
-    return grpo_loss(token_logp, token_logq, None, mask, use_bias_correction_kl=False, loss_type=loss_type)
-
-
-def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
-    """The loss of TRL's experimental ``GMPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
-    kind = import_target("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer
-    trainer = trainer_for(kind, token_logp)
-    return trainer._compute_loss(None, batch_of(token_logp, token_logq, mask, None))
+from kleash.auditing.targets.cases import (
+    MINUS_SEQUENCE_REWARD,
+    SAMPLED_FROM_LOGITS,
+    STUDENT_NOTE,
+    TOP_2_NOTE,
+    Case,
+    Target,
+    claiming,
+    make_case,
+)
+from kleash.auditing.targets.packages import import_target
+from kleash.auditing.targets.trl_trainers import gmpo_loss, grpo_loss, rloo_reward, uncorrected_grpo_loss
 
 
 def chunked_divergence(
@@ -194,3 +75,115 @@ def sampled_self_distillation(logits_p: Tensor, logits_q: Tensor, tokens: Tensor
     """TRL's ``compute_sampled_token_self_distillation_loss``, per token."""
     loss = import_target("trl.experimental.sdft.loss_utils").compute_sampled_token_self_distillation_loss
     return loss(logits_p, logits_q, tokens, distillation_alpha=1.0)
+
+
+GRPO_PATH = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
+MEAN_WITH_BEHAVIOUR = "mean_loss_with_behaviour_and_mask"
+UNINITIALISED_NOTE = (
+    "the trainer's own method, on an object that was never initialised and holds the few attributes that it "
+    "reads, with advantages 0 and beta 1, so that the whole loss is its KL term"
+)
+
+
+def grpo_case(name: str, *notes: str, **arguments: Any) -> Case:
+    """TRL's GRPO loss with these settings."""
+    return make_case(name, grpo_loss, MEAN_WITH_BEHAVIOUR, GRPO_PATH, UNINITIALISED_NOTE, *notes, **arguments)
+
+
+def distillation_cases(name: str, beta: float, claims: str) -> tuple[Case, Case]:
+    """TRL's two implementations of the generalised Jensen-Shannon divergence, from hidden states and from logits."""
+    audits = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
+    chunked = make_case(
+        f"chunked_{name}", chunked_divergence, claiming("hidden", claims), audits, STUDENT_NOTE, beta=beta
+    )
+    audits = "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss"
+    gkd = make_case(
+        f"gkd_{name}", generalised_jsd, claiming("logits", claims), audits, STUDENT_NOTE, beta=beta
+    )
+    return chunked, gkd
+
+
+TRL = Target(
+    name="trl",
+    package="trl",
+    modules=(
+        "trl.trainer.grpo_trainer",
+        "trl.trainer.rloo_trainer",
+        "trl.experimental.gmpo.gmpo_trainer",
+        "trl.kernels.chunked_divergence",
+        "trl.experimental.gkd.gkd_trainer",
+        "trl.experimental.sdft.loss_utils",
+    ),
+    cases=(
+        grpo_case("grpo", "TRL's defaults: use_bias_correction_kl, loss type dapo (a mean over tokens)"),
+        make_case(
+            "grpo_plain",
+            uncorrected_grpo_loss,
+            "mean_loss_with_mask",
+            GRPO_PATH,
+            UNINITIALISED_NOTE,
+            "use_bias_correction_kl=False",
+        ),
+        grpo_case("grpo_sequence_ratio", importance_sampling_level="sequence"),
+        make_case(
+            "gmpo",
+            gmpo_loss,
+            "mean_loss_with_mask",
+            "trl.experimental.gmpo.gmpo_trainer.GMPOTrainer._compute_loss",
+            UNINITIALISED_NOTE,
+        ),
+        make_case(
+            "rloo",
+            rloo_reward,
+            MINUS_SEQUENCE_REWARD,
+            "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions",
+            "the trainer's own method, on an object that was never initialised, with scores of 0 and beta 1; read off "
+            "the advantage of each response in a group of two whose other response has a KL of 0",
+        ),
+        *distillation_cases("forward", 0.0, "reverse_kl"),
+        *distillation_cases("jsd", 0.5, "jensen_shannon"),
+        *distillation_cases("reverse", 1.0, "kl"),
+        make_case(
+            "gkd_masked",
+            generalised_jsd_batchmean,
+            "mean_logits_with_mask",
+            "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",
+            STUDENT_NOTE,
+            "with labels, and reduced as the trainer reduces it",
+            beta=1.0,
+        ),
+        make_case(
+            "sdft_full",
+            full_self_distillation,
+            "logits",
+            "trl.experimental.sdft.loss_utils.compute_full_logit_self_distillation_loss",
+            STUDENT_NOTE,
+            alpha=1.0,
+        ),
+        *(
+            make_case(
+                name,
+                top_k_self_distillation,
+                "logits",
+                "trl.experimental.sdft.loss_utils.compute_topk_self_distillation_loss",
+                STUDENT_NOTE,
+                TOP_2_NOTE,
+                k=2,
+                alpha=1.0,
+                add_tail=add_tail,
+            )
+            for name, add_tail in (("sdft_topk", False), ("sdft_topk_tail", True))
+        ),
+        make_case(
+            "sdft_sampled",
+            sampled_self_distillation,
+            SAMPLED_FROM_LOGITS,
+            "trl.experimental.sdft.loss_utils.compute_sampled_token_self_distillation_loss",
+            STUDENT_NOTE,
+        ),
+    ),
+    not_audited=(
+        "OnlineDPOTrainer and AsyncGRPOTrainer, which only log a KL, inside their training step",
+        "the Triton kernels of chunked_divergence, which need a GPU; the PyTorch ones were run",
+    ),
+)

@@ -1,4 +1,4 @@
-"""verl's KL code: the penalty, what it becomes as a loss and as a reward, and distillation on the top k."""
+"""verl's KL code: the penalty, also as a loss and as a reward, and distillation on the top k."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.auditing.targets.dotted import import_target
+from kleash.auditing.targets.cases import MINUS_REWARD, STUDENT_NOTE, TOP_2_NOTE, Target, claiming, make_case
+from kleash.auditing.targets.packages import import_target
 
 
 def kl_penalty(token_logp: Tensor, token_logq: Tensor, *, kl_penalty: str = "kl") -> Tensor:
@@ -22,16 +23,16 @@ def kl_loss(
     kl_penalty: str = "low_var_kl",
     loss_agg_mode: str = "token-mean",
 ) -> Tensor:
-    """verl's penalty and ``agg_loss``, one after the other, as its actor's loss calls them: a scalar."""
+    """verl's penalty followed by ``agg_loss``, as its actor's loss calls them: a scalar."""
     core = import_target("verl.trainer.ppo.core_algos")
     per_token = core.kl_penalty(logprob=token_logp, ref_logprob=token_logq, kl_penalty=kl_penalty)
     return core.agg_loss(loss_mat=per_token, loss_mask=mask, loss_agg_mode=loss_agg_mode)
 
 
-def kl_loss_of_each(
+def kl_loss_per_response(
     token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "low_var_kl"
 ) -> Tensor:
-    """The same by ``seq-mean-token-sum``, each response a batch of its own: the sum over its tokens."""
+    """``kl_loss`` with ``seq-mean-token-sum`` on each response alone: the sum over its tokens."""
     rows = zip(token_logp.split(1), token_logq.split(1), mask.split(1), strict=True)
     mode = "seq-mean-token-sum"
     return torch.stack([kl_loss(*row, kl_penalty=kl_penalty, loss_agg_mode=mode) for row in rows])
@@ -40,7 +41,7 @@ def kl_loss_of_each(
 def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "kl") -> Tensor:
     """verl's ``apply_kl_penalty`` on scores of 0 with a coefficient of 1: minus the KL, per token."""
     trainer = import_target("verl.trainer.ppo.ray_trainer")
-    batch = Batch(
+    batch = TensorBatch(
         response_mask=mask,
         token_level_scores=torch.zeros_like(token_logp),
         old_log_probs=token_logp,
@@ -51,8 +52,8 @@ def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalt
     return rewarded.batch["token_level_rewards"]
 
 
-class Batch(dict[str, Any]):
-    """A dictionary of tensors that knows how many rows they have."""
+class TensorBatch(dict[str, Any]):
+    """A dictionary of tensors with a batch size."""
 
     @property
     def batch_size(self) -> tuple[int]:
@@ -70,8 +71,7 @@ def forward_kl_topk(
 ) -> Tensor:
     """verl's distillation loss on the teacher's top k, per position: student p, teacher q.
 
-    ``log_prob_min_clamp`` at verl's default; the aggregation's clamp of the loss at 0 and 10 comes later
-    and is not part of this.
+    ``log_prob_min_clamp`` is verl's default. The clamp of the aggregated loss at 0 and 10 is not part of this.
     """
     losses = import_target("verl.trainer.distillation.fsdp.losses")
     student = logits_p.flatten(0, -2).unsqueeze(0)
@@ -79,18 +79,18 @@ def forward_kl_topk(
     settings = SimpleNamespace(
         use_chunked_topk=use_chunked_topk, chunked_topk_chunk_size=4096, log_prob_min_clamp=log_prob_min_clamp
     )
-    found = losses.compute_forward_kl_topk(
+    result = losses.compute_forward_kl_topk(
         student,
-        packed(teacher.values),
-        packed(teacher.indices),
+        packed_sequence(teacher.values),
+        packed_sequence(teacher.indices),
         SimpleNamespace(distillation_loss=settings),
         "thd",
     )
-    return found["distillation_losses"].reshape(logits_p.shape[:-1])
+    return result["distillation_losses"].reshape(logits_p.shape[:-1])
 
 
-def packed(rows: Tensor) -> Any:
-    """A single packed sequence, the layout in which verl hands over the teacher's log-probabilities."""
+def packed_sequence(rows: Tensor) -> Any:
+    """A single packed sequence, the layout of the teacher's log-probabilities in verl."""
     return torch.nested.as_nested_tensor([rows], layout=torch.jagged)
 
 
@@ -101,3 +101,79 @@ def rollout_metric(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, metr
         old_log_prob=token_logq.detach(), rollout_log_prob=token_logp.detach(), response_mask=mask.bool()
     )
     return torch.tensor(metrics[metric], dtype=token_logp.dtype)
+
+
+PENALTIES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+", "full")
+TWO_STEPS = "kl_penalty followed by agg_loss, as the actor's loss calls them"
+KL_PENALTY = "verl.trainer.ppo.core_algos.kl_penalty"
+VERL = Target(
+    name="verl",
+    package="verl",
+    modules=(
+        "verl.trainer.ppo.core_algos",
+        "verl.trainer.ppo.ray_trainer",
+        "verl.trainer.ppo.rollout_corr_helper",
+        "verl.trainer.distillation.fsdp.losses",
+    ),
+    stood_in=("uvicorn", "fastapi"),
+    cases=(
+        *(make_case(name, kl_penalty, "loss", KL_PENALTY, kl_penalty=name) for name in PENALTIES),
+        *(
+            make_case(
+                f"reward_{name}",
+                kl_reward,
+                MINUS_REWARD,
+                "verl.trainer.ppo.ray_trainer.apply_kl_penalty",
+                "scores of 0 and a coefficient of 1",
+                kl_penalty=name,
+            )
+            for name in ("kl", "abs", "mse", "low_var_kl")
+        ),
+        *(
+            make_case(
+                f"loss_{mode}",
+                kl_loss,
+                "mean_loss_with_mask",
+                "verl.trainer.ppo.core_algos.agg_loss",
+                TWO_STEPS,
+                kl_penalty="low_var_kl+",
+                loss_agg_mode=mode,
+            )
+            for mode in ("token-mean", "seq-mean-token-mean")
+        ),
+        make_case(
+            "loss_seq-mean-token-sum",
+            kl_loss_per_response,
+            "sequence_loss_with_mask",
+            "verl.trainer.ppo.core_algos.agg_loss",
+            TWO_STEPS,
+            "each response in a batch of its own",
+            kl_penalty="low_var_kl+",
+        ),
+        make_case(
+            "distillation_topk",
+            forward_kl_topk,
+            claiming("logits", "reverse_kl"),
+            "verl.trainer.distillation.fsdp.losses.compute_forward_kl_topk",
+            STUDENT_NOTE,
+            TOP_2_NOTE,
+            "the sum over the teacher's k likeliest tokens, the rest dropped; without the clamp of the aggregated loss",
+            k=2,
+        ),
+        *(
+            make_case(
+                f"rollout_{metric}",
+                rollout_metric,
+                "mean_metric_with_mask",
+                "verl.trainer.ppo.rollout_corr_helper.compute_offpolicy_metrics",
+                "the rollout engine is p, the trainer's policy q",
+                metric=metric,
+            )
+            for metric in ("kl", "k3_kl")
+        ),
+    ),
+    not_audited=(
+        "k1, k2 and k3: verl's other names for kl, mse and low_var_kl",
+        "the Megatron and fused kernels, which need a GPU or packages that are not installed",
+    ),
+)

@@ -1,0 +1,214 @@
+"""Expected values and gradients of the audited function: finite sums over every response."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.matching import QuantityMatch, cosine_similarity, match_gradients, match_values
+from kleash.auditing.quantities import (
+    divergence_label,
+    exact_values,
+    gradient_candidates,
+    quantity_values,
+    sequence_gradient,
+    token_gradient,
+)
+from kleash.auditing.toy_distributions import (
+    SAMPLINGS,
+    Sampling,
+    ToyDistributions,
+    one_token_distributions,
+    toy_distributions,
+)
+from kleash.divergences import DIVERGENCES
+from kleash.records.audit import GradientRow, ValueRow
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Expectation:
+    """The expected value and gradient of a function on one set of toy distributions."""
+
+    toy: ToyDistributions
+    sampling: Sampling
+    values: Float64[Tensor, "sequences parts"]
+    """The value of each token, or of the whole response if the function gives only that."""
+    totals: Float64[Tensor, " sequences"]
+    """The value of each response, summed over its steps."""
+    probabilities: Float64[Tensor, " sequences"]
+    gradient: Float64[Tensor, "prefixes vocab"] | None
+    """The gradient that training follows, in expectation; None if none is needed, or none flows."""
+    mean_error: float = 0.0
+    """The standard error of ``mean``, for a random function."""
+    gradient_error: float = 0.0
+    """The standard error of ``gradient``, as a norm."""
+
+    @cached_property
+    def mean(self) -> float:
+        """The expected value of a response."""
+        return (self.probabilities * self.totals).sum().item()
+
+    @cached_property
+    def standard_deviation(self) -> float:
+        """Of the value of one sampled response."""
+        return (self.probabilities * (self.totals - self.mean).square()).sum().sqrt().item()
+
+
+GROUPS = 12
+"""Repetitions of the expectation of a random function, from which standard errors are estimated."""
+
+
+def expectation(audited: AuditedFunction, toy: ToyDistributions, sampling: Sampling) -> Expectation:
+    """The expected value, and the expected gradient of training with the function in its place.
+
+    A loss is differentiated as it is; the sampling probabilities are not. A reward is detached, and the score of
+    each token is multiplied by the sum of the rewards from that token on. A random function is averaged over
+    repeated calls.
+    """
+    if audited.repeats == 1:
+        return _expectation_of_one_pass(audited, toy, sampling)
+    groups = [_expectation_of_one_pass(audited, toy, sampling) for _ in range(GROUPS)]
+    means = torch.tensor([group.mean for group in groups], dtype=torch.float64)
+    non_null = [group.gradient for group in groups if group.gradient is not None]
+    gradients = torch.stack(non_null) if non_null else None
+    return replace(
+        groups[0],
+        values=torch.stack([group.values for group in groups]).mean(0),
+        totals=torch.stack([group.totals for group in groups]).mean(0),
+        gradient=None if gradients is None else gradients.mean(0),
+        mean_error=(means.std() / GROUPS**0.5).item(),
+        gradient_error=0.0 if gradients is None else (gradients.std(0) / GROUPS**0.5).norm().item(),
+    )
+
+
+def _expectation_of_one_pass(
+    audited: AuditedFunction, toy: ToyDistributions, sampling: Sampling
+) -> Expectation:
+    logits = toy.logits_p.clone().requires_grad_()
+    inputs = toy.inputs(logits, sampling)
+    values = audited.values(inputs).double()
+    probabilities = toy.probabilities(sampling)
+    surrogate: Tensor | None = None
+    if audited.convention.place == "loss" and values.requires_grad:
+        surrogate = (probabilities * values.sum(-1)).sum()
+    elif audited.convention.place == "reward":
+        reward_to_go = values.detach().flip(-1).cumsum(-1).flip(-1)
+        surrogate = (probabilities * (reward_to_go * inputs.token_logp).sum(-1)).sum()
+    gradient = None
+    if surrogate is not None:
+        (gradient,) = audited.gradients(surrogate, logits)
+    return Expectation(
+        toy=toy,
+        sampling=sampling,
+        values=values.detach(),
+        totals=values.detach().sum(-1),
+        probabilities=probabilities,
+        gradient=gradient,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Expectations:
+    """The expectations on all toy distributions, on-policy and off-policy."""
+
+    audited: AuditedFunction
+    entries: tuple[Expectation, ...]
+
+    @property
+    def claimed_label(self) -> str:
+        """The label of the claimed divergence."""
+        return divergence_label(self.audited.convention.claims)
+
+    def one_token(self, sampling: Sampling) -> list[Expectation]:
+        """Those over a single token."""
+        return [e for e in self.entries if e.sampling == sampling and e.toy.steps == 1]
+
+    def sequences(self, sampling: Sampling) -> Expectation:
+        """The one over responses of three tokens."""
+        return next(e for e in self.entries if e.sampling == sampling and e.toy.steps > 1)
+
+    def matched_value(self, sampling: Sampling = "on-policy") -> QuantityMatch | None:
+        """The known quantity that the expected value is."""
+        expectations = self.one_token(sampling)
+        pairs = [toy.name for toy in one_token_distributions()]
+        return match_values(
+            tuple(e.mean for e in expectations),
+            quantity_values(),
+            pairs,
+            self.claimed_label,
+            tuple(e.mean_error for e in expectations),
+        )
+
+    def matched_gradient(self, sampling: Sampling = "on-policy") -> QuantityMatch | None:
+        """The known quantity whose gradient the expected gradient is."""
+        expectations = self.one_token(sampling)
+        gradients = {e.toy.name: e.gradient for e in expectations if e.gradient is not None}
+        if len(gradients) < len(expectations):
+            return None
+        candidates = {
+            label: {pair: token_gradient(pair, sampling, label) for pair in gradients}
+            for label in gradient_candidates()
+        }
+        errors = {e.toy.name: e.gradient_error for e in expectations}
+        return match_gradients(gradients, candidates, self.claimed_label, errors)
+
+    def value_rows(self) -> tuple[ValueRow, ...]:
+        """Bias and standard deviation of the value on each of the toy distributions."""
+        return tuple(
+            ValueRow(
+                pair=e.toy.name,
+                sampling=e.sampling,
+                level=level,
+                exact=exact,
+                expected=e.mean,
+                bias=e.mean - exact,
+                standard_deviation=e.standard_deviation,
+                lowest=e.totals.min().item(),
+            )
+            for e in self.entries
+            for level, exact in exact_values(e.toy, e.sampling, self.audited.convention.claims).items()
+        )
+
+    @cached_property
+    def gradient_rows(self) -> tuple[GradientRow, ...]:
+        """The expected gradient compared with that of every divergence, on each of the toy distributions."""
+        return tuple(
+            _gradient_row(e, e.gradient, label, target)
+            for e in self.entries
+            if e.gradient is not None
+            for label, target in _target_gradients(e, self.audited.convention.claims).items()
+        )
+
+
+def compute_expectations(audited: AuditedFunction) -> Expectations:
+    """The expectations on all toy distributions, on-policy and off-policy."""
+    return Expectations(
+        audited=audited,
+        entries=tuple(
+            expectation(audited, toy, sampling)
+            for toy in toy_distributions().values()
+            for sampling in SAMPLINGS
+        ),
+    )
+
+
+def _target_gradients(e: Expectation, claims: str) -> dict[str, Tensor]:
+    labels = [divergence_label(name) for name in DIVERGENCES]
+    targets = {label: token_gradient(e.toy.name, e.sampling, label) for label in labels}
+    if e.toy.steps > 1:
+        targets[f"sequence {divergence_label(claims)}"] = sequence_gradient(e.toy.name, claims)
+    return targets
+
+
+def _gradient_row(e: Expectation, gradient: Tensor, label: str, target: Tensor) -> GradientRow:
+    return GradientRow(
+        pair=e.toy.name,
+        sampling=e.sampling,
+        target=label,
+        cosine=cosine_similarity(gradient, target),
+        relative_size=(gradient.norm() / target.norm()).item(),
+        relative_error=((gradient - target).norm() / target.norm()).item(),
+    )

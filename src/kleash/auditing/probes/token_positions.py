@@ -1,0 +1,177 @@
+"""Responses of several tokens: whether value and gradient are right at every position, per token or per sequence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor
+
+from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.matching import MAX_STANDARD_ERRORS, TOLERANCE, QuantityMatch, cosine_similarity
+from kleash.auditing.probes.expectations import Expectation, Expectations, expectation
+from kleash.auditing.quantities import (
+    exact_values,
+    known_quantities,
+    prefix_probabilities,
+    sequence_gradient,
+    token_gradient,
+)
+from kleash.auditing.toy_distributions import SEQUENCES, ToyDistributions, toy_distributions
+from kleash.errors import KleashError
+
+Level = Literal["", "token", "sequence", "both", "neither"]
+
+ORDINALS = ("first", "second", "third")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionMatch:
+    """What a value or a gradient is for responses of three tokens, on-policy.
+
+    ``level`` is "token" for the sum of next-token divergences along sampled prefixes, "sequence" for the divergence
+    between whole responses; "" if it is already for one token no multiple of a known quantity.
+    """
+
+    level: Level
+    factors: tuple[float, ...] = ()
+    """For "neither": by which factor it is too large at each position; () if there is no such factor."""
+    factors_of: Literal["", "token", "sequence"] = ""
+    """The level that the factors refer to."""
+    token_cosine: float = float("nan")
+    """Of a gradient, with that of level "token"."""
+    sequence_cosine: float = float("nan")
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the factor is the same at every position."""
+        return bool(self.factors) and max(self.factors) - min(self.factors) <= TOLERANCE * max(
+            map(abs, self.factors)
+        )
+
+
+def match_value_by_position(
+    audited: AuditedFunction, expectations: Expectations, match: QuantityMatch | None
+) -> PositionMatch:
+    """Compare the expected value of a response with the quantity that it is for one token."""
+    if match is None or match.relation == "shifted" or match.quantity == "zero":
+        return PositionMatch(level="")
+    if known_quantities()[match.quantity].kind == "truncated":  # the vocabulary of three tokens is another
+        return PositionMatch(level="")
+    e = expectations.sequences("on-policy")
+    exact = _exact_by_position(e.toy, match)
+    slack = MAX_STANDARD_ERRORS * e.mean_error
+    is_token = abs(e.mean - sum(exact)) <= TOLERANCE * abs(sum(exact)) + slack
+    is_sequence = False
+    if match.quantity == expectations.claimed_label:
+        claims = audited.convention.claims
+        sequence_value = match.factor * exact_values(e.toy, "on-policy", claims)["sequence"]
+        is_sequence = abs(e.mean - sequence_value) <= TOLERANCE * abs(sequence_value) + slack
+    factors = _value_factors(audited, e, match, exact)
+    tolerance = TOLERANCE + slack / min(map(abs, exact))
+    is_right_at_each = (
+        not factors
+        or audited.convention.gives not in ("token", "vocabulary")
+        or all(abs(factor - 1) <= tolerance for factor in factors)
+    )
+    if (is_token or is_sequence) and (is_right_at_each or audited.convention.place != "metric"):
+        return PositionMatch(level=_level(is_token, is_sequence))
+    return PositionMatch(level="neither", factors=factors, factors_of="token")
+
+
+def match_gradient_by_position(audited: AuditedFunction, expectations: Expectations) -> PositionMatch:
+    """Compare the expected gradient with both levels, for a function whose gradient is right for one token."""
+    e = expectations.sequences("on-policy")
+    if e.gradient is None:
+        return PositionMatch(level="")
+    by_token = token_gradient(SEQUENCES, "on-policy", expectations.claimed_label)
+    by_sequence = sequence_gradient(SEQUENCES, audited.convention.claims)
+    slack = MAX_STANDARD_ERRORS * e.gradient_error
+    is_token, is_sequence = (
+        bool((e.gradient - target).norm() <= TOLERANCE * target.norm() + slack)
+        for target in (by_token, by_sequence)
+    )
+    if is_token or is_sequence:
+        return PositionMatch(level=_level(is_token, is_sequence))
+    neither = PositionMatch(
+        level="neither",
+        token_cosine=cosine_similarity(e.gradient, by_token),
+        sequence_cosine=cosine_similarity(e.gradient, by_sequence),
+    )
+    if factors := _gradient_factors(e, e.gradient, by_token):
+        return replace(neither, factors=factors, factors_of="token")
+    if factors := _gradient_factors(e, e.gradient, by_sequence):
+        return replace(neither, factors=factors, factors_of="sequence")
+    return neither
+
+
+def _level(is_token: bool, is_sequence: bool) -> Level:
+    if is_token and is_sequence:
+        return "both"
+    return "token" if is_token else "sequence"
+
+
+def _exact_by_position(toy: ToyDistributions, match: QuantityMatch) -> list[float]:
+    """The expected value of the matched quantity at each position."""
+    function = known_quantities()[match.quantity].function
+    by_prefix = function(toy.logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1))
+    expected = by_prefix * prefix_probabilities(toy, "on-policy")
+    return [match.factor * expected[_has_length(toy, step)].sum().item() for step in range(toy.steps)]
+
+
+def _has_length(toy: ToyDistributions, length: int) -> Bool[Tensor, " prefixes"]:
+    """The prefixes of this many tokens."""
+    is_chosen = torch.zeros(len(toy.logits_p), dtype=torch.bool)
+    is_chosen[toy.prefix_rows[:, length].unique()] = True
+    return is_chosen
+
+
+def _value_factors(
+    audited: AuditedFunction, e: Expectation, match: QuantityMatch, exact: Sequence[float]
+) -> tuple[float, ...]:
+    """The expected value over the exact one at each position; () if that cannot be determined."""
+    if e.values.shape[1] == e.toy.steps > 1:
+        means = (e.probabilities.unsqueeze(-1) * e.values).sum(0).tolist()
+    else:  # one number per response: let p and q differ at one position only
+        toys = single_position_distributions()
+        try:
+            means = [expectation(audited, toy, "on-policy").mean for toy in toys]
+        except KleashError:  # the function refuses p = q
+            return ()
+        exact = [_exact_by_position(toy, match)[step] for step, toy in enumerate(toys)]
+    if any(value == 0 for value in exact):
+        return ()
+    factors = tuple(mean / value for mean, value in zip(means, exact, strict=True))
+    return factors if all(abs(factor) < 1e6 for factor in factors) else ()
+
+
+@cache
+def single_position_distributions() -> tuple[ToyDistributions, ...]:
+    """The distributions over three tokens, with q = p except at the first, the second or the third position."""
+    toy = toy_distributions()[SEQUENCES]
+    return tuple(
+        replace(
+            toy,
+            name=f"{SEQUENCES}, apart at the {ORDINALS[step]} token",
+            logits_q=torch.where(_has_length(toy, step).unsqueeze(-1), toy.logits_q, toy.logits_p),
+        )
+        for step in range(toy.steps)
+    )
+
+
+def _gradient_factors(
+    e: Expectation, gradient: Tensor, target: Float64[Tensor, "prefixes vocab"]
+) -> tuple[float, ...]:
+    """The gradient over the target at each position; () if it is no multiple of it."""
+    factors: list[float] = []
+    for step in range(e.toy.steps):
+        rows = _has_length(e.toy, step)
+        part, target_part = gradient[rows], target[rows]
+        factor = ((part * target_part).sum() / target_part.square().sum()).item()
+        error = (part - factor * target_part).norm()
+        if error > TOLERANCE * target_part.norm() + MAX_STANDARD_ERRORS * e.gradient_error:
+            return ()
+        factors.append(factor)
+    return tuple(factors)

@@ -1,0 +1,114 @@
+"""The records of what is audited: one function and how it is called (a case), one package (a target)."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields, resolve_convention
+from kleash.auditing.targets.packages import INSTALL_COMMANDS, import_target, quiet, stand_ins, version_of
+from kleash.dotted import Function
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One function to audit, with its convention and arguments."""
+
+    name: str
+    function: Function
+    """Called by ``convention``; imports what it needs when it is called."""
+    convention: Convention
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments bound to it."""
+    audits: str = ""
+    """The dotted path of the package's code that runs."""
+    notes: tuple[str, ...] = ()
+    """How the code is run, for the reader of the audit."""
+    fragile: Collection[str] = ()
+    """Kinds of findings that the package's own trainer never causes (a note says why): fragile, not wrong."""
+    packages: tuple[str, ...] = ()
+    """The importable packages whose versions are recorded in the audit."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The installed versions of its packages."""
+        return {package: version_of(package) for package in self.packages}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A package whose KL code can be audited by name."""
+
+    name: str
+    package: str
+    """The importable package."""
+    modules: Sequence[str]
+    """The modules that its cases use."""
+    cases: tuple[Case, ...]
+    stood_in: tuple[str, ...] = ()
+    """Packages that its modules import and that no case uses: stand-ins replace missing ones."""
+    not_audited: tuple[str, ...] = ()
+    """KL code of the package that is not audited, and why."""
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return INSTALL_COMMANDS.get(self.package, f"pip install {self.package}")
+
+    def load(self) -> tuple[Case, ...]:
+        """Its cases, after importing all modules that they use.
+
+        Raises:
+            MissingExtraError: if the package is not installed; the message has the command that installs it.
+            UnknownNameError, CannotRunError: if the installed version lacks a module, or it cannot be imported.
+        """
+        with quiet(), stand_ins(self.stood_in) as missing:
+            import_target(self.package)
+            for module in self.modules:
+                import_target(module)
+        notes = tuple(
+            f"{name} is not installed: an empty module replaced it while {self.name} was imported"
+            for name in missing
+        )
+        return tuple(
+            replace(case, notes=(f"runs `{case.audits}`", *case.notes, *notes), packages=(self.package,))
+            for case in self.cases
+        )
+
+
+HIDDEN_FIELDS = ("hidden_p", "head_p", "hidden_q", "head_q")
+
+MINUS_REWARD = replace(CONVENTIONS["reward_with_mask"], name="minus_reward_with_mask", sign=-1)
+"""Minus the KL per token, as it is added to the scores."""
+MINUS_SEQUENCE_REWARD = replace(CONVENTIONS["sequence_reward"], name="minus_sequence_reward", sign=-1)
+MEAN_OF_HIDDEN = from_fields("mean_hidden", *HIDDEN_FIELDS, gives="mean", sees="hidden")
+SAMPLED_FROM_LOGITS = from_fields("sampled_from_logits", "logits_p", "logits_q", "tokens")
+
+STUDENT_NOTE = "the student is p, the teacher q"
+TOP_2_NOTE = "k = 2, so that a small vocabulary is truncated"
+
+
+def claiming(convention: str | Convention, claims: str) -> Convention:
+    """The convention of a function that should compute another divergence."""
+    record = resolve_convention(convention)
+    return replace(record, name=f"{record.name}, {claims}", claims=claims)
+
+
+def make_case(
+    name: str,
+    function: Function,
+    convention: str | Convention,
+    audits: str,
+    *notes: str,
+    fragile: Collection[str] = (),
+    **arguments: Any,
+) -> Case:
+    """A case; ``arguments`` are bound to the function, and the other parameters are fields of ``Case``."""
+    return Case(
+        name=name,
+        function=function,
+        convention=resolve_convention(convention),
+        audits=audits,
+        notes=notes,
+        fragile=fragile,
+        arguments=arguments,
+    )

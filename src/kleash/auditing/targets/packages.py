@@ -1,0 +1,141 @@
+"""Audited packages: how to install, import and version them, with stand-ins for missing unused dependencies."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from kleash import dotted
+from kleash.errors import CannotRunError
+
+INSTALL_COMMANDS = MappingProxyType(
+    {
+        "trl": "pip install trl",
+        "verl": (
+            "pip install --no-deps verl && pip install accelerate cachetools codetiming datasets hydra-core orjson "
+            "ray tensordict torchdata transformers"
+        ),
+        "openrlhf": "pip install --no-deps openrlhf && pip install datasets peft ray transformers",
+        "liger_kernel": "pip install liger-kernel",
+    }
+)
+"""Package -> the command that installs it; ``--no-deps`` where its pins conflict with other packages."""
+
+
+def import_target(name: str) -> ModuleType:
+    """The module called ``name``.
+
+    Raises:
+        MissingExtraError: if its package, or one that it imports, is not installed.
+        UnknownNameError: if the package has no such module.
+        CannotRunError: if importing the module raises.
+    """
+    return dotted.import_by_name(name, INSTALL_COMMANDS)
+
+
+def version_of(package: str) -> str:
+    """The installed version of an importable package; its file if it has no version."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pass
+    distributions = metadata.packages_distributions().get(package, [])
+    if distributions:
+        return metadata.version(distributions[0])
+    module = sys.modules.get(package)
+    return str(getattr(module, "__version__", None) or getattr(module, "__file__", None) or "unknown")
+
+
+@contextmanager
+def stand_ins(packages: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Make those of ``packages`` that are not installed importable inside the context.
+
+    They are empty modules: any name can be imported from them, and using it raises. They are removed from
+    ``sys.modules`` on exit, so that they cannot be taken for installed packages.
+
+    Yields:
+        The packages that are not installed.
+    """
+    missing = tuple(name for name in packages if not is_installed(name))
+    finder = StandInFinder(missing)
+    sys.meta_path.append(finder)
+    try:
+        yield missing
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, StandIn)]:
+            del sys.modules[name]
+
+
+def is_installed(package: str) -> bool:
+    """Whether any finder knows the package, without importing it."""
+    return package in sys.modules or any(
+        finder.find_spec(package, None) is not None
+        for finder in sys.meta_path
+        if hasattr(finder, "find_spec")
+    )
+
+
+class StandIn(ModuleType):
+    """An empty module that has a class of any name."""
+
+    def __getattr__(self, name: str) -> type:
+        """A class that can be imported and inherited from, but not instantiated."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (Unusable,), {"__module__": self.__name__})
+
+
+class Unusable:
+    """A class of a stand-in module."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Raise an error that names the missing package.
+
+        Raises:
+            CannotRunError: always.
+        """
+        package = type(self).__module__.partition(".")[0]
+        raise CannotRunError(
+            f"{type(self).__module__}.{type(self).__name__} is needed here; install {package}"
+        )
+
+
+class StandInFinder(MetaPathFinder, Loader):
+    """Finds an empty module for every module of some packages."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        """Find modules of ``packages``."""
+        self.packages = packages
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """A package, so that its submodules are looked up as well."""
+        if fullname.partition(".")[0] not in self.packages:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module."""
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module stays empty."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings and log messages of imported packages inside the context."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

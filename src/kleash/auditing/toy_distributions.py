@@ -1,0 +1,118 @@
+"""Toy p, q and behaviour distributions over short responses, on which every expectation is a finite sum."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from jaxtyping import Float64, Int
+from torch import Tensor
+
+from kleash.auditing.inputs import AuditInputs, make_inputs
+from kleash.divergences.enumeration import every_sequence
+
+Sampling = Literal["on-policy", "off-policy"]
+SAMPLINGS: tuple[Sampling, ...] = ("on-policy", "off-policy")
+
+VOCAB_SIZE = 8
+SEQUENCES = "sequences"
+"""The name of the toy distributions over responses of three tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ToyDistributions:
+    """p, q and a behaviour distribution over responses of a few tokens: a row of logits per prefix."""
+
+    name: str
+    steps: int
+    logits_p: Float64[Tensor, "prefixes vocab"]
+    logits_q: Float64[Tensor, "prefixes vocab"]
+    logits_behaviour: Float64[Tensor, "prefixes vocab"]
+    """Of the distribution that off-policy tokens are sampled from."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens in the vocabulary."""
+        return self.logits_p.shape[-1]
+
+    @cached_property
+    def tokens(self) -> Int[Tensor, "sequences steps"]:
+        """Every possible response."""
+        return every_sequence(self.vocab_size, self.steps)
+
+    @cached_property
+    def prefix_rows(self) -> Int[Tensor, "sequences steps"]:
+        """The row of logits of the prefix before each token of each response.
+
+        Prefixes are ordered by length, and as numbers in base ``vocab_size`` among those of one length.
+        """
+        tokens, rows = self.tokens, []
+        number = torch.zeros(len(tokens), dtype=torch.int64)
+        for step in range(self.steps):
+            shorter_prefixes = sum(self.vocab_size**length for length in range(step))
+            rows.append(shorter_prefixes + number)
+            number = number * self.vocab_size + tokens[:, step]
+        return torch.stack(rows, dim=1)
+
+    def sampling_logits(self, sampling: Sampling) -> Float64[Tensor, "prefixes vocab"]:
+        """The logits of the distribution that the tokens are sampled from."""
+        return self.logits_p if sampling == "on-policy" else self.logits_behaviour
+
+    def probabilities(self, sampling: Sampling) -> Float64[Tensor, " sequences"]:
+        """The probability of sampling each response."""
+        return self.cumulative_probabilities(sampling)[:, -1]
+
+    def cumulative_probabilities(self, sampling: Sampling) -> Float64[Tensor, "sequences steps"]:
+        """The probability of sampling each response up to and including each token."""
+        logp = self.sampling_logits(sampling).log_softmax(-1)[self.prefix_rows]
+        return logp.gather(-1, self.tokens.unsqueeze(-1)).squeeze(-1).cumsum(-1).exp()
+
+    def inputs(self, logits_p: Float64[Tensor, "prefixes vocab"], sampling: Sampling) -> AuditInputs:
+        """Every response once, with p given by ``logits_p``."""
+        rows = self.prefix_rows
+        return make_inputs(
+            logits_p[rows],
+            self.logits_q[rows],
+            self.tokens,
+            logits_behaviour=self.sampling_logits(sampling)[rows],
+        )
+
+
+@cache
+def toy_distributions() -> Mapping[str, ToyDistributions]:
+    """Five pairs over one token and one over responses of three tokens, by name."""
+    generator = torch.Generator().manual_seed(20)
+
+    def noise(prefixes: int = 1, vocab_size: int = VOCAB_SIZE) -> Tensor:
+        return torch.randn(prefixes, vocab_size, generator=generator, dtype=torch.float64)
+
+    first_half = (torch.arange(VOCAB_SIZE) < VOCAB_SIZE // 2).double()
+    favourite = (torch.arange(VOCAB_SIZE) == 2).double()
+    base, flat = noise(), 0.2 * noise()
+    pairs = {
+        "near": (base, base + 0.1 * noise()),
+        "far": (1.5 * noise(), 1.5 * noise()),
+        "peaked": (5 * favourite + 0.5 * noise(), 4 * favourite + noise()),
+        "flat": (flat, flat + 0.4 * noise()),
+        "barely overlapping": (6 * first_half + 0.5 * noise(), -6 * first_half + 0.5 * noise()),
+        SEQUENCES: (0.8 * noise(13, 3), 0.8 * noise(13, 3)),
+    }
+    return MappingProxyType(
+        {
+            name: ToyDistributions(
+                name=name,
+                steps=3 if name == SEQUENCES else 1,
+                logits_p=p,
+                logits_q=q,
+                logits_behaviour=0.6 * p + 0.3 * q + 0.4 * noise(*p.shape),
+            )
+            for name, (p, q) in pairs.items()
+        }
+    )
+
+
+def one_token_distributions() -> tuple[ToyDistributions, ...]:
+    """Those over a single token."""
+    return tuple(toy for toy in toy_distributions().values() if toy.steps == 1)

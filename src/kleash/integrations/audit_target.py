@@ -1,0 +1,50 @@
+"""kleash's own KL code as an audit target: losses and estimators of lower floors, and the drop-in for verl.
+
+Registered as the entry point ``kleash`` of the group ``kleash.audit_targets``.
+"""
+
+from torch import Tensor
+
+from kleash.auditing.targets import Target
+from kleash.auditing.targets.cases import make_case
+from kleash.divergences import kl
+from kleash.estimators import importance_weights, sampled_kl
+from kleash.integrations.verl import kl_penalty
+from kleash.linear import linear_kl
+from kleash.losses import kl_loss
+
+
+def weighted_kl_loss(
+    token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor, mask: Tensor, *, estimator: str = "k3"
+) -> Tensor:
+    """``kl_loss`` with token weights from ``importance_weights``, as off-policy training calls it."""
+    weights = importance_weights(token_logp, behaviour_logp, mask).values
+    return kl_loss(token_logp, token_logq, mask, estimator=estimator, weights=weights)
+
+
+def verl_kl_penalty(token_logp: Tensor, token_logq: Tensor, *, name: str = "low_var_kl+") -> Tensor:
+    """kleash's drop-in for verl's ``kl_penalty``."""
+    return kl_penalty(token_logp, token_logq, name)
+
+
+KLEASH = Target(
+    name="kleash",
+    package="kleash",
+    modules=(),
+    cases=(
+        make_case("kl_loss", kl_loss, "loss_with_mask", "kleash.losses.kl_loss"),
+        make_case("kl_loss_k2", kl_loss, "loss_with_mask", "kleash.losses.kl_loss", estimator="k2"),
+        make_case(
+            "kl_loss_weighted",
+            weighted_kl_loss,
+            "loss_with_behaviour_and_mask",
+            "kleash.losses.kl_loss",
+            "with the token weights of importance_weights",
+        ),
+        make_case("sampled_k1", sampled_kl, "reward", "kleash.estimators.sampled_kl", estimator="k1"),
+        make_case("sampled_k3", sampled_kl, "metric", "kleash.estimators.sampled_kl", estimator="k3"),
+        make_case("kl", kl, "log_probabilities", "kleash.divergences.kl"),
+        make_case("linear_kl", linear_kl, "heads", "kleash.linear.linear_kl"),
+        make_case("verl_k3+", verl_kl_penalty, "loss", "kleash.integrations.verl.kl_penalty"),
+    ),
+)
