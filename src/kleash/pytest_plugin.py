@@ -1,6 +1,6 @@
-"""The pytest fixture ``kleash_audit``: the audit of a KL function as a test of the project that it belongs to.
+"""The pytest fixture ``kleash_audit``: the audit of a KL function in a project's own tests.
 
-pytest loads this module in every project that kleash is installed beside, so it imports nothing.
+pytest loads this module wherever kleash is installed, so it imports torch and the audit only when it is used.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -10,21 +10,20 @@ import pytest
 
 if TYPE_CHECKING:
     from kleash.auditing import Convention
-    from kleash.records import Audit
+    from kleash.records import Audit, Finding
 
 
 @pytest.fixture(scope="session")
 def kleash_audit() -> "Callable[..., Audit]":
-    """A function that audits a KL function and fails the test with what it finds.
+    """A function that audits a KL function and fails the test if there are findings.
 
         def test_our_kl_penalty(kleash_audit):
             kleash_audit(kl_penalty, "loss", arguments={"kind": "k3"}, fail_on={"zero_gradient", "dead_gradient"})
 
-    It takes the function, the convention by which it is called (a name of ``kleash.auditing.CONVENTIONS`` or a
-    record of one's own), keyword ``arguments`` to bind, and ``fail_on``, the kinds of findings that fail
-    the test: keys of ``kleash.auditing.FINDINGS``, or "wrong", "fragile", "note" for all of that severity and
-    "fault" (the default) for wrong and fragile; several may stand in one text, with commas between. It
-    returns the ``Audit``.
+    Its arguments are the function, the convention by which it is called (a name of ``kleash.auditing.CONVENTIONS`` or
+    a record), keyword ``arguments`` to bind, and ``fail_on``, the kinds of findings that fail the test: keys of
+    ``kleash.auditing.FINDINGS``, or "wrong", "fragile" or "note" for all of that severity, or "fault" (the default)
+    for wrong and fragile; a string may hold several, separated by commas. It returns the ``Audit``.
     """
 
     def check(
@@ -37,27 +36,27 @@ def kleash_audit() -> "Callable[..., Audit]":
         from kleash.auditing import audit, require_kinds
         from kleash.errors import KleashError
 
-        named = (fail_on,) if isinstance(fail_on, str) else fail_on
-        kinds = tuple(kind.strip() for words in named for kind in words.split(",") if kind.strip())
+        lists = (fail_on,) if isinstance(fail_on, str) else fail_on
+        kinds = tuple(kind.strip() for names in lists for kind in names.split(",") if kind.strip())
         try:
             require_kinds(kinds)
-            found = audit(function, convention, arguments=arguments)
+            result = audit(function, convention, arguments=arguments)
         except KleashError as error:
             pytest.fail(f"kleash: {error}", pytrace=False)
-        failing = found.failing(kinds)
+        failing = result.failing(kinds)
         if failing:
-            pytest.fail(_explained(found, failing), pytrace=False)
-        return found
+            pytest.fail(_failure_message(result, failing), pytrace=False)
+        return result
 
     return check
 
 
-def _explained(found: "Audit", failing: Collection[Any]) -> str:
-    """What the test's reader sees: each finding with its kind, then the verdict."""
-    lines = [f"{found.target}, called as {found.summary}, fails its audit:"]
+def _failure_message(result: "Audit", failing: "Collection[Finding]") -> str:
+    """Each failing finding with its remedy, then the rest of the verdict."""
+    lines = [f"{result.target}, called as {result.summary}, fails its audit:"]
     for finding in failing:
         where = f" ({finding.where})" if finding.where else ""
         lines.append(f"  {finding.kind}: {finding.sentence}{where}")
         lines.append(f"    change: {finding.remedy}")
-    said = {finding.sentence for finding in failing}
-    return "\n".join([*lines, "", *(line for line in found.verdict if line not in said)])
+    sentences = {finding.sentence for finding in failing}
+    return "\n".join([*lines, "", *(line for line in result.verdict if line not in sentences)])

@@ -81,7 +81,7 @@ def test_which_mean_is_taken_over_a_batch():
         return masked(p, q, mask).sum() / mask.sum(-1).max()
 
     notes = [audit(function, "mean_loss_with_mask").notes for function in (of_all, of_means, of_longest)]
-    assert "over all tokens that count" in notes[0][0]
+    assert "over all unmasked tokens" in notes[0][0]
     assert "mean of the responses' means" in notes[1][0]
     assert "neither" in notes[2][0]
 

@@ -8,7 +8,7 @@ from shutil import copytree
 
 import pytest
 
-from kleash.records import Measurement, Number, PPOJob, TrainingFolder, read_steps
+from kleash.records import Audit, Measurement, Number, PPOJob, TrainingFolder, read_steps
 from kleash.records.codec import decode
 from kleash.records.renamed_fields import RENAMED_FIELDS
 from kleash.reports.training import write_training_report
@@ -52,6 +52,17 @@ def test_the_options_of_a_training_run_of_that_time_are_read_and_reported(tmp_pa
     assert settings.keys() <= {field.name for field in dataclasses.fields(PPOJob)} | {"algorithm"}
     page = write_training_report(folder).read_text(encoding="utf-8")
     assert "--lora-rank 2" in page and "--watch" not in page and "--decay" not in page
+
+
+def test_the_rows_of_an_audit_of_schema_2_are_read() -> None:
+    written = json.loads((OLD / "audited" / "audit.json").read_text())
+    audit = Audit.from_json((OLD / "audited" / "audit.json").read_text())
+    assert written["schema"] == audit.schema == 2
+    assert [row.pair for row in audit.values] == [row["world"] for row in written["values"]]
+    assert [row.pair for row in audit.gradients] == [row["world"] for row in written["gradients"]]
+    assert [row.kind for row in audit.zones] == [row["of"] for row in written["zones"]] != []
+    errors = [row.unavoidable_error for row in audit.accuracy]
+    assert errors == [row["forced"] for row in written["accuracy"]] != []
 
 
 def test_the_name_of_today_wins() -> None:
