@@ -131,7 +131,10 @@ def accuracy_chart(name: str, audit: Audit) -> Chart | None:
         ),
         header=("Inputs", "KL, nats", "Relative error", "Accurate formula"),
         rows=tuple(
-            (row.dtype, *(format_or_dash(value) for value in (row.kl, row.relative_error, row.unavoidable_error)))
+            (
+                row.dtype,
+                *(format_or_dash(value) for value in (row.kl, row.relative_error, row.unavoidable_error)),
+            )
             for row in rows
         ),
     )
