@@ -15,11 +15,11 @@ def kleash() -> Kleash:
     """Runs the command as a process of its own and checks its exit code."""
 
     def run(*words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "kleash", *map(str, words)], capture_output=True, text=True, timeout=300
         )
-        assert done.returncode == expect, f"{done.returncode}: {done.stdout}\n{done.stderr}"
-        return done
+        assert process.returncode == expect, f"{process.returncode}: {process.stdout}\n{process.stderr}"
+        return process
 
     return run
 

@@ -31,9 +31,11 @@ def failing(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixtu
         options = [*models, *out, "--max-new-tokens", 4, "--quiet", *words]
         capsys.readouterr()
         assert main(["measure", *map(str, options)]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.startswith("kleash: ") and said.err.count("\n") == 1, said.err
-        return said.err.removeprefix("kleash: ").strip()
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        error = captured.err
+        assert error.startswith("kleash: ") and error.count("\n") == 1, error
+        return error.removeprefix("kleash: ").strip()
 
     return run
 
@@ -50,8 +52,8 @@ def test_missing_empty_and_blank_source_files_raise(option: str, failing: Run, t
     assert failing(option, empty) == f"{empty} is empty; give a file of {KINDS}"
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
     (tmp_path / "folder").mkdir()
-    said = failing(option, tmp_path / "folder")
-    assert said == f"{tmp_path / 'folder'} is a folder; give a file of {KINDS}"
+    message = failing(option, tmp_path / "folder")
+    assert message == f"{tmp_path / 'folder'} is a folder; give a file of {KINDS}"
 
 
 @pytest.mark.parametrize(
@@ -103,8 +105,8 @@ def test_bytes_that_are_not_utf8_raise(failing: Run, tmp_path: Path) -> None:
 
 def test_a_prompt_longer_than_the_context_raises(failing: Run, tmp_path: Path) -> None:
     source = written(tmp_path / "long.txt", "short\n" + "sea " * 400)
-    said = failing("--prompts", source)
-    assert f"{source}, line 2: the prompt is" in said and "the models read at most 128" in said
+    message = failing("--prompts", source)
+    assert f"{source}, line 2: the prompt is" in message and "the models read at most 128" in message
 
 
 @pytest.mark.parametrize("role", ["policy", "reference"])
@@ -118,8 +120,8 @@ def test_nan_logits_are_reported_with_model_and_prompt(
     weights["model.embed_tokens.weight"][row] = torch.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     source = written(tmp_path / "p.jsonl", '{"text": "A long road"}\n{"text": "The sea was calm"}\n')
-    said = failing("--text", source, **{role: broken})
-    assert said.startswith(
+    message = failing("--text", source, **{role: broken})
+    assert message.startswith(
         f"the {role} gives NaN or infinite logits for prompt 1, sample 0 ({source}, line 2)"
     )
 
@@ -132,9 +134,9 @@ def test_missing_and_incompatible_models_raise(failing: Run, pair: tuple[Path, P
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["Ġthe"], vocabulary["Ġand"] = vocabulary["Ġand"], vocabulary["Ġthe"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    said = failing("--prompts", source, policy=other)
-    assert "the tokenizers differ in 2 tokens (the policy's has 300, the reference's 300)" in said
-    assert "'Ġand'" in said and "'Ġthe'" in said
+    message = failing("--prompts", source, policy=other)
+    assert "the tokenizers differ in 2 tokens (the policy's has 300, the reference's 300)" in message
+    assert "'Ġand'" in message and "'Ġthe'" in message
 
 
 def test_a_full_disk_keeps_the_finished_shards(
@@ -149,10 +151,10 @@ def test_a_full_disk_keeps_the_finished_shards(
         sync(descriptor)
 
     monkeypatch.setattr(kleash.records.atomic.os, "fsync", full)
-    said = failing("--prompts", source, "--batch-tokens", 8)
-    assert said.startswith("no space is left to write") and "what was finished is kept" in said
-    kept = sorted(path.name for path in (tmp_path / "run" / "sequences").iterdir())
-    assert kept == ["part-00000.parquet", "part-00001.parquet"]
+    message = failing("--prompts", source, "--batch-tokens", 8)
+    assert message.startswith("no space is left to write") and "what was finished is kept" in message
+    finished = sorted(path.name for path in (tmp_path / "run" / "sequences").iterdir())
+    assert finished == ["part-00000.parquet", "part-00001.parquet"]
     monkeypatch.undo()
     words = ["--policy", pair[0], "--reference", pair[1], "--prompts", source, "--out", tmp_path / "run"]
     more = ["--max-new-tokens", 4, "--quiet", "--batch-tokens", 8, "--resume"]
@@ -197,8 +199,8 @@ def test_unusable_output_folders_raise(
         (["audit", "kleash:sampled_k1", "--quiet", "--out", "."], "is a folder; give the name of a file"),
     ):
         assert main([*map(str, words)]) == 2
-        said = capsys.readouterr().err
-        assert expected in said and said.count("\n") == 1, said
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1, error
 
 
 def test_a_tilde_is_expanded_in_every_path_option(
@@ -214,8 +216,8 @@ def test_a_tilde_is_expanded_in_every_path_option(
     assert main(["report", "~/run"]) == 0
     assert main(["compare", "~/run", "~/run", "--out=~/compared.html", "--json"]) == 0
     assert main(["audit", "kleash:sampled_k1", "--quiet", "--out=~/audit.html"]) == 0
-    here = {path.name for path in tmp_path.iterdir()}
-    assert here == {"policy", "t.txt", "run", "compared.html", "audit.html"}
+    entries = {path.name for path in tmp_path.iterdir()}
+    assert entries == {"policy", "t.txt", "run", "compared.html", "audit.html"}
 
 
 def test_report_and_compare_without_runs_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,16 +119,16 @@ def test_a_finished_cache_replaces_loading_the_reference(
 ) -> None:
     import kleash.models.network_loading as networks
 
-    asked: list[str] = []
+    roles: list[str] = []
     load = networks._load_base
 
     def counting(side: Any, role: str, *rest: Any) -> Any:
-        asked.append(role)
+        roles.append(role)
         return load(side, role, *rest)
 
     monkeypatch.setattr(networks, "_load_base", counting)
     measured(pair, text, tmp_path / "run", reference_cache=str(cached))
-    assert asked == ["policy"]
+    assert roles == ["policy"]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2", "cohere"])
@@ -144,11 +144,11 @@ def test_other_batch_sizes_agree_with_float64(architecture: str, tmp_path: Path,
     checked = 0
     for document in range(3):
         ids = tiny_tokenizer()(DOCUMENTS[document])["input_ids"]
-        done = 1
+        start = 1
         for window in np.unique(tokens["sample_id"][tokens["prompt_id"] == document]):
             rows = (tokens["prompt_id"] == document) & (tokens["sample_id"] == window)
-            context, here = ids[16 * window : done], tokens["token_id"][rows].tolist()
-            assert here == ids[done : done + len(here)]
+            context, here = ids[16 * window : start], tokens["token_id"][rows].tolist()
+            assert here == ids[start : start + len(here)]
             z = [
                 double_logits(folder, [*context, *here])[len(context) - 1 : -1]
                 for folder in (policy, reference)
@@ -158,7 +158,7 @@ def test_other_batch_sizes_agree_with_float64(architecture: str, tmp_path: Path,
             np.testing.assert_allclose(tokens["kl_policy_reference"][rows], exact, rtol=2e-4, atol=2e-6)
             token_logq = logq[range(len(here)), here]
             np.testing.assert_allclose(tokens["logp_reference"][rows], token_logq, rtol=2e-5, atol=2e-5)
-            done += len(here)
+            start += len(here)
             checked += len(here)
     assert checked == len(tokens["token_id"]) > 50
 
@@ -168,9 +168,9 @@ def test_bfloat16_results_are_bit_equal_with_their_dtype_gap(
 ) -> None:
     cache = tmp_path / "cache"
     job = CacheJob(reference=str(pair[1]), text=str(text), out=str(cache), dtype="bfloat16", **WINDOWS)
-    kept = cache_reference(job)
-    assert kept.hidden_bytes < kept.tokens * kept.hidden_size * 2 + 4096
-    assert kept.logits_bytes == kept.tokens * 320 * 2
+    cache_contents = cache_reference(job)
+    assert cache_contents.hidden_bytes < cache_contents.tokens * cache_contents.hidden_size * 2 + 4096
+    assert cache_contents.logits_bytes == cache_contents.tokens * 320 * 2
     measured(pair, text, tmp_path / "plain", dtype="bfloat16")
     measured(pair, text, tmp_path / "run", dtype="bfloat16", reference_cache=str(cache))
     assert parts(tmp_path / "run") == parts(tmp_path / "plain")
@@ -198,8 +198,8 @@ def test_a_cache_of_responses_serves_another_temperature(
     printed = capsys.readouterr().out
     assert "in 6 sequences are cached in" in printed
     said_times = int(printed.split("hidden states, ")[1].split(" times")[0])
-    kept = json.loads((cache / "contents.json").read_text())
-    assert said_times == round(kept["tokens"] * 320 * 4 / kept["hidden_bytes"]) > 5
+    stored = json.loads((cache / "contents.json").read_text())
+    assert said_times == round(stored["tokens"] * 320 * 4 / stored["hidden_bytes"]) > 5
     assert f"kleash measure --policy POLICY --reference {pair[1]} --responses {source}" in printed
     assert "--temperature 0.5" in printed and f"--reference-cache {cache}" in printed
     for name, more in (("plain", []), ("run", ["--reference-cache", str(cache)])):
@@ -247,10 +247,10 @@ def test_a_killed_cache_job_resumes_to_the_same_bytes(
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (out / "contents.json").exists()
-    kept = {path: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    times = {path: path.stat().st_mtime_ns for path in out.glob("part-*")}
     (out / ".writing-part-x.safetensors").write_bytes(b"half")
     assert main(words) == 0
-    assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
+    assert all(path.stat().st_mtime_ns == changed for path, changed in times.items())
     # A kill may leave a checksum without its file, which is written once more with the file.
     both = [
         {name: part[0] for name, part in contents(folder).items() if name != "checksums.jsonl"}
@@ -263,9 +263,11 @@ def test_a_repeated_document_is_stored_once(pair: tuple[Path, Path], tmp_path: P
     source = tmp_path / "twice.txt"
     source.write_text("\n\n".join([*DOCUMENTS, *DOCUMENTS]))
     cache = tmp_path / "cache"
-    kept = cache_reference(CacheJob(reference=str(pair[1]), text=str(source), out=str(cache), **WINDOWS))
+    cache_contents = cache_reference(
+        CacheJob(reference=str(pair[1]), text=str(source), out=str(cache), **WINDOWS)
+    )
     tokens = sum(len(tiny_tokenizer()(document)["input_ids"]) - 1 for document in DOCUMENTS)
-    assert kept.tokens == tokens
+    assert cache_contents.tokens == tokens
     result = measured(pair, source, tmp_path / "run", reference_cache=str(cache))
     assert result.counts.tokens == 2 * tokens
 
@@ -335,10 +337,10 @@ def test_the_summary_has_the_size_of_a_small_cache(
     """14 windows of 32 numbers a token, in float32: some 20 kB, which is 0.0 MB."""
     capsys.readouterr()
     assert main(["cache", *map(str, options(reference=pair[1], text=text, out=cached, **WINDOWS))]) == 0
-    said = capsys.readouterr().out
-    held = json.loads((cached / "contents.json").read_text())
-    assert f": {held['hidden_bytes'] / 1e3:,.1f} kB of hidden states" in said, said
-    assert f"a head of {held['head_bytes'] / 1e3:,.1f} kB" in said
+    output = capsys.readouterr().out
+    stored = json.loads((cached / "contents.json").read_text())
+    assert f": {stored['hidden_bytes'] / 1e3:,.1f} kB of hidden states" in output, output
+    assert f"a head of {stored['head_bytes'] / 1e3:,.1f} kB" in output
 
 
 def test_damaged_files_are_reported_by_name(
@@ -471,5 +473,5 @@ def test_invalid_cache_options_raise(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--batch-tokens must be at least 1" in said(capsys, "cache", "--batch-tokens", 0)
     assert "there is no file" in said(capsys, "cache", "--text", tmp_path / "none.txt")
     assert CacheJob().measurement().source == ("text", "shipped:text")
-    asked = CacheJob(reference="r", responses="x", revision_reference="v").measurement()
-    assert (asked.policy, asked.revision_policy, asked.source) == ("r", "v", ("responses", "x"))
+    job = CacheJob(reference="r", responses="x", revision_reference="v").measurement()
+    assert (job.policy, job.revision_policy, job.source) == ("r", "v", ("responses", "x"))

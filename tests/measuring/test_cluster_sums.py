@@ -87,7 +87,7 @@ def test_every_token_is_in_one_bin_of_each_binning() -> None:
     columns = token_quantities(part, "none").columns()
     for kind, binning in BINNINGS.items():
         edges, named = (*binning.edges, np.inf), part[binning.column]
-        seen = np.zeros(len(named))
+        count = np.zeros(len(named))
         for place in range(len(edges) - 1):
             inside = (named >= edges[place]) & (named < edges[place + 1])
             if not inside.any():
@@ -97,8 +97,8 @@ def test_every_token_is_in_one_bin_of_each_binning() -> None:
             np.testing.assert_array_equal(
                 columns[BinSum(kind, place, "kl")], np.where(inside, part["kl_policy_reference"], 0)
             )
-            seen += inside
-        assert (seen == 1).all()
+            count += inside
+        assert (count == 1).all()
 
 
 def test_estimators_are_weighted_by_the_ratio_of_policy_to_sampling_probability() -> None:
@@ -125,21 +125,21 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
     p, q, other = (
         torch.randn(steps, vocab, vocab, dtype=torch.float64).log_softmax(-1).numpy() for _ in "pqm"
     )
-    drawn = p if weighting == "none" else other
+    behaviour = p if weighting == "none" else other
 
     def rows_of(response: tuple[int, ...]) -> dict[str, np.ndarray]:
         before = (0, *response[:-1])
         steps_taken = list(zip(range(steps), before, response, strict=True))
-        found = {
+        columnsnse_terms = {
             "logp_policy": [p[s, b, x] for s, b, x in steps_taken],
             "logp_reference": [q[s, b, x] for s, b, x in steps_taken],
-            "logp_sampled": [drawn[s, b, x] for s, b, x in steps_taken],
+            "logp_sampled": [behaviour[s, b, x] for s, b, x in steps_taken],
             "kl_policy_reference": [(np.exp(p[s, b]) * (p[s, b] - q[s, b])).sum() for s, b, _ in steps_taken],
         }
         filler = {name: values[:steps] for name, values in part_of(steps).items()}
         return (
             filler
-            | {name: np.array(values) for name, values in found.items()}
+            | {name: np.array(values) for name, values in columnsnse_terms.items()}
             | {"prompt_id": np.zeros(steps)}
         )
 
@@ -148,10 +148,10 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
         rows = rows_of(response)
         rows["sample_id"] = np.zeros(steps)
         chance, wanted = np.exp(rows["logp_sampled"].sum()), np.exp(rows["logp_policy"].sum())
-        found = sequence_terms(rows, token_quantities(rows, weighting), weighting)
-        sums += chance * found.log_ratio[0]
-        terms += chance * found.exact[0]
-        weights += chance * found.weight[0]
+        columnsnse_terms = sequence_terms(rows, token_quantities(rows, weighting), weighting)
+        sums += chance * columnsnse_terms.log_ratio[0]
+        terms += chance * columnsnse_terms.exact[0]
+        weights += chance * columnsnse_terms.weight[0]
         exact += wanted * (rows["logp_policy"] - rows["logp_reference"]).sum()
     assert sums == pytest.approx(exact, rel=1e-12)
     assert terms == pytest.approx(exact, rel=1e-12)
@@ -160,8 +160,8 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
 
 def test_sequence_terms_are_summed_per_sequence() -> None:
     part = part_of()
-    found = token_quantities(part, "none")
-    terms = sequence_terms(part, found, "none")
+    quantities = token_quantities(part, "none")
+    terms = sequence_terms(part, quantities, "none")
     by_hand = part["kl_policy_reference"].astype(float).reshape(20, 20).sum(1)
     np.testing.assert_allclose(terms.exact, by_hand)
     assert terms.weight.tolist() == [1.0] * 20
@@ -191,10 +191,10 @@ def test_overflowing_weights_give_a_warning_with_their_number() -> None:
 )
 def test_a_small_effective_sample_size_is_a_warning(weights: list[float], warned: bool) -> None:
     weighted = estimand_of(MeasureJob(responses="r"), all_have_logprobs=True)
-    found = weight_warnings(np.array(weights), weighted)
-    assert bool(found) is warned
+    warnings = weight_warnings(np.array(weights), weighted)
+    assert bool(warnings) is warned
     if warned:
-        assert "an effective sample size of 1.1 out of 3" in found[0]
+        assert "an effective sample size of 1.1 out of 3" in warnings[0]
     assert weight_warnings(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ()
 
 
@@ -203,9 +203,9 @@ def test_the_running_kl_is_the_mean_over_all_tokens() -> None:
     kl = np.random.default_rng(2).lognormal(-20, 1, 60).astype(np.float32)
     for part in np.array_split(np.arange(60), 4):
         sequences.add({"prompt_id": part // 5, "sample_id": part // 3, "kl_policy_reference": kl[part]})
-    found = sequences.kl()
-    assert found.value == pytest.approx(kl.astype(float).mean(), rel=1e-9)
-    assert found.clusters == 12 == sequences.clusters().count
+    estimate = sequences.kl()
+    assert estimate.value == pytest.approx(kl.astype(float).mean(), rel=1e-9)
+    assert estimate.clusters == 12 == sequences.clusters().count
 
 
 def test_clusters_are_blocks_of_windows_with_few_documents_and_documents_with_many() -> None:

@@ -64,13 +64,13 @@ def test_resume_refuses_any_changed_byte_of_a_model(
     prompts.write_text("The sea was calm\nIt came back\n")
     assert main(command(models, "prompts", prompts, tmp_path / "run")) == 0
     (tmp_path / "run" / "measurement.json").unlink()
-    kept = {folder: {path: path.read_bytes() for path in folder.iterdir()} for folder in models}
+    original = {folder: {path: path.read_bytes() for path in folder.iterdir()} for folder in models}
     for what, change in CHANGES.items():
         change(*models)
         assert main(command(models, "prompts", prompts, tmp_path / "run", "--resume")) == 2, what
-        said = capsys.readouterr().err
-        assert f"holds another run: the fingerprint of the {what}" in said, said
-        for folder, files in kept.items():
+        error = capsys.readouterr().err
+        assert f"holds another run: the fingerprint of the {what}" in error, error
+        for folder, files in original.items():
             for path in folder.iterdir():
                 path.unlink()
             for path, content in files.items():

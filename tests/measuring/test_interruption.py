@@ -59,10 +59,10 @@ def test_a_run_killed_twice_resumes_to_the_same_result(
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert not (out / "measurement.json").exists()
-    kept = {path: path.stat().st_mtime_ns for path in (out / "sequences").iterdir()}
-    assert kept
+    times = {path: path.stat().st_mtime_ns for path in (out / "sequences").iterdir()}
+    assert times
     kleash(*words(pair, prompts, out), "--resume")
-    assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items()), (
+    assert all(path.stat().st_mtime_ns == changed for path, changed in times.items()), (
         "a kept shard was done again"
     )
     assert result(out) == result(undisturbed)
@@ -100,12 +100,12 @@ def test_ctrl_c_prints_the_command_that_resumes(
 def test_resume_with_other_settings_raises_with_their_names(
     pair: tuple[Path, Path], prompts: Path, kleash: Kleash, undisturbed: Path
 ) -> None:
-    done = kleash(*words(pair, prompts, undisturbed), "--resume", "--seed", "7", expect=2)
-    assert done.stderr.strip() == (
+    process = kleash(*words(pair, prompts, undisturbed), "--resume", "--seed", "7", expect=2)
+    assert process.stderr.strip() == (
         f"kleash: {undisturbed} holds another run: --seed was 0 and is now 7; give another --out"
     )
-    done = kleash(*words(pair, prompts, undisturbed), expect=2)
-    assert "holds a run already; go on with it with --resume, or give another --out" in done.stderr
+    process = kleash(*words(pair, prompts, undisturbed), expect=2)
+    assert "holds a run already; go on with it with --resume, or give another --out" in process.stderr
 
 
 def test_a_folder_in_use_by_another_process_raises(
@@ -116,10 +116,11 @@ def test_a_folder_in_use_by_another_process_raises(
     wait_for(out / "run.json", process)
     process.send_signal(signal.SIGSTOP)
     try:
-        done = kleash(*words(pair, prompts, out), "--resume", expect=2)
+        resumed = kleash(*words(pair, prompts, out), "--resume", expect=2)
     finally:
         process.kill()
         process.wait()
     assert (
-        done.stderr.strip() == f"kleash: another process is writing {out}; wait for it, or give another --out"
+        resumed.stderr.strip()
+        == f"kleash: another process is writing {out}; wait for it, or give another --out"
     )

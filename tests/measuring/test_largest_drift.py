@@ -78,8 +78,8 @@ def test_infinite_kl_ranks_first_and_nan_last() -> None:
     kl = np.array([[0.5, np.inf, np.nan, 0.1, 0.2, 0.3, 0.4]])
     largest = LargestDrift()
     largest.add({name: values[:LENGTH] for name, values in rows(np.repeat(kl, PER_SHARD, 0), 0).items()})
-    found = [each.kl for each in largest.worst_tokens()]
-    assert found[:2] == [np.inf, 0.5] and found[-1] == -np.inf
+    kls = [each.kl for each in largest.worst_tokens()]
+    assert kls[:2] == [np.inf, 0.5] and kls[-1] == -np.inf
 
 
 def test_long_prompts_are_cut_with_an_ellipsis() -> None:

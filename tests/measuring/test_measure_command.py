@@ -123,10 +123,10 @@ def test_every_column_and_mean_agrees_with_float64(
     u = tokens["logp_policy"].astype(float) - tokens["logp_reference"]
     exact = tokens["kl_policy_reference"].astype(float)
     for name, values in {"k1": u, "abs": abs(u), "k2": u**2 / 2, "k3": np.exp(-u) - 1 + u}.items():
-        said = measured["estimators"][name]
-        assert said["value"] == pytest.approx(values.mean(), rel=1e-6)
-        assert said["bias"]["value"] == pytest.approx((values - exact).mean(), abs=1e-6)
-        assert said["spread"] == pytest.approx((values - exact).std(), rel=1e-6)
+        record = measured["estimators"][name]
+        assert record["value"] == pytest.approx(values.mean(), rel=1e-6)
+        assert record["bias"]["value"] == pytest.approx((values - exact).mean(), abs=1e-6)
+        assert record["spread"] == pytest.approx((values - exact).std(), rel=1e-6)
     p, q = np.exp(tokens["logp_policy"].astype(float)), np.exp(tokens["logp_reference"].astype(float))
     assert measured["probability_change"]["mean"]["value"] == pytest.approx((p - q).mean(), rel=1e-6)
     assert measured["probability_change"]["rms"]["value"] == pytest.approx(
@@ -154,11 +154,11 @@ def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path: Path, klea
     for document, whole in enumerate(ids):
         scored = tokens["token_id"][tokens["prompt_id"] == document].tolist()
         assert scored == whole[1:]
-        done = 1
+        start = 1
         for window in range(int(tokens["sample_id"][tokens["prompt_id"] == document].max()) + 1):
-            here = int(((tokens["prompt_id"] == document) & (tokens["sample_id"] == window)).sum())
-            contexts[document, window] = whole[16 * window : done]
-            done += here
+            count = int(((tokens["prompt_id"] == document) & (tokens["sample_id"] == window)).sum())
+            contexts[document, window] = whole[16 * window : start]
+            start += count
     check_every_column(out, policy, reference, contexts, 1.0, on_text=True)
     measured = json.loads((out / "measurement.json").read_text())
     assert measured["estimators"] == {} and measured["per_sequence"] is None
@@ -180,18 +180,18 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path: Path, kleash: Kleas
     assert measured["per_token"]["kl_policy_reference"]["value"] == 0
     assert measured["top1_agreement"]["value"] == 1 == measured["per_token"]["acceptance_rate"]["value"]
     by_position = [part["kl_policy_reference"] for part in measured["by_position"]]
-    known = [
+    numbers = [
         *(
             measured["per_token"][name]
             for name in ("kl_policy_reference", "jensen_shannon", "total_variation", "acceptance_rate")
         )
     ]
-    known += [
+    numbers += [
         measured["top1_agreement"],
         measured["perplexity"]["ratio"],
         measured["probability_change"]["rms"],
     ]
-    for number in (*known, *by_position, *measured["quantiles"]["kl_policy_reference"].values()):
+    for number in (*numbers, *by_position, *measured["quantiles"]["kl_policy_reference"].values()):
         assert number["standard_error"] == 0 and number["warnings"] == []
         assert number["ci95"] == [number["value"]] * 2
     assert measured["per_token"]["entropy_policy"]["warnings"], "few clusters are said of what is not known"
@@ -202,7 +202,7 @@ def test_json_prints_only_measurement_json(tmp_path: Path, kleash: Kleash) -> No
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))
     out = tmp_path / "run"
-    done = kleash(
+    process = kleash(
         *(
             "measure",
             "--policy",
@@ -217,5 +217,5 @@ def test_json_prints_only_measurement_json(tmp_path: Path, kleash: Kleash) -> No
             "--quiet",
         )
     )
-    assert done.stdout == (out / "measurement.json").read_text()
-    assert done.stderr == ""
+    assert process.stdout == (out / "measurement.json").read_text()
+    assert process.stderr == ""

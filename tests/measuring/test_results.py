@@ -80,8 +80,8 @@ def test_exact_and_sampled_estimates_agree_on_policy(own: Path) -> None:
 def test_shares_and_bins_add_up_to_the_whole(own: Path) -> None:
     measured = json.loads((own / "measurement.json").read_text())
     for kind in ("by_position", "by_confidence"):
-        assert sum(one["share_of_kl"] for one in measured[kind]) == pytest.approx(1.0)
-        assert sum(one["tokens"] for one in measured[kind]) == measured["counts"]["tokens"]
+        assert sum(part["share_of_kl"] for part in measured[kind]) == pytest.approx(1.0)
+        assert sum(part["tokens"] for part in measured[kind]) == measured["counts"]["tokens"]
     kl = np.concatenate(
         [part["kl_policy_reference"] for part in RunFolder(own).token_parts(["kl_policy_reference"])]
     )
@@ -110,18 +110,18 @@ def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], t
     )
     assert measured.counts.tokens == len(kl)
     for rung, estimate in zip(("50", "90"), expected, strict=True):
-        found = measured.quantiles["kl_policy_reference"][rung]
-        assert (found.value, found.standard_error) == (estimate.value, estimate.standard_error)
-        assert found.ci95 == estimate.ci95
-        assert found.ci95[0] < found.value < found.ci95[1]
+        quantile = measured.quantiles["kl_policy_reference"][rung]
+        assert (quantile.value, quantile.standard_error) == (estimate.value, estimate.standard_error)
+        assert quantile.ci95 == estimate.ci95
+        assert quantile.ci95[0] < quantile.value < quantile.ci95[1]
 
 
 def test_the_same_responses_from_a_file_give_the_same_numbers(
     job: dict[str, Any], own: Path, tmp_path: Path
 ) -> None:
     source = as_responses(own, tmp_path / "responses.jsonl")
-    given = {**job, "prompts": None, "responses": str(source)}
-    measured = measure(MeasureJob(**given, out=str(tmp_path / "run")))
+    settings = {**job, "prompts": None, "responses": str(source)}
+    measured = measure(MeasureJob(**settings, out=str(tmp_path / "run")))
     expected = json.loads((own / "measurement.json").read_text())
     value = measured.per_token["kl_policy_reference"].value
     assert value == pytest.approx(expected["per_token"]["kl_policy_reference"]["value"], rel=1e-5)
@@ -138,8 +138,8 @@ def test_importance_weights_correct_another_temperature(job: dict[str, Any], tmp
     hot = {**job, "temperature": 1.5, "samples_per_prompt": 8, "max_new_tokens": 6}
     measure(MeasureJob(**hot, out=str(tmp_path / "hot")))
     source = as_responses(tmp_path / "hot", tmp_path / "hot.jsonl", temperature=1.5)
-    given = {**job, "prompts": None, "responses": str(source)}
-    weighted = measure(MeasureJob(**given, out=str(tmp_path / "weighted")))
+    settings = {**job, "prompts": None, "responses": str(source)}
+    weighted = measure(MeasureJob(**settings, out=str(tmp_path / "weighted")))
     bias = weighted.estimators["k1"].bias
     assert abs(bias.value) < 4 * bias.standard_error
     assert any(
@@ -151,7 +151,7 @@ def test_importance_weights_correct_another_temperature(job: dict[str, Any], tmp
     trusted.write_text(
         "\n".join(json.dumps({**line, "logprobs": None, "temperature": None}) for line in bare)
     )
-    blind = measure(MeasureJob(**{**given, "responses": str(trusted)}, out=str(tmp_path / "blind")))
+    blind = measure(MeasureJob(**{**settings, "responses": str(trusted)}, out=str(tmp_path / "blind")))
     assert blind.per_sequence is None
     assert any("it cannot be checked" in warning for warning in blind.warnings)
     assert any("do not look drawn from the policy" in warning for warning in blind.warnings)
@@ -226,9 +226,9 @@ def test_a_model_compared_with_itself_has_a_summary_without_shares(
 
 def test_a_cached_reference_gives_the_same_numbers(job: dict[str, Any], own: Path, tmp_path: Path) -> None:
     source = as_responses(own, tmp_path / "responses.jsonl")
-    given = {**job, "prompts": None, "responses": str(source), "reference_cache": str(tmp_path / "cache")}
-    first = measure(MeasureJob(**given, out=str(tmp_path / "first")))
-    again = measure(MeasureJob(**given, out=str(tmp_path / "again")))
+    settings = {**job, "prompts": None, "responses": str(source), "reference_cache": str(tmp_path / "cache")}
+    first = measure(MeasureJob(**settings, out=str(tmp_path / "first")))
+    again = measure(MeasureJob(**settings, out=str(tmp_path / "again")))
     assert first.per_token == again.per_token
     assert list((tmp_path / "cache").glob("*.safetensors"))
 
@@ -243,20 +243,20 @@ def test_report_and_compare_need_only_the_files(
     assert (own / "report.html").read_text() == before
     other = tmp_path / "itself"
     measure(MeasureJob(**{**job, "policy": job["reference"], "limit": 30}, out=str(other)))
-    found = compare([own, other])
-    difference = found.differences[0]
+    comparison = compare([own, other])
+    difference = comparison.differences[0]
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (30, 0, 10)
     again = compare([own, own]).differences[0].differences
     assert all(
-        (one.value, one.standard_error, one.ci95, one.warnings) == (0, 0, (0, 0), ())
-        for one in again.values()
+        (number.value, number.standard_error, number.ci95, number.warnings) == (0, 0, (0, 0), ())
+        for number in again.values()
     )
-    assert found.runs[1].numbers["top1_agreement"].ci95 == (1.0, 1.0), "the reference against itself"
-    kept = np.zeros(2)
+    assert comparison.runs[1].numbers["top1_agreement"].ci95 == (1.0, 1.0), "the reference against itself"
+    sums = np.zeros(2)
     for part in RunFolder(own).token_parts(["prompt_id", "kl_policy_reference"]):
         mine = part["prompt_id"] < 30
-        kept += [part["kl_policy_reference"][mine].astype(float).sum(), mine.sum()]
-    assert difference.differences["kl_policy_reference"].value == pytest.approx(-kept[0] / kept[1], rel=1e-9)
+        sums += [part["kl_policy_reference"][mine].astype(float).sum(), mine.sum()]
+    assert difference.differences["kl_policy_reference"].value == pytest.approx(-sums[0] / sums[1], rel=1e-9)
     assert main(["compare", str(own), str(other), "--out", str(tmp_path / "c.html")]) == 0
     assert "30 shared" in capsys.readouterr().out
     assert (tmp_path / "c.html").exists()
@@ -286,30 +286,30 @@ def test_draws_do_not_depend_on_the_order_of_prompts(
 
 
 def test_seed_and_sampling_options_change_the_draws(job: dict[str, Any], tmp_path: Path) -> None:
-    drawn = {}
+    responses = {}
     for name, options in {"a": {}, "b": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
         measure(MeasureJob(**{**job, "limit": 3, **options}, out=str(tmp_path / name)))
-        drawn[name] = next(RunFolder(tmp_path / name).token_parts(["token_id"]))["token_id"].tolist()
-    assert drawn["a"] == drawn["b"]
-    assert drawn["a"] != drawn["seed"] and drawn["a"] != drawn["cool"]
+        responses[name] = next(RunFolder(tmp_path / name).token_parts(["token_id"]))["token_id"].tolist()
+    assert responses["a"] == responses["b"]
+    assert responses["a"] != responses["seed"] and responses["a"] != responses["cool"]
 
 
 def test_alternatives_have_the_probabilities_at_the_temperature(job: dict[str, Any], tmp_path: Path) -> None:
     measure(MeasureJob(**{**job, "limit": 3, "temperature": 0.5}, out=str(tmp_path / "run")))
-    wanted = ["prompt_id", "position", "top1_policy", "top1_probability_policy", "top1_probability_reference"]
-    tokens = next(RunFolder(tmp_path / "run").token_parts(wanted))
+    names = ["prompt_id", "position", "top1_policy", "top1_probability_policy", "top1_probability_reference"]
+    tokens = next(RunFolder(tmp_path / "run").token_parts(names))
     likeliest = {
         (who, place): row
         for row, (who, place) in enumerate(zip(tokens["prompt_id"], tokens["position"], strict=True))
     }
-    found = RunFolder(tmp_path / "run").alternatives()
-    first = np.flatnonzero(found["place"] == 0)
-    rows = [likeliest[found["prompt_id"][n], found["position"][n]] for n in first]
+    table = RunFolder(tmp_path / "run").alternatives()
+    first = np.flatnonzero(table["place"] == 0)
+    rows = [likeliest[table["prompt_id"][n], table["position"][n]] for n in first]
     assert len(rows) == len(tokens["position"])
-    assert (found["token_id_policy"][first] == tokens["top1_policy"][rows]).all()
+    assert (table["token_id_policy"][first] == tokens["top1_policy"][rows]).all()
     for side in ("policy", "reference"):
         np.testing.assert_allclose(
-            found[f"probability_{side}"][first], tokens[f"top1_probability_{side}"][rows], rtol=1e-4
+            table[f"probability_{side}"][first], tokens[f"top1_probability_{side}"][rows], rtol=1e-4
         )
 
 
@@ -332,23 +332,28 @@ def likeliest_tokens(pair: Pair, sequence: TokenSequence) -> dict[str, Any]:
 
 def test_alternatives_agree_with_scoring_the_sequences_again(job: dict[str, Any], own: Path) -> None:
     """160 sequences in several shards, of which 50 are kept: as if both models had read these once more."""
-    found = RunFolder(own).alternatives()
+    table = RunFolder(own).alternatives()
     worst = json.loads((own / "measurement.json").read_text())["worst_sequences"]
-    order = dict.fromkeys(zip(found["prompt_id"].tolist(), found["sample_id"].tolist(), strict=True))
-    assert list(order) == [(one["prompt_id"], one["sample_id"]) for one in worst] and len(order) == 50
+    order = dict.fromkeys(zip(table["prompt_id"].tolist(), table["sample_id"].tolist(), strict=True))
+    assert (
+        list(order) == [(sequence["prompt_id"], sequence["sample_id"]) for sequence in worst]
+        and len(order) == 50
+    )
     pair = load_pair(job["policy"], job["reference"])
     source = source_sequences(
         MeasureJob(**{**job, "prompts": None}, responses=str(as_responses(own, own / "r.jsonl"))), pair
     )
-    for one in [one for one in source if (one.prompt_id, one.sample_id) in list(order)[::9]]:
-        again = likeliest_tokens(pair, one)
-        rows = (found["prompt_id"] == one.prompt_id) & (found["sample_id"] == one.sample_id)
+    for sequence in [
+        sequence for sequence in source if (sequence.prompt_id, sequence.sample_id) in list(order)[::9]
+    ]:
+        again = likeliest_tokens(pair, sequence)
+        rows = (table["prompt_id"] == sequence.prompt_id) & (table["sample_id"] == sequence.sample_id)
         for name, values in again.items():
-            here = [found[name][row] for row in np.flatnonzero(rows)]
+            stored = [table[name][row] for row in np.flatnonzero(rows)]
             if name.startswith("probability"):
-                np.testing.assert_allclose(here, values, rtol=1e-4)
+                np.testing.assert_allclose(stored, values, rtol=1e-4)
             else:
-                assert here == list(values), name
+                assert stored == list(values), name
 
 
 def test_rescoring_reads_a_small_share_of_the_tokens(
@@ -393,8 +398,8 @@ def test_noise_sequences_are_cut_from_the_first_sequences(pair: tuple[Path, Path
             assert piece.response_ids[0] == prompt
     for scored, budget in ((10, 256), (50_000, 1000), (10**7, 8192)):
         assert noise_tokens(scored) == budget
-        taken = noise_sequences((sequence(number, 1, 3000) for number in range(10**6)), scored)
-        assert len(taken) == 8 and abs(sum(one.read for one in taken) - budget) <= 8
+        chosen = noise_sequences((sequence(number, 1, 3000) for number in range(10**6)), scored)
+        assert len(chosen) == 8 and abs(sum(sequence.read for sequence in chosen) - budget) <= 8
     assert len(noise_sequences((sequence(number, 2, 3) for number in range(10**6)), 10)) == 64
 
 

@@ -44,15 +44,15 @@ def test_a_narrow_terminal_truncates_no_number(
     monkeypatch.setenv("COLUMNS", "40")
     capsys.readouterr()
     assert main(measuring(pair, tmp_path / "narrow")) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     low, high = Measurement.read(run).per_token["kl_policy_reference"].ci95
-    (line,) = [line for line in said.splitlines() if line.startswith("KL(policy || reference)   ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("KL(policy || reference)   ")]
     shown = line.split()
     assert [float(shown[4]), float(shown[6])] == pytest.approx([low, high], abs=0.01), line
-    assert "…" not in said
+    assert "…" not in output
     assert main(["compare", str(run), str(tmp_path / "narrow"), "--out", str(tmp_path / "c.html")]) == 0
-    said = capsys.readouterr().out
-    assert "±" in said and "…" not in said
+    output = capsys.readouterr().out
+    assert "±" in output and "…" not in output
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -96,11 +96,12 @@ def test_unwritable_standard_output_is_one_error_line(
     page = tmp_path / "c.html"
     more = {"report": [str(run)], "compare": [str(run), str(run), "--out", str(page)]}.get(words[0], [])
     command = shlex.join([sys.executable, "-m", "kleash", *words, *more])
-    done = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
+    process = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2
     reason = "No space left on device" if output == FULL else "it is closed"
     assert (
-        done.stderr == f"kleash: standard output cannot be written ({reason}); files that were written stay\n"
+        process.stderr
+        == f"kleash: standard output cannot be written ({reason}); files that were written stay\n"
     )
     assert page.exists() is (words[0] == "compare")
 
@@ -121,8 +122,8 @@ def test_a_run_whose_summary_cannot_be_printed_is_complete(
 @pytest.mark.parametrize("progress", ["2> /dev/full", "2>&-"])
 def test_a_run_continues_if_its_progress_cannot_be_shown(progress: str, run: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kleash", "compare", str(run), str(tmp_path / "none")]
-    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} {progress}"], capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"")
+    process = subprocess.run(["sh", "-c", f"{shlex.join(words)} {progress}"], capture_output=True, timeout=60)
+    assert (process.returncode, process.stdout, process.stderr) == (2, b"", b"")
 
 
 def test_an_interruption_before_the_first_shard_is_reported(

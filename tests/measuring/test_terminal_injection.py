@@ -39,8 +39,8 @@ def test_exactly_the_control_characters_are_escaped() -> None:
         0x2028,
         0xE0041,
     ):
-        kept = chr(code) in "\n\t"
-        assert (printable(chr(code)) == chr(code)) is kept, hex(code)
+        is_printed = chr(code) in "\n\t"
+        assert (printable(chr(code)) == chr(code)) is is_printed, hex(code)
         assert json.loads(f'"{printable(chr(code))}"', strict=False) == chr(code)
     readable = "Ünïcödé 🙂 نص עברית 👩\u200d👧 \u00b1 ‖ · \\x1b \ttab\n"
     assert printable(readable) == readable
@@ -162,10 +162,10 @@ def test_control_characters_in_errors_are_escaped(
     if words[0] == "measure":
         words += ["--out", str(tmp_path / "run"), "--max-new-tokens", "2"]
     assert main(words) == (0 if case == "a tensor's name" else 2)  # which is a note there
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     for name in ("planted_reward", "planted_kl"):
         sys.modules.pop(name, None)
-    both = told.out + told.err
+    both = captured.out + captured.err
     assert not UNSAFE.search(both)
     assert "\\u001b" in both or "\\x1b" in both, both
     assert "[red]x" in both, both
@@ -202,12 +202,12 @@ def test_control_characters_in_summaries_and_progress_are_escaped(
         assert main(["measure", *models(pair), "--text", str(source), "--out", str(tmp_path / NAME)]) == 0
         assert main(["report", str(planted_run)]) == 0
     assert main(["compare", str(planted_run), str(planted_run), "--out", page]) == 0
-    told = capsys.readouterr()
-    assert not UNSAFE.search(told.out + told.err)
-    assert told.out.count(SHOWN) >= 5
+    captured = capsys.readouterr()
+    assert not UNSAFE.search(captured.out + captured.err)
+    assert captured.out.count(SHOWN) >= 5
     assert main(["compare", str(planted_run), str(planted_run), "--out", page, "--json"]) == 0
-    told = capsys.readouterr().out
-    assert not UNSAFE.search(told) and PLANT in json.loads(told)["runs"][0]["warnings"]
+    captured = capsys.readouterr().out
+    assert not UNSAFE.search(captured) and PLANT in json.loads(captured)["runs"][0]["warnings"]
 
 
 def test_a_terminal_gets_only_kleash_s_own_colours(planted_run: Path, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_terminal_gets_only_kleash_s_own_colours(planted_run: Path, tmp_path: 
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
     )
     os.close(theirs)
-    told = b""
+    output = b""
     while True:
         try:
             piece = os.read(ours, 65536)
@@ -229,8 +229,8 @@ def test_a_terminal_gets_only_kleash_s_own_colours(planted_run: Path, tmp_path: 
             break
         if not piece:
             break
-        told += piece
+        output += piece
     assert process.wait(timeout=60) == 0
-    text = told.decode()
+    text = output.decode()
     assert "\x1b[33mwarning:\x1b[0m" in text and SHOWN in text
     assert not UNSAFE.search(re.sub("\x1b\\[[0-9;]*m|\r\n", "", text))

@@ -32,12 +32,12 @@ def runs(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> t
 
 def losses(run: Path, documents: int) -> dict[str, np.ndarray]:
     """For each document, its tokens and the sums of both models' negative log-probabilities and of their difference."""
-    found = np.zeros((documents, 4))
+    sums = np.zeros((documents, 4))
     for part in RunFolder(run).token_parts(["prompt_id", "logp_policy", "logp_reference"]):
         for who, p, q in zip(part["prompt_id"], part["logp_policy"], part["logp_reference"], strict=True):
             if who < documents:
-                found[who] += [1.0, -float(p), -float(q), float(q) - float(p)]
-    return dict(zip(("tokens", *PERPLEXITIES), found.T, strict=True))
+                sums[who] += [1.0, -float(p), -float(q), float(q) - float(p)]
+    return dict(zip(("tokens", *PERPLEXITIES), sums.T, strict=True))
 
 
 def test_perplexity_differences_have_jackknife_errors(runs: tuple[Path, Path]) -> None:
@@ -53,7 +53,7 @@ def test_perplexity_differences_have_jackknife_errors(runs: tuple[Path, Path]) -
         everything = np.arange(9)
         number = difference.differences[name]
         assert number.value == pytest.approx(at(everything), rel=1e-9)
-        without = np.array([at(everything[everything != one]) for one in everything])
+        without = np.array([at(everything[everything != document]) for document in everything])
         jackknife = np.sqrt(8 / 9 * ((without - without.mean()) ** 2).sum())
         assert number.standard_error == pytest.approx(jackknife, rel=0.15)
         assert number.ci95[0] < number.value < number.ci95[1]
@@ -74,9 +74,9 @@ def test_a_comparison_on_text_counts_documents(runs: tuple[Path, Path], tmp_path
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (9, 0, 3)
     page = tmp_path / "c.html"
     assert main(["compare", *map(str, runs), "--out", str(page)]) == 0
-    told = capsys.readouterr().out
-    assert "documents" in told and "9 shared" in told and "prompt" not in told
-    assert "perplexity of" in told and "± is one standard error" in told
+    output = capsys.readouterr().out
+    assert "documents" in output and "9 shared" in output and "prompt" not in output
+    assert "perplexity of" in output and "± is one standard error" in output
     html = page.read_text(encoding="utf-8")
     assert "9 shared documents" in html and "Perplexity ratio" in html and "shared prompts" not in html
 
@@ -109,12 +109,12 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(
     words = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(source)]
     out = tmp_path / "run"
     assert main(["measure", *words, "--max-new-tokens", "3", "--out", str(out)]) == 0
-    told = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     measured = json.loads((out / "measurement.json").read_text())
-    assert told[1].startswith("KL(policy || reference) per token: ") and "(95 % interval), mean " in told[1]
-    assert "standard error" in told[1] and measured["device"] == "cpu"
-    assert told[2:4] == [f"policy: {pair[0]} (float32 on cpu)", f"reference: {pair[1]} (float32 on cpu)"]
-    text = " ".join(told)
+    assert lines[1].startswith("KL(policy || reference) per token: ") and "(95 % interval), mean " in lines[1]
+    assert "standard error" in lines[1] and measured["device"] == "cpu"
+    assert lines[2:4] == [f"policy: {pair[0]} (float32 on cpu)", f"reference: {pair[1]} (float32 on cpu)"]
+    text = " ".join(lines)
     assert f"of which {measured['counts']['truncated_sequences']} cut off before the end" in text
     for name in ("Perplexity of the policy", "Perplexity of the reference", "Δp of the observed token, mean"):
         assert name in text
@@ -122,8 +122,8 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(
         main(["measure", *words, "--limit", "1", "--max-new-tokens", "3", "--out", str(tmp_path / "one")])
         == 0
     )
-    told = capsys.readouterr().out
-    assert "nan" not in told.lower() and "no interval: one cluster alone" in told
+    lines = capsys.readouterr().out
+    assert "nan" not in lines.lower() and "no interval: one cluster alone" in lines
 
 
 def test_other_folders_raise_with_their_kind(tmp_path: Path, capsys: Any) -> None:
@@ -160,5 +160,7 @@ def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path: Pa
         if role == "reference":
             words += ["--policy", "shipped:policy"]
         assert main(words) == 2
-        told = capsys.readouterr().err
-        assert "the tokenizers differ" in told and told.strip().endswith(f"ships with kleash: give --{other}")
+        error = capsys.readouterr().err
+        assert "the tokenizers differ" in error and error.strip().endswith(
+            f"ships with kleash: give --{other}"
+        )

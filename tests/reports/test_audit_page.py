@@ -66,10 +66,10 @@ def test_the_page_contains_every_row(page: Path) -> None:
 
 
 def test_untrusted_text_is_escaped(page: Path) -> None:
-    found = Text(page)
-    assert "img" not in found.tags
-    assert found.tags.count("script") == 2 + 1, "Plotly, the drawing, and the data of one chart"
-    assert HOSTILE in " ".join(found.parts)
+    parsed = Text(page)
+    assert "img" not in parsed.tags
+    assert parsed.tags.count("script") == 2 + 1, "Plotly, the drawing, and the data of one chart"
+    assert HOSTILE in " ".join(parsed.parts)
 
 
 def test_curves_of_value_and_gradient_have_the_correct_ones_and_shaded_flat_zones() -> None:
@@ -100,10 +100,10 @@ def test_findings_are_not_repeated_in_the_verdict_and_rounding_is_0(tmp_path: Pa
 
 
 def test_many_functions_are_collapsed(tmp_path: Path) -> None:
-    found = Text(write_audits(tmp_path / "many.html", [plain_audit()] * 3 + [synthetic_audit()]))
+    parsed = Text(write_audits(tmp_path / "many.html", [plain_audit()] * 3 + [synthetic_audit()]))
     folded = Text(write_audits(tmp_path / "few.html", [plain_audit()] * 3))
-    assert found.tags.count("details") - folded.tags.count("details") >= 4
-    assert found.text.count("wrong_gradient") == 3, (
+    assert parsed.tags.count("details") - folded.tags.count("details") >= 4
+    assert parsed.text.count("wrong_gradient") == 3, (
         "in the table of all, at its name and where it is explained"
     )
 

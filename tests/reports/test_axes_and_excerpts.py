@@ -32,10 +32,10 @@ from kleash.reports.training_charts import run_charts
 def test_a_logarithmic_axis_has_at_least_two_ticks_where_possible(
     values: list[float], ticks: list[float]
 ) -> None:
-    made = log_axis([*values, math.nan, 0.0, math.inf])
-    seen = [tick for tick in made["tickvals"] if min(values) <= tick <= max(values)]
-    assert seen == pytest.approx(ticks)
-    assert len(made["ticktext"]) == len(made["tickvals"])
+    log_options = log_axis([*values, math.nan, 0.0, math.inf])
+    visible_ticks = [tick for tick in log_options["tickvals"] if min(values) <= tick <= max(values)]
+    assert visible_ticks == pytest.approx(ticks)
+    assert len(log_options["ticktext"]) == len(log_options["tickvals"])
     assert log_axis([]) == {"type": "log"}
 
 
@@ -47,11 +47,13 @@ def test_the_title_of_a_logarithmic_axis_says_so() -> None:
 
 def test_every_axis_of_every_chart_has_a_title(run: tuple[Path, Measurement]) -> None:
     comparison = synthetic_comparison()
-    found = [*charts(run[1]).values(), runs_chart(comparison), differences_chart(comparison)]
-    history = [replace(one, metrics={**one.metrics, "beta": 2.0**one.step}) for one in healthy(20)]
-    found += [*run_charts(healthy(20)).values(), *run_charts(history, target=3.0).values()]
+    all_charts = [*charts(run[1]).values(), runs_chart(comparison), differences_chart(comparison)]
+    history = [
+        replace(record, metrics={**record.metrics, "beta": 2.0**record.step}) for record in healthy(20)
+    ]
+    all_charts += [*run_charts(healthy(20)).values(), *run_charts(history, target=3.0).values()]
     logarithmic = 0
-    for chart in found:
+    for chart in all_charts:
         for name, made in chart.figure["layout"].items():
             if name.startswith(("xaxis", "yaxis")):
                 assert made["title"]["text"], (chart.name, name)
@@ -110,17 +112,18 @@ def test_the_noun_is_window_only_where_documents_were_split(run: tuple[Path, Mea
     assert describe_sample_size(whole) == "24 documents; 24 independent clusters"
     cut = on_text(run, prompts=1, sequences=24, clusters=3)
     assert describe_sample_size(cut) == "24 windows to 1 document; 3 independent clusters"
-    drawn = replace(
+    on_prompts = replace(
         run[1], counts=replace(run[1].counts, prompts=2, sequences=8, clusters=2, truncated_sequences=3)
     )
     assert (
-        describe_sample_size(drawn) == "8 responses to 2 prompts, 3 of them truncated; 2 independent clusters"
+        describe_sample_size(on_prompts)
+        == "8 responses to 2 prompts, 3 of them truncated; 2 independent clusters"
     )
 
 
 def test_a_comparison_on_text_uses_the_noun_document() -> None:
     comparison = synthetic_comparison()
-    texts = replace(comparison, runs=tuple(replace(one, source="text") for one in comparison.runs))
+    texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
     assert differences_chart(texts).title.endswith("on shared documents")
     assert differences_chart(comparison).title.endswith("on shared prompts")
     assert describe_difference(comparison.differences[0], "documents").endswith("on 200 shared documents")
@@ -145,8 +148,8 @@ def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path
         "per_sequence": None,
         "warnings": ("whole",),
     }
-    said = all_warnings(replace(run[1], per_token=many, **bare))
-    assert said == [
+    reported = all_warnings(replace(run[1], per_token=many, **bare))
+    assert reported == [
         "whole",
         "few",
         "on KL(reference ‖ policy), Jensen–Shannon and 2 others: one cluster carries 20% to 23% of the variance",

@@ -20,8 +20,8 @@ KEYS = {"kl": "kl_policy_reference", "reverse": "kl_reference_policy", "entropy_
 
 def made(run: tuple[Path, Measurement]) -> heatmap.HeatMap:
     folder, measurement = RunFolder(run[0]), run[1]
-    wanted = [(drift.prompt_id, drift.sample_id) for drift in measurement.worst_sequences]
-    return heat_map(folder, measurement, read_sequences(folder, wanted))
+    keys = [(drift.prompt_id, drift.sample_id) for drift in measurement.worst_sequences]
+    return heat_map(folder, measurement, read_sequences(folder, keys))
 
 
 def test_the_token_view_has_the_columns_of_the_files(run: tuple[Path, Measurement]) -> None:
@@ -54,14 +54,14 @@ def test_the_token_view_has_the_columns_of_the_files(run: tuple[Path, Measuremen
 
 def test_the_token_view_has_the_alternatives_of_the_files(run: tuple[Path, Measurement]) -> None:
     table = RunFolder(run[0]).alternatives()
-    drawn = made(run).sequences[3]
-    rows = (table["prompt_id"] == drawn["prompt_id"]) & (table["sample_id"] == drawn["sample_id"])
+    sequence = made(run).sequences[3]
+    rows = (table["prompt_id"] == sequence["prompt_id"]) & (table["sample_id"] == sequence["sample_id"])
     rows &= table["position"] == 7
     rows = np.flatnonzero(rows)[np.argsort(table["place"][rows])]
     assert len(rows) == 5
     for side, who in enumerate(("policy", "reference")):
-        flat = drawn["alternatives"][7][side]
-        texts = [drawn["texts"][index] for index in flat[0::2]]
+        flat = sequence["alternatives"][7][side]
+        texts = [sequence["texts"][index] for index in flat[0::2]]
         assert texts == [heatmap.make_visible(table[f"text_{who}"][row]) for row in rows]
         np.testing.assert_allclose(flat[1::2], table[f"probability_{who}"][rows], rtol=6e-4)
         assert flat[1] == max(flat[1::2])

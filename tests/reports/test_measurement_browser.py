@@ -125,8 +125,8 @@ def test_hovering_over_a_token_shows_both_models(
     assert len(tokens) == worst.tokens
     ActionChains(driver).move_to_element(tokens[0]).perform()
     assert selected(driver) == 0
-    said = panel(driver)
-    assert "position 0" in said
+    text = panel(driver)
+    assert "position 0" in text
     for row in (
         "Probability",
         "Entropy, nats",
@@ -134,7 +134,7 @@ def test_hovering_over_a_token_shows_both_models(
         "KL(policy ‖ reference)",
         "Jensen–Shannon",
     ):
-        assert row in said
+        assert row in text
     assert len(driver.find_elements(By.CSS_SELECTOR, "#heat-panel .alternatives li")) == 10
     row = {
         name: worst_sequence(run, name)[0]

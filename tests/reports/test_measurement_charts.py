@@ -60,7 +60,7 @@ def test_both_directions_are_in_the_quantiles_chart(run: Any) -> None:
     first, second = (trace["y"] for trace in chart.figure["data"])
     assert all(one < other for one, other in zip(first, second, strict=True))
     assert chart.figure["layout"]["yaxis"]["range"][0] > chart.figure["layout"]["yaxis"]["range"][1]
-    expected = [found.value for found in run[1].quantiles["kl_reference_policy"].values()]
+    expected = [quantile.value for quantile in run[1].quantiles["kl_reference_policy"].values()]
     assert chart.figure["data"][1]["x"] == expected
 
 
@@ -129,12 +129,12 @@ def test_an_infinite_running_mean_is_drawn() -> None:
 
 def test_the_estimators_chart_has_the_exact_value_first() -> None:
     exact = number(0.2, 0.15, 0.25)
-    found = {
+    records = {
         name: EstimatorRecord(**vars(number(value, value - 0.1, value + 0.2)), bias=number(value - 0.2, -1.0, 1.0),
                               spread=0.7)
         for name, value in (("k1", 0.22), ("abs", 0.9))
     }  # fmt: skip
-    chart = estimators_chart(exact, found)
+    chart = estimators_chart(exact, records)
     assert chart is not None
     first, others = chart.figure["data"]
     assert (first["x"], others["x"]) == ([0.2], [0.22, 0.9])
@@ -153,8 +153,8 @@ def test_the_estimators_chart_has_the_exact_value_first() -> None:
 )
 def test_the_noise_floor_note_compares_it_with_the_kl(run: Any, floor: float, said: str) -> None:
     per_token = {"kl_policy_reference": number(0.2, 0.1, 0.3)}
-    found = measurement(run, per_token=per_token, noise_floor=number(floor, floor, floor))
-    assert said in noise_floor_note(found)
+    changed = measurement(run, per_token=per_token, noise_floor=number(floor, floor, floor))
+    assert said in noise_floor_note(changed)
 
 
 def test_bar_lengths_are_shares_of_the_longest(run: Any) -> None:
@@ -181,9 +181,9 @@ def test_a_difference_has_a_direction_only_if_its_interval_excludes_zero(
 
 
 def test_a_run_without_the_kl_is_not_compared() -> None:
-    found = synthetic_comparison().differences[0]
+    difference = synthetic_comparison().differences[0]
     assert (
-        describe_difference(type(found)(**{**vars(found), "differences": {}}))
+        describe_difference(type(difference)(**{**vars(difference), "differences": {}}))
         == "not compared, on 200 shared prompts"
     )
 
@@ -203,12 +203,12 @@ def test_plotly_markup_is_escaped() -> None:
 
 
 def test_every_statistic_has_its_label(run: Any) -> None:
-    found = {row.label: row.number for row in statistic_rows(run[1])}
+    numbers = {row.label: row.number for row in statistic_rows(run[1])}
     perplexity, change = run[1].perplexity, run[1].probability_change
-    assert found["Perplexity of the policy"] is perplexity["policy"]
-    assert found["Perplexity of the reference"] is perplexity["reference"]
-    assert found["Perplexity ratio"] is perplexity["ratio"]
-    assert found["Δp of the observed token, RMS"] is change["rms"]
-    assert found["KL(reference ‖ policy)"] is run[1].per_token["kl_reference_policy"]
-    assert found["Top-1 agreement"] is run[1].top1_agreement
-    assert len(found) == len(run[1].per_token) + 1 + 3 + 2
+    assert numbers["Perplexity of the policy"] is perplexity["policy"]
+    assert numbers["Perplexity of the reference"] is perplexity["reference"]
+    assert numbers["Perplexity ratio"] is perplexity["ratio"]
+    assert numbers["Δp of the observed token, RMS"] is change["rms"]
+    assert numbers["KL(reference ‖ policy)"] is run[1].per_token["kl_reference_policy"]
+    assert numbers["Top-1 agreement"] is run[1].top1_agreement
+    assert len(numbers) == len(run[1].per_token) + 1 + 3 + 2

@@ -62,8 +62,8 @@ def test_the_page_has_the_headline_and_every_section(outline: Outline, run: tupl
     number = measurement.per_token["kl_policy_reference"]
     assert number.rounded in outline.text
     assert number.format(number.ci95[0]) in outline.text
-    for said in (measurement.estimand, *measurement.warnings, *measurement.notes, measurement.finished):
-        assert said in outline.text
+    for sentence in (measurement.estimand, *measurement.warnings, *measurement.notes, measurement.finished):
+        assert sentence in outline.text
     for part in (
         "Noise floor",
         "Per sequence",
@@ -269,20 +269,20 @@ def test_the_number_of_shortened_sequences_is_shown(tmp_path: Path, monkeypatch:
 
 
 def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurement]) -> None:
-    found = {}
+    rows = {}
     names = ["prompt_id", "sample_id", "position", "text", "logp_policy", "logp_reference", "rank_reference"]
     for part in RunFolder(run[0]).token_parts(names):
         for values in zip(*(part[name] for name in names), strict=True):
-            found[tuple(int(value) for value in values[:3])] = values[3:]
+            rows[tuple(int(value) for value in values[:3])] = values[3:]
     for drift in run[1].worst_tokens:
         assert drift.position is not None
         key = drift.prompt_id, drift.sample_id
         tokens = read_sequences(RunFolder(run[0]), [key])
         row = token_row(drift, tokens, {(*key, drift.position - 1)})
-        before = [found[(*key, at)][0] for at in range(max(0, drift.position - 10), drift.position)]
+        before = [rows[(*key, at)][0] for at in range(max(0, drift.position - 10), drift.position)]
         assert row.before == join_tokens(before)
         assert bool(row.before) is any(before)
-        text, p, q, rank = found[(*key, drift.position)]
+        text, p, q, rank = rows[(*key, drift.position)]
         assert text == drift.text
         assert row.p == pytest.approx(math.exp(p), rel=6e-4)
         assert row.q == pytest.approx(math.exp(q), rel=6e-4)
@@ -332,8 +332,8 @@ def test_a_report_is_made_without_torch(run: tuple[Path, Measurement]) -> None:
         "from pathlib import Path\nfrom kleash.reports import write_report\n"
         "print(write_report(Path(sys.argv[1])).stat().st_size)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(run[0])], capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 4_000_000
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) > 4_000_000

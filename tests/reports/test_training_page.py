@@ -129,7 +129,7 @@ def test_a_target_per_token_is_drawn_where_kl_is_per_token() -> None:
 
 
 def test_samples_are_shown_from_the_first_step_to_the_last(hostile: Text) -> None:
-    steps = [int(found) for found in re.findall(r"Step (\d+) Samples of step", hostile.text)]
+    steps = [int(step) for step in re.findall(r"Step (\d+) Samples of step", hostile.text)]
     assert steps == [1, 13, 25, 36, 48, 60]
 
 
@@ -157,8 +157,8 @@ def test_errors_over_few_prompts_carry_a_warning() -> None:
 
 
 def test_a_long_run_is_thinned_with_its_first_and_last_step() -> None:
-    kept = thin_steps(healthy(5000), 400)
-    assert len(kept) == 400 and (kept[0].step, kept[-1].step) == (1, 5000)
+    thinned = thin_steps(healthy(5000), 400)
+    assert len(thinned) == 400 and (thinned[0].step, thinned[-1].step) == (1, 5000)
     assert thin_steps(healthy(3), 400) == healthy(3)
     chart = run_charts(healthy(5000))["reward"]
     assert len(chart.rows) == 40 and len(chart.figure["data"][-1]["x"]) == 400
