@@ -13,6 +13,7 @@ from kleash.records import (
     Bin,
     ComparedRun,
     Comparison,
+    ConvergencePoint,
     Counts,
     Drifted,
     EstimatorRecord,
@@ -23,7 +24,6 @@ from kleash.records import (
     RunDifference,
     RunFolder,
     RunHeader,
-    RunningMean,
     SequenceTotal,
 )
 
@@ -318,11 +318,11 @@ def bins(by: Any, kl: Any, edges: list[float]) -> tuple[Bin, ...]:
     return tuple(found)
 
 
-def running(kl: Any) -> tuple[RunningMean, ...]:
+def running(kl: Any) -> tuple[ConvergencePoint, ...]:
     found = []
     for tokens in np.unique(np.linspace(max(2, len(kl) // 40), len(kl), 40).astype(int)):
         now = number(kl[:tokens])
-        found.append(RunningMean(tokens=int(tokens), mean=now.value, ci95=now.ci95))
+        found.append(ConvergencePoint(tokens=int(tokens), mean=now.value, ci95=now.ci95))
     return tuple(found)
 
 

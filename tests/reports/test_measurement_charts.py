@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from synthetic_run import synthetic_comparison
 
-from kleash.records import Bin, EstimatorRecord, Measurement, Number, RunningMean
+from kleash.records import Bin, ConvergencePoint, EstimatorRecord, Measurement, Number
 from kleash.reports.comparison import describe_difference, describe_direction, differences_chart, runs_chart
 from kleash.reports.figures import escape
 from kleash.reports.measurement import bar_share, noise_floor_note, statistic_rows
@@ -103,8 +103,8 @@ def test_confidence_has_fractions_for_ranges_and_whole_ranges_are_told_by_what_i
 
 
 def test_the_band_is_the_interval_and_early_ones_do_not_squash_the_rest() -> None:
-    steps = [RunningMean(tokens=10, mean=1.0, ci95=(-90.0, 92.0))]
-    steps += [RunningMean(tokens=10 * at, mean=1.1, ci95=(1.0, 1.3)) for at in range(2, 9)]
+    steps = [ConvergencePoint(tokens=10, mean=1.0, ci95=(-90.0, 92.0))]
+    steps += [ConvergencePoint(tokens=10 * at, mean=1.1, ci95=(1.0, 1.3)) for at in range(2, 9)]
     chart = convergence_chart(steps)
     assert chart is not None
     low, high, mean = chart.figure["data"]
@@ -121,7 +121,7 @@ def test_the_band_is_the_interval_and_early_ones_do_not_squash_the_rest() -> Non
 
 
 def test_an_infinite_running_mean_is_drawn() -> None:
-    chart = convergence_chart([RunningMean(tokens=2, mean=math.inf, ci95=(math.nan, math.nan))])
+    chart = convergence_chart([ConvergencePoint(tokens=2, mean=math.inf, ci95=(math.nan, math.nan))])
     assert chart is not None
     json.dumps(chart.figure, allow_nan=False)
     assert chart.rows == (("2", "∞", "NaN to NaN"),)

@@ -22,7 +22,7 @@ SHARE = 0.05
 
 
 class Progress:
-    """A watcher: sequences, tokens per second, KL so far, time left.
+    """A ProgressReporter for the terminal: sequences, tokens per second, running KL and time left.
 
     Where standard error is a file or a pipe (nohup, SLURM, ``2> log``) nothing is drawn over: there is a line
     for every 5 % of the work, at least 5 and at most about 30 seconds apart.

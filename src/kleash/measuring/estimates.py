@@ -16,7 +16,7 @@ from kleash.measuring.cluster_sums import (
     StatisticSum,
 )
 from kleash.measuring.sequence_clusters import Clusters
-from kleash.records import Bin, EstimatorRecord, Number, RunningMean, SequenceTotal
+from kleash.records import Bin, ConvergencePoint, EstimatorRecord, Number, SequenceTotal
 from kleash.records.statistics import STATISTICS
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, running_mean, transformed
 
@@ -130,12 +130,12 @@ def sequence_total(terms: SequenceTerms, clusters: Clusters, *, is_one_model: bo
     )
 
 
-def convergence(sums: ClusterSums) -> tuple[RunningMean, ...]:
+def convergence(sums: ClusterSums) -> tuple[ConvergencePoint, ...]:
     """The running mean of KL(policy || reference) with its interval, at up to a hundred points of the run."""
     tokens, means, half_widths = running_mean(
         sums[KL], sums[TOKENS], known_value=0.0 if sums.is_one_model else None
     )
     return tuple(
-        RunningMean(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))
+        ConvergencePoint(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))
         for count, mean, half in zip(tokens, means, half_widths, strict=True)
     )

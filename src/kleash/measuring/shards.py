@@ -26,7 +26,7 @@ Item = TypeVar("Item", Prompt, TokenSequence)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ShardPlan:
     """The shards of a job."""
 
     shards: Iterator[Shard]
@@ -35,7 +35,7 @@ class Plan:
     """Their sequences in all; None for text, whose windows are counted as they are read."""
 
 
-def plan_shards(job: MeasureJob, pair: Pair) -> Plan:
+def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
     """The shards of a job. The whole source is parsed first, so that a malformed line is found before any scoring.
 
     Raises:
@@ -50,12 +50,12 @@ def plan_shards(job: MeasureJob, pair: Pair) -> Plan:
             count = sum(1 for _ in source_sequences(job, pair))
         groups = _groups(source_sequences(job, pair), lambda sequence: sequence.read, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
-        return Plan(shards=shards, sequences=count)
+        return ShardPlan(shards=shards, sequences=count)
     prompts = read_prompts(path, pair, limit=job.limit)
     response_tokens = job.samples_per_prompt * job.max_new_tokens
     groups = _groups(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
     shards = (Shard(index=index, prompts=tuple(group)) for index, group in enumerate(groups))
-    return Plan(shards=shards, sequences=len(prompts) * job.samples_per_prompt)
+    return ShardPlan(shards=shards, sequences=len(prompts) * job.samples_per_prompt)
 
 
 def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:

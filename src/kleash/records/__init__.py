@@ -23,13 +23,13 @@ from kleash.records.job import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENC
 from kleash.records.measurement import (
     SCHEMA,
     Bin,
+    ConvergencePoint,
     Counts,
     Drifted,
     EstimatorRecord,
     Measurement,
     ModelRecord,
     PromptDrift,
-    RunningMean,
     SequenceTotal,
 )
 from kleash.records.metrics import METRICS, Metric, metric_of, spelt
@@ -70,6 +70,7 @@ __all__ = [
     "CallRow",
     "ComparedRun",
     "Comparison",
+    "ConvergencePoint",
     "Counts",
     "CurveRow",
     "DPOJob",
@@ -98,7 +99,6 @@ __all__ = [
     "RunDifference",
     "RunFolder",
     "RunHeader",
-    "RunningMean",
     "Sample",
     "SampleRecord",
     "SequenceTotal",

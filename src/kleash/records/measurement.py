@@ -102,8 +102,8 @@ class Bin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningMean:
-    """The mean as it stood after so many tokens."""
+class ConvergencePoint:
+    """The running mean of KL(policy || reference) after ``tokens`` tokens."""
 
     tokens: int
     mean: float
@@ -199,7 +199,7 @@ class Measurement:
     """The reference against itself in another batch layout: KL that is only rounding."""
     dtype_gap: Number | None
     """The reference in the run's dtype against itself in float32; absent where the run is in float32."""
-    convergence: tuple[RunningMean, ...]
+    convergence: tuple[ConvergencePoint, ...]
     worst_tokens: tuple[Drifted, ...]
     worst_sequences: tuple[Drifted, ...]
     prompts: tuple[PromptDrift, ...]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from kleash.records import Bin, EstimatorRecord, Measurement, Number, RunningMean
+from kleash.records import Bin, ConvergencePoint, EstimatorRecord, Measurement, Number
 from kleash.records.statistics import label_of
 from kleash.reports.figures import (
     ACCENT,
@@ -156,7 +156,7 @@ def range_label(part: Bin, *, is_integer: bool) -> str:
     return f"{part.low:g}" if last <= part.low else f"{part.low:g}–{last:g}"
 
 
-def convergence_chart(means: Sequence[RunningMean]) -> Chart | None:
+def convergence_chart(means: Sequence[ConvergencePoint]) -> Chart | None:
     """The running mean with its interval; None without any."""
     if not means:
         return None
@@ -198,7 +198,7 @@ def convergence_chart(means: Sequence[RunningMean]) -> Chart | None:
     )
 
 
-def _interval(point: RunningMean) -> str:
+def _interval(point: ConvergencePoint) -> str:
     """The interval in words; empty with a single cluster, which has no error."""
     low, high = point.ci95
     if math.isnan(low) or math.isnan(high):
@@ -206,7 +206,7 @@ def _interval(point: RunningMean) -> str:
     return f", with a 95 % interval from {format_value(low)} to {format_value(high)}"
 
 
-def convergence_range(means: Sequence[RunningMean]) -> dict[str, list[float]]:
+def convergence_range(means: Sequence[ConvergencePoint]) -> dict[str, list[float]]:
     """The range of the y axis: all means, and the intervals after the first quarter of the points.
 
     The first intervals, from a handful of prompts, can be a hundred times as wide as the last.
