@@ -45,7 +45,7 @@ def test_text_leaves_out_estimators_and_sequence_kl() -> None:
     assert "as long as the models can read" in estimand_of(MeasureJob(text="a")).description
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("has_logprobs", [True, False])
 def test_off_policy_responses_are_weighted_if_they_have_logprobs(has_logprobs: bool) -> None:
     estimand = estimand_of(MeasureJob(responses="r.jsonl", temperature=0.6), all_have_logprobs=has_logprobs)
     assert estimand.weighting == ("importance" if has_logprobs else "none")
