@@ -24,7 +24,7 @@ class Shown:
         self.sentences: list[str] = []
         self.records: list[StepRecord] = []
 
-    def said(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
     def stepped(self, record: StepRecord) -> None:

@@ -16,7 +16,7 @@ def shown_on(width: int, terminal: bool) -> str:
         file=StringIO(), width=width, force_terminal=terminal, highlight=False, color_system=None
     )
     with Steps(20, console) as steps:
-        steps.said("the policy is [bold]")
+        steps.note("the policy is [bold]")
         for record in healthy(20):
             steps.stepped(record)
         alert = HackingAlert(kind="runaway", sentence="it [red] runs")

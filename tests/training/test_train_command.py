@@ -207,7 +207,7 @@ def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shown: list[StepRecord] = []
 
     class Shown:
-        def said(self, sentence: str) -> None:
+        def note(self, sentence: str) -> None:
             assert sentence
 
         def stepped(self, record: StepRecord) -> None:

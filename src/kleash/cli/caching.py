@@ -59,13 +59,15 @@ def usage(job: CacheJob) -> str:
         "temperature",
     )
     plain = CacheJob()
-    given = [name for name in same if getattr(job, name) != getattr(plain, name)]
-    more = [word for name in given for word in (f"--{name.replace('_', '-')}", str(getattr(job, name)))]
+    changed_options = [name for name in same if getattr(job, name) != getattr(plain, name)]
+    more = [
+        word for name in changed_options for word in (f"--{name.replace('_', '-')}", str(getattr(job, name)))
+    ]
     words = ["--reference", job.reference, f"--{kind}", path, *more, "--reference-cache", str(job.out)]
     return f"kleash measure --policy POLICY {shlex.join(words)}"
 
 
 def in_bytes(size: int) -> str:
     """A size in words."""
-    unit, name = next((found for found in UNITS if size >= found[0]), UNITS[-1])
+    unit, name = next((unit_and_size for unit_and_size in UNITS if size >= unit_and_size[0]), UNITS[-1])
     return f"{size / unit:,.1f} {name}"

@@ -154,10 +154,8 @@ class CommandParser(ArgumentParser):
         name = error.argument_name or ""
         if error.message.startswith("expected"):
             return f"{name} needs a value: {name} {self._option_string_actions[name].metavar}"
-        given = error.message.removeprefix("ignored explicit argument ")
-        return (
-            f"{name} {error.message if given == error.message else f'takes no value; it was given {given}'}"
-        )
+        argument = error.message.removeprefix("ignored explicit argument ")
+        return f"{name} {error.message if given == error.message else f'takes no value; it was given {argument}'}"
 
     def _no_option(self, option: str) -> str:
         """That there is no such option, and which may have been meant."""

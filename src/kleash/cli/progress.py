@@ -60,7 +60,7 @@ class Progress:
         self._task: Any = None
         self._began = self._last = clock()
         self._total: int | None = None
-        self._sequences = self._tokens = self._told = 0
+        self._sequences = self._tokens = self._last_sequences = 0
         self._kl = ""
 
     def __enter__(self) -> "Progress":
@@ -111,11 +111,11 @@ class Progress:
             self._bar.update(self._task, advance=sequences, speed=self._speed(), description=doing)
         elif self._is_due():
             say(self._console, self._line(), style="dim")
-            self._last, self._told = self._clock(), self._sequences
+            self._last, self._last_sequences = self._clock(), self._sequences
 
     def _is_due(self) -> bool:
         silence = self._clock() - self._last
-        done = self._sequences - self._told
+        done = self._sequences - self._last_sequences
         enough = self._total is not None and done >= SHARE * self._total
         return silence >= LONGEST_SILENCE or (enough and silence >= SHORTEST_SILENCE)
 

@@ -51,11 +51,11 @@ def _require_for_training(job: TrainJob) -> None:
         needed.append(ADAPTERS)
     if "tensorboard" in job.report_to:
         needed.append("tensorboard")
-    others = [name for name in job.report_to if name in TRACKER_MODULES]
-    missing = " ".join(name for name in others if not is_installed(name))
+    tracker_names = [name for name in job.report_to if name in TRACKER_MODULES]
+    missing = " ".join(name for name in tracker_names if not is_installed(name))
     extra = "train" if ours else "trl"
     whole = all(is_installed(module) for module in needed)
-    require_installed((*needed, *others), missing if whole else f"'kleash[{extra}]' {missing}".strip())
+    require_installed((*needed, *tracker_names), missing if whole else f"'kleash[{extra}]' {missing}".strip())
 
 
 def is_adapter(name: str) -> bool:

@@ -107,12 +107,12 @@ def _audit(command: Audit) -> int:
         coming = audits_of(cases_of(command.target, command.convention, command.set))
     while True:
         with redirect_stdout(sys.stderr):
-            found = next(coming, None)
-        if found is None:
+            result = next(coming, None)
+        if result is None:
             break
-        audits.append(found)
+        audits.append(result)
         if not command.quiet and not command.json:
-            print_audit(found)
+            print_audit(result)
     page, missing = None, ""
     try:
         page = write_audits(command.out.expanduser(), audits, _words(command))

@@ -58,7 +58,7 @@ class Steps:
             if self._recent:
                 self._console.print(self._table())
 
-    def said(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         """Print the sentence above the table."""
         say(self._console, sentence, style="dim")
 

@@ -28,7 +28,7 @@ class OutputError(KleashError, OSError):
 
 def printable(text: str) -> str:
     """``text`` with each control character as JSON escapes it, ``\\u001b``; line breaks and tabs stay."""
-    return CONTROLS.sub(lambda found: json_escape(found.group()), text)
+    return CONTROLS.sub(lambda match: json_escape(match.group()), text)
 
 
 def json_escape(characters: str) -> str:

@@ -126,9 +126,9 @@ def _compared(comparison: Comparison, noun: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "KL(policy ||\nreference)", "difference from\nthe first", "95 % interval", noun):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
-    first, *others = comparison.runs
+    first, *later_runs = comparison.runs
     table.add_row(first.name, with_error(first.numbers[KL]), "", "", str(first.counts.prompts))
-    for run, difference in zip(others, comparison.differences, strict=True):
+    for run, difference in zip(later_runs, comparison.differences, strict=True):
         number = difference.differences[KL]
         interval = cells(number)[1] or "unknown"
         shared = f"{difference.shared_prompts} shared"

@@ -23,9 +23,9 @@ def run_train(job: TrainJob) -> int:
     else:
         with Steps(job.steps) as steps:
             for sentence in job.without_effect():
-                steps.said(sentence)
+                steps.note(sentence)
             if job.policy == SHIPPED_REFERENCE:
-                steps.said("no --policy was given: this trains the small model that ships with kleash")
+                steps.note("no --policy was given: this trains the small model that ships with kleash")
             result = train(job, steps)
     if not is_first():
         return 0 if result.stopped is None else 1
@@ -41,7 +41,7 @@ def print_result(result: TrainingResult) -> None:
     console = Terminal()
     if result.stopped is not None:
         remark(console, "stopped", result.stopped)
-    said = ", ".join(
+    metrics_text = ", ".join(
         f"{what} {result.metrics[name]:.4g}{unit}"
         for what, name, unit in (
             ("reward", "reward/score", ""),
@@ -52,7 +52,7 @@ def print_result(result: TrainingResult) -> None:
         )
         if name in result.metrics
     )
-    say(console, f"after step {result.steps}: {said}")
+    say(console, f"after step {result.steps}: {metrics_text}")
     if result.dtypes:
         weights = ", ".join(f"{role} {dtype}" for role, dtype in result.dtypes.items())
         say(console, f"weights in memory: {weights}")
@@ -72,12 +72,12 @@ def run_demonstration(job: DemonstrationJob) -> int:
     job = replace(job, out=job.out if job.out is not None else default_out())
     setting = DemonstrationSettings()
     if job.quiet:
-        found = demonstrate(job, None, setting)
+        demonstration = demonstrate(job, None, setting)
     else:
         with Steps(setting.steps) as steps:
-            found = demonstrate(job, steps, setting)
+            demonstration = demonstrate(job, steps, setting)
     if job.json:
-        sys.stdout.write(found.to_json())
+        sys.stdout.write(demonstration.to_json())
     elif not job.quiet:
         say(Terminal(), f"report: {Path(str(job.out)) / 'report.html'}")
     return 0

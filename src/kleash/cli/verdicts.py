@@ -21,13 +21,13 @@ def print_audit(audit: Audit) -> None:
     console.print(f"{escape(audit.summary)}, taken as a {audit.place}", style="dim", soft_wrap=True)
     for line in audit.verdict:
         console.print(f"  - {escape(as_sentence(line))}", soft_wrap=True)
-    faults = dict.fromkeys(f"{found.kind} ({found.severity})" for found in audit.faults)
+    faults = dict.fromkeys(f"{finding.kind} ({finding.severity})" for finding in audit.faults)
     if faults:
         console.print(f"  [red]faults:[/red] {', '.join(faults)}", soft_wrap=True)
-    notes = dict.fromkeys(found.kind for found in audit.findings if found.severity == "note")
+    notes = dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == "note")
     if notes:
         console.print(f"  [yellow]notes:[/yellow] {', '.join(notes)}", soft_wrap=True)
-    for kind, remedy in {found.kind: found.remedy for found in audit.faults if found.remedy}.items():
+    for kind, remedy in {finding.kind: finding.remedy for finding in audit.faults if finding.remedy}.items():
         console.print(f"  change {kind}: {escape(remedy)}", soft_wrap=True)
 
 
@@ -48,9 +48,11 @@ def print_failures(failures: Sequence[tuple[Audit, Finding]]) -> None:
     """What made the command fail, for whoever reads a log from its end."""
     console = Terminal(stderr=True, markup=True)
     for audit, finding in failures:
-        console.print(f"kleash: {escape(audit.target)} fails: {escape(_said(finding))}", soft_wrap=True)
+        console.print(
+            f"kleash: {escape(audit.target)} fails: {escape(_sentence_of(finding))}", soft_wrap=True
+        )
 
 
-def _said(finding: Finding) -> str:
+def _sentence_of(finding: Finding) -> str:
     where = f" ({finding.where})" if finding.where else ""
     return f"{finding.kind}: {finding.sentence}{where}"

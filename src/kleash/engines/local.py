@@ -144,11 +144,11 @@ class LocalEngine:
 
 def _sequence_columns(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
     return {
-        "prompt_id": [one.prompt_id for one in sequences],
-        "sample_id": [one.sample_id for one in sequences],
-        "prompt_hash": [one.prompt_hash for one in sequences],
-        "prompt": [one.prompt_text for one in sequences],
-        "response": [one.response_text for one in sequences],
-        "finish_reason": [one.finish_reason for one in sequences],
-        "tokens": [len(one.response_ids) for one in sequences],
+        "prompt_id": [sequence.prompt_id for sequence in sequences],
+        "sample_id": [sequence.sample_id for sequence in sequences],
+        "prompt_hash": [sequence.prompt_hash for sequence in sequences],
+        "prompt": [sequence.prompt_text for sequence in sequences],
+        "response": [sequence.response_text for sequence in sequences],
+        "finish_reason": [sequence.finish_reason for sequence in sequences],
+        "tokens": [len(sequence.response_ids) for sequence in sequences],
     }

@@ -137,10 +137,10 @@ class Checksums:
         if not self.exists:
             return
         try:
-            found = file_checksum(path)
+            checksum = file_checksum(path)
         except OSError as error:
             raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
-        self._require(path, found, advice)
+        self._require(path, checksum, advice)
 
     def check_all(self, names: Callable[[str], bool] = lambda name: True, advice: str = COPY) -> None:
         """See that all files whose name is chosen are there, as they were written; several at a time.
@@ -156,17 +156,17 @@ class Checksums:
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:  # hashlib lets the GIL go
             list(threads.map(check, chosen))
 
-    def _require(self, path: Path, found: FileChecksum, advice: str) -> None:
+    def _require(self, path: Path, checksum: FileChecksum, advice: str) -> None:
         if not self.exists:
             return
         name = self._name(path)
         written = self._files.get(name)
         if written is None:
             raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} has no checksum of it; {advice}")
-        if found not in written:
-            sizes = " or ".join(str(size) for size in sorted({one.size for one in written}))
-            same_size = any(one.size == found.size for one in written)
-            what = "other bytes than" if same_size else f"{found.size} bytes where {sizes}"
+        if checksum not in written:
+            sizes = " or ".join(str(size) for size in sorted({expected.size for expected in written}))
+            same_size = any(expected.size == checksum.size for expected in written)
+            what = "other bytes than" if same_size else f"{checksum.size} bytes where {sizes}"
             raise RunFolderError(f"{path} is damaged: it has {what} were written; {advice}")
 
     def _name(self, path: Path) -> str:
@@ -189,9 +189,9 @@ def damage_as_sentence(root: Path) -> Generator[None]:
     except Exception as error:
         if (root / CHECKSUMS).exists():
             raise
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        description = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise RunFolderError(
-            f"the files of {root} do not fit together ({said}), and carry no checksums that would tell which of them "
+            f"the files of {root} do not fit together ({description}), and carry no checksums that would tell which of them "
             f"is damaged; {COPY}"
         ) from error
 
@@ -223,8 +223,10 @@ def seal_folder(root: Path) -> None:
     files = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
     paths = sorted(path for path in files if path != root / CHECKSUMS)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
-        found = list(threads.map(file_checksum, paths))
-    lines = [_line(_record_of(root, path, one)) for path, one in zip(paths, found, strict=True)]
+        file_checksums = list(threads.map(file_checksum, paths))
+    lines = [
+        _line(_record_of(root, path, checksum)) for path, checksum in zip(paths, file_checksums, strict=True)
+    ]
     write_atomically(root / CHECKSUMS, "".join(lines))
 
 

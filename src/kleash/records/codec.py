@@ -59,8 +59,8 @@ def decode(kind: type[T], data: Any) -> T:
     if not isinstance(data, Mapping):
         raise TypeError(f"{kind.__name__} is an object in JSON, not {_kind_of(data)}")
     hints = get_type_hints(kind)
-    given = with_current_names(kind.__name__, cast("Mapping[str, Any]", data))
-    known = {name: _field(name, hints[name], given[name]) for name in hints if name in given}
+    current = with_current_names(kind.__name__, cast("Mapping[str, Any]", data))
+    known = {name: _field(name, hints[name], current[name]) for name in hints if name in current}
     return kind(**known)
 
 

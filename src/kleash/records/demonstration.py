@@ -49,7 +49,7 @@ class Leash:
     name: str
     """Its folder in that of the demonstration."""
     title: str
-    said: str
+    description: str
     """How its beta is set, in words."""
 
 

@@ -108,14 +108,14 @@ def check_root(root: Path, *, resume: bool, begun: bool, leftovers: Collection[s
         )
 
 
-def require_same(root: Path, held: RunHeader, header: RunHeader) -> None:
+def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
     """See that the run a folder holds is the one that is to go on.
 
     Raises:
         RunFolderError: naming what differs, if it is another.
     """
-    differences = held.differences(header)
-    older = [mark for mark in held.fingerprints.values() if not mark.startswith(KIND_OF_FINGERPRINT)]
+    differences = stored.differences(header)
+    older = [mark for mark in stored.fingerprints.values() if not mark.startswith(KIND_OF_FINGERPRINT)]
     if (
         differences
         and older

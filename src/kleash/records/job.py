@@ -125,12 +125,12 @@ class MeasureJob:
         self._check_fractions()
 
     def _check_sources(self) -> None:
-        given = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
-        if len(given) > 1:
+        sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
+        if len(sources) > 1:
             raise OptionError(
-                f"give one of --prompts, --text and --responses, not {' and '.join(map(_option, given))}"
+                f"give one of --prompts, --text and --responses, not {' and '.join(map(_option, sources))}"
             )
-        if not given and self.policy != SHIPPED_POLICY:
+        if not sources and self.policy != SHIPPED_POLICY:
             raise OptionError("say what the models should read: --prompts, --text or --responses")
 
     def _check_fractions(self) -> None:

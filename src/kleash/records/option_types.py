@@ -52,8 +52,8 @@ def _converted(name: str, value: Any, types: tuple[Any, ...]) -> Any:
             return _whole_number(option, index(value))
         if kind is float and not isinstance(value, bool | str) and isinstance(value, SupportsFloat):
             return _float(option, value)
-    wanted = " or ".join("None" if kind is NoneType else NAMES.get(kind, str(kind)) for kind in types)
-    raise OptionError(f"{option} must be {wanted}; it is {_shown(value)}, of type {type(value).__name__}")
+    expected = " or ".join("None" if kind is NoneType else NAMES.get(kind, str(kind)) for kind in types)
+    raise OptionError(f"{option} must be {expected}; it is {_shown(value)}, of type {type(value).__name__}")
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:

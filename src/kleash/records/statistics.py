@@ -293,8 +293,8 @@ def from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         mapping, key = fields[statistic.field], name.removeprefix(f"{statistic.field}_")
         if key in mapping:
             numbers[name] = mapping[key]
-    others = {name: number for name, number in fields["per_token"].items() if name not in numbers}
-    return {**numbers, **others}
+    other_means = {name: number for name, number in fields["per_token"].items() if name not in numbers}
+    return {**numbers, **other_means}
 
 
 def label_of(name: str) -> str:

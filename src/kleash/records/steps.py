@@ -110,9 +110,9 @@ def append_step(folder: Path, record: StepRecord, samples: Sequence[Sample]) -> 
     """
     try:
         check = _last_check(folder / SAMPLES)
-        kept = [SampleRecord(step=record.step, sample=sample) for sample in samples]
-        if kept:
-            lines, check = _chained([encode(one) for one in kept], check)
+        sample_records = [SampleRecord(step=record.step, sample=sample) for sample in samples]
+        if sample_records:
+            lines, check = _chained([encode(each) for each in sample_records], check)
             _append(folder / SAMPLES, lines)
         line = {**encode(record), SAMPLES_CHECK: check}
         _append(folder / STEPS, _chained([line], _last_check(folder / STEPS))[0])
@@ -128,13 +128,13 @@ def keep_steps(folder: Path, last: int) -> None:
     """
     steps, samples = read_steps(folder), read_samples(folder)
     by_step: dict[int, str] = {}
-    kept = [one for one in samples if one.step <= last]
+    records = [record for record in samples if record.step <= last]
     sample_lines: list[bytes] = []
     check = ""
-    for one in kept:
-        lines, check = _chained([encode(one)], check)
+    for record in records:
+        lines, check = _chained([encode(record)], check)
         sample_lines += lines
-        by_step[one.step] = check
+        by_step[record.step] = check
     records: list[dict[str, Any]] = []
     check = ""
     for step in steps:
@@ -174,12 +174,12 @@ def _verified(path: Path) -> list[tuple[bytes, str]]:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
     whole, _, _ = content.rpartition(b"\n")  # what has no line break after it was half written
     lines = whole.split(b"\n") if whole else []
-    found = [(line, CHECK.search(line)) for line in lines if line]
-    if not any(match for _, match in found) and not declares_checksums(path.parent):
-        return [(line, "") for line, _ in found]
+    matches = [(line, CHECK.search(line)) for line in lines if line]
+    if not any(match for _, match in matches) and not declares_checksums(path.parent):
+        return [(line, "") for line, _ in matches]
     before = ""
     verified: list[tuple[bytes, str]] = []
-    for number, (line, match) in enumerate(found, 1):
+    for number, (line, match) in enumerate(matches, 1):
         check = "" if match is None else match[1].decode()
         if match is None or check != _check_of(line[: match.start()] + b"}", before):
             raise RunFolderError(f"{path}, line {number}, cannot be read: its check does not fit; {BROKEN}")

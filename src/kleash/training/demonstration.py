@@ -55,7 +55,7 @@ class DemonstrationSettings:
     max_new_tokens: int = 24
     learning_rate: float = 5e-3
 
-    def job(self, asked: DemonstrationJob, root: Path, **leash: Any) -> PPOJob:
+    def job(self, demonstration_job: DemonstrationJob, root: Path, **leash: Any) -> PPOJob:
         """A run of it: each step takes all prompts, and one update from their responses.
 
         The adapter is small so that KL is spent on the reward: noise moves few weights.
@@ -71,14 +71,16 @@ class DemonstrationSettings:
             max_new_tokens=self.max_new_tokens,
             learning_rate=self.learning_rate,
             checkpoint_every=self.steps,
-            seed=asked.seed,
-            device=asked.device,
+            seed=demonstration_job.seed,
+            device=demonstration_job.device,
             **leash,
         )
 
 
 def demonstrate(
-    asked: DemonstrationJob, display: Display | None = None, setting: DemonstrationSettings | None = None
+    demonstration_job: DemonstrationJob,
+    display: Display | None = None,
+    setting: DemonstrationSettings | None = None,
 ) -> Demonstration:
     """Train the shipped reference three times on a reward that is easily hacked, and write a page about it.
 
@@ -100,22 +102,22 @@ def demonstrate(
             f"the demonstration takes one process and was launched with {processes()}; start one"
         )
     how = setting if setting is not None else DemonstrationSettings()
-    root = Path(asked.out if asked.out is not None else default_out())
+    root = Path(demonstration_job.out if demonstration_job.out is not None else default_out())
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise RunFolderError(f"{root} holds something already; give another --out")
     root.mkdir(parents=True, exist_ok=True)
-    with threads_for([SHIPPED_REFERENCE], device=asked.device) as note:
+    with threads_for([SHIPPED_REFERENCE], device=demonstration_job.device) as note:
         if note is not None and display is not None:
-            display.said(note)
-        return _demonstrated(asked, how, root, display)
+            display.note(note)
+        return _demonstrated(demonstration_job, how, root, display)
 
 
 def _demonstrated(
-    asked: DemonstrationJob, how: DemonstrationSettings, root: Path, display: Display | None
+    demonstration_job: DemonstrationJob, how: DemonstrationSettings, root: Path, display: Display | None
 ) -> Demonstration:
     """The three runs, and best-of-n beside them, in an empty folder."""
-    best_of, samples = what_the_reference_does(asked, how, root)
-    found = Demonstration(
+    best_of, samples = what_the_reference_does(demonstration_job, how, root)
+    result = Demonstration(
         kleash=__version__,
         reward=SHIPPED_REWARD,
         meant=MEANT,
@@ -123,57 +125,63 @@ def _demonstrated(
         best_of=best_of,
         samples=samples,
     )
-    for leash, job in leashes(asked, how, root):
+    for leash, job in leashes(demonstration_job, how, root):
         if display is not None:
-            display.said(f"{leash.title}: {leash.said}")
+            display.note(f"{leash.title}: {leash.description}")
         try:
             train(replace(job, out=str(root / leash.name)), display)
         except Interrupted as stop:
             raise Interrupted(f"interrupted; the runs that had finished are kept in {root}") from stop
-        found = replace(found, runs=(*found.runs, leash))
-        write_checked(root, root / DEMONSTRATION, found.to_json())
+        result = replace(result, runs=(*result.runs, leash))
+        write_checked(root, root / DEMONSTRATION, result.to_json())
         write_demonstration(root)
-    return found
+    return result
 
 
-def leashes(asked: DemonstrationJob, how: DemonstrationSettings, root: Path) -> list[tuple[Leash, PPOJob]]:
+def leashes(
+    demonstration_job: DemonstrationJob, how: DemonstrationSettings, root: Path
+) -> list[tuple[Leash, PPOJob]]:
     """The three runs."""
     return [
         (
-            Leash(name="off", title="off the leash", said="beta is 0: KL costs nothing"),
-            how.job(asked, root, beta=0.0),
+            Leash(name="off", title="off the leash", description="beta is 0: KL costs nothing"),
+            how.job(demonstration_job, root, beta=0.0),
         ),
         (
             Leash(
                 name="good",
                 title="a good leash",
-                said="beta is 0.3: a nat of KL costs a third of a word",
+                description="beta is 0.3: a nat of KL costs a third of a word",
             ),
-            how.job(asked, root, beta=0.3),
+            how.job(demonstration_job, root, beta=0.3),
         ),
         (
-            Leash(name="tight", title="too tight a leash", said="beta is 5: a nat of KL costs five words"),
-            how.job(asked, root, beta=5.0),
+            Leash(
+                name="tight", title="too tight a leash", description="beta is 5: a nat of KL costs five words"
+            ),
+            how.job(demonstration_job, root, beta=5.0),
         ),
     ]
 
 
 def what_the_reference_does(
-    asked: DemonstrationJob, how: DemonstrationSettings, root: Path
+    demonstration_job: DemonstrationJob, how: DemonstrationSettings, root: Path
 ) -> tuple[tuple[BestOf, ...], tuple[Sample, ...]]:
     """Choose the prompts, write them down, and see what best-of-n of the reference makes of them."""
-    pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE, device=asked.device)
+    pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE, device=demonstration_job.device)
     shipped = read_prompts(SHIPPED_PROMPTS, pair)
     shortest = sorted(shipped, key=lambda prompt: len(prompt.token_ids))[: how.prompts]
     lines = [json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in shortest]
     write_atomically(root / PROMPTS, "".join(lines))
-    sampling = Sampling(samples_per_prompt=how.draws, max_new_tokens=how.max_new_tokens, seed=asked.seed)
+    sampling = Sampling(
+        samples_per_prompt=how.draws, max_new_tokens=how.max_new_tokens, seed=demonstration_job.seed
+    )
     drawn = generate(pair.policy, shortest, sampling)
     scores = load_rewards([SHIPPED_REWARD], tokenizer=pair.tokenizer).of(drawn).total
     rewards = scores.reshape(len(shortest), how.draws)
     samples = tuple(
-        Sample(prompt=one.prompt_text, response=one.response_text, reward=float(scores[at]), kl=0.0)
-        for at, one in enumerate(drawn)
+        Sample(prompt=sequence.prompt_text, response=sequence.response_text, reward=float(scores[at]), kl=0.0)
+        for at, sequence in enumerate(drawn)
         if at % how.draws == 0
     )
     points = tuple(

@@ -62,7 +62,7 @@ class HackingMonitor:
         recent = {alert.kind for record in history[-self.silence - 1 : -1] for alert in record.alerts}
         far = self._far_from_target(history)
         above = self._above_target(history) if far is None else None
-        found = (
+        candidates = (
             ("far_from_target", far),
             ("far_from_target", above),
             ("runaway", self._runaway(history)),
@@ -72,7 +72,7 @@ class HackingMonitor:
         )
         return tuple(
             HackingAlert(kind=kind, sentence=sentence, acts=sentence is not above)
-            for kind, sentence in found
+            for kind, sentence in candidates
             if sentence is not None and kind not in recent
         )
 

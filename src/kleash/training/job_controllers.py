@@ -51,5 +51,5 @@ def leash_of(job: RewardJob) -> Leash:
 
 def tightened(leash: Leash, job: RewardJob) -> Leash:
     """The controller with twice its beta, at most the job's ``beta_max``."""
-    held: Any = leash
-    return replace(held, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))
+    controller: Any = leash
+    return replace(controller, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))

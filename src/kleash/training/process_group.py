@@ -22,35 +22,35 @@ class ProcessGroup:
         """Whether this is the process that writes and prints."""
         return self.rank == 0
 
-    def all_gather_object(self, own: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The objects of all ranks, in rank order. A collective."""
         if self.world_size == 1:
-            return [own]
+            return [value]
         all_of_them: list[Any] = [None] * self.world_size
-        dist.all_gather_object(all_of_them, own)
+        dist.all_gather_object(all_of_them, value)
         return all_of_them
 
-    def sum_over_ranks(self, own: Mapping[str, float]) -> dict[str, float]:
+    def sum_over_ranks(self, value: Mapping[str, float]) -> dict[str, float]:
         """The sum over ranks of each named value, added in rank order. A collective."""
-        told = self.all_gather_object(dict(own))
-        return {name: sum(one[name] for one in told) for name in own}
+        gathered = self.all_gather_object(dict(value))
+        return {name: sum(values[name] for values in gathered) for name in value}
 
-    def max_over_ranks(self, own: Sequence[int]) -> list[int]:
+    def max_over_ranks(self, value: Sequence[int]) -> list[int]:
         """The elementwise maximum over ranks. A collective."""
-        return [max(column) for column in zip(*self.all_gather_object(list(own)), strict=True)]
+        return [max(column) for column in zip(*self.all_gather_object(list(value)), strict=True)]
 
-    def broadcast_from_first(self, own: T) -> T:
+    def broadcast_from_first(self, value: T) -> T:
         """The object of rank 0. A collective."""
-        return self.all_gather_object(own)[0]
+        return self.all_gather_object(value)[0]
 
     def barrier(self) -> None:
         """Wait until all ranks have called it. A collective."""
         self.all_gather_object(None)
 
 
-def all_reduce_sum(own: Tensor) -> Tensor:
+def all_reduce_sum(value: Tensor) -> Tensor:
     """The sum of a tensor over ranks. A collective if torch.distributed is initialised."""
-    total = own.detach().clone()
+    total = value.detach().clone()
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
     return total

@@ -38,10 +38,10 @@ class Response:
 
 def of_responses(responses: Sequence[Response], beta: float) -> dict[str, float]:
     """The metrics of what was drawn: rewards, KL(policy || reference), lengths."""
-    clusters = np.array([one.prompt_id for one in responses])
-    scores = np.array([one.score for one in responses])
-    sums = np.array([one.kl for one in responses])
-    lengths = np.array([len(one.tokens["token_kl"]) for one in responses])
+    clusters = np.array([response.prompt_id for response in responses])
+    scores = np.array([response.score for response in responses])
+    sums = np.array([response.kl for response in responses])
+    lengths = np.array([len(response.tokens["token_kl"]) for response in responses])
     score, per_sequence = (
         clustered_mean(scores, clusters, unit="none"),
         clustered_mean(sums, clusters, lower=0.0),
@@ -71,13 +71,13 @@ def of_responses(responses: Sequence[Response], beta: float) -> dict[str, float]
         "policy/entropy": float(column_of(responses, "entropy").mean()),
         "response/length": float(lengths.mean()),
         "response/prompts": float(score.clusters),
-        "response/cut_share": float(np.mean([one.cut for one in responses])),
+        "response/cut_share": float(np.mean([response.cut for response in responses])),
     }
 
 
 def column_of(responses: Sequence[Response], name: str) -> Float[np.ndarray, " tokens"]:
     """A column of all responses' tokens, one response after the other."""
-    return np.concatenate([one.tokens[name] for one in responses])
+    return np.concatenate([response.tokens[name] for response in responses])
 
 
 def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
@@ -93,13 +93,14 @@ def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
 def to_samples(responses: Sequence[Response]) -> list[Sample]:
     """The responses as the run_log keeps them."""
     return [
-        Sample(prompt=one.prompt, response=one.response, reward=one.score, kl=one.kl) for one in responses
+        Sample(prompt=response.prompt, response=response.response, reward=response.score, kl=response.kl)
+        for response in responses
     ]
 
 
 def _mean(responses: Sequence[Response], part: str) -> float:
     """The mean over the responses to which the reward applies; NaN where it applies to none."""
-    values = np.array([one.parts[part] for one in responses])
+    values = np.array([response.parts[part] for response in responses])
     return float(values[~np.isnan(values)].mean()) if not np.isnan(values).all() else float("nan")
 
 

@@ -62,22 +62,34 @@ class RewardSignature:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
             return cls(positional=2)
-        every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-        named = [one for one in parameters if one.kind in (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)]
+        every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        named = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+        ]
         by_name = _takes_texts_by_name(parameters)
-        in_order = [one.name for one in named if one.kind in POSITIONAL]
+        in_order = [parameter.name for parameter in named if parameter.kind in POSITIONAL]
         taken = () if by_name else tuple(in_order[:2])
-        rest = [one for one in named if one.name not in taken and not _is_bound(function, one.name)]
-        columns = [one for one in rest if one.name not in TEXTS]
-        texts = [one.name for one in rest if one.name in TEXTS]
+        rest = [
+            parameter
+            for parameter in named
+            if parameter.name not in taken and not _is_bound(function, parameter.name)
+        ]
+        columns = [parameter for parameter in rest if parameter.name not in TEXTS]
+        texts = [parameter.name for parameter in rest if parameter.name in TEXTS]
         if every and "responses" not in (*taken, *texts) and (by_name or "completions" in taken):
             # **columns of a reward that is written for TRL: it gets what TRL passes
             texts += [name for name in TRL_TEXTS if name not in (*taken, *texts)]
         return cls(
             positional=0 if by_name else 2,
             texts=tuple(texts),
-            required=tuple(one.name for one in columns if one.default is inspect.Parameter.empty),
-            optional=tuple(one.name for one in columns if one.default is not inspect.Parameter.empty),
+            required=tuple(
+                parameter.name for parameter in columns if parameter.default is inspect.Parameter.empty
+            ),
+            optional=tuple(
+                parameter.name for parameter in columns if parameter.default is not inspect.Parameter.empty
+            ),
             every_column=every,
             taken=taken,
         )
@@ -116,19 +128,21 @@ class RewardSignature:
             "completion_ids": lambda: [_ids(each) for each in dialogues],
         }
         known = dict.fromkeys(name for each in dialogues for name in each.columns)
-        wanted = [name for name in (*self.required, *self.optional) if name in known]
+        column_names = [name for name in (*self.required, *self.optional) if name in known]
         if self.every_column:
-            wanted += [name for name in known if name not in (*wanted, PROMPT, *TEXTS, *self.taken)]
+            column_names += [
+                name for name in known if name not in (*column_names, PROMPT, *TEXTS, *self.taken)
+            ]
         if missing := [name for name in self.required if name not in known]:
             raise OptionError(f"it needs {_listed(missing)}; {_existing(list(known))}")
         # a reward may change what it is given: the next call is to see the file's values again
-        columns = {name: [deepcopy(each.columns.get(name)) for each in dialogues] for name in wanted}
+        columns = {name: [deepcopy(each.columns.get(name)) for each in dialogues] for name in column_names}
         by_name = {
             name: texts[name]() for name in self.texts if name != "completion_ids" or _have_ids(dialogues)
         }
         by_position = (texts["prompts"](), texts["responses"]()) if self.positional else ()
-        found = function(*by_position, **by_name, **columns)
-        return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+        returned = function(*by_position, **by_name, **columns)
+        return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -166,8 +180,8 @@ def reward_values(
             "it must return one each"
         )
     numbers = [_number(spec, each, value) for each, value in zip(dialogues, returned, strict=True)]
-    values = np.array([np.nan if one is None else one for one in numbers], np.float64)
-    wrong = [at for at, one in enumerate(numbers) if one is not None and not np.isfinite(one)]
+    values = np.array([np.nan if value is None else value for value in numbers], np.float64)
+    wrong = [at for at, value in enumerate(numbers) if value is not None and not np.isfinite(value)]
     if wrong:
         raise NonFiniteError(
             f"the reward {spec} is {values[wrong[0]]} for {dialogues[wrong[0]].name} and {len(wrong)} of "
@@ -179,11 +193,11 @@ def reward_values(
 def described(error: BaseException) -> str:
     """An exception in one line: its type, and the first line of what it says."""
     try:
-        said = str(error).strip()
+        message = str(error).strip()
     except Exception:
-        said = ""
+        message = ""
     kind = type(error).__name__
-    return f"{kind}: {said.splitlines()[0]}" if said else kind
+    return f"{kind}: {message.splitlines()[0]}" if message else kind
 
 
 class _TooMany(list[Any]):
@@ -198,9 +212,11 @@ def _returned(spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Seq
     """What a reward returned, as a list."""
     process = os.getpid()
     try:
-        found = of(dialogues)
-        check_reward_order(spec, found)
-        values = found.tolist() if hasattr(found, "tolist") else found  # a tensor may carry a gradient
+        returned = of(dialogues)
+        check_reward_order(spec, returned)
+        values = (
+            returned.tolist() if hasattr(returned, "tolist") else returned
+        )  # a tensor may carry a gradient
         if hasattr(values, "__len__"):
             return list(values)
         several = list(islice(values, len(dialogues) + 1))  # an iterator may never end
@@ -243,12 +259,14 @@ def _takes_texts_by_name(parameters: list[inspect.Parameter]) -> bool:
     They are where the responses' name stands anywhere but in second place, and where there is no place for them
     but ``**columns``. A function of one argument alone gets two, an error that Python names best.
     """
-    kinds = [one.kind for one in parameters]
+    kinds = [parameter.kind for parameter in parameters]
     if inspect.Parameter.POSITIONAL_ONLY in kinds or inspect.Parameter.VAR_POSITIONAL in kinds:
         return False
     every = inspect.Parameter.VAR_KEYWORD in kinds
-    names = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    in_order = [one.name for one in parameters if one.kind in POSITIONAL]
+    names = [
+        parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    in_order = [parameter.name for parameter in parameters if parameter.kind in POSITIONAL]
     if len(names) < 2 and not every:
         return False
     return any(name in names and in_order[1:2] != [name] for name in RESPONSES) or (
@@ -269,8 +287,8 @@ def _ids(dialogue: Dialogue) -> list[int]:
     return list(dialogue.token_ids or ())
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+async def _awaited(result: Any) -> Any:
+    return await result
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -112,7 +112,7 @@ class Rewards:
 
     def of_dialogues(self, dialogues: Sequence[Dialogue]) -> RewardScores:
         """What these responses are worth; raises as ``of`` does."""
-        parts = {one.name: reward_values(one.spec, one.of, dialogues) for one in self.rewards}
+        parts = {reward.name: reward_values(reward.spec, reward.of, dialogues) for reward in self.rewards}
         require_scored(parts, [each.name for each in dialogues])
         total = np.zeros(len(dialogues))
         for reward in self.rewards:
@@ -232,18 +232,18 @@ def weight_of(spec: str) -> tuple[float, str]:
     Raises:
         OptionError: if the weight is not a number.
     """
-    found = WEIGHTED.fullmatch(spec)
-    if found is None:
+    match = WEIGHTED.fullmatch(spec)
+    if match is None:
         return 1.0, spec.strip()
     try:
-        weight = float(found["weight"])
+        weight = float(match["weight"])
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
         raise OptionError(
-            f"the weight of the reward {spec!r} is {found['weight']!r}; it must be a number, as in 0.5*…"
+            f"the weight of the reward {spec!r} is {match['weight']!r}; it must be a number, as in 0.5*…"
         )
-    return weight, found["what"].strip()
+    return weight, match["what"].strip()
 
 
 def _names(specs: Sequence[str]) -> list[str]:

@@ -42,7 +42,7 @@ class Advice:
 class Display(Protocol):
     """Shows the progress of a run."""
 
-    def said(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         """Show a note."""
         ...
 
@@ -54,7 +54,7 @@ class Display(Protocol):
 class NullDisplay:
     """A display without output."""
 
-    def said(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         """Not shown."""
 
     def stepped(self, record: StepRecord) -> None:
@@ -147,10 +147,10 @@ class RunLog:
             RunFolderError: if the disk is full.
         """
         texts = [sample.response for sample in samples]
-        said = (
+        text_metrics = (
             {"response/repetition": repetition(texts), "response/distinct": distinct(texts)} if texts else {}
         )
-        values = {name: float(value) for name, value in {**metrics, **said}.items()}
+        values = {name: float(value) for name, value in {**metrics, **text_metrics}.items()}
         for name in values:
             metric_of(name)  # unknown metrics raise
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
@@ -160,7 +160,7 @@ class RunLog:
         append_step(self.folder, record, spread_sample(samples))
         self.history.append(record)
         for warning in () if self._warned else step_warnings(values):
-            self.said(warning)
+            self.note(warning)
             self._warned = True
         for tracker in self._trackers:
             tracker.log({spelt(name, self.job.metric_names): value for name, value in values.items()}, step)
@@ -168,9 +168,9 @@ class RunLog:
         acts = any(alert.acts for alert in alerts) and self.job.on_hacking != "warn"
         return Advice(alerts=alerts, act=self.job.on_hacking if acts else None)
 
-    def said(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         """Show a note, such as the checkpoint that the run resumes from."""
-        self.display.said(sentence)
+        self.display.note(sentence)
 
     def close(self) -> None:
         """Close the trackers."""
@@ -186,5 +186,5 @@ def stopped_by(alerts: Sequence[HackingAlert], step: int) -> str:
 
 def spread_sample(samples: Sequence[Sample]) -> list[Sample]:
     """A few of a step's responses, evenly spaced."""
-    kept = min(SAMPLES_KEPT, len(samples))
-    return [samples[at * len(samples) // kept] for at in range(kept)]
+    count = min(SAMPLES_KEPT, len(samples))
+    return [samples[at * len(samples) // count] for at in range(count)]

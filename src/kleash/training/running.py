@@ -72,15 +72,15 @@ def _train(job: TrainJob, trainer: Trainer, display: Display | None, note: str |
     with folder.writing(header_of(job), resume=job.resume):
         run_log = RunLog(folder.root, job, display=display)
         if note is not None:
-            run_log.said(note)
+            run_log.note(note)
         try:
             result = trainer(job, run_log)
         except KeyboardInterrupt as stop:
             raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
         finally:
             run_log.close()
-        said = tuple(alert.sentence for record in run_log.history for alert in record.alerts)
-        result = replace(result, alerts=said, metrics=run_log.history[-1].metrics)
+        alert_sentences = tuple(alert.sentence for record in run_log.history for alert in record.alerts)
+        result = replace(result, alerts=alert_sentences, metrics=run_log.history[-1].metrics)
         folder.write_result(result)
         write_training_report(folder.root)
     return result

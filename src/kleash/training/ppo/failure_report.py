@@ -33,15 +33,17 @@ def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int,
     responses = [
         {
             "place": place,
-            "prompt_id": one.prompt_id,
-            "sample_id": one.sample_id,
-            "prompt_ids": one.prompt_ids,
-            "response_ids": one.response_ids,
-            "prompt": one.prompt_text,
-            "response": one.response_text,
+            "prompt_id": sequence.prompt_id,
+            "sample_id": sequence.sample_id,
+            "prompt_ids": sequence.prompt_ids,
+            "response_ids": sequence.response_ids,
+            "prompt": sequence.prompt_text,
+            "response": sequence.response_text,
             "score": score,
         }
-        for place, one, score in zip(rollout.places, rollout.sequences, rollout.scores.tolist(), strict=True)
+        for place, sequence, score in zip(
+            rollout.places, rollout.sequences, rollout.scores.tolist(), strict=True
+        )
     ]
     write_atomically(
         folder / f"responses-{ranks.rank}.json",

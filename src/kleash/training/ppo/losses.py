@@ -81,8 +81,8 @@ def value_losses(
     new, old, target = (torch.where(past.counts, x, 0.0) for x in (values, past.values, past.returns))
     errors = (new - target).square()
     if clip is not None:
-        kept = old + (new - old).clamp(-clip, clip)
-        errors = torch.maximum(errors, (kept - target).square())
+        clipped_values = old + (new - old).clamp(-clip, clip)
+        errors = torch.maximum(errors, (clipped_values - target).square())
     return errors / 2
 
 
@@ -94,7 +94,7 @@ def sums_of(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPOJob)
     ratio = log_ratio.exp()
     gain = clipped_gain(ratio, past.advantages, job.clip_range)
     furthest = torch.inf if job.clip_range_value is None else job.clip_range_value
-    found = {
+    per_token = {
         "tokens": torch.ones_like(ratio),
         "policy_loss": -gain,
         "value_loss": value_losses(new, past, job.clip_range_value),
@@ -103,5 +103,5 @@ def sums_of(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPOJob)
         "value_clipped": ((new - past.values).abs() > furthest).double(),
         "moved": torch.expm1(log_ratio) - log_ratio,
     }
-    sums = {name: torch.where(past.counts, x, 0.0).sum().item() for name, x in found.items()}
+    sums = {name: torch.where(past.counts, x, 0.0).sum().item() for name, x in per_token.items()}
     return {**sums, "ratio_most": torch.where(past.counts, ratio, 0.0).max().item()}

@@ -1,6 +1,7 @@
 """PPO-specific metrics of a step: sampling, critic, updates."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -11,26 +12,26 @@ from kleash.training.process_group import ProcessGroup
 from kleash.training.responses import Response, column_of
 
 
-def responses_of(rollout: Rollout, returns: Tensor, ranks: ProcessGroup) -> list[Response]:
+def responses_of(rollout: Rollout, returns: Tensor, group: ProcessGroup) -> list[Response]:
     """All responses of the step in order, on every process. A collective."""
     columns = {**rollout.of_tokens(), "returns": returns}
     arrays = {name: x.cpu().double().numpy() for name, x in columns.items()}
     scores = rollout.scores.tolist()
-    own = [
+    local_responses = [
         Response(
             place=place,
-            prompt_id=one.prompt_id,
+            prompt_id=sequence.prompt_id,
             score=scores[row],
             parts={name: float(values[row]) for name, values in rollout.parts.items()},
-            cut=one.finish_reason == "length",
-            tokens={name: x[row, : len(one.response_ids)] for name, x in arrays.items()},
-            prompt=one.prompt_text,
-            response=one.response_text,
+            cut=sequence.finish_reason == "length",
+            tokens={name: x[row, : len(sequence.response_ids)] for name, x in arrays.items()},
+            prompt=sequence.prompt_text,
+            response=sequence.response_text,
         )
-        for row, (place, one) in enumerate(zip(rollout.places, rollout.sequences, strict=True))
+        for row, (place, sequence) in enumerate(zip(rollout.places, rollout.sequences, strict=True))
     ]
-    everybody = [one for told in ranks.all_gather_object(own) for one in told]
-    return sorted(everybody, key=lambda one: one.place)
+    gathered = group.all_gather_object(local_responses)
+    return sorted(chain.from_iterable(gathered), key=lambda response: response.place)
 
 
 def of_critic(responses: Sequence[Response]) -> dict[str, float]:

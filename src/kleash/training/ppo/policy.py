@@ -34,7 +34,7 @@ class TokenBatch:
     def of(cls, sequences: Sequence[TokenSequence], temperature: float, device: torch.device) -> "TokenBatch":
         """The batch of these sequences."""
         ids, rows, cols = padded(sequences)
-        tokens = torch.tensor([token for one in sequences for token in one.response_ids])
+        tokens = torch.tensor([token for sequence in sequences for token in sequence.response_ids])
         ids, rows, cols, tokens = (x.to(device) for x in (ids, rows, cols, tokens))
         return cls(ids=ids, rows=rows, cols=cols, tokens=tokens, temperature=temperature)
 
@@ -92,9 +92,9 @@ class Policy(torch.nn.Module):
         self.adapters = (adapters,)  # a tuple hides it: its parameters are the network's, and no others
         self._no_split_modules = getattr(network, "_no_split_modules", None)
 
-    def forward(self, what: Callable[..., T], *given: Any) -> T:
+    def forward(self, what: Callable[..., T], *arguments: Any) -> T:
         """Run one of the methods below inside the wrapper."""
-        return what(self, *given)
+        return what(self, *arguments)
 
     def score(
         self, batch: TokenBatch, hidden_q: Float[Tensor, "tokens dim_q"], head_q: Head | None

@@ -1,4 +1,4 @@
-"""A step's responses: drawn, rewarded, and scored by policy, critic and reference."""
+"""The rollout of a PPO step: responses are generated, rewarded, and scored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,77 +19,77 @@ PER_TOKEN = ("behaviour_logp", "token_logp", "token_logq", "token_kl", "entropy"
 """The fields of a rollout that hold a number for each token."""
 
 
-class Micro(NamedTuple):
-    """Some of a process's responses, as many as go through the network at once."""
+class MicroBatch(NamedTuple):
+    """The responses of one forward pass."""
 
-    own: list[int]
-    """Their places among the process's own."""
-    live: bool
-    """Whether they are learned from; a process that has fewer to do reads some again and learns nothing."""
+    rows: list[int]
+    """Their indices among the process's responses."""
+    in_loss: bool
+    """False for padding passes: all processes make equally many passes, and this one adds no loss."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rollout:
-    """A process's responses of a step, and what is said of each of their tokens.
+    """A process's responses of a step with their per-token quantities.
 
     Tensors of tokens are [responses, steps], on the device, 0 where ``mask`` is false; ``hidden`` are lists with
     an entry [tokens, dim] for each response.
     """
 
     places: list[int]
-    """Which of the whole step's responses these are."""
+    """Their indices among the responses of the whole step."""
     sequences: list[TokenSequence]
     scores: Float[Tensor, "responses"]
-    """What they were rewarded, before any KL is taken from it."""
+    """Rewards, without KL penalty."""
     parts: dict[str, np.ndarray]
-    """The rewards that the scores are the weighted sum of."""
+    """The individual rewards by name."""
     mask: Bool[Tensor, "responses steps"]
     behaviour_logp: Float[Tensor, "responses steps"]
-    """As the tokens were drawn: the same weights, through the key-value cache."""
+    """Log-probabilities during generation: the same weights, with the key-value cache."""
     token_logp: Float[Tensor, "responses steps"]
-    """Under the policy before the step's updates, read as training reads it."""
+    """Log-probabilities under the policy before the updates, in the training forward pass."""
     token_logq: Float[Tensor, "responses steps"]
-    """Under the reference."""
+    """Log-probabilities under the reference."""
     token_kl: Float[Tensor, "responses steps"]
     """KL(policy || reference), exact."""
     entropy: Float[Tensor, "responses steps"]
     values: Float[Tensor, "responses steps"]
     hidden: list[Tensor]
-    """The policy's, before the updates."""
+    """The policy's hidden states before the updates."""
     hidden_reference: list[Tensor]
-    micros: list[list[Micro]]
-    """Each minibatch's micro-batches, as they were scored: read again alike, the policy says the same to the bit."""
+    micros: list[list[MicroBatch]]
+    """The micro-batches of each minibatch; the updates use the same ones, for bit-identical numbers."""
 
     def of_tokens(self) -> dict[str, Tensor]:
-        """The tensors that hold a number for each token."""
+        """The per-token tensors by name."""
         return {name: getattr(self, name) for name in PER_TOKEN}
 
 
 def roll_out(setting: TrainingSetup, prompts: Sequence[Prompt], step: int) -> Rollout:
-    """Draw this process's share of a step's responses, have them rewarded, and score them.
+    """Generate this process's responses of a step, reward them, and score them.
 
     Raises:
         NonFiniteError: if the policy gives NaN, or a reward is not a finite number.
         CannotRunError: if a reward raises.
     """
-    job, ranks = setting.job, setting.group
+    job, group = setting.job, setting.group
     responses = job.prompts_per_step * job.samples_per_prompt
-    asked = prompts_of_step(prompts, step, job.prompts_per_step, job.seed)
-    places = share_of(responses, job.minibatches, ranks.rank, ranks.world_size)
-    sequences = _draw(setting, asked, places, step)
+    step_prompts = prompts_of_step(prompts, step, job.prompts_per_step, job.seed)
+    places = share_of(responses, job.minibatches, group.rank, group.world_size)
+    sequences = _draw(setting, step_prompts, places, step)
     rewarded = setting.rewards.of(sequences)
     scores = np.asarray(rewarded.total, dtype=np.float64)
     dealt = minibatches_of(responses, job.minibatches, job.seed, "minibatches", step)
-    micros = micro_batches(dealt, places, [one.read for one in sequences], job.batch_tokens, ranks)
+    micros = micro_batches(dealt, places, [sequence.read for sequence in sequences], job.batch_tokens, group)
     scored = score(setting, sequences, micros)
-    given = scored["token_logp"]
-    behaviour = [torch.from_numpy(np.asarray(one.logp_sampled)) for one in sequences]
-    steps = given.shape[1]
-    drawn = [torch.nn.functional.pad(x.to(given), (0, steps - len(x))) for x in behaviour]
+    token_logp = scored["token_logp"]
+    behaviour = [torch.from_numpy(np.asarray(sequence.logp_sampled)) for sequence in sequences]
+    steps = token_logp.shape[1]
+    drawn = [torch.nn.functional.pad(x.to(token_logp), (0, steps - len(x))) for x in behaviour]
     return Rollout(
         places=places,
         sequences=sequences,
-        scores=torch.as_tensor(scores, dtype=given.dtype, device=given.device),
+        scores=torch.as_tensor(scores, dtype=token_logp.dtype, device=token_logp.device),
         parts={name: np.asarray(values, dtype=np.float64) for name, values in rewarded.parts.items()},
         behaviour_logp=torch.stack(drawn),
         micros=micros,
@@ -102,9 +102,9 @@ def micro_batches(
     places: Sequence[int],
     lengths: Sequence[int],
     batch_tokens: int,
-    ranks: ProcessGroup,
-) -> list[list[Micro]]:
-    """Each minibatch's micro-batches of this process: as many as those of any other process.
+    group: ProcessGroup,
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each minibatch on this process, equally many on all processes.
 
     Sharded weights are gathered by all processes together, so all have to make as many passes. A collective.
 
@@ -115,23 +115,25 @@ def micro_batches(
         batch_tokens: the most tokens read at once, padding counted.
         ranks: the processes.
     """
-    mine = {place: own for own, place in enumerate(places)}
-    shortest = min(range(len(lengths)), key=lambda own: lengths[own])
-    found = []
+    row_of = {place: row for row, place in enumerate(places)}
+    shortest = min(range(len(lengths)), key=lambda row: lengths[row])
+    of_minibatches = []
     for minibatch in dealt:
-        own = [mine[place] for place in sorted(minibatch) if place in mine]
-        batches = length_batches([lengths[one] for one in own], batch_tokens)
-        found.append([Micro([own[index] for index in batch], True) for batch in batches])
-    most = ranks.max_over_ranks([len(minibatch) for minibatch in found])
-    idle = Micro([shortest], False)
-    return [minibatch + [idle] * (n - len(minibatch)) for minibatch, n in zip(found, most, strict=True)]
+        rows = [row_of[place] for place in sorted(minibatch) if place in row_of]
+        batches = length_batches([lengths[row] for row in rows], batch_tokens)
+        of_minibatches.append([MicroBatch([rows[index] for index in batch], True) for batch in batches])
+    most = group.max_over_ranks([len(minibatch) for minibatch in of_minibatches])
+    idle = MicroBatch([shortest], False)
+    return [
+        minibatch + [idle] * (n - len(minibatch)) for minibatch, n in zip(of_minibatches, most, strict=True)
+    ]
 
 
 def score(
-    setting: TrainingSetup, sequences: Sequence[TokenSequence], micros: Sequence[Sequence[Micro]]
+    setting: TrainingSetup, sequences: Sequence[TokenSequence], micros: Sequence[Sequence[MicroBatch]]
 ) -> dict[str, Any]:
-    """What policy, critic and reference say of these sequences: the fields of ``Rollout`` of the same names."""
-    lengths = torch.tensor([len(one.response_ids) for one in sequences])
+    """Per-token quantities of sequences under policy, critic and reference: fields of ``Rollout``."""
+    lengths = torch.tensor([len(sequence.response_ids) for sequence in sequences])
     mask = (torch.arange(setting.job.max_new_tokens) < lengths[:, None]).to(setting.device)
     tensors: dict[str, Tensor] = {}
     hidden: dict[str, list[Any]] = {
@@ -139,49 +141,53 @@ def score(
         "hidden_reference": [None] * len(sequences),
     }
     for micro in (micro for minibatch in micros for micro in minibatch):
-        batch = setting.batch([sequences[own] for own in micro.own])
+        batch = setting.batch([sequences[row] for row in micro.rows])
         with setting.autocast():
-            theirs = setting.actor_critic.reference.hidden(setting.wrapped_policy, batch)
-            ours = setting.wrapped_policy(Policy.score, batch, theirs, setting.actor_critic.reference.head)
-        if not micro.live:
+            hidden_q = setting.actor_critic.reference.hidden(setting.wrapped_policy, batch)
+            scores = setting.wrapped_policy(
+                Policy.score, batch, hidden_q, setting.actor_critic.reference.head
+            )
+        if not micro.in_loss:
             continue
-        terms = ours.terms
-        found = {"token_logp": terms.token_logp, "token_logq": terms.token_logq, "token_kl": terms.kl}
-        found |= {"entropy": terms.entropy, "values": ours.values}
-        for name, flat in found.items():
+        terms = scores.terms
+        columns = {"token_logp": terms.token_logp, "token_logq": terms.token_logq, "token_kl": terms.kl}
+        columns |= {"entropy": terms.entropy, "values": scores.values}
+        for name, flat in columns.items():
             whole_step = tensors.setdefault(name, flat.new_zeros(mask.shape))
-            whole_step[micro.own] = spread(flat, mask[micro.own])
-        counts = lengths[micro.own].tolist()
-        for name, states in (("hidden", ours.hidden), ("hidden_reference", theirs)):
-            for own, part in zip(micro.own, states.split(counts), strict=True):
-                hidden[name][own] = part
+            whole_step[micro.rows] = spread(flat, mask[micro.rows])
+        counts = lengths[micro.rows].tolist()
+        for name, states in (("hidden", scores.hidden), ("hidden_reference", hidden_q)):
+            for row, part in zip(micro.rows, states.split(counts), strict=True):
+                hidden[name][row] = part
     return {"mask": mask, **tensors, **hidden}
 
 
 def spread(
     flat: Float[Tensor, " tokens"], mask: Bool[Tensor, "responses steps"]
 ) -> Float[Tensor, "responses steps"]:
-    """A number for each token, one response after the other, as a row for each response; 0 beyond its end."""
+    """Unpack concatenated per-token values to a row for each response, 0 beyond its end."""
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
-def _draw(setting: TrainingSetup, asked: list[Prompt], places: list[int], step: int) -> list[TokenSequence]:
-    """The responses at these places: place by place the same, whoever draws them."""
+def _draw(
+    setting: TrainingSetup, step_prompts: list[Prompt], places: list[int], step: int
+) -> list[TokenSequence]:
+    """Generate the responses with these indices; they do not depend on the process."""
     job = setting.job
     samples = job.samples_per_prompt
-    each = [asked[place // samples] for place in places]
-    copies = [one.copy * samples + place % samples for one, place in zip(each, places, strict=True)]
+    each = [step_prompts[place // samples] for place in places]
+    copies = [prompt.copy * samples + place % samples for prompt, place in zip(each, places, strict=True)]
     sampling = Sampling(
         samples_per_prompt=1,
         max_new_tokens=job.max_new_tokens,
         temperature=job.temperature,
         seed=number(job.seed, "responses", step),
     )
-    prompts = [replace(one, copy=copy) for one, copy in zip(each, copies, strict=True)]
+    prompts = [replace(prompt, copy=copy) for prompt, copy in zip(each, copies, strict=True)]
 
     def answer(policy: Policy) -> list[TokenSequence]:
-        speaker = setting.actor_critic.current_sampler(policy)
-        return generate(speaker, prompts, sampling, batch_tokens=job.batch_tokens)
+        sampler = setting.actor_critic.current_sampler(policy)
+        return generate(sampler, prompts, sampling, batch_tokens=job.batch_tokens)
 
     with setting.autocast():
         answers = with_whole_weights(setting.wrapped_policy, answer)

@@ -91,7 +91,7 @@ def _initial_state(setting: TrainingSetup, root: Path, run_log: RunLog | None) -
     if run_log is not None:
         run_log.begin(progress.step)
         for note in notes:
-            run_log.said(note)
+            run_log.note(note)
     return progress
 
 

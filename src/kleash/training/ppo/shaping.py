@@ -36,7 +36,7 @@ class RewardSignals(NamedTuple):
     mask: Bool[Tensor, "responses steps"]
 
 
-def learning_signals(said: RewardSignals, job: PPOJob, beta: float) -> LearningSignals:
+def learning_signals(signals: RewardSignals, job: PPOJob, beta: float) -> LearningSignals:
     """Advantages, with the KL penalty placed as the job says.
 
     The KL of a token's own position belongs in the loss, with its gradient (``losses.policy_objective``); only k1
@@ -59,26 +59,28 @@ def learning_signals(said: RewardSignals, job: PPOJob, beta: float) -> LearningS
         job: placement, scope and estimator of the KL term.
         beta: the current beta.
     """
-    log_ratio = torch.where(said.mask, said.token_logp - said.token_logq, 0.0)
-    token_kl = said.token_kl if job.kl == "exact" else sampled_kl(said.token_logp, said.token_logq, "k3")
-    next_kl = torch.where(said.mask, pad(torch.where(said.mask, token_kl, 0.0)[:, 1:], (0, 1)), 0.0)
+    log_ratio = torch.where(signals.mask, signals.token_logp - signals.token_logq, 0.0)
+    token_kl = (
+        signals.token_kl if job.kl == "exact" else sampled_kl(signals.token_logp, signals.token_logq, "k3")
+    )
+    next_kl = torch.where(signals.mask, pad(torch.where(signals.mask, token_kl, 0.0)[:, 1:], (0, 1)), 0.0)
     penalised_kl = log_ratio if job.kl == "k1" else next_kl
     reward_beta = beta if job.kl_place == "reward" else 0.0
     gae = generalised_advantages(
-        shape_rewards(said.scores, penalised_kl, said.mask, beta=reward_beta),
-        said.values,
-        said.mask,
+        shape_rewards(signals.scores, penalised_kl, signals.mask, beta=reward_beta),
+        signals.values,
+        signals.mask,
         gamma=job.gamma,
         gae_lambda=job.gae_lambda,
     )
     advantages = gae.advantages
     if job.kl_place == "loss" and job.kl_scope == "sequence" and beta > 0:
         advantages = advantages - beta * minus_leave_one_out_mean(
-            rewards_to_go(next_kl, said.mask), said.mask
+            rewards_to_go(next_kl, signals.mask), signals.mask
         )
     if not job.whiten:
         return LearningSignals(advantages, gae.returns, beta)
-    whitened, scale = whiten_with_scale(advantages, said.mask)
+    whitened, scale = whiten_with_scale(advantages, signals.mask)
     return LearningSignals(whitened, gae.returns, beta * scale)
 
 
@@ -92,8 +94,8 @@ def minus_leave_one_out_mean(
     """
     counted = torch.where(mask, costs, 0.0)
     total, count = all_reduce_sum(counted.sum(0)), all_reduce_sum(mask.sum(0))
-    others = (total - counted) / (count - 1).clamp(min=1)
-    return torch.where(mask, counted - others, 0.0)
+    mean_of_others = (total - counted) / (count - 1).clamp(min=1)
+    return torch.where(mask, counted - mean_of_others, 0.0)
 
 
 def whiten_with_scale(
@@ -101,6 +103,6 @@ def whiten_with_scale(
 ) -> tuple[Float[Tensor, "responses steps"], float]:
     """``whiten`` and its scale factor (1 if all values are equal). A collective."""
     whitened = whiten(values, mask)
-    apart = torch.where(mask, values - mean_of(values, mask).across_ranks().value, 0.0)
-    squares, products = (mean_of(whitened * x, mask).across_ranks().total.item() for x in (whitened, apart))
+    centred = torch.where(mask, values - mean_of(values, mask).across_ranks().value, 0.0)
+    squares, products = (mean_of(whitened * x, mask).across_ranks().total.item() for x in (whitened, centred))
     return whitened, squares / products if squares > 0 else 1.0

@@ -110,10 +110,12 @@ def _improve(
         return update_policy(setting, rollout, shaped, finished + 1)
     except DivergedError as broken:
         folder = save_batch(root, rollout, shaped, finished + 1, setting.group)
-        said = next(filter(None, setting.group.all_gather_object(where_it_broke(rollout, shaped))), None)
+        first_bad_number = next(
+            filter(None, setting.group.all_gather_object(where_it_broke(rollout, shaped))), None
+        )
         what = (
-            f"{said}, which came in with the responses"
-            if said
+            f"{first_bad_number}, which came in with the responses"
+            if first_bad_number
             else (
                 f"nothing that came in with the responses was, so the updates ran away at a learning rate of "
                 f"{setting.optimizer.param_groups[0]['lr']:g}: lower it, or --max-gradient-norm"

@@ -11,7 +11,7 @@ from kleash.leash import EarlyStop
 from kleash.linear import Head
 from kleash.training.ppo.losses import RolloutTokens, policy_objective, sums_of, value_losses
 from kleash.training.ppo.policy import Policy
-from kleash.training.ppo.rollout import Micro, Rollout
+from kleash.training.ppo.rollout import MicroBatch, Rollout
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.ppo.shaping import LearningSignals
 from kleash.training.scheduling import shuffled
@@ -59,11 +59,11 @@ def update_policy(
     for epoch in range(job.epochs):
         for number in shuffled(job.minibatches, job.seed, "order", step, epoch):
             where = f"step {step}, epoch {epoch + 1}, minibatch {number + 1}"
-            found = _learn(setting, rollout, shaped, rollout.micros[number], share)
-            if not math.isfinite(found["loss"]):
-                raise DivergedError(f"the loss is {found['loss']} in {where}")
-            sums = _added(sums, found)
-            moved = found["moved"] / found["tokens"] if found["tokens"] else 0.0
+            pass_sums = _learn(setting, rollout, shaped, rollout.micros[number], share)
+            if not math.isfinite(pass_sums["loss"]):
+                raise DivergedError(f"the loss is {pass_sums['loss']} in {where}")
+            sums = _added(sums, pass_sums)
+            moved = pass_sums["moved"] / pass_sums["tokens"] if pass_sums["tokens"] else 0.0
             if stop is not None and stop.stops(moved):
                 setting.optimizer.zero_grad()
                 return UpdateResult(
@@ -90,49 +90,53 @@ def kl_of_update(setting: TrainingSetup, rollout: Rollout, head_before: Head) ->
     """KL(policy before || policy now), exact, summed over the tokens of this process's responses, in nats."""
     total = 0.0
     for micro in (micro for minibatch in rollout.micros for micro in minibatch):
-        batch = setting.batch([rollout.sequences[own] for own in micro.own])
-        hidden = torch.cat([rollout.hidden[own] for own in micro.own])
+        batch = setting.batch([rollout.sequences[row] for row in micro.rows])
+        hidden = torch.cat([rollout.hidden[row] for row in micro.rows])
         with setting.autocast():
             moved = setting.wrapped_policy(Policy.moved, batch, hidden, head_before)
-        total += moved.cpu().double().sum().item() if micro.live else 0.0
+        total += moved.cpu().double().sum().item() if micro.in_loss else 0.0
     return total
 
 
 def _learn(
-    setting: TrainingSetup, rollout: Rollout, shaped: LearningSignals, minibatch: list[Micro], share: float
+    setting: TrainingSetup,
+    rollout: Rollout,
+    shaped: LearningSignals,
+    minibatch: list[MicroBatch],
+    share: float,
 ) -> dict[str, float]:
     """Accumulate a minibatch's gradient; returns the sums over all processes, "loss" being the total loss."""
     sums: dict[str, float] = {}
     for number, micro in enumerate(minibatch):
         last = number == len(minibatch) - 1
-        batch = setting.batch([rollout.sequences[own] for own in micro.own])
-        past, theirs = (
+        batch = setting.batch([rollout.sequences[row] for row in micro.rows])
+        past, hidden_q = (
             _past(rollout, shaped, micro),
-            torch.cat([rollout.hidden_reference[own] for own in micro.own]),
+            torch.cat([rollout.hidden_reference[row] for row in micro.rows]),
         )
-        told = policy_objective(past, setting.job, shaped.scaled_beta)
+        loss_of_tokens = policy_objective(past, setting.job, shaped.scaled_beta)
         with nullcontext() if last else setting.accelerator.no_sync(setting.wrapped_policy):
             with setting.autocast():
                 learnt = setting.wrapped_policy(
-                    Policy.learn, batch, theirs, setting.actor_critic.reference.head, told
+                    Policy.learn, batch, hidden_q, setting.actor_critic.reference.head, loss_of_tokens
                 )
             errors = value_losses(learnt.values, past, setting.job.clip_range_value).sum()
             loss = (learnt.loss + setting.job.vf_coef * errors) * share
             setting.accelerator.backward(loss)
         sums = _added(sums, {"loss": loss.item(), **sums_of(learnt.terms, learnt.values, past, setting.job)})
-    told = setting.group.all_gather_object(sums)
-    together: dict[str, float] = {}
-    for one in told:
-        together = _added(together, one)
-    return together
+    gathered = setting.group.all_gather_object(sums)
+    total: dict[str, float] = {}
+    for rank_sums in gathered:
+        total = _added(total, rank_sums)
+    return total
 
 
-def _past(rollout: Rollout, shaped: LearningSignals, micro: Micro) -> RolloutTokens:
+def _past(rollout: Rollout, shaped: LearningSignals, micro: MicroBatch) -> RolloutTokens:
     """The rollout's data of a micro-batch's tokens, in their order in the batch."""
-    mask = rollout.mask[micro.own]
+    mask = rollout.mask[micro.rows]
     known = (rollout.token_logp, rollout.values, shaped.advantages, shaped.returns)
-    flat = [x[micro.own][mask] for x in known]
-    return RolloutTokens(*flat, counts=torch.full_like(flat[0], micro.live, dtype=torch.bool))
+    flat = [x[micro.rows][mask] for x in known]
+    return RolloutTokens(*flat, counts=torch.full_like(flat[0], micro.in_loss, dtype=torch.bool))
 
 
 def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:

@@ -50,12 +50,12 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         raise OptionError(
             f"{rows} rows a step cannot be shared out to {processes} processes evenly; give a multiple"
         )
-    own = rows // processes
-    at_once = largest_divisor(own, at_most=max(1, job.batch_tokens // row_tokens))
+    rows_per_process = rows // processes
+    at_once = largest_divisor(rows_per_process, at_most=max(1, job.batch_tokens // row_tokens))
     return {
         "output_dir": str(Path(str(job.out)) / CHECKPOINTS),
         "per_device_train_batch_size": at_once,
-        "gradient_accumulation_steps": own // at_once,
+        "gradient_accumulation_steps": rows_per_process // at_once,
         "max_steps": job.steps * updates,
         "logging_steps": updates,
         "save_strategy": "steps",
@@ -72,11 +72,11 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
     """The largest divisor of ``number`` that is not above ``at_most`` (at least 1)."""
-    found = [
+    divisors = [
         divisor
         for small in range(1, math.isqrt(number) + 1)
         if number % small == 0
         for divisor in (small, number // small)
         if divisor <= at_most
     ]
-    return max(found, default=1)
+    return max(divisors, default=1)

@@ -25,18 +25,18 @@ class Counting:
     model: Any
     _counted: tuple[float, float] = (0.0, 0.0)
 
-    def _compute_loss(self, *given: Any, **named: Any) -> Any:
+    def _compute_loss(self, *arguments: Any, **named: Any) -> Any:
         parent: Any = super()
-        loss, nats, tokens = parent._compute_loss(*given, **named)
+        loss, nats, tokens = parent._compute_loss(*arguments, **named)
         if self.model.training:
             self._counted = (self._counted[0] + float(nats), self._counted[1] + float(tokens))
         return loss, nats, tokens
 
     def take_counted(self) -> Generated:
         """The entropy of the tokens of all processes since it was last asked for. A collective."""
-        own, self._counted = self._counted, (0.0, 0.0)
+        local, self._counted = self._counted, (0.0, 0.0)
         ranks = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
-        total = ranks.sum_over_ranks({"nats": own[0], "tokens": own[1]})
+        total = ranks.sum_over_ranks({"nats": local[0], "tokens": local[1]})
         return Generated(metrics={"policy/entropy": total["nats"] / total["tokens"]})
 
 

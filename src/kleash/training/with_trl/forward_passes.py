@@ -33,11 +33,11 @@ def positions_from_the_first_token(network: Any) -> Any:
     return network
 
 
-def _give_positions(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+def _give_positions(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     mask = named.get("attention_mask")
     if named.get("position_ids") is None and torch.is_tensor(mask) and mask.dim() == 2:
         named = {**named, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
-    return given, named
+    return arguments, named
 
 
 def _minds_padding(body: Any) -> bool:
@@ -52,5 +52,5 @@ def _minds_padding(body: Any) -> bool:
             alone = body(input_ids=ids[:, 1:], attention_mask=mask[:, 1:], use_cache=False).last_hidden_state
     finally:
         body.train(training)
-    apart = (padded.float() - alone.float()).norm() / alone.float().norm()
-    return bool(apart > 1e-2)  # bfloat16 rounds to 4e-3
+    relative_difference = (padded.float() - alone.float()).norm() / alone.float().norm()
+    return bool(relative_difference > 1e-2)  # bfloat16 rounds to 4e-3

@@ -33,18 +33,18 @@ class Measuring:
 
     def take_generated(self) -> Generated | None:
         """What was measured since it was last asked for."""
-        found, self._generated = self._generated, None
-        return found
+        generated, self._generated = self._generated, None
+        return generated
 
-    def _calculate_rewards(self, *given: Any, **named: Any) -> Any:
+    def _calculate_rewards(self, *arguments: Any, **named: Any) -> Any:
         parent: Any = super()
-        self._scores = parent._calculate_rewards(*given, **named)
+        self._scores = parent._calculate_rewards(*arguments, **named)
         self._require_scored()
         return self._scores
 
     def _require_scored(self) -> None:
         """See that a reward other than None was returned for each response of all processes."""
-        names = [one.name for one in self._rewards.rewards]
+        names = [reward.name for reward in self._rewards.rewards]
         columns = self._scores[:, : len(names)].double().cpu().numpy().T
         require_scored(
             dict(zip(names, columns, strict=True)), [f"response {at}" for at in range(columns.shape[1])]
@@ -59,41 +59,45 @@ class Measuring:
 
     def _measure(self, inputs: Any, output: dict[str, Any]) -> Generated:
         trainer: Any = self
-        told = response_statistics(trainer, output)
-        ranks = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
-        own = self._responses(inputs, output, told, ranks.rank)
-        responses = [one for part in ranks.all_gather_object(own) for one in part]
+        scored = response_statistics(trainer, output)
+        group = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
+        local_responses = self._responses(inputs, output, scored, group.rank)
+        responses = [response for part in group.all_gather_object(local_responses) for response in part]
         metrics = of_responses(responses, self.beta)
         trainer._log(**{name: metrics[name] for name in STEERED_BY.values()})
         return Generated(metrics=metrics, samples=tuple(to_samples(responses)))
 
-    def _responses(self, inputs: Any, output: dict[str, Any], told: Any, rank: int) -> list[Response]:
-        lengths = told.mask.sum(-1).tolist()
+    def _responses(self, inputs: Any, output: dict[str, Any], scored: Any, rank: int) -> list[Response]:
+        lengths = scored.mask.sum(-1).tolist()
         columns = {
-            "token_kl": told.statistics.kl_pq,
-            "token_logp": told.statistics.token_logp,
-            "token_logq": told.statistics.token_logq,
-            "entropy": told.statistics.entropy_p,
+            "token_kl": scored.statistics.kl_pq,
+            "token_logp": scored.statistics.token_logp,
+            "token_logq": scored.statistics.token_logq,
+            "entropy": scored.statistics.entropy_p,
         }
         arrays = {name: x.double().cpu().numpy() for name, x in columns.items()}
         ends = np.cumsum(lengths)
-        names = [one.name for one in self._rewards.rewards]
-        weights = torch.tensor([one.weight for one in self._rewards.rewards], device=self._scores.device)
+        names = [reward.name for reward in self._rewards.rewards]
+        weights = torch.tensor(
+            [reward.weight for reward in self._rewards.rewards], device=self._scores.device
+        )
         first = rank * len(inputs)
         ids, cut = output["completion_ids"], self._cut(output)
         responses: list[Response] = []
-        for row, (one, end, length) in enumerate(zip(inputs, ends, lengths, strict=True)):
+        for row, (row_inputs, end, length) in enumerate(zip(inputs, ends, lengths, strict=True)):
             parts = self._scores[first + row, : len(names)]
             responses.append(
                 Response(
                     place=first + row,
-                    prompt_id=one[PROMPT_COLUMN],
+                    prompt_id=row_inputs[PROMPT_COLUMN],
                     score=float((parts * weights).nansum()),
                     parts=dict(zip(names, parts.tolist(), strict=True)),
                     cut=cut[row],
                     tokens={name: x[end - length : end] for name, x in arrays.items()},
-                    prompt=self._prompts[one[PROMPT_COLUMN]].text,
-                    response=self.processing_class.decode(ids[row][told.mask[row]], skip_special_tokens=True),
+                    prompt=self._prompts[row_inputs[PROMPT_COLUMN]].text,
+                    response=self.processing_class.decode(
+                        ids[row][scored.mask[row]], skip_special_tokens=True
+                    ),
                 )
             )
         return responses
@@ -104,12 +108,12 @@ class Measuring:
         ends = torch.tensor(sorted(_ends(trainer)), device=output["completion_ids"].device)
         lengths = output["completion_mask"].sum(-1)
         last = output["completion_ids"].gather(-1, (lengths - 1).clamp(min=0).unsqueeze(-1))[..., 0]
-        return [not found for found in torch.isin(last, ends).tolist()]
+        return [not is_end for is_end in torch.isin(last, ends).tolist()]
 
 
 def _ends(trainer: Any) -> set[int]:
-    found = trainer.eos_token_ids
-    return set(found) if isinstance(found, list | tuple | set) else {found}
+    end_tokens = trainer.eos_token_ids
+    return set(end_tokens) if isinstance(end_tokens, list | tuple | set) else {end_tokens}
 
 
 def measured(kind: type) -> Any:

@@ -79,9 +79,11 @@ def _train(
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     trainer = kind(
         model=networks.policy,
-        reward_funcs=[_reward_function(one, prompts) for one in rewards.rewards],
+        reward_funcs=[_reward_function(reward, prompts) for reward in rewards.rewards],
         args=config(
-            **_arguments(job, prompts), **settings, reward_weights=[one.weight for one in rewards.rewards]
+            **_arguments(job, prompts),
+            **settings,
+            reward_weights=[reward.weight for reward in rewards.rewards],
         ),
         train_dataset=data_set(prompts, job, networks),
         processing_class=networks.pair.tokenizer,
@@ -168,13 +170,13 @@ def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
         dialogues = [
             Dialogue(
                 prompt=prompts[which].text,
-                response=one if isinstance(one, str) else one[-1]["content"],
+                response=completion if isinstance(completion, str) else completion[-1]["content"],
                 messages=prompts[which].messages,
                 name=f"prompt {which}",
                 columns=prompts[which].columns,
                 token_ids=tuple(ids),
             )
-            for which, one, ids in rows
+            for which, completion, ids in rows
         ]
         return reward_values(reward.spec, reward.of, dialogues).tolist()
 

@@ -101,10 +101,10 @@ def verified(checkpoint: Path) -> tuple[str, ...]:
     Raises:
         RunFolderError: if it is damaged.
     """
-    others = [path for path in _whole(checkpoint.parent) if path != checkpoint]
+    other_checkpoints = [path for path in _whole(checkpoint.parent) if path != checkpoint]
     advice = "no other checkpoint is kept: begin the run again in another --out, or copy the checkpoint from a backup"
-    if others:
-        advice = f"delete {checkpoint}, and --resume goes on from {max(others, key=step_of).name}"
+    if other_checkpoints:
+        advice = f"delete {checkpoint}, and --resume goes on from {max(other_checkpoints, key=step_of).name}"
     checksums = Checksums.read(checkpoint, declared_by=CHECKSUMS)
     if not checksums.exists:
         return (f"{checkpoint} carries no checksums, so damage to it would not be noticed",)
@@ -118,5 +118,5 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _whole(folder: Path) -> list[Path]:
-    found = (path.parent for path in folder.glob(f"checkpoint-*/{STATE}"))
-    return [path for path in found if NAME.fullmatch(path.name)]
+    folders = (path.parent for path in folder.glob(f"checkpoint-*/{STATE}"))
+    return [path for path in folders if NAME.fullmatch(path.name)]

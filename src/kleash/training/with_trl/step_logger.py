@@ -94,9 +94,9 @@ class StepLogger(Attached):
         if self.run_log is not None:
             self.run_log.begin(self.outcome.step)
             for note in self.notes:
-                self.run_log.said(note)
+                self.run_log.note(note)
             if self.outcome.step:
-                self.run_log.said(f"going on after step {self.outcome.step}")
+                self.run_log.note(f"going on after step {self.outcome.step}")
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -116,7 +116,9 @@ class StepLogger(Attached):
             )
         measured = self.generated()
         metrics = {
-            ours: float(logs[theirs]) for theirs, ours in self.spelt.items() if logs.get(theirs) is not None
+            name: float(logs[trl_name])
+            for trl_name, name in self.spelt.items()
+            if logs.get(trl_name) is not None
         }
         if measured is not None:
             metrics |= measured.metrics
@@ -143,7 +145,7 @@ class StepLogger(Attached):
 
     def _controller(self) -> BetaController | None:
         callbacks = self.trainer.callback_handler.callbacks
-        return next((one for one in callbacks if isinstance(one, BetaController)), None)
+        return next((callback for callback in callbacks if isinstance(callback, BetaController)), None)
 
     def _events(self) -> list[str]:
         controller = self._controller()
