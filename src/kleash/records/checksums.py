@@ -189,9 +189,9 @@ def damage_as_sentence(root: Path) -> Generator[None]:
     except Exception as error:
         if (root / CHECKSUMS).exists():
             raise
-        description = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise RunFolderError(
-            f"the files of {root} do not fit together ({description}), and carry no checksums that would tell which of them "
+            f"the files of {root} do not fit together ({problem}), and carry no checksums that would tell which of them "
             f"is damaged; {COPY}"
         ) from error
 

@@ -128,10 +128,11 @@ def keep_steps(folder: Path, last: int) -> None:
     """
     steps, samples = read_steps(folder), read_samples(folder)
     by_step: dict[int, str] = {}
-    records = [record for record in samples if record.step <= last]
     sample_lines: list[bytes] = []
     check = ""
-    for record in records:
+    for record in samples:
+        if record.step > last:
+            continue
         lines, check = _chained([encode(record)], check)
         sample_lines += lines
         by_step[record.step] = check

@@ -91,7 +91,7 @@ def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
 
 
 def to_samples(responses: Sequence[Response]) -> list[Sample]:
-    """The responses as the run_log keeps them."""
+    """The responses as samples of the run log."""
     return [
         Sample(prompt=response.prompt, response=response.response, reward=response.score, kl=response.kl)
         for response in responses
