@@ -11,7 +11,7 @@ from kleash.records import (
     Demonstration,
     DPOJob,
     HackingAlert,
-    Leash,
+    LeashSetting,
     Number,
     PPOJob,
     RunHeader,
@@ -84,7 +84,7 @@ def write_pairs_run(folder: Path) -> Path:
 def write_hostile_demonstration(folder: Path) -> Path:
     """Three runs with hostile titles, and best-of-n."""
     folder.mkdir()
-    leashes = [Leash(name=f"run{at}", title=f"{EVIL} {at}", description=EVIL) for at in range(3)]
+    leashes = [LeashSetting(name=f"run{at}", title=f"{EVIL} {at}", description=EVIL) for at in range(3)]
     for at, leash in enumerate(leashes):
         history = healthy(30, seed=at, target=None)
         if at == 0:

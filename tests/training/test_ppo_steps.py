@@ -48,7 +48,7 @@ def started(job):
 
 
 def test_the_first_ratio_is_exactly_1(folder, tmp_path):
-    """Micro-batches of different widths, values learnt: an update is compared with what it was scored as."""
+    """MicroBatch-batches of different widths, values learnt: an update is compared with what it was scored as."""
     job = tiny_job(folder, "qwen3", epochs=1, minibatches=1, steps=1, out=str(tmp_path), samples_per_prompt=2)
     metrics = train_ppo(job).metrics
     assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0

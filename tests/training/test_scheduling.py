@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kleash.errors import CannotRunError
 from kleash.models import Prompt
-from kleash.training.ppo.rollout import Micro, micro_batches
+from kleash.training.ppo.rollout import MicroBatch, micro_batches
 from kleash.training.process_group import ProcessGroup
 from kleash.training.scheduling import minibatches_of, number, prompts_of_step, share_of, shuffled
 
@@ -79,5 +79,5 @@ def test_a_process_with_fewer_micro_batches_keeps_the_others_company():
             return [own, [2, 3]]
 
     found = micro_batches([[0, 2, 8], [1, 3, 9]], [0, 1, 2, 3], [5, 3, 9, 4], 10, OneOfTwo(0, 2))
-    idle = Micro([1], False)
-    assert found == [[Micro([2], True), Micro([0], True)], [Micro([3, 1], True), idle, idle]]
+    idle = MicroBatch([1], False)
+    assert found == [[MicroBatch([2], True), MicroBatch([0], True)], [MicroBatch([3, 1], True), idle, idle]]

@@ -17,7 +17,7 @@ from kleash.records.audit import (
 )
 from kleash.records.caching import CacheContents, CachedSource, CacheJob, CacheLabel
 from kleash.records.comparison import ComparedRun, Comparison, RunDifference
-from kleash.records.demonstration import BestOf, Demonstration, DemonstrationJob, Leash
+from kleash.records.demonstration import BestOf, Demonstration, DemonstrationJob, LeashSetting
 from kleash.records.folder import RunFolder, RunHeader
 from kleash.records.job import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE, MeasureJob
 from kleash.records.measurement import (
@@ -84,7 +84,7 @@ __all__ = [
     "GRPOJob",
     "GradientRow",
     "HackingAlert",
-    "Leash",
+    "LeashSetting",
     "MaskRow",
     "MeasureJob",
     "Measurement",

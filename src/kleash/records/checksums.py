@@ -191,7 +191,7 @@ def damage_as_sentence(root: Path) -> Generator[None]:
             raise
         problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise RunFolderError(
-            f"the files of {root} do not fit together ({problem}), and carry no checksums that would tell which of them "
+            f"the files of {root} do not fit together ({problem}) and carry no checksums that would show which of them "
             f"is damaged; {COPY}"
         ) from error
 

@@ -43,7 +43,7 @@ class DemonstrationJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leash:
+class LeashSetting:
     """One of the runs: how tight its leash is, and where it led."""
 
     name: str
@@ -75,7 +75,7 @@ class Demonstration:
     """What is rewarded, by its dotted path."""
     meant: str
     """What it means, in words."""
-    runs: tuple[Leash, ...]
+    runs: tuple[LeashSetting, ...]
     best_of: tuple[BestOf, ...]
     samples: tuple[Sample, ...] = ()
     """Of the reference, before any training."""

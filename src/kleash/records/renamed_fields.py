@@ -12,7 +12,7 @@ RENAMED_FIELDS: Mapping[str, Mapping[str, str]] = {
     "StepRecord": {"warnings": "alerts"},
     "TrainingResult": {"warnings": "alerts"},
     "TrainingState": {"warnings": "alerts"},
-    "Leash": {"said": "description"},
+    "LeashSetting": {"said": "description"},
     "settings": {
         "discount": "gamma",
         "decay": "gae_lambda",

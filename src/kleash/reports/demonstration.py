@@ -9,7 +9,7 @@ from typing import Any
 from kleash.records import (
     BestOf,
     Demonstration,
-    Leash,
+    LeashSetting,
     Sample,
     SampleRecord,
     StepRecord,
@@ -47,7 +47,7 @@ AXES = ("kl/exact_per_sequence", "reward/score")
 class DemonstrationRun:
     """A run of the demonstration: its leash, its steps and the style of its curve."""
 
-    leash: Leash
+    leash: LeashSetting
     history: tuple[StepRecord, ...]
     samples: tuple[SampleRecord, ...]
     color: str

@@ -20,7 +20,7 @@ from kleash.records import (
     BestOf,
     Demonstration,
     DemonstrationJob,
-    Leash,
+    LeashSetting,
     Number,
     PPOJob,
     Sample,
@@ -140,15 +140,15 @@ def _demonstrated(
 
 def leashes(
     demonstration_job: DemonstrationJob, how: DemonstrationSettings, root: Path
-) -> list[tuple[Leash, PPOJob]]:
+) -> list[tuple[LeashSetting, PPOJob]]:
     """The three runs."""
     return [
         (
-            Leash(name="off", title="off the leash", description="beta is 0: KL costs nothing"),
+            LeashSetting(name="off", title="off the leash", description="beta is 0: KL costs nothing"),
             how.job(demonstration_job, root, beta=0.0),
         ),
         (
-            Leash(
+            LeashSetting(
                 name="good",
                 title="a good leash",
                 description="beta is 0.3: a nat of KL costs a third of a word",
@@ -156,7 +156,7 @@ def leashes(
             how.job(demonstration_job, root, beta=0.3),
         ),
         (
-            Leash(
+            LeashSetting(
                 name="tight", title="too tight a leash", description="beta is 5: a nat of KL costs five words"
             ),
             how.job(demonstration_job, root, beta=5.0),
