@@ -1,14 +1,19 @@
 """One thread for small models on a CPU, unless somebody chose another number; afterwards all is as before."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny
+from tiny_models import save_tiny, tiny_pair
 
-from kleash.models import threads
-from kleash.models.threads import threads_for
+from kleash.measuring import cache_reference, measure
+from kleash.measuring.progress import NullProgressReporter
+from kleash.models import load_pair, threads
+from kleash.models.threads import threads_for, threads_for_scoring
+from kleash.records import CacheJob, MeasureJob
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +65,51 @@ def test_what_was_set_from_python_stays(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(threads, "_cores", lambda: 8)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert inside(str(save_tiny(tmp_path / "tiny"))) == (2, None)
+
+
+class Notes(NullProgressReporter):
+    """A reporter that keeps its notes, and the number of threads at each step."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.counts: set[int] = set()
+
+    def note(self, sentence: str) -> None:
+        self.notes.append(sentence)
+
+    def add_scored(self, sequences: int, tokens: int) -> None:
+        self.counts.add(torch.get_num_threads())
+
+
+def test_measuring_and_caching_of_tiny_models_take_one_thread_and_other_numbers_agree(tmp_path: Path) -> None:
+    policy, reference = map(str, tiny_pair(tmp_path))
+    (tmp_path / "text.txt").write_text("the sea was calm")
+    source = {"text": str(tmp_path / "text.txt"), "reference": reference}
+    found = []
+    for limit, count in ((threads.TINY_BYTES, 1), (0, 2)):
+        seen = Notes()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threads, "TINY_BYTES", limit)
+            result = measure(MeasureJob(policy=policy, **source, out=str(tmp_path / f"run-{count}")), seen)
+        found.append([number.value for number in result.per_token.values()])
+        assert seen.counts == {count} and torch.get_num_threads() == 2
+        assert any(note.startswith("one CPU thread: ") for note in seen.notes) is (count == 1)
+    seen = Notes()
+    cache_reference(CacheJob(**source, out=str(tmp_path / "cache")), seen)
+    assert seen.counts == {1} and torch.get_num_threads() == 2
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["policy", "reference"])
+def test_scoring_keeps_its_threads_where_one_model_is_larger_or_elsewhere(tmp_path: Path, side: str) -> None:
+    pair = load_pair(*map(str, tiny_pair(tmp_path)))
+
+    def count(**changes: object) -> int:
+        with threads_for_scoring(replace(pair, **{side: replace(getattr(pair, side), **changes)})):
+            return torch.get_num_threads()
+
+    assert count() == 1
+    most = threads.TINY_BYTES // 4
+    assert (count(parameters=most), count(parameters=most + 1)) == (1, 2)
+    assert count(parameters=most + 1, dtype=torch.bfloat16) == 1
+    assert count(device=torch.device("cuda", 0)) == count(device_map="auto") == 2

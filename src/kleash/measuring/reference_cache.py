@@ -27,6 +27,7 @@ from kleash.models import (
 )
 from kleash.models.cache.reference_cache import require_cache
 from kleash.models.cache.stored_reference import TOKENIZER
+from kleash.models.threads import threads_for_scoring
 from kleash.records import CacheContents, CacheJob
 from kleash.records.atomic import remove_leftovers
 from kleash.records.locking import folder_lock
@@ -72,7 +73,10 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         with folder_lock(folder, "wait for it, or give another --out"):
             for path in (folder, folder / TOKENIZER):
                 remove_leftovers(path)
-            return _cache(job, pair, folder, digest, reporter)
+            with threads_for_scoring(pair) as threads:
+                if threads is not None:
+                    reporter.note(threads)
+                return _cache(job, pair, folder, digest, reporter)
     except KeyboardInterrupt as stop:
         raise Interrupted(
             f"interrupted; finished shards are on disk: run the same command again with --out {folder}"

@@ -19,6 +19,7 @@ from kleash.measuring.sequence_clusters import SequenceClusters
 from kleash.measuring.shards import SourceChecks, plan_shards, source_sha256
 from kleash.models import SAMPLER, Pair, find_checkpoint
 from kleash.models.checkpoints.resolution import GENERATION
+from kleash.models.threads import threads_for_scoring
 from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
 from kleash.version import __version__
@@ -70,7 +71,9 @@ def measure(job: MeasureJob, reporter: ProgressReporter | None = None) -> Measur
         fingerprints=_fingerprints(job, pair),
         sampler=SAMPLER,
     )
-    with folder.writing(header, resume=job.resume):
+    with folder.writing(header, resume=job.resume), threads_for_scoring(pair) as threads:
+        if threads is not None:
+            reporter.note(threads)
         try:
             return _measure(job, pair, folder, digest, reporter)
         except KeyboardInterrupt as stop:

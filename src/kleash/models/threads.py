@@ -8,10 +8,14 @@ from pathlib import Path
 import torch
 
 from kleash.models.checkpoints.resolution import find_checkpoint
+from kleash.models.pair import Pair
 from kleash.models.pair_loading import place_of
 
 SMALL_BYTES = 100_000_000
 """Weights of a model, as they lie on disk, below which its matrices are too small to be shared out to threads."""
+TINY_BYTES = 16_000_000
+"""Weights of a model in memory, up to which scoring takes one thread. Lower than ``SMALL_BYTES``: scoring reads
+thousands of tokens at once, which threads share out well on an idle machine unless the matrices are tiny."""
 CHOSEN_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that say how many threads torch takes; where one is set, it stays."""
 
@@ -35,10 +39,38 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
         ModelError: if there is no such model.
         CannotRunError: if the device is not there.
     """
-    before = torch.get_num_threads()
-    if not _is_ours_to_choose(before) or place_of(device, None).type != "cpu" or not _are_small(names):
+    ours = _is_ours_to_choose(torch.get_num_threads())
+    with _one_thread_if(ours and place_of(device, None).type == "cpu" and _are_small(names)) as note:
+        yield note
+
+
+@contextmanager
+def threads_for_scoring(pair: Pair) -> Iterator[str | None]:
+    """As ``threads_for``, for scoring and generating with two models that are loaded: one thread if both are tiny.
+
+    The shipped pair took 5 times the processor time and 4.5 times the wall time with two threads beside other busy
+    processes. The numbers are the same up to rounding.
+
+    Args:
+        pair: the two models.
+
+    Yields:
+        A sentence for the user, where the number was changed; None otherwise.
+    """
+    models = (pair.policy, pair.reference)
+    on_cpu = all(model.device.type == "cpu" and model.device_map is None for model in models)
+    tiny = all(model.parameters * model.dtype.itemsize <= TINY_BYTES for model in models)
+    with _one_thread_if(on_cpu and tiny and _is_ours_to_choose(torch.get_num_threads())) as note:
+        yield note
+
+
+@contextmanager
+def _one_thread_if(applies: bool) -> Iterator[str | None]:
+    """Inside, one thread, with a sentence for the user; nothing where it does not apply."""
+    if not applies:
         yield None
         return
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield f"one CPU thread: the models are small (set {CHOSEN_BY_USER[0]} to choose another number)"
