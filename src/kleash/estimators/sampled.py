@@ -1,7 +1,7 @@
 """Per-token KL estimators k1, abs, k2 and k3, their contracts, and k3 continued by its tangent."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import expm1
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences import phi
 from kleash.errors import OptionError, ShapeError
+from kleash.kl_rules import CONTRACTS, Contract
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
@@ -45,7 +46,7 @@ def k3(log_ratio: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimator:
+class Estimator(Contract):
     """A function of the log ratio ``u = log p(x) - log q(x)``, ``x ~ p``, with its contract.
 
     The contract holds where ``q`` is nowhere 0 under ``p``. Elsewhere the KL and all estimators are infinite.
@@ -53,35 +54,11 @@ class Estimator:
 
     of: Callable[[Tensor], Tensor]
     """The function of the log ratio."""
-    unbiased: bool
-    """Whether its mean over ``x ~ p`` is KL(p || q)."""
-    never_negative: bool
-    """Whether every value is at least 0."""
-    backpropagated: str
-    """The divergence that its gradient belongs to, in expectation over samples of the current ``p``."""
-    right_as_reward: bool
-    """Whether, detached and multiplied by the score grad log p, its expectation is the gradient of KL(p || q)."""
 
 
+FUNCTIONS = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {
-        "k1": Estimator(
-            of=k1, unbiased=True, never_negative=False, backpropagated="zero", right_as_reward=True
-        ),
-        "abs": Estimator(
-            of=absolute,
-            unbiased=False,
-            never_negative=True,
-            backpropagated="sum |p - q|",
-            right_as_reward=False,
-        ),
-        "k2": Estimator(
-            of=k2, unbiased=False, never_negative=True, backpropagated="KL(p || q)", right_as_reward=False
-        ),
-        "k3": Estimator(
-            of=k3, unbiased=True, never_negative=True, backpropagated="KL(q || p)", right_as_reward=False
-        ),
-    }
+    {name: Estimator(of=FUNCTIONS[name], **asdict(contract)) for name, contract in CONTRACTS.items()}
 )
 """Name -> estimator and its contract; a test enumerates every field."""
 

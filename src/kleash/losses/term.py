@@ -1,4 +1,4 @@
-"""A KL term named in full: estimator, place, gradient, ratio, scope and aggregation, refused where they clash."""
+"""A KL term with estimator, place, gradient, ratio, scope and aggregation, checked against ``kl_rules``."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,8 +10,8 @@ from torch import Tensor
 from kleash.errors import OptionError
 from kleash.estimators import ESTIMATORS, Estimator, continued_k3, importance_weights
 from kleash.estimators.weights import Level
-from kleash.losses.aggregation import aggregate, count_of
-from kleash.losses.clashes import Named, clash
+from kleash.kl_rules import TermSpec, refusal, term_spec
+from kleash.losses.aggregation import AGGREGATIONS, aggregate, count_of
 from kleash.losses.relative_entropy import future_kl_loss, kl_loss
 from kleash.losses.surrogate import require_gradient
 from kleash.masking import Mean, as_mask
@@ -25,10 +25,9 @@ Scope = Literal["token", "sequence"]
 
 @dataclass(frozen=True, kw_only=True)
 class KLTerm:
-    """What a trainer means by its KL. Combinations that train something else raise, and say what.
+    """A KL term of a trainer. Combinations whose gradient is not the named one raise an error (``kl_rules``).
 
-    ``.loss`` and ``.per_token`` carry out what the fields name, by ``kl_loss``, ``future_kl_loss``,
-    ``importance_weights`` and ``aggregate``.
+    ``.loss`` and ``.per_token`` use ``kl_loss``, ``future_kl_loss``, ``importance_weights`` and ``aggregate``.
     """
 
     estimator: str | Estimator = "k3"
@@ -36,49 +35,51 @@ class KLTerm:
     place: Place = "loss"
     """"loss": differentiated. "reward": detached, subtracted from the score that multiplies log p."""
     gradient: Gradient | None = None
-    """How a loss gets its gradient: "score" (weights * u on log p, as ``kl_loss``), "backpropagated"
-    (through the estimator, the weights constant) or "ratio_attached" (through weights * estimator).
-    Left out: the right one. A reward has "none"."""
+    """The gradient of a loss: "score" (weights * u on log p, as ``kl_loss``), "backpropagated" (through the estimator,
+    with constant weights) or "ratio_attached" (through weights * estimator). None: "score", and "backpropagated" for
+    the exact KL. A reward has "none"."""
     ratio: Level | Literal["none"] = "none"
     """Importance weights, if the tokens were not sampled from the policy that is trained."""
     cap: float | None = None
-    """The largest weight: a bias asked for."""
-    scope: Scope = "token"
-    """"token": each token's KL at the prefixes met. "sequence": the KL between responses."""
+    """The largest weight, which introduces a bias."""
+    scope: Scope | None = None
+    """"token": the KL of each token, at the prefixes of the batch. "sequence": the KL between responses. None: "token"
+    in a loss, "sequence" in a reward. A reward of scope "token" must be credited to its own token only, one of scope
+    "sequence" to the whole response or as a return."""
     aggregation: str = "token_mean"
     """A name of ``AGGREGATIONS``."""
     length: int | None = None
     """The length that aggregation "constant" divides by."""
     follows: str = "KL(p || q)"
-    """Whose gradient it is meant to have, in the words of ``Estimator.backpropagated``."""
+    """The divergence whose gradient it is meant to have, as in ``Estimator.backpropagated``."""
 
     def __post_init__(self) -> None:
-        """Raise OptionError, with the reason, if the fields clash."""
+        """Raise OptionError, with the reason, for a combination that ``kl_rules`` refuses."""
         count_of(torch.ones(1, 1, dtype=torch.bool), self.aggregation, length=self.length)
-        reason = clash(
-            Named(
-                estimator=self._name,
-                record=self._record,
-                place=self.place,
-                gradient=self.rule,
-                ratio=self.ratio,
-                cap=self.cap,
-                scope=self.scope,
-                aggregation=self.aggregation,
-                follows=self.follows,
-            )
-        )
+        reason = refusal(self.spec)
         if reason is not None:
             raise OptionError(reason)
 
     @property
-    def rule(self) -> Gradient:
-        """How the gradient comes about: as named, or else the right one."""
-        if self.gradient is not None:
-            return self.gradient
-        if self.place == "reward":
-            return "none"
-        return "backpropagated" if self._record is None else "score"
+    def spec(self) -> TermSpec:
+        """The term with all defaults filled in."""
+        return term_spec(
+            self._name,
+            self._record,
+            place=self.place,
+            scope=self.scope,
+            gradient=self.gradient,
+            ratio=self.ratio,
+            cap=self.cap,
+            aggregation=self.aggregation,
+            sums_sequences=AGGREGATIONS[self.aggregation].sums_sequences,
+            follows=self.follows,
+        )
+
+    @property
+    def rule(self) -> str:
+        """The gradient, with the default filled in."""
+        return self.spec.gradient
 
     @property
     def _name(self) -> str:
@@ -86,7 +87,7 @@ class KLTerm:
 
     @property
     def _record(self) -> Estimator | None:
-        """What is known of the estimator; None for the exact KL."""
+        """The estimator and its contract; None for the exact KL."""
         if not isinstance(self.estimator, str):
             return self.estimator
         if self.estimator == "exact":
@@ -154,7 +155,7 @@ class KLTerm:
             term = kl_loss(token_logp, against, mask, estimator=estimator, weights=weights)
         else:
             term = cost if weights is None else weights * cost
-        if self.scope == "token" or self.rule == "ratio_attached":
+        if self.spec.scope == "token" or self.rule == "ratio_attached":
             return term
         return term + future_kl_loss(token_logp, cost, mask, weights=weights)
 

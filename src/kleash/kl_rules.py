@@ -1,0 +1,349 @@
+"""Which KL terms have the gradient that they name: one table of rules for losses, jobs and integrations, without torch.
+
+Every interface that lets a user name a KL (``losses.KLTerm``, the jobs of ``records``, TRL, OpenRLHF) describes it by a
+``TermSpec`` and refuses it if ``refusal`` gives a reason; only the spelling of the options differs. The rules are
+tested against enumerated gradients.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+KL = "KL(p || q)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """The properties of an estimator of KL(p || q) that decide where it may be used."""
+
+    unbiased: bool
+    """Whether its mean over ``x ~ p`` is KL(p || q)."""
+    never_negative: bool
+    """Whether every value is at least 0."""
+    backpropagated: str
+    """The divergence that its gradient belongs to, in expectation over samples of the current ``p``."""
+    right_as_reward: bool
+    """Whether, detached and multiplied by the score grad log p, its expectation is the gradient of KL(p || q)."""
+
+
+CONTRACTS: Mapping[str, Contract] = MappingProxyType(
+    {
+        "k1": Contract(unbiased=True, never_negative=False, backpropagated="zero", right_as_reward=True),
+        "abs": Contract(
+            unbiased=False, never_negative=True, backpropagated="sum |p - q|", right_as_reward=False
+        ),
+        "k2": Contract(unbiased=False, never_negative=True, backpropagated=KL, right_as_reward=False),
+        "k3": Contract(
+            unbiased=True, never_negative=True, backpropagated="KL(q || p)", right_as_reward=False
+        ),
+    }
+)
+"""Name -> contract; ``estimators.ESTIMATORS`` adds the functions."""
+
+VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "place": ("loss", "reward"),
+        "gradient": ("score", "backpropagated", "ratio_attached", "none"),
+        "ratio": ("none", "token", "before", "prefix", "sequence"),
+        "scope": ("token", "sequence"),
+        "credit": ("own_token", "later_tokens", "response"),
+    }
+)
+"""Field of ``TermSpec`` -> its allowed values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermSpec:
+    """A KL term as an option or an argument names it, with every default filled in (``term_spec``)."""
+
+    estimator: str
+    """Name of the estimator, for messages."""
+    contract: Contract | None
+    """The contract of the estimator; None for the exact KL, summed over the vocabulary."""
+    place: str
+    """"loss": differentiated. "reward": detached, and subtracted from the reward."""
+    scope: str
+    """"token": the KL of each token, at the prefixes of the batch. "sequence": the KL between responses."""
+    gradient: str
+    """"score": weights * log ratio on log p. "backpropagated": through the estimator, with constant weights.
+    "ratio_attached": through weights * estimator. "none": a reward."""
+    ratio: str
+    """Level of the importance weights; "none" without."""
+    cap: float | None
+    """Largest importance weight."""
+    aggregation: str
+    """Name of the aggregation, for messages."""
+    sums_sequences: bool
+    """Whether the aggregation sums the tokens of a response without dividing by its length."""
+    follows: str
+    """The divergence whose gradient the term is meant to have."""
+    credit: str
+    """Of a reward: the tokens whose log-probabilities it multiplies. "own_token": the token of the KL. "later_tokens":
+    as a return does, so that a token is credited with its own sampled KL and that of later tokens; an exact KL with
+    that of later tokens, while its own is in the loss. "response": all tokens of the response."""
+
+
+def term_spec(
+    estimator: str,
+    contract: Contract | None,
+    *,
+    place: str = "loss",
+    scope: str | None = None,
+    gradient: str | None = None,
+    ratio: str = "none",
+    cap: float | None = None,
+    aggregation: str = "sequence_sum",
+    sums_sequences: bool = True,
+    follows: str = KL,
+    credit: str | None = None,
+) -> TermSpec:
+    """Fill in the defaults of a KL term.
+
+    Scope: "token" in a loss, "sequence" in a reward. Gradient: "score" in a loss (the exact KL: "backpropagated"),
+    "none" in a reward. Credit: "own_token" for scope "token", otherwise "response".
+    """
+    in_reward = place == "reward"
+    if scope is None:
+        scope = "sequence" if in_reward else "token"
+    if gradient is None:
+        gradient = "none" if in_reward else "backpropagated" if contract is None else "score"
+    if credit is None:
+        credit = "own_token" if scope == "token" else "response"
+    return TermSpec(
+        estimator=estimator,
+        contract=contract,
+        place=place,
+        scope=scope,
+        gradient=gradient,
+        ratio=ratio,
+        cap=cap,
+        aggregation=aggregation,
+        sums_sequences=sums_sequences,
+        follows=follows,
+        credit=credit,
+    )
+
+
+Spelling = Callable[[str, object], str]
+"""(field, value) -> how the user writes it: "gradient 'score'", "--kl-scope sequence", "kl_place='loss'"."""
+
+
+def argument(field: str, value: object) -> str:
+    """The spelling of ``losses.KLTerm``: "gradient 'score'"."""
+    return f"{field} {value!r}"
+
+
+OPTIONS = MappingProxyType({"estimator": "--kl", "place": "--kl-place", "scope": "--kl-scope"})
+
+
+def command_line(field: str, value: object) -> str:
+    """The spelling of the command line: "--kl-scope sequence"."""
+    return f"{OPTIONS.get(field, field)} {value}"
+
+
+def trainer_argument(field: str, value: object) -> str:
+    """The spelling of the TRL trainers: "kl_scope='sequence'"."""
+    return f"kl={value!r}" if field == "estimator" else f"kl_{field}={value!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A combination that does not have the gradient that it names, or that means nothing."""
+
+    applies: Callable[[TermSpec], bool]
+    reason: Callable[[TermSpec, Spelling], str]
+    """One sentence: what is wrong, then what to do."""
+
+
+def _is_reward(term: TermSpec) -> bool:
+    return term.place == "reward"
+
+
+def _is_loss(term: TermSpec) -> bool:
+    return term.place == "loss"
+
+
+def _is_biased(term: TermSpec) -> bool:
+    return term.contract is not None and not term.contract.unbiased
+
+
+def _is_attached(term: TermSpec) -> bool:
+    return _is_loss(term) and term.gradient == "ratio_attached"
+
+
+def _is_backpropagated(term: TermSpec) -> bool:
+    return _is_loss(term) and term.gradient == "backpropagated" and term.contract is not None
+
+
+def _backpropagated(term: TermSpec) -> str:
+    """The divergence that a backpropagated estimator follows."""
+    return KL if term.contract is None else term.contract.backpropagated
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        applies=lambda t: t.cap is not None and t.ratio == "none",
+        reason=lambda t, say: (
+            f"cap is {t.cap} and there is no ratio that it could bound; name the ratio, or leave it out"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_reward(t) and t.gradient != "none",
+        reason=lambda t, say: (
+            f"a reward is detached, so {say('gradient', t.gradient)} is never used; leave it out, or take "
+            f"{say('place', 'loss')}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_reward(t) and t.ratio != "none",
+        reason=lambda t, say: (
+            f"{say('ratio', t.ratio)} on a reward; it belongs on the policy loss that the reward enters"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_reward(t) and t.contract is None and t.credit == "own_token",
+        reason=lambda t, say: (
+            "the exact KL as a reward does not depend on the drawn token, so its gradient averages to zero on its own "
+            f"token; take {say('place', 'loss')}, or {say('estimator', 'k1')} as the reward"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_reward(t) and t.contract is None and t.credit == "response",
+        reason=lambda t, say: (
+            "the exact KL as a reward of the whole response lacks the gradient of each token's own KL; take "
+            f"{say('estimator', 'k1')}, or {say('place', 'loss')}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_reward(t) and t.contract is not None and not t.contract.right_as_reward,
+        reason=lambda t, say: (
+            f"{t.estimator} as a reward does not have the gradient of {KL} in expectation (that of k3 lacks the "
+            f"gradient of KL(q || p)); take {say('estimator', 'k1')}, or {say('place', 'loss')}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_reward(t) and t.follows != KL,
+        reason=lambda t, say: (
+            f"a KL in the reward follows {KL}, not {t.follows}; take {say('place', 'loss')}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_reward(t) and (t.scope == "token") != (t.credit == "own_token"),
+        reason=lambda t, say: (
+            "a KL in the reward is credited to earlier tokens too, which is the gradient of the KL between responses; "
+            f"take {say('scope', 'sequence')}, or {say('place', 'loss')}"
+            if t.scope == "token"
+            else "a KL in the reward that is credited to its own token only has the gradient of each token's KL; take "
+            f"{say('scope', 'token')}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_loss(t) and t.gradient == "none",
+        reason=lambda t, say: (
+            f"a loss without a gradient trains nothing; leave gradient out, or take {say('place', 'reward')}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_loss(t) and t.contract is None and t.gradient == "score",
+        reason=lambda t, say: (
+            "the exact KL has its own gradient and needs no score; take " + say("gradient", "backpropagated")
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_loss(t) and not _is_backpropagated(t) and t.follows != KL,
+        reason=lambda t, say: (
+            f"{say('gradient', t.gradient)} follows {KL}, and {t.follows} was asked for; backpropagate k3"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_backpropagated(t) and _backpropagated(t) == "zero",
+        reason=lambda t, say: (
+            f"{t.estimator} backpropagated trains nothing: its gradient averages to zero; take "
+            + say("gradient", "score")
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_backpropagated(t) and _backpropagated(t) != t.follows,
+        reason=lambda t, say: (
+            f"{t.estimator} backpropagated follows {_backpropagated(t)}, not {t.follows}; "
+            f"take {say('gradient', 'score')}, or say follows={_backpropagated(t)!r}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_attached(t) and t.ratio == "none",
+        reason=lambda t, say: (
+            f"{say('gradient', 'ratio_attached')} and no ratio; name the ratio, or take {say('gradient', 'score')}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_attached(t) and t.cap is not None,
+        reason=lambda t, say: (
+            f"a ratio capped at {t.cap} has no gradient above it, where it is needed most; take "
+            + say("gradient", "score")
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_attached(t) and _is_biased(t),
+        reason=lambda t, say: (
+            f"rho * {t.estimator} with the ratio attached follows the mean of {t.estimator}, which is "
+            f"not {KL}; take {say('gradient', 'score')}, whose ratio is a constant"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_attached(t) and (t.ratio == "token") != (t.scope == "token"),
+        reason=lambda t, say: (
+            f"a ratio of level {t.ratio!r} that carries a gradient is of scope "
+            f"{'token' if t.ratio == 'token' else 'sequence'!r}, not {t.scope!r}; change one of the two"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_loss(t) and t.ratio == "before" and t.contract is not None,
+        reason=lambda t, say: (
+            f"{say('ratio', 'before')} leaves out the token that {t.estimator} was sampled from; "
+            "take 'prefix', or the exact KL"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_loss(t) and t.scope == "sequence" and t.follows != KL,
+        reason=lambda t, say: (
+            f"{say('scope', 'sequence')} is known for {KL} only, and {t.follows} was asked for; take "
+            + say("scope", "token")
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_loss(t) and t.scope == "sequence" and t.ratio == "token",
+        reason=lambda t, say: (
+            f"{say('scope', 'sequence')} with a ratio of level 'token' averages over the behaviour's prefixes, which "
+            f"training does not move; take {say('ratio', 'prefix')}, or {say('scope', 'token')}"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_loss(t) and t.scope == "sequence" and _is_biased(t),
+        reason=lambda t, say: (
+            f"{say('scope', 'sequence')} makes the value of {t.estimator} part of the gradient of earlier tokens, and "
+            f"its mean is not {KL}; take {say('estimator', 'exact')}, k1 or k3"
+        ),
+    ),
+    Rule(
+        applies=lambda t: _is_loss(t) and t.scope == "sequence" and not t.sums_sequences,
+        reason=lambda t, say: (
+            f"{say('scope', 'sequence')} under {t.aggregation!r} divides each response by its own length, which its "
+            "tokens decide too; take 'sequence_sum' or 'constant'"
+        ),
+    ),
+)
+"""In the order in which they are checked."""
+
+
+def refusal(term: TermSpec, spelling: Spelling = argument) -> str | None:
+    """Why a KL term does not have the gradient that it names, as one sentence; None if it does.
+
+    Args:
+        term: from ``term_spec``.
+        spelling: how the user writes a field and its value.
+    """
+    for field, values in VALUES.items():
+        value = getattr(term, field)
+        if value not in values:
+            return f"{field} is {value!r}; there are {', '.join(values)}"
+    return next((rule.reason(term, spelling) for rule in RULES if rule.applies(term)), None)
