@@ -103,8 +103,7 @@ def term_spec(
     "none" in a reward. Credit: "own_token" for scope "token", otherwise "response".
     """
     in_reward = place == "reward"
-    if scope is None:
-        scope = "sequence" if in_reward else "token"
+    scope = default_scope(place) if scope is None else scope
     if gradient is None:
         gradient = "none" if in_reward else "backpropagated" if contract is None else "score"
     if credit is None:
@@ -122,6 +121,11 @@ def term_spec(
         follows=follows,
         credit=credit,
     )
+
+
+def default_scope(place: str) -> str:
+    """The scope of a term that names none: "token" in a loss, "sequence" in a reward."""
+    return "sequence" if place == "reward" else "token"
 
 
 Spelling = Callable[[str, object], str]

@@ -163,7 +163,7 @@ def test_an_update_that_is_a_part_of_what_was_generated(trl, grpo, loss_type):
     torch.testing.assert_close(ours._compute_loss(ours.model, inputs), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kl", ["exact", "k3"])
+@pytest.mark.parametrize("kl", ["exact", "k1", "k3"])
 @pytest.mark.parametrize("loss_type", SUMS)
 def test_sequence_scope_off_policy_carries_the_ratio_of_the_prefix(grpo, loss_type, kl):
     trainer = grpo(loss_type, kl=kl, kl_scope="sequence", config_of={"num_iterations": 2})
@@ -175,7 +175,7 @@ def test_sequence_scope_off_policy_carries_the_ratio_of_the_prefix(grpo, loss_ty
     step = torch.where(mask, logp.detach() - older, 0.0)
     upto = step.cumsum(-1).exp()
     u = torch.where(mask, logp - logq, 0.0)
-    cost = exact if kl == "exact" else (-u).exp() - 1 + u
+    cost = exact if kl == "exact" else u if kl == "k1" else (-u).exp() - 1 + u
     rho = (step.cumsum(-1) - step).exp() if kl == "exact" else upto
     cost = torch.where(mask, cost * rho, 0.0)
     direct = cost if kl == "exact" else torch.where(mask, rho * (u.detach() * u), 0.0)
@@ -313,14 +313,15 @@ def test_rewards_in_order_stay_as_they_are(grpo, rloo, kind):
 @pytest.mark.parametrize(
     ("asked", "settings", "reason"),
     [
-        ({"kl": "k1"}, {}, "k1 backpropagated trains nothing"),
+        ({"kl": "k1", "kl_gradient": "backpropagated"}, {}, "k1 backpropagated trains nothing"),
+        ({"kl": "k1", "kl_place": "reward", "kl_scope": "token"}, {}, "take kl_scope='sequence'"),
         ({"kl": "k3", "kl_gradient": "backpropagated"}, {}, r"follows KL\(q \|\| p\)"),
         (
             {"kl": "k3", "kl_place": "reward"},
             {"scale_rewards": "none"},
             "as a reward does not have the gradient",
         ),
-        ({"kl": "exact", "kl_place": "reward"}, {}, "averages to zero"),
+        ({"kl": "exact", "kl_place": "reward"}, {}, "lacks the gradient of each token's own KL"),
         ({"kl": "k2", "kl_scope": "sequence"}, {}, "the value of k2 part of the gradient"),
         ({"kl_scope": "sequence"}, {"loss_type": "grpo"}, "divides each response by its own length"),
         ({"kl": "k1", "kl_place": "reward"}, {}, "scale_rewards is 'group'"),

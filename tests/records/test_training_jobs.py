@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kleash.errors import OptionError
-from kleash.losses import KLTerm
 from kleash.records import (
     DemonstrationJob,
     DistillJob,
@@ -23,7 +22,6 @@ from kleash.records import (
     TrainJob,
 )
 from kleash.records.codec import decode, to_json
-from kleash.records.training_kl import KL_PLACES, KL_SCOPES, KLS, kl_clash
 
 JOBS: tuple[Any, ...] = (
     PPOJob,
@@ -93,7 +91,7 @@ def test_what_means_nothing_is_refused_in_a_sentence(options: dict[str, Any], sa
         *(
             (
                 lambda job=job: job(kl="exact", kl_place="reward", kl_scope="sequence"),
-                f"{job.algorithm} gives a response one number, and the exact KL",
+                "the exact KL as a reward of the whole response lacks the gradient of each token's own KL",
             )
             for job in (GRPOJob, RLOOJob)
         ),
@@ -120,28 +118,30 @@ def test_a_fixed_beta_may_lie_beyond_the_bounds_of_controllers() -> None:
     assert PPOJob(on_hacking="tighten").on_hacking == "tighten"
 
 
-@pytest.mark.parametrize(("kl", "place", "scope"), list(itertools.product(KLS, KL_PLACES, KL_SCOPES)))
-def test_the_kl_is_refused_where_the_full_description_of_the_term_is(kl: str, place: str, scope: str) -> None:
-    """``KLTerm`` knows more: which gradient, which ratio. Refused here is what no choice of those mends."""
-    term: dict[str, Any] = {"estimator": kl, "place": place, "scope": scope, "aggregation": "sequence_sum"}
-    backpropagated = {**term, "gradient": "backpropagated"} if place == "loss" and kl == "k1" else term
+KL_OPTIONS = (("exact", "k1", "k2", "k3"), ("loss", "reward"), ("token", "sequence"))
+LOSSES = {("exact", "token"), ("exact", "sequence"), ("k1", "token"), ("k1", "sequence"), ("k2", "token")}
+LOSSES |= {("k3", "token"), ("k3", "sequence")}
+
+
+@pytest.mark.parametrize("job", [PPOJob, GRPOJob, RLOOJob])
+@pytest.mark.parametrize(("kl", "place", "scope"), list(itertools.product(*KL_OPTIONS)))
+def test_a_kl_is_accepted_if_its_gradient_is_the_named_one(job: Any, kl: str, place: str, scope: str) -> None:
+    """An exact KL in the reward is right only with its own gradient in the loss, which PPO adds and TRL does not."""
+    rewards = {("k1", "sequence"), *([("exact", "sequence")] if job is PPOJob else [])}
+    is_right = (kl, scope) in (LOSSES if place == "loss" else rewards)
     try:
-        KLTerm(**backpropagated)
-        described = True
+        job(kl=kl, kl_place=place, kl_scope=scope)
+        is_accepted = True
     except OptionError:
-        described = False
-    if (
-        place == "reward"
-    ):  # a reward has no scope of its own there; here it is the sequence, through the returns
-        described = kl in ("exact", "k1") and scope == "sequence"
-    assert (kl_clash(kl, place, scope) is None) == described
+        is_accepted = False
+    assert is_accepted == is_right
 
 
-def test_a_refused_kl_says_what_to_take_instead() -> None:
-    with pytest.raises(OptionError, match=r"k1 in the loss trains nothing .* take --kl exact, k2 or k3"):
-        PPOJob(kl="k1")
+def test_a_refused_kl_names_the_options_to_take_instead() -> None:
+    with pytest.raises(OptionError, match=r"its mean is not .* take --kl exact, k1 or k3"):
+        PPOJob(kl="k2", kl_scope="sequence")
     with pytest.raises(
-        OptionError, match="averages to zero; take --kl-scope sequence, --kl-place loss, or --kl k1"
+        OptionError, match=r"credited to earlier tokens too, .* take --kl-scope sequence, or --kl-place loss"
     ):
         PPOJob(kl_place="reward", kl_scope="token")
     with pytest.raises(OptionError, match="take --kl k1, or --kl-place loss"):

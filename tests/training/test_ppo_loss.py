@@ -19,6 +19,8 @@ KINDS = [
     ("k2", "loss", "token"),
     ("k3", "loss", "token"),
     ("k3", "loss", "sequence"),
+    ("k1", "loss", "token"),
+    ("k1", "loss", "sequence"),
     ("k1", "reward", "sequence"),
 ]
 
@@ -52,7 +54,9 @@ class Plain:
                 drawn = torch.tensor(one.response_ids)[:, None]
                 u = (logp - logq).gather(1, drawn)[:, 0].tolist()
                 exact = (logp.exp() * (logp - logq)).sum(-1).tolist()
-                cost = exact if job.kl == "exact" else [math.exp(-x) - 1 + x for x in u]
+                cost = (
+                    exact if job.kl == "exact" else u if job.kl == "k1" else [math.exp(-x) - 1 + x for x in u]
+                )
                 length = len(u)
                 rewards = [0.0] * length
                 rewards[-1] += float(score)
@@ -101,7 +105,7 @@ class Plain:
                 u = logp[t, token] - logq[t, token]
                 if job.kl == "exact":
                     total = total + self.price * (logp[t].exp() * (logp[t] - logq[t])).sum()
-                elif job.kl != "k1":  # the gradient that matters: ratio u on log p
+                elif job.kl_place == "loss":  # the gradient that matters: ratio u on log p
                     total = total + self.price * (ratio * u).detach() * logp[t, token]
                 error = (values[t] - self.returns[row][t]) ** 2
                 near = old_values[t] + (values[t] - old_values[t]).clamp(

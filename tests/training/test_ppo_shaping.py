@@ -24,6 +24,7 @@ RIGHT = [
     ("exact", "loss", "sequence"),
     ("exact", "reward", "sequence"),
     ("k3", "loss", "sequence"),
+    ("k1", "loss", "sequence"),
     ("k1", "reward", "sequence"),
 ]
 

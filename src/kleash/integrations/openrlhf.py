@@ -12,6 +12,7 @@ from torch import Tensor
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
 from kleash.extras import call_after_import, require_attributes, warn_if_untested
+from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, HeldLeash, beta_from_dict, shape_rewards
 from kleash.precision import at_least_float32
 
@@ -72,17 +73,22 @@ def compute_approx_kl(
     """
     value = sampled_kl(log_probs, log_probs_base, kl_estimator)
     if not unbiased_gradient:
-        if kl_estimator == "k1" and value.requires_grad:
-            raise OptionError(
-                "k1 as a loss averages to no gradient at all; add --algo.kl.unbiased_gradient, or take "
-                "--algo.kl.estimator k2"
-            )
+        contract = CONTRACTS[kl_estimator]
+        # Without unbiased_gradient OpenRLHF backpropagates the estimator, whichever divergence that follows.
+        term = term_spec(kl_estimator, contract, gradient="backpropagated", follows=contract.backpropagated)
+        reason = refusal(term, _openrlhf_option)
+        if reason is not None and value.requires_grad:
+            raise OptionError(reason)
         return value
     log_ratio = at_least_float32(log_probs) - at_least_float32(log_probs_base)
     log_ratio = torch.where(log_ratio.isfinite(), log_ratio, 0.0)
     weight = _weight(log_ratio, log_probs, log_probs if log_probs_old is None else log_probs_old, cap)
     here = log_ratio.detach()
     return value.detach() + weight * here * (log_ratio - here)
+
+
+def _openrlhf_option(field: str, value: object) -> str:
+    return "--algo.kl.unbiased_gradient" if (field, value) == ("gradient", "score") else f"{field} {value}"
 
 
 def _weight(like: Tensor, log_probs: Tensor, log_probs_old: Tensor, cap: float | None) -> Tensor:

@@ -19,6 +19,7 @@ class PPOJob(RewardJob):
     """
 
     algorithm: ClassVar[str] = "ppo"
+    reward_credit: ClassVar[str] = "later_tokens"
 
     kl_scope: str = "sequence"
     """token: each token's KL where it stands. sequence: the KL between responses, so that a token also answers
@@ -81,7 +82,6 @@ class ComparedJob(RewardJob):
         """Refuse what means nothing; raises OptionError."""
         super().__post_init__()
         require_group(self)
-        require_reward_of_samples(self)
         self._at_least_1("epochs")
         self._at_most(MOST_EPOCHS, "epochs")
         self._above_0("clip_range")
@@ -182,19 +182,6 @@ def require_group(job: RewardJob) -> None:
         raise OptionError(
             f"{job.algorithm} compares the answers to one prompt; --samples-per-prompt must be at least 2, "
             f"and is {job.samples_per_prompt}"
-        )
-
-
-def require_reward_of_samples(job: RewardJob) -> None:
-    """See that a KL in the reward is one that a whole response can be charged.
-
-    Raises:
-        OptionError: if not.
-    """
-    if job.kl_place == "reward" and job.kl == "exact":
-        raise OptionError(
-            f"{job.algorithm} gives a response one number, and the exact KL as part of it would lack its own gradient; "
-            "take --kl k1, or --kl-place loss"
         )
 
 

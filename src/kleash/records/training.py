@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from kleash.errors import OptionError
+from kleash.kl_rules import CONTRACTS, VALUES, command_line, refusal, term_spec
 from kleash.records.codec import encode
 from kleash.records.job import (
     DTYPES,
@@ -15,8 +16,8 @@ from kleash.records.job import (
     changed,
 )
 from kleash.records.option_types import check_option_types
-from kleash.records.training_kl import KL_PLACES, KL_SCOPES, KLS, kl_clash
 
+KL_ESTIMATORS = ("exact", "k1", "k2", "k3")
 CONTROLLERS = ("fixed", "ziegler", "pid", "dual")
 TARGETS_PER = ("sequence", "token")
 HACKING_RESPONSES = ("warn", "stop", "halve-lr", "tighten")
@@ -200,6 +201,9 @@ class OnlineJob(TrainJob):
 class RewardJob(OnlineJob):
     """What is asked where answers are rewarded, on a leash to the reference."""
 
+    reward_credit: ClassVar[str] = "response"
+    """The tokens that a KL in the reward is credited to, as in ``kl_rules.TermSpec``."""
+
     reward: tuple[str, ...] = ()
     """What is rewarded: package.module:function, called with prompts and responses (lists of texts) and
     returning a number for each; or the folder of a sequence-classification model; several are added, "0.5*…"
@@ -232,11 +236,18 @@ class RewardJob(OnlineJob):
         """Refuse what means nothing; raises OptionError."""
         super().__post_init__()
         for name, words in (
-            *(("kl", KLS), ("kl_place", KL_PLACES), ("kl_scope", KL_SCOPES)),
+            *(("kl", KL_ESTIMATORS), ("kl_place", VALUES["place"]), ("kl_scope", VALUES["scope"])),
             *(("controller", CONTROLLERS), ("target_per", TARGETS_PER)),
         ):
             self._one_of(name, words)
-        reason = kl_clash(self.kl, self.kl_place, self.kl_scope)
+        term = term_spec(
+            self.kl,
+            CONTRACTS.get(self.kl),
+            place=self.kl_place,
+            scope=self.kl_scope,
+            credit=self.reward_credit,
+        )
+        reason = refusal(term, command_line)
         if reason is not None:
             raise OptionError(reason)
         self._above_0("target_nats", "beta_min", "beta_max")

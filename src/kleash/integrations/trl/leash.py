@@ -18,6 +18,7 @@ from kleash.integrations.trl.catching import Catching
 from kleash.integrations.trl.drawing import note_what_does_nothing, require_own_samples
 from kleash.integrations.trl.passes import Pass
 from kleash.integrations.trl.terms import Wanted, Window
+from kleash.kl_rules import default_scope
 from kleash.linear import LinearOptions, linear_kl_loss
 from kleash.losses import future_kl_loss
 
@@ -66,7 +67,8 @@ def ordered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 class OwnKL(Catching):
     """In front of one of TRL's trainers: takes over its KL.
 
-    ``kl`` "exact", "k1", "k2" or "k3"; ``kl_place`` "loss" or "reward"; ``kl_scope`` "token" or "sequence";
+    ``kl`` "exact", "k1", "k2" or "k3"; ``kl_place`` "loss" or "reward"; ``kl_scope`` "token" (default in a loss) or
+    "sequence" (default in a reward);
     ``kl_gradient`` and ``kl_cap`` as the fields of ``kleash.losses.KLTerm``. A combination that trains something
     else than KL(policy || reference) raises OptionError and says what. ``reference`` is a model in memory that the
     policy is kept near, in the place of the one that TRL would load: the checkpoint that the policy came from.
@@ -82,7 +84,7 @@ class OwnKL(Catching):
         *given: Any,
         kl: str = "exact",
         kl_place: str = "loss",
-        kl_scope: str = "token",
+        kl_scope: str | None = None,
         kl_gradient: str | None = None,
         kl_cap: float | None = None,
         linear_options: LinearOptions | None = None,
@@ -94,7 +96,7 @@ class OwnKL(Catching):
         self._wanted = Wanted(
             kl=kl,
             place=kl_place,
-            scope=kl_scope,
+            scope=default_scope(kl_place) if kl_scope is None else kl_scope,
             gradient=kl_gradient,
             cap=kl_cap,
             loss_type=self._loss_type,
@@ -165,7 +167,7 @@ class OwnKL(Catching):
         cost = torch.zeros_like(shares).masked_scatter(mask, found.per_token.to(shares.dtype))
         loss = found.loss
         rho = None if ratio is None else ratio.values
-        if self._term.scope == "sequence":
+        if self._term.spec.scope == "sequence":
             loss = loss + (shares * future_kl_loss(own.logp, cost, mask, weights=rho)).sum()
         return Share(loss=loss, per_token=cost if rho is None else cost * rho)
 

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.errors import OptionError
-from kleash.losses import KLTerm
+from kleash.kl_rules import CONTRACTS, refusal, term_spec, trainer_argument
+from kleash.losses import AGGREGATIONS, KLTerm
 from kleash.registry import look_up
 
 
@@ -105,13 +106,25 @@ class Wanted:
         """
         aggregation = look_up(LOSS_TYPES, self.loss_type, "loss type of TRL").aggregation
         ratio = self._ratio() if off_policy or self.gradient == "ratio_attached" else "none"
-        gradient = self.gradient
-        if self.kl == "k1" and self.place == "loss" and gradient is None:
-            gradient = "backpropagated"
+        spec = term_spec(
+            self.kl,
+            CONTRACTS.get(self.kl),
+            place=self.place,
+            scope=self.scope,
+            gradient=self.gradient,
+            ratio=ratio,
+            cap=self.cap,
+            aggregation=aggregation,
+            sums_sequences=AGGREGATIONS[aggregation].sums_sequences,
+            credit="response",
+        )
+        reason = refusal(spec, trainer_argument)
+        if reason is not None:
+            raise OptionError(reason)
         return KLTerm(
             estimator=self.kl,
             place=self.place,
-            gradient=gradient,
+            gradient=self.gradient,
             ratio=ratio,
             cap=self.cap,
             scope=self.scope,

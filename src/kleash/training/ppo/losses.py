@@ -34,8 +34,8 @@ def policy_objective(past: RolloutTokens, job: PPOJob, price: float) -> Objectiv
 
     | kl | value | gradient |
     | exact | D, over the whole vocabulary | its own: right on and off the policy that drew the token |
-    | k2, k3 | ratio k2, ratio k3 | ratio u on log p: that of D in expectation, also off-policy |
-    | k1 (in the reward) | 0 | none: it is in A |
+    | k1, k2, k3 | ratio times the estimator | ratio u on log p: that of D in expectation, also off-policy |
+    | k1 in the reward | 0 | none: it is in A |
 
     Args:
         past: the rollout's data of the tokens.
@@ -50,7 +50,7 @@ def policy_objective(past: RolloutTokens, job: PPOJob, price: float) -> Objectiv
         loss = -clipped_gain(ratio, torch.where(counts, past.advantages[rows], 0.0), job.clip_range)
         if price > 0 and job.kl == "exact":
             loss = loss + price * exact
-        elif price > 0 and job.kl != "k1":
+        elif price > 0 and job.kl_place == "loss":
             drawn_by_another = ratio.detach()
             loss = loss + price * kl_loss(logp, logq, counts, estimator=job.kl, weights=drawn_by_another)
         if job.ent_coef > 0:

@@ -49,8 +49,8 @@ def learning_signals(signals: RewardSignals, job: PPOJob, beta: float) -> Learni
     | loss, sequence | score at the end | -beta (sum of D_j, j > t, minus the mean over the other responses) |
     | loss, token | score at the end | |
 
-    D is the exact KL, or k3 if the job says so. ``whiten`` scales the sum of all parts to standard deviation 1, and
-    the weight of KL in the loss is divided by the same number, so that beta stays in units of reward per nat.
+    D is the exact KL, or the estimator that the job names. ``whiten`` scales the sum of all parts to standard deviation
+    1, and the weight of KL in the loss is divided by the same number, so that beta stays in units of reward per nat.
 
     On several processes a collective.
 
@@ -61,7 +61,7 @@ def learning_signals(signals: RewardSignals, job: PPOJob, beta: float) -> Learni
     """
     log_ratio = torch.where(signals.mask, signals.token_logp - signals.token_logq, 0.0)
     token_kl = (
-        signals.token_kl if job.kl == "exact" else sampled_kl(signals.token_logp, signals.token_logq, "k3")
+        signals.token_kl if job.kl == "exact" else sampled_kl(signals.token_logp, signals.token_logq, job.kl)
     )
     next_kl = torch.where(signals.mask, pad(torch.where(signals.mask, token_kl, 0.0)[:, 1:], (0, 1)), 0.0)
     penalised_kl = log_ratio if job.kl == "k1" else next_kl
