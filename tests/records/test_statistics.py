@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from kleash.linear import TokenStatistics
+from kleash.measuring import compare
 from kleash.models import scoring
 from kleash.records import COMPARED, PERPLEXITIES, STATISTICS, Measurement
 from kleash.records.statistics import EXP_MEAN, from_fields, label_of, log_ratio, stored_column, to_fields
 from kleash.records.tables import TOKEN_COLUMNS
+from kleash.reports import write_comparison
 
 SCHEMA_1 = Path(__file__).parent / "schema_1" / "measured"
 
@@ -125,3 +127,12 @@ def test_a_file_of_an_older_schema_has_its_statistics_in_the_order_of_the_table(
     assert set(PERPLEXITIES) == {
         name for name, statistic in STATISTICS.items() if statistic.reduction is EXP_MEAN
     }
+
+
+def test_a_run_from_before_a_statistic_was_added_is_compared_by_its_tokens(tmp_path: Path) -> None:
+    comparison = compare([SCHEMA_1, SCHEMA_1])
+    assert "acceptance_rate" not in comparison.runs[0].numbers
+    difference = comparison.differences[0].differences["acceptance_rate"]
+    assert (difference.value, difference.unit) == (0.0, "probability")
+    page = write_comparison(tmp_path / "comparison.html", comparison).read_text(encoding="utf-8")
+    assert STATISTICS["acceptance_rate"].label in page
