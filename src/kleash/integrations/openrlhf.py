@@ -13,7 +13,7 @@ from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
 from kleash.extras import call_after_import, require_attributes, warn_if_untested
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
-from kleash.leash import FixedBeta, HeldLeash, beta_from_dict, shape_rewards
+from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
 from kleash.precision import at_least_float32
 
 __all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
@@ -125,7 +125,7 @@ def compute_reward(
     return shape_rewards(scores, kl, action_mask > 0.5, beta=max(kl_coef, 0.0))
 
 
-class KLController(HeldLeash):
+class KLController(StatefulController):
     """What OpenRLHF calls a KL controller, ``value`` and ``update``, around one of kleash's.
 
     OpenRLHF hands over a mean over tokens or over responses' means of them, so ``leash`` counts nats per token.
@@ -133,7 +133,7 @@ class KLController(HeldLeash):
 
     def update(self, current: SupportsFloat, n_steps: int) -> None:
         """Take the KL of this batch of ``n_steps`` responses, in nats per token."""
-        self.steer(current, n_steps)
+        super().update(current, n_steps)
 
 
 def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = None) -> None:
@@ -220,7 +220,7 @@ def _keep_in_checkpoints() -> None:
     @wraps(restore)
     def restoring(self: Any, checkpoint_states: Any) -> None:
         restore(self, checkpoint_states)
-        self.kl_ctl.take_up((checkpoint_states or {}).get(STATE, {}))
+        self.kl_ctl.load_state((checkpoint_states or {}).get(STATE, {}))
 
     vars(saving)["kleash"] = True
     trainer.save_logs_and_checkpoints, trainer.restore_best_checkpoint_state = saving, restoring

@@ -1,4 +1,4 @@
-"""Reward against KL: rewards and advantages with the leash in them, trust regions, what steers beta."""
+"""KL control in RL: KL-shaped rewards, advantages, trust regions, engine mismatch, beta controllers."""
 
 from kleash.leash.advantages import Advantages, generalised_advantages, rewards_to_go
 from kleash.leash.best_of_n import (
@@ -7,26 +7,26 @@ from kleash.leash.best_of_n import (
     best_of_n_kl_from_rewards,
     best_of_n_kl_from_winners,
 )
-from kleash.leash.controllers import DualBeta, FixedBeta, Leash, ZieglerBeta
-from kleash.leash.curves import CURVES, Curve
+from kleash.leash.controller_state import CONTROLLERS, StatefulController, beta_from_dict, beta_reason
+from kleash.leash.controllers import DualBeta, EarlyStop, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.leash.divergence_masks import (
     binary_divergence,
     binary_divergence_mask,
     off_policy_sequence_mask,
 )
-from kleash.leash.early_stop import EarlyStop
+from kleash.leash.engine_mismatch import Mismatch, ProbabilityGaps, SequenceMeans, mismatch
 from kleash.leash.groups import group_advantages, leave_one_out_advantages, whiten
-from kleash.leash.held import HeldLeash
-from kleash.leash.kinds import CONTROLLERS, beta_from_dict
-from kleash.leash.mismatch_record import Mismatch, ProbabilityGaps, SequenceMeans
-from kleash.leash.overoptimisation import Overoptimisation, RewardAt, fit_overoptimisation
-from kleash.leash.pid import PIDBeta
-from kleash.leash.reasons import beta_reason
-from kleash.leash.regions import TrustRegion, intersection
-from kleash.leash.rewards import ControlledKL, controlled_kl, measured_kl, sequence_rewards, shape_rewards
+from kleash.leash.overoptimisation import CURVES, Curve, Overoptimisation, RewardAt, fit_overoptimisation
+from kleash.leash.ratio_masks import geometric_mask, kl_mask, truncated_weights, window_weights
+from kleash.leash.reward_shaping import (
+    ControlledKL,
+    controlled_kl,
+    measured_kl,
+    sequence_rewards,
+    shape_rewards,
+)
 from kleash.leash.schedules import SHAPES, BetaSchedule, TargetSchedule
-from kleash.leash.trainer_engine import mismatch
-from kleash.leash.trust_region import geometric_mask, kl_mask, truncated_weights, window_weights
+from kleash.leash.trust_region import TrustRegion, intersection
 
 __all__ = [
     "CONTROLLERS",
@@ -39,7 +39,6 @@ __all__ = [
     "DualBeta",
     "EarlyStop",
     "FixedBeta",
-    "HeldLeash",
     "Leash",
     "Mismatch",
     "Overoptimisation",
@@ -47,6 +46,7 @@ __all__ = [
     "ProbabilityGaps",
     "RewardAt",
     "SequenceMeans",
+    "StatefulController",
     "TargetSchedule",
     "TrustRegion",
     "ZieglerBeta",
@@ -76,3 +76,12 @@ __all__ = [
     "whiten",
     "window_weights",
 ]
+
+_FORMER_NAMES = {"HeldLeash": "StatefulController"}
+
+
+def __getattr__(name: str) -> object:
+    """Former names of classes."""
+    if name in _FORMER_NAMES:
+        return globals()[_FORMER_NAMES[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

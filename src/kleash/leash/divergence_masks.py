@@ -9,7 +9,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences import kl, total_variation
 from kleash.errors import OptionError, ShapeError
-from kleash.leash.regions import TrustRegion, counted_log_ratio, decided
+from kleash.leash.trust_region import TrustRegion, counted_log_ratio, decided
 from kleash.precision import at_least_float32
 
 ROUNDED_UP = 1e-3

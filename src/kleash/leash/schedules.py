@@ -7,9 +7,8 @@ from types import MappingProxyType
 from typing import ClassVar, SupportsFloat
 
 from kleash.errors import OptionError
-from kleash.leash.controllers import DualBeta, ZieglerBeta
-from kleash.leash.pid import PIDBeta
-from kleash.leash.steering import Per, require_above, require_per, saved_fields
+from kleash.leash.controller_base import Per, require_above, require_per, saved_fields
+from kleash.leash.controllers import DualBeta, PIDBeta, ZieglerBeta
 from kleash.registry import look_up
 
 SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(

@@ -1,184 +1,135 @@
-"""The trust region: which samples still count, and for how much, when the policy is no longer what drew them."""
+"""What a trust region leaves of a batch, and the arithmetic that all of them share."""
 
-from math import inf
-from typing import Literal
+from math import inf, log
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kleash.arguments import validated
-from kleash.errors import OptionError
-from kleash.estimators import ESTIMATORS, Estimator, importance_weights
-from kleash.leash.regions import TrustRegion, counted_log_ratio, decided, inside, logarithms
+from kleash.errors import OptionError, ShapeError
 from kleash.masking import as_mask
-from kleash.registry import look_up
+from kleash.precision import at_least_float32
 
-Over = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
-OVER: tuple[Over, ...] = ("token", "sequence_sum", "sequence_mean", "sequence_max")
+
+class TrustRegion(NamedTuple):
+    """What is left of a batch; no gradient flows through any of it.
+
+    The unit of the shares and of the sample size is what is decided on: a token, or a whole sequence.
+    """
+
+    weights: Float[Tensor, "batch time"]
+    """What to multiply each token's loss by: 0 where removed or masked; 1 elsewhere, unless it is a ratio."""
+    kept: Bool[Tensor, "batch time"]
+    """Where a token counts and stays. The mask to average over, if what is removed is not to count as 0."""
+    removed_share: Float[Tensor, ""]
+    """The share of the units that count which was removed, NaN log-probabilities included. NaN over nothing."""
+    capped_share: Float[Tensor, ""]
+    """The share of the units that count whose weight was lowered to a cap. NaN over nothing."""
+    effective_sample_size: Float[Tensor, ""]
+    """How many units of equal weight would tell as much, (sum w)^2 / sum w^2; 0 where all were removed."""
 
 
 @validated
-def kl_mask(
-    token_logp: Float[Tensor, "batch_p time_p"],
-    behaviour_logp: Float[Tensor, "batch_b time_b"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
-    *,
-    bounds: tuple[float, float],
-    estimator: str | Estimator = "k3",
-    over: Over = "token",
+def intersection(
+    *regions: TrustRegion, mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"]
 ) -> TrustRegion:
-    """Keeps tokens, or whole sequences, whose estimated KL(behaviour || policy) lies within ``bounds``.
+    """What all of them keep, with the product of their weights; the unit is the token.
 
-        u = log behaviour - log policy,    least <= estimator(u) <= most
-
-    over "token": of each; "sequence_sum", "sequence_mean", "sequence_max": of each sequence's tokens, and the
-    whole sequence goes. The tokens were drawn from the behaviour, so it is the side that is averaged over.
-    k2 and k3 are never negative; k1 is, for tokens that the policy made likelier, and "sequence_mean"
-    of k1 is the logarithm of the geometric mean of behaviour / policy.
-
-    A unit whose estimate is NaN is in no bounds: it is removed, and counted as removed. What is masked is not
-    read. To keep sequences of which one token could not be scored, take that token out of ``mask``.
+    Each region decides about the whole batch, not about what the others left of it. ``capped_share`` is 0
+    here: what was capped cannot be seen in a product, so read it from the region itself.
 
     Args:
-        token_logp: log-probabilities of the sampled tokens under the policy.
-        behaviour_logp: under what drew them: the policy before the update, or the rollout engine.
-        mask: true (or 1) for the tokens that count.
-        bounds: the least and the most, in nats; ``-inf`` or ``inf`` for none.
-        estimator: "k1", "abs", "k2", "k3", or a record.
-        over: what is decided on.
+        regions: any of this batch.
+        mask: true (or 1) for the tokens that count: the same that the regions were made with.
+
+    Raises:
+        OptionError: if there are none.
+        ShapeError: if one is of another batch.
+    """
+    if not regions:
+        raise OptionError("no trust regions to intersect; give at least one")
+    kept, weights = as_mask(mask), torch.ones_like(regions[0].weights)
+    for region in regions:
+        if region.kept.shape != kept.shape:
+            raise ShapeError(f"a region is {tuple(region.kept.shape)} and mask {tuple(kept.shape)}")
+        kept, weights = kept & region.kept, weights * region.weights
+    counts = as_mask(mask)
+    weights = torch.where(kept, weights, 0.0)
+    return _region(kept, weights, counts, kept, weights)
+
+
+def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a token counts, and log policy - log behaviour there, 0 elsewhere; detached.
 
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
-        OptionError: if the bounds are the wrong way round, or there is no such ``over``.
-        UnknownNameError: if there is no such estimator.
-
-    References:
-        Li et al., "Trust Region Masking for Long-Horizon LLM Reinforcement Learning" (2025),
-        https://arxiv.org/abs/2512.23075
     """
-    if over not in OVER:
-        raise OptionError(f"over is {over!r}; there are {', '.join(OVER)}")
-    record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
-    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    values = torch.where(counts, record.of(-log_ratio), 0.0)
-    if over == "token":
-        return decided(counts, inside(values, bounds))
-    if over == "sequence_max":
-        values = pad(torch.where(counts, values, -inf), (0, 1), value=-inf).amax(-1)
-    else:
-        values = values.sum(-1) / (counts.sum(-1) if over == "sequence_mean" else 1)
-    return decided(counts, inside(values, bounds))
+    shapes = [tuple(x.shape) for x in (token_logp, behaviour_logp, mask)]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
+        raise ShapeError(
+            f"token_logp is {shapes[0]}, behaviour_logp {shapes[1]} and mask {shapes[2]}; "
+            "give all three as [batch, time]"
+        )
+    counts = as_mask(mask)
+    log_ratio = at_least_float32(token_logp.detach()) - at_least_float32(behaviour_logp.detach())
+    return counts, torch.where(counts, log_ratio, 0.0)
 
 
-@validated
-def truncated_weights(
-    token_logp: Float[Tensor, "batch_p time_p"],
-    behaviour_logp: Float[Tensor, "batch_b time_b"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
-    *,
-    cap: float,
-    level: Literal["token", "sequence"] = "token",
-) -> TrustRegion:
-    """Truncated importance weights (TIS): ``min(rho, cap)``, ``rho = policy / behaviour``; nothing is removed.
-
-    The weights of ``importance_weights``, where the bias of a cap is written down, as a trust region. A token
-    whose log-probability is NaN keeps a weight of NaN, since nothing here could remove it.
-
-    Args:
-        token_logp: log-probabilities of the sampled tokens under the policy.
-        behaviour_logp: under what drew them.
-        mask: true (or 1) for the tokens that count.
-        cap: the largest weight to hand out, above 0.
-        level: "token", or "sequence" for the product over the response.
+def inside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Where a value lies within the bounds; NaN lies within none.
 
     Raises:
-        ShapeError, OptionError: as ``importance_weights``.
-
-    References:
-        Ionides, "Truncated Importance Sampling" (2008), as in https://mc-stan.org/loo/reference/tis.html
+        OptionError: if no number lies within them.
     """
-    _require_level(level)
-    weights = importance_weights(token_logp, behaviour_logp, mask, level=level, cap=cap)
+    least, most = bounds
+    if not least <= most:
+        raise OptionError(f"bounds are {least} and {most}; give the least first, then the most")
+    return (least <= values) & (values <= most)
+
+
+def logarithms(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Bounds on a ratio as bounds on its logarithm.
+
+    Raises:
+        OptionError: if a ratio would have to be negative, or at most 0.
+    """
+    least, most = bounds
+    if not (least >= 0 and most > 0):
+        raise OptionError(f"bounds are {least} and {most}; give ratios, such as 0.5 and 2")
+    return -inf if least == 0 else log(least), log(most)
+
+
+def decided(counts: Tensor, inside: Tensor, log_weight: Tensor | None = None) -> TrustRegion:
+    """The region of a decision, and a weight, per token [batch, time] or per sequence [batch]."""
+    per_token = inside.ndim == 2
+    units = counts if per_token else counts.any(-1)
+    stay = units & inside
+    weights = stay.to(torch.float32) if log_weight is None else log_weight.exp()
+    of_unit = torch.where(stay, weights, 0.0)
+    kept, weights = (stay, of_unit) if per_token else (stay.unsqueeze(-1), of_unit.unsqueeze(-1))
+    return _region(counts & kept, torch.where(counts & kept, weights, 0.0), units, stay, of_unit)
+
+
+def _region(kept: Tensor, weights: Tensor, units: Tensor, stay: Tensor, of_unit: Tensor) -> TrustRegion:
     return TrustRegion(
-        weights=weights.values,
-        kept=as_mask(mask),
-        removed_share=torch.zeros_like(weights.truncated_share).where(
-            weights.truncated_share >= 0, torch.nan
-        ),
-        capped_share=weights.truncated_share,
-        effective_sample_size=weights.effective_sample_size,
+        weights=weights,
+        kept=kept,
+        removed_share=(units & ~stay).sum() / units.sum(),
+        capped_share=torch.zeros_like(units).sum() / units.sum(),
+        effective_sample_size=_effective(of_unit, units),
     )
 
 
-@validated
-def window_weights(
-    token_logp: Float[Tensor, "batch_p time_p"],
-    behaviour_logp: Float[Tensor, "batch_b time_b"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
-    *,
-    bounds: tuple[float, float],
-    level: Literal["token", "sequence"] = "token",
-) -> TrustRegion:
-    """Importance weights where they lie in a window; what lies outside is removed (IcePop, MIS).
-
-        rho = policy / behaviour,    weight rho where least <= rho <= most, else 0
-
-    level "token": each token by its own ratio. "sequence": by the product over the response, which is then the
-    weight of all of its tokens. A ratio that is NaN is in no window.
-
-    Args:
-        token_logp: log-probabilities of the sampled tokens under the policy.
-        behaviour_logp: under what drew them.
-        mask: true (or 1) for the tokens that count.
-        bounds: the least and the largest ratio that stay, such as (0.5, 5.0).
-        level: "token" or "sequence".
-
-    Raises:
-        ShapeError: if the three differ in shape, or are not [batch, time].
-        OptionError: if the bounds are no window of ratios, or there is no such level.
-
-    References:
-        Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
-        (2025), https://arxiv.org/abs/2510.18855
-    """
-    _require_level(level)
-    window = logarithms(bounds)
-    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    log_weight = log_ratio if level == "token" else log_ratio.sum(-1)
-    return decided(counts, inside(log_weight, window), log_weight)
-
-
-@validated
-def geometric_mask(
-    token_logp: Float[Tensor, "batch_p time_p"],
-    behaviour_logp: Float[Tensor, "batch_b time_b"],
-    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
-    *,
-    bounds: tuple[float, float],
-) -> TrustRegion:
-    """Keeps sequences whose tokens' ratios have a geometric mean within ``bounds``; the others go whole.
-
-        least <= (product over T tokens of policy / behaviour)^(1 / T) <= most
-
-    Unlike the product, the mean does not run away with the length. It is a mask: for weights as well, take the
-    ``intersection`` with ``truncated_weights``. The same as ``kl_mask`` of k1 over "sequence_mean",
-    in ratios instead of nats and the other way up.
-
-    Raises:
-        ShapeError: if the three differ in shape, or are not [batch, time].
-        OptionError: if the bounds are no window of ratios.
-
-    References:
-        Ericsson, "A geometric view of off-policy sequence masking" (2026),
-        https://leonericsson.github.io/blog/2026-02-01-opsm-geometric-masking
-    """
-    window = logarithms(bounds)
-    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    return decided(counts, inside(log_ratio.sum(-1) / counts.sum(-1), window))
-
-
-def _require_level(level: str) -> None:
-    if level not in ("token", "sequence"):
-        raise OptionError(f"level is {level!r}; there are token, sequence")
+def _effective(weights: Tensor, units: Tensor) -> Tensor:
+    """(sum w)^2 / sum w^2; 0 where all are 0, NaN over nothing."""
+    weights = weights.flatten()
+    if weights.numel() == 0:
+        return weights.new_tensor(torch.nan)
+    largest = weights.max()
+    weights = weights / torch.where(largest > 0, largest, 1.0)
+    squares = weights.square().sum()
+    return torch.where(
+        largest > 0, weights.sum().square() / squares, torch.where(units.any(), largest, torch.nan)
+    )

@@ -1,10 +1,17 @@
 """What is trained on: losses whose value and gradient are those of the divergence they name."""
 
 from kleash.losses.aggregation import AGGREGATIONS, Aggregation, aggregate, count_of
-from kleash.losses.checks import require_log_probabilities
-from kleash.losses.control import ControlledLoss, controlled_kl_loss
 from kleash.losses.distillation import distillation_loss, gkd_record, top_k_distillation_loss
 from kleash.losses.divergence import divergence_loss
+from kleash.losses.kl import (
+    ControlledLoss,
+    ExtremeTokens,
+    controlled_kl_loss,
+    extreme_tokens,
+    future_kl_loss,
+    kl_loss,
+    require_log_probabilities,
+)
 from kleash.losses.latent import (
     ActiveUnits,
     active_units,
@@ -14,7 +21,6 @@ from kleash.losses.latent import (
     linear_annealing,
 )
 from kleash.losses.preference import PreferenceLoss, dpo_loss, implicit_reward, response_log_ratio
-from kleash.losses.relative_entropy import ExtremeTokens, extreme_tokens, future_kl_loss, kl_loss
 from kleash.losses.term import KLTerm
 from kleash.losses.top_k import Drawn, TopK, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
 

@@ -12,7 +12,7 @@ from kleash.estimators import ESTIMATORS, Estimator, continued_k3, importance_we
 from kleash.estimators.weights import Level
 from kleash.kl_rules import TermSpec, refusal, term_spec
 from kleash.losses.aggregation import AGGREGATIONS, aggregate, count_of
-from kleash.losses.relative_entropy import future_kl_loss, kl_loss
+from kleash.losses.kl import future_kl_loss, kl_loss
 from kleash.losses.surrogate import require_gradient
 from kleash.masking import Mean, as_mask
 from kleash.precision import at_least_float32

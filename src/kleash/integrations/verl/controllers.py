@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.leash import HeldLeash, beta_from_dict
+from kleash.leash import StatefulController, beta_from_dict
 from kleash.records.atomic import write_atomically
 from kleash.records.codec import parse_json
 from kleash.registry import look_up
@@ -29,7 +29,7 @@ TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.
 OF_VERL = ("_target_", "type", "kl_coef", "horizon", "target_kl")
 
 
-class KLController(HeldLeash):
+class KLController(StatefulController):
     """What verl calls a KL controller, ``value`` and ``update``, around one of kleash's, which is a value.
 
     verl hands over the mean over responses of the mean over their tokens, so ``leash`` counts nats per token.
@@ -37,7 +37,7 @@ class KLController(HeldLeash):
 
     def update(self, current_kl: SupportsFloat, n_steps: int) -> None:
         """Take the KL of this batch of ``n_steps`` responses, in nats per token."""
-        self.steer(current_kl, n_steps)
+        super().update(current_kl, n_steps)
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
@@ -102,7 +102,7 @@ def _loading(theirs: Callable[..., Any]) -> Callable[..., Any]:
         found = theirs(self, *given, **named)
         controller = getattr(self, "kl_ctrl_in_reward", None)
         if isinstance(controller, KLController) and self.global_steps > 0:
-            _take_up(controller, _folder(self.config.trainer, self.global_steps))
+            _load_state(controller, _folder(self.config.trainer, self.global_steps))
         return found
 
     return load
@@ -114,7 +114,7 @@ def _folder(settings: Any, step: int) -> Path:
     return Path(named or Path(settings.default_local_dir) / f"global_step_{step}").absolute()
 
 
-def _take_up(controller: KLController, folder: Path) -> None:
+def _load_state(controller: KLController, folder: Path) -> None:
     """Go on with what was saved; a fixed beta is the configuration's."""
     path = folder / CONTROLLER_FILE
     if controller.leash.to_dict()["kind"] == "fixed":
@@ -125,7 +125,7 @@ def _take_up(controller: KLController, folder: Path) -> None:
         )
         return
     try:
-        controller.take_up(dict(parse_json(path.read_bytes())))
+        controller.load_state(dict(parse_json(path.read_bytes())))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunFolderError(
             f"{path} cannot be read as the state of a KL controller: {error}; take it away, and the controller begins "

@@ -1,0 +1,141 @@
+"""Beta controllers by name: saved as a dict, restored, held in a stateful object, and their steps explained."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, SupportsFloat
+
+from kleash.errors import OptionError
+from kleash.leash.controller_base import Anticipating
+from kleash.leash.controllers import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
+from kleash.leash.schedules import BetaSchedule, TargetSchedule
+from kleash.registry import look_up
+
+STATE_FIELDS = ("beta", "levels", "reached")
+"""The fields of a controller that measurements change; the others are its configuration."""
+MAX_PREDICTED_UPDATES = 99.0
+"""``beta_reason`` mentions the predicted number of updates until the target only below this."""
+
+CONTROLLERS: Mapping[str, type[Leash]] = MappingProxyType(
+    {one.kind: one for one in (FixedBeta, ZieglerBeta, PIDBeta, DualBeta, BetaSchedule, TargetSchedule)}
+)
+"""Name -> class: what ``kind`` in a dict may be."""
+
+
+def beta_from_dict(record: Mapping[str, Any]) -> Leash:
+    """The controller that ``to_dict`` wrote down: it goes on as if it had never been stopped.
+
+    Args:
+        record: ``kind`` and the fields of that controller, such as ``json.loads`` gives them. Fields left out
+            have their defaults; so a configuration file may name a controller this way.
+
+    Raises:
+        UnknownNameError: if there is no such kind.
+        OptionError: if there is no kind, a field is unknown or missing, or a number means nothing.
+    """
+    if "kind" not in record:
+        raise OptionError(f"the dict of a controller has no kind; there are {', '.join(CONTROLLERS)}")
+    chosen: Any = look_up(CONTROLLERS, record["kind"], "beta controller")
+    given = {name: value for name, value in record.items() if name != "kind"}
+    known = {field.name for field in fields(chosen)}
+    if not given.keys() <= known:
+        unknown = ", ".join(sorted(given.keys() - known))
+        raise OptionError(f"{chosen.__name__} has no {unknown}; it has {', '.join(sorted(known))}")
+    if "levels" in given:
+        given["levels"] = tuple(given["levels"])
+    if "controller" in given:
+        given["controller"] = beta_from_dict(given["controller"])
+    try:
+        return chosen(**given)
+    except TypeError as error:
+        raise OptionError(f"{chosen.__name__} is not all there: {error}; give what is missing") from error
+
+
+class StatefulController:
+    """A mutable wrapper around a beta controller, for frameworks that keep one object and update it in place.
+
+    The controllers of kleash are immutable: ``after`` returns the next one. ``leash`` is the current one.
+    """
+
+    def __init__(self, leash: Leash) -> None:
+        """Start with ``leash``."""
+        self.leash = leash
+
+    @property
+    def value(self) -> float:
+        """The current beta: nats of reward paid for one nat of KL."""
+        return self.leash.beta
+
+    def update(self, measured_nats: SupportsFloat, sequences: int, /) -> None:
+        """Replace ``leash`` by the controller for the next update.
+
+        Args:
+            measured_nats: the KL that was measured, per what ``leash.per`` says.
+            sequences: the number of sequences it was measured on.
+        """
+        self.leash = self.leash.after(measured_nats, sequences=sequences)
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Restore beta and the measured levels; bounds, target and gains stay as they are configured here.
+
+        Args:
+            saved: the result of ``leash.to_dict()``, or an empty mapping. A fixed beta is not restored.
+        """
+        settings = self.leash.to_dict()
+        if settings["kind"] != "fixed":
+            state = {name: saved[name] for name in STATE_FIELDS if name in saved.keys() & settings}
+            if saved.get("target_nats") != settings.get("target_nats"):
+                state.pop("reached", None)  # it refers to another target
+            self.leash = beta_from_dict(settings | state)
+
+    def __getattr__(self, name: str) -> Any:
+        """Former names of the methods."""
+        if name in _FORMER_METHODS:
+            return getattr(self, _FORMER_METHODS[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+_FORMER_METHODS = {"steer": "update", "take_up": "load_state"}
+
+
+def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> str | None:
+    """Why ``before.after(measured_nats)`` has another beta, with the numbers; None if it has not.
+
+    ::
+
+        beta 0.05 -> 0.0743: KL 5.18 is below its target of 8, and would pass it in 1.5 updates
+        beta 0.21 -> 0.2057: KL 6.4 is below its target of 8
+
+    Args:
+        before: the controller that was told the measurement.
+        after: the one that it returned.
+        measured_nats: the KL.
+    """
+    if after.beta == before.beta:
+        return None
+    moved = f"beta {before.beta:.4g} -> {after.beta:.4g}"
+    if before.target_nats is None:
+        return f"{moved}: by its schedule"
+    measured, target = float(measured_nats), before.target_nats
+    where = "above" if measured > target else "below" if measured < target else "at"
+    factor = f", {measured / target:.2g} times" if measured > 1.2 * target else ""
+    state = f"KL {measured:.3g} is {where} its target of {target:g}{factor}"
+    return f"{moved}: {state}{_trend(before, after.beta > before.beta, measured)}"
+
+
+def _trend(before: Leash, rises: bool, measured: float) -> str:
+    """Where the KL comes from, as far as it explains why beta rises or falls."""
+    inner = before.controller if isinstance(before, TargetSchedule) else before
+    if not isinstance(inner, Anticipating) or not inner.levels or not math.isfinite(measured):
+        return ""
+    earlier = math.exp(min(inner.levels[0], 700.0))
+    change, target = measured - earlier, float(before.target_nats or 0.0)
+    if measured < target and rises:
+        updates = (target - measured) / change if change > 0 else math.inf
+        return f", and would pass it in {updates:.2g} updates" if updates < MAX_PREDICTED_UPDATES else ""
+    if measured > target and not rises:
+        return ", and comes down"
+    if measured > target and change > 0:
+        return ", and rises"
+    return ""

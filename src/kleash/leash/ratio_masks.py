@@ -1,0 +1,184 @@
+"""The trust region: which samples still count, and for how much, when the policy is no longer what drew them."""
+
+from math import inf
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kleash.arguments import validated
+from kleash.errors import OptionError
+from kleash.estimators import ESTIMATORS, Estimator, importance_weights
+from kleash.leash.trust_region import TrustRegion, counted_log_ratio, decided, inside, logarithms
+from kleash.masking import as_mask
+from kleash.registry import look_up
+
+Over = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
+OVER: tuple[Over, ...] = ("token", "sequence_sum", "sequence_mean", "sequence_max")
+
+
+@validated
+def kl_mask(
+    token_logp: Float[Tensor, "batch_p time_p"],
+    behaviour_logp: Float[Tensor, "batch_b time_b"],
+    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    *,
+    bounds: tuple[float, float],
+    estimator: str | Estimator = "k3",
+    over: Over = "token",
+) -> TrustRegion:
+    """Keeps tokens, or whole sequences, whose estimated KL(behaviour || policy) lies within ``bounds``.
+
+        u = log behaviour - log policy,    least <= estimator(u) <= most
+
+    over "token": of each; "sequence_sum", "sequence_mean", "sequence_max": of each sequence's tokens, and the
+    whole sequence goes. The tokens were drawn from the behaviour, so it is the side that is averaged over.
+    k2 and k3 are never negative; k1 is, for tokens that the policy made likelier, and "sequence_mean"
+    of k1 is the logarithm of the geometric mean of behaviour / policy.
+
+    A unit whose estimate is NaN is in no bounds: it is removed, and counted as removed. What is masked is not
+    read. To keep sequences of which one token could not be scored, take that token out of ``mask``.
+
+    Args:
+        token_logp: log-probabilities of the sampled tokens under the policy.
+        behaviour_logp: under what drew them: the policy before the update, or the rollout engine.
+        mask: true (or 1) for the tokens that count.
+        bounds: the least and the most, in nats; ``-inf`` or ``inf`` for none.
+        estimator: "k1", "abs", "k2", "k3", or a record.
+        over: what is decided on.
+
+    Raises:
+        ShapeError: if the three differ in shape, or are not [batch, time].
+        OptionError: if the bounds are the wrong way round, or there is no such ``over``.
+        UnknownNameError: if there is no such estimator.
+
+    References:
+        Li et al., "Trust Region Masking for Long-Horizon LLM Reinforcement Learning" (2025),
+        https://arxiv.org/abs/2512.23075
+    """
+    if over not in OVER:
+        raise OptionError(f"over is {over!r}; there are {', '.join(OVER)}")
+    record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
+    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
+    values = torch.where(counts, record.of(-log_ratio), 0.0)
+    if over == "token":
+        return decided(counts, inside(values, bounds))
+    if over == "sequence_max":
+        values = pad(torch.where(counts, values, -inf), (0, 1), value=-inf).amax(-1)
+    else:
+        values = values.sum(-1) / (counts.sum(-1) if over == "sequence_mean" else 1)
+    return decided(counts, inside(values, bounds))
+
+
+@validated
+def truncated_weights(
+    token_logp: Float[Tensor, "batch_p time_p"],
+    behaviour_logp: Float[Tensor, "batch_b time_b"],
+    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    *,
+    cap: float,
+    level: Literal["token", "sequence"] = "token",
+) -> TrustRegion:
+    """Truncated importance weights (TIS): ``min(rho, cap)``, ``rho = policy / behaviour``; nothing is removed.
+
+    The weights of ``importance_weights``, where the bias of a cap is written down, as a trust region. A token
+    whose log-probability is NaN keeps a weight of NaN, since nothing here could remove it.
+
+    Args:
+        token_logp: log-probabilities of the sampled tokens under the policy.
+        behaviour_logp: under what drew them.
+        mask: true (or 1) for the tokens that count.
+        cap: the largest weight to hand out, above 0.
+        level: "token", or "sequence" for the product over the response.
+
+    Raises:
+        ShapeError, OptionError: as ``importance_weights``.
+
+    References:
+        Ionides, "Truncated Importance Sampling" (2008), as in https://mc-stan.org/loo/reference/tis.html
+    """
+    _require_level(level)
+    weights = importance_weights(token_logp, behaviour_logp, mask, level=level, cap=cap)
+    return TrustRegion(
+        weights=weights.values,
+        kept=as_mask(mask),
+        removed_share=torch.zeros_like(weights.truncated_share).where(
+            weights.truncated_share >= 0, torch.nan
+        ),
+        capped_share=weights.truncated_share,
+        effective_sample_size=weights.effective_sample_size,
+    )
+
+
+@validated
+def window_weights(
+    token_logp: Float[Tensor, "batch_p time_p"],
+    behaviour_logp: Float[Tensor, "batch_b time_b"],
+    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    *,
+    bounds: tuple[float, float],
+    level: Literal["token", "sequence"] = "token",
+) -> TrustRegion:
+    """Importance weights where they lie in a window; what lies outside is removed (IcePop, MIS).
+
+        rho = policy / behaviour,    weight rho where least <= rho <= most, else 0
+
+    level "token": each token by its own ratio. "sequence": by the product over the response, which is then the
+    weight of all of its tokens. A ratio that is NaN is in no window.
+
+    Args:
+        token_logp: log-probabilities of the sampled tokens under the policy.
+        behaviour_logp: under what drew them.
+        mask: true (or 1) for the tokens that count.
+        bounds: the least and the largest ratio that stay, such as (0.5, 5.0).
+        level: "token" or "sequence".
+
+    Raises:
+        ShapeError: if the three differ in shape, or are not [batch, time].
+        OptionError: if the bounds are no window of ratios, or there is no such level.
+
+    References:
+        Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
+        (2025), https://arxiv.org/abs/2510.18855
+    """
+    _require_level(level)
+    window = logarithms(bounds)
+    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
+    log_weight = log_ratio if level == "token" else log_ratio.sum(-1)
+    return decided(counts, inside(log_weight, window), log_weight)
+
+
+@validated
+def geometric_mask(
+    token_logp: Float[Tensor, "batch_p time_p"],
+    behaviour_logp: Float[Tensor, "batch_b time_b"],
+    mask: Bool[Tensor, "batch_m time_m"] | Integer[Tensor, "batch_m time_m"],
+    *,
+    bounds: tuple[float, float],
+) -> TrustRegion:
+    """Keeps sequences whose tokens' ratios have a geometric mean within ``bounds``; the others go whole.
+
+        least <= (product over T tokens of policy / behaviour)^(1 / T) <= most
+
+    Unlike the product, the mean does not run away with the length. It is a mask: for weights as well, take the
+    ``intersection`` with ``truncated_weights``. The same as ``kl_mask`` of k1 over "sequence_mean",
+    in ratios instead of nats and the other way up.
+
+    Raises:
+        ShapeError: if the three differ in shape, or are not [batch, time].
+        OptionError: if the bounds are no window of ratios.
+
+    References:
+        Ericsson, "A geometric view of off-policy sequence masking" (2026),
+        https://leonericsson.github.io/blog/2026-02-01-opsm-geometric-masking
+    """
+    window = logarithms(bounds)
+    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
+    return decided(counts, inside(log_ratio.sum(-1) / counts.sum(-1), window))
+
+
+def _require_level(level: str) -> None:
+    if level not in ("token", "sequence"):
+        raise OptionError(f"level is {level!r}; there are token, sequence")
