@@ -12,7 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(
         ROOT / name
-        for name in ("README.md", "DESIGN.md", "CHANGELOG.md", "src/kleash/shipped/data/README.md")
+        for name in (
+            "README.md",
+            "DESIGN.md",
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "src/kleash/shipped/data/README.md",
+        )
     ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
@@ -25,7 +31,7 @@ INLINE_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 REFERENCE_LINK = re.compile(r"^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 HTML_LINK = re.compile(r"\b(?:href|src|srcset)=[\"']([^\"']+)")
 EXTERNAL = re.compile(r"[a-z][a-z0-9+.-]*:|//")
-MENTION = re.compile(r"\b(?:docs/\w+|README|DESIGN|CHANGELOG)\.md(?:#[\w-]+)?")
+MENTION = re.compile(r"\b(?:docs/\w+|README|DESIGN|CONTRIBUTING|CHANGELOG)\.md(?:#[\w-]+)?")
 """A page that a source file names, with an anchor or without."""
 
 
