@@ -1,7 +1,7 @@
 """KL divergence in LLM post-training: measured exactly and with error bars.
 
-Names are imported when they are first asked for, so that ``import kleash`` costs nothing and a command that
-only reads files never waits for torch.
+Names are imported on first access (PEP 562), so that ``import kleash`` is fast and commands that only read files do not
+import torch.
 """
 
 from importlib import import_module
@@ -86,12 +86,12 @@ __all__ = ["KleashError", "__version__", *HOME_OF]  # pyright: ignore[reportUnsu
 
 
 def __getattr__(name: str) -> Any:
-    """The public name ``name``, from the package that is its home."""
+    """Import the public name ``name`` from its package."""
     if name not in HOME_OF:
         raise AttributeError(f"module 'kleash' has no attribute {name!r}")
     return getattr(import_module(f"kleash.{HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not."""
+    """The public names, whether imported or not."""
     return sorted(__all__)

@@ -107,7 +107,7 @@ def check_arguments(
 ) -> None:
     """Raise an error for the first argument that its spec does not allow."""
     first, first_name = None, ""
-    for name, value in (*zip(names, args), *kwargs.items()):  # noqa: B905 (defaults are not given)
+    for name, value in (*zip(names, args), *kwargs.items()):  # noqa: B905 (parameters with defaults may be missing)
         spec = specs.get(name)
         if spec is None or (value is None and spec.none):
             continue

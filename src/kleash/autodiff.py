@@ -76,11 +76,11 @@ def refuse_transforms_compiled(name: str, instead: str) -> None:
 
 
 def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, no part of which is compiled by torch inside forward mode or a transform of ``torch.func``.
+    """Decorator: run ``function`` uncompiled inside forward mode or a transform of ``torch.func``.
 
-    A function that raises while torch.compile traces it is run uncompiled, but the functions that it calls are compiled
-    one by one. To those, a tangent does not exist: ``refuse_transforms`` would see none. With ``fullgraph=True``, torch
-    reports the error itself.
+    If a function raises while torch.compile traces it, torch runs it uncompiled but compiles the functions it calls.
+    Tangents are not visible in those, so ``refuse_transforms`` would not raise. With ``fullgraph=True`` torch reports
+    the error itself.
     """
 
     @functools.wraps(function)
@@ -99,7 +99,7 @@ def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def dual_level_active() -> bool:
-    """Whether the call is inside ``forward_ad.dual_level`` or ``torch.func.jvp``; True where torch does not say."""
+    """Whether ``forward_ad.dual_level`` or ``torch.func.jvp`` is active; True if torch does not expose it."""
     return _dual_level() >= 0
 
 

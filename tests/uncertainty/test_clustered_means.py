@@ -50,8 +50,8 @@ def test_many_symmetric_clusters_give_scipys_student_interval() -> None:
 
 @settings(max_examples=30)
 @given(prompts())
-def test_the_interval_contains_students_interval(given) -> None:
-    sums, counts = given
+def test_the_interval_contains_students_interval(sums_and_counts) -> None:
+    sums, counts = sums_and_counts
     estimate = ratio_of_sums(sums, counts)
     half = float(stats.t.ppf(0.975, len(sums) - 1)) * estimate.standard_error
     low, high = estimate.ci95
@@ -62,8 +62,10 @@ def test_the_interval_contains_students_interval(given) -> None:
 
 @settings(max_examples=30)
 @given(prompts(), st.floats(0.01, 100), st.integers(2, 9))
-def test_the_error_scales_with_the_values_and_not_with_the_counts(given, scale: float, times: int) -> None:
-    sums, counts = given
+def test_the_error_scales_with_the_values_and_not_with_the_counts(
+    sums_and_counts, scale: float, times: int
+) -> None:
+    sums, counts = sums_and_counts
     one, scaled = ratio_of_sums(sums, counts), ratio_of_sums(scale * sums, counts)
     assert scaled.value == pytest.approx(scale * one.value, rel=1e-9)
     assert scaled.standard_error == pytest.approx(scale * one.standard_error, rel=1e-9)
@@ -75,8 +77,8 @@ def test_the_error_scales_with_the_values_and_not_with_the_counts(given, scale: 
 
 @settings(max_examples=30)
 @given(prompts(), st.randoms(use_true_random=False))
-def test_the_order_of_the_clusters_does_not_matter(given, random) -> None:
-    sums, counts = given
+def test_the_order_of_the_clusters_does_not_matter(sums_and_counts, random) -> None:
+    sums, counts = sums_and_counts
     order = list(range(len(sums)))
     random.shuffle(order)
     assert ratio_of_sums(sums[order], counts[order]) == ratio_of_sums(sums, counts)
@@ -84,8 +86,8 @@ def test_the_order_of_the_clusters_does_not_matter(given, random) -> None:
 
 @settings(max_examples=30)
 @given(prompts(most=12))
-def test_clustered_mean_of_observations_equals_the_ratio_of_their_sums(given) -> None:
-    sums, counts = given
+def test_clustered_mean_of_observations_equals_the_ratio_of_their_sums(sums_and_counts) -> None:
+    sums, counts = sums_and_counts
     names = np.array([f"prompt {c}" for c in range(len(sums))])
     labels = np.repeat(names, counts)
     estimate = clustered_mean(np.repeat(sums / counts, counts), labels)

@@ -25,15 +25,15 @@ def leave_one_out_weights(
         counts: which sequences count.
     """
     usable = counts & sampled.isfinite() & exact.isfinite()
-    others = (usable.unsqueeze(0) & ~torch.eye(len(counts), dtype=torch.bool, device=counts.device)).to(
+    is_other = (usable.unsqueeze(0) & ~torch.eye(len(counts), dtype=torch.bool, device=counts.device)).to(
         sampled.dtype
     )
-    n = others.sum(-1)
+    n = is_other.sum(-1)
     u = torch.where(usable, sampled, 0.0)
     d = torch.where(usable, sampled - exact, 0.0)
-    mean_u, mean_d = (others @ u) / n.clamp(min=1), (others @ d) / n.clamp(min=1)
+    mean_u, mean_d = (is_other @ u) / n.clamp(min=1), (is_other @ d) / n.clamp(min=1)
     deviation_u, deviation_d = u - mean_u.unsqueeze(-1), d - mean_d.unsqueeze(-1)
-    variance = (others * deviation_d.square()).sum(-1)
-    covariance = (others * deviation_u * deviation_d).sum(-1)
+    variance = (is_other * deviation_d.square()).sum(-1)
+    covariance = (is_other * deviation_u * deviation_d).sum(-1)
     fitted = (n >= MIN_OTHER_SEQUENCES) & (variance > 0) & usable
     return torch.where(fitted, covariance / torch.where(fitted, variance, 1.0), 1.0)

@@ -87,14 +87,14 @@ def unseen_share(clusters: float | int, confidence: float = 0.95) -> float:
 def _constant_warning(clusters: int) -> str:
     """The warning about clusters that all have the same mean."""
     return (
-        f"all {clusters} clusters have the same mean: they cannot show how far others are from it, and up to "
-        f"{unseen_share(clusters):.0%} of all may be"
+        f"all {clusters} clusters have the same mean, which says nothing about the spread of other clusters: up to "
+        f"{unseen_share(clusters):.0%} of all may differ"
     )
 
 
 def _unseen_warning(clusters: int, subject: str) -> str:
     """The warning that a rare kind of cluster with an extreme mean may be missing from the sample."""
     return (
-        f"{subject} may hold none of a kind that makes up as much as {unseen_share(clusters):.0%} of all: if that kind "
-        "lies much further out, the interval cannot be trusted"
+        f"{subject} may miss a kind of cluster that makes up as much as {unseen_share(clusters):.0%} of all: if its "
+        "values are extreme, the interval cannot be trusted"
     )
