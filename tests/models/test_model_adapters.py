@@ -131,6 +131,7 @@ def test_generation_is_the_adapters(base, adapter):
 
 
 def test_a_base_may_be_named_from_the_adapters_folder_or_from_here(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # away from where the tests run: a folder ../base there would be another base
     beside = tiny_adapter(base.parent / "beside", base, base_name="../base")
     assert load_pair(str(beside), str(base)).policy.network is not None
     here = tiny_adapter(tmp_path / "here", base, base_name="base")
