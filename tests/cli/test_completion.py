@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ TIMEOUT = 60.0
 @pytest.fixture(params=["bash", "zsh", "fish"], scope="module")
 def complete(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], list[str]]:
+) -> Iterator[Callable[[str], list[str]]]:
     """A function from a line to the words that a shell offers for its last word.
 
     zsh writes the common beginning of the words into the line, so there it is one word.
@@ -34,7 +35,11 @@ def complete(
     script = folder / "script"
     script.write_text(completion_script(shell))
     (folder / "runs").mkdir()
-    return lambda line: {"bash": bash, "zsh": zsh, "fish": fish}[shell](script, line)
+    if shell == "zsh":
+        with zsh(script) as type_line:
+            yield type_line
+    else:
+        yield lambda line: {"bash": bash, "fish": fish}[shell](script, line)
 
 
 def run_shell(script: Path, *words: str) -> str:
@@ -57,10 +62,13 @@ def fish(script: Path, line: str) -> list[str]:
     return [offered.partition("\t")[0].rstrip("/") for offered in lines.splitlines()]
 
 
-def zsh(script: Path, line: str) -> list[str]:
-    """Type the line and a tab into a terminal, then Ctrl-X, which writes the line into a file."""
+@contextmanager
+def zsh(script: Path) -> Iterator[Callable[[str], list[str]]]:
+    """A terminal with a zsh in it, whose function empties the line (Ctrl-U), types one and a tab, and then Ctrl-X.
+
+    Ctrl-X writes the line into a file.
+    """
     result = script.parent / "result"
-    result.unlink(missing_ok=True)
     setup = (
         f'eval "$(cat {script})"\n'
         f'report-line() {{ print -r -- "$BUFFER" > {result}.new; mv {result}.new {result} }}\n'
@@ -81,17 +89,21 @@ def zsh(script: Path, line: str) -> list[str]:
             if select.select([terminal], [], [], 0.05)[0]:
                 shown += os.read(terminal, 65536).decode(errors="replace")
 
+    def type_line(line: str) -> list[str]:
+        result.unlink(missing_ok=True)
+        os.write(terminal, f"\x15{line}\t\x18".encode())
+        wait_for(result.exists)
+        after = result.read_text().rstrip("\n")
+        return [(after if after == line else after.rstrip(" /")).rpartition(" ")[2]]
+
     try:
         os.write(terminal, setup.encode())
         wait_for(lambda: "ready-42" in shown)
         assert "not found" not in shown and "error" not in shown, shown
-        os.write(terminal, f"{line}\t\x18".encode())
-        wait_for(result.exists)
+        yield type_line
     finally:
         os.close(terminal)
         os.waitpid(child, 0)
-    after = result.read_text().rstrip("\n")
-    return [(after if after == line else after.rstrip(" /")).rpartition(" ")[2]]
 
 
 @pytest.mark.parametrize(
