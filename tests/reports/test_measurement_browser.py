@@ -147,7 +147,7 @@ def test_hovering_over_a_token_shows_both_models(
     kls = [float(cell.text) for cell in cells[1:3]]
     assert kls == pytest.approx([row["kl_policy_reference"], row["kl_reference_policy"]], rel=6e-3)
     titles = driver.find_elements(By.CSS_SELECTOR, "#heat-panel h5")
-    assert [title.text for title in titles] == ["Policy, most likely", "Reference, most likely"]
+    assert [title.text for title in titles] == ["Policy's top 5", "Reference's top 5"]
 
 
 def test_a_tap_shows_a_token_on_a_phone(driver: Any, report: Path) -> None:
@@ -328,7 +328,7 @@ def test_on_a_phone_the_panel_leaves_room_for_the_text(driver: Any, report: Path
     assert panel_height < 0.3 * window
     assert "Probability" in panel(driver) and "Entropy" not in panel(driver)
     driver.find_element(By.CSS_SELECTOR, ".unfold").click()
-    assert "Entropy" in panel(driver) and "most likely" in panel(driver)
+    assert "Entropy" in panel(driver) and "top 5" in panel(driver)
     assert driver.execute_script(heights)[0] <= 0.46 * window
     driver.find_element(By.CSS_SELECTOR, ".unfold").click()
     assert "Entropy" not in panel(driver)

@@ -117,7 +117,7 @@
       add(likeliest, "p", "The most likely tokens are stored only for the sequences with the largest KL.", "where");
     } else of("alternatives").forEach((flat, side) => {
       const part = add(likeliest, "div");
-      add(part, "h5", side === 0 ? "Policy, most likely" : "Reference, most likely");
+      add(part, "h5", `${side === 0 ? "Policy" : "Reference"}'s top ${flat.length / 2}`);
       const list = add(part, "ol");
       for (let i = 0; i < flat.length; i += 2) {
         const text = sequence.texts[flat[i]];
