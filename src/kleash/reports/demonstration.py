@@ -33,14 +33,12 @@ from kleash.reports.training import format_metric
 from kleash.reports.training_charts import MAX_ROWS, metric_values, thin_steps, trace
 
 STYLES = ((INK, "dash"), (ACCENT, "solid"), (MUTED, "solid"))
-
-
+"""Colour and dash of each run's curves, in the order of the runs."""
 MAX_SAMPLES = 3
-
 MIN_KL = 0.02
 """KL in nats below which a point is left out of the chart, whose axis is logarithmic."""
-
 AXES = ("kl/exact_per_sequence", "reward/score")
+"""Metrics on the x and the y axis of the frontier."""
 
 
 @dataclass(frozen=True, kw_only=True)
