@@ -106,14 +106,14 @@ def rows(heading):
 
 
 def test_the_page_lists_the_right_ones():
-    section = PAGE.read_text(encoding="utf-8").split("## Right\n")[1].split("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8").split("## Correct combinations\n")[1].split("\n## ")[0]
     assert re.findall(r"^- (.+)$", section, re.MULTILINE) == list(RIGHT)
 
 
 @pytest.mark.parametrize("name", DEVIATING)
 def test_the_page_prints_the_deviation(name):
     error, cosine = apart(update(name), TRUTH)
-    assert rows("Not right")[name][:2] == [f"{error:.3f}", f"{cosine:.3f}"]
+    assert rows("Incorrect combinations")[name][:2] == [f"{error:.3f}", f"{cosine:.3f}"]
 
 
 @pytest.mark.parametrize("name", REGIONS)
@@ -124,4 +124,4 @@ def test_the_page_prints_what_a_trust_region_costs(name):
 
 
 def test_the_page_has_no_other_rows():
-    assert set(rows("Not right")) == set(DEVIATING) and set(rows("Trust regions")) == set(REGIONS)
+    assert set(rows("Incorrect combinations")) == set(DEVIATING) and set(rows("Trust regions")) == set(REGIONS)
