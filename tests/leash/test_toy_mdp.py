@@ -124,4 +124,6 @@ def test_the_page_prints_what_a_trust_region_costs(name):
 
 
 def test_the_page_has_no_other_rows():
-    assert set(rows("Incorrect combinations")) == set(DEVIATING) and set(rows("Trust regions")) == set(REGIONS)
+    assert set(rows("Incorrect combinations")) == set(DEVIATING) and set(rows("Trust regions")) == set(
+        REGIONS
+    )
