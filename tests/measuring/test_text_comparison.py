@@ -115,7 +115,7 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(
     assert "standard error" in lines[1] and measured["device"] == "cpu"
     assert lines[2:4] == [f"policy: {pair[0]} (float32 on cpu)", f"reference: {pair[1]} (float32 on cpu)"]
     text = " ".join(lines)
-    assert f"of which {measured['counts']['truncated_sequences']} cut off before the end" in text
+    assert f"{measured['counts']['truncated_sequences']} of them truncated" in text
     for name in ("Perplexity of the policy", "Perplexity of the reference", "Δp of the observed token, mean"):
         assert name in text
     assert (
