@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from target_numbers import Numbers
+from target_values import Numbers
 from torch import Tensor
 
 from kleash.auditing import AuditInputs

@@ -1,4 +1,4 @@
-"""``kleash audit`` and the pytest fixture, as whoever types them meets them."""
+"""``kleash audit`` and the pytest fixture, end to end."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from kleash.cli import main
 from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
 from kleash.reports import page
 
-THEIRS = """
+USER_MODULE = """
 def k3(token_logp, token_logq):
     return (token_logq - token_logp).exp() - 1 - (token_logq - token_logp)
 
@@ -31,31 +31,33 @@ def broken(token_logp, token_logq):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with somebody's functions in it, as the current one."""
-    (tmp_path / "their_kl.py").write_text(THEIRS)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module of functions."""
+    (tmp_path / "user_kl.py").write_text(USER_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    sys.modules.pop("their_kl", None)
+    sys.modules.pop("user_kl", None)
     return tmp_path
 
 
-def test_a_verdict_a_page_and_no_failure_unless_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "their_kl:k3", "--convention", "loss"]) == 0
+def test_the_command_prints_the_verdict_and_writes_a_page(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "user_kl:k3", "--convention", "loss"]) == 0
     said = capsys.readouterr().out
     assert "follows KL(q || p), not KL(p || q)" in said
     assert "faults: wrong_gradient (wrong)" in said
     assert "change wrong_gradient: use kleash.kl_loss" in said
     assert "1 function audited, 1 with faults" in said
-    assert "wrong_gradient" in (here / "audit.html").read_text()
+    assert "wrong_gradient" in (project / "audit.html").read_text()
 
 
-def test_fail_on_a_kind_that_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "their_kl:k3", "--convention", "loss", "--quiet", "--fail-on"]
+def test_fail_on_kinds_and_severities(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "user_kl:k3", "--convention", "loss", "--quiet", "--fail-on"]
     assert main([*words, "wrong_gradient"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("kleash: their_kl:k3 fails: wrong_gradient: ")
+    assert said.err.startswith("kleash: user_kl:k3 fails: wrong_gradient: ")
     assert main([*words, "fault"]) == 1
     assert main([*words, "zero_gradient", "wrong_sign"]) == 0
     assert main([*words, "zero_gradient,wrong"]) == 1, "kinds and severities, with commas between"
@@ -63,10 +65,10 @@ def test_fail_on_a_kind_that_is_there(here: Path, capsys: pytest.CaptureFixture[
     assert main([*words, "wrong_sign,truncated"]) == 0
 
 
-def test_the_usual_conventions_are_explained_where_none_is_given(
-    here: Path, capsys: pytest.CaptureFixture[str]
+def test_a_missing_convention_explains_the_common_ones(
+    project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["audit", "their_kl:k3"]) == 2
+    assert main(["audit", "user_kl:k3"]) == 2
     said = capsys.readouterr().err
     assert "loss is f(token_logp, token_logq), log-probabilities of sampled tokens" in said
     assert "logits is f(logits_p, logits_q)" in said
@@ -76,7 +78,7 @@ def test_the_usual_conventions_are_explained_where_none_is_given(
 
 @pytest.mark.parametrize("package", ["plotly", "jinja2"])
 def test_without_plotly_it_prints_and_makes_no_page(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     def import_extra(module: str, extra: str) -> ModuleType:
         if module.partition(".")[0] == package:
@@ -87,40 +89,38 @@ def test_without_plotly_it_prints_and_makes_no_page(
     page._plotly.cache_clear()
     monkeypatch.setattr(page, "import_extra", import_extra)
     monkeypatch.setattr(page, "find_spec", lambda name: None if name == package else find_spec(name))
-    assert main(["audit", "their_kl:k3", "--convention", "loss", "--fail-on", "wrong_gradient"]) == 1
+    assert main(["audit", "user_kl:k3", "--convention", "loss", "--fail-on", "wrong_gradient"]) == 1
     said = capsys.readouterr()
     assert "1 function audited, 1 with faults: 1 wrong, 0 only fragile" in said.out
     assert f"kleash: no page was made: {package} is not installed" in said.err
-    assert not (here / "audit.html").exists() and "page:" not in said.out
+    assert not (project / "audit.html").exists() and "page:" not in said.out
     page._environment.cache_clear()
     page._plotly.cache_clear()
 
 
 def test_an_unknown_kind_is_refused_before_anything_runs(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["audit", "their_kl:k3", "--convention", "loss", "--fail-on", "zero_gradents"]) == 2
+    assert main(["audit", "user_kl:k3", "--convention", "loss", "--fail-on", "zero_gradents"]) == 2
     assert "did you mean 'zero_gradient'?" in capsys.readouterr().err
-    assert not (here / "audit.html").exists()
+    assert not (project / "audit.html").exists()
 
 
-def test_arguments_are_bound_and_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "their_kl:scaled", "--convention", "loss", "--json", "--set", "by=2"]
+def test_arguments_are_bound_and_recorded(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "user_kl:scaled", "--convention", "loss", "--json", "--set", "by=2"]
     assert main(words) == 0
     (found,) = json.loads(capsys.readouterr().out)["audits"]
     assert found["arguments"] == {"by": "2"}
-    assert found["target"] == "their_kl:scaled"
+    assert found["target"] == "user_kl:scaled"
     assert "wrong_gradient" in [finding["kind"] for finding in found["findings"]], "twice the gradient"
-    page = (here / "audit.html").read_text()
-    assert "kleash audit their_kl:scaled --convention loss --set by=2" in page
+    page = (project / "audit.html").read_text()
+    assert "kleash audit user_kl:scaled --convention loss --set by=2" in page
 
 
-def test_what_the_audited_code_prints_is_no_output_of_the_audit(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_the_audited_code_goes_to_stderr(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chatty = "\n\ndef chatty(p, q):\n    print('step')\n    return p - q\n\nprint('imported')\n"
-    (here / "their_kl.py").write_text(THEIRS + chatty)
-    assert main(["audit", "their_kl:chatty", "--convention", "reward", "--json"]) == 0
+    (project / "user_kl.py").write_text(USER_MODULE + chatty)
+    assert main(["audit", "user_kl:chatty", "--convention", "reward", "--json"]) == 0
     said = capsys.readouterr()
     assert len(json.loads(said.out)["audits"]) == 1
     assert "step" in said.err and "imported" in said.err
@@ -129,20 +129,20 @@ def test_what_the_audited_code_prints_is_no_output_of_the_audit(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["their_kl:k3"], "how is their_kl:k3 called? give --convention, one of loss, "),
-        (["their_kl:k3", "--convention", "los"], "no convention is called 'los'; there are loss, "),
-        (["their_kl:scale", "--convention", "loss"], "their_kl has no 'scale'; did you mean scaled"),
-        (["their_kl:k3", "--convention", "loss", "--set", "by=2"], "k3 takes no argument 'by'"),
-        (["their_kl:broken", "--convention", "loss"], "raised RuntimeError: no reference model is loaded"),
-        (["their_kl:k3", "--convention", "logits_with_mask"], "raised TypeError: k3() takes 2 positional"),
-        (["their_kl:k3", "--convention", "sequence_loss"], "choose the convention that fits it"),
-        (["nobody"], "no target is called 'nobody'; there are trl, verl, openrlhf, liger, kleash"),
+        (["user_kl:k3"], "how is user_kl:k3 called? give --convention, one of loss, "),
+        (["user_kl:k3", "--convention", "los"], "no convention is called 'los'; there are loss, "),
+        (["user_kl:scale", "--convention", "loss"], "user_kl has no 'scale'; did you mean scaled"),
+        (["user_kl:k3", "--convention", "loss", "--set", "by=2"], "k3 takes no argument 'by'"),
+        (["user_kl:broken", "--convention", "loss"], "raised RuntimeError: no reference model is loaded"),
+        (["user_kl:k3", "--convention", "logits_with_mask"], "raised TypeError: k3() takes 2 positional"),
+        (["user_kl:k3", "--convention", "sequence_loss"], "choose the convention that fits it"),
+        (["unknown"], "no target is called 'unknown'; there are trl, verl, openrlhf, liger, kleash"),
         (["verl", "--convention", "loss"], "verl brings its own conventions and arguments"),
         (["kleash", "--set", "a=1"], "kleash brings its own conventions and arguments"),
     ],
 )
-def test_what_cannot_be_audited_gets_one_sentence(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+def test_errors_are_one_line_on_stderr(
+    project: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     assert main(["audit", *words]) == 2
     said = capsys.readouterr()
@@ -152,7 +152,7 @@ def test_what_cannot_be_audited_gets_one_sentence(
     assert sentence in said.err
 
 
-def test_one_case_of_a_known_package_by_its_name() -> None:
+def test_one_case_of_a_target_by_name() -> None:
     (case,) = cases_of("kleash:sampled_k1")
     assert case.name == "kleash:sampled_k1"
     assert len(cases_of("kleash")) > 5
@@ -160,15 +160,15 @@ def test_one_case_of_a_known_package_by_its_name() -> None:
         cases_of("kleash:sampled_k9", "loss")
 
 
-def test_the_case_that_the_help_names_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_named_in_the_help_exist(capsys: pytest.CaptureFixture[str]) -> None:
     main(["audit", "--help"])
     named = re.findall(rf"\b({'|'.join(TARGETS)}):([\w+]+)", capsys.readouterr().out)
     assert named
     assert all(name in {case.name for case in TARGETS[package].cases} for package, name in named)
 
 
-def test_among_several_the_one_that_cannot_be_called_is_a_finding(here: Path) -> None:
-    cases = (*cases_of("their_kl:broken", "loss"), *cases_of("their_kl:k3", "loss"))
+def test_one_of_several_cases_that_cannot_be_called_is_a_finding(project: Path) -> None:
+    cases = (*cases_of("user_kl:broken", "loss"), *cases_of("user_kl:k3", "loss"))
     with pytest.raises(CannotRunError, match="no reference model"):
         list(audits_of(cases[:1]))
     first, second = audits_of(cases)
@@ -176,11 +176,11 @@ def test_among_several_the_one_that_cannot_be_called_is_a_finding(here: Path) ->
     assert "no reference model is loaded" in first.verdict[0]
     assert second.value == "KL(p || q)"
     with pytest.raises(OptionError, match="give --convention"):
-        cases_of("their_kl:k3")
+        cases_of("user_kl:k3")
 
 
 PROJECT = """
-from their_kl import k3, scaled
+from user_kl import k3, scaled
 
 def test_gradient(kleash_audit):
     kleash_audit(k3, "loss")
@@ -196,13 +196,13 @@ def test_misspelt(kleash_audit):
 """
 
 
-def test_the_fixture_in_somebody_elses_tests(here: Path) -> None:
-    (here / "test_theirs.py").write_text(PROJECT)
+def test_the_fixture_in_a_test_suite(project: Path) -> None:
+    (project / "test_user.py").write_text(PROJECT)
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:jaxtyping"]
-    done = subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=300)
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert (
-        "their_kl.k3, called as f(token_logp, token_logq) -> [sequences, steps], fails its audit:"
+        "user_kl.k3, called as f(token_logp, token_logq) -> [sequences, steps], fails its audit:"
         in done.stdout
     )
     assert "    change: use kleash.kl_loss" in done.stdout
@@ -210,7 +210,7 @@ def test_the_fixture_in_somebody_elses_tests(here: Path) -> None:
     assert "no kind of finding is called 'zero_gradents'" in done.stdout
 
 
-def test_the_plugin_costs_nothing_until_it_is_used() -> None:
+def test_the_plugin_imports_nothing_until_it_is_used() -> None:
     code = "import kleash.pytest_plugin, sys; assert 'torch' not in sys.modules and 'tyro' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -5,12 +5,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from planted import clamped_before, k3, rho, right, u_of
 from scipy.optimize import brentq
 from scipy.special import rel_entr, softmax
+from single_faults import clamped_before, k3, rho, right, u_of
 
 from kleash.auditing import audit
-from kleash.auditing.probes.precision import KL_LEVELS, pair_with_kl
+from kleash.auditing.probes.accuracy import KL_LEVELS, pair_with_kl
 from kleash.auditing.quantities import gradient_candidates, quantity_values, sequence_gradient, token_gradient
 from kleash.auditing.toy_distributions import one_token_distributions, toy_distributions
 from kleash.estimators import ESTIMATORS
@@ -46,7 +46,7 @@ def of_k3():
 
 @pytest.mark.parametrize("name", ONE_TOKEN)
 @pytest.mark.parametrize("sampling", ["on-policy", "off-policy"])
-def test_bias_and_spread_are_the_moments_under_what_is_sampled(of_k2, name, sampling):
+def test_bias_and_standard_deviation_are_moments_under_the_sampling_distribution(of_k2, name, sampling):
     p, q, behaviour = probabilities(name)
     drawn = p if sampling == "on-policy" else behaviour
     k2 = np.log(p / q) ** 2 / 2
@@ -59,7 +59,7 @@ def test_bias_and_spread_are_the_moments_under_what_is_sampled(of_k2, name, samp
     assert row.lowest == pytest.approx(k2.min(), rel=1e-9)
 
 
-def test_the_two_samplings_differ():
+def test_on_policy_and_off_policy_distributions_differ():
     for name in ONE_TOKEN:
         p, q, behaviour = probabilities(name)
         assert abs(p - behaviour).sum() > 0.02, "a dropped weight would hide"
@@ -67,7 +67,7 @@ def test_the_two_samplings_differ():
 
 
 @pytest.mark.parametrize("name", ONE_TOKEN)
-def test_cosine_and_size_of_k3_against_the_divergences_gradients(of_k3, name):
+def test_k3_gradient_rows_against_closed_forms(of_k3, name):
     """In the logits: k3 gives p - q; KL(p || q) gives p (u - KL); Jeffreys gives both."""
     p, q, _ = probabilities(name)
     u = np.log(p / q)
@@ -85,7 +85,7 @@ def test_cosine_and_size_of_k3_against_the_divergences_gradients(of_k3, name):
 
 
 @pytest.mark.parametrize("name", ONE_TOKEN)
-def test_off_policy_k3_without_weights(of_k3, name):
+def test_off_policy_k3_gradient_without_weights(of_k3, name):
     """In the logits: the mean of (1 - q/p) grad log p over the behaviour."""
     p, q, behaviour = probabilities(name)
     weight = behaviour * (1 - q / p)
@@ -98,7 +98,7 @@ def test_off_policy_k3_without_weights(of_k3, name):
 
 
 @pytest.mark.parametrize("name", ["near", "far"])
-def test_a_reward_multiplies_the_score(name):
+def test_a_reward_multiplies_the_score_function(name):
     """In the logits: the mean of k2 grad log p over p."""
     p, q, _ = probabilities(name)
     u = np.log(p / q)
@@ -122,7 +122,7 @@ def enumerated(side):
     return np.array(list(total.values()))
 
 
-def test_the_kl_of_whole_responses():
+def test_sequence_kl_by_enumeration():
     world = toy_distributions()["sequences"]
     logp, logq, logb = (enumerated(s) for s in (world.logits_p, world.logits_q, world.logits_behaviour))
     exact = (np.exp(logp) * (logp - logq)).sum()
@@ -137,7 +137,7 @@ def test_the_kl_of_whole_responses():
     assert by_numbers == pytest.approx(np.exp(logb), rel=1e-9)
 
 
-def test_the_gradient_of_whole_responses_by_finite_differences():
+def test_sequence_gradient_by_finite_differences():
     world = toy_distributions()["sequences"]
     found = sequence_gradient("sequences", "kl")
     logq, step = enumerated(world.logits_q), 1e-5
@@ -153,7 +153,7 @@ def test_the_gradient_of_whole_responses_by_finite_differences():
         assert found[prefix, token].item() == pytest.approx(slope, abs=1e-9)
 
 
-def test_the_gradient_along_sampled_prefixes_leaves_the_prefixes_alone():
+def test_token_gradient_holds_the_prefixes_fixed():
     """Each row is that of the next-token KL, times how often the prefix is reached."""
     world = toy_distributions()["sequences"]
     p, q = (softmax(side.numpy(), axis=-1) for side in (world.logits_p, world.logits_q))
@@ -167,7 +167,7 @@ def test_the_gradient_along_sampled_prefixes_leaves_the_prefixes_alone():
 
 
 @pytest.mark.parametrize("quantity", gradient_candidates())
-def test_no_two_candidates_are_alike(quantity):
+def test_gradient_candidates_are_distinct(quantity):
     """Else one could be taken for the other."""
     mine = token_gradient("far", "on-policy", quantity)
     for other in set(gradient_candidates()) - {quantity}:
@@ -175,14 +175,14 @@ def test_no_two_candidates_are_alike(quantity):
         assert not torch.allclose(mine, theirs, rtol=1e-2), other
 
 
-def test_no_two_values_are_alike():
-    """Within what float32 may blur, in all worlds, or on the modest pairs for the divergences."""
+def test_quantity_values_are_distinct():
+    """Within what float32 may blur, on all pairs, or on the moderate pairs for the divergences."""
     found = list(quantity_values().items())
     for (one, ours), (other, theirs) in combinations(found, 2):
         assert not np.allclose(ours, theirs, rtol=2e-3, atol=2e-6), (one, other)
 
 
-def test_where_the_usual_clamp_dies():
+def test_zones_of_a_clamped_k3():
     """exp(x) - x - 1 reaches 10 at one positive x; on the other side x alone does, at 11."""
     edge = brentq(lambda x: np.exp(x) - x - 1 - 10, 1, 5)
     zones = [zone for zone in audit(clamped_before, "loss").zones if zone.kind == "gradient"]
@@ -194,7 +194,7 @@ def test_where_the_usual_clamp_dies():
     assert [zone.value for zone in zones] == [10.0, 10.0]
 
 
-def test_digits_lost_by_the_plain_expression():
+def test_cancellation_of_the_plain_expression_of_k3():
     """The error of exp(-u) - 1 + u in float32 on the same float32 log-probabilities."""
     found = audit(lambda p, q: (q - p).exp() - 1 + (p - q), "loss")
     rows = [row for row in found.accuracy if row.dtype == "float32"]

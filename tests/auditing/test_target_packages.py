@@ -1,4 +1,4 @@
-"""Packages that are not installed: the line that installs them, and what stands in for those nobody uses."""
+"""Packages that are not installed: their install commands, and stand-ins for unused ones."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from kleash.errors import CannotRunError, MissingExtraError
         ("openrlhf", "openrlhf", "openrlhf is not installed; run: pip install --no-deps openrlhf && pip "),
     ],
 )
-def test_a_package_that_is_not_installed_says_what_installs_it(
+def test_a_missing_package_names_its_install_command(
     monkeypatch: pytest.MonkeyPatch, name: str, package: str, line: str
 ) -> None:
     class Hidden:
@@ -56,7 +56,7 @@ def test_stand_ins_can_be_imported_and_inherited_from_but_not_used() -> None:
         import nowhere_to_be_found  # type: ignore[import-not-found] # noqa: F401
 
 
-def test_stand_ins_go_also_when_an_import_fails() -> None:
+def test_stand_ins_are_removed_when_an_import_fails() -> None:
     finders = list(sys.meta_path)
     with pytest.raises(ZeroDivisionError), stand_ins(("nowhere_to_be_found",)):
         import nowhere_to_be_found  # type: ignore[import-not-found] # noqa: F401
@@ -65,7 +65,7 @@ def test_stand_ins_go_also_when_an_import_fails() -> None:
     assert sys.meta_path == finders and "nowhere_to_be_found" not in sys.modules
 
 
-def test_naming_a_target_imports_no_package_before_it_is_asked_for() -> None:
+def test_targets_import_no_package_until_they_are_loaded() -> None:
     code = (
         "import sys, kleash.auditing.targets; print(*{'trl', 'verl', 'openrlhf', 'ray'} & set(sys.modules))"
     )

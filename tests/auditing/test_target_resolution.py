@@ -55,7 +55,7 @@ def said(target: str, *arguments: str) -> str:
     return sentence
 
 
-def test_a_file_of_ones_own_is_found_in_the_current_folder(own: Path) -> None:
+def test_modules_in_the_working_directory_are_found(own: Path) -> None:
     (case,) = cases_of("own_kl_code:mine", "loss", ("scale=2.5", "name=k3"))
     assert case.function(3.0, 1.0, **case.arguments) == 5.0
     assert case.arguments == {"scale": 2.5, "name": "k3"}
@@ -83,12 +83,12 @@ def test_a_dot_after_the_colon_goes_into_a_class(own: Path) -> None:
         ("1 +", "1 +"),
     ],
 )
-def test_values_are_python_literals_or_else_strings(own: Path, typed: str, value: object) -> None:
+def test_argument_values_are_literals_or_strings(own: Path, typed: str, value: object) -> None:
     (case,) = cases_of("own_kl_code:mine", "loss", (f"name={typed}",))
     assert case.arguments["name"] == value and type(case.arguments["name"]) is type(value)
 
 
-def test_a_function_that_takes_any_keyword_is_given_any(own: Path) -> None:
+def test_functions_with_var_keywords_take_any_argument(own: Path) -> None:
     (case,) = cases_of("own_kl_code:anything", "loss", ("whatever=1",))
     assert case.arguments == {"whatever": 1}
 
@@ -194,7 +194,7 @@ def test_a_function_that_takes_any_keyword_is_given_any(own: Path) -> None:
         (".own:f", (), OptionError, "a target is written package.module:function, and '.own:f' is not"),
     ],
 )
-def test_what_is_refused_and_how(
+def test_errors_of_targets_and_arguments(
     own: Path, target: str, arguments: tuple[str, ...], error: type[KleashError], sentence: str
 ) -> None:
     assert said(target, *arguments) == sentence
@@ -202,13 +202,13 @@ def test_what_is_refused_and_how(
         cases_of(target, CONVENTION.get(target, "loss"), arguments)
 
 
-def test_one_case_of_a_name_and_what_is_no_case_but_in_the_package() -> None:
+def test_a_name_after_the_colon_is_a_case_or_else_a_function() -> None:
     (case,) = cases_of("kleash:kl_loss_k2")
     assert case.name == "kleash:kl_loss_k2" and case.arguments == {"estimator": "k2"}
     (case,) = cases_of("kleash:jensen_shannon", "log_probabilities")
     assert case.name == "kleash:jensen_shannon" and case.arguments == {}
 
 
-def test_the_version_of_a_package_is_that_of_what_installed_it() -> None:
+def test_versions_are_those_of_the_installed_distributions() -> None:
     assert version_of("sklearn") == version_of("scikit-learn")
     assert version_of("builtins") == "unknown"

@@ -1,4 +1,4 @@
-"""What the audit says of known packages, as found; and the page that says so."""
+"""Audits of known packages, and the page that lists them."""
 
 from functools import cache
 
@@ -57,18 +57,18 @@ KL, REVERSE = "KL(p || q)", "KL(q || p)"
         ("liger:jsd_reverse", KL, KL),
     ],
 )
-def test_what_it_estimates_and_what_it_differentiates(target: str, value: str, gradient: str) -> None:
+def test_values_and_gradients_of_known_code(target: str, value: str, gradient: str) -> None:
     assert (found(target).value, found(target).gradient) == (value, gradient)
 
 
 @of_peers
-def test_k3_as_a_reward_follows_neither_direction() -> None:
+def test_a_k3_reward_follows_neither_direction() -> None:
     assert found("verl:reward_low_var_kl").gradient.startswith(f"{KL} - {REVERSE}")
 
 
 @of_peers
 @pytest.mark.parametrize("target", ["verl:low_var_kl", "openrlhf:k3"])
-def test_a_clamped_k3_is_dead_where_it_reaches_ten(target: str) -> None:
+def test_a_k3_clamped_at_ten_has_a_dead_gradient_beyond(target: str) -> None:
     below = brentq(lambda d: 2.718281828459045**d - 1 - d - 10, 1, 5)
     above = brentq(lambda u: 2.718281828459045**-u - 1 + u - 10, 5, 20)
     (first, second) = dead(target)
@@ -85,7 +85,7 @@ def test_openrlhf_clamps_every_estimator_at_ten() -> None:
 
 
 @of_peers
-def test_what_has_the_right_gradient_has_it_off_policy_only_with_the_ratio() -> None:
+def test_right_gradients_are_right_off_policy_only_with_importance_weights() -> None:
     for target in ("trl:grpo", "liger:grpo_bias_correction", "openrlhf:k1_unbiased", "openrlhf:k3_unbiased"):
         assert not kinds(target) & {"wrong_gradient", "off_policy_gradient", "zero_gradient"}
     for target in ("verl:low_var_kl+", "verl:mse", "verl:kl+"):
@@ -95,7 +95,7 @@ def test_what_has_the_right_gradient_has_it_off_policy_only_with_the_ratio() -> 
 
 
 @of_peers
-def test_what_stands_in_the_padding_counts_in_openrlhfs_reward_alone() -> None:
+def test_padding_counts_only_in_the_reward_of_openrlhf() -> None:
     assert "padding_counts" in kinds("openrlhf:reward_k1")
     assert not kinds("verl:reward_kl") & {"padding_counts", "padding_in_denominator"}
 
@@ -114,7 +114,7 @@ def test_kleash_itself_has_no_fault(case: object) -> None:
 
 
 @of_peers
-def test_an_audit_says_what_ran_and_with_which_version() -> None:
+def test_audits_record_the_code_path_and_version() -> None:
     audit = found("openrlhf:k1")
     assert "runs `openrlhf.models.utils.compute_approx_kl`" in audit.notes
     assert any("deepspeed is not installed" in note for note in audit.notes)
@@ -130,7 +130,7 @@ def test_the_page_is_up_to_date() -> None:
     )
 
 
-def test_the_check_sees_words_and_numbers_but_not_the_day() -> None:
+def test_the_check_compares_words_and_numbers_but_not_the_date() -> None:
     text = "\n".join(
         [tool.HEAD, f"{tool.MADE}2026-01-01 with kleash 0.1.0.", "## verl", "It is -2.61 or 5e-08, 29 %."]
     )

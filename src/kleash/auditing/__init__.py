@@ -2,9 +2,9 @@
 
 from kleash.auditing.api import audit, audits_of
 from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
-from kleash.auditing.findings.kinds import FINDINGS, require_kinds
+from kleash.auditing.findings.finding_kinds import FINDINGS, require_kinds
 from kleash.auditing.inputs import AuditInputs
-from kleash.auditing.targets.resolution import cases_of
+from kleash.auditing.targets.case_resolution import cases_of
 
 __all__ = [
     "CONVENTIONS",

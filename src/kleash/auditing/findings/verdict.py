@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from kleash.auditing.findings.calls import batch_findings, purity_findings
 from kleash.auditing.findings.extremes import extreme_findings, padding_findings
+from kleash.auditing.findings.finding_kinds import REMEDIES
 from kleash.auditing.findings.gradients import gradient_findings, gradient_sentence
-from kleash.auditing.findings.kinds import REMEDIES
 from kleash.auditing.findings.log_ratios import log_ratio_findings, truncated_ratio_findings
 from kleash.auditing.findings.rounding import rounding_findings
 from kleash.auditing.findings.values import off_policy_sentence, value_findings, value_sentence

@@ -11,6 +11,12 @@ from torch import Tensor
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.inputs import AuditInputs
 from kleash.auditing.matching import QuantityMatch
+from kleash.auditing.probes.accuracy import (
+    dtype_for_bfloat16,
+    float32_error,
+    matching_estimator,
+    probe_precision,
+)
 from kleash.auditing.probes.batches import BatchResult, probe_batches
 from kleash.auditing.probes.expectations import Expectation, Expectations, compute_expectations
 from kleash.auditing.probes.extreme_inputs import (
@@ -22,12 +28,6 @@ from kleash.auditing.probes.extreme_inputs import (
 from kleash.auditing.probes.importance_ratios import truncated_ratio_zones
 from kleash.auditing.probes.log_ratio_scan import ScanResult, scan_log_ratios
 from kleash.auditing.probes.padding import BatchMean, PaddingResult, probe_batch_mean, probe_padding
-from kleash.auditing.probes.precision import (
-    dtype_for_bfloat16,
-    float32_error,
-    matching_estimator,
-    probe_precision,
-)
 from kleash.auditing.probes.purity import Purity, PurityResult, probe_final_call
 from kleash.auditing.probes.token_positions import (
     PositionMatch,

@@ -160,9 +160,11 @@ def is_flat_on_grid(scan: Scan) -> Bool[Tensor, " points"]:
     return torch.cat([same, false]) | torch.cat([false, same])
 
 
-def _equal_up_to_rounding(values: Tensor, others: Tensor) -> Bool[Tensor, " points"]:
+def _equal_up_to_rounding(values: Tensor, expected: Tensor) -> Bool[Tensor, " points"]:
     """Finite, and equal up to the last bits of float32."""
-    return values.isfinite() & ((values - others).abs() <= 8 * torch.finfo(torch.float32).eps * values.abs())
+    return values.isfinite() & (
+        (values - expected).abs() <= 8 * torch.finfo(torch.float32).eps * values.abs()
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,19 +1,19 @@
-"""Every planted fault is named, and nothing else is; and what has none gets none."""
+"""Functions with a single fault are reported with exactly that fault, and right functions with none."""
 
 import time
 from dataclasses import replace
 
 import pytest
 import torch
-from flawless import RIGHT, whole_responses
-from planted import FAULTS, k3, masked
+from right_functions import RIGHT, whole_responses
+from single_faults import FAULTS, k3, masked
 
 import kleash
 from kleash.auditing import CONVENTIONS, audit, from_fields
 
 
 @pytest.fixture(scope="module")
-def planted():
+def audits():
     """The audits of all of them, by name."""
     return {
         name: audit(case.function, case.convention, name=name, arguments=case.arguments)
@@ -22,25 +22,25 @@ def planted():
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_fault_is_named_and_no_other(planted, name):
-    found, case = planted[name], FAULTS[name]
+def test_exactly_the_single_fault_is_reported(audits, name):
+    found, case = audits[name], FAULTS[name]
     assert {finding.kind for finding in found.faults} == case.faults, found.verdict
     assert case.notes <= {finding.kind for finding in found.findings if finding.severity == "note"}
 
 
-def test_what_is_left_out_is_said(planted):
-    assert planted["renormalised top-k"].value == "KL(p || q) of p's 3 likeliest tokens, renormalised"
-    dropped = planted["top-k of the other side, the rest dropped"]
+def test_top_k_values_are_labelled_with_their_remainder(audits):
+    assert audits["renormalised top-k"].value == "KL(p || q) of p's 3 likeliest tokens, renormalised"
+    dropped = audits["top-k of the other side, the rest dropped"]
     assert dropped.value == "KL(p || q) of q's 3 likeliest tokens, the rest dropped"
 
 
-def test_a_value_of_the_wrong_sign_is_not_called_negative_as_well(planted):
-    assert not planted["wrong sign"].failing({"negative_values"})
-    assert planted["k1 in the loss"].failing({"negative_values"})
+def test_a_value_of_the_wrong_sign_is_not_reported_as_negative(audits):
+    assert not audits["wrong sign"].failing({"negative_values"})
+    assert audits["k1 in the loss"].failing({"negative_values"})
 
 
-def test_every_finding_is_in_the_verdict(planted):
-    for found in planted.values():
+def test_every_finding_is_in_the_verdict(audits):
+    for found in audits.values():
         assert all(finding.sentence in found.verdict for finding in found.findings)
         severities = [("wrong", "fragile", "note").index(finding.severity) for finding in found.findings]
         assert severities == sorted(severities), "the worst come first"
@@ -50,7 +50,7 @@ def test_every_finding_is_in_the_verdict(planted):
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
-def test_what_is_right_has_no_fault_by_any_convention(name):
+def test_right_functions_have_no_fault_by_any_convention(name):
     found = audit(RIGHT[name], name)
     assert not found.faults, found.verdict
     claimed = {"kl": "KL(p || q)", "reverse_kl": "KL(q || p)"}[found.claims]
@@ -59,7 +59,7 @@ def test_what_is_right_has_no_fault_by_any_convention(name):
     assert bool(found.masks) is CONVENTIONS[name].takes_mask
 
 
-def test_kleash_trains_on_the_kl_of_whole_responses():
+def test_kl_loss_with_future_kl_loss_follows_the_sequence_kl():
     found = audit(
         whole_responses,
         from_fields("whole", "token_logp", "token_logq", "behaviour_logp", "mask", gives="sequence"),
@@ -70,7 +70,7 @@ def test_kleash_trains_on_the_kl_of_whole_responses():
     assert found.verdict[2] == "Off-policy its value is KL(p || q) between whole responses."
 
 
-def test_which_mean_is_taken_over_a_batch():
+def test_the_mean_over_a_batch_is_noted():
     def of_all(p, q, mask):
         return masked(p, q, mask).sum() / mask.sum()
 
@@ -86,7 +86,7 @@ def test_which_mean_is_taken_over_a_batch():
     assert "neither" in notes[2][0]
 
 
-def test_the_sign_of_the_convention_is_taken_off():
+def test_the_sign_of_the_convention_is_removed():
     found = audit(lambda p, q: -kleash.kl(p, q), replace(CONVENTIONS["log_probabilities"], name="-", sign=-1))
     assert not found.faults and found.value == "KL(p || q)"
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from target_numbers import Numbers, close, mean, of
+from target_values import Numbers, close, mean, of
 
 from kleash.auditing import AuditInputs, cases_of
 from kleash.auditing.targets.verl import kl_penalty
@@ -34,13 +34,13 @@ def test_verl_penalties_and_their_gradients(inputs: AuditInputs, by_hand: Number
         close(nothing, torch.where(inputs.mask, -slope(by_hand.u), 0.0))
 
 
-def test_verl_has_two_names_for_some(inputs: AuditInputs) -> None:
+def test_verl_synonyms_of_estimators(inputs: AuditInputs) -> None:
     for one, other in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")):
         pair = inputs.token_logp, inputs.token_logq
         assert torch.equal(kl_penalty(*pair, kl_penalty=one), kl_penalty(*pair, kl_penalty=other))
 
 
-def test_verl_full_is_named_and_not_there(inputs: AuditInputs) -> None:
+def test_verl_full_is_not_implemented(inputs: AuditInputs) -> None:
     with pytest.raises(NotImplementedError):
         of("verl:full", inputs)
 
@@ -93,7 +93,7 @@ def test_openrlhf_loss_and_reward(inputs: AuditInputs, by_hand: Numbers) -> None
     close(of("openrlhf:reward_k1", inputs)[0], -by_hand.u, 1e-6)
 
 
-def test_stand_ins_are_gone_and_said(inputs: AuditInputs) -> None:
+def test_stand_ins_are_removed_and_noted(inputs: AuditInputs) -> None:
     (case,) = cases_of("openrlhf:k1")
     assert any("deepspeed is not installed" in note for note in case.notes)
     assert not {"deepspeed", "flash_attn", "pylatexenc"} & set(sys.modules)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planted import rho, u_of
+from single_faults import rho, u_of
 
 import kleash
 from kleash.auditing import audit, from_fields
@@ -17,7 +17,7 @@ FOLLOWS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_estimators_contract(name):
+def test_audits_confirm_the_contracts_of_estimators(name):
     record = ESTIMATORS[name]
     as_loss, as_reward = (audit(lambda p, q: record.of(u_of(p, q)), place) for place in ("loss", "reward"))
     assert as_loss.estimator == as_reward.estimator == name
@@ -48,7 +48,7 @@ HALF_SQUARE = "E_p (log p - log q)^2 / 2"
     ],
     ids=["rho k1", "rho k3", "sg(rho) k2", "rho k2", "sg(rho) k3", "k2", "r k3"],
 )
-def test_the_off_policy_forms(function, value, gradient, off_policy_value, off_policy_gradient):
+def test_off_policy_surrogates(function, value, gradient, off_policy_value, off_policy_gradient):
     found = audit(function, "loss_with_behaviour")
     kinds = {finding.kind for finding in found.faults}
     assert (found.value, found.gradient) == (value, gradient)
@@ -97,13 +97,13 @@ def prefix_weighted_k3(p, q, b, mask):
     ],
     ids=["k1 to go", "(sum u)^2 / 2", "D and future", "sum D", "k2", "k3", "rho k3", "rho_1:t k3"],
 )
-def test_which_surrogates_have_the_gradient_of_whole_responses(function, convention, right):
+def test_surrogates_with_the_gradient_of_the_sequence_kl(function, convention, right):
     error = sequence_error(function, convention)
     assert (error < 1e-9) is right
     assert right or error > 0.1
 
 
-def test_a_reward_of_k1_follows_whole_responses():
+def test_a_k1_reward_follows_the_sequence_kl():
     """Each token's score is multiplied with what comes from there on, not with what came before."""
     found = audit(u_of, "reward")
     error = next(r.relative_error for r in found.gradients if r.target == "sequence KL(p || q)")
@@ -123,7 +123,7 @@ def test_the_nearest_divergence_is_the_one_with_the_largest_cosine():
     assert f"{best.target} is nearest, with a cosine of {best.cosine:.3g}" in found.verdict[1]
 
 
-def test_a_zone_is_one_though_its_value_rounds_differently_here_and_there():
+def test_rounding_does_not_split_a_zone():
     found = audit(lambda p, q: kleash.kl(p, q.clamp(min=-10)), "log_probabilities")
     (zone,) = [zone for zone in found.zones if zone.kind == "value"]
     assert 9.5 < zone.low < 11 and zone.high == torch.inf
@@ -134,14 +134,14 @@ def test_a_zone_is_one_though_its_value_rounds_differently_here_and_there():
     [(prefix_weighted_k3, True), (lambda p, q, b, mask: (rho(p, b) * k("k3")(u_of(p, q))).sum(-1), False)],
     ids=["rho_1:t k3", "rho_t k3"],
 )
-def test_off_policy_only_prefix_weights_follow_whole_responses(function, right):
+def test_only_prefix_weights_follow_the_sequence_kl_off_policy(function, right):
     error = sequence_error(function, SUMMED, "off-policy")
     assert (error < 1e-9) is right
     assert right or error > 0.1
 
 
 @pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
-def test_kleashs_weights_estimate_what_they_say(level):
+def test_importance_weights_estimate_their_level(level):
     def function(p, q, b, mask):
         weights = kleash.importance_weights(p.detach(), b, mask, level=level).values
         return kleash.kl_loss(p, q, mask, estimator="k1", weights=weights)
@@ -156,7 +156,7 @@ def test_kleashs_weights_estimate_what_they_say(level):
     assert f"Off-policy its value is KL(p || q) {along}." in found.verdict
 
 
-def test_a_gradient_that_is_masked_far_out_is_dead_though_the_value_is_not_flat():
+def test_a_gradient_masked_at_large_log_ratios_is_dead_while_the_value_is_not_flat():
     def function(p, q):
         u = u_of(p, q)
         return torch.where(u.abs() < 9, u, u.detach()).square() / 2
@@ -170,7 +170,7 @@ def test_a_gradient_that_is_masked_far_out_is_dead_though_the_value_is_not_flat(
     ]
 
 
-def test_a_gradient_rounded_away_is_told_from_a_clamp():
+def test_a_gradient_rounded_to_zero_is_distinguished_from_a_clamp():
     """r k3 is a difference of two numbers of the size of q / p, and float32 has 24 bits."""
     found = audit(lambda p, q: (p - p.detach()).exp() * k("k3")(p - q), "loss")
     zone = next(zone for zone in found.zones if zone.kind == "gradient is rounded away")

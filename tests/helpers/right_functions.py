@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from planted import k3, masked, rho, right, u_of, up
+from single_faults import k3, masked, rho, right, u_of, up
 from torch import Tensor
 
 import kleash

@@ -46,6 +46,10 @@ class TargetRegistry(Mapping[str, Target]):
             )
         return target
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a target has this name, without loading entry points."""
+        return name in BUILT_IN or name in self._entry_points
+
     def __iter__(self) -> Iterator[str]:
         """The names, without loading entry points."""
         yield from BUILT_IN

@@ -1,4 +1,4 @@
-"""Variations of the battery's mistakes, written after the audit was mended with it: what does it see of others?"""
+"""Variations of the faulty functions, written after the audit had been improved with those."""
 
 import os
 import random as python_random
@@ -9,22 +9,22 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
-from battery import (
+from faulty_functions import (
     EXACT_SEQUENCE,
     GRADIENT,
     SUMMED,
     VALUE,
     WHOLE,
+    FaultyFunction,
     Function,
-    Plant,
+    faulty,
+    faulty_factory,
     future,
-    made,
-    plant,
     steps_of,
     surrogate,
     to_go,
 )
-from planted import k3, masked, rho, right, u_of, up
+from single_faults import k3, masked, rho, right, u_of, up
 from torch import Tensor
 
 import kleash
@@ -42,7 +42,7 @@ def without_last(x: Tensor) -> Tensor:
     return torch.where((steps_of(x) == x.shape[-1] - 1) & (x.shape[-1] > 1), 0.0, x)
 
 
-def responses() -> dict[str, Plant]:
+def responses() -> dict[str, FaultyFunction]:
     def aligned(p: Tensor, q: Tensor) -> Tensor:
         return kleash.kl(up(p).log_softmax(-1), up(q).roll(1, 1).log_softmax(-1))
 
@@ -55,73 +55,75 @@ def responses() -> dict[str, Plant]:
         return torch.cat([u[:, 1:], 0 * u[:, :1]], -1) if u.shape[-1] > 1 else u
 
     return {
-        "sign alternates": plant(lambda p, q: every_other(right(p, q)), "loss", *GRADIENT),
-        "sign alternates in the reward": plant(lambda p, q: every_other(u_of(p, q)), "reward", *GRADIENT),
-        "the last token left out": plant(lambda p, q: without_last(right(p, q)), "loss", *GRADIENT),
-        "the last token left out of the reward": plant(
+        "sign alternates": faulty(lambda p, q: every_other(right(p, q)), "loss", *GRADIENT),
+        "sign alternates in the reward": faulty(lambda p, q: every_other(u_of(p, q)), "reward", *GRADIENT),
+        "the last token left out": faulty(lambda p, q: without_last(right(p, q)), "loss", *GRADIENT),
+        "the last token left out of the reward": faulty(
             lambda p, q: without_last(u_of(p, q)), "reward", *GRADIENT
         ),
-        "the last token left out of the metric": plant(lambda p, q: without_last(k3(p, q)), "metric", *VALUE),
-        "credited one token early": plant(
+        "the last token left out of the metric": faulty(
+            lambda p, q: without_last(k3(p, q)), "metric", *VALUE
+        ),
+        "credited one token early": faulty(
             lambda p, q: earlier(u_of(p, q)), "reward", *GRADIENT, "wrong_credit"
         ),
-        "to-go sums as rewards": plant(lambda p, q: to_go(u_of(p, q)), "reward", *GRADIENT),
-        "divided by position": plant(lambda p, q: u_of(p, q) / (1 + steps_of(p)), "reward", *GRADIENT),
-        "mean for a sum in the reward": plant(
+        "to-go sums as rewards": faulty(lambda p, q: to_go(u_of(p, q)), "reward", *GRADIENT),
+        "divided by position": faulty(lambda p, q: u_of(p, q) / (1 + steps_of(p)), "reward", *GRADIENT),
+        "mean for a sum in the reward": faulty(
             lambda p, q: u_of(p, q).mean(-1), "sequence_reward", *GRADIENT, *VALUE
         ),
-        "largest for a sum": plant(lambda p, q: right(p, q).max(-1).values, "sequence_loss", *GRADIENT),
-        "squared log ratio over length": plant(
+        "largest for a sum": faulty(lambda p, q: right(p, q).max(-1).values, "sequence_loss", *GRADIENT),
+        "squared log ratio over length": faulty(
             lambda p, q: u_of(p, q).sum(-1).square() / 2 / p.shape[-1], SUMMED, *GRADIENT, *VALUE
         ),
-        "squared mean log ratio": plant(
+        "squared mean log ratio": faulty(
             lambda p, q: u_of(p, q).mean(-1).square() / 2, SUMMED, *GRADIENT, *VALUE
         ),
-        "exact KL, discounted by half": plant(
+        "exact KL, discounted by half": faulty(
             lambda p, q: kleash.kl(p, q) * 0.5 ** steps_of(p[..., 0]), WHOLE, *GRADIENT
         ),
-        "exact KL minus its mean over the response": plant(
+        "exact KL minus its mean over the response": faulty(
             lambda p, q: kleash.kl(p, q) - kleash.kl(p, q).mean(-1, keepdim=True),
             WHOLE,
             "other_divergence",
             *GRADIENT,
         ),
-        "exact KL, future discounted": plant(
+        "exact KL, future discounted": faulty(
             future(lambda d: (to_go(d * 0.9 ** steps_of(d)) / 0.9 ** steps_of(d)) - d),
             EXACT_SEQUENCE,
             *GRADIENT,
         ),
-        "score function, advantages normalised": plant(
+        "score function, advantages normalised": faulty(
             surrogate(lambda u: to_go(u) / (1 + to_go(u).abs())), SUMMED, *GRADIENT
         ),
-        "score function, each response's mean": plant(
+        "score function, each response's mean": faulty(
             surrogate(lambda u: u.mean(-1, keepdim=True).expand_as(u)), SUMMED, *GRADIENT, *VALUE
         ),
-        "score function of the tokens after": plant(
+        "score function of the tokens after": faulty(
             surrogate(lambda u: to_go(u) - u * (u.shape[-1] > 1)), SUMMED, *GRADIENT
         ),
-        "metric accumulates": plant(lambda p, q: k3(p, q).cumsum(-1), "metric", *VALUE),
-        "metric spreads the response's mean": plant(
+        "metric accumulates": faulty(lambda p, q: k3(p, q).cumsum(-1), "metric", *VALUE),
+        "metric spreads the response's mean": faulty(
             lambda p, q: k3(p, q).mean(-1, keepdim=True).expand_as(p), "metric", *VALUE, "wrong_credit"
         ),
-        "reference logits one step behind": plant(aligned, "logits", "wrong_credit", *GRADIENT, *VALUE),
-        "log-probabilities of the next token": plant(next_token, SAMPLED_LOGITS, *GRADIENT, *VALUE),
-        "softmax over the steps": plant(
+        "reference logits one step behind": faulty(aligned, "logits", "wrong_credit", *GRADIENT, *VALUE),
+        "log-probabilities of the next token": faulty(next_token, SAMPLED_LOGITS, *GRADIENT, *VALUE),
+        "softmax over the steps": faulty(
             lambda p, q: kleash.kl(up(p).log_softmax(1), up(q).log_softmax(1)),
             "logits",
             *ANY_VALUE,
             "cross_entropy",
         ),
-        "packed tokens accumulate": plant(
+        "packed tokens accumulate": faulty(
             lambda p, q: right(p, q).cumsum(-1), "packed_loss", "batch_dependent"
         ),
-        "packed tokens rolled": plant(
+        "packed tokens rolled": faulty(
             lambda p, q: u_of(p, q).roll(1), "packed_reward", "batch_dependent", "wrong_credit"
         ),
-        "packed tokens over their number": plant(
+        "packed tokens over their number": faulty(
             lambda p, q: right(p, q) / len(p), "packed_loss", "batch_dependent"
         ),
-        "centred within the response": plant(
+        "centred within the response": faulty(
             lambda p, q: u_of(p, q) - u_of(p, q).mean(-1, keepdim=True), "reward", "zero_gradient"
         ),
     }
@@ -209,34 +211,36 @@ def no_more_gradients(p: Tensor, q: Tensor) -> Tensor:
     return k3(p, q)
 
 
-def calls() -> dict[str, Plant]:
+def calls() -> dict[str, FaultyFunction]:
     return {
-        "warms up": made(lambda: warm_up(), "loss", "stateful"),
-        "detached every other call": made(lambda: alternates(), "loss", "stateful", "detached"),
-        "divided by a running mean": made(lambda: normalised_by_history(), "reward", "stateful"),
-        "divided by the largest so far": made(lambda: largest_so_far(), "metric", "stateful"),
-        "reference of the last call": made(lambda: reference_of_the_last_call(), "reward", "stateful"),
-        "the system's noise": made(lambda: of_the_system(), "reward", "random", severity="note"),
-        "numpy's noise": made(lambda: of_numpy(), "metric", "random", severity="note"),
-        "a token drawn per response, biased": plant(
+        "warms up": faulty_factory(lambda: warm_up(), "loss", "stateful"),
+        "detached every other call": faulty_factory(lambda: alternates(), "loss", "stateful", "detached"),
+        "divided by a running mean": faulty_factory(lambda: normalised_by_history(), "reward", "stateful"),
+        "divided by the largest so far": faulty_factory(lambda: largest_so_far(), "metric", "stateful"),
+        "reference of the last call": faulty_factory(
+            lambda: reference_of_the_last_call(), "reward", "stateful"
+        ),
+        "the system's noise": faulty_factory(lambda: of_the_system(), "reward", "random", severity="note"),
+        "numpy's noise": faulty_factory(lambda: of_numpy(), "metric", "random", severity="note"),
+        "a token drawn per response, biased": faulty(
             lambda p, q: right(p, q).gather(-1, torch.randint(p.shape[-1], (len(p), 1))).squeeze(-1),
             "sequence_loss",
             *GRADIENT,
             *VALUE,
         ),
-        "half the tokens dropped, not rescaled": plant(
+        "half the tokens dropped, not rescaled": faulty(
             lambda p, q: u_of(p, q) * (torch.rand(p.shape) < 0.5), "reward", "wrong_scale", *GRADIENT
         ),
-        "floors the reference in place": plant(floor_in_place, "loss", "changes_inputs"),
-        "shifts logits in place": plant(shifts_logits, "logits", "changes_inputs"),
-        "clears padding in place": plant(tidies_nan, "loss_with_mask", "changes_inputs"),
-        "sets the default dtype": plant(default_dtype, "loss", "changes_settings"),
-        "seeds Python": plant(seeds_python, "loss", "changes_settings"),
-        "switches gradients off": plant(no_more_gradients, "metric", "changes_settings"),
+        "floors the reference in place": faulty(floor_in_place, "loss", "changes_inputs"),
+        "shifts logits in place": faulty(shifts_logits, "logits", "changes_inputs"),
+        "clears padding in place": faulty(tidies_nan, "loss_with_mask", "changes_inputs"),
+        "sets the default dtype": faulty(default_dtype, "loss", "changes_settings"),
+        "seeds Python": faulty(seeds_python, "loss", "changes_settings"),
+        "switches gradients off": faulty(no_more_gradients, "metric", "changes_settings"),
     }
 
 
-def batches() -> dict[str, Plant]:
+def batches() -> dict[str, FaultyFunction]:
     def over_square(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
         return masked(p, q, mask).sum() / mask.sum() * len(mask)
 
@@ -255,28 +259,28 @@ def batches() -> dict[str, Plant]:
         )
 
     return {
-        "a mean times the batch": plant(over_square, "mean_loss_with_mask", "wrong_reduction"),
-        "over the first response's length": plant(first_row, "mean_loss_with_mask", "wrong_reduction"),
-        "softmax over the batch": plant(weighted, "mean_loss_with_mask", "wrong_reduction"),
-        "without the last response": plant(
+        "a mean times the batch": faulty(over_square, "mean_loss_with_mask", "wrong_reduction"),
+        "over the first response's length": faulty(first_row, "mean_loss_with_mask", "wrong_reduction"),
+        "softmax over the batch": faulty(weighted, "mean_loss_with_mask", "wrong_reduction"),
+        "without the last response": faulty(
             left_out, "mean_loss_with_mask", "wrong_reduction", "padding_in_denominator"
         ),
-        "a constant length": plant(
+        "a constant length": faulty(
             lambda p, q, mask: masked(p, q, mask).sum() / 1024,
             "mean_loss_with_mask",
             "wrong_scale",
             "wrong_reduction",
         ),
-        "times the batch size": plant(
+        "times the batch size": faulty(
             lambda p, q: right(p, q).sum(-1) * len(p), "sequence_loss", "batch_dependent"
         ),
-        "sorted by value": plant(
+        "sorted by value": faulty(
             lambda p, q: right(p, q).sum(-1).sort().values, "sequence_loss", "batch_dependent"
         ),
-        "divided by the batch's largest": plant(
+        "divided by the batch's largest": faulty(
             lambda p, q: k3(p, q) / k3(p, q).max(), "metric", "batch_dependent"
         ),
-        "leave-one-out baseline": plant(
+        "leave-one-out baseline": faulty(
             lambda p, q: (
                 u_of(p, q).sum(-1)
                 - (u_of(p, q).sum() - u_of(p, q).sum(-1)) / max(1, len(p) - 1) * (len(p) > 1)
@@ -284,23 +288,23 @@ def batches() -> dict[str, Plant]:
             "sequence_reward",
             "batch_dependent",
         ),
-        "batch norm of logits": plant(
+        "batch norm of logits": faulty(
             lambda p, q: kleash.kl((up(p) - up(p).mean((0, 1))).log_softmax(-1), up(q).log_softmax(-1)),
             "logits",
             "batch_dependent",
         ),
-        "gradient of the neighbour": plant(
+        "gradient of the neighbour": faulty(
             lambda p, q: right(p, q).detach() + right(p, q).roll(1, 0) - right(p, q).roll(1, 0).detach(),
             "loss",
             "batch_dependent",
         ),
-        "mask inverted": plant(
+        "mask inverted": faulty(
             lambda p, q, mask: masked(p, q, ~mask), "loss_with_mask", "padding_counts", "other_divergence"
         ),
-        "left padding assumed": plant(
+        "left padding assumed": faulty(
             lambda p, q, mask: masked(p, q, mask.flip(-1)), "loss_with_mask", "padding_counts", *GRADIENT
         ),
-        "mean over all positions of distributions": plant(
+        "mean over all positions of distributions": faulty(
             lambda p, q, mask: (kleash.kl(p, q) * mask).mean(),
             from_fields("mean_masked", "logp", "logq", "mask", gives="mean", sees="distributions"),
             "padding_in_denominator",
@@ -308,7 +312,7 @@ def batches() -> dict[str, Plant]:
     }
 
 
-def ratios_and_ranges() -> dict[str, Plant]:
+def ratios_and_ranges() -> dict[str, FaultyFunction]:
     fragile = {"severity": "fragile"}
 
     def huber(p: Tensor, q: Tensor) -> Tensor:
@@ -323,13 +327,13 @@ def ratios_and_ranges() -> dict[str, Plant]:
         return 20 * torch.tanh(u_of(p, q) / 20)
 
     return {
-        "log ratio of the weight clamped at 2": plant(
+        "log ratio of the weight clamped at 2": faulty(
             lambda p, q, b: (up(p) - up(b)).clamp(-2, 2).exp().detach() * right(p, q),
             "loss_with_behaviour",
             "truncated_ratio",
             "off_policy_gradient",
         ),
-        "weights outside 0.2 to 6 dropped": plant(
+        "weights outside 0.2 to 6 dropped": faulty(
             lambda p, q, b: (
                 torch.where((rho(p, b) < 0.2) | (rho(p, b) > 6), 0.0, rho(p, b)).detach() * right(p, q)
             ),
@@ -337,7 +341,7 @@ def ratios_and_ranges() -> dict[str, Plant]:
             "truncated_ratio",
             "off_policy_gradient",
         ),
-        "weight of a response clamped at 20": plant(
+        "weight of a response clamped at 20": faulty(
             lambda p, q, b, mask: (
                 (up(p) - up(b)).sum(-1, keepdim=True).exp().clamp(max=20).detach() * u_of(p, q).square() / 2
             ),
@@ -346,27 +350,27 @@ def ratios_and_ranges() -> dict[str, Plant]:
             "off_policy_gradient",
             "padding_counts",
         ),
-        "weight p over q": plant(
+        "weight p over q": faulty(
             lambda p, q, b: rho(p, q).detach() * right(p, q), "loss_with_behaviour", *ANY_VALUE, *GRADIENT
         ),
-        "weight without the token's own": plant(
+        "weight without the token's own": faulty(
             lambda p, q, b: ((up(p) - up(b)).cumsum(-1) - (up(p) - up(b))).exp().detach() * right(p, q),
             "loss_with_behaviour",
             "off_policy_gradient",
             "off_policy_value",
         ),
-        "smoothed weight": plant(
+        "smoothed weight": faulty(
             lambda p, q, b: rho(p, b).sqrt().detach() * right(p, q),
             "loss_with_behaviour",
             "off_policy_gradient",
         ),
-        "k1 clamped from below at -20": plant(
+        "k1 clamped from below at -20": faulty(
             lambda p, q: u_of(p, q).clamp(min=-20), "reward", "flat_value", **fragile
         ),
-        "log ratio clamped at 5 in k3": plant(
+        "log ratio clamped at 5 in k3": faulty(
             lambda p, q: k3(u_of(p, q).clamp(-5, 5), 0 * q), "metric", *ANY_VALUE
         ),
-        "exponential clamped at 1e6": plant(
+        "exponential clamped at 1e6": faulty(
             lambda p, q: (up(q) - up(p)).exp().clamp(max=1e6) - 1 + u_of(p, q),
             "metric",
             "biased_value",
@@ -375,29 +379,29 @@ def ratios_and_ranges() -> dict[str, Plant]:
             "infinite_missed",
             **fragile,
         ),
-        "reference floored at -30": plant(
+        "reference floored at -30": faulty(
             lambda p, q: u_of(p, up(q).clamp(min=-30)), "reward", "flat_value", **fragile
         ),
-        "huber": plant(huber, "loss", *GRADIENT, "biased_value"),
-        "squashed": plant(squashed, "reward", "flat_value", *GRADIENT, *ANY_VALUE),
-        "infinite entries dropped": plant(finite_only, "loss", "hides_nan", **fragile),
-        "NaN by comparison": plant(
+        "huber": faulty(huber, "loss", *GRADIENT, "biased_value"),
+        "squashed": faulty(squashed, "reward", "flat_value", *GRADIENT, *ANY_VALUE),
+        "infinite entries dropped": faulty(finite_only, "loss", "hides_nan", **fragile),
+        "NaN by comparison": faulty(
             lambda p, q: torch.where(u_of(p, q) == u_of(p, q), right(p, q), 0.0),
             "loss",
             "hides_nan",
             **fragile,
         ),
-        "nansum over a response": plant(
+        "nansum over a response": faulty(
             lambda p, q: right(p, q).nansum(-1), "sequence_loss", "hides_nan", **fragile
         ),
-        "nan_to_num of log-probabilities": plant(
+        "nan_to_num of log-probabilities": faulty(
             lambda p, q: kleash.kl(p.nan_to_num(), q.nan_to_num()),
             "log_probabilities",
             "hides_nan",
             **fragile,
         ),
-        "square root of k2": plant(lambda p, q: (u_of(p, q).square() / 2).sqrt(), "loss", *GRADIENT),
-        "gradient clipped": plant(
+        "square root of k2": faulty(lambda p, q: (u_of(p, q).square() / 2).sqrt(), "loss", *GRADIENT),
+        "gradient clipped": faulty(
             lambda p, q: (lambda x: x - x.detach() + k3(p, q).detach())(
                 u_of(p, q).clamp(-12, 12).square() / 2
             ),
@@ -408,7 +412,7 @@ def ratios_and_ranges() -> dict[str, Plant]:
     }
 
 
-def quantities() -> dict[str, Plant]:
+def quantities() -> dict[str, FaultyFunction]:
     def half(x: Tensor) -> Tensor:
         return x if x.dtype == torch.float64 else x.half().float()
 
@@ -416,42 +420,42 @@ def quantities() -> dict[str, Plant]:
         return kleash.kl(p, torch.logaddexp(up(p) + torch.tensor(0.1).log(), up(q) + torch.tensor(0.9).log()))
 
     return {
-        "bits for nats": plant(lambda p, q: u_of(p, q) / torch.tensor(2.0).log(), "reward", "wrong_scale"),
-        "skewed": plant(mixture, WHOLE, *ANY_VALUE),
-        "temperature on one side": plant(
+        "bits for nats": faulty(lambda p, q: u_of(p, q) / torch.tensor(2.0).log(), "reward", "wrong_scale"),
+        "skewed": faulty(mixture, WHOLE, *ANY_VALUE),
+        "temperature on one side": faulty(
             lambda p, q: kleash.kl(up(p).log_softmax(-1), (up(q) / 2).log_softmax(-1)),
             "logits",
             *ANY_VALUE,
             *GRADIENT,
         ),
-        "policy detached": plant(lambda p, q: kleash.kl(p.detach(), q), WHOLE, "detached"),
-        "k3 with the gradient of k1": plant(
+        "policy detached": faulty(lambda p, q: kleash.kl(p.detach(), q), WHOLE, "detached"),
+        "k3 with the gradient of k1": faulty(
             lambda p, q: k3(p, q).detach() + u_of(p, q) - u_of(p, q).detach(), "loss", "zero_gradient"
         ),
-        "entropy bonus": plant(lambda p, q: up(p), "reward", "cross_entropy", "wrong_sign", *ANY_VALUE),
-        "reference forgotten": plant(lambda p, q: u_of(p, 0 * q), "reward", "cross_entropy", *ANY_VALUE),
-        "top 4, the rest dropped": plant(
+        "entropy bonus": faulty(lambda p, q: up(p), "reward", "cross_entropy", "wrong_sign", *ANY_VALUE),
+        "reference forgotten": faulty(lambda p, q: u_of(p, 0 * q), "reward", "cross_entropy", *ANY_VALUE),
+        "top 4, the rest dropped": faulty(
             lambda p, q: (
                 lambda at: (p.gather(-1, at).exp() * (p.gather(-1, at) - q.gather(-1, at))).sum(-1)
             )(p.topk(min(4, p.shape[-1]), -1).indices),
             "log_probabilities",
             "truncated",
         ),
-        "float16 in between": plant(lambda p, q: right(half(p), half(q)), "loss", "low_precision"),
-        "rounds to three decimals": plant(
+        "float16 in between": faulty(lambda p, q: right(half(p), half(q)), "loss", "low_precision"),
+        "rounds to three decimals": faulty(
             lambda p, q: u_of(p, q) if p.dtype == torch.float64 else (u_of(p, q) * 1000).round() / 1000,
             "reward",
             "low_precision",
             "cancellation",
         ),
-        "negated in bfloat16": plant(
+        "negated in bfloat16": faulty(
             lambda p, q: -right(p, q) if p.dtype == torch.bfloat16 else right(p, q),
             "loss",
             "low_precision",
             severity="fragile",
         ),
-        "chi-squared for KL": plant(lambda p, q: kleash.chi_squared(p, q), WHOLE, "other_divergence"),
-        "mean over responses and words": plant(
+        "chi-squared for KL": faulty(lambda p, q: kleash.chi_squared(p, q), WHOLE, "other_divergence"),
+        "mean over responses and words": faulty(
             lambda p, q: (up(p).exp() * u_of(p, q)).mean(),
             "mean_log_probabilities",
             "wrong_scale",
@@ -460,11 +464,11 @@ def quantities() -> dict[str, Plant]:
     }
 
 
-PLANTS: Mapping[str, Plant] = MappingProxyType(
+FAULTY_FUNCTIONS: Mapping[str, FaultyFunction] = MappingProxyType(
     responses() | calls() | batches() | ratios_and_ranges() | quantities()
 )
 
-RIGHT_ONES: Mapping[str, tuple[Callable[..., Tensor], str | Convention]] = MappingProxyType(
+RIGHT_FUNCTIONS: Mapping[str, tuple[Callable[..., Tensor], str | Convention]] = MappingProxyType(
     {
         "k3 and k1 averaged": (lambda p, q: (k3(p, q) + u_of(p, q)) / 2, "metric"),
         "k1 with its control variate": (lambda p, q: u_of(p, q) + 0.3 * torch.expm1(-u_of(p, q)), "metric"),

@@ -6,20 +6,22 @@ Run as a process of its own: the shape checks of a test run make an audit five t
 import json
 import warnings
 
-import battery
-import battery_varied
+import faulty_functions
+import faulty_variations
 
 from kleash.auditing import audit
 from kleash.records import Audit
 
-PLANTS = {**battery.PLANTS, **battery_varied.PLANTS}
-RIGHT_ONES = {**battery.RIGHT_ONES, **battery_varied.RIGHT_ONES}
+FAULTY_FUNCTIONS = {**faulty_functions.FAULTY_FUNCTIONS, **faulty_variations.FAULTY_FUNCTIONS}
+RIGHT_FUNCTIONS = {**faulty_functions.RIGHT_FUNCTIONS, **faulty_variations.RIGHT_FUNCTIONS}
 
 
 def audits() -> dict[str, Audit]:
     """The audit of every function, by name; the wrong ones first."""
-    wrong = {name: audit(plant.make(), plant.convention, name=name) for name, plant in PLANTS.items()}
-    return wrong | {name: audit(*right, name=name) for name, right in RIGHT_ONES.items()}
+    wrong = {
+        name: audit(faulty.make(), faulty.convention, name=name) for name, faulty in FAULTY_FUNCTIONS.items()
+    }
+    return wrong | {name: audit(*right, name=name) for name, right in RIGHT_FUNCTIONS.items()}
 
 
 if __name__ == "__main__":

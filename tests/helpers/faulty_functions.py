@@ -1,8 +1,8 @@
-"""Wrong KL functions as people write them, each with the finding that names it, and right ones with no fault.
+"""Wrong KL functions, each with the finding that should report it, and right ones without faults.
 
-The mistakes are those of published code (a mask that multiplies, a clamp with a dead gradient, a weight that is
-truncated, a mean that is a sum), put where one token, one call, one precision or one response would not show them.
-``make`` builds the function, so that one with a memory begins each audit anew.
+The mistakes are those of published code (a mask that multiplies, a clamp with a dead gradient, a truncated weight, a
+mean that is a sum), placed where a single token, call, precision or response would not show them. ``make`` builds the
+function, so that state does not carry over from one audit to the next.
 """
 
 import random as python_random
@@ -12,7 +12,7 @@ from itertools import count
 from types import MappingProxyType
 
 import torch
-from planted import k3, masked, rho, right, textbook, u_of, up
+from single_faults import k3, masked, rho, right, textbook, u_of, up
 from torch import Tensor
 
 import kleash
@@ -22,25 +22,29 @@ Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plant:
+class FaultyFunction:
     """A function whose mistake is known."""
 
     make: Callable[[], Function]
     convention: str | Convention
     kinds: frozenset[str]
-    """Any of these names the mistake."""
+    """Any of these kinds of findings reports the mistake."""
     severity: str = "wrong"
-    """The worst severity that it should be given: "wrong", "fragile" or "note"."""
+    """The worst severity that it should have: "wrong", "fragile" or "note"."""
 
 
-def plant(function: Function, convention: str | Convention, *kinds: str, severity: str = "wrong") -> Plant:
-    return Plant(make=lambda: function, convention=convention, kinds=frozenset(kinds), severity=severity)
+def faulty(
+    function: Function, convention: str | Convention, *kinds: str, severity: str = "wrong"
+) -> FaultyFunction:
+    return FaultyFunction(
+        make=lambda: function, convention=convention, kinds=frozenset(kinds), severity=severity
+    )
 
 
-def made(
+def faulty_factory(
     make: Callable[[], Function], convention: str | Convention, *kinds: str, severity: str = "wrong"
-) -> Plant:
-    return Plant(make=make, convention=convention, kinds=frozenset(kinds), severity=severity)
+) -> FaultyFunction:
+    return FaultyFunction(make=make, convention=convention, kinds=frozenset(kinds), severity=severity)
 
 
 def steps_of(x: Tensor) -> Tensor:
@@ -89,29 +93,29 @@ SEQUENCE_METRIC = replace(CONVENTIONS["sequence_loss"], name="sequence_metric", 
 WHOLE = CONVENTIONS["log_probabilities"]
 
 
-def over_steps() -> dict[str, Plant]:
+def over_steps() -> dict[str, FaultyFunction]:
     """Each mistake in a loss, a reward and a metric, per token, per response and over whole distributions."""
-    found: dict[str, Plant] = {}
+    found: dict[str, FaultyFunction] = {}
     for name, of in OVER_STEPS.items():
         credit = ("wrong_credit",) if name in MISPLACED else ()
-        found[f"token loss, {name}"] = plant(
+        found[f"token loss, {name}"] = faulty(
             lambda p, q, of=of: of(right(p, q)), "loss", *(credit or (*GRADIENT, *VALUE))
         )
-        found[f"token reward, {name}"] = plant(
+        found[f"token reward, {name}"] = faulty(
             lambda p, q, of=of: of(u_of(p, q)), "reward", *GRADIENT, *VALUE
         )
-        found[f"token metric, {name}"] = plant(lambda p, q, of=of: of(k3(p, q)), "metric", *VALUE)
-        found[f"exact KL, {name}"] = plant(
+        found[f"token metric, {name}"] = faulty(lambda p, q, of=of: of(k3(p, q)), "metric", *VALUE)
+        found[f"exact KL, {name}"] = faulty(
             lambda p, q, of=of: of(kleash.kl(p, q)), "log_probabilities", *(credit or (*GRADIENT, *VALUE))
         )
         if name not in MISPLACED:
-            found[f"k2 of a response, {name}"] = plant(
+            found[f"k2 of a response, {name}"] = faulty(
                 lambda p, q, of=of: (of(u_of(p, q).square()) / 2).sum(-1), "sequence_loss", *GRADIENT, *VALUE
             )
-            found[f"squared log ratio of a response, {name}"] = plant(
+            found[f"squared log ratio of a response, {name}"] = faulty(
                 lambda p, q, of=of: of(u_of(p, q)).sum(-1).square() / 2, SUMMED, *GRADIENT, *VALUE
             )
-            found[f"reward of a response, {name}"] = plant(
+            found[f"reward of a response, {name}"] = faulty(
                 lambda p, q, of=of: of(u_of(p, q)).sum(-1), "sequence_reward", *GRADIENT, *VALUE
             )
     return found
@@ -132,7 +136,7 @@ def future(later: Callable[[Tensor], Tensor]) -> Function:
     return function
 
 
-def score_functions() -> dict[str, Plant]:
+def score_functions() -> dict[str, FaultyFunction]:
     """Surrogates of the KL between whole responses, credited wrongly."""
     wrong: dict[str, Callable[[Tensor], Tensor]] = {
         "without the last token's share": lambda u: to_go(u) - u[:, -1:] * (u.shape[-1] > 1),
@@ -142,27 +146,27 @@ def score_functions() -> dict[str, Plant]:
         "averaged over the tokens left": lambda u: to_go(u) / to_go(torch.ones_like(u)),
     }
     found = {
-        f"score function, {name}": plant(surrogate(weights), SUMMED, *GRADIENT)
+        f"score function, {name}": faulty(surrogate(weights), SUMMED, *GRADIENT)
         for name, weights in wrong.items()
     }
-    found["exact KL with its future, one token too late"] = plant(
+    found["exact KL with its future, one token too late"] = faulty(
         future(lambda d: to_go(d).roll(-2, -1) * (steps_of(d) < d.shape[-1] - 2)), EXACT_SEQUENCE, *GRADIENT
     )
-    found["exact KL with half its future"] = plant(
+    found["exact KL with half its future"] = faulty(
         future(lambda d: 0.5 * (to_go(d) - d)), EXACT_SEQUENCE, *GRADIENT
     )
-    found["response's ratio on each token's k3"] = plant(
+    found["response's ratio on each token's k3"] = faulty(
         lambda p, q, b, mask: (up(p) - up(b)).mean(-1, keepdim=True).exp() * k3(p, q),
         "loss_with_behaviour_and_mask",
         *GRADIENT,
     )
-    found["exact KL as reward"] = plant(
+    found["exact KL as reward"] = faulty(
         lambda p, q: kleash.kl(p, q), replace(WHOLE, place="reward"), *GRADIENT, "zero_gradient"
     )
     return found
 
 
-def vocabulary() -> dict[str, Plant]:
+def vocabulary() -> dict[str, FaultyFunction]:
     """[batch, time, vocab], as F.kl_div gives it."""
     per_word = from_fields("per_word", "logp", "logq", gives="vocabulary", sees="distributions")
 
@@ -170,7 +174,7 @@ def vocabulary() -> dict[str, Plant]:
         return kleash.kl(p, q).unsqueeze(-1) / p.shape[-1] * torch.ones_like(p)
 
     return {
-        f"per word, {name}": plant(
+        f"per word, {name}": faulty(
             lambda p, q, of=of: of(terms(p, q).mT).mT,
             per_word,
             *(("wrong_credit",) if name in MISPLACED else (*GRADIENT, *VALUE)),
@@ -263,53 +267,55 @@ def reseeds(p: Tensor, q: Tensor) -> Tensor:
     return right(p, q)
 
 
-def calls() -> dict[str, Plant]:
+def calls() -> dict[str, FaultyFunction]:
     """What shows only from one call to the next."""
     return {
-        "beta annealed by a counter": made(counting(lambda n: 1 + n / 1000), "loss", "stateful"),
-        "off in its first ten calls": made(counting(lambda n: float(n >= 10)), "loss", "stateful"),
-        "doubled every seventh call": made(
+        "beta annealed by a counter": faulty_factory(counting(lambda n: 1 + n / 1000), "loss", "stateful"),
+        "off in its first ten calls": faulty_factory(counting(lambda n: float(n >= 10)), "loss", "stateful"),
+        "doubled every seventh call": faulty_factory(
             counting(lambda n: 2.0 if n % 7 == 6 else 1.0), "loss", "stateful"
         ),
-        "decays after two hundred calls": made(
+        "decays after two hundred calls": faulty_factory(
             counting(lambda n: 1.0 if n < 200 else 0.5), "loss", "stateful"
         ),
-        "less its running mean": made(lambda: running_mean(), "reward", "stateful"),
-        "reference cached by shape": made(lambda: cached_by_shape(), "reward", "stateful"),
-        "reference cached by address": made(lambda: cached_by_address(), "metric", "stateful"),
-        "result cached by shape": made(lambda: cached_result(), "loss", "stateful"),
-        "global noise, unbiased": plant(
+        "less its running mean": faulty_factory(lambda: running_mean(), "reward", "stateful"),
+        "reference cached by shape": faulty_factory(lambda: cached_by_shape(), "reward", "stateful"),
+        "reference cached by address": faulty_factory(lambda: cached_by_address(), "metric", "stateful"),
+        "result cached by shape": faulty_factory(lambda: cached_result(), "loss", "stateful"),
+        "global noise, unbiased": faulty(
             lambda p, q: right(p, q) * (0.5 + torch.rand(p.shape)), "loss", "random", severity="note"
         ),
-        "own noise, unbiased": made(lambda: private_noise(), "loss", "random", severity="note"),
-        "Python's noise, unbiased": made(lambda: private_python_noise(), "loss", "random", severity="note"),
-        "dropout of the tokens, unbiased": plant(
+        "own noise, unbiased": faulty_factory(lambda: private_noise(), "loss", "random", severity="note"),
+        "Python's noise, unbiased": faulty_factory(
+            lambda: private_python_noise(), "loss", "random", severity="note"
+        ),
+        "dropout of the tokens, unbiased": faulty(
             lambda p, q: u_of(p, q) * 2 * (torch.rand(p.shape) < 0.5), "reward", "random", severity="note"
         ),
-        "noise added, unbiased": plant(
+        "noise added, unbiased": faulty(
             lambda p, q: u_of(p, q) + 0.1 * torch.randn(p.shape), "reward", "random", severity="note"
         ),
-        "noise and half the size": plant(
+        "noise and half the size": faulty(
             lambda p, q: right(p, q) * torch.rand(p.shape), "loss", "wrong_scale", "wrong_gradient"
         ),
-        "noise of k3's wrong gradient": plant(
+        "noise of k3's wrong gradient": faulty(
             lambda p, q: k3(p, q) * (0.9 + 0.2 * torch.rand(p.shape)), "loss", "wrong_gradient"
         ),
-        "writes into the reference's log-probabilities": plant(in_place, "loss", "changes_inputs"),
-        "masks its input in place": plant(masks_in_place, "loss_with_mask", "changes_inputs"),
-        "clears the mask": plant(clears_the_mask, "loss_with_mask", "changes_inputs"),
-        "sorts the vocabulary in place": plant(
+        "writes into the reference's log-probabilities": faulty(in_place, "loss", "changes_inputs"),
+        "masks its input in place": faulty(masks_in_place, "loss_with_mask", "changes_inputs"),
+        "clears the mask": faulty(clears_the_mask, "loss_with_mask", "changes_inputs"),
+        "sorts the vocabulary in place": faulty(
             lambda p, q: (
                 kleash.kl(p, q) + 0 * q.data.copy_(q.data.flip(-1)).sum(-1).detach().nan_to_num(neginf=0)
             ),
             "log_probabilities",
             "changes_inputs",
         ),
-        "seeds the generator of the process": plant(reseeds, "loss", "changes_settings"),
+        "seeds the generator of the process": faulty(reseeds, "loss", "changes_settings"),
     }
 
 
-def batches() -> dict[str, Plant]:
+def batches() -> dict[str, FaultyFunction]:
     """What shows only where several responses come at once, or responses of several lengths."""
 
     def summed_mean(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
@@ -325,45 +331,45 @@ def batches() -> dict[str, Plant]:
         return masked(p, q, mask).sum() / (mask.sum(-1).max() * len(mask))
 
     return {
-        "sum over the batch of means": plant(
+        "sum over the batch of means": faulty(
             summed_mean, "mean_loss_with_mask", "wrong_reduction", "batch_dependent"
         ),
-        "sum over tokens, mean over the batch": plant(
+        "sum over tokens, mean over the batch": faulty(
             sum_of_sequences, "mean_loss_with_mask", "wrong_scale", "wrong_reduction"
         ),
-        "divided by the padded length": plant(
+        "divided by the padded length": faulty(
             constant_length, "mean_loss_with_mask", "padding_in_denominator", "wrong_reduction"
         ),
-        "divided by the longest length": plant(longest, "mean_loss_with_mask", "wrong_reduction"),
-        "sum for a mean, of distributions": plant(
+        "divided by the longest length": faulty(longest, "mean_loss_with_mask", "wrong_reduction"),
+        "sum for a mean, of distributions": faulty(
             lambda p, q: kleash.kl(p, q).mean(-1).sum(), "mean_log_probabilities", "wrong_reduction"
         ),
-        "mean over the batch for each response": plant(
+        "mean over the batch for each response": faulty(
             lambda p, q: kleash.kl_loss(p, q, torch.ones_like(p, dtype=torch.bool)).sum(-1) / len(p),
             "sequence_loss",
             "batch_dependent",
         ),
-        "a batch's mean for every response": plant(
+        "a batch's mean for every response": faulty(
             lambda p, q: right(p, q).sum(-1).mean().expand(len(p)), "sequence_loss", "batch_dependent"
         ),
-        "centred over the batch": plant(
+        "centred over the batch": faulty(
             lambda p, q: u_of(p, q) - u_of(p, q).mean(), "reward", "batch_dependent"
         ),
-        "whitened over the batch": plant(
+        "whitened over the batch": faulty(
             lambda p, q: u_of(p, q) / (u_of(p, q).std() + 1e-8), "reward", "batch_dependent"
         ),
-        "rolled over the batch": plant(lambda p, q: right(p, q).roll(1, 0), "loss", "batch_dependent"),
-        "the neighbour's reference": plant(lambda p, q: right(p, q.flip(0)), "loss", "batch_dependent"),
-        "divided by the batch size": plant(lambda p, q: right(p, q) / len(p), "loss", "batch_dependent"),
-        "a fifth of the neighbour": plant(
+        "rolled over the batch": faulty(lambda p, q: right(p, q).roll(1, 0), "loss", "batch_dependent"),
+        "the neighbour's reference": faulty(lambda p, q: right(p, q.flip(0)), "loss", "batch_dependent"),
+        "divided by the batch size": faulty(lambda p, q: right(p, q) / len(p), "loss", "batch_dependent"),
+        "a fifth of the neighbour": faulty(
             lambda p, q: 0.8 * k3(p, q) + 0.2 * k3(p, q).roll(1, 0), "metric", "batch_dependent"
         ),
-        "distributions centred over the batch": plant(
+        "distributions centred over the batch": faulty(
             lambda p, q: kleash.kl(p, q) - kleash.kl(p, q).detach().mean(),
             "log_probabilities",
             "batch_dependent",
         ),
-        "cumulative sum over the padding": plant(
+        "cumulative sum over the padding": faulty(
             lambda p, q, mask: (
                 torch.where(mask, to_go(right(p, q)) - to_go(right(p, q)) + right(p, q), 0.0)
                 + 0.1 * to_go(torch.where(mask, 0.0, 1.0))
@@ -371,19 +377,19 @@ def batches() -> dict[str, Plant]:
             "loss_with_mask",
             "padding_counts",
         ),
-        "first tokens instead of the mask": plant(
+        "first tokens instead of the mask": faulty(
             lambda p, q, mask: right(p, q).sum(-1), "sequence_loss_with_mask", "padding_counts"
         ),
-        "mask multiplied": plant(
+        "mask multiplied": faulty(
             lambda p, q, mask: right(p, q) * mask, "loss_with_mask", "nan_from_padding", severity="fragile"
         ),
-        "mask off by one": plant(
+        "mask off by one": faulty(
             lambda p, q, mask: masked(p, q, torch.cat([mask[:, :1], mask[:, :-1]], -1)),
             "loss_with_mask",
             "padding_counts",
             "wrong_gradient",
         ),
-        "padding in the denominator of distributions": plant(
+        "padding in the denominator of distributions": faulty(
             lambda p, q, mask: torch.where(
                 mask, kleash.kl(*(torch.where(mask.unsqueeze(-1), x, 0.0) for x in (p, q))), 0.0
             ).mean(),
@@ -393,11 +399,11 @@ def batches() -> dict[str, Plant]:
     }
 
 
-def ratios() -> dict[str, Plant]:
+def ratios() -> dict[str, FaultyFunction]:
     """Weights that are truncated, dropped or of the wrong level."""
     straight = "loss_with_behaviour"
     found = {
-        f"ratio clamped at {cap}": plant(
+        f"ratio clamped at {cap}": faulty(
             lambda p, q, b, cap=cap: rho(p, b).clamp(max=cap).detach() * right(p, q),
             straight,
             "truncated_ratio",
@@ -406,37 +412,37 @@ def ratios() -> dict[str, Plant]:
         for cap in (5, 10, 100)
     }
     return found | {
-        "ratio of 0 above 10": plant(
+        "ratio of 0 above 10": faulty(
             lambda p, q, b: torch.where(rho(p, b) > 10, 0.0, rho(p, b)).detach() * right(p, q),
             straight,
             "truncated_ratio",
             severity="fragile",
         ),
-        "ratio clipped to 0.8 … 1.2": plant(
+        "ratio clipped to 0.8 … 1.2": faulty(
             lambda p, q, b: rho(p, b).clamp(0.8, 1.2).detach() * right(p, q), straight, "off_policy_gradient"
         ),
-        "attached ratio clamped at 8": plant(
+        "attached ratio clamped at 8": faulty(
             lambda p, q, b: rho(p, b).clamp(max=8) * u_of(p, q),
             straight,
             "truncated_ratio",
             severity="fragile",
         ),
-        "mean of a ratio clamped at 5": plant(
+        "mean of a ratio clamped at 5": faulty(
             lambda p, q, b: (rho(p, b).clamp(max=5).detach() * right(p, q)).mean(),
             "mean_loss_with_behaviour",
             "truncated_ratio",
             severity="fragile",
         ),
-        "ratio the wrong way round": plant(
+        "ratio the wrong way round": faulty(
             lambda p, q, b: rho(b, p).detach() * right(p, q), straight, "off_policy_gradient"
         ),
-        "squared ratio": plant(
+        "squared ratio": faulty(
             lambda p, q, b: rho(p, b).square().detach() * right(p, q), straight, "off_policy_gradient"
         ),
     }
 
 
-def ranges() -> dict[str, Plant]:
+def ranges() -> dict[str, FaultyFunction]:
     """Clamps, dead gradients and hidden infinities."""
 
     def nansum(p: Tensor, q: Tensor) -> Tensor:
@@ -446,35 +452,35 @@ def ranges() -> dict[str, Plant]:
         return torch.nan_to_num(textbook(p, q))
 
     return {
-        "k1 clamped at 10": plant(
+        "k1 clamped at 10": faulty(
             lambda p, q: u_of(p, q).clamp(-10, 10), "reward", "flat_value", severity="fragile"
         ),
-        "k1 clamped at 5": plant(
+        "k1 clamped at 5": faulty(
             lambda p, q: u_of(p, q).clamp(-5, 5), "reward", "flat_value", "biased_value"
         ),
-        "k2 clamped at 200": plant(
+        "k2 clamped at 200": faulty(
             lambda p, q: (u_of(p, q).square() / 2).clamp(max=200), "loss", "dead_gradient", severity="fragile"
         ),
-        "log ratio clamped at 3": plant(
+        "log ratio clamped at 3": faulty(
             lambda p, q: u_of(p, q).clamp(-3, 3).square() / 2, "loss", "dead_gradient"
         ),
-        "log ratio clamped at 40": plant(
+        "log ratio clamped at 40": faulty(
             lambda p, q: u_of(p, q).clamp(-40, 40).square() / 2, "loss", "dead_gradient", severity="fragile"
         ),
-        "never negative": plant(
+        "never negative": faulty(
             lambda p, q: u_of(p, q).clamp(min=0), "reward", "wrong_gradient", "biased_value"
         ),
-        "nansum over the vocabulary": plant(nansum, "log_probabilities", "hides_nan", severity="fragile"),
-        "nan_to_num over tokens": plant(
+        "nansum over the vocabulary": faulty(nansum, "log_probabilities", "hides_nan", severity="fragile"),
+        "nan_to_num over tokens": faulty(
             lambda p, q: torch.nan_to_num(right(p, q)), "loss", "hides_nan", severity="fragile"
         ),
-        "nan_to_num over distributions": plant(
+        "nan_to_num over distributions": faulty(
             hides_nan, "log_probabilities", "hides_nan", severity="fragile"
         ),
-        "nanmean over tokens": plant(
+        "nanmean over tokens": faulty(
             lambda p, q: torch.nanmean(right(p, q)), "mean_loss", "hides_nan", severity="fragile"
         ),
-        "nan_to_num of logits": plant(
+        "nan_to_num of logits": faulty(
             lambda p, q: kleash.kl(*(up(x).nan_to_num().log_softmax(-1) for x in (p, q))),
             "logits",
             "hides_nan",
@@ -483,7 +489,7 @@ def ranges() -> dict[str, Plant]:
     }
 
 
-def precisions() -> dict[str, Plant]:
+def precisions() -> dict[str, FaultyFunction]:
     """Wrong in one precision."""
 
     def rounded(x: Tensor) -> Tensor:
@@ -491,26 +497,26 @@ def precisions() -> dict[str, Plant]:
         return x if x.dtype == torch.float64 else x.bfloat16().float()
 
     return {
-        "computes in bfloat16 always": plant(
+        "computes in bfloat16 always": faulty(
             lambda p, q: right(rounded(p), rounded(q)), "loss", "low_precision"
         ),
-        "half the size in float32": plant(
+        "half the size in float32": faulty(
             lambda p, q: right(p, q) * (0.5 if p.dtype == torch.float32 else 1.0), "loss", "low_precision"
         ),
-        "half the size in bfloat16": plant(
+        "half the size in bfloat16": faulty(
             lambda p, q: right(p, q) * (0.5 if p.dtype == torch.bfloat16 else 1.0),
             "loss",
             "low_precision",
             severity="fragile",
         ),
-        "float16 inside": plant(
+        "float16 inside": faulty(
             lambda p, q: right(p, q) if p.dtype == torch.float64 else right(p.half(), q.half()).float(),
             "loss",
             "low_precision",
             "infinite_value",
             "nan_value",
         ),
-        "subtracts in bfloat16": plant(
+        "subtracts in bfloat16": faulty(
             lambda p, q: (
                 (p - q).float().square() / 2 if p.dtype == torch.bfloat16 else u_of(p, q).square() / 2
             ),
@@ -518,7 +524,7 @@ def precisions() -> dict[str, Plant]:
             "low_precision",
             severity="fragile",
         ),
-        "float16 breaks it": plant(
+        "float16 breaks it": faulty(
             lambda p, q: right(p, q) * (3.0 if p.dtype == torch.float16 else 1.0),
             "loss",
             "low_precision",
@@ -527,40 +533,40 @@ def precisions() -> dict[str, Plant]:
     }
 
 
-def whole_mistakes() -> dict[str, Plant]:
-    """Wrong already for one token, by other conventions than those of ``planted``."""
+def whole_mistakes() -> dict[str, FaultyFunction]:
+    """Functions that are wrong for one token already, by other conventions than those of ``single_faults``."""
     distillation = "distillation"
 
     def logs(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         return up(p).log_softmax(-1), up(q).log_softmax(-1)
 
     return {
-        "distillation the other way round": plant(
+        "distillation the other way round": faulty(
             lambda p, q: kleash.kl(*logs(p, q)), distillation, "wrong_direction"
         ),
-        "distillation's cross-entropy": plant(
+        "distillation's cross-entropy": faulty(
             lambda p, q: -(logs(p, q)[1].exp() * logs(p, q)[0]).sum(-1), distillation, "cross_entropy"
         ),
-        "temperature squared forgotten": plant(
+        "temperature squared forgotten": faulty(
             lambda p, q: kleash.kl(*logs(p / 2, q / 2)), "logits", "biased_value", "wrong_gradient"
         ),
-        "logits taken for log-probabilities": plant(
+        "logits taken for log-probabilities": faulty(
             lambda p, q: (up(p).softmax(-1) * u_of(p, q)).sum(-1),
             "logits",
             "biased_value",
             "other_divergence",
         ),
-        "mean over the vocabulary": plant(
+        "mean over the vocabulary": faulty(
             lambda p, q: kleash.kl(*logs(p, q)) / p.shape[-1], "logits", "wrong_scale", "biased_value"
         ),
-        "top 2, renormalised": plant(
+        "top 2, renormalised": faulty(
             lambda p, q: kleash.kl(
                 *(x.gather(-1, p.topk(2, -1).indices).log_softmax(-1) for x in logs(p, q))
             ),
             "logits",
             "truncated",
         ),
-        "hidden states of the wrong model": plant(
+        "hidden states of the wrong model": faulty(
             lambda hp, wp, hq, wq: kleash.kl(
                 (up(hp) @ up(wp).T).log_softmax(-1), (up(hp) @ up(wq).T).log_softmax(-1)
             ),
@@ -568,17 +574,17 @@ def whole_mistakes() -> dict[str, Plant]:
             "biased_value",
             "other_divergence",
         ),
-        "squared ratio without its half": plant(lambda p, q: u_of(p, q).square(), "loss", "wrong_gradient"),
-        "k3 of the other direction": plant(
+        "squared ratio without its half": faulty(lambda p, q: u_of(p, q).square(), "loss", "wrong_gradient"),
+        "k3 of the other direction": faulty(
             lambda p, q: k3(q, p), "metric", "biased_value", "other_divergence"
         ),
-        "straight-through with the sign of k1": plant(
+        "straight-through with the sign of k1": faulty(
             lambda p, q: k3(p, q).detach() + u_of(p, q) - u_of(p, q).detach(), "loss", "zero_gradient"
         ),
     }
 
 
-PLANTS: Mapping[str, Plant] = MappingProxyType(
+FAULTY_FUNCTIONS: Mapping[str, FaultyFunction] = MappingProxyType(
     over_steps()
     | score_functions()
     | vocabulary()
@@ -596,7 +602,7 @@ def sequence_k1(p: Tensor, q: Tensor) -> Tensor:
     return u_of(p, q).sum(-1, keepdim=True) * (steps_of(p) == p.shape[-1] - 1)
 
 
-RIGHT_ONES: Mapping[str, tuple[Function, str | Convention]] = MappingProxyType(
+RIGHT_FUNCTIONS: Mapping[str, tuple[Function, str | Convention]] = MappingProxyType(
     {
         "value k3, gradient k2": (right, "loss"),
         "k2": (lambda p, q: u_of(p, q).square() / 2, "loss"),

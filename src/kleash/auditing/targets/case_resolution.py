@@ -11,7 +11,7 @@ from kleash import dotted
 from kleash.auditing.conventions import CONVENTIONS, resolve_convention
 from kleash.auditing.targets.cases import Case
 from kleash.auditing.targets.packages import INSTALL_COMMANDS
-from kleash.auditing.targets.registry import TARGETS
+from kleash.auditing.targets.target_registry import TARGETS
 from kleash.dotted import Function
 from kleash.errors import OptionError, UnknownNameError
 

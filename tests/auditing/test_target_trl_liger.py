@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from target_numbers import Numbers, close, mean, of, spread
+from target_values import Numbers, close, mean, of, spread
 
 from kleash.auditing import AuditInputs
 from kleash.auditing.targets.trl_trainers import uncorrected_grpo_loss
@@ -18,7 +18,7 @@ def test_trl_grpo_without_correction_is_the_mean_of_k3(inputs: AuditInputs, by_h
     close(gradient, spread(by_hand.k3_slope, inputs.mask))
 
 
-def test_trl_grpo_as_it_comes_multiplies_k3_by_the_attached_ratio(
+def test_trl_grpo_by_default_multiplies_k3_by_the_attached_ratio(
     inputs: AuditInputs, by_hand: Numbers
 ) -> None:
     value, gradient = of("trl:grpo", inputs)
@@ -123,7 +123,7 @@ def test_liger_grpo_and_the_same_from_hidden_states(
     close(hidden.grad, (slopes.unsqueeze(-1) * one) @ inputs.head_p, 1e-6)
 
 
-def test_kleash_itself(inputs: AuditInputs, by_hand: Numbers) -> None:
+def test_the_target_of_kleash(inputs: AuditInputs, by_hand: Numbers) -> None:
     for name in ("kl_loss", "verl_k3+"):
         value, gradient = of(f"kleash:{name}", inputs)
         counted = inputs.mask if name == "kl_loss" else torch.ones_like(inputs.mask)

@@ -1,4 +1,4 @@
-"""What cannot be audited gives one sentence, and what an audit says can be stored."""
+"""Errors of functions that cannot be audited, and the records of audits."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from math import inf, isnan, nan
 
 import pytest
 import torch
-from planted import clamped_after, masked, right, textbook
+from single_faults import clamped_after, masked, right, textbook
 
 import kleash
 from kleash.auditing import CONVENTIONS, FINDINGS, Convention, audit
@@ -37,7 +37,7 @@ def in_place(p, q):
         (right, "los", UnknownNameError, ["'los'", "did you mean 'loss'"]),
     ],
 )
-def test_a_function_that_does_not_fit_gives_a_sentence(function, convention, error, words):
+def test_a_function_that_does_not_fit_its_convention_raises(function, convention, error, words):
     with pytest.raises(error) as caught:
         audit(function, convention)
     text = str(caught.value)
@@ -67,14 +67,14 @@ def goes_backward(p, q):
         (lambda p, q: (p - q).to("meta"), ["returned a strided tensor on meta"]),
     ],
 )
-def test_what_leaves_backpropagates_or_is_elsewhere_gives_a_sentence(function, words):
+def test_functions_that_exit_backpropagate_or_return_unusable_tensors_raise(function, words):
     with pytest.raises(CannotRunError) as caught:
         audit(function, "loss")
     text = str(caught.value)
     assert all(word in text for word in words) and "\n" not in text, text
 
 
-def test_a_function_that_changes_what_it_is_given_is_audited_as_what_it_returns():
+def test_a_function_that_overwrites_its_arguments_is_audited_by_its_results():
     def tidy(p, q):
         return p - q
 
@@ -89,20 +89,20 @@ def test_a_function_that_changes_what_it_is_given_is_audited_as_what_it_returns(
         assert (ours.values, ours.accuracy, ours.edges) == (theirs.values, theirs.accuracy, theirs.edges)
 
 
-def test_a_function_whose_own_parameters_alone_are_trained_is_detached():
+def test_a_function_with_gradients_only_in_its_parameters_is_detached():
     scale = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
     found = audit(lambda p, q: scale * (p - q).detach(), "loss")
     assert "detached" in {finding.kind for finding in found.faults}
     assert found.gradient == "none"
 
 
-def test_what_is_nan_everywhere_is_said_so():
+def test_a_nan_gradient_everywhere_is_reported():
     found = audit(lambda p, q: (p - q) * nan, "loss")
     (sentence,) = [finding.sentence for finding in found.faults if finding.kind == "nan_gradient"]
     assert sentence == "Its gradient is NaN at every log ratio."
 
 
-def test_what_cannot_be_called_at_all_is_refused(unhooked):
+def test_an_object_that_is_not_callable_raises(unhooked):
     with pytest.raises(CannotRunError, match="3 cannot be called; give the function"):
         audit(3, "loss")
 
@@ -128,17 +128,17 @@ def test_a_missing_argument_can_be_bound():
         ({"sign": 0}, "1, -1"),
     ],
 )
-def test_a_convention_that_means_nothing_is_refused(wrong, words, unhooked):
+def test_conventions_with_unknown_values_raise(wrong, words, unhooked):
     with pytest.raises(OptionError, match=words):
         replace(CONVENTIONS["loss"], **wrong)
 
 
-def test_a_convention_claims_a_divergence_of_the_table():
+def test_conventions_with_unknown_divergences_raise():
     with pytest.raises(UnknownNameError, match="did you mean 'kl'"):
         replace(CONVENTIONS["loss"], claims="kll")
 
 
-def test_conventions_are_found_by_their_own_name():
+def test_conventions_resolve_by_name():
     assert all(
         resolve_convention(name) is record and record.name == name for name, record in CONVENTIONS.items()
     )
@@ -147,16 +147,16 @@ def test_conventions_are_found_by_their_own_name():
     assert all(record.takes_behaviour is ("behaviour" in name) for name, record in CONVENTIONS.items())
 
 
-def test_a_convention_of_ones_own():
+def test_custom_conventions():
     swapped = Convention(name="swapped", summary="f(q, p)", call=lambda f, s: f(s.token_logq, s.token_logp))
     found = audit(lambda q, p: right(p, q), swapped, name="ours")
     assert (found.target, found.convention, found.summary) == ("ours", "swapped", "f(q, p)")
     assert not found.faults
 
 
-def test_its_name_is_where_it_was_defined():
-    assert audit(textbook, "log_probabilities").target == "planted.textbook"
-    assert audit(partial(textbook), "log_probabilities").target == "planted.textbook"
+def test_the_default_name_is_module_and_function():
+    assert audit(textbook, "log_probabilities").target == "single_faults.textbook"
+    assert audit(partial(textbook), "log_probabilities").target == "single_faults.textbook"
     versions = audit(kleash.kl, "log_probabilities").versions
     assert versions["torch"] == torch.__version__ and versions["kleash"] == kleash.__version__
 
@@ -165,12 +165,12 @@ def test_two_audits_are_equal():
     assert audit(right, "loss", name="x").to_json() == audit(right, "loss", name="x").to_json()
 
 
-def test_gradients_are_taken_also_where_they_are_switched_off():
+def test_audits_work_under_no_grad():
     with torch.no_grad():
         assert audit(right, "loss").gradient == "KL(p || q)"
 
 
-def test_json_and_back():
+def test_audits_round_trip_through_json():
     found = audit(clamped_after, "loss")
     text = found.to_json()
     again = Audit.from_json(text)
@@ -200,20 +200,20 @@ def test_records_of_audits_need_no_torch():
     assert done.stdout.strip() == "3"
 
 
-def test_every_kind_is_explained():
+def test_every_kind_has_a_distinct_meaning():
     assert all(len(meaning) > 20 and not meaning.endswith(".") for meaning in FINDINGS.values())
     assert len(set(FINDINGS.values())) == len(FINDINGS)
 
 
-def test_padding_rows_say_what_stood_there():
+def test_padding_rows_of_a_right_function():
     rows = audit(lambda p, q, mask: masked(p, q, mask), "loss_with_mask").masks
     assert [row.problem for row in rows] == [""] * len(rows)
     assert {"NaN", "both are -inf", "p 200 nats below q"} <= {row.case for row in rows}
     assert all(row.value_change == row.gradient_change == 0 for row in rows)
 
 
-def test_what_a_function_returns_under_the_mask_is_its_value_only():
-    """Whoever adds up the result selects by the mask, so that no gradient comes from there."""
+def test_unmasked_results_change_the_value_but_not_the_gradient():
+    """The total is summed over unmasked positions, so masked results have no gradient."""
     rows = {row.case: row for row in audit(lambda p, q, mask: right(p, q), "loss_with_mask").masks}
     assert rows["other numbers"].value_change > 0.1
     assert rows["other numbers"].gradient_change == 0
@@ -224,13 +224,15 @@ def test_edge_rows_of_the_textbook_sum():
     assert rows["q rules out a token"].exact == rows["q rules out a token"].value == inf
     assert isnan(rows["p rules out a token"].value)
     assert rows["p rules out a token"].problem == "value is NaN"
+    assert rows["p rules out a token"].defect == "nan_value"
+    assert rows["p and q agree"].defect == rows["p and q agree"].problem == ""
     assert rows["p and q agree"].value == 0
     assert rows["q is almost certain (80 nats)"].value == pytest.approx(
         -torch.tensor(4.0).log().item() + 0.75 * 80, abs=1e-3
     )
 
 
-def test_one_world_alone_names_nothing():
+def test_a_match_on_a_single_pair_is_not_enough():
     """The same value for another reason in a single world is not enough."""
     candidates = {"a": (1.0, 2.0, 3.0), "b": (1.0, 5.0, 6.0)}
     assert match_values((1.0, 7.0, 8.0), candidates, MODERATE_PAIRS, "a") is None
@@ -239,6 +241,34 @@ def test_one_world_alone_names_nothing():
     assert str(match_values((-1.0, -5.0, -6.0), candidates, MODERATE_PAIRS, "a")) == "-b"
     assert str(match_values((1e-8, -1e-8, 0.0), {"a": (0.0, 0.0, 0.0)}, MODERATE_PAIRS, "a")) == "a"
     assert match_values((nan, 5.0, 6.0), candidates, MODERATE_PAIRS, "a") is None
+
+
+def counter_by_calls():
+    calls = iter(range(10_000))
+    return lambda p, q: right(p, q) + next(calls)
+
+
+@pytest.mark.parametrize(
+    ("function", "convention", "rows", "defects"),
+    [
+        (lambda p, q, mask: right(p, q), "loss_with_mask", "masks", {"nonfinite_value", "value_change"}),
+        (
+            lambda p, q, mask: masked(p, q, mask).sum() / mask.numel(),
+            "mean_loss_with_mask",
+            "masks",
+            {"denominator"},
+        ),
+        (counter_by_calls(), "loss", "calls", {"changed"}),
+        (lambda p, q: right(p, q.clamp_(min=-100)), "loss", "calls", {"overwritten"}),
+        (lambda p, q: right(p, q) + torch.rand(p.shape), "loss", "calls", {"process_seed"}),
+        (lambda p, q: right(p, q).nan_to_num(nan=0.0), "loss", "edges", {"hidden_nan"}),
+    ],
+    ids=["padding", "denominator", "state", "overwritten", "random", "NaN"],
+)
+def test_rows_have_a_defect_code_exactly_where_they_have_a_problem(function, convention, rows, defects):
+    found = getattr(audit(function, convention, name="faulty"), rows)
+    assert all(bool(row.defect) is bool(row.problem) for row in found)
+    assert defects <= {row.defect for row in found}
 
 
 def test_rows_are_plain_values():

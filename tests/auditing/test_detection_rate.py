@@ -1,15 +1,15 @@
-"""Mistakes that show only over several tokens, calls, responses or precisions are named, with the right severity."""
+"""Detection rate on functions that are wrong over several tokens, calls, responses or precisions."""
 
 import json
 import os
 import subprocess
 import sys
 
-import audited_batteries
+import audit_faulty_functions
 import pytest
 import torch
-from audited_batteries import PLANTS, RIGHT_ONES
-from planted import FAULTS, rho, right, u_of
+from audit_faulty_functions import FAULTY_FUNCTIONS, RIGHT_FUNCTIONS
+from single_faults import FAULTS, rho, right, u_of
 
 import kleash
 from kleash.auditing import FINDINGS, audit
@@ -22,7 +22,7 @@ WORST = ("wrong", "fragile", "note")
 def audits():
     """The audits of all functions of both batteries, by name."""
     done = subprocess.run(
-        [sys.executable, audited_batteries.__file__],
+        [sys.executable, audit_faulty_functions.__file__],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -31,31 +31,31 @@ def audits():
     return {name: Audit.from_json(text) for name, text in json.loads(done.stdout).items()}
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_the_mistake_is_named_with_its_severity(audits, name):
-    found, plant = audits[name], PLANTS[name]
-    named = {finding.kind for finding in found.findings if finding.severity == plant.severity}
-    assert named & plant.kinds, found.verdict
-    assert min(found.findings, key=lambda f: WORST.index(f.severity)).severity == plant.severity, (
+@pytest.mark.parametrize("name", FAULTY_FUNCTIONS)
+def test_every_faulty_function_is_reported_with_the_right_severity(audits, name):
+    found, faulty = audits[name], FAULTY_FUNCTIONS[name]
+    named = {finding.kind for finding in found.findings if finding.severity == faulty.severity}
+    assert named & faulty.kinds, found.verdict
+    assert min(found.findings, key=lambda f: WORST.index(f.severity)).severity == faulty.severity, (
         found.verdict
     )
 
 
-@pytest.mark.parametrize("name", RIGHT_ONES)
-def test_what_is_right_has_no_fault(audits, name):
+@pytest.mark.parametrize("name", RIGHT_FUNCTIONS)
+def test_right_functions_have_no_fault(audits, name):
     found = audits[name]
     assert not found.faults and found.is_pure, found.verdict
 
 
-def test_every_kind_of_finding_is_found_somewhere(audits):
-    found = {finding.kind for name in PLANTS for finding in audits[name].findings}
+def test_every_kind_of_finding_occurs(audits):
+    found = {finding.kind for name in FAULTY_FUNCTIONS for finding in audits[name].findings}
     named = {
         kind for case in FAULTS.values() for kind in (*case.faults, *case.notes)
-    }  # by test_audit_planted
+    }  # by test_single_faults
     assert found | named == set(FINDINGS)
 
 
-def test_two_audits_of_one_function_are_equal_and_leave_the_process_as_it_was():
+def test_audits_are_reproducible_and_restore_process_settings():
     first = audit(kleash.kl_loss, "loss_with_mask")
     torch.manual_seed(7)
     before = torch.get_rng_state()
@@ -68,7 +68,7 @@ def test_two_audits_of_one_function_are_equal_and_leave_the_process_as_it_was():
     assert not noisy[0].is_pure and "its result is random" in " ".join(noisy[0].verdict)
 
 
-def test_the_verdict_says_which_gradient_it_is_over_several_tokens(audits):
+def test_the_verdict_states_the_level_of_the_gradient(audits):
     by_token = audit(right, "loss")
     assert by_token.gradient_level == "token"
     assert "follows KL(p || q) token by token, as it should" in by_token.verdict[1]
@@ -83,7 +83,7 @@ def test_the_verdict_says_which_gradient_it_is_over_several_tokens(audits):
     assert "neither token by token (their cosine is 0.9" in mixed.verdict[1]
 
 
-def test_a_value_that_is_clamped_is_called_unbiased_only_inside(audits):
+def test_a_clamped_value_is_unbiased_only_inside_its_range(audits):
     found = audits["k1 clamped at 10"]
     assert found.value_range == found.gradient_range == "as long as log p - log q lies between -10 and 10"
     assert found.verdict[0].startswith(
@@ -91,13 +91,13 @@ def test_a_value_that_is_clamped_is_called_unbiased_only_inside(audits):
     )
 
 
-def test_a_ratio_that_is_truncated_is_named_with_its_bound(audits):
+def test_a_truncated_ratio_is_reported_with_its_bound(audits):
     for bound in (5, 10, 100):
         (finding,) = audits[f"ratio clamped at {bound}"].faults
         assert f"truncated: above {bound} it no longer counts in full" in finding.sentence
 
 
-def test_old_audits_are_read(audits):
+def test_audits_of_schema_1_are_read(audits):
     found = audits["k3 with the gradient of k1"]
     text = (
         found.to_json()
@@ -109,7 +109,7 @@ def test_old_audits_are_read(audits):
     assert old.failing({"fault"}) == old.failing({"wrong"}) == old.faults and not old.failing({"fragile"})
 
 
-def test_a_function_that_fails_after_some_calls_has_state_and_no_traceback():
+def test_a_function_that_fails_after_some_calls_is_stateful():
     calls = iter(range(11))
 
     def tired(p, q):
@@ -128,7 +128,7 @@ def test_a_function_that_fails_after_some_calls_has_state_and_no_traceback():
     [lambda q: q.clamp_(min=-100), lambda q: q.nan_to_num_(), lambda q: q.masked_fill_(q.isinf(), -1e4)],
     ids=["floor", "NaN", "infinity"],
 )
-def test_arguments_that_are_overwritten_only_at_extremes_are_named(tidy):
+def test_arguments_overwritten_only_on_extreme_inputs_are_reported(tidy):
     def function(p, q):
         tidy(q.data)
         return right(p, q)
@@ -137,7 +137,7 @@ def test_arguments_that_are_overwritten_only_at_extremes_are_named(tidy):
     assert "changes_inputs" in {finding.kind for finding in found.failing({"wrong"})}, found.verdict
 
 
-def test_a_function_that_refuses_what_a_probe_asks_is_audited_all_the_same():
+def test_a_function_that_refuses_some_probe_inputs_is_still_audited():
     def strict(p, q, b):
         if bool(((p - b).abs() > 5).any()) or bool(((p - q).abs() < 1e-9).all()):
             raise ValueError("not these")
@@ -146,6 +146,6 @@ def test_a_function_that_refuses_what_a_probe_asks_is_audited_all_the_same():
     assert not audit(strict, "sequence_loss_with_behaviour").failing({"wrong"})
 
 
-def test_noise_without_bias_is_no_bias_at_extremes_either():
+def test_unbiased_noise_is_no_bias_on_extreme_inputs():
     found = audit(lambda p, q: torch.nn.functional.dropout(kleash.kl(p, q), 0.2), "log_probabilities")
     assert not found.faults and found.findings[0].kind == "random", found.verdict
