@@ -34,9 +34,9 @@ class Rounded:
     """Hidden states as they would come out of a cache in another dtype."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        from kleash.models.scoring import reader
+        from kleash.models.scoring import hidden_state_reader
 
-        self._read, self._dtype = reader(model), dtype
+        self._read, self._dtype = hidden_state_reader(model), dtype
 
     def read(self, batch: Any) -> torch.Tensor:
         return self._read(batch).to(self._dtype).to(torch.float32)
@@ -90,7 +90,7 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     whole = load_pair(policy, reference)
     stored = StoredReference(Path(cache))
     beside = load_beside(
-        stored, policy, reference, revision_policy=None, revision_reference=None, how=Loading()
+        stored, policy, reference, revision_policy=None, revision_reference=None, loading=Loading()
     )
     beside = replace(beside, policy=whole.policy)  # one copy in memory is enough
     job = MeasureJob(policy=policy, reference=reference, text=str(source), window=256, batch_tokens=1024)

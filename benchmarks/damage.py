@@ -171,7 +171,7 @@ def read_cache(folder: Path) -> str:
     for key in sorted(stored.states._index):
         digest.update(stored.states.get(key, 4).numpy().tobytes())
     for what in ("noise", "gap"):
-        for values in (stored.rounding(what, 1.0) or {}).values():
+        for values in (stored.rounding_columns(what, 1.0) or {}).values():
             digest.update(values.tobytes())
     if len(stored.states) < stored.contents.sequences:  # what a measurement says of them is another sentence
         raise _sentences()("sequences are missing")

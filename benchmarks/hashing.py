@@ -59,7 +59,7 @@ def main() -> int:
             "checksum": lambda: file_checksum(path),
             "BLAKE2b": lambda: blocks(hashlib.blake2b().update),
             "first": lambda: file_hashes._hashed([path]),
-            "again": lambda: file_hashes.hashes_of([path]),
+            "again": lambda: file_hashes.hash_files([path]),
         }
         with mock.patch.object(file_hashes.time, "time_ns", lambda: later):
             best = {name: float("inf") for name in ways}

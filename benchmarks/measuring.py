@@ -75,8 +75,8 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     """The ratio of scoring and writing a shard to the two bare forward passes over the same batches."""
     from kleash.engines import LocalEngine, Shard
     from kleash.models import load_pair, read_text
-    from kleash.models.scoring import padded
-    from kleash.models.sequences import length_batches
+    from kleash.models.scoring import pad_batch
+    from kleash.models.sequences import batch_by_length
     from kleash.records import MeasureJob, RunFolder
 
     policy, reference = SHIPPED if shape == "shipped" else make_pair(work)
@@ -90,8 +90,8 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
         (work / name).mkdir(exist_ok=True)
 
     def bare() -> None:
-        for batch in length_batches([one.read for one in sequences], job.batch_tokens):
-            ids, _, _ = padded([sequences[place] for place in batch])
+        for batch in batch_by_length([one.num_input_tokens for one in sequences], job.batch_tokens):
+            ids, _, _ = pad_batch([sequences[place] for place in batch])
             for model in (pair.policy, pair.reference):
                 with torch.inference_mode():
                     assert model.network(input_ids=ids, use_cache=False).logits is not None

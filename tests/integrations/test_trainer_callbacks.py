@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 from kleash.errors import ModelError, OptionError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
-from kleash.models import Sampling, generate, live_model, load_pair, prompts_of
+from kleash.models import Sampling, generate, live_model, load_pair, tokenise_prompts
 
 PROMPTS = ["the sea was calm", "she counted the birds", "a long road"]
 SHORT = Sampling(max_new_tokens=5, samples_per_prompt=2, temperature=0.8)
@@ -81,7 +81,7 @@ def dense_kl(trainer, folder):
     network = trainer.model.eval()
     tokenizer = trainer.processing_class
     pair = load_pair(str(folder), str(folder))
-    answers = generate(live_model(network, tokenizer), prompts_of(PROMPTS, pair), SHORT)
+    answers = generate(live_model(network, tokenizer), tokenise_prompts(PROMPTS, pair), SHORT)
     sums, tokens = [], 0
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()

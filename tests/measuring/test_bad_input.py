@@ -15,7 +15,7 @@ import kleash.records.atomic
 from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
-from kleash.models.sources.source_files import KINDS
+from kleash.models.sources.source_files import ACCEPTED_FORMATS
 from kleash.records.checksums import seal_folder
 
 Run = Any
@@ -49,11 +49,11 @@ def written(path: Path, content: str | bytes) -> Path:
 def test_missing_empty_and_blank_source_files_raise(option: str, failing: Run, tmp_path: Path) -> None:
     assert failing(option, tmp_path / "none.jsonl") == f"there is no file {tmp_path / 'none.jsonl'}"
     empty = written(tmp_path / "empty.jsonl", "")
-    assert failing(option, empty) == f"{empty} is empty; give a file of {KINDS}"
+    assert failing(option, empty) == f"{empty} is empty; give a file of {ACCEPTED_FORMATS}"
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
     (tmp_path / "folder").mkdir()
     message = failing(option, tmp_path / "folder")
-    assert message == f"{tmp_path / 'folder'} is a folder; give a file of {KINDS}"
+    assert message == f"{tmp_path / 'folder'} is a folder; give a file of {ACCEPTED_FORMATS}"
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,7 @@ def likeliest_tokens(pair: Pair, sequence: TokenSequence) -> dict[str, Any]:
         "place": np.tile(np.arange(5), positions).tolist(),
     }
     for model in (pair.policy, pair.reference):
-        hidden = model.hidden(ids)[0, len(sequence.prompt_ids) - 1 : -1]
+        hidden = model.hidden_states(ids)[0, len(sequence.prompt_ids) - 1 : -1]
         best = log_probabilities(hidden, model.head).exp().topk(5)
         columns[f"token_id_{model.role}"] = best.indices.flatten().tolist()
         columns[f"text_{model.role}"] = token_texts(pair.tokenizer, best.indices.flatten().tolist())
@@ -361,13 +361,13 @@ def test_rescoring_reads_a_small_share_of_the_tokens(
 ) -> None:
     """Both models read each token once, and the reference a small share of them twice more for the noise floor."""
     read: list[int] = []
-    hidden = Model.hidden
+    hidden = Model.hidden_states
 
     def counted(self: Model, input_ids: Any, attention_mask: Any = None) -> Any:
         read.append(input_ids.numel())
         return hidden(self, input_ids, attention_mask)
 
-    monkeypatch.setattr(Model, "hidden", counted)
+    monkeypatch.setattr(Model, "hidden_states", counted)
     path = tmp_path / "text.txt"
     path.write_text(
         "\n\n".join(f"{number} the sea was calm and a boat went out " * 12 for number in range(70))
@@ -399,7 +399,7 @@ def test_noise_sequences_are_cut_from_the_first_sequences(pair: tuple[Path, Path
     for scored, budget in ((10, 256), (50_000, 1000), (10**7, 8192)):
         assert noise_tokens(scored) == budget
         chosen = noise_sequences((sequence(number, 1, 3000) for number in range(10**6)), scored)
-        assert len(chosen) == 8 and abs(sum(sequence.read for sequence in chosen) - budget) <= 8
+        assert len(chosen) == 8 and abs(sum(sequence.num_input_tokens for sequence in chosen) - budget) <= 8
     assert len(noise_sequences((sequence(number, 2, 3) for number in range(10**6)), 10)) == 64
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from kleash.errors import ModelError
 from kleash.models import load_pair, load_reference
 from kleash.models.adapters import rules, shared_base
-from kleash.models.heads import logits
+from kleash.models.heads import head_logits
 from kleash.models.pair_loading import Loading
 
 QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
@@ -157,7 +157,7 @@ def alone(adapter, base, ids):
 
 def seen(model, ids):
     with torch.no_grad():
-        return logits(model.hidden(ids), model.head).double().log_softmax(-1)
+        return head_logits(model.hidden(ids), model.head).double().log_softmax(-1)
 
 
 def assert_right(pair, sides, base, ids, truth):
@@ -185,7 +185,7 @@ def test_kinds_that_change_their_base_have_one_of_their_own(made, ids, truth, na
         assert pair.policy.network is not pair.reference.network
         assert "one base, which is in memory 2 times (2 x 1" in pair.notes[1]
         assert (
-            rules.rule_of(json.loads((adapter / "adapter_config.json").read_text())).reason in pair.notes[1]
+            rules.find_rule(json.loads((adapter / "adapter_config.json").read_text())).reason in pair.notes[1]
         )
 
 
@@ -213,7 +213,7 @@ def test_two_adapters_over_one_base_in_each_order(made, ids, truth):
 
 def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatch):
     """As PEFT's tuners with shared projections or wrapped modules could."""
-    put_on = shared_base._put_on
+    put_on = shared_base.attach_adapter
     (policy, base), (reference, _) = made("lora"), made("dora")
 
     def meddling(network, wrapper, side, role):

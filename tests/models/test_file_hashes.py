@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kleash.models.checkpoints import file_hashes
-from kleash.models.checkpoints.file_hashes import MEMORY, hashes_of
+from kleash.models.checkpoints.file_hashes import MEMORY, hash_files
 
 SIZE = 1 << 20
 
@@ -49,8 +49,8 @@ def test_every_byte_counts_and_where_it_is(
         b"\1" + bytes(899),
     ):
         path.write_bytes(content)
-        (value,) = hashes_of([path])
-        assert hashes_of([path]) == [value]
+        (value,) = hash_files([path])
+        assert hash_files([path]) == [value]
         seen.add(value)
     assert len(seen) == 7
 
@@ -60,18 +60,18 @@ def test_a_file_is_read_once_unless_anything_of_it_changes(
 ) -> None:
     path = tmp_path / "weights"
     path.write_bytes(bytes(SIZE))
-    first = hashes_of([path])
-    assert hashes_of([path]) == first and len(read) == 2, "it is younger than two seconds"
+    first = hash_files([path])
+    assert hash_files([path]) == first and len(read) == 2, "it is younger than two seconds"
     assert not (cache / MEMORY).exists()
     settled(monkeypatch)
-    assert hashes_of([path]) == hashes_of([path]) == first and len(read) == 3
+    assert hash_files([path]) == hash_files([path]) == first and len(read) == 3
     status = path.stat()
     path.write_bytes(bytes(SIZE - 1) + b"\1")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # size and time of change as before
-    assert hashes_of([path]) != first and len(read) == 4
+    assert hash_files([path]) != first and len(read) == 4
     other = tmp_path / "copy"
     other.write_bytes(bytes(SIZE))
-    assert hashes_of([other]) == first, "the name is no part of it"
+    assert hash_files([other]) == first, "the name is no part of it"
 
 
 @pytest.mark.parametrize("spoilt", ["damaged", "changed", "nested", "folder", "link", "mode", "unwritable"])
@@ -81,7 +81,7 @@ def test_a_memory_that_cannot_be_trusted_is_ignored(
     path = tmp_path / "weights"
     path.write_bytes(bytes(SIZE))
     settled(monkeypatch)
-    (value,) = hashes_of([path])
+    (value,) = hash_files([path])
     memory = cache / MEMORY
     text = memory.read_text()
     match spoilt:
@@ -101,4 +101,4 @@ def test_a_memory_that_cannot_be_trusted_is_ignored(
             memory.chmod(0o666)
         case _:
             cache.chmod(0o777)
-    assert hashes_of([path]) == [value] and len(read) == 2
+    assert hash_files([path]) == [value] and len(read) == 2

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from kleash.errors import ModelError
 from kleash.linear import Head
-from kleash.models import disagreement, load_pair, score, take_apart
+from kleash.models import extract_head, load_pair, logit_discrepancy, score
 
 HEADS = {
     "llama": (1.0, None),
@@ -33,9 +33,9 @@ def probe(rows=2, length=9):
 @pytest.mark.parametrize(("architecture", "shape"), HEADS.items())
 def test_scale_and_softcap_are_read_from_the_configuration(architecture, shape):
     whole = network(architecture)
-    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert anatomy.note is None
-    assert anatomy.rows == 320
+    assert anatomy.vocab_size == 320
     assert (anatomy.head.scale, anatomy.head.softcap) == shape
     assert anatomy.head.weight.data_ptr() == whole.get_output_embeddings().weight.data_ptr()
 
@@ -44,14 +44,14 @@ def test_scale_and_softcap_are_read_from_the_configuration(architecture, shape):
 @pytest.mark.parametrize("architecture", HEADS)
 def test_heads_are_found_in_every_dtype(architecture, dtype):
     whole = network(architecture).to(dtype)
-    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert (anatomy.head.scale, anatomy.head.softcap) == HEADS[architecture]
 
 
 def test_a_bias_is_part_of_the_head():
     whole = network()
     whole.lm_head.bias = torch.nn.Parameter(torch.randn(320))
-    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     torch.testing.assert_close(anatomy.head.bias, whole.lm_head.bias.detach())
 
 
@@ -59,7 +59,7 @@ def test_a_scaling_that_multiplies_is_told_from_one_that_divides():
     whole = network("granite")
     forward = whole.forward
     whole.forward = lambda **inputs: scaled(forward(**inputs), 16.0)  # divided by 4 inside
-    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert anatomy.head.scale == 4.0
 
 
@@ -73,7 +73,7 @@ def test_what_does_not_come_apart_is_measured_through_its_logits(folders):
     pair = load_pair(str(policy), str(reference))
     forward = pair.policy.network.forward
     pair.policy.network.forward = lambda **inputs: scaled(forward(**inputs), 1.001)
-    anatomy = take_apart(pair.policy.network, pair.policy.body, probe(), "the policy")
+    anatomy = extract_head(pair.policy.network, pair.policy.backbone, probe(), "the policy")
     assert anatomy.head.weight is None
     assert "the policy (LlamaForCausalLM) does not come apart" in anatomy.note
     assert "slower" in anatomy.note
@@ -88,7 +88,7 @@ def test_what_does_not_come_apart_is_measured_through_its_logits(folders):
 def test_a_layer_between_body_and_head_is_noticed():
     whole = network()
     whole.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 320))
-    anatomy = take_apart(whole, whole.base_model, probe(), "the reference")
+    anatomy = extract_head(whole, whole.base_model, probe(), "the reference")
     assert anatomy.head.weight is None
     assert anatomy.note is not None
 
@@ -103,8 +103,8 @@ def test_rows_that_the_network_does_not_give_out_are_cut():
         return out
 
     whole.forward = shortened
-    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
-    assert anatomy.rows == 301
+    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
+    assert anatomy.vocab_size == 301
     assert anatomy.head.weight.shape == (301, 32)
 
 
@@ -119,19 +119,19 @@ def test_the_tolerance_is_four_units_in_the_last_place_of_the_largest_logit(dtyp
     for units, agree in ((0, True), (right, True), (wrong, False)):
         own = hidden.clone()
         own[0, 1] += units * ulp
-        assert (disagreement(own, hidden, head) <= 1) is agree, units
+        assert (logit_discrepancy(own, hidden, head) <= 1) is agree, units
 
 
 def test_the_order_of_a_sum_is_no_disagreement():
     """Here 1 is left of 10 000 added and taken away again: its last digits depend on when it was added."""
     hidden, head = torch.tensor([[1e4, 1.0, -1e4]]), Head(torch.ones(1, 3))
-    assert disagreement(torch.tensor([[1.001]]), hidden, head) <= 1
-    assert disagreement(torch.tensor([[1.1]]), hidden, head) > 1
+    assert logit_discrepancy(torch.tensor([[1.001]]), hidden, head) <= 1
+    assert logit_discrepancy(torch.tensor([[1.1]]), hidden, head) > 1
 
 
 def test_a_cap_that_is_too_high_to_be_noticed_is_kept():
     whole = network("gemma2", final_logit_softcapping=1e4)
-    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert anatomy.head.softcap == 1e4
 
 
@@ -140,17 +140,17 @@ def test_logits_that_are_not_finite_agree_with_the_like_alone():
     hidden = torch.tensor([[1.0, 2.0, 3.0]])
     forbidden = Head(torch.eye(3), torch.tensor([0.0, 0.0, -torch.inf]))
     own = torch.tensor([[1.0, 2.0, -torch.inf]])
-    assert disagreement(own, hidden, forbidden) <= 1
-    assert disagreement(own, hidden, head) == torch.inf
-    assert disagreement(torch.tensor([[1.0, torch.nan, 3.0]]), hidden, head) == torch.inf
+    assert logit_discrepancy(own, hidden, forbidden) <= 1
+    assert logit_discrepancy(own, hidden, head) == torch.inf
+    assert logit_discrepancy(torch.tensor([[1.0, torch.nan, 3.0]]), hidden, head) == torch.inf
     spoilt = torch.tensor([[1.0, torch.nan, 3.0]])
-    assert disagreement(spoilt, spoilt, Head(torch.eye(3))) == torch.inf
+    assert logit_discrepancy(spoilt, spoilt, Head(torch.eye(3))) == torch.inf
     everywhere = torch.full((1, 3), torch.nan)
-    assert disagreement(everywhere, spoilt, head) == 0
+    assert logit_discrepancy(everywhere, spoilt, head) == 0
 
 
 def test_sizes_that_do_not_fit_disagree():
-    assert disagreement(torch.ones(1, 3), torch.ones(1, 4), Head(torch.eye(3))) == torch.inf
+    assert logit_discrepancy(torch.ones(1, 3), torch.ones(1, 4), Head(torch.eye(3))) == torch.inf
 
 
 def test_a_model_that_looks_ahead_is_refused():
@@ -166,7 +166,7 @@ def test_a_model_that_looks_ahead_is_refused():
     with pytest.raises(
         ModelError, match=r"the policy \(BertLMHeadModel\) lets later tokens change the logits"
     ):
-        take_apart(whole, whole.base_model, probe(), "the policy")
+        extract_head(whole, whole.base_model, probe(), "the policy")
 
 
 def test_a_head_without_weights_on_this_machine_is_measured_through_logits(tmp_path):
@@ -174,6 +174,6 @@ def test_a_head_without_weights_on_this_machine_is_measured_through_logits(tmp_p
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     layer = whole.get_output_embeddings()
     whole.get_output_embeddings = lambda: torch.nn.Linear(32, 320, device="meta")
-    anatomy = take_apart(whole, whole.base_model, probe(), "the policy")
+    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert anatomy.head.weight is None
     assert layer.weight.shape == (320, 32)

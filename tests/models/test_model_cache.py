@@ -27,7 +27,7 @@ def test_what_is_in_the_folder_is_not_computed_again(pair: Pair, tmp_path):
     cache = ReferenceCache(tmp_path / "cache", pair.reference)
     same(score(pair, random_sequences(), cache=cache), plain)
     assert cache.found == 0
-    deaf = replace(pair, reference=replace(pair.reference, body=unasked))
+    deaf = replace(pair, reference=replace(pair.reference, backbone=unasked))
     again = ReferenceCache(tmp_path / "cache", deaf.reference)
     same(score(deaf, random_sequences(), batch_tokens=11, cache=again), plain)
     assert again.found == len(random_sequences())
@@ -47,9 +47,9 @@ def test_only_what_is_new_is_computed(pair: Pair, tmp_path):
 
     def counting(**inputs):
         read.append(len(inputs["input_ids"]))
-        return pair.reference.body(**inputs)
+        return pair.reference.backbone(**inputs)
 
-    counted = replace(pair, reference=replace(pair.reference, body=counting))
+    counted = replace(pair, reference=replace(pair.reference, backbone=counting))
     same(score(counted, random_sequences(), cache=cache), score(pair, random_sequences()))
     assert sum(read) == len(rest)
     assert cache.found == 2

@@ -21,16 +21,16 @@ from kleash.models import (
     ReferenceCache,
     StoredReference,
     TokenSequence,
-    finish,
-    finite_reader,
+    checked_reader,
+    finish_cache,
     head_tensors,
     load_beside,
     load_pair,
     load_reference,
-    save_rounding,
+    save_rounding_columns,
     score,
 )
-from kleash.models.cache.hidden_states import HiddenStates, key_of
+from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
 from kleash.records import CacheContents
 from kleash.records.job import MeasureJob
 
@@ -44,23 +44,23 @@ def contents(**more: Any) -> CacheContents:
 def made(folder: Path, reference: Path, sequences: list[TokenSequence]) -> StoredReference:
     pair = load_reference(str(reference), None, Loading())
     cache = ReferenceCache(folder, pair.reference)
-    cache.fill(finite_reader(pair.reference), sequences, 4096)
-    finish(folder, pair.reference, contents())
+    cache.fill(checked_reader(pair.reference), sequences, 4096)
+    finish_cache(folder, pair.reference, contents())
     return StoredReference(folder)
 
 
 def beside(stored: StoredReference, policy: Path, reference: Path | str) -> Pair:
     return load_beside(
-        stored, str(policy), str(reference), revision_policy=None, revision_reference=None, how=Loading()
+        stored, str(policy), str(reference), revision_policy=None, revision_reference=None, loading=Loading()
     )
 
 
 def test_it_scores_as_the_reference_does(folders, pair: Pair, tmp_path: Path) -> None:
     policy, reference = folders("llama")
     stored = made(tmp_path / "cache", reference, random_sequences())
-    assert StoredReference.is_in(tmp_path / "cache") and not StoredReference.is_in(tmp_path)
+    assert StoredReference.exists_in(tmp_path / "cache") and not StoredReference.exists_in(tmp_path)
     without = beside(stored, policy, tmp_path / "cache")
-    assert without.reference.network is None and without.reference.body is None
+    assert without.reference.network is None and without.reference.backbone is None
     exact = score(pair, random_sequences())
     found = score(without, random_sequences())
     for name, values in exact.items():
@@ -71,7 +71,7 @@ def test_it_scores_as_the_reference_does(folders, pair: Pair, tmp_path: Path) ->
     wanted = logq[range(12), list(longest.response_ids)]
     np.testing.assert_allclose(warm["logp_reference"][warm["prompt_id"] == 1], wanted, rtol=2e-5)
     assert without.reference.record() == pair.reference.record()
-    assert without.context == pair.context
+    assert without.context_length == pair.context_length
 
 
 def test_what_is_there_is_not_read_again(folders, tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ def test_a_sequence_that_is_not_there_is_named(folders, tmp_path: Path) -> None:
     stored = made(tmp_path, folders("llama")[1], random_sequences()[:3])
     where = replace(random_sequences()[3], where="file, line 7")
     (other,) = random_sequences(((2, 2),), seed=5)
-    assert stored.lacking([*random_sequences()[:3], where, other]) == (
+    assert stored.count_missing([*random_sequences()[:3], where, other]) == (
         2,
         5,
         "prompt 3, sample 0 (file, line 7)",
     )
-    assert stored.lacking([]) == (0, 0, "")
+    assert stored.count_missing([]) == (0, 0, "")
     with pytest.raises(ModelError, match=r"holds no hidden states of prompt 3, sample 0 \(file, line 7\)"):
         stored.read([random_sequences()[0], where])
 
@@ -116,7 +116,7 @@ def test_a_head_with_more_rows_is_cut_as_without_a_cache(folders, tmp_path: Path
     stored = made(cache, wide, random_sequences())
     assert load_file(cache / "head.safetensors")["weight"].shape == (340, 32)
     found, exact = beside(stored, policy, wide), load_pair(str(policy), str(wide))
-    assert found.vocabulary == exact.vocabulary == 300
+    assert found.vocab_size == exact.vocab_size == 300
     assert any("340 (reference) rows" in note for note in found.notes)
     for name, values in score(exact, random_sequences()).items():
         np.testing.assert_array_equal(score(found, random_sequences())[name], values, err_msg=name)
@@ -172,10 +172,10 @@ def test_anyone_may_read_the_files_who_may_read_the_folder(folders, tmp_path: Pa
 
 def test_rounding_belongs_to_a_temperature(folders, tmp_path: Path) -> None:
     stored = made(tmp_path, folders("llama")[1], random_sequences())
-    assert stored.rounding("noise", 1.0) is None
-    save_rounding(tmp_path, "noise", 0.5, {"kl_policy_reference": np.array([0.25, 0.5])})
-    assert stored.rounding("noise", 0.5)["kl_policy_reference"].tolist() == [0.25, 0.5]
-    assert stored.rounding("noise", 1.0) is None and stored.rounding("gap", 0.5) is None
+    assert stored.rounding_columns("noise", 1.0) is None
+    save_rounding_columns(tmp_path, "noise", 0.5, {"kl_policy_reference": np.array([0.25, 0.5])})
+    assert stored.rounding_columns("noise", 0.5)["kl_policy_reference"].tolist() == [0.25, 0.5]
+    assert stored.rounding_columns("noise", 1.0) is None and stored.rounding_columns("gap", 0.5) is None
 
 
 @pytest.fixture
@@ -236,10 +236,10 @@ def test_a_folder_is_told_by_its_fingerprint(folders, tmp_path: Path) -> None:
 def test_hidden_states_come_back_as_they_were_written(tmp_path: Path) -> None:
     rng = torch.Generator().manual_seed(0)
     parts = {bytes([n] * 16): torch.randn(n + 1, 8, generator=rng).to(torch.bfloat16) for n in range(5)}
-    first = HiddenStates(tmp_path)
+    first = HiddenStateStore(tmp_path)
     first.write(dict(list(parts.items())[:2]))
     first.write(dict(list(parts.items())[2:]))
-    for states in (first, HiddenStates(tmp_path)):
+    for states in (first, HiddenStateStore(tmp_path)):
         assert len(states) == 5 and states.tokens == 15
         for key in [*parts, *reversed(parts)]:
             assert torch.equal(states.get(key, len(parts[key])), parts[key])
@@ -250,17 +250,17 @@ def test_hidden_states_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_a_key_stands_for_tokens_and_where_they_are_cut() -> None:
     (one,) = random_sequences(((5, 7),))
     whole = one.prompt_ids + one.response_ids
-    keys = {key_of(replace(one, prompt_ids=whole[:n], response_ids=whole[n:])) for n in range(1, 12)}
+    keys = {sequence_key(replace(one, prompt_ids=whole[:n], response_ids=whole[n:])) for n in range(1, 12)}
     assert len(keys) == 11
-    assert key_of(one) == key_of(replace(one, prompt_id=9, where="elsewhere")) in keys
+    assert sequence_key(one) == sequence_key(replace(one, prompt_id=9, location="elsewhere")) in keys
 
 
 def test_a_bias_scale_and_cap_come_back(folders, tmp_path: Path) -> None:
     model = load_reference(str(folders("llama")[1]), None, Loading()).reference
-    bias = torch.linspace(-1, 1, model.vocabulary)
+    bias = torch.linspace(-1, 1, model.vocab_size)
     odd = replace(model, head=replace(model.head, bias=bias))
     ReferenceCache(tmp_path, odd)
-    finish(tmp_path, odd, contents(scale=0.25, softcap=3.0))
+    finish_cache(tmp_path, odd, contents(scale=0.25, softcap=3.0))
     head = StoredReference(tmp_path).model(torch.device("cpu"), None).head
     assert head.bias is not None and torch.equal(head.bias, bias)
     assert (head.scale, head.softcap) == (0.25, 3.0)

@@ -25,11 +25,11 @@ from kleash.models import (
     Pair,
     Prompt,
     Sampling,
+    batch_by_length,
     draw,
     exponentials,
     generate,
     hash_tokens,
-    length_batches,
     load_pair,
 )
 
@@ -173,7 +173,10 @@ def test_a_response_ends_with_its_end_token(pair: Pair):
     ends = (free[0].response_ids[4], free[2].response_ids[7])
     told = []
     ended = generate(
-        replace(pair.policy, ends=ends), prompts(), Sampling(max_new_tokens=30, seed=1), drawn=told.append
+        replace(pair.policy, eos_token_ids=ends),
+        prompts(),
+        Sampling(max_new_tokens=30, seed=1),
+        drawn=told.append,
     )
     for whole, one in zip(free, ended, strict=True):
         stops = [place for place, token in enumerate(whole.response_ids) if token in ends]
@@ -190,7 +193,9 @@ def test_a_response_ends_with_its_end_token(pair: Pair):
 def test_an_end_at_the_last_place_is_a_stop(pair: Pair):
     free = generate(pair.policy, prompts(TEXTS[:1]), Sampling(max_new_tokens=5))
     (one,) = generate(
-        replace(pair.policy, ends=free[0].response_ids[4:]), prompts(TEXTS[:1]), Sampling(max_new_tokens=5)
+        replace(pair.policy, eos_token_ids=free[0].response_ids[4:]),
+        prompts(TEXTS[:1]),
+        Sampling(max_new_tokens=5),
     )
     assert one.finish_reason == "stop"
 
@@ -208,10 +213,10 @@ def test_after_the_prompts_one_token_at_a_time_is_read(folders, architecture):
     policy, _ = folders(architecture)
     model = load_pair(str(policy), str(policy)).policy
     shapes = []
-    handle = model.body.register_forward_pre_hook(
+    handle = model.backbone.register_forward_pre_hook(
         lambda _, args, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
     )
-    generate(replace(model, ends=()), prompts(), Sampling(max_new_tokens=5))
+    generate(replace(model, eos_token_ids=()), prompts(), Sampling(max_new_tokens=5))
     handle.remove()
     assert shapes == [(4, 12), (1, 1), *[(4, 1)] * 4]
 
@@ -225,9 +230,9 @@ def test_a_network_without_a_cache_draws_the_same(folders, architecture):
     class Plain(torch.nn.Module):
         def forward(self, input_ids, use_cache):
             assert not use_cache
-            return model.body(input_ids=input_ids, use_cache=False)
+            return model.backbone(input_ids=input_ids, use_cache=False)
 
-    plain = replace(model, body=Plain())
+    plain = replace(model, backbone=Plain())
     assert responses(generate(plain, prompts(), sampling)) == responses(generate(model, prompts(), sampling))
 
 
@@ -239,9 +244,9 @@ def test_a_network_that_reads_its_padding_is_read_without(folders):
 
     class Blind(torch.nn.Module):
         def forward(self, input_ids, use_cache, attention_mask=None, past_key_values=None):
-            return model.body(input_ids=input_ids, use_cache=use_cache, past_key_values=past_key_values)
+            return model.backbone(input_ids=input_ids, use_cache=use_cache, past_key_values=past_key_values)
 
-    assert responses(generate(replace(model, body=Blind()), prompts(), sampling)) == responses(wanted)
+    assert responses(generate(replace(model, backbone=Blind()), prompts(), sampling)) == responses(wanted)
 
 
 def test_a_recurrent_network_draws_from_its_own_distribution(tmp_path):
@@ -383,7 +388,7 @@ class Crossings(TorchFunctionMode):
 def test_nothing_of_the_vocabularys_size_leaves_the_device(pair: Pair, cut):
     with Crossings() as crossings:
         generate(pair.policy, prompts(TEXTS[:1]), Sampling(max_new_tokens=3, **cut))
-    assert 0 < max(crossings.sizes) < pair.policy.vocabulary
+    assert 0 < max(crossings.sizes) < pair.policy.vocab_size
 
 
 def test_nan_names_the_prompt(folders, unhooked):
@@ -419,20 +424,20 @@ def test_nothing_is_answered_by_nothing(pair: Pair):
 
 def test_batches_are_of_like_length_and_within_the_budget():
     lengths = [5, 1, 9, 5, 30, 2, 9]
-    batches = length_batches(lengths, 20)
+    batches = batch_by_length(lengths, 20)
     assert batches == [[4], [2, 6], [0, 3, 5, 1]]
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[n] for n in batch) <= 20
-    assert length_batches(lengths, 20, rows=1) == [[4], [2], [6], [0], [3], [5], [1]]
-    assert length_batches([], 20) == []
+    assert batch_by_length(lengths, 20, max_sequences=1) == [[4], [2], [6], [0], [3], [5], [1]]
+    assert batch_by_length([], 20) == []
     with pytest.raises(OptionError, match="batch_tokens is 0"):
-        length_batches(lengths, 0)
+        batch_by_length(lengths, 0)
 
 
 def test_an_end_token_in_training_is_found_in_the_end(tmp_path):
     """A model that always ends: one token each, and the batch is over."""
     folder = save_tiny(tmp_path / "model")
     model = load_pair(str(folder), str(folder)).policy
-    model = replace(model, ends=tuple(range(320)))
+    model = replace(model, eos_token_ids=tuple(range(320)))
     found = generate(model, prompts(), Sampling())
     assert [len(one.response_ids) for one in found] == [1, 1, 1, 1]

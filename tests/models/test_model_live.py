@@ -70,7 +70,7 @@ def test_it_is_measured_with_the_weights_of_the_moment(network, folder, tokenize
         model = live_model(network, tokenizer)
         after = kl(model, reference, tokenizer)
     assert (before == 0).all() and (after > 1e-3).all()
-    assert model.path == str(folder) and model.ends == (1,) and model.context == 128
+    assert model.path == str(folder) and model.eos_token_ids == (1,) and model.context_length == 128
     assert model.head.weight.data_ptr() == network.lm_head.weight.data_ptr()
 
 

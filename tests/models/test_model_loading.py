@@ -40,7 +40,7 @@ def test_what_a_model_says_of_itself(folders):
     assert isinstance(model, Model)
     assert (model.role, model.path, model.revision) == ("policy", str(policy), None)
     assert (model.dtype, model.device.type) == (torch.float32, "cpu")
-    assert (model.vocabulary, model.context, model.ends) == (320, 128, (1,))
+    assert (model.vocab_size, model.context_length, model.eos_token_ids) == (320, 128, (1,))
     stored = load_file(policy / "model.safetensors")
     assert model.parameters == sum(values.numel() for values in stored.values())
     assert not model.network.training
@@ -62,7 +62,7 @@ def test_dtypes(folders, dtype):
     policy, _ = folders("llama")
     model = load_pair(str(policy), str(policy), dtype=dtype).policy
     assert model.dtype == getattr(torch, dtype)
-    assert model.hidden(torch.tensor([[3, 4]])).dtype == model.dtype
+    assert model.hidden_states(torch.tensor([[3, 4]])).dtype == model.dtype
 
 
 def test_auto_is_float32_on_a_cpu_whatever_the_checkpoint_holds(tmp_path):
@@ -74,7 +74,7 @@ def test_auto_is_float32_on_a_cpu_whatever_the_checkpoint_holds(tmp_path):
 
 def test_padded_heads_of_one_size_are_left_as_they_are(pair: Pair):
     assert pair.notes == ("both heads have 320 rows for 300 tokens; the 20 others are kept",)
-    assert pair.vocabulary == 320
+    assert pair.vocab_size == 320
 
 
 def test_padded_heads_of_two_sizes_are_cut_to_the_tokens(folders, tmp_path):
@@ -85,7 +85,7 @@ def test_padded_heads_of_two_sizes_are_cut_to_the_tokens(folders, tmp_path):
     assert note.startswith(
         "the heads have 320 (policy) and 305 (reference) rows for 300 tokens; both are cut"
     )
-    assert (pair.vocabulary, pair.reference.vocabulary) == (300, 300)
+    assert (pair.vocab_size, pair.reference.vocab_size) == (300, 300)
     one = random_sequences()[1]
     found = score(pair, [one])
     both = [
@@ -103,10 +103,10 @@ def test_fewer_rows_than_tokens(tmp_path, unhooked):
 
 
 def test_fewer_logits_than_tokens(pair: Pair, unhooked):
-    from kleash.models.pair_loading import fit_together
+    from kleash.models.pair_loading import pair_models
 
     with pytest.raises(ModelError, match=r"the reference .* has 299 logits for a tokenizer of 300 tokens"):
-        fit_together(pair.policy, replace(pair.reference, vocabulary=299), ())
+        pair_models(pair.policy, replace(pair.reference, vocab_size=299), ())
 
 
 def test_different_tokenizers(folders, copied, unhooked):
@@ -261,14 +261,14 @@ def test_a_device_map_gives_the_same_numbers(folders):
 
 
 def test_different_dtypes_are_a_warning(folders):
-    from kleash.models.pair_loading import fit_together
+    from kleash.models.pair_loading import pair_models
 
     policy, reference = folders("llama")
     ours, theirs = (
         load_pair(str(policy), str(reference)),
         load_pair(str(policy), str(reference), dtype="float64"),
     )
-    mixed = fit_together(ours.policy, theirs.reference, ())
+    mixed = pair_models(ours.policy, theirs.reference, ())
     assert mixed.warnings == (
         "the policy ran in torch.float32 and the reference in torch.float64; give --dtype",
     )
@@ -278,7 +278,7 @@ def test_different_dtypes_are_a_warning(folders):
 def test_ends_come_from_the_generation_settings(copied):
     settings = json.loads((copied / "generation_config.json").read_text())
     (copied / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, 7]}))
-    assert load_pair(str(copied), str(copied)).policy.ends == (1, 7)
+    assert load_pair(str(copied), str(copied)).policy.eos_token_ids == (1, 7)
 
 
 def test_the_fingerprint_changes_with_any_tensor_and_with_nothing_else(folders, copied, tmp_path):
@@ -301,8 +301,8 @@ def test_the_fingerprint_changes_with_any_tensor_and_with_nothing_else(folders, 
 
 
 def test_contexts_of_both_count(pair: Pair):
-    shorter = replace(pair, reference=replace(pair.reference, context=40))
-    assert shorter.context == 40
-    unlimited = replace(shorter, policy=replace(pair.policy, context=None))
-    assert unlimited.context == 40
-    assert replace(unlimited, reference=unlimited.policy).context is None
+    shorter = replace(pair, reference=replace(pair.reference, context_length=40))
+    assert shorter.context_length == 40
+    unlimited = replace(shorter, policy=replace(pair.policy, context_length=None))
+    assert unlimited.context_length == 40
+    assert replace(unlimited, reference=unlimited.policy).context_length is None

@@ -16,8 +16,8 @@ from kleash.models import (
     ReferenceCache,
     load_pair,
     score,
-    score_against_alone,
-    score_in_float32,
+    score_against_float32,
+    score_batched_against_single,
 )
 from kleash.records.tables import TOKEN_COLUMNS
 
@@ -116,10 +116,10 @@ def test_the_noise_floor_is_rounding_and_larger_in_bfloat16(folders):
     policy, reference = folders("llama")
     sequences = random_sequences(((5, 7), (1, 60), (30, 2), (3, 3), (2, 9)))
     exact = load_pair(str(policy), str(reference)).reference
-    floor = score_against_alone(exact, sequences)
+    floor = score_batched_against_single(exact, sequences)
     assert set(floor) == set(TOKEN_COLUMNS) - {"text"}
     assert 0 <= floor["kl_policy_reference"].max() < 1e-9
-    assert score_in_float32(exact, sequences) is None
+    assert score_against_float32(exact, sequences) is None
 
 
 def test_the_noise_floor_reads_each_sequence_alone(pair: Pair):
@@ -127,9 +127,9 @@ def test_the_noise_floor_reads_each_sequence_alone(pair: Pair):
 
     def counting(**inputs):
         rows.append(len(inputs["input_ids"]))
-        return pair.reference.body(**inputs)
+        return pair.reference.backbone(**inputs)
 
-    score_against_alone(replace(pair.reference, body=counting), random_sequences())
+    score_batched_against_single(replace(pair.reference, backbone=counting), random_sequences())
     assert sorted(rows) == [1, 1, 1, 1, 4]
 
 
@@ -137,7 +137,7 @@ def test_the_dtype_gap_of_a_cut_head_is_that_of_the_cut_head(folders):
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference), dtype="bfloat16")
     head = replace(pair.reference.head, weight=pair.reference.head.weight[:300])
-    gap = score_in_float32(replace(pair.reference, head=head, vocabulary=300), random_sequences())
+    gap = score_against_float32(replace(pair.reference, head=head, vocab_size=300), random_sequences())
     assert gap is not None
     one = random_sequences()[0]
     z = double_logits(reference, [*one.prompt_ids, *one.response_ids])[4:-1, :300].numpy()
@@ -150,7 +150,7 @@ def test_the_dtype_gap_compares_the_dtype_that_ran_with_float32(folders):
     sequences = random_sequences()
     rounded = load_pair(str(policy), str(reference), dtype="bfloat16")
     assert rounded.policy.dtype == torch.bfloat16
-    gap = score_in_float32(rounded.reference, sequences)
+    gap = score_against_float32(rounded.reference, sequences)
     assert gap is not None
     truth = columns_by_enumeration(reference, reference, sequences)
     np.testing.assert_allclose(gap["logp_reference"], truth["logp_reference"], rtol=3e-5)
@@ -168,13 +168,13 @@ def test_float64_models_are_scored_in_float64(folders):
 
 def test_nan_names_the_model_the_prompt_and_the_position(pair: Pair, unhooked):
     def spoilt(**inputs):
-        out = pair.reference.body(**inputs)
+        out = pair.reference.backbone(**inputs)
         out.last_hidden_state[1, 6] = torch.nan
         return out
 
-    broken = replace(pair, reference=replace(pair.reference, body=spoilt))
+    broken = replace(pair, reference=replace(pair.reference, backbone=spoilt))
     sequences = [
-        replace(one, where=f"rollouts.jsonl, line {one.prompt_id + 1}") for one in random_sequences()
+        replace(one, location=f"rollouts.jsonl, line {one.prompt_id + 1}") for one in random_sequences()
     ]
     message = (
         r"the reference gives NaN or infinite logits for prompt 0, sample 0 \(rollouts.jsonl, line 1\), "

@@ -50,11 +50,11 @@ def test_prompts_of_jsonl_plain_text_and_messages(pair: Pair, write):
     assert first.token_ids[0] == 0
     assert second.text == "<s>user: Hi\nassistant: "
     assert second.token_ids == (0, *ids("user: Hi\nassistant: "))
-    assert second.where.endswith("a.jsonl, line 2")
+    assert second.location.endswith("a.jsonl, line 2")
     plain = read_prompts(write("a.txt", "The sea\r\n\r\n  was \n"), pair)
     assert [one.text for one in plain] == ["The sea", "  was "]
     assert plain[0].token_ids == first.token_ids
-    assert [one.where.rsplit(" ", 1)[1] for one in plain] == ["1", "3"]
+    assert [one.location.rsplit(" ", 1)[1] for one in plain] == ["1", "3"]
 
 
 def test_the_kind_of_a_file_is_its_suffix_or_its_first_line(pair: Pair, write):
@@ -180,7 +180,7 @@ def test_documents_of_plain_text_end_at_a_blank_line(pair: Pair, write):
     assert [one.prompt_id for one in windows] == [0, 1]
     assert windows[0].prompt_ids + windows[0].response_ids == ids("The sea\nwas", special=True)
     assert windows[0].prompt_ids == (0,)
-    assert windows[1].where.endswith("line 7")
+    assert windows[1].location.endswith("line 7")
     assert windows[1].response_text == "calm and"
 
 
@@ -221,7 +221,7 @@ def test_windows_of_one_document(pair: Pair, write):
     for number, one in enumerate(windows):
         whole = one.prompt_ids + one.response_ids
         assert whole == tokens[12 * number : 12 * number + 17]
-        assert one.read <= 16
+        assert one.num_input_tokens <= 16
         assert one.prompt_hash == hash_tokens(whole)
         assert len(one.prompt_ids) == (5 if number else 1)
 
@@ -346,7 +346,7 @@ def test_the_longest_response_that_can_be_read(pair: Pair, write):
     prompt = len(ids("The sea", special=True))
     record = {**BASE, "response_token_ids": [5] * (129 - prompt)}
     (one,) = read_responses(write("a.jsonl", [record]), pair)
-    assert one.read == 128
+    assert one.num_input_tokens == 128
 
 
 def test_the_warning_about_text():
@@ -356,7 +356,7 @@ def test_the_warning_about_text():
 
 
 def test_without_a_limit_of_context_everything_is_read(pair: Pair, write):
-    policy, reference = (replace(model, context=None) for model in (pair.policy, pair.reference))
+    policy, reference = (replace(model, context_length=None) for model in (pair.policy, pair.reference))
     endless = replace(pair, policy=policy, reference=reference)
     (one,) = read_text(write("a.txt", " ".join(SENTENCES)), endless)
     assert len(one.response_ids) > 128

@@ -19,7 +19,7 @@ from tiny_models import tiny_tokenizer
 from kleash.errors import KleashError, SourceError
 from kleash.models import count_documents, read_prompts, read_responses, read_text, source_path
 from kleash.models.sources import source_files
-from kleash.models.sources.source_files import kind_of, read_lines
+from kleash.models.sources.source_files import detect_format, read_records
 from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
@@ -82,10 +82,10 @@ def pq_bytes(records):
 
 def test_every_column_of_a_row_stands_in_its_record(write):
     record = {"prompt": "x", "answer": "4", "tests": ["a", None], "level": 3, "extra": {"k": 1.5}}
-    rows = list(read_lines(_path(write("a.parquet", [record, {**record, "answer": None}]))))
+    rows = list(read_records(_path(write("a.parquet", [record, {**record, "answer": None}]))))
     assert [row.record for row in rows] == [record, {**record, "answer": None}]
     assert rows[1].where.endswith("a.parquet, row 2")
-    (row,) = read_lines(_path(write("a.csv", [["prompt", "answer"], ["x", "4"]])))
+    (row,) = read_records(_path(write("a.csv", [["prompt", "answer"], ["x", "4"]])))
     assert row.record == {"prompt": "x", "answer": "4"}
 
 
@@ -161,8 +161,8 @@ def test_a_sentence_is_no_header(pair, write):
     for first in ("Summarise this, prompt", "text: the sea", "prompt me, please", "Hi"):
         name = write("a.prompts", f"{first}\nThe sea\n")
         assert [one.text for one in read_prompts(name, pair)] == [first, "The sea"]
-    assert kind_of(_path(write("b", "prompt,answer\nx,1\n"))) == "csv"
-    assert kind_of(_path(write("b.txt", "prompt,answer\nx,1\n"))) == "plain text"
+    assert detect_format(_path(write("b", "prompt,answer\nx,1\n"))) == "csv"
+    assert detect_format(_path(write("b.txt", "prompt,answer\nx,1\n"))) == "plain text"
 
 
 FORMATS = {
@@ -188,7 +188,7 @@ def test_prompts_of_trl_are_the_same_in_every_format(pair, write, record, suffix
 
 def test_a_table_adds_no_keys_to_messages(write):
     tool = {"role": "tool", "content": None, "name": "search"}
-    (row,) = read_lines(_path(write("a.parquet", [{"messages": [USER, tool]}])))
+    (row,) = read_records(_path(write("a.parquet", [{"messages": [USER, tool]}])))
     assert row.record == {"messages": [USER, tool]}
 
 
@@ -386,7 +386,7 @@ def standard_input(monkeypatch):
 )
 def test_standard_input_is_a_source_of_any_kind(pair, standard_input, content, where, record):
     standard_input(content)
-    assert [(line.where, line.record) for line in read_lines(source_path("-"))] == [
+    assert [(line.where, line.record) for line in read_records(source_path("-"))] == [
         (f"standard input, {where}", record)
     ]
     for _ in range(2):  # a source is read more than once

@@ -15,11 +15,11 @@ from tiny_models import save_tiny, tiny_adapter, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
-from kleash.models import load_pair, prompts_of
-from kleash.models.checkpoints.files import safetensors_header
-from kleash.models.heads import logits
+from kleash.models import load_pair, tokenise_prompts
+from kleash.models.checkpoints.files import read_safetensors_header
+from kleash.models.heads import head_logits
 from kleash.models.sandbox import process
-from kleash.models.sandbox.process import TemplateError, chat_text
+from kleash.models.sandbox.process import TemplateError, render_chat
 
 pytestmark = [
     pytest.mark.usefixtures("unhooked"),
@@ -64,11 +64,11 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True, scope="module")
 def hasty():
     """A process that gives up after a second of computing."""
-    seconds, process.SECONDS = process.SECONDS, 1
-    process.WORK.stop()
+    seconds, process.CPU_SECONDS = process.CPU_SECONDS, 1
+    process.SANDBOX.stop()
     yield
-    process.SECONDS = seconds
-    process.WORK.stop()
+    process.CPU_SECONDS = seconds
+    process.SANDBOX.stop()
 
 
 def change(path: Path, **settings):
@@ -201,10 +201,10 @@ def test_headers_of_safetensors_are_checked(tmp_path, raw, reason):
     path = tmp_path / "x.safetensors"
     path.write_bytes(raw)
     if reason is None:
-        assert load_file(path)["a"].tolist() == [0, 0] and safetensors_header(path)["a"] == F32
+        assert load_file(path)["a"].tolist() == [0, 0] and read_safetensors_header(path)["a"] == F32
         return
     with pytest.raises(ModelError, match=reason):
-        safetensors_header(path)
+        read_safetensors_header(path)
 
 
 def test_a_folder_is_no_file_of_weights(model):
@@ -313,11 +313,11 @@ def test_templates_are_bounded(template, reason):
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = template
     with pytest.raises(TemplateError, match=reason):
-        chat_text(tokenizer, [{"role": "user", "content": "hello"}])
+        render_chat(tokenizer, [{"role": "user", "content": "hello"}])
 
 
 def test_templates_give_what_transformers_gives(base, here):
-    process.WORK.stop()  # so that it is started from a folder with modules in it
+    process.SANDBOX.stop()  # so that it is started from a folder with modules in it
     tokenizer = tiny_tokenizer()
     talk = [
         {"role": "user", "content": "hello 🙂 é\n"},
@@ -330,9 +330,9 @@ def test_templates_give_what_transformers_gives(base, here):
         (talk[:2], {"continue_final_message": True}),
     ):
         wanted = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        assert chat_text(tokenizer, messages, **options) == wanted
+        assert render_chat(tokenizer, messages, **options) == wanted
     pair = load_pair(str(base), str(base))
-    (prompt,) = prompts_of([talk], pair)
+    (prompt,) = tokenise_prompts([talk], pair)
     assert prompt.text == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     module = sys.modules["transformers.tokenization_utils_base"]
     assert module.render_jinja_template is not process._render
@@ -374,7 +374,7 @@ def test_random_damage_gives_a_sentence_or_the_right_number(base, adapter, tmp_p
         if kind == "adapter":
             network = peft.PeftModel.from_pretrained(network, tmp_path / "damaged")
         with torch.no_grad():
-            truth = network.float().eval()(input_ids=ids).logits[..., : pair.vocabulary].log_softmax(-1)
-            found = logits(pair.policy.hidden(ids), pair.policy.head).log_softmax(-1)
+            truth = network.float().eval()(input_ids=ids).logits[..., : pair.vocab_size].log_softmax(-1)
+            found = head_logits(pair.policy.hidden_states(ids), pair.policy.head).log_softmax(-1)
         torch.testing.assert_close(found, truth, rtol=0, atol=1e-3, equal_nan=True, msg=what)
     assert numbers

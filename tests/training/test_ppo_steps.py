@@ -108,7 +108,7 @@ def test_the_policy_it_leaves_behind_is_the_one_it_trained(folder, tmp_path):
     setting, prompts = ready(job)
     one_step(setting, prompts, tmp_path, started(job), None)
     assert same(weights(found), weights(setting.actor_critic.policy.network))
-    assert load_pair(result.policy, job.reference_name).vocabulary == 320
+    assert load_pair(result.policy, job.reference_name).vocab_size == 320
 
 
 def test_metrics_are_means_over_what_counts(folder):

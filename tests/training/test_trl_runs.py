@@ -226,14 +226,14 @@ def test_distillation_says_how_far_the_teacher_is(trl, tmp_path):
 def test_what_a_step_says_is_measured_on_its_responses(trl, folder, tmp_path):
     from trl_batches import make, moved, whole_logp
 
-    from kleash.models import prompts_of
+    from kleash.models import tokenise_prompts
     from kleash.training.rewards import Reward, Rewards
 
     trainer = make(trl.measured(trl.Leashed), trl.GRPOConfig, str(folder), tmp_path)
     moved(trainer.model, 0.2)
     pair = load_pair(str(folder), str(folder))
     reward = Reward(name="score", weight=2.0, spec="score", of=list)
-    trainer.told_apart(prompts_of(["the sea was", "she counted"], pair), Rewards(rewards=(reward,)))
+    trainer.told_apart(tokenise_prompts(["the sea was", "she counted"], pair), Rewards(rewards=(reward,)))
     inputs = [{"prompt": "the sea was", "kleash_prompt": 0}] * 2 + [
         {"prompt": "she counted", "kleash_prompt": 1}
     ] * 2

@@ -121,8 +121,8 @@ def test_ratio_of_many_equals_ratio_of_sums_per_column(counts_per_column: bool) 
         lower=[0.0, 0.0, 0.0, 0.0, 9.0],
     )
     for k, column in enumerate(columns):
-        column_counts = counts[:, k] if counts_per_column else counts[:, 0]
-        single = ratio_of_sums(sums[:, k], column_counts, unit="abcde"[k], lower=9.0 if k == 4 else 0.0)
+        count_columns = counts[:, k] if counts_per_column else counts[:, 0]
+        single = ratio_of_sums(sums[:, k], count_columns, unit="abcde"[k], lower=9.0 if k == 4 else 0.0)
         assert (column.value, column.standard_error, column.unit) == (
             single.value,
             single.standard_error,

@@ -16,8 +16,8 @@ from kleash.models import (
     TokenSequence,
     generate,
     score,
-    score_against_alone,
-    score_in_float32,
+    score_against_float32,
+    score_batched_against_single,
     token_texts,
 )
 from kleash.records import MeasureJob
@@ -104,8 +104,8 @@ class LocalEngine:
         """
         stored = self.pair.reference.stored
         if stored is not None:
-            return stored.rounding("noise", self.temperature)
-        return score_against_alone(
+            return stored.rounding_columns("noise", self.temperature)
+        return score_batched_against_single(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
 
@@ -116,8 +116,8 @@ class LocalEngine:
         """
         stored = self.pair.reference.stored
         if stored is not None:
-            return stored.rounding("gap", self.temperature)
-        return score_in_float32(
+            return stored.rounding_columns("gap", self.temperature)
+        return score_against_float32(
             self.pair.reference, sequences, temperature=self.temperature, batch_tokens=self.job.batch_tokens
         )
 
@@ -138,7 +138,7 @@ class LocalEngine:
             seed=job.seed,
         )
         # What the policy writes the reference has to read: the shorter context of the two binds both.
-        policy = replace(self.pair.policy, context=self.pair.context)
+        policy = replace(self.pair.policy, context_length=self.pair.context_length)
         return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens, drawn=self.generated)
 
 

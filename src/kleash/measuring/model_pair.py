@@ -14,9 +14,9 @@ from kleash.models import (
     TokenizerMismatchError,
     load_beside,
     load_pair,
-    window_and_stride,
+    resolve_window,
 )
-from kleash.models.cache.reference_cache import require_cache
+from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.records import SHIPPED_POLICY, SHIPPED_REFERENCE, CachedSource, MeasureJob
 from kleash.records.locking import folder_lock
 
@@ -58,7 +58,7 @@ def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
         job.reference,
         revision_policy=job.revision_policy,
         revision_reference=job.revision_reference,
-        how=loading(job),
+        loading=loading(job),
     )
     _check_covered(job, pair, stored, source_sha256)
     return pair
@@ -76,7 +76,7 @@ def filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | None
         yield None
         return
     folder = Path(job.reference_cache).expanduser()
-    require_cache(folder)
+    check_cache_folder(folder)
     with folder_lock(
         folder, "wait for it, or make the cache with kleash cache, which any number of runs can read"
     ):
@@ -98,7 +98,7 @@ def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
     kind, path = job.source
     window, stride = None, None
     if kind == "text":
-        window, stride = window_and_stride(pair, job.window, job.stride)
+        window, stride = resolve_window(pair, job.window, job.stride)
     return CachedSource(
         kind=kind,
         path=path,
@@ -118,7 +118,7 @@ def _finished_cache(job: MeasureJob) -> Path | None:
     if job.reference_cache is None or job.source[0] == "prompts":
         return None
     folder = Path(job.reference_cache).expanduser()
-    return folder if StoredReference.is_in(folder) else None
+    return folder if StoredReference.exists_in(folder) else None
 
 
 def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:
@@ -128,7 +128,7 @@ def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256:
     is_whole = len(stored.states) >= stored.contents.sequences
     if is_whole and cached is not None and cached.covers(source):
         return
-    missing, total, first = stored.lacking(source_sequences(job, pair))
+    missing, total, first = stored.count_missing(source_sequences(job, pair))
     if missing:
         raise ModelError(
             f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it "

@@ -19,13 +19,13 @@ from kleash.models import (
     Pair,
     ReferenceCache,
     TokenSequence,
-    finish,
-    finite_reader,
+    finish_cache,
+    checked_reader,
     head_tensors,
     load_reference,
-    save_rounding,
+    save_rounding_columns,
 )
-from kleash.models.cache.reference_cache import require_cache
+from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.cache.stored_reference import TOKENIZER
 from kleash.models.threads import threads_for_scoring
 from kleash.records import CacheContents, CacheJob
@@ -62,7 +62,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     """
     reporter = reporter if reporter is not None else NullProgressReporter()
     folder = Path(job.out if job.out is not None else default_cache()).expanduser()
-    require_cache(folder)
+    check_cache_folder(folder)
     digest = source_sha256(job.measurement())
     for sentence in job.measurement().without_effect():
         reporter.note(sentence)
@@ -95,7 +95,7 @@ def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: Progr
     cache = ReferenceCache(folder, pair.reference, source_of(measure_job, pair, digest))
     if len(cache.states):
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
-    reader = finite_reader(pair.reference)
+    reader = checked_reader(pair.reference)
     plan = plan_shards(measure_job, pair)
     reporter.set_total(plan.sequences)
     scored = 0
@@ -107,7 +107,7 @@ def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: Progr
     engine = LocalEngine(pair=pair, job=measure_job)
     _store_rounding(engine, folder, noise_sequences(source_sequences(measure_job, pair), scored))
     contents = _contents(pair, cache)
-    finish(folder, pair.reference, contents)
+    finish_cache(folder, pair.reference, contents)
     return contents
 
 
@@ -116,7 +116,7 @@ def _store_rounding(engine: LocalEngine, folder: Path, sequences: Sequence[Token
     for kind, columns in (("noise", engine.noise(sequences)), ("gap", engine.float32_gap(sequences))):
         if columns is not None:
             stored = {name: np.ascontiguousarray(columns[name]) for name in SequenceClusters.COLUMNS}
-            save_rounding(folder, kind, engine.temperature, stored)
+            save_rounding_columns(folder, kind, engine.temperature, stored)
 
 
 def _contents(pair: Pair, cache: ReferenceCache) -> CacheContents:
@@ -128,8 +128,8 @@ def _contents(pair: Pair, cache: ReferenceCache) -> CacheContents:
         hidden_size=head["weight"].shape[1],
         hidden_bytes=cache.states.size_bytes,
         head_bytes=sum(part.numel() * part.element_size() for part in head.values()),
-        logits_bytes=cache.states.tokens * reference.vocabulary * logit_bytes,
-        context=reference.context,
+        logits_bytes=cache.states.tokens * reference.vocab_size * logit_bytes,
+        context=reference.context_length,
         scale=reference.head.scale,
         softcap=reference.head.softcap,
         notes=pair.notes,

@@ -30,7 +30,7 @@ def noise_sequences(sequences: Iterable[TokenSequence], scored: int) -> list[Tok
     chosen: list[TokenSequence] = []
     for sequence in sequences:
         chosen.append(shortened_to(sequence, budget // NOISE_SEQUENCES))
-        total += chosen[-1].read
+        total += chosen[-1].num_input_tokens
         if total >= budget:
             break
     return chosen
@@ -38,7 +38,7 @@ def noise_sequences(sequences: Iterable[TokenSequence], scored: int) -> list[Tok
 
 def shortened_to(sequence: TokenSequence, tokens: int) -> TokenSequence:
     """The end of a sequence's prompt and the beginning of its response, at most ``tokens`` model inputs."""
-    if sequence.read <= tokens:
+    if sequence.num_input_tokens <= tokens:
         return sequence
     prompt = sequence.prompt_ids[-max(1, tokens // 2, tokens + 1 - len(sequence.response_ids)) :]
     count = max(1, tokens + 1 - len(prompt))
@@ -73,7 +73,7 @@ def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
                 prompt_text=prompt.text,
                 response_text="",
                 prompt_hash=prompt.prompt_hash,
-                where=prompt.where,
+                location=prompt.location,
             )
 
 

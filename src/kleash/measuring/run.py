@@ -18,7 +18,7 @@ from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.sequence_clusters import SequenceClusters
 from kleash.measuring.shards import SourceChecks, plan_shards, source_sha256
 from kleash.models import SAMPLER, Pair, find_checkpoint
-from kleash.models.checkpoints.resolution import GENERATION
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.threads import threads_for_scoring
 from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
@@ -88,7 +88,7 @@ def _fingerprints(job: MeasureJob, pair: Pair) -> dict[str, str]:
     if job.source[0] != "prompts":
         return models
     generation = find_checkpoint(job.policy, job.revision_policy).generation_fingerprint()
-    return {**models, f"policy {GENERATION}": generation}
+    return {**models, f"policy {GENERATION_CONFIG}": generation}
 
 
 def _measure(

@@ -48,7 +48,7 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
             count_documents(path, pair.tokenizer, limit=job.limit)
         else:
             count = sum(1 for _ in source_sequences(job, pair))
-        groups = _groups(source_sequences(job, pair), lambda sequence: sequence.read, job)
+        groups = _groups(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
         return ShardPlan(shards=shards, sequences=count)
     prompts = read_prompts(path, pair, limit=job.limit)

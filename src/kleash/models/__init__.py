@@ -4,35 +4,35 @@ from kleash.models.adapters.peft_adapters import require_unchanged_base
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.models.cache.stored_reference import (
     StoredReference,
-    finish,
+    finish_cache,
     head_tensors,
-    save_rounding,
+    save_rounding_columns,
 )
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.generation import Sampling, generate
-from kleash.models.heads import Anatomy, disagreement, take_apart
+from kleash.models.heads import ExtractedHead, extract_head, logit_discrepancy
 from kleash.models.keyed_draws import SAMPLER, draw, exponentials
 from kleash.models.live_models import at_rest, live_model
 from kleash.models.pair import Model, Pair
-from kleash.models.pair_loading import Loading, fit_together, load_beside, load_pair, load_reference
-from kleash.models.scoring import finite_reader, score, score_against_alone, score_in_float32
+from kleash.models.pair_loading import Loading, load_beside, load_pair, load_reference, pair_models
+from kleash.models.scoring import checked_reader, score, score_against_float32, score_batched_against_single
 from kleash.models.sequences import (
     Prompt,
     TokenSequence,
+    batch_by_length,
     hash_tokens,
-    length_batches,
     retokenisation_warnings,
 )
-from kleash.models.sources.documents import count_documents, read_text, window_and_stride
-from kleash.models.sources.prompts import column_counts, prompts_of, read_prompts
+from kleash.models.sources.documents import count_documents, read_text, resolve_window
+from kleash.models.sources.prompts import count_columns, read_prompts, tokenise_prompts
 from kleash.models.sources.responses import read_responses
 from kleash.models.sources.source_files import source_path
 from kleash.models.tokenizers import TokenizerMismatchError, compare_tokenizers, token_count, token_texts
 
 __all__ = [
     "SAMPLER",
-    "Anatomy",
     "Checkpoint",
+    "ExtractedHead",
     "Loading",
     "Model",
     "Pair",
@@ -43,37 +43,37 @@ __all__ = [
     "TokenSequence",
     "TokenizerMismatchError",
     "at_rest",
-    "column_counts",
+    "batch_by_length",
+    "checked_reader",
     "compare_tokenizers",
+    "count_columns",
     "count_documents",
-    "disagreement",
     "draw",
     "exponentials",
+    "extract_head",
     "find_checkpoint",
-    "finish",
-    "finite_reader",
-    "fit_together",
+    "finish_cache",
     "generate",
     "hash_tokens",
     "head_tensors",
-    "length_batches",
     "live_model",
     "load_beside",
     "load_pair",
     "load_reference",
-    "prompts_of",
+    "logit_discrepancy",
+    "pair_models",
     "read_prompts",
     "read_responses",
     "read_text",
     "require_unchanged_base",
+    "resolve_window",
     "retokenisation_warnings",
-    "save_rounding",
+    "save_rounding_columns",
     "score",
-    "score_against_alone",
-    "score_in_float32",
+    "score_against_float32",
+    "score_batched_against_single",
     "source_path",
-    "take_apart",
     "token_count",
     "token_texts",
-    "window_and_stride",
+    "tokenise_prompts",
 ]

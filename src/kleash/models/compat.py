@@ -1,17 +1,29 @@
-"""Keeping other libraries' progress bars, warnings and long tracebacks off our terminal."""
+"""Parts of transformers and PEFT beyond their documented interface: what kleash reads, switches and replaces.
 
+Every private or undocumented attribute that the models floor relies on is in this module. transformers:
+``logging`` verbosity, ``tokenization_utils_base.render_jinja_template``, ``config._name_or_path``. PEFT:
+``modules_to_save``, ``active_adapters``, ``disable_adapters``, ``token_adapter``, ``tied_adapter`` of tuner layers.
+"""
+
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
 
 from kleash.extras import import_extra
 
-LONGEST_REASON = 300
+MAX_REASON_CHARACTERS = 300
+
+_RENDERER_LOCK = threading.RLock()
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Inside, transformers and its neighbours say nothing; afterwards they are as they were."""
+def suppress_library_output() -> Iterator[None]:
+    """Context without log messages, progress bars and warnings of transformers and other libraries."""
     log = import_extra("transformers.utils.logging", "models")
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -26,9 +38,66 @@ def quiet() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def first_line(error: BaseException) -> str:
-    """What went wrong, short enough to stand inside a sentence."""
+def summarise_error(error: BaseException) -> str:
+    """The first informative line of an error's message, at most 300 characters and without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # "Error(s) in loading state_dict for Model:" says nothing without what comes next.
-    told = next((place for place, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
-    return " ".join(lines[: told + 1])[:LONGEST_REASON].rstrip(". ")
+    # A line such as "Error(s) in loading state_dict for Model:" is completed by the next one.
+    last = next((index for index, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: last + 1])[:MAX_REASON_CHARACTERS].rstrip(". ")
+
+
+@contextmanager
+def replace_template_renderer(render: Callable[..., Any]) -> Iterator[None]:
+    """Context in which ``apply_chat_template`` of every transformers tokenizer calls ``render``.
+
+    Replaces ``transformers.tokenization_utils_base.render_jinja_template``. If transformers renames that function,
+    entering the context raises ``AttributeError``.
+    """
+    module: Any = import_extra("transformers.tokenization_utils_base", "models")
+    with _RENDERER_LOCK:
+        original = module.render_jinja_template
+        module.render_jinja_template = render
+    try:
+        yield
+    finally:
+        with _RENDERER_LOCK:
+            module.render_jinja_template = original
+
+
+def loaded_from(network: Any) -> str:
+    """The folder or hub id that a transformers network was loaded from; "" if it was built in memory."""
+    return getattr(network.config, "_name_or_path", "")
+
+
+def effective_weight_and_bias(layer: Any) -> tuple[Any, Any]:
+    """Weight and bias of a linear layer with its active PEFT adapters merged into a copy.
+
+    The copy is in at least float32, since the base's dtype could round the adapter's change away. Either value is
+    None if the layer has none.
+    """
+    active = getattr(layer, "active_adapters", ())
+    trained_copies = getattr(layer, "modules_to_save", None)
+    if trained_copies is not None:
+        copies = [
+            trained_copies[name] for name in active if name in trained_copies and not layer.disable_adapters
+        ]
+        layer = copies[0] if copies else layer.original_module
+    elif hasattr(layer, "get_base_layer"):
+        if active and not layer.disable_adapters:
+            weight = layer.get_base_layer().weight
+            layer = deepcopy(layer).to(torch.promote_types(weight.dtype, torch.float32))
+            layer.merge(adapter_names=list(active))
+        layer = layer.get_base_layer()
+    return getattr(layer, "weight", None), getattr(layer, "bias", None)
+
+
+def has_adapter_on_one_embedding(embedding: Any, head: Any) -> bool:
+    """Whether adapters change input and output embedding separately, so that merging adds both to a tied tensor.
+
+    A trained copy of the whole layer (``modules_to_save``), and trained rows that both layers share, are not counted.
+    """
+    tuner_layer = import_extra("peft.tuners.tuners_utils", "models").BaseTunerLayer
+    layers = [getattr(layer, "token_adapter", layer) for layer in (embedding, head)]
+    if getattr(layers[1], "tied_adapter", None) is not None:
+        return layers[1].tied_adapter is not layers[0]
+    return any(isinstance(layer, tuner_layer) for layer in layers)

@@ -13,10 +13,10 @@ from torch import Tensor
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.linear import log_probabilities
-from kleash.models.compat import quiet
+from kleash.models.compat import suppress_library_output
 from kleash.models.keyed_draws import draw
 from kleash.models.pair import Model
-from kleash.models.sequences import Prompt, TokenSequence, length_batches
+from kleash.models.sequences import Prompt, TokenSequence, batch_by_length
 
 CACHED_PER_READ = 8
 """Tokens kept in the key-value cache for each token of the budget: they take less room than tokens being
@@ -88,14 +88,14 @@ def generate(
     rows = [_Row(prompt=prompt, sample=s) for prompt in prompts for s in range(sampling.samples_per_prompt)]
     for row in rows:
         room = sampling.max_new_tokens
-        if model.context is not None:
-            room = min(room, model.context - len(row.prompt.token_ids) + 1)
+        if model.context_length is not None:
+            room = min(room, model.context_length - len(row.prompt.token_ids) + 1)
         row.room = room
     lengths = [len(row.prompt.token_ids) for row in rows]
     longest = max(lengths, default=0) + sampling.max_new_tokens
     at_once = max(1, CACHED_PER_READ * batch_tokens // longest)
-    for batch in length_batches(lengths, batch_tokens, rows=at_once):
-        with quiet():
+    for batch in batch_by_length(lengths, batch_tokens, max_sequences=at_once):
+        with suppress_library_output():
             _answer(model, [rows[index] for index in batch], sampling, drawn)
     return [row.sequence(model.tokenizer) for row in rows]
 
@@ -130,7 +130,7 @@ class _Row:
             finish_reason=self.finish_reason,
             logp_sampled=np.asarray(self.logp, dtype=np.float32),
             prompt_hash=self.prompt.prompt_hash,
-            where=self.prompt.where,
+            location=self.prompt.location,
             messages=self.prompt.messages,
             columns=self.prompt.columns,
         )
@@ -140,15 +140,15 @@ def _answer(
     model: Model, rows: list[_Row], sampling: Sampling, drawn: Callable[[int], object] | None
 ) -> None:
     """Write one batch of responses to their ends."""
-    with torch.inference_mode(), model.switched():
-        writer = Writer(model, [row.prompt.token_ids for row in rows])
+    with torch.inference_mode(), model.activate_adapter():
+        writer = IncrementalDecoder(model, [row.prompt.token_ids for row in rows])
         hidden = writer.start()
         while True:
             tokens, logp = _draw(model, hidden, rows, sampling)
             writing = [row.finish_reason is None for row in rows]
             for row, token, value, still in zip(rows, tokens.tolist(), logp.tolist(), writing, strict=True):
                 if still:
-                    row.take(token, value, model.ends)
+                    row.take(token, value, model.eos_token_ids)
             if drawn is not None:
                 drawn(sum(writing))
             going = [place for place, row in enumerate(rows) if row.finish_reason is None]
@@ -187,7 +187,7 @@ def _refuse_non_finite(token_logp: Float[Tensor, " rows"], rows: list[_Row]) -> 
         row = rows[int(bad.int().argmax())]
         raise NonFiniteError(
             f"the policy gives NaN or infinite logits for prompt {row.prompt.prompt_id}, sample {row.sample} "
-            f"({row.prompt.where}), response token {len(row.token_ids)}; try --dtype float32, or look at the "
+            f"({row.prompt.location}), response token {len(row.token_ids)}; try --dtype float32, or look at the "
             "checkpoint"
         )
 
@@ -199,7 +199,7 @@ COARSE_ROUNDING = 5e-2
 """The same in half precision."""
 
 
-class Writer:
+class IncrementalDecoder:
     """Runs the network one token further at a time, with the key-value cache where the network has one.
 
     Prompts are padded on the left, so that the last column is everybody's newest token. A network that has no
@@ -210,7 +210,7 @@ class Writer:
         """Begin with the token ids of the prompts; the caller has switched the model on."""
         self.model = model
         whole = model.head.weight is None
-        self.network = model.network if whole else model.body
+        self.network = model.network if whole else model.backbone
         known = inspect.signature(self.network.forward).parameters
         self.positions = "position_ids" in known
         self.cached = "past_key_values" in known
@@ -269,7 +269,7 @@ class Writer:
 
     def _last(self, out: Any) -> Float[Tensor, "rows time dim"]:
         if self.model.head.weight is None:
-            return out.logits[..., : self.model.vocabulary]
+            return out.logits[..., : self.model.vocab_size]
         return out.last_hidden_state
 
     def _reads_alike(self, hidden: Float[Tensor, "rows dim"]) -> bool:

@@ -12,11 +12,17 @@ import torch
 from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.models.adapters.peft_adapters import require_unchanged_base, trained_base_tensors
-from kleash.models.adapters.rules import rule_of
+from kleash.models.adapters.rules import find_rule
 from kleash.models.pair import Model
-from kleash.models.pair_loading import DTYPES, anatomy_of, check_rows, context_of, ends_of
+from kleash.models.pair_loading import (
+    DTYPES,
+    check_vocab_size,
+    extract_model_head,
+    read_context_length,
+    read_eos_token_ids,
+)
 
-IN_USE = "the one in use"
+ACTIVE_ADAPTER = "the one in use"
 """Of an adapter: what a PEFT model has active, whatever it is called."""
 
 
@@ -25,7 +31,7 @@ def live_model(
     tokenizer: Any,
     *,
     role: str = "policy",
-    adapter: str | None = IN_USE,
+    adapter: str | None = ACTIVE_ADAPTER,
     name: str | None = None,
 ) -> Model:
     """A transformers model that is already in memory, or a PEFT model around one, as one side of a pair.
@@ -58,20 +64,20 @@ def live_model(
         dtype=inner.dtype,
         device=inner.get_input_embeddings().weight.device,
         parameters=sum(p.numel() for p in inner.parameters()),
-        vocabulary=0,
-        context=context_of(inner),
-        ends=ends_of(inner, tokenizer),
+        vocab_size=0,
+        context_length=read_context_length(inner),
+        eos_token_ids=read_eos_token_ids(inner, tokenizer),
         head=Head(weight=None),
         fingerprint="",
         tokenizer=tokenizer,
         network=inner,
-        body=inner.base_model,
+        backbone=inner.base_model,
         adapters=adapters,
         adapter=chosen,
     )
-    check_rows(model, len(inner.get_input_embeddings().weight), "embeddings")
-    anatomy = anatomy_of(model)
-    return replace(model, head=anatomy.head, vocabulary=anatomy.rows)
+    check_vocab_size(model, len(inner.get_input_embeddings().weight), "embeddings")
+    anatomy = extract_model_head(model)
+    return replace(model, head=anatomy.head, vocab_size=anatomy.vocab_size)
 
 
 @contextmanager
@@ -108,10 +114,10 @@ def at_rest(*networks: Any) -> Iterator[None]:
 def _adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
     """The name of the adapter that counts; None for the network as it is without any."""
     if adapters is None:
-        if adapter not in (IN_USE, None):
+        if adapter not in (ACTIVE_ADAPTER, None):
             raise ModelError(f"the {role} has no adapter {adapter!r}: it is no PEFT model")
         return None
-    if adapter != IN_USE:
+    if adapter != ACTIVE_ADAPTER:
         return adapter
     active = adapters.active_adapter
     if not isinstance(active, str):
@@ -127,7 +133,7 @@ def _check_adapters(adapters: Any, chosen: str | None, role: str) -> None:
     if chosen is None:
         require_unchanged_base(adapters, role, instead=instead)
         return
-    rule = rule_of(adapters.peft_config[chosen].to_dict())
+    rule = find_rule(adapters.peft_config[chosen].to_dict())
     if rule is not None and rule.treatment == "refused" and not rule.changes_base:
         raise ModelError(f"the adapter {chosen!r} of the {role} {rule.reason}; {rule.advice}")
     trained = trained_base_tensors(adapters)

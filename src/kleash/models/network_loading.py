@@ -8,26 +8,26 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.adapters.shared_base import Base, Loaded, networks_over_one_base
+from kleash.models.adapters.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import first_line
+from kleash.models.compat import summarise_error
 
 OTHER_SENSES = ("vision", "audio", "image", "video", "vq")
 """What the parts of a configuration are called where a model is not of text alone."""
 
 
-def load_network(
+def load_networks(
     sides: dict[str, Checkpoint],
     *,
     dtype: torch.dtype | str,
     device: torch.device,
     device_map: str | None,
     trust_remote_code: bool,
-) -> tuple[dict[str, Loaded], tuple[str, ...]]:
+) -> tuple[dict[str, LoadedNetwork], tuple[str, ...]]:
     """The network of each side, in evaluation mode, and notes about what is in memory once and what twice.
 
-    Sides over one folder share its network, unless an adapter changes it (``networks_over_one_base``).
+    PairReaders over one folder share its network, unless an adapter changes it (``load_over_one_base``).
 
     Raises:
         ModelError: if one cannot be loaded, is no decoder-only text model, or lacks weights.
@@ -35,18 +35,20 @@ def load_network(
     folders: dict[Path, dict[str, Checkpoint]] = {}
     for role, side in sides.items():
         folders.setdefault(side.folder.resolve(), {})[role] = side
-    loaded: dict[str, Loaded] = {}
+    loaded: dict[str, LoadedNetwork] = {}
     notes: list[str] = []
     for over in folders.values():
 
-        def base(role: str) -> Base:
+        def base(role: str) -> BaseNetwork:
             network, said = _load_base(sides[role], role, dtype, device_map, trust_remote_code)
             if device_map is None:
                 network.to(device)
             network.eval()
-            return Base(network=network, parameters=sum(p.numel() for p in network.parameters()), notes=said)
+            return BaseNetwork(
+                network=network, parameters=sum(p.numel() for p in network.parameters()), notes=said
+            )
 
-        networks, note = networks_over_one_base(over, base)
+        networks, note = load_over_one_base(over, base)
         loaded |= networks
         notes += [note] if note else []
     if len(folders) > 1 and any(side.adapter is not None for side in sides.values()):
@@ -83,7 +85,7 @@ def _load_base(
         raise
     except Exception as error:  # a configuration decides what is raised, down to AssertionError
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        raise ModelError(f"{what} cannot be loaded: {first_line(error)}{hint}") from error
+        raise ModelError(f"{what} cannot be loaded: {summarise_error(error)}{hint}") from error
     _check_shapes(report, what)
     missing = sorted(report["missing_keys"])
     if missing:

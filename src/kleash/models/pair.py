@@ -16,14 +16,14 @@ from kleash.records import ModelRecord
 
 
 @runtime_checkable
-class Stored(Protocol):
+class StoredHiddenStates(Protocol):
     """What was kept of a model that is not loaded."""
 
     def read(self, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
         """Final hidden states at the scored positions of a batch, one sequence after the other."""
         ...
 
-    def rounding(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
+    def rounding_columns(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
         """Token columns of "noise" or "gap" at a temperature; None if nothing is known about it."""
         ...
 
@@ -43,34 +43,34 @@ class Model:
     """Where token ids go and hidden states come from."""
     parameters: int
     """Of the base and the adapter together."""
-    vocabulary: int
+    vocab_size: int
     """Tokens with a logit."""
-    context: int | None
+    context_length: int | None
     """The most tokens it can read at once; None if nothing limits it."""
-    ends: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
     """Tokens at which a response of it ends."""
     head: Head
-    """Of the hidden states that ``hidden`` gives."""
+    """Of the hidden states that ``hidden_states`` gives."""
     fingerprint: str
     """Changes with the weights: see ``Checkpoint.fingerprint``."""
     device_map: str | None = None
     """How it was spread over devices, if it was."""
-    trusted: bool = False
+    trust_remote_code: bool = False
     """Whether code that came with it may run."""
     tokenizer: Any
     network: Any
     """The transformers model."""
-    body: Any
+    backbone: Any
     """What of it gives hidden states."""
     adapters: Any = None
     """The PEFT model around the network, if one or both sides are adapters on it."""
     adapter: str | None = None
     """The name of this side's adapter in ``adapters``; None for the base."""
-    stored: Stored | None = None
+    stored: StoredHiddenStates | None = None
     """Where hidden states are read from, instead of asking the network, which then is None."""
 
     @contextmanager
-    def switched(self) -> Iterator[None]:
+    def activate_adapter(self) -> Iterator[None]:
         """Inside, the network acts as this side: its adapter on, or all of them off."""
         if self.adapters is None:
             yield
@@ -82,7 +82,7 @@ class Model:
                 self.adapters.set_adapter(self.adapter)
             yield
 
-    def hidden(
+    def hidden_states(
         self, input_ids: Int[Tensor, "batch time"], attention_mask: Int[Tensor, "batch time"] | None = None
     ) -> Float[Tensor, "batch time dim"]:
         """Final hidden states, which ``head`` turns into logits (or the logits, where the head has no
@@ -95,11 +95,11 @@ class Model:
         """
         ids = input_ids.to(self.device)
         mask = None if attention_mask is None else attention_mask.to(self.device)
-        with torch.inference_mode(), self.switched():
+        with torch.inference_mode(), self.activate_adapter():
             if self.head.weight is None:
                 out = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
-                return out.logits[..., : self.vocabulary]
-            return self.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+                return out.logits[..., : self.vocab_size]
+            return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
     def is_same_as(self, other: "Model") -> bool:
         """Whether both are one network with one adapter, so that one pass tells both."""
@@ -112,7 +112,7 @@ class Model:
             revision=self.revision,
             dtype=str(self.dtype).removeprefix("torch."),
             parameters=self.parameters,
-            vocabulary=self.vocabulary,
+            vocabulary=self.vocab_size,
             fingerprint=self.fingerprint,
         )
 
@@ -138,12 +138,16 @@ class Pair:
         return policy.is_same_as(reference) or (policy.fingerprint != "" and marks[0] == marks[1])
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Tokens both give a probability to."""
-        return self.policy.vocabulary
+        return self.policy.vocab_size
 
     @property
-    def context(self) -> int | None:
+    def context_length(self) -> int | None:
         """The most tokens both can read at once; None if nothing limits them."""
-        limits = [model.context for model in (self.policy, self.reference) if model.context is not None]
+        limits = [
+            model.context_length
+            for model in (self.policy, self.reference)
+            if model.context_length is not None
+        ]
         return min(limits, default=None)

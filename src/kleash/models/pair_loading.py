@@ -7,12 +7,12 @@ import torch
 
 from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.linear import Head
-from kleash.models.adapters.shared_base import Loaded
+from kleash.models.adapters.shared_base import LoadedNetwork
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
-from kleash.models.compat import first_line, quiet
-from kleash.models.heads import Anatomy, cut, take_apart
-from kleash.models.network_loading import load_network
+from kleash.models.compat import summarise_error, suppress_library_output
+from kleash.models.heads import ExtractedHead, extract_head, truncate_head
+from kleash.models.network_loading import load_networks
 from kleash.models.pair import Model, Pair
 from kleash.models.tokenizers import PROBES, compare_tokenizers, load_tokenizer, token_count
 from kleash.records.checksums import UNCHECKED
@@ -56,7 +56,7 @@ def load_pair(
 ) -> Pair:
     """Load two models, take them apart, and see that they can be compared.
 
-    An adapter's folder means the adapter over its base. Sides that share a base, or are the same, share its
+    An adapter's folder means the adapter over its base. PairReaders that share a base, or are the same, share its
     weights in memory. Heads with more rows than there are tokens are left as they are where both have the
     same number, and are otherwise cut to the tokens.
 
@@ -81,35 +81,37 @@ def load_pair(
         "policy": find_checkpoint(policy, revision_policy),
         "reference": find_checkpoint(reference, revision_reference),
     }
-    with quiet():
+    with suppress_library_output():
         tokenizers = {role: load_tokenizer(side, role, trust_remote_code) for role, side in sides.items()}
         notes = [*compare_tokenizers(tokenizers["policy"], tokenizers["reference"]), *_adapters_taken(sides)]
         models, said = load_models(sides, tokenizers, how)
-    return fit_together(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *said])))
+    return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *said])))
 
 
 def load_models(
-    sides: dict[str, Checkpoint], tokenizers: dict[str, Any], how: Loading
+    sides: dict[str, Checkpoint], tokenizers: dict[str, Any], loading: Loading
 ) -> tuple[dict[str, Model], list[str]]:
     """The models of these sides, and what is to be said about them."""
-    place = place_of(how.device, how.device_map)
-    loaded, sharing = load_network(
+    place = resolve_device(loading.device, loading.device_map)
+    loaded, sharing = load_networks(
         sides,
-        dtype=dtype_of(how.dtype, place),
+        dtype=resolve_dtype(loading.dtype, place),
         device=place,
-        device_map=how.device_map,
-        trust_remote_code=how.trust_remote_code,
+        device_map=loading.device_map,
+        trust_remote_code=loading.trust_remote_code,
     )
     models: dict[str, Model] = {}
     notes = list(sharing)
     for role, side in sides.items():
         model, said = _model(role, side, tokenizers[role], loaded[role])
-        models[role] = replace(model, device_map=how.device_map, trusted=how.trust_remote_code)
+        models[role] = replace(
+            model, device_map=loading.device_map, trust_remote_code=loading.trust_remote_code
+        )
         notes += said
     return models, notes
 
 
-def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple[Model, list[str]]:
+def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: LoadedNetwork) -> tuple[Model, list[str]]:
     """One side, and what is to be said about it."""
     network, adapters = loaded.network, loaded.adapters
     model = Model(
@@ -119,51 +121,51 @@ def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: Loaded) -> tuple
         dtype=network.dtype,
         device=network.get_input_embeddings().weight.device,
         parameters=loaded.parameters,
-        vocabulary=0,
-        context=context_of(network),
-        ends=ends_of(network, tokenizer),
+        vocab_size=0,
+        context_length=read_context_length(network),
+        eos_token_ids=read_eos_token_ids(network, tokenizer),
         head=Head(weight=None),
         fingerprint=side.fingerprint(),
         tokenizer=tokenizer,
         network=network,
-        body=network.base_model,
+        backbone=network.base_model,
         adapters=adapters,
         adapter=loaded.adapter,
     )
-    check_rows(model, len(network.get_input_embeddings().weight), "embeddings")
-    anatomy = anatomy_of(model)
+    check_vocab_size(model, len(network.get_input_embeddings().weight), "embeddings")
+    anatomy = extract_model_head(model)
     said = [*loaded.notes, *([anatomy.note] if anatomy.note else [])]
-    return replace(model, head=anatomy.head, vocabulary=anatomy.rows), said
+    return replace(model, head=anatomy.head, vocab_size=anatomy.vocab_size), said
 
 
-def anatomy_of(model: Model) -> Anatomy:
+def extract_model_head(model: Model) -> ExtractedHead:
     """What the network of ``model`` comes apart into, tried on a few tokens."""
     probe = model.tokenizer(" ".join(PROBES), add_special_tokens=False, verbose=False)["input_ids"][:24]
-    with model.switched():
+    with model.activate_adapter():
         ids = torch.tensor([probe, probe[::-1]], device=model.device)
         try:
-            return take_apart(model.network, model.body, ids, f"the {model.role}")
+            return extract_head(model.network, model.backbone, ids, f"the {model.role}")
         except KleashError:
             raise
         except Exception as error:  # settings decide what goes wrong, and where
             raise ModelError(
-                f"the {model.role} {model.path} cannot be run on a few tokens: {first_line(error)}"
+                f"the {model.role} {model.path} cannot be run on a few tokens: {summarise_error(error)}"
             ) from error
 
 
-def fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
+def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
     """See to it that both sides put probability on the same tokens."""
     tokens = token_count(policy.tokenizer)
     for model in (policy, reference):
-        check_rows(model, model.vocabulary, "logits")
-    if policy.vocabulary != reference.vocabulary:
-        rows = f"the heads have {policy.vocabulary} (policy) and {reference.vocabulary} (reference) rows"
+        check_vocab_size(model, model.vocab_size, "logits")
+    if policy.vocab_size != reference.vocab_size:
+        rows = f"the heads have {policy.vocab_size} (policy) and {reference.vocab_size} (reference) rows"
         notes += (f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them",)
         policy, reference = _cut(policy, tokens), _cut(reference, tokens)
-    elif policy.vocabulary > tokens:
-        padding = policy.vocabulary - tokens
+    elif policy.vocab_size > tokens:
+        padding = policy.vocab_size - tokens
         notes += (
-            f"both heads have {policy.vocabulary} rows for {tokens} tokens; the {padding} others are kept",
+            f"both heads have {policy.vocab_size} rows for {tokens} tokens; the {padding} others are kept",
         )
     warnings = ()
     if policy.dtype != reference.dtype:
@@ -173,7 +175,7 @@ def fit_together(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pai
     )
 
 
-def check_rows(model: Model, rows: int, what: str) -> None:
+def check_vocab_size(model: Model, rows: int, what: str) -> None:
     """See that every token of the tokenizer has one of so many rows.
 
     Raises:
@@ -188,7 +190,7 @@ def check_rows(model: Model, rows: int, what: str) -> None:
 
 
 def _cut(model: Model, tokens: int) -> Model:
-    return replace(model, head=cut(model.head, tokens), vocabulary=tokens)
+    return replace(model, head=truncate_head(model.head, tokens), vocab_size=tokens)
 
 
 def _adapters_taken(sides: dict[str, Checkpoint]) -> list[str]:
@@ -200,7 +202,7 @@ def _adapters_taken(sides: dict[str, Checkpoint]) -> list[str]:
     ]
 
 
-def ends_of(network: Any, tokenizer: Any) -> tuple[int, ...]:
+def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     """The tokens at which a response ends.
 
     Raises:
@@ -225,7 +227,7 @@ def ends_of(network: Any, tokenizer: Any) -> tuple[int, ...]:
     return tokens
 
 
-def context_of(network: Any) -> int | None:
+def read_context_length(network: Any) -> int | None:
     """The most tokens that a network says it can read at once; None if nothing limits it.
 
     Raises:
@@ -240,7 +242,7 @@ def context_of(network: Any) -> int | None:
     return context
 
 
-def place_of(device: str, device_map: str | None) -> torch.device:
+def resolve_device(device: str, device_map: str | None) -> torch.device:
     """Where models go.
 
     Raises:
@@ -250,18 +252,18 @@ def place_of(device: str, device_map: str | None) -> torch.device:
     if device_map is not None and device != "auto":
         raise OptionError(f"--device {device} and --device-map {device_map} cannot both be given; choose one")
     if device_map is not None and device_map not in DEVICE_MAPS:
-        return place_of(device_map, None)
+        return resolve_device(device_map, None)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
         torch.ones(2, device=place).sum().item()
     except Exception as error:  # each backend has its own
-        raise CannotRunError(f"device {device} cannot be used here: {first_line(error)}") from error
+        raise CannotRunError(f"device {device} cannot be used here: {summarise_error(error)}") from error
     return place
 
 
-def dtype_of(name: str, place: torch.device) -> torch.dtype | str:
+def resolve_dtype(name: str, place: torch.device) -> torch.dtype | str:
     """The dtype called ``name``; "auto" where the checkpoint decides.
 
     Raises:
@@ -274,19 +276,19 @@ def dtype_of(name: str, place: torch.device) -> torch.dtype | str:
     return DTYPES[name]
 
 
-def load_reference(name: str, revision: str | None, how: Loading) -> Pair:
+def load_reference(name: str, revision: str | None, loading: Loading) -> Pair:
     """A model as both sides of a pair: what is needed to read a source for it alone.
 
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
     """
     side = find_checkpoint(name, revision)
-    with quiet():
-        tokenizer = load_tokenizer(side, "reference", how.trust_remote_code)
-        models, said = load_models({"reference": side}, {"reference": tokenizer}, how)
+    with suppress_library_output():
+        tokenizer = load_tokenizer(side, "reference", loading.trust_remote_code)
+        models, said = load_models({"reference": side}, {"reference": tokenizer}, loading)
     taken = (f"the reference is the adapter {side.name} over {side.base}",) if side.adapter else ()
     model = models["reference"]
-    check_rows(model, model.vocabulary, "logits")
+    check_vocab_size(model, model.vocab_size, "logits")
     return Pair(policy=model, reference=model, tokenizer=tokenizer, notes=(*taken, *said))
 
 
@@ -297,7 +299,7 @@ def load_beside(
     *,
     revision_policy: str | None,
     revision_reference: str | None,
-    how: Loading,
+    loading: Loading,
 ) -> Pair:
     """Load a policy beside a reference that is read from its cache.
 
@@ -305,18 +307,18 @@ def load_beside(
         ModelError: if the cache is another reference's, or the two do not put probability on the same tokens.
         OptionError, CannotRunError: as ``load_pair``.
     """
-    kind = dtype_of(how.dtype, place_of(how.device, how.device_map))
+    kind = resolve_dtype(loading.dtype, resolve_device(loading.device, loading.device_map))
     stored.check(reference, revision_reference, str(kind).removeprefix("torch."))
     side = find_checkpoint(policy, revision_policy)
-    with quiet():
-        ours = load_tokenizer(side, "policy", how.trust_remote_code)
-        theirs = stored.tokenizer(how.trust_remote_code)
+    with suppress_library_output():
+        ours = load_tokenizer(side, "policy", loading.trust_remote_code)
+        theirs = stored.tokenizer(loading.trust_remote_code)
         notes = compare_tokenizers(ours, theirs)
-        models, said = load_models({"policy": side}, {"policy": ours}, how)
+        models, said = load_models({"policy": side}, {"policy": ours}, loading)
     taken = [f"the policy is the adapter {side.name} over {side.base}"] if side.adapter else []
     taken.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
     model = stored.model(models["policy"].device, theirs)
-    pair = fit_together(models["policy"], model, (*notes, *taken, *said, *stored.contents.notes))
+    pair = pair_models(models["policy"], model, (*notes, *taken, *said, *stored.contents.notes))
     if stored.checksums.exists:
         return pair
     return replace(pair, warnings=(*pair.warnings, f"{stored.folder}: {UNCHECKED}"))

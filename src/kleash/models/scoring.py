@@ -11,11 +11,11 @@ from torch import Tensor
 from kleash.errors import NonFiniteError, OptionError
 from kleash.linear import Head, LinearOptions, token_statistics, token_statistics_and_top
 from kleash.models.cache.reference_cache import ReferenceCache
-from kleash.models.compat import quiet
-from kleash.models.heads import cut
+from kleash.models.compat import suppress_library_output
+from kleash.models.heads import truncate_head
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import load_pair
-from kleash.models.sequences import TokenSequence, length_batches
+from kleash.models.sequences import TokenSequence, batch_by_length
 
 STATISTICS = {
     "logp_policy": "token_logp",
@@ -75,30 +75,30 @@ def score(
     if not pair.policy.is_same_as(pair.reference):
         read = reader(pair.reference)
         read = read if cache is None else cache.reader(read)
-    sides = Sides(pair=pair, policy=reader(pair.policy), reference=read)
-    columns = score_sides(sides, sequences, temperature, batch_tokens, options, top)
+    sides = PairReaders(pair=pair, policy=reader(pair.policy), reference=read)
+    columns = score_with_readers(sides, sequences, temperature, batch_tokens, options, top)
     if cache is not None:
         cache.save()
     return columns
 
 
-def padded(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
+def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
     """A batch as a model reads it: ids padded on the right, and row and column of each scored position.
 
     The last token of a sequence is scored and not read; the position before a token is the one that predicts
     it. Padding is token 0: a causal model does not see it from the positions that count.
     """
-    ids = torch.zeros(len(batch), max(one.read for one in batch), dtype=torch.long)
+    ids = torch.zeros(len(batch), max(one.num_input_tokens for one in batch), dtype=torch.long)
     rows, cols = [], []
     for row, one in enumerate(batch):
-        ids[row, : one.read] = torch.tensor((*one.prompt_ids, *one.response_ids)[:-1])
+        ids[row, : one.num_input_tokens] = torch.tensor((*one.prompt_ids, *one.response_ids)[:-1])
         rows.append(torch.full((len(one.response_ids),), row))
-        cols.append(torch.arange(len(one.prompt_ids) - 1, one.read))
+        cols.append(torch.arange(len(one.prompt_ids) - 1, one.num_input_tokens))
     return ids, torch.cat(rows), torch.cat(cols)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sides:
+class PairReaders:
     """Two models, and how their hidden states are come by."""
 
     pair: Pair
@@ -113,14 +113,14 @@ def reader(model: Model) -> Reader:
         return model.stored.read
 
     def read(batch: Sequence[TokenSequence]) -> Tensor:
-        ids, rows, cols = padded(batch)
-        hidden = model.hidden(ids)
+        ids, rows, cols = pad_batch(batch)
+        hidden = model.hidden_states(ids)
         return hidden[rows.to(hidden.device), cols.to(hidden.device)]
 
     return read
 
 
-def finite_reader(model: Model) -> Reader:
+def checked_reader(model: Model) -> Reader:
     """``reader``, which refuses what must not be kept.
 
     Raises:
@@ -129,7 +129,7 @@ def finite_reader(model: Model) -> Reader:
     plain = reader(model)
 
     def read(batch: Sequence[TokenSequence]) -> Tensor:
-        with quiet():
+        with suppress_library_output():
             hidden = plain(batch)
         _refuse_non_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
         return hidden
@@ -137,8 +137,8 @@ def finite_reader(model: Model) -> Reader:
     return read
 
 
-def score_sides(
-    sides: Sides,
+def score_with_readers(
+    sides: PairReaders,
     sequences: Sequence[TokenSequence],
     temperature: float,
     batch_tokens: int,
@@ -151,9 +151,9 @@ def score_sides(
     counts = [len(one.response_ids) for one in sequences]
     ends = np.cumsum(counts, dtype=np.int64)
     columns = _known(sequences, counts)
-    for batch in length_batches([one.read for one in sequences], batch_tokens):
+    for batch in batch_by_length([one.num_input_tokens for one in sequences], batch_tokens):
         chosen = [sequences[index] for index in batch]
-        with quiet():
+        with suppress_library_output():
             found = _statistics(sides, chosen, temperature, options, top)
         places = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
         for name, values in found.items():
@@ -179,7 +179,11 @@ def _known(sequences: Sequence[TokenSequence], counts: list[int]) -> dict[str, n
 
 
 def _statistics(
-    sides: Sides, batch: list[TokenSequence], temperature: float, options: LinearOptions | None, top: int
+    sides: PairReaders,
+    batch: list[TokenSequence],
+    temperature: float,
+    options: LinearOptions | None,
+    top: int,
 ) -> dict[str, np.ndarray]:
     """The columns that both models make of one batch, on the CPU."""
     policy, reference = sides.pair.policy, sides.pair.reference
@@ -205,7 +209,7 @@ def _statistics(
 
 
 def _beside(head: Head, hidden: Tensor) -> Head:
-    """``head`` on the device of ``hidden``; itself if it is there already."""
+    """``head`` on the device of ``hidden_states``; itself if it is there already."""
     if head.weight is None or head.weight.device == hidden.device:
         return head
     bias = None if head.bias is None else head.bias.to(hidden.device)
@@ -231,7 +235,7 @@ def _refuse_non_finite(
         position -= len(one.response_ids)
 
 
-def score_against_alone(
+def score_batched_against_single(
     model: Model,
     sequences: Sequence[TokenSequence],
     *,
@@ -245,13 +249,13 @@ def score_against_alone(
     """
     pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
     together = reader(model)
-    sides = Sides(
+    sides = PairReaders(
         pair=pair, policy=together, reference=lambda batch: torch.cat([together([one]) for one in batch])
     )
-    return score_sides(sides, sequences, temperature, batch_tokens, options)
+    return score_with_readers(sides, sequences, temperature, batch_tokens, options)
 
 
-def score_in_float32(
+def score_against_float32(
     model: Model,
     sequences: Sequence[TokenSequence],
     *,
@@ -276,8 +280,8 @@ def score_in_float32(
         dtype="float32",
         device="auto" if model.device_map else str(model.device),
         device_map=model.device_map,
-        trust_remote_code=model.trusted,
+        trust_remote_code=model.trust_remote_code,
     ).reference
-    wide = replace(wide, head=cut(wide.head, model.vocabulary), vocabulary=model.vocabulary)
+    wide = replace(wide, head=truncate_head(wide.head, model.vocab_size), vocab_size=model.vocab_size)
     pair = Pair(policy=model, reference=wide, tokenizer=model.tokenizer)
     return score(pair, sequences, temperature=temperature, batch_tokens=batch_tokens, options=options)

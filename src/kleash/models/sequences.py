@@ -23,7 +23,7 @@ class Prompt:
     prompt_hash: str
     copy: int = 0
     """How many prompts of the same tokens came before it: a further copy draws further samples."""
-    where: str = ""
+    location: str = ""
     """File and line, for errors."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """What the text was made from, where that was messages."""
@@ -53,7 +53,7 @@ class TokenSequence:
     """At which somebody else drew it, if they say so."""
     retokenised: bool = False
     """Whether its tokens came from text, and so may not be those that were drawn."""
-    where: str = ""
+    location: str = ""
     """File and line, for errors."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """What the prompt was made from, where that was messages; known of what was generated here."""
@@ -61,14 +61,14 @@ class TokenSequence:
     """Those of the prompt; known of what was generated here."""
 
     @property
-    def read(self) -> int:
+    def num_input_tokens(self) -> int:
         """Tokens a model reads to score it: all but the last."""
         return len(self.prompt_ids) + len(self.response_ids) - 1
 
     @property
     def name(self) -> str:
         """How errors call it."""
-        return f"prompt {self.prompt_id}, sample {self.sample_id}{f' ({self.where})' if self.where else ''}"
+        return f"prompt {self.prompt_id}, sample {self.sample_id}{f' ({self.location})' if self.location else ''}"
 
 
 def hash_tokens(token_ids: tuple[int, ...]) -> str:
@@ -88,7 +88,9 @@ def retokenisation_warnings(sequences: int, retokenised: int) -> tuple[str, ...]
     return (warning,)
 
 
-def length_batches(lengths: Sequence[int], batch_tokens: int, *, rows: int | None = None) -> list[list[int]]:
+def batch_by_length(
+    lengths: Sequence[int], batch_tokens: int, *, max_sequences: int | None = None
+) -> list[list[int]]:
     """Indices in batches of like length, each at most ``batch_tokens`` tokens with its padding.
 
     Longest first, so that memory runs out in the first batch or never. A sequence longer than the budget is
@@ -97,7 +99,7 @@ def length_batches(lengths: Sequence[int], batch_tokens: int, *, rows: int | Non
     Args:
         lengths: tokens of each sequence.
         batch_tokens: the budget, padding included.
-        rows: the most sequences in a batch; None for no limit.
+        max_sequences: the most sequences in a batch; None for no limit.
 
     Raises:
         OptionError: if the budget is below one token.
@@ -108,7 +110,7 @@ def length_batches(lengths: Sequence[int], batch_tokens: int, *, rows: int | Non
     for index in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         longest = lengths[batches[-1][0]] if batches else 0
         full = not batches or longest * (len(batches[-1]) + 1) > batch_tokens
-        if full or (rows is not None and len(batches[-1]) >= rows):
+        if full or (max_sequences is not None and len(batches[-1]) >= max_sequences):
             batches.append([])
         batches[-1].append(index)
     return batches

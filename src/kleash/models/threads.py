@@ -9,7 +9,7 @@ import torch
 
 from kleash.models.checkpoints.resolution import find_checkpoint
 from kleash.models.pair import Pair
-from kleash.models.pair_loading import place_of
+from kleash.models.pair_loading import resolve_device
 
 SMALL_BYTES = 100_000_000
 """Weights of a model, as they lie on disk, below which its matrices are too small to be shared out to threads."""
@@ -40,7 +40,7 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
         CannotRunError: if the device is not there.
     """
     ours = _is_ours_to_choose(torch.get_num_threads())
-    with _one_thread_if(ours and place_of(device, None).type == "cpu" and _are_small(names)) as note:
+    with _one_thread_if(ours and resolve_device(device, None).type == "cpu" and _are_small(names)) as note:
         yield note
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import first_line
+from kleash.models.compat import summarise_error
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -159,7 +159,7 @@ def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
                 "tokenizer's files of the model it was made from into that folder"
             ) from error
         raise ModelError(
-            f"the tokenizer of the {role} {side.name} cannot be loaded from {folder}: {first_line(error)}"
+            f"the tokenizer of the {role} {side.name} cannot be loaded from {folder}: {summarise_error(error)}"
         ) from error
 
 

@@ -8,11 +8,11 @@ import torch
 
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
-from kleash.models import find_checkpoint, length_batches
+from kleash.models import batch_by_length, find_checkpoint
 from kleash.models.checkpoints.config_checks import check_config_sizes, check_network_size
-from kleash.models.compat import first_line, quiet
-from kleash.models.pair_loading import dtype_of, place_of
-from kleash.models.sandbox.process import chat_text
+from kleash.models.compat import summarise_error, suppress_library_output
+from kleash.models.pair_loading import resolve_device, resolve_dtype
+from kleash.models.sandbox.process import render_chat
 from kleash.models.tokenizers import load_tokenizer
 
 
@@ -71,7 +71,9 @@ class _RewardModel:
         lengths = [len(text) for text in texts]
         padding = self.network.config.pad_token_id
         scores = [0.0] * len(texts)
-        for batch in length_batches(lengths, batch_tokens, rows=1 if padding is None else len(texts)):
+        for batch in batch_by_length(
+            lengths, batch_tokens, max_sequences=1 if padding is None else len(texts)
+        ):
             longest = max(lengths[at] for at in batch)
             ids = torch.full((len(batch), longest), 0 if padding is None else padding)
             mask = torch.zeros_like(ids)
@@ -86,10 +88,10 @@ class _RewardModel:
 
     def _written(self, messages: list[Any]) -> str:
         try:
-            return chat_text(self.tokenizer, messages)
+            return render_chat(self.tokenizer, messages)
         except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
             raise ModelError(
-                f"the chat template of the reward model {self.name} refuses the messages: {first_line(error)}"
+                f"the chat template of the reward model {self.name} refuses the messages: {summarise_error(error)}"
             ) from error
 
     def _tokens(self, dialogue: Dialogue) -> list[int]:
@@ -117,8 +119,8 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
     what = f"the reward model {name}"
     if side.adapter is not None:
         raise ModelError(f"{what} is an adapter; merge it into its base, and save that")
-    place = place_of(device, None)
-    with quiet():
+    place = resolve_device(device, None)
+    with suppress_library_output():
         tokenizer = load_tokenizer(side, "reward model", False)
         kind = transformers.AutoModelForSequenceClassification
         check_config_sizes(what, side.folder)
@@ -127,7 +129,7 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
             check_network_size(what, side.folder, config, kind.from_config)
             network, report = kind.from_pretrained(
                 side.folder,
-                dtype=dtype_of(dtype, place),
+                dtype=resolve_dtype(dtype, place),
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -135,7 +137,7 @@ def _load(name: str, device: str, dtype: str) -> _RewardModel:
         except ModelError:
             raise
         except Exception as error:  # a configuration decides what is raised
-            raise ModelError(f"{what} cannot be loaded: {first_line(error)}") from error
+            raise ModelError(f"{what} cannot be loaded: {summarise_error(error)}") from error
     missing = sorted([*report["missing_keys"], *(str(key) for key in report.get("mismatched_keys", ()))])
     if missing:
         raise ModelError(

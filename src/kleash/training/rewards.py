@@ -14,7 +14,7 @@ from jaxtyping import Float64
 
 from kleash.dotted import resolve_function
 from kleash.errors import CannotRunError, OptionError, ShapeError
-from kleash.models import TokenSequence, column_counts
+from kleash.models import TokenSequence, count_columns
 from kleash.training.reward_calls import RewardFunction, RewardSignature, reward_values
 from kleash.training.reward_models import Dialogue, load_reward_model
 
@@ -178,7 +178,7 @@ def check_rewards(specs: Sequence[str], source: str, limit: int | None = None) -
         if _is_function(what)
     ]
     if functions:
-        Rewards(rewards=tuple(functions)).require_columns(list(column_counts(source, limit)), source)
+        Rewards(rewards=tuple(functions)).require_columns(list(count_columns(source, limit)), source)
 
 
 def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from kleash.errors import Interrupted, OptionError
 from kleash.measuring import default_out
 from kleash.models import SAMPLER, find_checkpoint, source_path
-from kleash.models.checkpoints.resolution import GENERATION
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.threads import threads_for
 from kleash.records import (
     DistillJob,
@@ -152,7 +152,7 @@ def header_of(job: TrainJob) -> RunHeader:
     models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
     marks = {role: model.fingerprint() for role, model in models.items()}
     if isinstance(job, OnlineJob):
-        marks[f"policy {GENERATION}"] = models["policy"].generation_fingerprint()
+        marks[f"policy {GENERATION_CONFIG}"] = models["policy"].generation_fingerprint()
     for _, what in map(weight_of, getattr(job, "rewards", ())):
         if Path(what).is_dir() or ":" not in what:
             marks[f"reward model {what}"] = find_checkpoint(what).fingerprint()

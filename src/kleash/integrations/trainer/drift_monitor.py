@@ -16,11 +16,11 @@ from kleash.models import (
     Sampling,
     at_rest,
     compare_tokenizers,
-    fit_together,
     live_model,
     load_reference,
-    prompts_of,
+    pair_models,
     read_prompts,
+    tokenise_prompts,
 )
 
 LOG = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class DriftMonitor(Attached):
                 "the trainer holds no reference (no adapter, no ref_model); give DriftMonitor a reference: the "
                 "folder or hub id that training started from"
             )
-        return fit_together(policy, reference, ())
+        return pair_models(policy, reference, ())
 
     def _load(self, policy: Model, name: str) -> Pair:
         if self._loaded is None:
@@ -166,7 +166,7 @@ class DriftMonitor(Attached):
     def _read(self, pair: Pair) -> list[Prompt]:
         if isinstance(self.prompts, str):
             return read_prompts(self.prompts, pair, limit=self.limit)
-        return prompts_of(self.prompts[: self.limit], pair)
+        return tokenise_prompts(self.prompts[: self.limit], pair)
 
 
 def _check(every: int, per: str, stop_at_nats: float | None) -> None:

@@ -14,7 +14,7 @@ from kleash.divergences import kl
 from kleash.errors import CannotRunError
 from kleash.integrations.verl.penalty import NAMES
 from kleash.linear import Head, linear_kl
-from kleash.models.heads import logits, readings
+from kleash.models.heads import candidate_heads, head_logits
 
 __all__ = ["REFERENCE_HIDDEN", "ExactKL"]
 
@@ -142,7 +142,7 @@ class ExactKL:
             )
         hidden = packed(engine, self._hidden, micro_batch).detach()
         if self._head is None or not nats_off(rows, hidden, self._head) <= MOST_NATS_OFF:
-            heads = readings(engine.module.config, Head(*self._weights))
+            heads = candidate_heads(engine.module.config, Head(*self._weights))
             self._head = min(heads, key=lambda head: nats_off(rows, hidden, head))
         off = nats_off(rows, hidden, self._head)
         if not off <= MOST_NATS_OFF:
@@ -230,4 +230,4 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 def nats_off(rows: Float[Tensor, "tokens vocab"], hidden: Float[Tensor, "tokens dim"], head: Head) -> float:
     """How far, at the last token, the head's distribution is from the model's own."""
     own = rows[-1:].float().log_softmax(-1)
-    return float(kl(own, logits(hidden[-1:], head).float().log_softmax(-1)))
+    return float(kl(own, head_logits(hidden[-1:], head).float().log_softmax(-1)))

@@ -8,75 +8,75 @@ from jaxtyping import Int
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 25
-"""Bytes of a tensor that are summed at once: what checking takes of memory, at most twice."""
+"""Bytes of a tensor per checksum step; a step takes at most twice this in memory."""
 
 COLUMNS = 1 << 12
 
 PROBE_TOKENS = 64
-"""Of the vocabulary at large; a row of the probe holds twice as many."""
+"""Tokens of the probe spread over the vocabulary; a row of the probe holds twice as many."""
 
-MOST_NAMED = 512
-"""Tokens with trained embeddings that are put into the probe."""
+MAX_REQUIRED_TOKENS = 512
+"""Largest number of tokens with trained embeddings in the probe."""
 
-UNMEASURED = "its weights are not all in memory"
+UNREADABLE = "its weights are not all in memory"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NetworkState:
-    """A network as it was: a checksum of every tensor, and its logits for a probe."""
+    """A snapshot of a network: a checksum of every tensor, and its logits for a probe."""
 
     tensors: tuple[tuple[str, Tensor], ...]
-    """Parameters and buffers by name: the objects themselves, which keep no copy of their values."""
-    sums: tuple[int, ...] | None
-    """A checksum of each; None where some cannot be read."""
+    """Parameters and buffers with their names; references, not copies."""
+    checksums: tuple[int, ...] | None
+    """Checksum of each tensor; None if some are on the meta device."""
     probe: Int[Tensor, "rows time"]
     logits: Tensor
 
-    def change(self, network: Any, logits: Tensor) -> str | None:
-        """What is no longer as it was, in words; None if nothing is.
+    def describe_change(self, network: Any, logits: Tensor) -> str | None:
+        """The first difference from the snapshot, completing "the adapter …"; None without a difference.
 
         Args:
-            network: the same network with adapters in it.
-            logits: its logits for the probe, all adapters switched off.
+            network: the same network with adapters attached.
+            logits: its logits for the probe with all adapters disabled.
         """
-        if self.sums is None:
-            return UNMEASURED
+        if self.checksums is None:
+            return UNREADABLE
         present = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
-        for (name, tensor), total in zip(self.tensors, self.sums, strict=True):
+        for (name, tensor), total in zip(self.tensors, self.checksums, strict=True):
             if id(tensor) not in present or checksum(tensor) != total:
                 return f"changes {name} of its base"
         return (
             None
-            if same_bits(logits, self.logits)
+            if bitwise_equal(logits, self.logits)
             else "changes the logits of its base even when switched off"
         )
 
 
-def state_of(network: Any, tokens: tuple[int, ...] = ()) -> NetworkState:
-    """The state of a network without adapters, in evaluation mode.
+def record_state(network: Any, tokens: tuple[int, ...] = ()) -> NetworkState:
+    """Take a snapshot of a network without adapters, in evaluation mode.
 
     Args:
         network: a transformers causal language model.
-        tokens: token ids that the probe must hold.
+        tokens: token ids that the probe must contain.
     """
     tensors = (*network.named_parameters(), *network.named_buffers())
     readable = not any(tensor.is_meta for _, tensor in tensors)
-    probe = probe_of(network, tokens)
+    probe = make_probe(network, tokens)
     return NetworkState(
         tensors=tensors,
-        sums=tuple(checksum(tensor) for _, tensor in tensors) if readable else None,
+        checksums=tuple(checksum(tensor) for _, tensor in tensors) if readable else None,
         probe=probe,
-        logits=logits_of(network, probe),
+        logits=probe_logits(network, probe),
     )
 
 
-def probe_of(network: Any, tokens: tuple[int, ...] = ()) -> Int[Tensor, "rows time"]:
-    """Token ids spread over the whole vocabulary, and those that are asked for, in rows that the network can read."""
+def make_probe(network: Any, tokens: tuple[int, ...] = ()) -> Int[Tensor, "rows time"]:
+    """Token ids for a forward pass: ``tokens`` and others spread over the vocabulary, within the context length."""
     embedding = network.get_input_embeddings().weight
     vocab_size = len(embedding)
-    step = max(1, round(vocab_size * 0.382))  # by the golden ratio neighbours are far apart
-    named = [token for token in dict.fromkeys(tokens) if 0 <= token < vocab_size][:MOST_NAMED]
-    ids = [*named, *((17 + place * step) % vocab_size for place in range(PROBE_TOKENS))]
+    step = max(1, round(vocab_size * 0.382))  # the golden ratio spreads consecutive ids
+    required = [token for token in dict.fromkeys(tokens) if 0 <= token < vocab_size][:MAX_REQUIRED_TOKENS]
+    ids = [*required, *((17 + index * step) % vocab_size for index in range(PROBE_TOKENS))]
     context = getattr(network.config, "max_position_embeddings", None)
     length = min(
         len(ids), 2 * PROBE_TOKENS, context if isinstance(context, int) and context > 0 else len(ids)
@@ -85,30 +85,30 @@ def probe_of(network: Any, tokens: tuple[int, ...] = ()) -> Int[Tensor, "rows ti
     return torch.tensor([(ids * 2)[: rows * length]], device=embedding.device).view(rows, length)
 
 
-def logits_of(network: Any, probe: Int[Tensor, "rows time"]) -> Tensor:
-    """The logits for the probe, with adapters as they are switched."""
+def probe_logits(network: Any, probe: Int[Tensor, "rows time"]) -> Tensor:
+    """The network's logits for the probe, with its adapters enabled or disabled as they are."""
     with torch.inference_mode():
         return network(input_ids=probe, use_cache=False).logits
 
 
-def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaN included."""
-    return ours.shape == theirs.shape and bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
+def bitwise_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same shape and values; NaN equals NaN."""
+    return first.shape == second.shape and bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number that changes with the bytes of a tensor, at the speed of memory and on its own device.
+    """A 64-bit checksum of a tensor's bytes, computed on its device.
 
         sum over rows i of v_i (sum over columns j of x_ij w_j)   mod 2^64
 
-    x are the bytes as 64-bit integers in rows of ``COLUMNS``; v and w are fixed random odd numbers, so that one change,
-    or an exchange of two places, always shows, and two or more go unnoticed once in 2^63 times.
+    x are the bytes as 64-bit integers in rows of ``COLUMNS``; v and w are fixed random odd numbers. One changed integer
+    always changes the checksum; several changes leave it equal with probability 2^-63.
     """
     total = 0
     flat = (
         tensor.detach().reshape(-1).contiguous().view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
     )
-    columns, rows = (_weights(kind, tensor.device) for kind in (0, 1))
+    columns, rows = (_random_weights(kind, tensor.device) for kind in (0, 1))
     for number, start in enumerate(range(0, flat.numel(), CHUNK_BYTES)):
         part = flat[start : start + CHUNK_BYTES]
         missing = -part.numel() % (8 * COLUMNS)
@@ -121,6 +121,6 @@ def checksum(tensor: Tensor) -> int:
     return total
 
 
-def _weights(kind: int, device: torch.device) -> Int[Tensor, "columns"]:
+def _random_weights(kind: int, device: torch.device) -> Int[Tensor, "columns"]:
     generator = torch.Generator().manual_seed(20_240_607 + kind)
     return (torch.randint(-(2**62), 2**62, (COLUMNS,), generator=generator) | 1).to(device)

@@ -1,4 +1,4 @@
-"""PEFT adapters put on their base, which is shared with another model where it is proven to be unchanged."""
+"""Attaching PEFT adapters to a base network, and checks of adapters on disk and in memory."""
 
 import re
 from collections.abc import Mapping
@@ -7,44 +7,44 @@ from typing import Any, TypeGuard
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
-from kleash.models.adapters.network_state import logits_of, probe_of, same_bits
-from kleash.models.adapters.rules import kind_of, rule_of
+from kleash.models.adapters.network_state import bitwise_equal, make_probe, probe_logits
+from kleash.models.adapters.rules import find_rule, peft_type
 from kleash.models.checkpoints.config_checks import check_adapter_sizes
-from kleash.models.checkpoints.files import ADAPTER_WEIGHTS, read_json, safetensors_header
+from kleash.models.checkpoints.files import ADAPTER_WEIGHTS, read_json, read_safetensors_header
 from kleash.models.checkpoints.resolution import Checkpoint
-from kleash.models.compat import first_line
+from kleash.models.compat import has_adapter_on_one_embedding, summarise_error
 from kleash.models.sandbox.process import check_patterns
 
 
-def adapter_settings(side: Checkpoint, role: str) -> dict[str, Any]:
-    """The content of a side's adapter_config.json.
+def read_adapter_settings(checkpoint: Checkpoint, role: str) -> dict[str, Any]:
+    """Read the adapter_config.json of a checkpoint and check that the adapter can be measured.
 
     Raises:
-        ModelError: if the adapter is of a kind that cannot be measured.
+        ModelError: if a rule refuses the adapter, or its settings describe tensors larger than its files.
     """
-    assert side.adapter is not None
-    settings = read_json(side.adapter / "adapter_config.json")
-    rule = rule_of(settings)
+    assert checkpoint.adapter is not None
+    settings = read_json(checkpoint.adapter / "adapter_config.json")
+    rule = find_rule(settings)
     if rule is not None and rule.treatment == "refused":
-        kind = kind_of(settings)[:40]
-        raise ModelError(f"the adapter {side.name} of the {role} ({kind}) {rule.reason}; {rule.advice}")
-    check_adapter_sizes(f"the adapter {side.name} of the {role}", side.adapter, side.folder)
+        kind = peft_type(settings)[:40]
+        raise ModelError(f"the adapter {checkpoint.name} of the {role} ({kind}) {rule.reason}; {rule.advice}")
+    check_adapter_sizes(f"the adapter {checkpoint.name} of the {role}", checkpoint.adapter, checkpoint.folder)
     return settings
 
 
 def require_unchanged_base(wrapper: Any, role: str, *, instead: str) -> None:
-    """See that the base of a PEFT model in memory, all adapters switched off, is the model that it was.
+    """Check that a PEFT model in memory, with its adapters disabled, computes what the base did without them.
 
     Args:
         wrapper: the PEFT model.
-        role: what its base is taken for, for errors.
-        instead: what to do where it has changed.
+        role: the role that the base would have, for errors.
+        instead: advice for the error.
 
     Raises:
-        ModelError: if putting an adapter on changed the base, or training it does.
+        ModelError: if an adapter changed the base when it was attached, or if parameters of the base are trained.
     """
     for name, config in wrapper.peft_config.items():
-        rule = rule_of(config.to_dict())
+        rule = find_rule(config.to_dict())
         if rule is not None and rule.changes_base:
             raise ModelError(
                 f"the {role} would be the base with its adapters switched off, but the adapter {name!r} {rule.reason}; "
@@ -59,8 +59,8 @@ def require_unchanged_base(wrapper: Any, role: str, *, instead: str) -> None:
 
 
 def trained_base_tensors(wrapper: Any) -> list[str]:
-    """The parameters of a PEFT model in memory that are trained and belong to none of its adapters."""
-    adapters = set(wrapper.peft_config)  # every parameter of an adapter has its name in its path
+    """Names of the trainable parameters of a PEFT model that belong to none of its adapters."""
+    adapters = set(wrapper.peft_config)  # an adapter's name is part of the path of each of its parameters
     return [
         path
         for path, parameter in wrapper.named_parameters()
@@ -68,129 +68,132 @@ def trained_base_tensors(wrapper: Any) -> list[str]:
     ]
 
 
-def _put_on(network: Any, wrapper: Any, side: Checkpoint, role: str) -> Any:
-    """Put the adapter on the network, under the name of its role, make it active, and return the PEFT model around it.
+def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint, role: str) -> Any:
+    """Attach an adapter to a network under the name of its role, and activate it.
+
+    Args:
+        network: the base.
+        wrapper: the PEFT model around the base; None before the first adapter.
+        checkpoint: of the adapter.
+        role: "policy" or "reference".
+
+    Returns:
+        The PEFT model around the base.
 
     Raises:
-        ModelError: if it does not fit.
+        ModelError: if a pattern of the adapter does not end, or its tensors do not fit the base.
     """
     peft = import_extra("peft", "models")
-    what = f"the adapter {side.name} of the {role}"
-    check_patterns(what, _patterns(side), (name for name, _ in network.named_modules()))
+    subject = f"the adapter {checkpoint.name} of the {role}"
+    check_patterns(subject, _patterns(checkpoint), (name for name, _ in network.named_modules()))
     try:
         if wrapper is None:
-            wrapper = peft.PeftModel.from_pretrained(network, str(side.adapter), adapter_name=role)
+            wrapper = peft.PeftModel.from_pretrained(network, str(checkpoint.adapter), adapter_name=role)
         else:
-            wrapper.load_adapter(str(side.adapter), adapter_name=role)
+            wrapper.load_adapter(str(checkpoint.adapter), adapter_name=role)
             wrapper.set_adapter(role)
-        _check_fits(wrapper, side, role, what)
+        _check_fits(wrapper, checkpoint, role, subject)
     except ModelError:
         raise
-    except Exception as error:  # settings decide what is raised, down to re.error
-        raise ModelError(f"{what} cannot be put on {side.base}: {first_line(error)}") from error
+    except Exception as error:  # the exception type depends on the settings, down to re.error
+        raise ModelError(f"{subject} cannot be put on {checkpoint.base}: {summarise_error(error)}") from error
     return wrapper
 
 
-def _patterns(side: Checkpoint) -> list[str]:
-    """What PEFT matches the names of modules against as regular expressions."""
-    assert side.adapter is not None
-    settings = read_json(side.adapter / "adapter_config.json")
-    named = [
-        settings.get(name)
-        for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save")
-    ]
-    tables = [settings.get(name) for name in ("rank_pattern", "alpha_pattern")]
-    patterns = [one for one in named if _is_pattern(one) and one != "all-linear"]
-    patterns += [one for some in named if isinstance(some, list) for one in some if _is_pattern(one)]
-    return patterns + [
-        one for table in tables if isinstance(table, dict) for one in table if _is_pattern(one)
-    ]
+def _patterns(checkpoint: Checkpoint) -> list[str]:
+    """The regular expressions that PEFT matches module names against."""
+    assert checkpoint.adapter is not None
+    settings = read_json(checkpoint.adapter / "adapter_config.json")
+    candidates: list[Any] = []
+    for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+        value = settings.get(name)
+        if isinstance(value, list):
+            candidates += value
+        elif value != "all-linear":
+            candidates.append(value)
+    for name in ("rank_pattern", "alpha_pattern"):
+        table = settings.get(name)
+        candidates += table if isinstance(table, dict) else ()
+    return [candidate for candidate in candidates if _is_pattern(candidate)]
 
 
 def _is_pattern(text: Any) -> TypeGuard[str]:
-    """Whether a name holds more than letters, digits, dots and underscores, of which each matches in one way."""
+    """Whether a text can take long to match: it holds more than letters, digits, dots and underscores."""
     return isinstance(text, str) and re.fullmatch(r"[\w.]*", text) is None
 
 
-def _check_fits(wrapper: Any, side: Checkpoint, role: str, what: str) -> None:
-    """See that every tensor of the adapter found its place, and every place its tensor."""
+def _check_fits(wrapper: Any, checkpoint: Checkpoint, role: str, subject: str) -> None:
+    """Check that the tensors of the adapter's file are exactly those of the attached adapter."""
     peft = import_extra("peft", "models")
-    stored = set(_header(side))
-    every, needed = (
+    stored = set(_header(checkpoint))
+    accepted, required = (
         set(peft.get_peft_model_state_dict(wrapper, adapter_name=role, save_embedding_layers=embeddings))
         for embeddings in (True, False)
     )
-    stray, missing = sorted(stored - every), sorted(needed - stored)
-    if stray or missing:
+    unexpected, missing = sorted(stored - accepted), sorted(required - stored)
+    if unexpected or missing:
         raise ModelError(
-            f"{what} does not fit {side.base}: {len(stray)} of its {len(stored)} tensors have no place "
-            f"there and {len(missing)} places no tensor, such as {(stray + missing)[0]}; give it the base "
+            f"{subject} does not fit {checkpoint.base}: {len(unexpected)} of its {len(stored)} tensors have no place "
+            f"there and {len(missing)} places no tensor, such as {(unexpected + missing)[0]}; give it the base "
             "it was trained on"
         )
 
 
-def _check_acts_on_weights(wrapper: Any, network: Any, side: Checkpoint, role: str, tied: bool) -> None:
-    """See that the adapter acts within the network, and that there is one way to read it.
+def check_acts_by_weights(wrapper: Any, network: Any, checkpoint: Checkpoint, role: str, tied: bool) -> None:
+    """Check that the base network, run without PEFT's wrapper, applies the adapter in full and deterministically.
 
     Raises:
-        ModelError: if it needs PEFT's own forward pass, is random, or is on one of two embeddings that are one tensor.
+        ModelError: if the adapter needs PEFT's own forward pass, is random, or changes one of two tied embeddings.
     """
-    what = f"the adapter {side.name} of the {role}"
-    if tied and _are_adapted_apart(network.get_input_embeddings(), network.get_output_embeddings()):
+    subject = f"the adapter {checkpoint.name} of the {role}"
+    if tied and has_adapter_on_one_embedding(network.get_input_embeddings(), network.get_output_embeddings()):
         raise ModelError(
-            f"{what} is on an embedding whose tensor is also the other embedding, so that running it and merging it "
+            f"{subject} is on an embedding whose tensor is also the other embedding, so that running it and merging it "
             "give two models; leave both embeddings out of the adapter, or merge it and give that folder"
         )
-    probe = probe_of(network, _special_tokens({role: side}))
+    probe = make_probe(network, trained_token_ids({role: checkpoint}))
     try:
-        inner, outer = logits_of(network, probe), logits_of(wrapper, probe)
+        inner_logits, outer_logits = probe_logits(network, probe), probe_logits(wrapper, probe)
     except Exception as error:
-        raise ModelError(f"{what} cannot be run on {side.base}: {first_line(error)}") from error
-    if not same_bits(inner, outer):
+        raise ModelError(f"{subject} cannot be run on {checkpoint.base}: {summarise_error(error)}") from error
+    if not bitwise_equal(inner_logits, outer_logits):
         raise ModelError(
-            f"{what} gives other logits through PEFT's forward pass than through the network's, so that it does not "
+            f"{subject} gives other logits through PEFT's forward pass than through the network's, so that it does not "
             "act by weights alone; merge it into its base and give that folder"
         )
 
 
-def _tied(network: Any) -> bool:
-    """Whether input and output embedding are one tensor."""
+def has_tied_embeddings(network: Any) -> bool:
+    """Whether input and output embedding are the same tensor."""
     embeddings = network.get_input_embeddings(), network.get_output_embeddings()
     weights = [getattr(layer, "weight", None) for layer in embeddings]
     return weights[0] is not None and weights[0] is weights[1]
 
 
-def _are_adapted_apart(embedding: Any, head: Any) -> bool:
-    """Whether adapters change input and output embedding in two ways, so that merging would add both to one tensor.
-
-    A copy that is trained whole, and rows that are trained for both at once, are read in one way only.
-    """
-    tuner_layer = import_extra("peft.tuners.tuners_utils", "models").BaseTunerLayer
-    layers = [getattr(layer, "token_adapter", layer) for layer in (embedding, head)]
-    if getattr(layers[1], "tied_adapter", None) is not None:
-        return layers[1].tied_adapter is not layers[0]
-    return any(isinstance(layer, tuner_layer) for layer in layers)
-
-
-def _special_tokens(sides: Mapping[str, Checkpoint]) -> tuple[int, ...]:
-    """Token ids whose embeddings adapters have trained apart from the others."""
+def trained_token_ids(checkpoints: Mapping[str, Checkpoint]) -> tuple[int, ...]:
+    """Token ids whose embeddings the adapters train individually."""
     tokens: list[Any] = []
-    for side in sides.values():
-        settings = {} if side.adapter is None else read_json(side.adapter / "adapter_config.json")
+    for checkpoint in checkpoints.values():
+        settings = {} if checkpoint.adapter is None else read_json(checkpoint.adapter / "adapter_config.json")
         for name in ("trainable_token_indices", "token_indices"):
-            named = settings.get(name)
+            value = settings.get(name)
             tokens += (
-                [token for part in named.values() for token in part]
-                if isinstance(named, dict)
-                else named or []
+                [token for part in value.values() for token in part]
+                if isinstance(value, dict)
+                else value or []
             )
     return tuple(token for token in tokens if type(token) is int)
 
 
-def _adapter_parameters(side: Checkpoint) -> int:
-    return 0 if side.adapter is None else sum(prod(entry["shape"]) for entry in _header(side).values())
+def count_adapter_parameters(checkpoint: Checkpoint) -> int:
+    """Elements in the adapter's file; 0 without an adapter."""
+    return (
+        0
+        if checkpoint.adapter is None
+        else sum(prod(entry["shape"]) for entry in _header(checkpoint).values())
+    )
 
 
-def _header(side: Checkpoint) -> dict[str, Any]:
-    assert side.adapter is not None
-    return safetensors_header(side.adapter / ADAPTER_WEIGHTS)
+def _header(checkpoint: Checkpoint) -> dict[str, Any]:
+    assert checkpoint.adapter is not None
+    return read_safetensors_header(checkpoint.adapter / ADAPTER_WEIGHTS)

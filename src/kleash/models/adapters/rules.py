@@ -1,10 +1,10 @@
-"""Which PEFT adapters can share the weights of their base with another model, and which cannot be measured."""
+"""Rules by adapter_config.json: which PEFT adapters cannot be measured, and which cannot share their base."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Settings = Mapping[str, Any]
+AdapterSettings = Mapping[str, Any]
 """The content of adapter_config.json."""
 
 TESTED_KINDS = frozenset(
@@ -51,45 +51,46 @@ TESTED_KINDS = frozenset(
         "SUPERTUNING",
     }
 )
-"""Kinds of adapters (``peft_type``) that change weights, each compared with its merged model: the common ones in the
-tests, the others once by hand."""
+"""Values of ``peft_type`` that change weights. Each was compared with its merged model: the common ones in the tests,
+the others once by hand."""
 PROMPT_KINDS = frozenset(
     {
         *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE"),
         "ADAPTION_PROMPT",
     }
 )
-OWN_FORWARD_KINDS = frozenset({"XLORA", "POLY", "SHADOW", "LILY"})
-LOST_BASES = ("pissa_niter", "corda", "loftq", "lora_ga")
-"""Initialisations of LoRA that change the base by random draws or by data, which the adapter does not hold."""
-REPEATABLE_BASES = ("pissa", "olora")
-"""Initialisations of LoRA that change the base by its weights alone, in the same way at each loading."""
+CUSTOM_FORWARD_KINDS = frozenset({"XLORA", "POLY", "SHADOW", "LILY"})
+IRREPRODUCIBLE_INITS = ("pissa_niter", "corda", "loftq", "lora_ga")
+"""Values of ``init_lora_weights`` that change the base by random draws or data that the adapter does not store."""
+REPRODUCIBLE_INITS = ("pissa", "olora")
+"""Values of ``init_lora_weights`` that change the base as a function of its weights, the same at each loading."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRule:
-    """What is done with adapters whose settings have something in common."""
+    """A condition on an adapter's settings and the treatment of adapters that meet it."""
 
     settings: str
-    """Which settings, for the documentation."""
+    """The condition in words, for the documentation."""
     treatment: str
     """"separate": the base is loaded once more for the other model; "refused": the adapter is not measured."""
     reason: str
     """Completes "the adapter …" in notes and errors."""
     advice: str = ""
-    """What to do where it is refused."""
+    """What the user can do about a refusal."""
     changes_base: bool = True
-    """Whether the base with the adapter switched off is another model than it was."""
-    applies: Callable[[Settings], bool]
+    """Whether the base with the adapter disabled differs from the base without it."""
+    applies: Callable[[AdapterSettings], bool]
+    """The condition."""
 
 
-def initialisation(settings: Settings) -> str:
-    """How a LoRA's weights were initialised; "" for PEFT's defaults."""
-    named = settings.get("init_lora_weights")
-    return named.lower() if isinstance(named, str) else ""
+def initialisation(settings: AdapterSettings) -> str:
+    """The initialisation of a LoRA in lower case; "" for PEFT's defaults."""
+    value = settings.get("init_lora_weights")
+    return value.lower() if isinstance(value, str) else ""
 
 
-def kind_of(settings: Settings) -> str:
+def peft_type(settings: AdapterSettings) -> str:
     """The ``peft_type`` in capitals."""
     kind = settings.get("peft_type")
     return str(getattr(kind, "value", kind)).upper()
@@ -103,15 +104,15 @@ RULES: tuple[AdapterRule, ...] = (
         reason="adds tokens of its own to the prompt",
         advice="kleash measures adapters that change weights",
         changes_base=False,
-        applies=lambda settings: kind_of(settings) in PROMPT_KINDS,
+        applies=lambda settings: peft_type(settings) in PROMPT_KINDS,
     ),
     AdapterRule(
-        settings="`peft_type` " + ", ".join(f"`{kind}`" for kind in sorted(OWN_FORWARD_KINDS)),
+        settings="`peft_type` " + ", ".join(f"`{kind}`" for kind in sorted(CUSTOM_FORWARD_KINDS)),
         treatment="refused",
         reason="acts through a forward pass of PEFT's own, or lets later tokens change earlier ones",
         advice="kleash measures adapters that change the weights of a causal model",
         changes_base=False,
-        applies=lambda settings: kind_of(settings) in OWN_FORWARD_KINDS,
+        applies=lambda settings: peft_type(settings) in CUSTOM_FORWARD_KINDS,
     ),
     AdapterRule(
         settings="any `peft_type` that is not named on this page",
@@ -119,7 +120,7 @@ RULES: tuple[AdapterRule, ...] = (
         reason="is of a kind that kleash was not tested with",
         advice="merge it into its base and give that folder",
         changes_base=False,
-        applies=lambda settings: kind_of(settings) not in TESTED_KINDS,
+        applies=lambda settings: peft_type(settings) not in TESTED_KINDS,
     ),
     AdapterRule(
         settings="`alora_invocation_tokens`, `arrow_config`",
@@ -133,19 +134,19 @@ RULES: tuple[AdapterRule, ...] = (
     ),
     AdapterRule(
         settings="`init_lora_weights` "
-        + ", ".join(f"`{name}`" for name in (*LOST_BASES[1:], "pissa_niter_…")),
+        + ", ".join(f"`{name}`" for name in (*IRREPRODUCIBLE_INITS[1:], "pissa_niter_…")),
         treatment="refused",
         reason="was trained over a base that its initialisation had changed by random draws or by data, which the "
         "adapter does not hold",
         advice="save it as a plain LoRA, with save_pretrained(…, path_initial_model_for_weight_conversion=…), or merge "
         "it into the base that it was trained over and give that folder",
-        applies=lambda settings: initialisation(settings).startswith(LOST_BASES),
+        applies=lambda settings: initialisation(settings).startswith(IRREPRODUCIBLE_INITS),
     ),
     AdapterRule(
-        settings="`init_lora_weights` " + ", ".join(f"`{name}`" for name in REPEATABLE_BASES),
+        settings="`init_lora_weights` " + ", ".join(f"`{name}`" for name in REPRODUCIBLE_INITS),
         treatment="separate",
         reason="takes its initial matrices out of the weights of its base",
-        applies=lambda settings: initialisation(settings).startswith(REPEATABLE_BASES),
+        applies=lambda settings: initialisation(settings).startswith(REPRODUCIBLE_INITS),
     ),
     AdapterRule(
         settings="`layer_replication`",
@@ -160,20 +161,20 @@ RULES: tuple[AdapterRule, ...] = (
         applies=lambda settings: settings.get("bias") not in (None, "none", False),
     ),
 )
-"""The first that applies counts; an adapter to which none applies shares its base where the proof succeeds."""
+"""The first rule that applies is used. Without one, an adapter shares its base if the base proves to be unchanged."""
 
-BEYOND_LOW_RANK = (
+NON_PLAIN_SETTINGS = (
     *("modules_to_save", "trainable_token_indices", "target_parameters", "ensure_weight_tying", "use_qalora"),
     *("velora_config", "kasa_config", "monteclora_config", "use_bdlora"),
 )
-"""Settings with which two LoRA adapters are not put on one base; nor are adapters of any other kind."""
+"""Settings of a LoRA that exclude two adapters on one base."""
 
 
-def rule_of(settings: Settings) -> AdapterRule | None:
+def find_rule(settings: AdapterSettings) -> AdapterRule | None:
     """The rule that applies to an adapter; None if it may share its base."""
     return next((rule for rule in RULES if rule.applies(settings)), None)
 
 
-def is_plain(settings: Settings) -> bool:
-    """Whether an adapter is low-rank matrices beside linear layers, of which a base can carry several."""
-    return kind_of(settings) == "LORA" and not any(settings.get(name) for name in BEYOND_LOW_RANK)
+def is_plain_lora(settings: AdapterSettings) -> bool:
+    """Whether an adapter consists of low-rank matrices beside linear layers, of which one base can have several."""
+    return peft_type(settings) == "LORA" and not any(settings.get(name) for name in NON_PLAIN_SETTINGS)

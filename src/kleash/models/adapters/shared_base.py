@@ -1,4 +1,4 @@
-"""Proof that a network whose adapters are switched off is bit for bit the network that it was without them."""
+"""Policy and reference over one base: the base is shared if attaching adapters leaves it bit for bit unchanged."""
 
 import gc
 from collections.abc import Callable, Mapping
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kleash.models.adapters.network_state import NetworkState, logits_of, same_bits, state_of
+from kleash.models.adapters.network_state import NetworkState, bitwise_equal, probe_logits, record_state
 from kleash.models.adapters.peft_adapters import (
-    _adapter_parameters,
-    _check_acts_on_weights,
-    _put_on,
-    _special_tokens,
-    _tied,
-    adapter_settings,
+    attach_adapter,
+    check_acts_by_weights,
+    count_adapter_parameters,
+    has_tied_embeddings,
+    read_adapter_settings,
+    trained_token_ids,
 )
-from kleash.models.adapters.rules import Settings, is_plain, rule_of
+from kleash.models.adapters.rules import AdapterSettings, find_rule, is_plain_lora
 from kleash.models.checkpoints.resolution import Checkpoint
 
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Base:
-    """A network as its folder holds it."""
+class BaseNetwork:
+    """A network as loaded from its folder, without adapters."""
 
     network: Any
     parameters: int
@@ -31,140 +31,158 @@ class Base:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Loaded:
-    """A network as one side sees it."""
+class LoadedNetwork:
+    """The network of one role, with the adapter that the role activates."""
 
     network: Any
     adapters: Any
-    """The PEFT model around it; None where no side has an adapter on it."""
+    """The PEFT model around the network; None if no role has an adapter on it."""
     adapter: str | None
-    """The name of this side's adapter in it; None for the base."""
+    """Name of this role's adapter in the PEFT model; None for the base."""
     parameters: int
     notes: tuple[str, ...]
 
 
 class _ChangedBaseError(Exception):
-    """An adapter that cannot share the base it was put on."""
+    """An adapter changes its base, or the output of another adapter on it."""
 
 
-def networks_over_one_base(
-    sides: Mapping[str, Checkpoint], load_base: Callable[[str], Base]
-) -> tuple[dict[str, Loaded], str]:
-    """The networks of sides that have one base, and a note about how often that is in memory.
+def load_over_one_base(
+    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[str], BaseNetwork]
+) -> tuple[dict[str, LoadedNetwork], str]:
+    """Load checkpoints that have the same base, with the base in memory once if it can be shared.
 
-    The base is shared where every tensor of it, and its logits for a probe with all adapters switched off, are bit for
-    bit what they were before, and where no adapter changes what another gives. Otherwise each side loads it anew.
+    The base is shared if every tensor of it, and its logits for a probe with all adapters disabled, are bit for bit
+    the same before and after attaching the adapters, and if no adapter changes the output of another. Otherwise the
+    base is loaded once for each distinct adapter.
 
     Args:
-        sides: by role.
-        load_base: loads the base for the role, in evaluation mode.
+        checkpoints: by role.
+        load_base: loads the base for a role, in evaluation mode.
+
+    Returns:
+        The networks by role, and a note on how often the base is in memory ("" for a single adapter or base).
 
     Raises:
-        ModelError: if an adapter cannot be put on its base, or is of a kind that cannot be measured.
+        ModelError: if an adapter cannot be attached to its base, or is of a kind that cannot be measured.
     """
     settings = {
-        role: adapter_settings(side, role) for role, side in sides.items() if side.adapter is not None
+        role: read_adapter_settings(checkpoint, role)
+        for role, checkpoint in checkpoints.items()
+        if checkpoint.adapter is not None
     }
-    distinct = _distinct(sides)
-    if len(distinct) == 1:
-        return _together(sides, load_base), ""
-    reason = _static_reason(sides, settings)
+    roles_by_adapter = _roles_by_adapter(checkpoints)
+    if len(roles_by_adapter) == 1:
+        return _load_on_one_base(checkpoints, load_base), ""
+    reason = _reason_from_settings(checkpoints, settings)
     if reason is None:
-        what = "two adapters over one base" if len(settings) > 1 else "an adapter and its base"
+        shared = "two adapters over one base" if len(settings) > 1 else "an adapter and its base"
         try:
-            loaded = _together(sides, load_base)
-        except _ChangedBaseError as changed:
-            reason = str(changed)
+            loaded = _load_on_one_base(checkpoints, load_base)
+        except _ChangedBaseError as error:
+            reason = str(error)
         else:
-            return loaded, f"policy and reference are {what}, which is loaded once and switched"
-        gc.collect()  # what was put on in vain holds itself in circles
+            return loaded, f"policy and reference are {shared}, which is loaded once and switched"
+        gc.collect()  # the discarded PEFT model has reference cycles
     loaded = {}
-    for roles in distinct.values():
-        loaded |= _together({role: sides[role] for role in roles}, load_base)
-    size = sum(p.numel() * p.element_size() for p in loaded[next(iter(sides))].network.parameters())
-    times = f"{len(distinct)} times ({len(distinct)} x {_in_words(size)})"
+    for roles in roles_by_adapter.values():
+        loaded |= _load_on_one_base({role: checkpoints[role] for role in roles}, load_base)
+    size = sum(p.numel() * p.element_size() for p in loaded[next(iter(checkpoints))].network.parameters())
+    times = f"{len(roles_by_adapter)} times ({len(roles_by_adapter)} x {_format_bytes(size)})"
     return loaded, f"policy and reference have one base, which is in memory {times}, since {reason}"
 
 
-def _distinct(sides: Mapping[str, Checkpoint]) -> dict[Path | None, list[str]]:
-    """Roles by the adapter that they have."""
+def _roles_by_adapter(checkpoints: Mapping[str, Checkpoint]) -> dict[Path | None, list[str]]:
+    """The roles that use each adapter folder; None stands for the base."""
     roles: dict[Path | None, list[str]] = {}
-    for role, side in sides.items():
-        roles.setdefault(None if side.adapter is None else side.adapter.resolve(), []).append(role)
+    for role, checkpoint in checkpoints.items():
+        roles.setdefault(None if checkpoint.adapter is None else checkpoint.adapter.resolve(), []).append(
+            role
+        )
     return roles
 
 
-def _static_reason(sides: Mapping[str, Checkpoint], settings: Mapping[str, Settings]) -> str | None:
-    """Why a base cannot be shared, as far as the settings of the adapters show it."""
-    for role, one in settings.items():
-        rule = rule_of(one)
+def _reason_from_settings(
+    checkpoints: Mapping[str, Checkpoint], settings: Mapping[str, AdapterSettings]
+) -> str | None:
+    """Why the adapters' settings rule out a shared base; None if they do not."""
+    for role, adapter_settings in settings.items():
+        rule = find_rule(adapter_settings)
         if rule is not None:
-            return f"the adapter {sides[role].name} {rule.reason}"
+            return f"the adapter {checkpoints[role].name} {rule.reason}"
     if len(settings) > 1:
-        for role, one in settings.items():
-            if not is_plain(one):
-                return f"the adapter {sides[role].name} is no plain LoRA, of which a base can carry several"
+        for role, adapter_settings in settings.items():
+            if not is_plain_lora(adapter_settings):
+                return f"the adapter {checkpoints[role].name} is no plain LoRA, of which a base can carry several"
     return None
 
 
-def _together(sides: Mapping[str, Checkpoint], load_base: Callable[[str], Base]) -> dict[str, Loaded]:
-    """The networks of these sides on one base.
+def _load_on_one_base(
+    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[str], BaseNetwork]
+) -> dict[str, LoadedNetwork]:
+    """Load one base and attach the adapters of all these checkpoints to it.
 
     Raises:
-        _ChangedBaseError: if one adapter changes the base, or what another gives.
+        _ChangedBaseError: if an adapter changes the base, or the output of another.
     """
-    distinct = _distinct(sides)
-    base = load_base(next(iter(sides)))
-    network, tied = base.network, _tied(base.network)
-    before = state_of(network, _special_tokens(sides)) if len(distinct) > 1 else None
+    roles_by_adapter = _roles_by_adapter(checkpoints)
+    base = load_base(next(iter(checkpoints)))
+    network, tied = base.network, has_tied_embeddings(base.network)
+    before = record_state(network, trained_token_ids(checkpoints)) if len(roles_by_adapter) > 1 else None
     wrapper: Any = None
     names: dict[Path | None, str] = {}
-    alone: dict[str, Any] = {}
-    for folder, roles in distinct.items():
+    adapter_logits: dict[str, Any] = {}
+    for folder, roles in roles_by_adapter.items():
         if folder is None:
             continue
-        side, role = sides[roles[0]], roles[0]
-        wrapper = _put_on(network, wrapper, side, role)
+        checkpoint, role = checkpoints[roles[0]], roles[0]
+        wrapper = attach_adapter(network, wrapper, checkpoint, role)
         wrapper.eval()
         names[folder] = role
-        _check_acts_on_weights(wrapper, network, side, role, tied)
+        check_acts_by_weights(wrapper, network, checkpoint, role, tied)
         if before is not None:
-            _check_unchanged(before, wrapper, network, side, alone)
-            alone[role] = logits_of(network, before.probe)
+            _check_unchanged(before, wrapper, network, checkpoint, adapter_logits)
+            adapter_logits[role] = probe_logits(network, before.probe)
     loaded = {}
-    for role, side in sides.items():
-        name = None if side.adapter is None else names[side.adapter.resolve()]
-        loaded[role] = Loaded(
+    for role, checkpoint in checkpoints.items():
+        name = None if checkpoint.adapter is None else names[checkpoint.adapter.resolve()]
+        loaded[role] = LoadedNetwork(
             network=network,
             adapters=wrapper,
             adapter=name,
-            parameters=base.parameters + _adapter_parameters(side),
+            parameters=base.parameters + count_adapter_parameters(checkpoint),
             notes=base.notes,
         )
     return loaded
 
 
 def _check_unchanged(
-    before: NetworkState, wrapper: Any, network: Any, side: Checkpoint, alone: Mapping[str, Any]
+    before: NetworkState,
+    wrapper: Any,
+    network: Any,
+    checkpoint: Checkpoint,
+    adapter_logits: Mapping[str, Any],
 ) -> None:
-    """See that the base, and the adapters that were there before, give what they gave; the new one is active after.
+    """Check that the last adapter changed neither the base nor the logits of the adapters attached before it.
+
+    Afterwards the last adapter is active again.
 
     Raises:
-        _ChangedBaseError: if not.
+        _ChangedBaseError: naming the adapter and the change.
     """
     active = wrapper.active_adapter
     with wrapper.disable_adapter():
-        logits = logits_of(network, before.probe)
-    change = before.change(network, logits)
-    for other, logits in alone.items():
-        wrapper.set_adapter(other)
-        if change is None and not same_bits(logits_of(network, before.probe), logits):
+        logits = probe_logits(network, before.probe)
+    change = before.describe_change(network, logits)
+    for name, logits in adapter_logits.items():
+        wrapper.set_adapter(name)
+        if change is None and not bitwise_equal(probe_logits(network, before.probe), logits):
             change = "changes what another adapter on its base gives"
     wrapper.set_adapter(active)
     if change is not None:
-        raise _ChangedBaseError(f"the adapter {side.name} {change}")
+        raise _ChangedBaseError(f"the adapter {checkpoint.name} {change}")
 
 
-def _in_words(size_bytes: int) -> str:
+def _format_bytes(size_bytes: int) -> str:
     unit = next((unit for unit, size in UNITS.items() if size_bytes >= size), "kB")
     return f"{size_bytes / UNITS[unit]:.3g} {unit}"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kleash.errors import KleashError, ModelError, RunFolderError
 from kleash.extras import import_extra
-from kleash.models.checkpoints.files import safetensors_header
-from kleash.models.compat import first_line
+from kleash.models.checkpoints.files import read_safetensors_header
+from kleash.models.compat import summarise_error
 from kleash.models.sequences import TokenSequence
 from kleash.records import write_atomically
 from kleash.records.caching import REMAKE_CACHE, cache_checksums
@@ -26,13 +26,13 @@ START_BITS = 40
 NO_SPACE = f"os error {errno.ENOSPC}"
 
 
-def key_of(sequence: TokenSequence) -> bytes:
+def sequence_key(sequence: TokenSequence) -> bytes:
     """Stands for the tokens that are read and for how many of them are scored."""
     ids = (len(sequence.prompt_ids), *sequence.prompt_ids, *sequence.response_ids)
     return blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=KEY_BYTES).digest()
 
 
-class HiddenStates:
+class HiddenStateStore:
     """The files ``part-*.safetensors`` of a folder: the hidden states of many sequences each, end to end.
 
     A file holds ``hidden`` [tokens, dim] and, for each of its sequences, a row of ``keys`` and of
@@ -104,7 +104,7 @@ class HiddenStates:
 
     def _enter(self, path: Path) -> None:
         try:
-            header = safetensors_header(path)
+            header = read_safetensors_header(path)
             found = _tensors(path, ("keys", "lengths"))
             lengths = found["lengths"].tolist()
             rows = header["hidden"]["shape"][0]
@@ -113,7 +113,7 @@ class HiddenStates:
                 raise ModelError(f"{path} holds {rows} hidden states and a list of {sum(lengths)}")
         except (KleashError, KeyError, ValueError, TypeError, IndexError) as error:
             raise ModelError(
-                f"{first_line(error)}: this part of the reference cache is damaged; delete {path} and give the "
+                f"{summarise_error(error)}: this part of the reference cache is damaged; delete {path} and give the "
                 "kleash cache command again"
             ) from error
         number, start = len(self._paths), 0
@@ -145,7 +145,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = 
             unfinished.chmod(mode)  # safetensors lets nobody else read what it writes
         except safetensors.SafetensorError as error:  # what it makes of an OSError
             number = errno.ENOSPC if NO_SPACE in str(error) else errno.EIO
-            raise OSError(number, first_line(error)) from error
+            raise OSError(number, summarise_error(error)) from error
 
     if root is None:
         write_atomically(path, save)
@@ -159,4 +159,4 @@ def _tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
     except (OSError, safetensors.SafetensorError) as error:
-        raise RunFolderError(f"{path} cannot be read: {first_line(error)}") from error
+        raise RunFolderError(f"{path} cannot be read: {summarise_error(error)}") from error

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, OptionError, RunFolderError
-from kleash.models.cache.hidden_states import HiddenStates, key_of
+from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
 from kleash.models.pair import Model
-from kleash.models.sequences import TokenSequence, length_batches
+from kleash.models.sequences import TokenSequence, batch_by_length
 from kleash.records import CachedSource, CacheLabel
 from kleash.records.atomic import TEMPORARY, cannot_write, require_utf8
 from kleash.records.caching import LABEL, read_label
@@ -49,7 +49,7 @@ class ReferenceCache:
                 f"the {model.role} {model.path} is measured through its logits, which are too many to keep; "
                 "it cannot have a reference cache"
             )
-        require_cache(folder)
+        check_cache_folder(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -62,7 +62,7 @@ class ReferenceCache:
         if label is not None:
             write_checked(folder, folder / LABEL, to_json(label))
         self.folder = folder
-        self.states = HiddenStates(folder)
+        self.states = HiddenStateStore(folder)
         """What is on disk."""
         self._device = model.device
         self._new: dict[bytes, Tensor] = {}
@@ -71,13 +71,13 @@ class ReferenceCache:
 
     def __contains__(self, sequence: TokenSequence) -> bool:
         """Whether its hidden states are there."""
-        key = key_of(sequence)
+        key = sequence_key(sequence)
         return key in self._new or key in self.states
 
     def reader(
         self, read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
     ) -> Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]:
-        """``read``, but only of what is not in the folder yet."""
+        """``num_input_tokens``, but only of what is not in the folder yet."""
 
         def read_or_find(batch: Sequence[TokenSequence]) -> Tensor:
             missing = [one for one in batch if one not in self]
@@ -100,7 +100,7 @@ class ReferenceCache:
         """
         if all(one in self for one in sequences):
             return
-        for batch in length_batches([one.read for one in sequences], batch_tokens):
+        for batch in batch_by_length([one.num_input_tokens for one in sequences], batch_tokens):
             chosen = [sequences[index] for index in batch]
             self.keep(chosen, read(chosen))
         self.save()
@@ -110,7 +110,7 @@ class ReferenceCache:
         parts = hidden.cpu().split([len(one.response_ids) for one in batch])
         for one, part in zip(batch, parts, strict=True):
             if one not in self:
-                self._new[key_of(one)] = part
+                self._new[sequence_key(one)] = part
 
     def save(self) -> None:
         """Write what was computed since the last time, as one file that is there whole or not at all.
@@ -123,11 +123,11 @@ class ReferenceCache:
             self._new = {}
 
     def _get(self, sequence: TokenSequence) -> Tensor:
-        key = key_of(sequence)
+        key = sequence_key(sequence)
         return self._new[key] if key in self._new else self.states.get(key, len(sequence.response_ids))
 
 
-def require_cache(folder: Path) -> None:
+def check_cache_folder(folder: Path) -> None:
     """See, without touching anything, that ``folder`` is a cache or can become one.
 
     Raises:
@@ -149,7 +149,7 @@ def require_cache(folder: Path) -> None:
         )
 
 
-def check_model(folder: Path, found: CacheLabel, name: str, fingerprint: str, dtype: str) -> None:
+def check_same_model(folder: Path, found: CacheLabel, name: str, fingerprint: str, dtype: str) -> None:
     """See that a folder is of the model that is asked for.
 
     Raises:
@@ -172,7 +172,7 @@ def check_model(folder: Path, found: CacheLabel, name: str, fingerprint: str, dt
 def _agreed(folder: Path, found: CacheLabel, label: CacheLabel) -> CacheLabel | None:
     """The label to write over the one that was found; None if that one stays."""
     ours = label.reference
-    check_model(folder, found, ours.path, ours.fingerprint, ours.dtype)
+    check_same_model(folder, found, ours.path, ours.fingerprint, ours.dtype)
     if label.source is None:
         return None
     if found.source is not None and not found.source.agrees(label.source):

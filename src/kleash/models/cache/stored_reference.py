@@ -12,10 +12,16 @@ from torch import Tensor
 from kleash.errors import ModelError, RunFolderError
 from kleash.extras import import_extra
 from kleash.linear import Head
-from kleash.models.cache.hidden_states import HiddenStates, key_of, save_tensors
-from kleash.models.cache.reference_cache import check_model
-from kleash.models.checkpoints.resolution import HUB_ID, Checkpoint, find_checkpoint, hub_commit, inputs_of
-from kleash.models.compat import first_line
+from kleash.models.cache.hidden_states import HiddenStateStore, save_tensors, sequence_key
+from kleash.models.cache.reference_cache import check_same_model
+from kleash.models.checkpoints.resolution import (
+    HUB_ID,
+    Checkpoint,
+    find_checkpoint,
+    list_input_files,
+    resolve_commit,
+)
+from kleash.models.compat import summarise_error
 from kleash.models.pair import Model
 from kleash.models.sequences import TokenSequence
 from kleash.models.tokenizers import load_tokenizer, tokenizer_folder
@@ -34,7 +40,7 @@ class StoredReference:
     """A finished cache: hidden states, head and tokenizer of a reference, which itself is not needed."""
 
     def __init__(self, folder: Path) -> None:
-        """Open what ``finish`` has written.
+        """Open what ``finish_cache`` has written.
 
         Raises:
             ModelError: if a part of it is damaged.
@@ -43,11 +49,11 @@ class StoredReference:
         self.folder = folder
         self.label = read_label(folder)
         self.contents = read_contents(folder)
-        self.states = HiddenStates(folder)
+        self.states = HiddenStateStore(folder)
         self._device = torch.device("cpu")
 
     @staticmethod
-    def is_in(folder: Path) -> bool:
+    def exists_in(folder: Path) -> bool:
         """Whether ``folder`` holds a finished cache."""
         return (folder / CONTENTS).is_file()
 
@@ -73,18 +79,18 @@ class StoredReference:
         there = self.label.reference
         dtype = there.dtype if dtype == "auto" else dtype
         if Path(name).expanduser().resolve() == self.folder.resolve():
-            check_model(self.folder, self.label, name, there.fingerprint, dtype)
+            check_same_model(self.folder, self.label, name, there.fingerprint, dtype)
         elif name == there.path and there.revision and HUB_ID.fullmatch(name) and not Path(name).exists():
-            commit = hub_commit(name, revision)
+            commit = resolve_commit(name, revision)
             if commit != there.revision:
                 raise ModelError(
                     f"{self.folder} holds hidden states of {name} at commit {there.revision} and the reference is "
                     f"at {commit}; give that as --revision-reference, or another cache"
                 )
-            check_model(self.folder, self.label, name, there.fingerprint, dtype)
+            check_same_model(self.folder, self.label, name, there.fingerprint, dtype)
         else:
             found = find_checkpoint(name, revision).fingerprint()
-            check_model(self.folder, self.label, name, found, dtype)
+            check_same_model(self.folder, self.label, name, found, dtype)
 
     def tokenizer(self, trust_remote_code: bool) -> Any:
         """The reference's.
@@ -120,7 +126,7 @@ class StoredReference:
             weight = tensors["weight"]
         except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
             raise ModelError(
-                f"the head in {self.folder} cannot be read ({first_line(error)}); give the kleash cache command "
+                f"the head in {self.folder} cannot be read ({summarise_error(error)}); give the kleash cache command "
                 "again"
             ) from error
         self.checksums.check(self.folder / HEAD, REMAKE_CACHE)
@@ -138,14 +144,14 @@ class StoredReference:
             dtype=getattr(torch, there.dtype),
             device=device,
             parameters=there.parameters,
-            vocabulary=there.vocabulary,
-            context=contents.context,
-            ends=(),
+            vocab_size=there.vocabulary,
+            context_length=contents.context,
+            eos_token_ids=(),
             head=head,
             fingerprint=there.fingerprint,
             tokenizer=tokenizer,
             network=None,
-            body=None,
+            backbone=None,
             stored=self,
         )
 
@@ -157,7 +163,7 @@ class StoredReference:
         """
         parts: list[Tensor] = []
         for one in batch:
-            key = key_of(one)
+            key = sequence_key(one)
             if key not in self.states:
                 raise ModelError(
                     f"{self.folder} holds no hidden states of {one.name}; give the kleash cache command again"
@@ -165,17 +171,17 @@ class StoredReference:
             parts.append(self.states.get(key, len(one.response_ids)))
         return torch.cat(parts).to(self._device)
 
-    def lacking(self, sequences: Iterable[TokenSequence]) -> tuple[int, int, str]:
+    def count_missing(self, sequences: Iterable[TokenSequence]) -> tuple[int, int, str]:
         """How many of ``sequences`` are not there, of how many, and the name of the first of them."""
         missing, asked, first = 0, 0, ""
         for one in sequences:
             asked += 1
-            if key_of(one) not in self.states:
+            if sequence_key(one) not in self.states:
                 first = first or one.name
                 missing += 1
         return missing, asked, first
 
-    def rounding(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
+    def rounding_columns(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
         """The token columns of the "noise" or the dtype's "gap" that were taken when the cache was made.
 
         Raises:
@@ -190,13 +196,13 @@ class StoredReference:
             columns = dict(import_extra("safetensors.numpy", "models").load_file(path))
         except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError) as error:
             raise ModelError(
-                f"{path} cannot be read ({first_line(error)}); give the kleash cache command again"
+                f"{path} cannot be read ({summarise_error(error)}); give the kleash cache command again"
             ) from error
         checksums.check(path, REMAKE_CACHE)
         return columns
 
 
-def finish(folder: Path, model: Model, contents: CacheContents) -> None:
+def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:
     """Write head and tokenizer beside the hidden states, and last what makes the folder a finished cache.
 
     Raises:
@@ -206,7 +212,7 @@ def finish(folder: Path, model: Model, contents: CacheContents) -> None:
     source = tokenizer_folder(find_checkpoint(model.path, model.revision))
     try:
         (folder / TOKENIZER).mkdir(exist_ok=True)
-        for path in inputs_of(source):
+        for path in list_input_files(source):
             if not path.name.endswith(NO_TOKENIZER):
                 target = folder / TOKENIZER / path.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
@@ -216,7 +222,9 @@ def finish(folder: Path, model: Model, contents: CacheContents) -> None:
     write_checked(folder, folder / CONTENTS, to_json(contents))
 
 
-def save_rounding(folder: Path, what: str, temperature: float, columns: Mapping[str, np.ndarray]) -> None:
+def save_rounding_columns(
+    folder: Path, what: str, temperature: float, columns: Mapping[str, np.ndarray]
+) -> None:
     """Keep the token columns that say how much of a drift is "noise", or the dtype's "gap".
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the settings of a checkpoint may not ask for: code that is imported, or files outside the checkpoint."""
+"""Checks of a checkpoint's settings: no foreign code, no files outside its folder, no sizes beyond its weights."""
 
 import re
 import threading
@@ -15,42 +15,56 @@ from torch.nn.modules import module as torch_modules
 from kleash.errors import ModelError
 from kleash.models.checkpoints.files import (
     ADAPTER_WEIGHTS,
+    list_weight_files,
     read_json,
-    safetensors_header,
-    weight_files,
+    read_safetensors_header,
 )
-from kleash.models.compat import first_line
+from kleash.models.compat import summarise_error
 
 MEGATRON = "megatron.core"
-"""What PEFT writes into every adapter's settings; it is imported only with a megatron_config."""
-SHOWN = 80
+"""PEFT writes this into every adapter's settings, and imports it only with a megatron_config."""
+MAX_SHOWN_CHARACTERS = 80
+COUNT_SETTINGS = re.compile(r"layers?$|layers?_|blocks?$|depth|stages?$|experts?")
+"""Settings that say how many modules are built."""
+NON_SIZE_SETTINGS = re.compile(
+    r"position|length|seq|token|theta|window|factor|alpha|beta|scal|seed|key|step|indices|version|eps|tinit|tfinal|deltat|_id"
+)
+"""Settings whose numbers size no tensor."""
+RANK_SETTINGS = re.compile(r"(^|_)r$|rank")
+ALWAYS_ALLOWED_COUNT, ALWAYS_ALLOWED_SIZE, ALWAYS_ALLOWED_RANK = 256, 1 << 16, 512
+"""Values up to these cost little and are accepted whatever the weights are."""
+ALWAYS_ALLOWED_BUFFER_ELEMENTS = 1 << 26
+"""Elements of buffers (computed tables that no file stores) that are accepted whatever the weights are."""
+MAX_RATIO, MAX_QUANTISED_RATIO = 2, 64
+"""Largest ratio of a network's parameters to the elements in its files. Quantised files pack several weights into one
+element."""
 
 
 def check_model_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Refuse a config.json that has kernels fetched and run, or weights read that are no safetensors.
+    """Refuse a config.json that makes transformers fetch and run kernels, or read weights that are not safetensors.
 
     Raises:
         ModelError: naming the setting.
     """
-    for name, value in named_values(settings):
+    for name, value in iterate_settings(settings):
         if "implementation" in name and isinstance(value, str) and ("/" in value or "\\" in value):
             raise ModelError(
-                f"{path} takes {name} from {_shown(value)}, whose code would be fetched and run; set it to null or "
-                "to an implementation of transformers, such as 'sdpa'"
+                f"{path} takes {name} from {_abbreviate(value)}, whose code would be fetched and run; set it to null "
+                "or to an implementation of transformers, such as 'sdpa'"
             )
     weights = settings.get("transformers_weights")
     if weights not in (None, "model.safetensors"):
         raise ModelError(
-            f"{path} takes its weights from {_shown(weights)}; name the file model.safetensors and remove "
+            f"{path} takes its weights from {_abbreviate(weights)}; name the file model.safetensors and remove "
             "transformers_weights"
         )
 
 
 def check_index(path: Path, index: dict[str, Any]) -> None:
-    """Refuse an index of shards that leads out of its folder, or to files that are no safetensors.
+    """Refuse an index of shards that names files outside its folder, or files that are not safetensors.
 
     Raises:
-        ModelError: naming the file that it leads to.
+        ModelError: naming the file.
     """
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata", {}), dict):
@@ -58,16 +72,16 @@ def check_index(path: Path, index: dict[str, Any]) -> None:
     for shard in {str(shard): shard for shard in shards.values()}.values():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or Path(shard).name != shard:
             raise ModelError(
-                f"{path} leads to {_shown(shard)}; every shard must be a .safetensors file in the same folder"
+                f"{path} leads to {_abbreviate(shard)}; every shard must be a .safetensors file in the same folder"
             )
         if not (path.parent / shard).is_file():
             raise ModelError(
-                f"{path} leads to {_shown(shard)}, which is not there; fetch the checkpoint again"
+                f"{path} leads to {_abbreviate(shard)}, which is not there; fetch the checkpoint again"
             )
 
 
 def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse an adapter that has a module imported, or whose weights are not in adapter_model.safetensors.
+    """Refuse an adapter that makes PEFT import a module, or whose weights are not in adapter_model.safetensors.
 
     Raises:
         ModelError: naming the setting or the file.
@@ -75,7 +89,7 @@ def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> No
     core = settings.get("megatron_core")
     if settings.get("megatron_config") is not None or core not in (None, MEGATRON):
         raise ModelError(
-            f"the adapter {name} has a megatron_config, for which the module {_shown(core)} would be imported and "
+            f"the adapter {name} has a megatron_config, for which the module {_abbreviate(core)} would be imported and "
             "run; set megatron_config to null and megatron_core to 'megatron.core' in adapter_config.json"
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
@@ -87,131 +101,117 @@ def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> No
         )
 
 
-def named_values(settings: Any) -> Iterator[tuple[str, Any]]:
-    """Every value of nested settings with the name that it stands under."""
-    unread = [("", settings)]
-    while unread:
-        name, value = unread.pop()
+def iterate_settings(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over the leaf values of nested settings, each with the name of its key."""
+    pending = [("", settings)]
+    while pending:
+        name, value = pending.pop()
         if isinstance(value, dict):
-            # The keys of a dictionary of implementations, or of patterns, are names of parts of the model.
-            unread += [
-                (f"{key} of {name}" if "implementation" in name or "pattern" in name else str(key), one)
-                for key, one in value.items()
+            # Keys below an implementation or pattern setting are module names: the setting's name is kept with them.
+            pending += [
+                (f"{key} of {name}" if "implementation" in name or "pattern" in name else str(key), child)
+                for key, child in value.items()
             ]
         elif isinstance(value, list):
-            unread += [(name, one) for one in value]
+            pending += [(name, item) for item in value]
         else:
             yield name, value
 
 
-def _shown(value: Any) -> str:
-    return repr(value)[:SHOWN]
+def _abbreviate(value: Any) -> str:
+    return repr(value)[:MAX_SHOWN_CHARACTERS]
 
 
-COUNTS = re.compile(r"layers?$|layers?_|blocks?$|depth|stages?$|experts?")
-"""Settings that say how often something is built."""
-
-NO_SIZES = re.compile(
-    r"position|length|seq|token|theta|window|factor|alpha|beta|scal|seed|key|step|indices|version|eps|tinit|tfinal|deltat|_id"
-)
-"""Settings whose numbers size nothing."""
-
-RANKS = re.compile(r"(^|_)r$|rank")
-
-FEWEST_COUNTS, SMALLEST_SIZE, SMALLEST_RANK = 256, 1 << 16, 512
-"""What is always allowed, since it costs little."""
-
-MOST_BUFFERED = 1 << 26
-"""Elements of tables that are computed and not stored, which are always allowed."""
-
-SURPLUS, QUANTISED_SURPLUS = 2, 64
-"""How many times the elements of its files a network may have; packed weights are stored as a few large numbers."""
+class _TooManyModulesError(Exception):
+    """A network registers more modules and parameters than its files could fill."""
 
 
-class _TooManyError(Exception):
-    """A network that registers more modules and parameters than its files could fill."""
-
-
-def check_config_sizes(what: str, folder: Path) -> None:
-    """See that no number in config.json is larger than the weights beside it can explain.
+def check_config_sizes(subject: str, folder: Path) -> None:
+    """Check that no number in config.json is larger than the weights in the same folder can explain.
 
     Raises:
         ModelError: naming the setting and its value.
     """
-    headers = [safetensors_header(path) for path in weight_files(folder)]
+    headers = [read_safetensors_header(path) for path in list_weight_files(folder)]
     shapes = [entry["shape"] for header in headers for entry in header.values()]
     elements = sum(prod(shape) for shape in shapes)
     largest = max((size for shape in shapes for size in shape), default=0)
-    most_counts = max(FEWEST_COUNTS, len(shapes), min(largest, 16 * len(shapes)))
-    for name, value in _numbers(read_json(folder / "config.json")):
-        most = most_counts if COUNTS.search(name) else max(SMALLEST_SIZE, elements)
-        if not abs(value) <= most and not NO_SIZES.search(name):
+    max_count = max(ALWAYS_ALLOWED_COUNT, len(shapes), min(largest, 16 * len(shapes)))
+    for name, value in _iterate_numbers(read_json(folder / "config.json")):
+        limit = max_count if COUNT_SETTINGS.search(name) else max(ALWAYS_ALLOWED_SIZE, elements)
+        if not abs(value) <= limit and not NON_SIZE_SETTINGS.search(name):
             raise ModelError(
-                f"{what} has {name} {value:.6g} in its config.json, and its weights are {len(shapes)} tensors of "
+                f"{subject} has {name} {value:.6g} in its config.json, and its weights are {len(shapes)} tensors of "
                 f"{elements} numbers; mend config.json, or fetch the checkpoint again"
             )
 
 
-def check_network_size(what: str, folder: Path, config: Any, build: Any) -> None:
-    """See that the network of a configuration has no more parameters than its files, by building it without memory.
+def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> None:
+    """Build the network of a configuration on the meta device and compare its parameters with those in its files.
 
     Args:
-        what: the model, for errors.
-        folder: where its weights are.
-        config: of transformers.
-        build: makes the network of a configuration, such as ``AutoModelForCausalLM.from_config``.
+        subject: the model, for errors.
+        folder: the folder of its weights.
+        config: a transformers configuration.
+        build: builds the network of a configuration, such as ``AutoModelForCausalLM.from_config``.
 
     Raises:
-        ModelError: if it has, or cannot be built.
+        ModelError: if it has too many parameters or buffers, or cannot be built.
     """
-    headers = [safetensors_header(path) for path in weight_files(folder)]
+    headers = [read_safetensors_header(path) for path in list_weight_files(folder)]
     tensors = sum(len(header) for header in headers)
     elements = sum(prod(entry["shape"]) for header in headers for entry in header.values())
     quantised = getattr(config, "quantization_config", None) is not None
     try:
-        with torch.device("meta"), _limited(4096 + 32 * tensors):
+        with torch.device("meta"), _limit_registrations(4096 + 32 * tensors):
             network = build(deepcopy(config))
-    except _TooManyError as error:
+    except _TooManyModulesError as error:
         raise ModelError(
-            f"{what} describes in its config.json a network of {error} parts and more, and its files hold {tensors} "
+            f"{subject} describes in its config.json a network of {error} parts and more, and its files hold {tensors} "
             "tensors; mend config.json, or fetch the checkpoint again"
         ) from error
     except Exception as error:  # a configuration decides what is raised
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
-        raise ModelError(f"{what} cannot be loaded: {first_line(error)}{hint}") from error
-    described = sum(parameter.numel() for parameter in network.parameters())
-    buffered = sum(buffer.numel() for buffer in network.buffers())
-    surplus = QUANTISED_SURPLUS if quantised else SURPLUS
-    if described > surplus * elements or buffered > max(MOST_BUFFERED, 4 * elements):
+        raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}{hint}") from error
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    buffer_elements = sum(buffer.numel() for buffer in network.buffers())
+    max_ratio = MAX_QUANTISED_RATIO if quantised else MAX_RATIO
+    if parameters > max_ratio * elements or buffer_elements > max(
+        ALWAYS_ALLOWED_BUFFER_ELEMENTS, 4 * elements
+    ):
         raise ModelError(
-            f"{what} describes in its config.json a network of {described} weights and tables of {buffered} numbers, "
-            f"and its files hold {elements} numbers; mend config.json, or fetch the checkpoint again"
+            f"{subject} describes in its config.json a network of {parameters} weights and tables of {buffer_elements} "
+            f"numbers, and its files hold {elements} numbers; mend config.json, or fetch the checkpoint again"
         )
 
 
-def check_adapter_sizes(what: str, adapter: Path, base: Path) -> None:
-    """See that no number in adapter_config.json is larger than the adapter's and the base's weights can explain.
+def check_adapter_sizes(subject: str, adapter: Path, base: Path) -> None:
+    """Check that no number in adapter_config.json is larger than the adapter's and the base's weights can explain.
 
     Raises:
         ModelError: naming the setting and its value.
     """
-    shapes = [entry["shape"] for entry in safetensors_header(adapter / ADAPTER_WEIGHTS).values()]
+    shapes = [entry["shape"] for entry in read_safetensors_header(adapter / ADAPTER_WEIGHTS).values()]
     largest = max((size for shape in shapes for size in shape), default=0)
-    below = max(
+    largest_of_base = max(
         (
             size
-            for path in weight_files(base)
-            for entry in safetensors_header(path).values()
+            for path in list_weight_files(base)
+            for entry in read_safetensors_header(path).values()
             for size in entry["shape"]
         ),
         default=0,
     )
     settings = read_json(adapter / "adapter_config.json")
-    for name, value in _numbers(settings):
-        most = max(SMALLEST_RANK, largest) if RANKS.search(name) else max(SMALLEST_SIZE, largest, below)
-        if not abs(value) <= most and not NO_SIZES.search(name):
+    for name, value in _iterate_numbers(settings):
+        limit = (
+            max(ALWAYS_ALLOWED_RANK, largest)
+            if RANK_SETTINGS.search(name)
+            else max(ALWAYS_ALLOWED_SIZE, largest, largest_of_base)
+        )
+        if not abs(value) <= limit and not NON_SIZE_SETTINGS.search(name):
             raise ModelError(
-                f"{what} has {name} {value:.6g} in its adapter_config.json, and no tensor of it has a size above "
+                f"{subject} has {name} {value:.6g} in its adapter_config.json, and no tensor of it has a size above "
                 f"{largest}; mend adapter_config.json, or fetch the adapter again"
             )
     ranges = settings.get("layer_replication") or []
@@ -221,31 +221,31 @@ def check_adapter_sizes(what: str, adapter: Path, base: Path) -> None:
         else []
     )
     layers = sum(abs(end - start) for start, end in spans if type(start) is int and type(end) is int)
-    if layers > max(FEWEST_COUNTS, len(shapes)):
+    if layers > max(ALWAYS_ALLOWED_COUNT, len(shapes)):
         raise ModelError(
-            f"{what} makes {layers} layers by its layer_replication, and holds {len(shapes)} tensors; mend "
+            f"{subject} makes {layers} layers by its layer_replication, and holds {len(shapes)} tensors; mend "
             "adapter_config.json, or fetch the adapter again"
         )
 
 
-def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every number of nested settings with the name that it stands under, in small letters."""
-    for name, value in named_values(settings):
+def _iterate_numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Iterate over the numbers of nested settings, each with the name of its key in lower case."""
+    for name, value in iterate_settings(settings):
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield name.lower(), value
 
 
 @contextmanager
-def _limited(most: int) -> Iterator[None]:
-    """Inside, networks of this thread that register more modules and parameters than ``most`` are not finished."""
+def _limit_registrations(limit: int) -> Iterator[None]:
+    """Context in which building a network in this thread fails beyond ``limit`` registered modules and parameters."""
     thread, registered = threading.get_ident(), 0
 
     def count(*_: Any) -> None:
         nonlocal registered
         if threading.get_ident() == thread:
             registered += 1
-            if registered > most:
-                raise _TooManyError(registered)
+            if registered > limit:
+                raise _TooManyModulesError(registered)
 
     handles = [
         torch_modules.register_module_parameter_registration_hook(count),

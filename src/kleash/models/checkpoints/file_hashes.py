@@ -1,4 +1,4 @@
-"""Hashes of whole files, each made once: what they were is remembered beside what the file was like."""
+"""SHA-256 hashes of whole files, cached by the file's size, times and inode."""
 
 import json
 import os
@@ -15,110 +15,113 @@ from kleash.records.atomic import write_atomically
 from kleash.records.codec import parse_json
 from kleash.user_cache import is_private_file, user_cache_folder
 
-MEMORY = "file-hashes.json"
+CACHE_FILE = "file-hashes.json"
 PIECE = 64 << 20
-"""Bytes that are hashed as one: the pieces of a file are hashed side by side."""
+"""Bytes per piece; the pieces of a file are hashed in parallel."""
 BLOCK = 1 << 20
-WORTH_REMEMBERING = 1 << 20
-"""Bytes from which on a file's hash is remembered: a smaller one is hashed in a millisecond."""
+MIN_CACHED_BYTES = 1 << 20
+"""Smallest file whose hash is cached; hashing a smaller one takes a millisecond."""
 SETTLED_NS = 2 * 10**9
-"""Age of the last change from which on size and times tell whether there was another since."""
-MOST_REMEMBERED = 4096
-MOST_THREADS = 16
+"""Smallest age of a file's last change for its hash to be cached: a later change then shows in its times."""
+MAX_CACHED_HASHES = 4096
+MAX_THREADS = 16
 
 
-def hashes_of(paths: Sequence[Path]) -> list[str]:
-    """The SHA-256 of each file's pieces of 64 MiB and of its size, as hex digits.
+def hash_files(paths: Sequence[Path]) -> list[str]:
+    """Hash files: for each, the SHA-256 of its size and of the SHA-256 of its pieces of 64 MiB, as hex digits.
 
-    Every byte is read, on several threads, the first time. What came out is remembered in the user's cache folder
-    (``file-hashes.json``) by path, size, time of change of content and of inode (in ns), inode and device: a file that
-    agrees in all of them is not read again. One that changed less than two seconds ago is never remembered. The memory
-    is only ever a shortcut: where it is damaged, or anybody else could have written it, every file is read.
+    The first time, every byte is read, on several threads. The hash is cached in the user's cache folder
+    (``file-hashes.json``) under path, size, modification and change time (in ns), inode and device; a file that agrees
+    in all of them is not read again. A file that changed less than two seconds ago is not cached. If the cache is
+    damaged, or another user could have written it, it is ignored and every file is read.
 
     Raises:
         ModelError: if a file cannot be read.
     """
     try:
         before = [_identity(path) for path in paths]
-        worth = [_is_settled(path) for path in paths]
-        memory = _remembered() if any(worth) else {}
-        found = [memory.get(key) if kept else None for key, kept in zip(before, worth, strict=True)]
-        missing = [at for at, known in enumerate(found) if known is None]
-        made = _hashed([paths[at] for at in missing])
-        for at, value in zip(missing, made, strict=True):
-            found[at] = value
+        cacheable = [_is_cacheable(path) for path in paths]
+        cache = _load_cache() if any(cacheable) else {}
+        hashes = [cache.get(key) if usable else None for key, usable in zip(before, cacheable, strict=True)]
+        missing = [index for index, value in enumerate(hashes) if value is None]
+        computed = _compute_hashes([paths[index] for index in missing])
+        for index, value in zip(missing, computed, strict=True):
+            hashes[index] = value
         new = {
-            before[at]: value
-            for at, value in zip(missing, made, strict=True)
-            if worth[at] and _identity(paths[at]) == before[at]
+            before[index]: value
+            for index, value in zip(missing, computed, strict=True)
+            if cacheable[index] and _identity(paths[index]) == before[index]
         }
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     if new:
-        _remember(new)
-    return [str(value) for value in found]
+        _update_cache(new)
+    return [str(value) for value in hashes]
 
 
-def _hashed(paths: Sequence[Path]) -> list[str]:
+def _compute_hashes(paths: Sequence[Path]) -> list[str]:
     sizes = [path.stat().st_size for path in paths]
-    pieces = [(at, start) for at, size in enumerate(sizes) for start in range(0, max(size, 1), PIECE)]
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:  # hashlib lets the GIL go
-        digests = list(threads.map(lambda piece: _piece(paths[piece[0]], piece[1]), pieces))
-    whole = [sha256(str(size).encode()) for size in sizes]
-    for (at, _), digest in zip(pieces, digests, strict=True):
-        whole[at].update(digest)
-    return [one.hexdigest() for one in whole]
+    pieces = [(index, start) for index, size in enumerate(sizes) for start in range(0, max(size, 1), PIECE)]
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:  # hashlib releases the GIL
+        digests = list(threads.map(lambda piece: _hash_piece(paths[piece[0]], piece[1]), pieces))
+    totals = [sha256(str(size).encode()) for size in sizes]
+    for (index, _), digest in zip(pieces, digests, strict=True):
+        totals[index].update(digest)
+    return [total.hexdigest() for total in totals]
 
 
-def _piece(path: Path, start: int) -> bytes:
-    digest, left = sha256(), PIECE
+def _hash_piece(path: Path, start: int) -> bytes:
+    digest, remaining = sha256(), PIECE
     block = memoryview(bytearray(BLOCK))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while left and (count := file.readinto(block[: min(BLOCK, left)])):
+        while remaining and (count := file.readinto(block[: min(BLOCK, remaining)])):
             digest.update(block[:count])
-            left -= count
+            remaining -= count
     return digest.digest()
 
 
 def _identity(path: Path) -> str:
+    """The cache key of a file: size, times, inode, device and path."""
     status = path.stat()
     numbers = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
     return " ".join([*map(str, numbers), str(path.resolve())])
 
 
-def _is_settled(path: Path) -> bool:
+def _is_cacheable(path: Path) -> bool:
+    """Whether a file is large enough, and its last change old enough, for its hash to be cached."""
     status = path.stat()
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
-    return status.st_size >= WORTH_REMEMBERING and time.time_ns() - changed > SETTLED_NS
+    return status.st_size >= MIN_CACHED_BYTES and time.time_ns() - changed > SETTLED_NS
 
 
-def _remembered() -> dict[str, str]:
+def _load_cache() -> dict[str, str]:
+    """The cached hashes; empty if the file is missing, damaged or writable by another user."""
     folder = user_cache_folder()
     if folder is None:
         return {}
     try:
-        path = folder / MEMORY
+        path = folder / CACHE_FILE
         if not is_private_file(path):
             return {}
-        memory = parse_json(path.read_bytes())
-        hashes = cast("dict[str, Any]", memory["hashes"])
-        if memory["check"] != _check_of(hashes):
+        content = parse_json(path.read_bytes())
+        hashes = cast("dict[str, Any]", content["hashes"])
+        if content["check"] != _checksum(hashes):
             return {}
         return {str(key): str(value) for key, value in hashes.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
-def _remember(new: Mapping[str, str]) -> None:
+def _update_cache(new: Mapping[str, str]) -> None:
     folder = user_cache_folder()
     if folder is None:
         return
-    hashes = {**_remembered(), **new}
-    hashes = dict(list(hashes.items())[-MOST_REMEMBERED:])
+    hashes = {**_load_cache(), **new}
+    hashes = dict(list(hashes.items())[-MAX_CACHED_HASHES:])
     with suppress(OSError, RunFolderError):
-        write_atomically(folder / MEMORY, json.dumps({"hashes": hashes, "check": _check_of(hashes)}))
+        write_atomically(folder / CACHE_FILE, json.dumps({"hashes": hashes, "check": _checksum(hashes)}))
 
 
-def _check_of(hashes: Mapping[str, Any]) -> str:
+def _checksum(hashes: Mapping[str, Any]) -> str:
     return sha256(json.dumps(hashes, sort_keys=True).encode("utf-8", "backslashreplace")).hexdigest()

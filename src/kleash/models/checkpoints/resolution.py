@@ -1,4 +1,4 @@
-"""Where a model's name leads: a folder with a configuration, safetensors, and perhaps an adapter on top."""
+"""Resolves a model's name to a checkpoint: a folder with configuration and safetensors, perhaps with an adapter."""
 
 import re
 from collections.abc import Iterable
@@ -13,45 +13,45 @@ from kleash.models.checkpoints.config_checks import (
     check_index,
     check_model_settings,
 )
-from kleash.models.checkpoints.file_hashes import hashes_of
-from kleash.models.checkpoints.files import INDEX, read_json, safetensors_header
-from kleash.models.compat import first_line, quiet
+from kleash.models.checkpoints.file_hashes import hash_files
+from kleash.models.checkpoints.files import INDEX, read_json, read_safetensors_header
+from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.records.folder import KIND_OF_FINGERPRINT
 from kleash.shipped import shipped_folder
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
-UNWANTED = ["*/*", "consolidated*"]
-GENERATION = "generation_config.json"
+FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
+IGNORED_FILES = ["*/*", "consolidated*"]
+GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"
-NO_INPUT = re.compile(
+NON_INPUT_FILES = re.compile(
     r"(all|train|eval|test|predict)_results\.json|trainer_state\.json|training_args.*|LICENSE.*|NOTICE.*|README.*"
     r"|checksums\.jsonl|consolidated.*"
 )
-"""Names of files that lie beside a model and are no part of it."""
+"""Names of files in a model's folder that change neither its computation nor its tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One side as it lies on disk."""
+    """A model on disk: the folder of its weights, and the folder of an adapter over it, if any."""
 
     name: str
-    """As it was asked for."""
+    """The name that was resolved."""
     folder: Path
-    """Where config.json and the weights are: the base's folder for an adapter."""
+    """Folder of config.json and the weights; of an adapter, its base's folder."""
     revision: str | None = None
-    """The commit that a hub id led to; None for a folder."""
+    """Commit of a hub id; None for a folder."""
     adapter: Path | None = None
-    """The folder of the PEFT adapter on top, if there is one."""
+    """Folder of the PEFT adapter; None without an adapter."""
     base: str = ""
-    """What the adapter calls its base."""
+    """The base's name in adapter_config.json."""
 
     def fingerprint(self) -> str:
-        """ "sha256:" and 32 hex digits that stand for every byte of weights, configuration, tokenizer and adapter.
+        """Hash of every byte of weights, configuration, tokenizer and adapter: "sha256:" and 32 hex digits.
 
-        Chat templates and Python files that come with the model are part of it; ``generation_config.json`` is not,
-        since no probability depends on it: ``generation_fingerprint`` tells it.
+        Chat templates and Python files of the model are included. ``generation_config.json`` is not, since no
+        probability depends on it; ``generation_fingerprint`` hashes it.
 
         Raises:
             ModelError: if a file cannot be read.
@@ -59,20 +59,20 @@ class Checkpoint:
         return _hash_of(
             (role, folder, path)
             for role, folder in self._folders()
-            for path in inputs_of(folder)
-            if path.name != GENERATION
+            for path in list_input_files(folder)
+            if path.name != GENERATION_CONFIG
         )
 
     def generation_fingerprint(self) -> str:
-        """The same of ``generation_config.json``, which says at which tokens a response ends.
+        """Hash of ``generation_config.json``, which names the tokens at which a response ends.
 
         Raises:
             ModelError: if the file cannot be read.
         """
         return _hash_of(
-            (role, folder, folder / GENERATION)
+            (role, folder, folder / GENERATION_CONFIG)
             for role, folder in self._folders()
-            if (folder / GENERATION).is_file()
+            if (folder / GENERATION_CONFIG).is_file()
         )
 
     def _folders(self) -> list[tuple[str, Path]]:
@@ -80,18 +80,20 @@ class Checkpoint:
         return [(role, folder) for role, folder in folders if folder is not None]
 
 
-def inputs_of(folder: Path) -> list[Path]:
-    """The files of a checkpoint's folder that can change what a model computes or how its text is cut."""
-    found = {path for pattern in WANTED for path in folder.glob(pattern)}
-    found |= set((folder / CHAT_TEMPLATES).glob("*.jinja"))
-    return sorted(path for path in found if path.is_file() and not NO_INPUT.fullmatch(path.name))
+def list_input_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint's folder that can change a model's computation or its tokenisation."""
+    paths = {path for pattern in FETCHED_FILES for path in folder.glob(pattern)}
+    paths |= set((folder / CHAT_TEMPLATES).glob("*.jinja"))
+    return sorted(path for path in paths if path.is_file() and not NON_INPUT_FILES.fullmatch(path.name))
 
 
 def _hash_of(files: Iterable[tuple[str, Path, Path]]) -> str:
-    """One hash of files: of their roles, of their names in their folders, and of their content."""
-    named = list(files)
+    """One hash of several files: their roles, names within their folders, and contents."""
+    entries = list(files)
     digest = sha256()
-    for (role, folder, path), value in zip(named, hashes_of([path for _, _, path in named]), strict=True):
+    for (role, folder, path), value in zip(
+        entries, hash_files([path for _, _, path in entries]), strict=True
+    ):
         digest.update(
             f"{role} {path.relative_to(folder).as_posix()} {value}\n".encode("utf-8", "backslashreplace")
         )
@@ -99,14 +101,14 @@ def _hash_of(files: Iterable[tuple[str, Path, Path]]) -> str:
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
-    """The checkpoint called ``name``: a folder, a hub id, one that ships with kleash, or an adapter's folder.
+    """Resolve ``name`` to a checkpoint: a folder, a hub id, a shipped model, or an adapter's folder.
 
     Args:
         name: path or hub id, or "shipped:policy".
         revision: branch, tag or commit, for a hub id.
 
     Raises:
-        ModelError: if it does not lead to a configuration and safetensors.
+        ModelError: if there is no configuration or no safetensors, or a check of the settings fails.
     """
     folder, commit = _find_folder(name, revision)
     if not (folder / "adapter_config.json").is_file():
@@ -130,11 +132,11 @@ def find_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
     return Checkpoint(name=name, folder=base_folder, revision=commit, adapter=folder, base=base)
 
 
-def hub_commit(name: str, revision: str | None) -> str:
-    """The commit that a revision of a hub id stands for; nothing else is fetched.
+def resolve_commit(name: str, revision: str | None) -> str:
+    """The commit of a revision of a hub id; fetches nothing else.
 
     Raises:
-        ModelError: if the hub does not say, and the model has not been fetched before.
+        ModelError: if the hub cannot be asked and the model is not in the local cache.
     """
     if revision is not None and COMMIT.fullmatch(revision):
         return revision
@@ -146,7 +148,7 @@ def hub_commit(name: str, revision: str | None) -> str:
             return Path(hub.snapshot_download(name, revision=revision, local_files_only=True)).name
         except (OSError, ValueError, hub.errors.HfHubHTTPError):
             raise ModelError(
-                f"the hub does not say which commit {name} is at ({first_line(error)}); give the whole commit as "
+                f"the hub does not say which commit {name} is at ({summarise_error(error)}); give the whole commit as "
                 "its revision"
             ) from error
 
@@ -156,8 +158,8 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
         return shipped_folder(name), None
     path = Path(name).expanduser()
     try:
-        is_folder, is_there = path.is_dir(), path.exists()
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:  # a name that is too long, a folder without permission
         raise ModelError(
             f"{name[:60]} cannot be read: {error.strerror or error}; give a folder or a hub id"
         ) from error
@@ -167,7 +169,7 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
                 f"{name} is a folder, which has no revision {revision!r}; leave the revision out"
             )
         return path, None
-    if is_there:
+    if exists:
         raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name) is None:
         raise ModelError(f"there is no folder {name}, and it cannot be a hub id either; give one of the two")
@@ -175,7 +177,7 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
 
 
 def _find_base(base: str, revision: str | None, adapter: Path) -> tuple[Path, str | None]:
-    """The base of an adapter: a folder seen from here or from the adapter, or a hub id."""
+    """The base of an adapter: a folder relative to the current directory or to the adapter, or a hub id."""
     for path in (Path(base).expanduser(), adapter / base):
         if path.is_dir():
             return path, None
@@ -185,16 +187,16 @@ def _find_base(base: str, revision: str | None, adapter: Path) -> tuple[Path, st
 def _fetch(name: str, revision: str | None) -> tuple[Path, str | None]:
     hub = import_extra("huggingface_hub", "models")
     try:
-        with quiet():
+        with suppress_library_output():
             folder = Path(
                 hub.snapshot_download(
-                    name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED
+                    name, revision=revision, allow_patterns=FETCHED_FILES, ignore_patterns=IGNORED_FILES
                 )
             )
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         at = f" at revision {revision}" if revision else ""
         raise ModelError(
-            f"{name} is not a folder here, and the hub did not give it out{at}: {first_line(error)}"
+            f"{name} is not a folder here, and the hub did not give it out{at}: {summarise_error(error)}"
         ) from error
     return folder, folder.name
 
@@ -213,7 +215,7 @@ def _check_model_folder(name: str, folder: Path) -> None:
 def _check_weights(name: str, folder: Path) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
-        safetensors_header(path)
+        read_safetensors_header(path)
     if weights:
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):

@@ -1,7 +1,7 @@
-"""What a checkpoint's author wrote and this program runs, templates and patterns, bounded in time and memory.
+"""A separate process for the templates and regular expressions of a checkpoint, with limits on time and memory.
 
-Neither a thread nor a regular expression can be stopped, and a template can ask for any amount of memory in one
-operation. So both are done in a process of their own, which is killed when it takes too long.
+Neither a thread nor a regular expression can be interrupted, and a template can allocate any amount of memory in one
+operation. Both therefore run in a worker process (``worker.py``), which is killed when it exceeds its limits.
 """
 
 import atexit
@@ -17,6 +17,7 @@ from typing import Any
 
 from kleash.errors import ModelError, SourceError
 from kleash.extras import import_extra
+from kleash.models.compat import replace_template_renderer
 
 WORKER = Path(__file__).with_name("worker.py")
 START = """
@@ -25,65 +26,74 @@ sys.path[:] = sys.argv[1].split("\\n")
 import runpy
 runpy.run_path(sys.argv[2], run_name="__main__")
 """
-"""Nothing is imported before the folder where the command stands is off the search path."""
-SECONDS = 5
-"""Of computing for one request; then the system ends the worker."""
-LONGEST_WAIT = 120.0
-"""Seconds by the clock for one request, where the system does not count those of computing."""
+"""The worker's first statements: the current directory is removed from the search path before any import."""
+CPU_SECONDS = 5
+"""CPU time for one request, enforced by the operating system."""
+MAX_WALL_SECONDS = 120.0
+"""Wall-clock time for one request, for systems that do not limit CPU time."""
 
 
-class StoppedError(Exception):
-    """Work that was stopped, with the reason."""
+class SandboxLimitError(Exception):
+    """A request that exceeded a limit; the message says which."""
 
 
-class FailedError(Exception):
-    """Work that raised an error, with what it said."""
+class SandboxTaskError(Exception):
+    """A request that raised an error in the worker, with its message."""
 
 
-class Worker:
-    """A process that is started when it is first needed, and again after it was killed."""
+class TemplateError(SourceError):
+    """A chat template that does not end, produces too long a text, or refuses the messages."""
+
+
+class SandboxProcess:
+    """A worker process, started at the first request and restarted after it was killed."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """Create the object without starting a process."""
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def ask(self, kind: str, request: dict[str, Any]) -> Any:
-        """The worker's result.
+    def run(self, kind: str, request: dict[str, Any]) -> Any:
+        """Send one request to the worker and return its result.
+
+        Args:
+            kind: "render" (a chat template) or "match" (regular expressions).
+            request: the arguments, as JSON.
 
         Raises:
-            StoppedError: if it takes too long, or too much memory.
-            FailedError: if it raised an error.
+            SandboxLimitError: if it takes too long, or too much memory.
+            SandboxTaskError: if it raises an error.
         """
         with self._lock:
             try:
-                answer = self._answer(
+                response = self._exchange(
                     json.dumps({"kind": kind, "request": request}, default=str).encode() + b"\n"
                 )
             except BaseException:
                 self.stop()
                 raise
-        if "limit" in answer:
-            raise StoppedError(answer["limit"])
-        if "error" in answer:
-            raise FailedError(answer["error"])
-        return answer["result"]
+        if "limit" in response:
+            raise SandboxLimitError(response["limit"])
+        if "error" in response:
+            raise SandboxTaskError(response["error"])
+        return response["result"]
 
     def stop(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with suppress(OSError):  # what was not read by a dead process cannot be flushed to it
+                    with suppress(OSError):  # unread input of a dead process cannot be flushed
                         pipe.close()
 
-    def _answer(self, request: bytes) -> dict[str, Any]:
-        process = self._started()
+    def _exchange(self, request: bytes) -> dict[str, Any]:
+        """Write one line to the worker and read one line from it."""
+        process = self._ensure_started()
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(LONGEST_WAIT, process.kill)
+        timer = threading.Timer(MAX_WALL_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
         try:
@@ -95,10 +105,12 @@ class Worker:
         finally:
             timer.cancel()
         if not received.endswith(b"\n"):
-            raise StoppedError(f"it does not end within {SECONDS} s of computing, or takes too much memory")
+            raise SandboxLimitError(
+                f"it does not end within {CPU_SECONDS} s of computing, or takes too much memory"
+            )
         return json.loads(received.decode("utf-8", "surrogatepass"))
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _ensure_started(self) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
             self.stop()
             one_thread = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
@@ -109,7 +121,7 @@ class Worker:
                     START,
                     "\n".join(filter(os.path.isabs, sys.path)),
                     str(WORKER),
-                    str(SECONDS),
+                    str(CPU_SECONDS),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -119,77 +131,70 @@ class Worker:
         return self._process
 
 
-WORK = Worker()
-atexit.register(WORK.stop)
-if hasattr(os, "register_at_fork"):  # the parent's process answers the parent alone
-    os.register_at_fork(after_in_child=WORK.__init__)
+SANDBOX = SandboxProcess()
+atexit.register(SANDBOX.stop)
+if hasattr(os, "register_at_fork"):  # a forked child must not share the parent's worker
+    os.register_at_fork(after_in_child=SANDBOX.__init__)
 
 
-def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """See that regular expressions are valid, and that matching them against names ends.
+def check_patterns(subject: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Check that regular expressions compile, and that matching them against names ends.
+
+    Args:
+        subject: the adapter that holds the patterns, for errors.
+        patterns: regular expressions out of adapter_config.json.
+        names: the module names that PEFT will match them against.
 
     Raises:
-        ModelError: if not.
+        ModelError: if a pattern is invalid or takes too long.
     """
     request = {"patterns": list(patterns), "names": list(names)}
     if not request["patterns"]:
         return
     try:
-        WORK.ask("match", request)
-    except (StoppedError, FailedError) as error:
+        SANDBOX.run("match", request)
+    except (SandboxLimitError, SandboxTaskError) as error:
         raise ModelError(
-            f"{what} has a pattern in its adapter_config.json that cannot be used ({error}); mend it, such as by "
+            f"{subject} has a pattern in its adapter_config.json that cannot be used ({error}); mend it, such as by "
             "naming the modules in a list"
         ) from error
 
 
-_LOCK = threading.RLock()
-
-
-class TemplateError(SourceError):
-    """A chat template that does not end, makes too long a text, or refuses the messages."""
-
-
-def chat_text(tokenizer: Any, messages: list[Any], **options: Any) -> str:
-    """The text that a tokenizer's chat template makes of messages, as ``apply_chat_template`` gives it.
+def render_chat(tokenizer: Any, messages: list[Any], **options: Any) -> str:
+    """The text that a tokenizer's chat template makes of messages, as ``apply_chat_template`` returns it.
 
     Args:
         tokenizer: of transformers.
         messages: a conversation.
-        options: of ``apply_chat_template``, but for ``tokenize``.
+        options: of ``apply_chat_template``, except ``tokenize``.
 
     Raises:
-        TemplateError: if the template does not end, or takes too much memory.
+        TemplateError: if the template does not end, takes too much memory, or raises.
     """
-    with bounded_templates():
+    with sandboxed_templates():
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 @contextmanager
-def bounded_templates() -> Iterator[None]:
-    """Inside, every tokenizer of transformers has its templates rendered in the process that can be killed."""
-    module: Any = import_extra("transformers.tokenization_utils_base", "models")
-    with _LOCK:
-        own = module.render_jinja_template
-        module.render_jinja_template = _render
-    try:
+def sandboxed_templates() -> Iterator[None]:
+    """Context in which every transformers tokenizer renders its chat templates in the worker process."""
+    with replace_template_renderer(_render):
         yield
-    finally:
-        with _LOCK:
-            module.render_jinja_template = own
 
 
 def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:
-    """Stands in for transformers' ``render_jinja_template``: the same arguments, the same texts."""
+    """Replaces transformers' ``render_jinja_template``: same arguments, same return value."""
     if tools is not None and any(callable(tool) for tool in tools):
         schema = import_extra("transformers.utils.chat_template_utils", "models").get_json_schema
         tools = [schema(tool) if callable(tool) else tool for tool in tools]
     try:
-        texts, places = WORK.ask("render", {"conversations": conversations, "tools": tools, **request})
-    except StoppedError as error:
+        texts, generation_indices = SANDBOX.run(
+            "render", {"conversations": conversations, "tools": tools, **request}
+        )
+    except SandboxLimitError as error:
         raise TemplateError(
             f"it was stopped, since {error}; give a template that ends, or prompts as text"
         ) from error
-    except FailedError as error:
+    except SandboxTaskError as error:
         raise TemplateError(str(error)) from error
-    return texts, places
+    return texts, generation_indices

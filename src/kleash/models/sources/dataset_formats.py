@@ -16,33 +16,33 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kleash.errors import SourceError
-from kleash.models.compat import first_line
-from kleash.models.sandbox.process import chat_text
-from kleash.models.sources.records import Line, field, show_value, whole
+from kleash.models.compat import summarise_error
+from kleash.models.sandbox.process import render_chat
+from kleash.models.sources.records import SourceRecord, check_unicode, get_field, show_value
 
-Turns = str | list[dict[str, Any]]
+TextOrMessages = str | list[dict[str, Any]]
 """A text, or a list of messages."""
 
 
 class Preference(NamedTuple):
     """A pair of answers to one prompt; all three are texts, or all three are lists of messages."""
 
-    prompt: Turns
-    chosen: Turns
-    rejected: Turns
+    prompt: TextOrMessages
+    chosen: TextOrMessages
+    rejected: TextOrMessages
 
 
-def turns(line: Line, name: str) -> Turns | None:
+def text_or_messages(line: SourceRecord, name: str) -> TextOrMessages | None:
     """The field ``name`` of a record, a text or a list of messages; None if it has none.
 
     Raises:
         SourceError: if it is of another kind, or a message is none.
     """
-    value = field(line, name, (str, list), "text or a list of messages")
+    value = get_field(line, name, (str, list), "text or a list of messages")
     return check_messages(line, name, value) if isinstance(value, list) else value
 
 
-def check_messages(line: Line, name: str, messages: list[Any]) -> list[dict[str, Any]]:
+def check_messages(line: SourceRecord, name: str, messages: list[Any]) -> list[dict[str, Any]]:
     """``messages``, if each has a role and content.
 
     Raises:
@@ -62,7 +62,7 @@ def check_messages(line: Line, name: str, messages: list[Any]) -> list[dict[str,
     return messages
 
 
-def preference_of(line: Line) -> Preference:
+def parse_preference(line: SourceRecord) -> Preference:
     """The preference pair of a record; a prompt that is not given is what chosen and rejected begin with alike.
 
     Raises:
@@ -74,7 +74,7 @@ def preference_of(line: Line) -> Preference:
         raise SourceError(
             f"{line.where}: expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
         )
-    prompt, chosen, rejected = (turns(line, name) for name in ("prompt", "chosen", "rejected"))
+    prompt, chosen, rejected = (text_or_messages(line, name) for name in ("prompt", "chosen", "rejected"))
     assert chosen is not None and rejected is not None
     if chosen == rejected:
         raise SourceError(f"{line.where}: 'chosen' and 'rejected' are the same; leave the line out")
@@ -92,13 +92,13 @@ def preference_of(line: Line) -> Preference:
     return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
-def has_preference(line: Line) -> bool:
+def is_preference(line: SourceRecord) -> bool:
     """Whether a record is a preference pair."""
     record = line.record or {}
     return "chosen" in record and "rejected" in record
 
 
-def expand_responses(line: Line) -> Iterator[Line]:
+def expand_responses(line: SourceRecord) -> Iterator[SourceRecord]:
     """The responses of a record, each as a record with a prompt and a response: two of a preference pair.
 
     Messages that end with the assistant's are a prompt and the response to it.
@@ -110,28 +110,28 @@ def expand_responses(line: Line) -> Iterator[Line]:
     if record is None or "response" in record or "response_token_ids" in record:
         yield line
         return
-    if has_preference(line):
-        pair = preference_of(line)
+    if is_preference(line):
+        pair = parse_preference(line)
         for answer in (pair.chosen, pair.rejected):
             yield _with_response(line, pair.prompt, answer)
         return
-    completion = turns(line, "completion")
+    completion = text_or_messages(line, "completion")
     if completion is not None:
-        prompt = turns(line, "prompt")
+        prompt = text_or_messages(line, "prompt")
         yield (
             line
             if prompt is None and isinstance(completion, str)
             else _with_response(line, prompt, completion)
         )
         return
-    messages = turns(line, "messages")
+    messages = text_or_messages(line, "messages")
     if isinstance(messages, list) and len(messages) > 1 and messages[-1]["role"] == "assistant":
         yield _with_response(line, messages[:-1], messages[-1:])
         return
     yield line
 
 
-def _with_response(line: Line, prompt: Turns | None, answer: Turns) -> Line:
+def _with_response(line: SourceRecord, prompt: TextOrMessages | None, answer: TextOrMessages) -> SourceRecord:
     record = {
         name: value
         for name, value in (line.record or {}).items()
@@ -145,7 +145,7 @@ def _with_response(line: Line, prompt: Turns | None, answer: Turns) -> Line:
     return replace(line, record={**record, "prompt": prompt, "response": answer})
 
 
-def document_of(line: Line, tokenizer: Any) -> str | None:
+def document_text(line: SourceRecord, tokenizer: Any) -> str | None:
     """The text of a record: "text", "messages" through the chat template, or a prompt and its completion.
 
     Returns:
@@ -154,33 +154,35 @@ def document_of(line: Line, tokenizer: Any) -> str | None:
     Raises:
         SourceError: if they cannot be read as text.
     """
-    text = field(line, "text", str, "text")
+    text = get_field(line, "text", str, "text")
     if text is not None:
         return text
-    messages, prompt, completion = (turns(line, name) for name in ("messages", "prompt", "completion"))
+    messages, prompt, completion = (
+        text_or_messages(line, name) for name in ("messages", "prompt", "completion")
+    )
     if isinstance(messages, list):
-        return render(line, messages, tokenizer, "messages")
+        return render_messages(line, messages, tokenizer, "messages")
     if prompt is None or completion is None:
         return None
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
-        return render(line, prompt + completion, tokenizer, "prompt")
+        return render_messages(line, prompt + completion, tokenizer, "prompt")
     raise SourceError(
         f"{line.where}: expected prompt and completion to be both texts or both lists of messages"
     )
 
 
-def answer_after(
-    line: Line, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
+def render_answer(
+    line: SourceRecord, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
 ) -> str:
     """The text that the chat template adds to a prompt for the answer's messages, up to the token that ends it.
 
     Raises:
         SourceError: if the template writes the prompt in another way once it is answered.
     """
-    before = render(line, prompt, tokenizer, "prompt", generate=True)
-    after = render(line, prompt + answer, tokenizer, "completion")
+    before = render_messages(line, prompt, tokenizer, "prompt", generate=True)
+    after = render_messages(line, prompt + answer, tokenizer, "completion")
     if not after.startswith(before):
         raise SourceError(
             f"{line.where}: the chat template writes the prompt in another way once it is answered, so the answer "
@@ -192,8 +194,8 @@ def answer_after(
     return text
 
 
-def render(
-    line: Line, messages: list[dict[str, Any]], tokenizer: Any, name: str, *, generate: bool = False
+def render_messages(
+    line: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, *, generate: bool = False
 ) -> str:
     """Messages as the chat template writes them.
 
@@ -214,7 +216,7 @@ def render(
         )
     speaking = generate and messages[-1]["role"] == "assistant"
     try:
-        text = chat_text(
+        text = render_chat(
             tokenizer,
             messages,
             add_generation_prompt=generate and not speaking,
@@ -222,6 +224,6 @@ def render(
         )
     except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
         raise SourceError(
-            f"{line.where}: the chat template refuses the messages: {first_line(error)}"
+            f"{line.where}: the chat template refuses the messages: {summarise_error(error)}"
         ) from error
-    return whole(line, repr(name), text)
+    return check_unicode(line, repr(name), text)

@@ -8,9 +8,9 @@ from typing import Any
 from kleash.errors import OptionError, SourceError
 from kleash.models.pair import Pair
 from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.sources.dataset_formats import document_of
-from kleash.models.sources.prompts import encode, fields_of
-from kleash.models.sources.records import Line
+from kleash.models.sources.dataset_formats import document_text
+from kleash.models.sources.prompts import describe_fields, encode_text
+from kleash.models.sources.records import SourceRecord
 from kleash.models.sources.source_files import read_documents, source_path
 
 WINDOW = 2048
@@ -41,21 +41,21 @@ def read_text(
         OptionError: if window or stride cannot be.
         SourceError: if a line cannot be read as a document, or there is nothing to score.
     """
-    window, stride = window_and_stride(pair, window, stride)
+    window, stride = resolve_window(pair, window, stride)
     return _windows(name, pair, window, stride, limit)
 
 
-def window_and_stride(pair: Pair, window: int | None, stride: int | None) -> tuple[int, int]:
+def resolve_window(pair: Pair, window: int | None, stride: int | None) -> tuple[int, int]:
     """What ``read_text`` takes where they are None.
 
     Raises:
         OptionError: if they cannot be.
     """
-    window = min(filter(None, (WINDOW, pair.context))) if window is None else window
+    window = min(filter(None, (WINDOW, pair.context_length))) if window is None else window
     stride = window if stride is None else stride
-    if pair.context is not None and window > pair.context:
+    if pair.context_length is not None and window > pair.context_length:
         raise OptionError(
-            f"a window of {window} tokens is more than the {pair.context} that the models read; give a "
+            f"a window of {window} tokens is more than the {pair.context_length} that the models read; give a "
             "shorter one"
         )
     if not 1 <= stride <= window:
@@ -83,8 +83,8 @@ def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None)
     path = source_path(name)
     empty = True
     for document, line in enumerate(islice(_documents(path, pair.tokenizer), limit)):
-        token_ids = tuple(encode(pair.tokenizer, line.text, special=True))
-        for sample, (start, first, stop) in enumerate(spans(len(token_ids), window, stride)):
+        token_ids = tuple(encode_text(pair.tokenizer, line.text, special=True))
+        for sample, (start, first, stop) in enumerate(window_spans(len(token_ids), window, stride)):
             empty = False
             yield TokenSequence(
                 prompt_id=document,
@@ -94,13 +94,13 @@ def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None)
                 prompt_text=pair.tokenizer.decode(list(token_ids[start:first])),
                 response_text=pair.tokenizer.decode(list(token_ids[first:stop])),
                 prompt_hash=hash_tokens(token_ids[start:stop]),
-                where=line.where,
+                location=line.where,
             )
     if empty:
         raise SourceError(f"{name} holds no document of two tokens or more, so there is nothing to score")
 
 
-def spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """Where each window starts, where its scored tokens start, and where it stops, in a document of
     ``tokens``."""
     scored, start = 1, 0
@@ -110,12 +110,12 @@ def spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int
         scored, start = stop, start + stride
 
 
-def _documents(path: Path, tokenizer: Any) -> Iterator[Line]:
+def _documents(path: Path, tokenizer: Any) -> Iterator[SourceRecord]:
     for line in read_documents(path):
         if line.record is None:
             yield line
             continue
-        text = document_of(line, tokenizer)
+        text = document_text(line, tokenizer)
         if text is None:
-            raise SourceError(f"{line.where}: expected a field 'text' and found {fields_of(line)}")
-        yield Line(number=line.number, where=line.where, text=text)
+            raise SourceError(f"{line.where}: expected a field 'text' and found {describe_fields(line)}")
+        yield SourceRecord(number=line.number, where=line.where, text=text)

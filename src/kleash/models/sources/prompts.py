@@ -10,13 +10,13 @@ from kleash.models.pair import Pair
 from kleash.models.sequences import Prompt, hash_tokens
 from kleash.models.sources.dataset_formats import (
     check_messages,
-    has_preference,
-    preference_of,
-    render,
-    turns,
+    is_preference,
+    parse_preference,
+    render_messages,
+    text_or_messages,
 )
-from kleash.models.sources.records import Line, field, shorten, show_value, whole
-from kleash.models.sources.source_files import read_lines, source_path
+from kleash.models.sources.records import SourceRecord, check_unicode, get_field, shorten, show_value
+from kleash.models.sources.source_files import read_records, source_path
 
 
 def read_prompts(name: str, pair: Pair, *, limit: int | None = None, columns: bool = False) -> list[Prompt]:
@@ -43,7 +43,7 @@ def read_prompts(name: str, pair: Pair, *, limit: int | None = None, columns: bo
     return prompts
 
 
-def column_counts(name: str, limit: int | None = None) -> Counter[str]:
+def count_columns(name: str, limit: int | None = None) -> Counter[str]:
     """How many of a source's prompts have each column, in the order in which the columns appear.
 
     Loads no model. Plain text has none.
@@ -54,22 +54,22 @@ def column_counts(name: str, limit: int | None = None) -> Counter[str]:
     return Counter(column for line in _lines(name, limit) for column in line.record or ())
 
 
-def _lines(name: str, limit: int | None) -> Iterable[Line]:
+def _lines(name: str, limit: int | None) -> Iterable[SourceRecord]:
     """The lines of a source of prompts."""
     path = source_path(name)
-    return islice(read_lines(path), limit)
+    return islice(read_records(path), limit)
 
 
-def prompts_of(given: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
+def tokenise_prompts(given: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
     """Prompts that are at hand: texts, or lists of messages; tokenised as ``read_prompts`` does it.
 
     Raises:
         SourceError: as ``read_prompts``.
     """
     lines = [
-        Line(number=number, where=f"prompt {number}", text=one)
+        SourceRecord(number=number, where=f"prompt {number}", text=one)
         if isinstance(one, str)
-        else Line(number=number, where=f"prompt {number}", text="", record={"messages": one})
+        else SourceRecord(number=number, where=f"prompt {number}", text="", record={"messages": one})
         for number, one in enumerate(given, start=1)
     ]
     if not lines:
@@ -77,11 +77,11 @@ def prompts_of(given: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[
     return _prompts(lines, pair)
 
 
-def _prompts(lines: Iterable[Line], pair: Pair, *, columns: bool = False) -> list[Prompt]:
+def _prompts(lines: Iterable[SourceRecord], pair: Pair, *, columns: bool = False) -> list[Prompt]:
     copies: Counter[str] = Counter()
     prompts: list[Prompt] = []
     for line in lines:
-        token_ids, text = prompt_tokens(line, pair)
+        token_ids, text = tokenise_prompt(line, pair)
         check_length(line, "prompt", len(token_ids), pair)
         key = hash_tokens(token_ids)
         prompts.append(
@@ -91,7 +91,7 @@ def _prompts(lines: Iterable[Line], pair: Pair, *, columns: bool = False) -> lis
                 text=text,
                 prompt_hash=key,
                 copy=copies[key],
-                where=line.where,
+                location=line.where,
                 messages=_messages(line),
                 columns=line.record or {} if columns else {},
             )
@@ -100,36 +100,36 @@ def _prompts(lines: Iterable[Line], pair: Pair, *, columns: bool = False) -> lis
     return prompts
 
 
-def prompt_tokens(line: Line, pair: Pair) -> tuple[tuple[int, ...], str]:
+def tokenise_prompt(line: SourceRecord, pair: Pair) -> tuple[tuple[int, ...], str]:
     """Token ids and text of the prompt that a line holds: ids win over text.
 
     Raises:
         SourceError: if it holds none, or an empty one.
     """
     if line.record is None:
-        return _from_text(line, whole(line, "the prompt", line.text), pair.tokenizer), line.text
-    values = field(line, "prompt_token_ids", list, "a list of token ids")
+        return _from_text(line, check_unicode(line, "the prompt", line.text), pair.tokenizer), line.text
+    values = get_field(line, "prompt_token_ids", list, "a list of token ids")
     if values is not None:
-        token_ids = as_token_ids(line, "prompt_token_ids", values, pair)
+        token_ids = check_token_ids(line, "prompt_token_ids", values, pair)
         return token_ids, pair.tokenizer.decode(list(token_ids))
-    messages = field(line, "messages", list, "a list of messages")
-    prompt = turns(line, "prompt")
+    messages = get_field(line, "messages", list, "a list of messages")
+    prompt = text_or_messages(line, "prompt")
     if messages is not None and prompt is not None:
         raise SourceError(f"{line.where}: expected 'prompt' or 'messages' and found both; keep one")
     if messages is not None:
         return _from_messages(line, check_messages(line, "messages", messages), pair.tokenizer)
-    if prompt is None and has_preference(line):
-        prompt = preference_of(line).prompt
+    if prompt is None and is_preference(line):
+        prompt = parse_preference(line).prompt
     if prompt is None:
         raise SourceError(
-            f"{line.where}: expected a field 'prompt' or 'messages' and found {fields_of(line)}"
+            f"{line.where}: expected a field 'prompt' or 'messages' and found {describe_fields(line)}"
         )
     if isinstance(prompt, list):
         return _from_turns(line, prompt, pair.tokenizer, "prompt")
     return _from_text(line, prompt, pair.tokenizer), prompt
 
 
-def as_token_ids(line: Line, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
+def check_token_ids(line: SourceRecord, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
     """``values`` as token ids that both models have.
 
     Raises:
@@ -138,42 +138,42 @@ def as_token_ids(line: Line, name: str, values: list[Any], pair: Pair) -> tuple[
     if not values:
         raise SourceError(f"{line.where}: {name!r} is empty; give at least one token, or leave the line out")
     for value in values:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < pair.vocabulary:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < pair.vocab_size:
             raise SourceError(
-                f"{line.where}: expected {name!r} to hold token ids from 0 to {pair.vocabulary - 1} and "
+                f"{line.where}: expected {name!r} to hold token ids from 0 to {pair.vocab_size - 1} and "
                 f"found {show_value(value)}"
             )
     return tuple(values)
 
 
-def check_length(line: Line, what: str, tokens: int, pair: Pair) -> None:
+def check_length(line: SourceRecord, what: str, tokens: int, pair: Pair) -> None:
     """See that the models can read ``tokens`` tokens.
 
     Raises:
         SourceError: if they cannot, naming both lengths.
     """
-    if pair.context is not None and tokens > pair.context:
+    if pair.context_length is not None and tokens > pair.context_length:
         raise SourceError(
-            f"{line.where}: the {what} is {tokens} tokens long and the models read at most {pair.context}; "
+            f"{line.where}: the {what} is {tokens} tokens long and the models read at most {pair.context_length}; "
             "shorten it or leave it out"
         )
 
 
-def fields_of(line: Line) -> str:
+def describe_fields(line: SourceRecord) -> str:
     """The names of a line's fields, for errors."""
     return ", ".join(repr(name) for name in line.record) if line.record else "an empty object"
 
 
-def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     """Token ids of ``text``, with or without what the tokenizer puts around it."""
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
-def _from_text(line: Line, text: str, tokenizer: Any) -> tuple[int, ...]:
+def _from_text(line: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:
     """What the tokenizer makes of plain text, without an end token: the prompt is to be continued."""
     if not text:
         raise SourceError(f"{line.where}: the prompt is empty")
-    token_ids, bare = encode(tokenizer, text, special=True), encode(tokenizer, text, special=False)
+    token_ids, bare = encode_text(tokenizer, text, special=True), encode_text(tokenizer, text, special=False)
     ended = len(token_ids) > len(bare) and token_ids[-1] == tokenizer.eos_token_id
     if ended and (not bare or bare[-1] != tokenizer.eos_token_id):
         token_ids.pop()
@@ -182,18 +182,20 @@ def _from_text(line: Line, text: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-def _messages(line: Line) -> tuple[dict[str, Any], ...] | None:
+def _messages(line: SourceRecord) -> tuple[dict[str, Any], ...] | None:
     """The messages that a prompt is made from, if it is."""
     record = line.record or {}
     if record.get("prompt_token_ids") is not None:
         return None
     messages = record.get("messages") or record.get("prompt")
-    if messages is None and has_preference(line):
-        messages = preference_of(line).prompt
+    if messages is None and is_preference(line):
+        messages = parse_preference(line).prompt
     return tuple(messages) if isinstance(messages, list) else None
 
 
-def _from_messages(line: Line, messages: list[dict[str, Any]], tokenizer: Any) -> tuple[tuple[int, ...], str]:
+def _from_messages(
+    line: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any
+) -> tuple[tuple[int, ...], str]:
     """A conversation to be answered."""
     if messages[-1]["role"] == "assistant":
         raise SourceError(
@@ -204,10 +206,10 @@ def _from_messages(line: Line, messages: list[dict[str, Any]], tokenizer: Any) -
 
 
 def _from_turns(
-    line: Line, messages: list[dict[str, Any]], tokenizer: Any, name: str
+    line: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str
 ) -> tuple[tuple[int, ...], str]:
-    text = render(line, messages, tokenizer, name, generate=True)
-    token_ids = encode(tokenizer, text, special=False)
+    text = render_messages(line, messages, tokenizer, name, generate=True)
+    token_ids = encode_text(tokenizer, text, special=False)
     if not token_ids:
         raise SourceError(f"{line.where}: the chat template makes nothing of the messages")
     return tuple(token_ids), text

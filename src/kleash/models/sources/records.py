@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.models.compat import first_line
+from kleash.models.compat import summarise_error
 
 SHOWN = 60
 COPY_OF_STANDARD_INPUT = "kleash-standard-input"
@@ -16,7 +16,7 @@ COPY_OF_STANDARD_INPUT = "kleash-standard-input"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class SourceRecord:
     """One record of a source: a line of JSONL, a row of a table, a line or a document of plain text."""
 
     number: int
@@ -28,60 +28,62 @@ class Line:
     """The fields of a record; None in plain text."""
 
 
-def json_lines(path: Path) -> Iterator[Line]:
+def read_jsonl(path: Path) -> Iterator[SourceRecord]:
     """The objects of a JSONL file; blank lines are passed over.
 
     Raises:
         SourceError: at the first line that is not a JSON object, or not UTF-8.
     """
-    for number, text in text_lines(path):
+    for number, text in read_text_lines(path):
         if not text.strip():
             continue
-        where = f"{label_of(path)}, line {number}"
+        where = f"{source_label(path)}, line {number}"
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SourceError(
-                f"{where}: expected a JSON object and found {shorten(text)} ({first_line(error)})"
+                f"{where}: expected a JSON object and found {shorten(text)} ({summarise_error(error)})"
             ) from error
         if not isinstance(record, dict):
             raise SourceError(f"{where}: expected a JSON object and found {shorten(text)}")
-        yield Line(number=number, where=where, text=text, record=record)
+        yield SourceRecord(number=number, where=where, text=text, record=record)
 
 
-def plain_lines(path: Path) -> Iterator[Line]:
+def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
     """The lines of plain text that are not blank, without their ends.
 
     Raises:
         SourceError: if a line is not UTF-8, or the lines end with carriage returns alone.
     """
-    for number, text in text_lines(path):
-        where = f"{label_of(path)}, line {number}"
+    for number, text in read_text_lines(path):
+        where = f"{source_label(path)}, line {number}"
         if "\r" in text.strip("\r"):
             raise SourceError(
                 f"{where}: it holds a carriage return that is not at its end; save the file with line feeds, or "
                 "as JSONL if the prompt contains it"
             )
         if text.strip():
-            yield Line(number=number, where=where, text=text)
+            yield SourceRecord(number=number, where=where, text=text)
 
 
-def plain_documents(path: Path) -> Iterator[Line]:
+def read_plain_documents(path: Path) -> Iterator[SourceRecord]:
     """What stands between blank lines; only one document is held at a time."""
     held: list[str] = []
     first = 0
-    for number, text in text_lines(path):
+    for number, text in read_text_lines(path):
         if text.strip():
             first = first if held else number
             held.append(text)
         elif held:
-            yield Line(number=first, where=f"{label_of(path)}, line {first}", text="\n".join(held))
+            yield SourceRecord(
+                number=first, where=f"{source_label(path)}, line {first}", text="\n".join(held)
+            )
             held = []
     if held:
-        yield Line(number=first, where=f"{label_of(path)}, line {first}", text="\n".join(held))
+        yield SourceRecord(number=first, where=f"{source_label(path)}, line {first}", text="\n".join(held))
 
 
-def field(line: Line, name: str, kind: type | tuple[type, ...], what: str) -> Any:
+def get_field(line: SourceRecord, name: str, kind: type | tuple[type, ...], what: str) -> Any:
     """The field ``name`` of a record, checked; None if the record has none or null.
 
     Raises:
@@ -91,13 +93,13 @@ def field(line: Line, name: str, kind: type | tuple[type, ...], what: str) -> An
     value = line.record.get(name)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, str) and str in kinds:
-        return whole(line, repr(name), value)
+        return check_unicode(line, repr(name), value)
     if value is None or (isinstance(value, kinds) and not isinstance(value, bool)):
         return value
     raise SourceError(f"{line.where}: expected {name!r} to be {what} and found {show_value(value)}")
 
 
-def whole(line: Line, what: str, text: str) -> str:
+def check_unicode(line: SourceRecord, what: str, text: str) -> str:
     """``text``, if it is made of whole characters: JSON can also write half of one, such as "\\ud83d".
 
     Raises:
@@ -133,12 +135,12 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
-def label_of(path: Path) -> str:
+def source_label(path: Path) -> str:
     """The name of a source's file in errors."""
     return "standard input" if path.name == COPY_OF_STANDARD_INPUT else str(path)
 
 
-def text_lines(path: Path, *, ends: bool = False) -> Iterator[tuple[int, str]]:
+def read_text_lines(path: Path, *, ends: bool = False) -> Iterator[tuple[int, str]]:
     """Number and text of each line of a UTF-8 file; a byte-order mark is not part of the text.
 
     Args:
@@ -149,7 +151,7 @@ def text_lines(path: Path, *, ends: bool = False) -> Iterator[tuple[int, str]]:
         SourceError: if the file cannot be read, is not UTF-8, or holds NUL bytes.
     """
     number = 0
-    label = label_of(path)
+    label = source_label(path)
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):

@@ -11,10 +11,16 @@ import numpy as np
 from kleash.errors import SourceError
 from kleash.models.pair import Pair
 from kleash.models.sequences import TokenSequence, hash_tokens
-from kleash.models.sources.dataset_formats import answer_after, expand_responses, turns
-from kleash.models.sources.prompts import as_token_ids, check_length, encode, fields_of, prompt_tokens
-from kleash.models.sources.records import Line, field, is_finite_number, label_of, show_value
-from kleash.models.sources.source_files import kind_of, read_lines, source_path
+from kleash.models.sources.dataset_formats import expand_responses, render_answer, text_or_messages
+from kleash.models.sources.prompts import (
+    check_length,
+    check_token_ids,
+    describe_fields,
+    encode_text,
+    tokenise_prompt,
+)
+from kleash.models.sources.records import SourceRecord, get_field, is_finite_number, show_value, source_label
+from kleash.models.sources.source_files import detect_format, read_records, source_path
 
 LARGEST_ID = 2**31 - 1
 ROUNDING_NATS = 1e-3
@@ -43,13 +49,13 @@ def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterat
         SourceError: at the first line that is not such a response, saying what was expected.
     """
     path = source_path(name)
-    if kind_of(path) == "plain text":
+    if detect_format(path) == "plain text":
         raise SourceError(
-            f"{label_of(path)} is not JSONL; responses come as records with their prompts: JSONL, a JSON array, CSV or "
-            "Parquet"
+            f"{source_label(path)} is not JSONL; responses come as records with their prompts: JSONL, a JSON array, "
+            "CSV or Parquet"
         )
     numbering, empty = _Numbering(), True
-    responses = (response for line in read_lines(path) for response in expand_responses(line))
+    responses = (response for line in read_records(path) for response in expand_responses(line))
     for line in islice(responses, limit):
         empty = False
         yield _response(line, pair, numbering)
@@ -68,7 +74,7 @@ class _Numbering:
     """Of each prompt: no smaller sample number is free."""
     given: bool | None = None
 
-    def number(self, line: Line, prompt_hash: str) -> tuple[int, int]:
+    def number(self, line: SourceRecord, prompt_hash: str) -> tuple[int, int]:
         """The ids of a line, its own or the next free ones."""
         prompt, sample = (_identity(line, name) for name in ("prompt_id", "sample_id"))
         if self.given is None:
@@ -90,9 +96,9 @@ class _Numbering:
         return prompt, sample
 
 
-def _response(line: Line, pair: Pair, numbering: _Numbering) -> TokenSequence:
-    prompt_ids, prompt_text = prompt_tokens(line, pair)
-    finish_reason = field(line, "finish_reason", str, "text")
+def _response(line: SourceRecord, pair: Pair, numbering: _Numbering) -> TokenSequence:
+    prompt_ids, prompt_text = tokenise_prompt(line, pair)
+    finish_reason = get_field(line, "finish_reason", str, "text")
     response_ids, response_text, retokenised = _answer(line, pair, finish_reason)
     check_length(line, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
     prompt_hash = hash_tokens(prompt_ids)
@@ -105,26 +111,26 @@ def _response(line: Line, pair: Pair, numbering: _Numbering) -> TokenSequence:
         prompt_text=prompt_text,
         response_text=response_text,
         finish_reason=finish_reason,
-        logp_sampled=_logprobs(line, len(response_ids), pair.vocabulary),
+        logp_sampled=_logprobs(line, len(response_ids), pair.vocab_size),
         prompt_hash=prompt_hash,
         temperature=_temperature(line),
         retokenised=retokenised,
-        where=line.where,
+        location=line.where,
     )
 
 
-def _answer(line: Line, pair: Pair, finish_reason: str | None) -> tuple[tuple[int, ...], str, bool]:
+def _answer(line: SourceRecord, pair: Pair, finish_reason: str | None) -> tuple[tuple[int, ...], str, bool]:
     """Token ids and text of the response, and whether the ids were made from the text."""
     text = _response_text(line, pair)
-    values = field(line, "response_token_ids", list, "a list of token ids")
+    values = get_field(line, "response_token_ids", list, "a list of token ids")
     if values is not None:
-        token_ids = as_token_ids(line, "response_token_ids", values, pair)
+        token_ids = check_token_ids(line, "response_token_ids", values, pair)
         return token_ids, pair.tokenizer.decode(list(token_ids)) if text is None else text, False
     if text is None:
         raise SourceError(
-            f"{line.where}: expected a field 'response' or 'response_token_ids' and found {fields_of(line)}"
+            f"{line.where}: expected a field 'response' or 'response_token_ids' and found {describe_fields(line)}"
         )
-    made = encode(pair.tokenizer, text, special=False)
+    made = encode_text(pair.tokenizer, text, special=False)
     end = pair.tokenizer.eos_token_id
     if finish_reason == "stop" and end is not None and made[-1:] != [end]:
         made.append(end)
@@ -135,29 +141,29 @@ def _answer(line: Line, pair: Pair, finish_reason: str | None) -> tuple[tuple[in
     return tuple(made), text, True
 
 
-def _response_text(line: Line, pair: Pair) -> str | None:
+def _response_text(line: SourceRecord, pair: Pair) -> str | None:
     """The text of the response; of messages, what the chat template makes of them."""
-    response = turns(line, "response")
+    response = text_or_messages(line, "response")
     if not isinstance(response, list):
         return response
-    prompt = turns(line, "messages") or turns(line, "prompt")
+    prompt = text_or_messages(line, "messages") or text_or_messages(line, "prompt")
     if not isinstance(prompt, list):
         raise SourceError(
             f"{line.where}: the response is a list of messages and the prompt is none; give both as text or both as "
             "messages"
         )
-    return answer_after(line, prompt, response, pair.tokenizer)
+    return render_answer(line, prompt, response, pair.tokenizer)
 
 
-def _logprobs(line: Line, tokens: int, vocabulary: int) -> np.ndarray | None:
+def _logprobs(line: SourceRecord, tokens: int, vocabulary: int) -> np.ndarray | None:
     """The log-probabilities under which the response was drawn, in nats; None if the record has none.
 
-    The expectation of ``exp(-logp)`` of a drawn token is at most ``vocabulary``, and of the product over a response of
+    The expectation of ``exp(-logp)`` of a drawn token is at most ``vocab_size``, and of the product over a response of
     n tokens at most ``vocabulary**n``. So by Markov's inequality the sum of ``-logp`` is above ``n·log(vocabulary) +
     IMPOSSIBLE_NATS`` with a probability below ``exp(-IMPOSSIBLE_NATS)``: such numbers are placeholders, or of other
     tokens than those of the response.
     """
-    values = field(line, "logprobs", list, "a list of numbers")
+    values = get_field(line, "logprobs", list, "a list of numbers")
     if values is None:
         return None
     if len(values) != tokens:
@@ -182,8 +188,8 @@ def _logprobs(line: Line, tokens: int, vocabulary: int) -> np.ndarray | None:
     return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 
 
-def _temperature(line: Line) -> float | None:
-    value = field(line, "temperature", (int, float), "a number")
+def _temperature(line: SourceRecord) -> float | None:
+    value = get_field(line, "temperature", (int, float), "a number")
     if value is not None and not (is_finite_number(value) and value >= 0):
         raise SourceError(
             f"{line.where}: expected 'temperature' to be a number from 0 on and found {show_value(value)}"
@@ -191,8 +197,8 @@ def _temperature(line: Line) -> float | None:
     return None if value is None else float(value)
 
 
-def _identity(line: Line, name: str) -> int | None:
-    value = field(line, name, int, "a whole number")
+def _identity(line: SourceRecord, name: str) -> int | None:
+    value = get_field(line, name, int, "a whole number")
     if value is not None and not 0 <= value <= LARGEST_ID:
         raise SourceError(
             f"{line.where}: expected {name!r} to be from 0 to {LARGEST_ID} and found {show_value(value)}"

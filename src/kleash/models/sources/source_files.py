@@ -14,23 +14,23 @@ from typing import Literal
 from kleash.errors import SourceError
 from kleash.models.sources.records import (
     COPY_OF_STANDARD_INPUT,
-    Line,
-    json_lines,
-    label_of,
-    plain_documents,
-    plain_lines,
+    SourceRecord,
+    read_jsonl,
+    read_plain_documents,
+    read_plain_lines,
+    read_text_lines,
     shorten,
-    text_lines,
+    source_label,
 )
-from kleash.models.sources.tabular import csv_rows, header_delimiter, json_array, parquet_rows
+from kleash.models.sources.tabular import find_delimiter, read_csv, read_json_array, read_parquet
 from kleash.shipped import shipped_prompts, shipped_text
 
-Kind = Literal["jsonl", "json array", "csv", "parquet", "plain text"]
+SourceFormat = Literal["jsonl", "json array", "csv", "parquet", "plain text"]
 
 STANDARD_INPUT = "-"
 SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
-KINDS = "JSONL, a JSON array, CSV, Parquet or plain text"
-SUFFIXES: dict[str, Kind] = {
+ACCEPTED_FORMATS = "JSONL, a JSON array, CSV, Parquet or plain text"
+SUFFIXES: dict[str, SourceFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
@@ -96,21 +96,21 @@ def source_path(name: str) -> Path:
     except (OSError, ValueError) as error:  # a whole prompt is too long a name; no name holds a NUL
         reason = getattr(error, "strerror", None) or error
         raise SourceError(
-            f"{shorten(name)} cannot be read ({reason}); give the name of a file of {KINDS}"
+            f"{shorten(name)} cannot be read ({reason}); give the name of a file of {ACCEPTED_FORMATS}"
         ) from error
     if S_ISDIR(status.st_mode):
-        raise SourceError(f"{name} is a folder; give a file of {KINDS}")
+        raise SourceError(f"{name} is a folder; give a file of {ACCEPTED_FORMATS}")
     if not S_ISREG(status.st_mode):
         raise SourceError(
             f"{name} is a pipe or a device, and a source is read more than once; write it to a file first, or "
             f"give {STANDARD_INPUT} and pipe it to standard input"
         )
     if status.st_size == 0:
-        raise SourceError(f"{name} is empty; give a file of {KINDS}")
+        raise SourceError(f"{name} is empty; give a file of {ACCEPTED_FORMATS}")
     return path
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_records(path: Path) -> Iterator[SourceRecord]:
     """The records of a source whose plain text is a record a line.
 
     Raises:
@@ -119,7 +119,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     return _read(path, documents=False)
 
 
-def read_documents(path: Path) -> Iterator[Line]:
+def read_documents(path: Path) -> Iterator[SourceRecord]:
     """The records of a source whose plain text is documents with blank lines between them.
 
     Raises:
@@ -128,7 +128,7 @@ def read_documents(path: Path) -> Iterator[Line]:
     return _read(path, documents=True)
 
 
-def kind_of(path: Path) -> Kind:
+def detect_format(path: Path) -> SourceFormat:
     """The kind of a source: by how its bytes begin, its suffix, or the first line that is not blank.
 
     A .txt file is plain text, a .jsonl file is JSONL and a .csv file a table whatever they hold.
@@ -136,7 +136,7 @@ def kind_of(path: Path) -> Kind:
     Raises:
         SourceError: if it is of a kind that is not read, which the error names.
     """
-    start, suffix, label = _start(path), path.suffix.lower(), label_of(path)
+    start, suffix, label = _start(path), path.suffix.lower(), source_label(path)
     if start.startswith(b"PAR1"):
         return "parquet"
     for packed, packer in PACKED.items():
@@ -144,39 +144,40 @@ def kind_of(path: Path) -> Kind:
             raise SourceError(f"{label} is packed by {packer}; unpack it first")
     for begins, what in REFUSED_STARTS.items():
         if start.startswith(begins):
-            raise SourceError(f"{label} is {what}; give {KINDS}, in UTF-8")
+            raise SourceError(f"{label} is {what}; give {ACCEPTED_FORMATS}, in UTF-8")
     if suffix in REFUSED_SUFFIXES:
         raise SourceError(
-            f"{label} is {REFUSED_SUFFIXES[suffix]} by its suffix; give {KINDS} (a .txt file is read as plain text)"
+            f"{label} is {REFUSED_SUFFIXES[suffix]} by its suffix; give {ACCEPTED_FORMATS} "
+            "(a .txt file is read as plain text)"
         )
     if SUFFIXES.get(suffix) == "parquet":
         raise SourceError(f"{label} is not a Parquet file, which begins with PAR1; make or fetch it again")
     return SUFFIXES.get(suffix) or _kind_by_content(path, suffix)
 
 
-def _read(path: Path, *, documents: bool) -> Iterator[Line]:
-    kind = kind_of(path)
+def _read(path: Path, *, documents: bool) -> Iterator[SourceRecord]:
+    kind = detect_format(path)
     if kind == "jsonl":
-        return json_lines(path)
+        return read_jsonl(path)
     if kind == "json array":
-        return json_array(path)
+        return read_json_array(path)
     if kind == "csv":
-        return csv_rows(path, FIELDS)
+        return read_csv(path, FIELDS)
     if kind == "parquet":
-        return parquet_rows(path)
-    return plain_documents(path) if documents else plain_lines(path)
+        return read_parquet(path)
+    return read_plain_documents(path) if documents else read_plain_lines(path)
 
 
-def _kind_by_content(path: Path, suffix: str) -> Kind:
+def _kind_by_content(path: Path, suffix: str) -> SourceFormat:
     """The kind of a file whose suffix says nothing, or only that it is JSON of some form."""
-    for _, text in text_lines(path):
+    for _, text in read_text_lines(path):
         if not text.strip():
             continue
         if _is_object(text):
             return "jsonl"
         if suffix == ".json" or (text.lstrip().startswith("[") and _is_array_of_objects(path)):
             return "json array"
-        return "csv" if header_delimiter(text, FIELDS, names_only=True) else "plain text"
+        return "csv" if find_delimiter(text, FIELDS, names_only=True) else "plain text"
     return "jsonl" if suffix == ".json" else "plain text"
 
 
@@ -200,7 +201,7 @@ def _start(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(16)
     except OSError as error:
-        raise SourceError(f"{label_of(path)} cannot be read: {error.strerror or error}") from error
+        raise SourceError(f"{source_label(path)} cannot be read: {error.strerror or error}") from error
 
 
 @lru_cache(maxsize=1)
@@ -222,5 +223,5 @@ def _standard_input() -> Path:
             f"standard input cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
     if path.stat().st_size == 0:
-        raise SourceError(f"standard input is empty; pipe {KINDS} to it")
+        raise SourceError(f"standard input is empty; pipe {ACCEPTED_FORMATS} to it")
     return path

@@ -10,8 +10,8 @@ from typing import Any
 
 from kleash.errors import SourceError
 from kleash.extras import import_extra
-from kleash.models.compat import first_line
-from kleash.models.sources.records import Line, label_of, shorten, show_value, text_lines
+from kleash.models.compat import summarise_error
+from kleash.models.sources.records import SourceRecord, read_text_lines, shorten, show_value, source_label
 
 DELIMITERS = ",;\t|"
 JSON_COLUMNS = frozenset(
@@ -30,7 +30,7 @@ ROWS = 256
 """Rows of a Parquet file that are held at once."""
 
 
-def header_delimiter(text: str, known: Collection[str], *, names_only: bool = False) -> str | None:
+def find_delimiter(text: str, known: Collection[str], *, names_only: bool = False) -> str | None:
     """The delimiter of a CSV's first line; None if no cell of it is the name of a known field.
 
     Args:
@@ -50,7 +50,7 @@ def header_delimiter(text: str, known: Collection[str], *, names_only: bool = Fa
     return None
 
 
-def csv_rows(path: Path, known: Collection[str]) -> Iterator[Line]:
+def read_csv(path: Path, known: Collection[str]) -> Iterator[SourceRecord]:
     """The rows of a CSV with a header, each a record of text by column.
 
     Cells of ``JSON_COLUMNS`` are read as JSON. Empty cells of these are null. Columns without a name, such as the
@@ -67,10 +67,10 @@ def csv_rows(path: Path, known: Collection[str]) -> Iterator[Line]:
     csv.field_size_limit(
         min(sys.maxsize, 2**31 - 1)
     )  # the default refuses documents above 131 072 characters
-    label = label_of(path)
-    lines = (text for _, text in text_lines(path, ends=True))
+    label = source_label(path)
+    lines = (text for _, text in read_text_lines(path, ends=True))
     first = next((text for text in lines if text.strip()), "")
-    delimiter = header_delimiter(first.rstrip("\r\n"), known)
+    delimiter = find_delimiter(first.rstrip("\r\n"), known)
     if delimiter is None:
         raise SourceError(
             f"{label} is read as CSV, and its first line, {shorten(first)}, names no column that is read; give one of "
@@ -80,7 +80,7 @@ def csv_rows(path: Path, known: Collection[str]) -> Iterator[Line]:
     repeated = sorted({name for name in header if name and header.count(name) > 1})
     if repeated:
         raise SourceError(f"{label} has the column {repeated[0]!r} more than once; keep one")
-    skipped = next(number for number, text in text_lines(path) if text.strip())
+    skipped = next(number for number, text in read_text_lines(path) if text.strip())
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     number = skipped
     while True:
@@ -101,10 +101,10 @@ def csv_rows(path: Path, known: Collection[str]) -> Iterator[Line]:
                 f"{where}: expected {len(header)} cells, as in the header, and found {len(cells)}"
             )
         record = {name: _cell(name, cell, where) for name, cell in zip(header, cells, strict=True) if name}
-        yield Line(number=number, where=where, text="", record=record)
+        yield SourceRecord(number=number, where=where, text="", record=record)
 
 
-def parquet_rows(path: Path) -> Iterator[Line]:
+def read_parquet(path: Path) -> Iterator[SourceRecord]:
     """The rows of a Parquet file, each a record by column; a few hundred are held at once.
 
     Raises:
@@ -119,32 +119,32 @@ def parquet_rows(path: Path) -> Iterator[Line]:
         OverflowError,
         MemoryError,
     )
-    label, number = label_of(path), 0
+    label, number = source_label(path), 0
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=ROWS):
                 for row in batch.to_pylist():
                     number += 1
                     record = {name: _without_nulls(value) for name, value in row.items()}
-                    yield Line(number=number, where=f"{label}, row {number}", text="", record=record)
+                    yield SourceRecord(number=number, where=f"{label}, row {number}", text="", record=record)
     except errors as error:
         raise SourceError(
-            f"{label} cannot be read as Parquet: {first_line(error)}; make or fetch it again"
+            f"{label} cannot be read as Parquet: {summarise_error(error)}; make or fetch it again"
         ) from error
 
 
-def json_array(path: Path) -> Iterator[Line]:
+def read_json_array(path: Path) -> Iterator[SourceRecord]:
     """The entries of a JSON array: objects are records, texts are plain text. The file is held whole.
 
     Raises:
         SourceError: if the file holds something else.
     """
-    label = label_of(path)
-    text = "\n".join(line for _, line in text_lines(path))
+    label = source_label(path)
+    text = "\n".join(line for _, line in read_text_lines(path))
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{label} is neither JSONL nor a JSON array ({first_line(error)})") from error
+        raise SourceError(f"{label} is neither JSONL nor a JSON array ({summarise_error(error)})") from error
     if not isinstance(content, list):
         what = (
             f"an object with {', '.join(map(repr, content))}"
@@ -157,9 +157,9 @@ def json_array(path: Path) -> Iterator[Line]:
     for number, entry in enumerate(content, start=1):
         where = f"{label}, entry {number}"
         if isinstance(entry, dict):
-            yield Line(number=number, where=where, text="", record=entry)
+            yield SourceRecord(number=number, where=where, text="", record=entry)
         elif isinstance(entry, str):
-            yield Line(number=number, where=where, text=entry)
+            yield SourceRecord(number=number, where=where, text=entry)
         else:
             raise SourceError(f"{where}: expected an object or a text and found {show_value(entry)}")
 
@@ -173,7 +173,7 @@ def _cell(name: str, cell: str, where: str) -> Any:
             return json.loads(cell)
         except (ValueError, RecursionError) as error:
             raise SourceError(
-                f"{where}: expected {name!r} to be JSON and found {shorten(cell)} ({first_line(error)})"
+                f"{where}: expected {name!r} to be JSON and found {shorten(cell)} ({summarise_error(error)})"
             ) from error
     if name in CONVERSATIONS and cell.lstrip().startswith("["):
         if PYTHON_MESSAGES.match(cell):

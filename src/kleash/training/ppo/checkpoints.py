@@ -15,7 +15,7 @@ from torch import Tensor
 from kleash.errors import RunFolderError
 from kleash.extras import import_extra
 from kleash.leash import Leash, beta_from_dict
-from kleash.models.compat import first_line, quiet
+from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.records.atomic import (
     cannot_write,
     remove_folder,
@@ -189,7 +189,7 @@ def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
                 }
     except (OSError, KeyError, ValueError, RuntimeError, damage) as error:
         raise RunFolderError(
-            f"the checkpoint {checkpoint} cannot be read: {first_line(error)}; {_advice(checkpoint)}"
+            f"the checkpoint {checkpoint} cannot be read: {summarise_error(error)}; {_advice(checkpoint)}"
         ) from error
     what, advice = "the progress of a run", _advice(checkpoint)
     checksums = Checksums.read(checkpoint, declared_by=PROGRESS)
@@ -204,7 +204,7 @@ def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
         _set_generators(generators[setting.group.rank])
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RunFolderError(
-            f"{checkpoint / PROGRESS} holds no state of random generators: {first_line(error)}; {advice}"
+            f"{checkpoint / PROGRESS} holds no state of random generators: {summarise_error(error)}; {advice}"
         ) from error
     return None
 
@@ -241,7 +241,7 @@ def save_policy(setting: TrainingSetup, folder: Path, weights: Mapping[str, Tens
     """Write the model (or the adapter) with its tokenizer, as ``kleash measure --policy`` and transformers read it."""
     policy = setting.actor_critic.policy
     (adapters,) = policy.adapters
-    with quiet():
+    with suppress_library_output():
         if adapters is not None:
             state = {f"base_model.model.{name}": x for name, x in weights.items()}
             adapters.save_pretrained(folder, state_dict=state, save_embedding_layers=False)

@@ -13,9 +13,9 @@ from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.linear import Head
 from kleash.models import Model, Pair, find_checkpoint
-from kleash.models.adapters.network_state import logits_of, probe_of
-from kleash.models.compat import first_line, quiet
-from kleash.models.heads import cut
+from kleash.models.adapters.network_state import make_probe, probe_logits
+from kleash.models.compat import summarise_error, suppress_library_output
+from kleash.models.heads import truncate_head
 from kleash.records import TrainJob
 from kleash.training.model_options import both, lora_settings, require_trainable
 from kleash.training.ppo.policy import Policy, TokenBatch
@@ -45,8 +45,8 @@ class Reference:
         """
         if self.model is None:
             return wrapped(Policy.reference, batch)
-        with torch.no_grad(), self.model.switched():
-            hidden = self.model.body(input_ids=batch.ids, use_cache=False).last_hidden_state
+        with torch.no_grad(), self.model.activate_adapter():
+            hidden = self.model.backbone(input_ids=batch.ids, use_cache=False).last_hidden_state
             return hidden[batch.rows, batch.cols]
 
 
@@ -105,10 +105,10 @@ def load_actor_critic(job: TrainJob, device: torch.device) -> ActorCritic:
         sampler=replace(
             policy,
             network=network,
-            body=network.base_model,
+            backbone=network.base_model,
             adapters=None,
             adapter=None,
-            context=pair.context,
+            context_length=pair.context_length,
         ),
         reference=Reference(model=None if shared else reference),
         pair=pair,
@@ -120,9 +120,9 @@ def load_actor_critic(job: TrainJob, device: torch.device) -> ActorCritic:
 def _alone(job: TrainJob, name: str, pair: Pair, device: torch.device) -> Model:
     """A model with a network of its own, with the pair's vocabulary."""
     model = both(job, name, name, device=str(device)).policy
-    if model.head.weight is None or model.vocabulary == pair.vocabulary:
+    if model.head.weight is None or model.vocab_size == pair.vocab_size:
         return model
-    return replace(model, head=cut(model.head, pair.vocabulary), vocabulary=pair.vocabulary)
+    return replace(model, head=truncate_head(model.head, pair.vocab_size), vocab_size=pair.vocab_size)
 
 
 def _require_parts(policy: Model, reference: Model) -> None:
@@ -151,17 +151,18 @@ def _merged(policy: Model, dtype: torch.dtype) -> Any:
     Raises:
         ModelError: if it cannot be merged, or is another model then.
     """
-    probe = probe_of(policy.network)
+    probe = make_probe(policy.network)
     try:
-        with policy.switched():
-            before = logits_of(policy.network, probe)
+        with policy.activate_adapter():
+            before = probe_logits(policy.network, probe)
             network = policy.adapters.to(dtype).merge_and_unload()
     except Exception as error:  # each kind of adapter has its own
         raise ModelError(
-            f"the policy {policy.path} is an adapter that cannot be merged into its base ({first_line(error)}), which "
-            "training every weight of it needs; merge it yourself and give that folder"
+            f"the policy {policy.path} is an adapter that cannot be merged into its base "
+            f"({summarise_error(error)}), which training every weight of it needs; "
+            "merge it yourself and give that folder"
         ) from error
-    moved = (logits_of(network, probe).log_softmax(-1) - before.log_softmax(-1)).abs().max()
+    moved = (probe_logits(network, probe).log_softmax(-1) - before.log_softmax(-1)).abs().max()
     if not moved <= MERGED_NATS:
         raise ModelError(
             f"merged into its base, the adapter {policy.path} is another model: its log-probabilities move by up to "
@@ -191,10 +192,10 @@ def _with_adapter(policy: Model, rank: int) -> Any:
     peft = import_extra("peft", "models")
     settings = lora_settings(rank, policy.network)
     try:
-        with quiet():
+        with suppress_library_output():
             adapters = peft.get_peft_model(policy.network, settings)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"no LoRA adapter can be put on {policy.path}: {first_line(error)}") from error
+        raise ModelError(f"no LoRA adapter can be put on {policy.path}: {summarise_error(error)}") from error
     adapters.peft_config["default"].base_model_name_or_path = base_name(policy)
     return adapters
 

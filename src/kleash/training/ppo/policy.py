@@ -11,7 +11,7 @@ from torch import Tensor
 from kleash.linear import Head, linear_kl, linear_objective
 from kleash.linear.statistics import TokenTerms
 from kleash.models import TokenSequence
-from kleash.models.scoring import padded
+from kleash.models.scoring import pad_batch
 
 T = TypeVar("T")
 Objective = Callable[[TokenTerms, slice], Tensor]
@@ -33,7 +33,7 @@ class TokenBatch:
     @classmethod
     def of(cls, sequences: Sequence[TokenSequence], temperature: float, device: torch.device) -> "TokenBatch":
         """The batch of these sequences."""
-        ids, rows, cols = padded(sequences)
+        ids, rows, cols = pad_batch(sequences)
         tokens = torch.tensor([token for sequence in sequences for token in sequence.response_ids])
         ids, rows, cols, tokens = (x.to(device) for x in (ids, rows, cols, tokens))
         return cls(ids=ids, rows=rows, cols=cols, tokens=tokens, temperature=temperature)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kleash.models import Prompt, Sampling, TokenSequence, generate, length_batches
+from kleash.models import Prompt, Sampling, TokenSequence, generate, batch_by_length
 from kleash.training.ppo.policy import Policy, with_whole_weights
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.process_group import ProcessGroup
@@ -80,7 +80,7 @@ def roll_out(setting: TrainingSetup, prompts: Sequence[Prompt], step: int) -> Ro
     rewarded = setting.rewards.of(sequences)
     scores = np.asarray(rewarded.total, dtype=np.float64)
     dealt = minibatches_of(responses, job.minibatches, job.seed, "minibatches", step)
-    micros = micro_batches(dealt, places, [sequence.read for sequence in sequences], job.batch_tokens, group)
+    micros = micro_batches(dealt, places, [sequence.num_input_tokens for sequence in sequences], job.batch_tokens, group)
     scored = score(setting, sequences, micros)
     token_logp = scored["token_logp"]
     behaviour = [torch.from_numpy(np.asarray(sequence.logp_sampled)) for sequence in sequences]
@@ -120,7 +120,7 @@ def micro_batches(
     of_minibatches = []
     for minibatch in dealt:
         rows = [row_of[place] for place in sorted(minibatch) if place in row_of]
-        batches = length_batches([lengths[row] for row in rows], batch_tokens)
+        batches = batch_by_length([lengths[row] for row in rows], batch_tokens)
         of_minibatches.append([MicroBatch([rows[index] for index in batch], True) for batch in batches])
     most = group.max_over_ranks([len(minibatch) for minibatch in of_minibatches])
     idle = MicroBatch([shortest], False)

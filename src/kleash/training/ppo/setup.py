@@ -9,7 +9,7 @@ import torch
 from kleash.errors import CannotRunError, OptionError
 from kleash.extras import import_extra
 from kleash.models import TokenSequence
-from kleash.models.pair_loading import place_of
+from kleash.models.pair_loading import resolve_device
 from kleash.records import PPOJob
 from kleash.training.ppo.models import ActorCritic, load_actor_critic
 from kleash.training.ppo.policy import TokenBatch
@@ -56,7 +56,7 @@ def set_up(job: PPOJob) -> TrainingSetup:
         CannotRunError: if the device is missing, or Accelerate's sharding mode is unsupported.
     """
     accelerate = import_extra("accelerate", "train")
-    place = place_of(job.device, None)
+    place = resolve_device(job.device, None)
     processes = accelerate.PartialState(cpu=place.type == "cpu")
     if job.device not in ("auto", processes.device.type, str(processes.device)):
         raise OptionError(

@@ -9,7 +9,7 @@ import torch
 
 from kleash.errors import OptionError
 from kleash.extras import import_extra
-from kleash.models.pair_loading import dtype_of, place_of
+from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.records import TrainJob
 from kleash.training.model_options import require_trainable
 
@@ -43,7 +43,7 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         OptionError: if the rows cannot be shared out to the processes, or nothing can be trained in the dtype.
         CannotRunError: if the device is not there.
     """
-    place = place_of(job.device, None)
+    place = resolve_device(job.device, None)
     require_trainable(job.dtype)
     processes = import_extra("accelerate", "trl").PartialState(cpu=place.type == "cpu").num_processes
     if rows % processes:
@@ -63,7 +63,7 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         "learning_rate": job.learning_rate,
         "max_grad_norm": job.max_gradient_norm,
         "seed": job.seed % 2**32,
-        "bf16": dtype_of(job.dtype, place) == torch.bfloat16,
+        "bf16": resolve_dtype(job.dtype, place) == torch.bfloat16,
         "use_cpu": place.type == "cpu",
         "gradient_checkpointing": place.type != "cpu",
         **ALWAYS,

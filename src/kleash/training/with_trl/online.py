@@ -140,7 +140,7 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
     for prompt in prompts:
         if prompt.messages is None and tokenizer(text=prompt.text)["input_ids"] != list(prompt.token_ids):
             raise SourceError(
-                f"{prompt.where}: TRL tokenises the prompt anew and gets other tokens than those that were given; "
+                f"{prompt.location}: TRL tokenises the prompt anew and gets other tokens than those that were given; "
                 "give it as text that its tokens are the tokens of"
             )
     rows = [

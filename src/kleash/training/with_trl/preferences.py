@@ -8,8 +8,8 @@ from kleash.errors import SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import DriftMonitor
 from kleash.models import Sampling, source_path
-from kleash.models.sources.dataset_formats import preference_of
-from kleash.models.sources.source_files import read_lines
+from kleash.models.sources.dataset_formats import parse_preference
+from kleash.models.sources.source_files import read_records
 from kleash.records import DPOJob, TrainingResult
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import shared_arguments
@@ -94,12 +94,12 @@ def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
         SourceError: naming the line, if one of them is missing or of another kind.
     """
     rows: list[dict[str, Any]] = []
-    for line in islice(read_lines(source_path(name)), limit):
+    for line in islice(read_records(source_path(name)), limit):
         if line.record is None:
             raise SourceError(
                 f"{line.where}: expected a record with 'prompt', 'chosen' and 'rejected' and found text"
             )
-        row = preference_of(line)._asdict()
+        row = parse_preference(line)._asdict()
         if rows and type(row["prompt"]) is not type(rows[0]["prompt"]):
             raise SourceError(f"{line.where}: texts and lists of messages in one file; part it")
         rows.append(row)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kleash.extras import import_extra
-from kleash.models.compat import quiet
-from kleash.models.sandbox.process import bounded_templates
+from kleash.models.compat import suppress_library_output
+from kleash.models.sandbox.process import sandboxed_templates
 from kleash.records import TrainingResult, TrainJob
 from kleash.records.checksums import CHECKSUMS, Checksums
 from kleash.training.run_log import RunLog
@@ -34,7 +34,7 @@ def silently() -> Iterator[None]:
     level = callbacks.level
     callbacks.setLevel(logging.ERROR)
     try:
-        with quiet(), bounded_templates():  # TRL renders conversations too
+        with suppress_library_output(), sandboxed_templates():  # TRL renders conversations too
             yield
     finally:
         callbacks.setLevel(level)
