@@ -58,7 +58,7 @@ def main() -> int:
             "reading": lambda: blocks(len),
             "checksum": lambda: file_checksum(path),
             "BLAKE2b": lambda: blocks(hashlib.blake2b().update),
-            "first": lambda: file_hashes._hashed([path]),
+            "first": lambda: file_hashes._compute_hashes([path]),
             "again": lambda: file_hashes.hash_files([path]),
         }
         with mock.patch.object(file_hashes.time, "time_ns", lambda: later):

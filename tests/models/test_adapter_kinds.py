@@ -223,7 +223,7 @@ def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatc
                 next(p for name, p in done.named_parameters() if "lora_B.policy" in name).mul_(1.5)
         return done
 
-    monkeypatch.setattr(shared_base, "_put_on", meddling)
+    monkeypatch.setattr(shared_base, "attach_adapter", meddling)
     pair = load_pair(str(policy), str(reference))
     assert "changes what another adapter on its base gives" in pair.notes[2]
     assert_right(pair, (policy, reference), base, ids, truth)

@@ -22,8 +22,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were read."""
-    genuine, read = file_hashes._hashed, []
-    monkeypatch.setattr(file_hashes, "_hashed", lambda paths: read.extend(paths) or genuine(paths))
+    genuine, read = file_hashes._compute_hashes, []
+    monkeypatch.setattr(file_hashes, "_compute_hashes", lambda paths: read.extend(paths) or genuine(paths))
     return read
 
 

@@ -26,11 +26,11 @@ def test_what_is_in_the_folder_is_not_computed_again(pair: Pair, tmp_path):
     plain = score(pair, random_sequences())
     cache = ReferenceCache(tmp_path / "cache", pair.reference)
     same(score(pair, random_sequences(), cache=cache), plain)
-    assert cache.found == 0
+    assert cache.hits == 0
     deaf = replace(pair, reference=replace(pair.reference, backbone=unasked))
     again = ReferenceCache(tmp_path / "cache", deaf.reference)
     same(score(deaf, random_sequences(), batch_tokens=11, cache=again), plain)
-    assert again.found == len(random_sequences())
+    assert again.hits == len(random_sequences())
     hotter = score(deaf, random_sequences()[::-1], temperature=2.0, cache=again)
     np.testing.assert_allclose(
         np.sort(hotter["logp_reference"]),
@@ -52,7 +52,7 @@ def test_only_what_is_new_is_computed(pair: Pair, tmp_path):
     counted = replace(pair, reference=replace(pair.reference, backbone=counting))
     same(score(counted, random_sequences(), cache=cache), score(pair, random_sequences()))
     assert sum(read) == len(rest)
-    assert cache.found == 2
+    assert cache.hits == 2
     score(counted, random_sequences(), cache=cache)
     assert sum(read) == len(rest)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2

@@ -66,7 +66,7 @@ class ReferenceCache:
         """What is on disk."""
         self._device = model.device
         self._new: dict[bytes, Tensor] = {}
-        self.found = 0
+        self.hits = 0
         """Sequences that came out of the folder."""
 
     def __contains__(self, sequence: TokenSequence) -> bool:
@@ -82,8 +82,8 @@ class ReferenceCache:
         def read_or_find(batch: Sequence[TokenSequence]) -> Tensor:
             missing = [one for one in batch if one not in self]
             if missing:
-                self.keep(missing, read(missing))
-            self.found += len(batch) - len(missing)
+                self.add(missing, read(missing))
+            self.hits += len(batch) - len(missing)
             return torch.cat([self._get(one) for one in batch]).to(self._device)
 
         return read_or_find
@@ -102,10 +102,10 @@ class ReferenceCache:
             return
         for batch in batch_by_length([one.num_input_tokens for one in sequences], batch_tokens):
             chosen = [sequences[index] for index in batch]
-            self.keep(chosen, read(chosen))
+            self.add(chosen, read(chosen))
         self.save()
 
-    def keep(self, batch: Sequence[TokenSequence], hidden: Float[Tensor, "tokens dim"]) -> None:
+    def add(self, batch: Sequence[TokenSequence], hidden: Float[Tensor, "tokens dim"]) -> None:
         """Remember hidden states until they are saved."""
         parts = hidden.cpu().split([len(one.response_ids) for one in batch])
         for one, part in zip(batch, parts, strict=True):
