@@ -157,7 +157,7 @@ def alone(adapter, base, ids):
 
 def seen(model, ids):
     with torch.no_grad():
-        return head_logits(model.hidden(ids), model.head).double().log_softmax(-1)
+        return head_logits(model.hidden_states(ids), model.head).double().log_softmax(-1)
 
 
 def assert_right(pair, sides, base, ids, truth):

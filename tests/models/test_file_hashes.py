@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kleash.models.checkpoints import file_hashes
-from kleash.models.checkpoints.file_hashes import MEMORY, hash_files
+from kleash.models.checkpoints.file_hashes import CACHE_FILE, hash_files
 
 SIZE = 1 << 20
 
@@ -62,7 +62,7 @@ def test_a_file_is_read_once_unless_anything_of_it_changes(
     path.write_bytes(bytes(SIZE))
     first = hash_files([path])
     assert hash_files([path]) == first and len(read) == 2, "it is younger than two seconds"
-    assert not (cache / MEMORY).exists()
+    assert not (cache / CACHE_FILE).exists()
     settled(monkeypatch)
     assert hash_files([path]) == hash_files([path]) == first and len(read) == 3
     status = path.stat()
@@ -82,7 +82,7 @@ def test_a_memory_that_cannot_be_trusted_is_ignored(
     path.write_bytes(bytes(SIZE))
     settled(monkeypatch)
     (value,) = hash_files([path])
-    memory = cache / MEMORY
+    memory = cache / CACHE_FILE
     text = memory.read_text()
     match spoilt:
         case "damaged":

@@ -22,7 +22,7 @@ from kleash.models import (
     read_text,
     retokenisation_warnings,
 )
-from kleash.models.sources.documents import spans
+from kleash.models.sources.documents import window_spans
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_documents_of_jsonl(pair: Pair, write):
 @examples(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12))
 def test_every_token_but_the_first_is_scored_once(tokens, window, stride):
     stride = min(stride, window)
-    found = list(spans(tokens, window, stride))
+    found = list(window_spans(tokens, window, stride))
     scored = [token for _, first, stop in found for token in range(first, stop)]
     assert scored == list(range(1, tokens))
     for number, (start, first, stop) in enumerate(found):

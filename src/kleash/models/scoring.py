@@ -34,7 +34,7 @@ STATISTICS = {
 }
 """The columns of a run's token table, and what ``token_statistics`` calls them."""
 
-Reader = Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
+HiddenStateReader = Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
 """Final hidden states at the scored positions of a batch, one sequence after the other."""
 
 
@@ -71,11 +71,11 @@ def score(
         NonFiniteError: if a model gives NaN or infinities, naming the model, the prompt and the position.
         OptionError: if the temperature is not above 0.
     """
-    read: Reader | None = None
+    read: HiddenStateReader | None = None
     if not pair.policy.is_same_as(pair.reference):
-        read = reader(pair.reference)
-        read = read if cache is None else cache.reader(read)
-    sides = PairReaders(pair=pair, policy=reader(pair.policy), reference=read)
+        read = hidden_state_reader(pair.reference)
+        read = read if cache is None else cache.cached_reader(read)
+    sides = PairReaders(pair=pair, policy=hidden_state_reader(pair.policy), reference=read)
     columns = score_with_readers(sides, sequences, temperature, batch_tokens, options, top)
     if cache is not None:
         cache.save()
@@ -102,12 +102,12 @@ class PairReaders:
     """Two models, and how their hidden states are come by."""
 
     pair: Pair
-    policy: Reader
-    reference: Reader | None
+    policy: HiddenStateReader
+    reference: HiddenStateReader | None
     """None where the policy's hidden states are the reference's too."""
 
 
-def reader(model: Model) -> Reader:
+def hidden_state_reader(model: Model) -> HiddenStateReader:
     """How ``model`` reads a batch: itself, or from what was stored of it."""
     if model.stored is not None:
         return model.stored.read
@@ -120,13 +120,13 @@ def reader(model: Model) -> Reader:
     return read
 
 
-def checked_reader(model: Model) -> Reader:
+def checked_reader(model: Model) -> HiddenStateReader:
     """``reader``, which refuses what must not be kept.
 
     Raises:
         NonFiniteError: when it reads NaN or infinities, naming the sequence.
     """
-    plain = reader(model)
+    plain = hidden_state_reader(model)
 
     def read(batch: Sequence[TokenSequence]) -> Tensor:
         with suppress_library_output():
@@ -248,7 +248,7 @@ def score_batched_against_single(
     Its KL would be 0 if arithmetic were exact: it is the floor below which a drift in this dtype is noise.
     """
     pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
-    together = reader(model)
+    together = hidden_state_reader(model)
     sides = PairReaders(
         pair=pair, policy=together, reference=lambda batch: torch.cat([together([one]) for one in batch])
     )

@@ -74,7 +74,7 @@ class ReferenceCache:
         key = sequence_key(sequence)
         return key in self._new or key in self.states
 
-    def reader(
+    def cached_reader(
         self, read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
     ) -> Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]:
         """``num_input_tokens``, but only of what is not in the folder yet."""
