@@ -90,7 +90,7 @@ def test_what_is_there_is_not_read_again(folders, tmp_path: Path) -> None:
 
 def test_a_sequence_that_is_not_there_is_named(folders, tmp_path: Path) -> None:
     stored = made(tmp_path, folders("llama")[1], random_sequences()[:3])
-    where = replace(random_sequences()[3], where="file, line 7")
+    where = replace(random_sequences()[3], location="file, line 7")
     (other,) = random_sequences(((2, 2),), seed=5)
     assert stored.count_missing([*random_sequences()[:3], where, other]) == (
         2,

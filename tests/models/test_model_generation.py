@@ -396,7 +396,7 @@ def test_nan_names_the_prompt(folders, unhooked):
     model = load_pair(str(policy), str(policy)).policy
     with torch.no_grad():
         model.network.get_input_embeddings().weight[201] = torch.nan
-    given = [replace(one, where=f"p.jsonl, line {one.prompt_id}") for one in prompts()]
+    given = [replace(one, location=f"p.jsonl, line {one.prompt_id}") for one in prompts()]
     with pytest.raises(
         NonFiniteError,
         match=r"policy gives NaN or infinite logits for prompt 2, sample 0 \(p.jsonl, line 2\)",

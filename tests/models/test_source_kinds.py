@@ -83,10 +83,10 @@ def pq_bytes(records):
 def test_every_column_of_a_row_stands_in_its_record(write):
     record = {"prompt": "x", "answer": "4", "tests": ["a", None], "level": 3, "extra": {"k": 1.5}}
     rows = list(read_records(_path(write("a.parquet", [record, {**record, "answer": None}]))))
-    assert [row.record for row in rows] == [record, {**record, "answer": None}]
-    assert rows[1].where.endswith("a.parquet, row 2")
+    assert [row.fields for row in rows] == [record, {**record, "answer": None}]
+    assert rows[1].location.endswith("a.parquet, row 2")
     (row,) = read_records(_path(write("a.csv", [["prompt", "answer"], ["x", "4"]])))
-    assert row.record == {"prompt": "x", "answer": "4"}
+    assert row.fields == {"prompt": "x", "answer": "4"}
 
 
 def _path(name):
@@ -189,7 +189,7 @@ def test_prompts_of_trl_are_the_same_in_every_format(pair, write, record, suffix
 def test_a_table_adds_no_keys_to_messages(write):
     tool = {"role": "tool", "content": None, "name": "search"}
     (row,) = read_records(_path(write("a.parquet", [{"messages": [USER, tool]}])))
-    assert row.record == {"messages": [USER, tool]}
+    assert row.fields == {"messages": [USER, tool]}
 
 
 def test_a_prompt_that_ends_with_the_assistant_is_continued(pair, write):
@@ -386,7 +386,7 @@ def standard_input(monkeypatch):
 )
 def test_standard_input_is_a_source_of_any_kind(pair, standard_input, content, where, record):
     standard_input(content)
-    assert [(line.where, line.record) for line in read_records(source_path("-"))] == [
+    assert [(line.location, line.fields) for line in read_records(source_path("-"))] == [
         (f"standard input, {where}", record)
     ]
     for _ in range(2):  # a source is read more than once

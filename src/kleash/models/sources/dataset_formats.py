@@ -32,24 +32,24 @@ class Preference(NamedTuple):
     rejected: TextOrMessages
 
 
-def text_or_messages(line: SourceRecord, name: str) -> TextOrMessages | None:
+def text_or_messages(record: SourceRecord, name: str) -> TextOrMessages | None:
     """The field ``name`` of a record, a text or a list of messages; None if it has none.
 
     Raises:
         SourceError: if it is of another kind, or a message is none.
     """
-    value = get_field(line, name, (str, list), "text or a list of messages")
-    return check_messages(line, name, value) if isinstance(value, list) else value
+    value = get_field(record, name, (str, list), "text or a list of messages")
+    return check_messages(record, name, value) if isinstance(value, list) else value
 
 
-def check_messages(line: SourceRecord, name: str, messages: list[Any]) -> list[dict[str, Any]]:
+def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list[dict[str, Any]]:
     """``messages``, if each has a role and content.
 
     Raises:
         SourceError: if not, or there are none.
     """
     if not messages:
-        raise SourceError(f"{line.where}: {name!r} is empty; it needs at least one message")
+        raise SourceError(f"{record.location}: {name!r} is empty; it needs at least one message")
     for message in messages:
         if (
             not isinstance(message, dict)
@@ -57,27 +57,28 @@ def check_messages(line: SourceRecord, name: str, messages: list[Any]) -> list[d
             or "content" not in message
         ):
             raise SourceError(
-                f"{line.where}: expected each message to have a 'role' and 'content' and found {show_value(message)}"
+                f"{record.location}: expected each message to have a 'role' and 'content' and found "
+                f"{show_value(message)}"
             )
     return messages
 
 
-def parse_preference(line: SourceRecord) -> Preference:
+def parse_preference(record: SourceRecord) -> Preference:
     """The preference pair of a record; a prompt that is not given is what chosen and rejected begin with alike.
 
     Raises:
         SourceError: if a part is missing, empty or of another kind than the others, or the answers are equal.
     """
-    record = line.record or {}
-    names = [name for name in ("prompt", "chosen", "rejected") if name != "prompt" or name in record]
-    if {type(record.get(name)) for name in names} not in ({str}, {list}) or not all(map(record.get, names)):
+    fields = record.fields or {}
+    names = [name for name in ("prompt", "chosen", "rejected") if name != "prompt" or name in fields]
+    if {type(fields.get(name)) for name in names} not in ({str}, {list}) or not all(map(fields.get, names)):
         raise SourceError(
-            f"{line.where}: expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
+            f"{record.location}: expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
         )
-    prompt, chosen, rejected = (text_or_messages(line, name) for name in ("prompt", "chosen", "rejected"))
+    prompt, chosen, rejected = (text_or_messages(record, name) for name in ("prompt", "chosen", "rejected"))
     assert chosen is not None and rejected is not None
     if chosen == rejected:
-        raise SourceError(f"{line.where}: 'chosen' and 'rejected' are the same; leave the line out")
+        raise SourceError(f"{record.location}: 'chosen' and 'rejected' are the same; leave the line out")
     if prompt is not None:
         return Preference(prompt, chosen, rejected)
     # Of texts the characters are compared, of lists the messages.
@@ -86,19 +87,19 @@ def parse_preference(line: SourceRecord) -> Preference:
         shared -= 1  # the space belongs to the answer's first word
     if not shared or shared in (len(chosen), len(rejected)):
         raise SourceError(
-            f"{line.where}: expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to begin "
+            f"{record.location}: expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to begin "
             "alike and to go on differently"
         )
     return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
-def is_preference(line: SourceRecord) -> bool:
+def is_preference(record: SourceRecord) -> bool:
     """Whether a record is a preference pair."""
-    record = line.record or {}
-    return "chosen" in record and "rejected" in record
+    fields = record.fields or {}
+    return "chosen" in fields and "rejected" in fields
 
 
-def expand_responses(line: SourceRecord) -> Iterator[SourceRecord]:
+def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
     """The responses of a record, each as a record with a prompt and a response: two of a preference pair.
 
     Messages that end with the assistant's are a prompt and the response to it.
@@ -106,46 +107,48 @@ def expand_responses(line: SourceRecord) -> Iterator[SourceRecord]:
     Raises:
         SourceError: if the record cannot be read as one of the formats.
     """
-    record = line.record
-    if record is None or "response" in record or "response_token_ids" in record:
-        yield line
+    fields = record.fields
+    if fields is None or "response" in fields or "response_token_ids" in fields:
+        yield record
         return
-    if is_preference(line):
-        pair = parse_preference(line)
+    if is_preference(record):
+        pair = parse_preference(record)
         for answer in (pair.chosen, pair.rejected):
-            yield _with_response(line, pair.prompt, answer)
+            yield _with_response(record, pair.prompt, answer)
         return
-    completion = text_or_messages(line, "completion")
+    completion = text_or_messages(record, "completion")
     if completion is not None:
-        prompt = text_or_messages(line, "prompt")
+        prompt = text_or_messages(record, "prompt")
         yield (
-            line
+            record
             if prompt is None and isinstance(completion, str)
-            else _with_response(line, prompt, completion)
+            else _with_response(record, prompt, completion)
         )
         return
-    messages = text_or_messages(line, "messages")
+    messages = text_or_messages(record, "messages")
     if isinstance(messages, list) and len(messages) > 1 and messages[-1]["role"] == "assistant":
-        yield _with_response(line, messages[:-1], messages[-1:])
+        yield _with_response(record, messages[:-1], messages[-1:])
         return
-    yield line
+    yield record
 
 
-def _with_response(line: SourceRecord, prompt: TextOrMessages | None, answer: TextOrMessages) -> SourceRecord:
-    record = {
+def _with_response(
+    record: SourceRecord, prompt: TextOrMessages | None, answer: TextOrMessages
+) -> SourceRecord:
+    fields = {
         name: value
-        for name, value in (line.record or {}).items()
+        for name, value in (record.fields or {}).items()
         if name not in ("prompt", "messages", "completion", "chosen", "rejected")
     }
     if type(prompt) is not type(answer):
         raise SourceError(
-            f"{line.where}: expected prompt and completion to be both texts or both lists of messages and found "
+            f"{record.location}: expected prompt and completion to be both texts or both lists of messages and found "
             f"{show_value(prompt)} and {show_value(answer)}"
         )
-    return replace(line, record={**record, "prompt": prompt, "response": answer})
+    return replace(record, fields={**fields, "prompt": prompt, "response": answer})
 
 
-def document_text(line: SourceRecord, tokenizer: Any) -> str | None:
+def document_text(record: SourceRecord, tokenizer: Any) -> str | None:
     """The text of a record: "text", "messages" through the chat template, or a prompt and its completion.
 
     Returns:
@@ -154,38 +157,38 @@ def document_text(line: SourceRecord, tokenizer: Any) -> str | None:
     Raises:
         SourceError: if they cannot be read as text.
     """
-    text = get_field(line, "text", str, "text")
+    text = get_field(record, "text", str, "text")
     if text is not None:
         return text
     messages, prompt, completion = (
-        text_or_messages(line, name) for name in ("messages", "prompt", "completion")
+        text_or_messages(record, name) for name in ("messages", "prompt", "completion")
     )
     if isinstance(messages, list):
-        return render_messages(line, messages, tokenizer, "messages")
+        return render_messages(record, messages, tokenizer, "messages")
     if prompt is None or completion is None:
         return None
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
-        return render_messages(line, prompt + completion, tokenizer, "prompt")
+        return render_messages(record, prompt + completion, tokenizer, "prompt")
     raise SourceError(
-        f"{line.where}: expected prompt and completion to be both texts or both lists of messages"
+        f"{record.location}: expected prompt and completion to be both texts or both lists of messages"
     )
 
 
 def render_answer(
-    line: SourceRecord, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
+    record: SourceRecord, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
 ) -> str:
     """The text that the chat template adds to a prompt for the answer's messages, up to the token that ends it.
 
     Raises:
         SourceError: if the template writes the prompt in another way once it is answered.
     """
-    before = render_messages(line, prompt, tokenizer, "prompt", generate=True)
-    after = render_messages(line, prompt + answer, tokenizer, "completion")
+    before = render_messages(record, prompt, tokenizer, "prompt", generate=True)
+    after = render_messages(record, prompt + answer, tokenizer, "completion")
     if not after.startswith(before):
         raise SourceError(
-            f"{line.where}: the chat template writes the prompt in another way once it is answered, so the answer "
+            f"{record.location}: the chat template writes the prompt in another way once it is answered, so the answer "
             "cannot be told from it; give 'prompt_token_ids' and 'response_token_ids'"
         )
     text, end = after[len(before) :], tokenizer.eos_token
@@ -195,7 +198,7 @@ def render_answer(
 
 
 def render_messages(
-    line: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, *, generate: bool = False
+    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, *, generate: bool = False
 ) -> str:
     """Messages as the chat template writes them.
 
@@ -211,7 +214,7 @@ def render_messages(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise SourceError(
-            f"{line.where}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
+            f"{record.location}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
             "'prompt' as text, or a tokenizer that has one"
         )
     speaking = generate and messages[-1]["role"] == "assistant"
@@ -224,6 +227,6 @@ def render_messages(
         )
     except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
         raise SourceError(
-            f"{line.where}: the chat template refuses the messages: {summarise_error(error)}"
+            f"{record.location}: the chat template refuses the messages: {summarise_error(error)}"
         ) from error
-    return check_unicode(line, repr(name), text)
+    return check_unicode(record, repr(name), text)

@@ -82,8 +82,8 @@ def count_documents(name: str, tokenizer: Any = None, *, limit: int | None = Non
 def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[TokenSequence]:
     path = source_path(name)
     empty = True
-    for document, line in enumerate(islice(_documents(path, pair.tokenizer), limit)):
-        token_ids = tuple(encode_text(pair.tokenizer, line.text, special=True))
+    for document, record in enumerate(islice(_documents(path, pair.tokenizer), limit)):
+        token_ids = tuple(encode_text(pair.tokenizer, record.text, special=True))
         for sample, (start, first, stop) in enumerate(window_spans(len(token_ids), window, stride)):
             empty = False
             yield TokenSequence(
@@ -94,7 +94,7 @@ def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None)
                 prompt_text=pair.tokenizer.decode(list(token_ids[start:first])),
                 response_text=pair.tokenizer.decode(list(token_ids[first:stop])),
                 prompt_hash=hash_tokens(token_ids[start:stop]),
-                location=line.where,
+                location=record.location,
             )
     if empty:
         raise SourceError(f"{name} holds no document of two tokens or more, so there is nothing to score")
@@ -111,11 +111,13 @@ def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, i
 
 
 def _documents(path: Path, tokenizer: Any) -> Iterator[SourceRecord]:
-    for line in read_documents(path):
-        if line.record is None:
-            yield line
+    for record in read_documents(path):
+        if record.fields is None:
+            yield record
             continue
-        text = document_text(line, tokenizer)
+        text = document_text(record, tokenizer)
         if text is None:
-            raise SourceError(f"{line.where}: expected a field 'text' and found {describe_fields(line)}")
-        yield SourceRecord(number=line.number, where=line.where, text=text)
+            raise SourceError(
+                f"{record.location}: expected a field 'text' and found {describe_fields(record)}"
+            )
+        yield SourceRecord(number=record.number, location=record.location, text=text)

@@ -51,7 +51,7 @@ def count_columns(name: str, limit: int | None = None) -> Counter[str]:
     Raises:
         SourceError: if a line cannot be read.
     """
-    return Counter(column for line in _lines(name, limit) for column in line.record or ())
+    return Counter(column for record in _lines(name, limit) for column in record.fields or ())
 
 
 def _lines(name: str, limit: int | None) -> Iterable[SourceRecord]:
@@ -66,23 +66,23 @@ def tokenise_prompts(given: Iterable[str | list[dict[str, Any]]], pair: Pair) ->
     Raises:
         SourceError: as ``read_prompts``.
     """
-    lines = [
-        SourceRecord(number=number, where=f"prompt {number}", text=one)
+    records = [
+        SourceRecord(number=number, location=f"prompt {number}", text=one)
         if isinstance(one, str)
-        else SourceRecord(number=number, where=f"prompt {number}", text="", record={"messages": one})
+        else SourceRecord(number=number, location=f"prompt {number}", text="", fields={"messages": one})
         for number, one in enumerate(given, start=1)
     ]
-    if not lines:
+    if not records:
         raise SourceError("there is no prompt among those given")
-    return _prompts(lines, pair)
+    return _prompts(records, pair)
 
 
-def _prompts(lines: Iterable[SourceRecord], pair: Pair, *, columns: bool = False) -> list[Prompt]:
+def _prompts(records: Iterable[SourceRecord], pair: Pair, *, columns: bool = False) -> list[Prompt]:
     copies: Counter[str] = Counter()
     prompts: list[Prompt] = []
-    for line in lines:
-        token_ids, text = tokenise_prompt(line, pair)
-        check_length(line, "prompt", len(token_ids), pair)
+    for record in records:
+        token_ids, text = tokenise_prompt(record, pair)
+        check_length(record, "prompt", len(token_ids), pair)
         key = hash_tokens(token_ids)
         prompts.append(
             Prompt(
@@ -91,62 +91,66 @@ def _prompts(lines: Iterable[SourceRecord], pair: Pair, *, columns: bool = False
                 text=text,
                 prompt_hash=key,
                 copy=copies[key],
-                location=line.where,
-                messages=_messages(line),
-                columns=line.record or {} if columns else {},
+                location=record.location,
+                messages=_messages(record),
+                columns=record.fields or {} if columns else {},
             )
         )
         copies[key] += 1
     return prompts
 
 
-def tokenise_prompt(line: SourceRecord, pair: Pair) -> tuple[tuple[int, ...], str]:
+def tokenise_prompt(record: SourceRecord, pair: Pair) -> tuple[tuple[int, ...], str]:
     """Token ids and text of the prompt that a line holds: ids win over text.
 
     Raises:
         SourceError: if it holds none, or an empty one.
     """
-    if line.record is None:
-        return _from_text(line, check_unicode(line, "the prompt", line.text), pair.tokenizer), line.text
-    values = get_field(line, "prompt_token_ids", list, "a list of token ids")
+    if record.fields is None:
+        return _from_text(
+            record, check_unicode(record, "the prompt", record.text), pair.tokenizer
+        ), record.text
+    values = get_field(record, "prompt_token_ids", list, "a list of token ids")
     if values is not None:
-        token_ids = check_token_ids(line, "prompt_token_ids", values, pair)
+        token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
         return token_ids, pair.tokenizer.decode(list(token_ids))
-    messages = get_field(line, "messages", list, "a list of messages")
-    prompt = text_or_messages(line, "prompt")
+    messages = get_field(record, "messages", list, "a list of messages")
+    prompt = text_or_messages(record, "prompt")
     if messages is not None and prompt is not None:
-        raise SourceError(f"{line.where}: expected 'prompt' or 'messages' and found both; keep one")
+        raise SourceError(f"{record.location}: expected 'prompt' or 'messages' and found both; keep one")
     if messages is not None:
-        return _from_messages(line, check_messages(line, "messages", messages), pair.tokenizer)
-    if prompt is None and is_preference(line):
-        prompt = parse_preference(line).prompt
+        return _from_messages(record, check_messages(record, "messages", messages), pair.tokenizer)
+    if prompt is None and is_preference(record):
+        prompt = parse_preference(record).prompt
     if prompt is None:
         raise SourceError(
-            f"{line.where}: expected a field 'prompt' or 'messages' and found {describe_fields(line)}"
+            f"{record.location}: expected a field 'prompt' or 'messages' and found {describe_fields(record)}"
         )
     if isinstance(prompt, list):
-        return _from_turns(line, prompt, pair.tokenizer, "prompt")
-    return _from_text(line, prompt, pair.tokenizer), prompt
+        return _from_turns(record, prompt, pair.tokenizer, "prompt")
+    return _from_text(record, prompt, pair.tokenizer), prompt
 
 
-def check_token_ids(line: SourceRecord, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
+def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
     """``values`` as token ids that both models have.
 
     Raises:
         SourceError: if one is not, or there are none.
     """
     if not values:
-        raise SourceError(f"{line.where}: {name!r} is empty; give at least one token, or leave the line out")
+        raise SourceError(
+            f"{record.location}: {name!r} is empty; give at least one token, or leave the line out"
+        )
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < pair.vocab_size:
             raise SourceError(
-                f"{line.where}: expected {name!r} to hold token ids from 0 to {pair.vocab_size - 1} and "
+                f"{record.location}: expected {name!r} to hold token ids from 0 to {pair.vocab_size - 1} and "
                 f"found {show_value(value)}"
             )
     return tuple(values)
 
 
-def check_length(line: SourceRecord, what: str, tokens: int, pair: Pair) -> None:
+def check_length(record: SourceRecord, what: str, tokens: int, pair: Pair) -> None:
     """See that the models can read ``tokens`` tokens.
 
     Raises:
@@ -154,14 +158,14 @@ def check_length(line: SourceRecord, what: str, tokens: int, pair: Pair) -> None
     """
     if pair.context_length is not None and tokens > pair.context_length:
         raise SourceError(
-            f"{line.where}: the {what} is {tokens} tokens long and the models read at most {pair.context_length}; "
+            f"{record.location}: the {what} is {tokens} tokens long and the models read at most {pair.context_length}; "
             "shorten it or leave it out"
         )
 
 
-def describe_fields(line: SourceRecord) -> str:
+def describe_fields(record: SourceRecord) -> str:
     """The names of a line's fields, for errors."""
-    return ", ".join(repr(name) for name in line.record) if line.record else "an empty object"
+    return ", ".join(repr(name) for name in record.fields) if record.fields else "an empty object"
 
 
 def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
@@ -169,47 +173,47 @@ def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
-def _from_text(line: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:
+def _from_text(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:
     """What the tokenizer makes of plain text, without an end token: the prompt is to be continued."""
     if not text:
-        raise SourceError(f"{line.where}: the prompt is empty")
+        raise SourceError(f"{record.location}: the prompt is empty")
     token_ids, bare = encode_text(tokenizer, text, special=True), encode_text(tokenizer, text, special=False)
     ended = len(token_ids) > len(bare) and token_ids[-1] == tokenizer.eos_token_id
     if ended and (not bare or bare[-1] != tokenizer.eos_token_id):
         token_ids.pop()
     if not token_ids:
-        raise SourceError(f"{line.where}: the prompt {shorten(text)} has no tokens")
+        raise SourceError(f"{record.location}: the prompt {shorten(text)} has no tokens")
     return tuple(token_ids)
 
 
-def _messages(line: SourceRecord) -> tuple[dict[str, Any], ...] | None:
+def _messages(record: SourceRecord) -> tuple[dict[str, Any], ...] | None:
     """The messages that a prompt is made from, if it is."""
-    record = line.record or {}
-    if record.get("prompt_token_ids") is not None:
+    fields = record.fields or {}
+    if fields.get("prompt_token_ids") is not None:
         return None
-    messages = record.get("messages") or record.get("prompt")
-    if messages is None and is_preference(line):
-        messages = parse_preference(line).prompt
+    messages = fields.get("messages") or fields.get("prompt")
+    if messages is None and is_preference(record):
+        messages = parse_preference(record).prompt
     return tuple(messages) if isinstance(messages, list) else None
 
 
 def _from_messages(
-    line: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any
+    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any
 ) -> tuple[tuple[int, ...], str]:
     """A conversation to be answered."""
     if messages[-1]["role"] == "assistant":
         raise SourceError(
-            f"{line.where}: the last of 'messages' is the assistant's; leave it out to have the conversation answered, "
-            "or call the field 'prompt' to have it continued"
+            f"{record.location}: the last of 'messages' is the assistant's; leave it out to have the conversation "
+            "answered, or call the field 'prompt' to have it continued"
         )
-    return _from_turns(line, messages, tokenizer, "messages")
+    return _from_turns(record, messages, tokenizer, "messages")
 
 
 def _from_turns(
-    line: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str
+    record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str
 ) -> tuple[tuple[int, ...], str]:
-    text = render_messages(line, messages, tokenizer, name, generate=True)
+    text = render_messages(record, messages, tokenizer, name, generate=True)
     token_ids = encode_text(tokenizer, text, special=False)
     if not token_ids:
-        raise SourceError(f"{line.where}: the chat template makes nothing of the messages")
+        raise SourceError(f"{record.location}: the chat template makes nothing of the messages")
     return tuple(token_ids), text

@@ -21,10 +21,10 @@ class SourceRecord:
 
     number: int
     """From 1."""
-    where: str
+    location: str
     """File and line, for errors."""
     text: str
-    record: dict[str, Any] | None = None
+    fields: dict[str, Any] | None = None
     """The fields of a record; None in plain text."""
 
 
@@ -37,16 +37,16 @@ def read_jsonl(path: Path) -> Iterator[SourceRecord]:
     for number, text in read_text_lines(path):
         if not text.strip():
             continue
-        where = f"{source_label(path)}, line {number}"
+        location = f"{source_label(path)}, line {number}"
         try:
-            record = json.loads(text)
+            fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SourceError(
-                f"{where}: expected a JSON object and found {shorten(text)} ({summarise_error(error)})"
+                f"{location}: expected a JSON object and found {shorten(text)} ({summarise_error(error)})"
             ) from error
-        if not isinstance(record, dict):
-            raise SourceError(f"{where}: expected a JSON object and found {shorten(text)}")
-        yield SourceRecord(number=number, where=where, text=text, record=record)
+        if not isinstance(fields, dict):
+            raise SourceError(f"{location}: expected a JSON object and found {shorten(text)}")
+        yield SourceRecord(number=number, location=location, text=text, fields=fields)
 
 
 def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
@@ -56,14 +56,14 @@ def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
         SourceError: if a line is not UTF-8, or the lines end with carriage returns alone.
     """
     for number, text in read_text_lines(path):
-        where = f"{source_label(path)}, line {number}"
+        location = f"{source_label(path)}, line {number}"
         if "\r" in text.strip("\r"):
             raise SourceError(
-                f"{where}: it holds a carriage return that is not at its end; save the file with line feeds, or "
+                f"{location}: it holds a carriage return that is not at its end; save the file with line feeds, or "
                 "as JSONL if the prompt contains it"
             )
         if text.strip():
-            yield SourceRecord(number=number, where=where, text=text)
+            yield SourceRecord(number=number, location=location, text=text)
 
 
 def read_plain_documents(path: Path) -> Iterator[SourceRecord]:
@@ -76,30 +76,30 @@ def read_plain_documents(path: Path) -> Iterator[SourceRecord]:
             held.append(text)
         elif held:
             yield SourceRecord(
-                number=first, where=f"{source_label(path)}, line {first}", text="\n".join(held)
+                number=first, location=f"{source_label(path)}, line {first}", text="\n".join(held)
             )
             held = []
     if held:
-        yield SourceRecord(number=first, where=f"{source_label(path)}, line {first}", text="\n".join(held))
+        yield SourceRecord(number=first, location=f"{source_label(path)}, line {first}", text="\n".join(held))
 
 
-def get_field(line: SourceRecord, name: str, kind: type | tuple[type, ...], what: str) -> Any:
+def get_field(record: SourceRecord, name: str, kind: type | tuple[type, ...], what: str) -> Any:
     """The field ``name`` of a record, checked; None if the record has none or null.
 
     Raises:
         SourceError: if it is of another kind than ``what`` says, or text with half a character in it.
     """
-    assert line.record is not None
-    value = line.record.get(name)
+    assert record.fields is not None
+    value = record.fields.get(name)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, str) and str in kinds:
-        return check_unicode(line, repr(name), value)
+        return check_unicode(record, repr(name), value)
     if value is None or (isinstance(value, kinds) and not isinstance(value, bool)):
         return value
-    raise SourceError(f"{line.where}: expected {name!r} to be {what} and found {show_value(value)}")
+    raise SourceError(f"{record.location}: expected {name!r} to be {what} and found {show_value(value)}")
 
 
-def check_unicode(line: SourceRecord, what: str, text: str) -> str:
+def check_unicode(record: SourceRecord, what: str, text: str) -> str:
     """``text``, if it is made of whole characters: JSON can also write half of one, such as "\\ud83d".
 
     Raises:
@@ -110,8 +110,8 @@ def check_unicode(line: SourceRecord, what: str, text: str) -> str:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
         raise SourceError(
-            f"{line.where}: {what} holds half a character, {half}, at place {error.start}: something cut it in two; "
-            "leave the half out"
+            f"{record.location}: {what} holds half a character, {half}, at place {error.start}: something cut it in "
+            "two; leave the half out"
         ) from error
     return text
 

@@ -55,10 +55,10 @@ def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterat
             "CSV or Parquet"
         )
     numbering, empty = _Numbering(), True
-    responses = (response for line in read_records(path) for response in expand_responses(line))
-    for line in islice(responses, limit):
+    responses = (response for record in read_records(path) for response in expand_responses(record))
+    for record in islice(responses, limit):
         empty = False
-        yield _response(line, pair, numbering)
+        yield _response(record, pair, numbering)
     if empty:
         raise SourceError(f"{name} holds no response, only blank lines")
 
@@ -74,35 +74,39 @@ class _Numbering:
     """Of each prompt: no smaller sample number is free."""
     given: bool | None = None
 
-    def number(self, line: SourceRecord, prompt_hash: str) -> tuple[int, int]:
+    def number(self, record: SourceRecord, prompt_hash: str) -> tuple[int, int]:
         """The ids of a line, its own or the next free ones."""
-        prompt, sample = (_identity(line, name) for name in ("prompt_id", "sample_id"))
+        prompt, sample = (_identity(record, name) for name in ("prompt_id", "sample_id"))
         if self.given is None:
             self.given = prompt is not None
         if self.given is not (prompt is not None):
-            raise SourceError(f"{line.where}: expected every line to have a 'prompt_id', or none of them")
+            raise SourceError(
+                f"{record.location}: expected every line to have a 'prompt_id', or none of them"
+            )
         if prompt is None:
             prompt = self.prompts.setdefault(prompt_hash, len(self.prompts))
-        known, where = self.hashes.setdefault(prompt, (prompt_hash, line.where))
+        known, location = self.hashes.setdefault(prompt, (prompt_hash, record.location))
         if known != prompt_hash:
-            raise SourceError(f"{line.where}: 'prompt_id' {prompt} stands for another prompt at {where}")
+            raise SourceError(
+                f"{record.location}: 'prompt_id' {prompt} stands for another prompt at {location}"
+            )
         taken = self.samples.setdefault(prompt, set())
         if sample is None:
             sample = next(free for free in count(self.free.get(prompt, 0)) if free not in taken)
             self.free[prompt] = sample
         if sample in taken:
-            raise SourceError(f"{line.where}: sample {sample} of prompt {prompt} has been there before")
+            raise SourceError(f"{record.location}: sample {sample} of prompt {prompt} has been there before")
         taken.add(sample)
         return prompt, sample
 
 
-def _response(line: SourceRecord, pair: Pair, numbering: _Numbering) -> TokenSequence:
-    prompt_ids, prompt_text = tokenise_prompt(line, pair)
-    finish_reason = get_field(line, "finish_reason", str, "text")
-    response_ids, response_text, retokenised = _answer(line, pair, finish_reason)
-    check_length(line, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
+def _response(record: SourceRecord, pair: Pair, numbering: _Numbering) -> TokenSequence:
+    prompt_ids, prompt_text = tokenise_prompt(record, pair)
+    finish_reason = get_field(record, "finish_reason", str, "text")
+    response_ids, response_text, retokenised = _answer(record, pair, finish_reason)
+    check_length(record, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
     prompt_hash = hash_tokens(prompt_ids)
-    prompt_id, sample_id = numbering.number(line, prompt_hash)
+    prompt_id, sample_id = numbering.number(record, prompt_hash)
     return TokenSequence(
         prompt_id=prompt_id,
         sample_id=sample_id,
@@ -111,24 +115,25 @@ def _response(line: SourceRecord, pair: Pair, numbering: _Numbering) -> TokenSeq
         prompt_text=prompt_text,
         response_text=response_text,
         finish_reason=finish_reason,
-        logp_sampled=_logprobs(line, len(response_ids), pair.vocab_size),
+        logp_sampled=_logprobs(record, len(response_ids), pair.vocab_size),
         prompt_hash=prompt_hash,
-        temperature=_temperature(line),
+        temperature=_temperature(record),
         retokenised=retokenised,
-        location=line.where,
+        location=record.location,
     )
 
 
-def _answer(line: SourceRecord, pair: Pair, finish_reason: str | None) -> tuple[tuple[int, ...], str, bool]:
+def _answer(record: SourceRecord, pair: Pair, finish_reason: str | None) -> tuple[tuple[int, ...], str, bool]:
     """Token ids and text of the response, and whether the ids were made from the text."""
-    text = _response_text(line, pair)
-    values = get_field(line, "response_token_ids", list, "a list of token ids")
+    text = _response_text(record, pair)
+    values = get_field(record, "response_token_ids", list, "a list of token ids")
     if values is not None:
-        token_ids = check_token_ids(line, "response_token_ids", values, pair)
+        token_ids = check_token_ids(record, "response_token_ids", values, pair)
         return token_ids, pair.tokenizer.decode(list(token_ids)) if text is None else text, False
     if text is None:
         raise SourceError(
-            f"{line.where}: expected a field 'response' or 'response_token_ids' and found {describe_fields(line)}"
+            f"{record.location}: expected a field 'response' or 'response_token_ids' and found "
+            f"{describe_fields(record)}"
         )
     made = encode_text(pair.tokenizer, text, special=False)
     end = pair.tokenizer.eos_token_id
@@ -136,26 +141,26 @@ def _answer(line: SourceRecord, pair: Pair, finish_reason: str | None) -> tuple[
         made.append(end)
     if not made:
         raise SourceError(
-            f"{line.where}: the response has no tokens, so there is nothing to score; leave the line out"
+            f"{record.location}: the response has no tokens, so there is nothing to score; leave the line out"
         )
     return tuple(made), text, True
 
 
-def _response_text(line: SourceRecord, pair: Pair) -> str | None:
+def _response_text(record: SourceRecord, pair: Pair) -> str | None:
     """The text of the response; of messages, what the chat template makes of them."""
-    response = text_or_messages(line, "response")
+    response = text_or_messages(record, "response")
     if not isinstance(response, list):
         return response
-    prompt = text_or_messages(line, "messages") or text_or_messages(line, "prompt")
+    prompt = text_or_messages(record, "messages") or text_or_messages(record, "prompt")
     if not isinstance(prompt, list):
         raise SourceError(
-            f"{line.where}: the response is a list of messages and the prompt is none; give both as text or both as "
+            f"{record.location}: the response is a list of messages and the prompt is none; give both as text or both as "
             "messages"
         )
-    return render_answer(line, prompt, response, pair.tokenizer)
+    return render_answer(record, prompt, response, pair.tokenizer)
 
 
-def _logprobs(line: SourceRecord, tokens: int, vocabulary: int) -> np.ndarray | None:
+def _logprobs(record: SourceRecord, tokens: int, vocabulary: int) -> np.ndarray | None:
     """The log-probabilities under which the response was drawn, in nats; None if the record has none.
 
     The expectation of ``exp(-logp)`` of a drawn token is at most ``vocab_size``, and of the product over a response of
@@ -163,44 +168,44 @@ def _logprobs(line: SourceRecord, tokens: int, vocabulary: int) -> np.ndarray | 
     IMPOSSIBLE_NATS`` with a probability below ``exp(-IMPOSSIBLE_NATS)``: such numbers are placeholders, or of other
     tokens than those of the response.
     """
-    values = get_field(line, "logprobs", list, "a list of numbers")
+    values = get_field(record, "logprobs", list, "a list of numbers")
     if values is None:
         return None
     if len(values) != tokens:
         raise SourceError(
-            f"{line.where}: expected a number in 'logprobs' for each of the {tokens} response tokens and "
+            f"{record.location}: expected a number in 'logprobs' for each of the {tokens} response tokens and "
             f"found {len(values)}; give 'response_token_ids' with them"
         )
     for value in values:
         if not is_finite_number(value) or value > ROUNDING_NATS:
             raise SourceError(
-                f"{line.where}: expected 'logprobs' to hold natural logarithms of probabilities, at most "
+                f"{record.location}: expected 'logprobs' to hold natural logarithms of probabilities, at most "
                 f"0, and found {show_value(value)}"
             )
     excess = -sum(values) - tokens * math.log(vocabulary)
     lowest = min(values)
     if max(excess, -lowest - math.log(vocabulary)) > IMPOSSIBLE_NATS:
         raise SourceError(
-            f"{line.where}: 'logprobs' are too low to be of drawn tokens (down to {lowest:.6g}, {sum(values):.6g} in "
+            f"{record.location}: 'logprobs' are too low to be of drawn tokens (down to {lowest:.6g}, {sum(values):.6g} in "
             f"all): draws from {vocabulary} tokens never sum to so little; give the log-probabilities of the tokens "
             "that were drawn, under the distribution they were drawn from"
         )
     return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 
 
-def _temperature(line: SourceRecord) -> float | None:
-    value = get_field(line, "temperature", (int, float), "a number")
+def _temperature(record: SourceRecord) -> float | None:
+    value = get_field(record, "temperature", (int, float), "a number")
     if value is not None and not (is_finite_number(value) and value >= 0):
         raise SourceError(
-            f"{line.where}: expected 'temperature' to be a number from 0 on and found {show_value(value)}"
+            f"{record.location}: expected 'temperature' to be a number from 0 on and found {show_value(value)}"
         )
     return None if value is None else float(value)
 
 
-def _identity(line: SourceRecord, name: str) -> int | None:
-    value = get_field(line, name, int, "a whole number")
+def _identity(record: SourceRecord, name: str) -> int | None:
+    value = get_field(record, name, int, "a whole number")
     if value is not None and not 0 <= value <= LARGEST_ID:
         raise SourceError(
-            f"{line.where}: expected {name!r} to be from 0 to {LARGEST_ID} and found {show_value(value)}"
+            f"{record.location}: expected {name!r} to be from 0 to {LARGEST_ID} and found {show_value(value)}"
         )
     return value

@@ -95,13 +95,13 @@ def read_csv(path: Path, known: Collection[str]) -> Iterator[SourceRecord]:
             return
         if not cells:
             continue
-        where = f"{label}, line {number}"
+        location = f"{label}, line {number}"
         if len(cells) != len(header):
             raise SourceError(
-                f"{where}: expected {len(header)} cells, as in the header, and found {len(cells)}"
+                f"{location}: expected {len(header)} cells, as in the header, and found {len(cells)}"
             )
-        record = {name: _cell(name, cell, where) for name, cell in zip(header, cells, strict=True) if name}
-        yield SourceRecord(number=number, where=where, text="", record=record)
+        fields = {name: _cell(name, cell, location) for name, cell in zip(header, cells, strict=True) if name}
+        yield SourceRecord(number=number, location=location, text="", fields=fields)
 
 
 def read_parquet(path: Path) -> Iterator[SourceRecord]:
@@ -125,8 +125,10 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
             for batch in file.iter_batches(batch_size=ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    record = {name: _without_nulls(value) for name, value in row.items()}
-                    yield SourceRecord(number=number, where=f"{label}, row {number}", text="", record=record)
+                    fields = {name: _without_nulls(value) for name, value in row.items()}
+                    yield SourceRecord(
+                        number=number, location=f"{label}, row {number}", text="", fields=fields
+                    )
     except errors as error:
         raise SourceError(
             f"{label} cannot be read as Parquet: {summarise_error(error)}; make or fetch it again"
@@ -155,16 +157,16 @@ def read_json_array(path: Path) -> Iterator[SourceRecord]:
             f"{label} holds {shorten(what)}; give an array of objects, or JSONL with an object a line"
         )
     for number, entry in enumerate(content, start=1):
-        where = f"{label}, entry {number}"
+        location = f"{label}, entry {number}"
         if isinstance(entry, dict):
-            yield SourceRecord(number=number, where=where, text="", record=entry)
+            yield SourceRecord(number=number, location=location, text="", fields=entry)
         elif isinstance(entry, str):
-            yield SourceRecord(number=number, where=where, text=entry)
+            yield SourceRecord(number=number, location=location, text=entry)
         else:
-            raise SourceError(f"{where}: expected an object or a text and found {show_value(entry)}")
+            raise SourceError(f"{location}: expected an object or a text and found {show_value(entry)}")
 
 
-def _cell(name: str, cell: str, where: str) -> Any:
+def _cell(name: str, cell: str, location: str) -> Any:
     """The value of a CSV's cell."""
     if name in JSON_COLUMNS:
         if not cell.strip():
@@ -173,13 +175,13 @@ def _cell(name: str, cell: str, where: str) -> Any:
             return json.loads(cell)
         except (ValueError, RecursionError) as error:
             raise SourceError(
-                f"{where}: expected {name!r} to be JSON and found {shorten(cell)} ({summarise_error(error)})"
+                f"{location}: expected {name!r} to be JSON and found {shorten(cell)} ({summarise_error(error)})"
             ) from error
     if name in CONVERSATIONS and cell.lstrip().startswith("["):
         if PYTHON_MESSAGES.match(cell):
             raise SourceError(
-                f"{where}: {name!r} is a list of messages as Python prints it, {shorten(cell)}; save the data as JSONL "
-                "or Parquet"
+                f"{location}: {name!r} is a list of messages as Python prints it, {shorten(cell)}; save the data as "
+                "JSONL or Parquet"
             )
         try:
             value = json.loads(cell)

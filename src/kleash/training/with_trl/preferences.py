@@ -94,14 +94,14 @@ def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
         SourceError: naming the line, if one of them is missing or of another kind.
     """
     rows: list[dict[str, Any]] = []
-    for line in islice(read_records(source_path(name)), limit):
-        if line.record is None:
+    for record in islice(read_records(source_path(name)), limit):
+        if record.fields is None:
             raise SourceError(
-                f"{line.where}: expected a record with 'prompt', 'chosen' and 'rejected' and found text"
+                f"{record.location}: expected a record with 'prompt', 'chosen' and 'rejected' and found text"
             )
-        row = parse_preference(line)._asdict()
+        row = parse_preference(record)._asdict()
         if rows and type(row["prompt"]) is not type(rows[0]["prompt"]):
-            raise SourceError(f"{line.where}: texts and lists of messages in one file; part it")
+            raise SourceError(f"{record.location}: texts and lists of messages in one file; part it")
         rows.append(row)
     if not rows:
         raise SourceError(f"{name} holds no pair")
