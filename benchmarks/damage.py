@@ -160,9 +160,9 @@ def read_cache(folder: Path) -> str:
     from kleash.models.cache.stored_reference import StoredReference
 
     stored = StoredReference(folder)
-    stored.check(str(folder), None, "auto")
+    stored.check_reference(str(folder), None, "auto")
     tokenizer = stored.tokenizer(trust_remote_code=False)
-    model = stored.model(torch.device("cpu"), tokenizer)
+    model = stored.as_model(torch.device("cpu"), tokenizer)
     digest = hashlib.sha256(str(stored.contents).encode())
     digest.update(str(stored.label).encode())
     digest.update(str(tokenizer("She was the youngest of the two daughters.")["input_ids"]).encode())

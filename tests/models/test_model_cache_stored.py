@@ -207,30 +207,30 @@ def from_hub(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_hub_id_is_told_by_its_commit_and_never_fetched(from_hub) -> None:
     stored, says = from_hub
     says["commit"] = "a" * 40
-    stored.check("someone/reference", None, "auto")
+    stored.check_reference("someone/reference", None, "auto")
     assert says["asked"] == ("someone/reference", None)
     says["commit"] = "b" * 40
     with pytest.raises(ModelError, match=f"at commit {'a' * 40} and the reference is at {'b' * 40}"):
-        stored.check("someone/reference", "main", "auto")
+        stored.check_reference("someone/reference", "main", "auto")
     says["commit"] = None
-    stored.check("someone/reference", "a" * 40, "float32")
+    stored.check_reference("someone/reference", "a" * 40, "float32")
     with pytest.raises(ModelError, match="does not say which commit someone/reference is at"):
-        stored.check("someone/reference", None, "auto")
+        stored.check_reference("someone/reference", None, "auto")
     says["local"] = "a" * 40
-    stored.check("someone/reference", None, "auto")
+    stored.check_reference("someone/reference", None, "auto")
     with pytest.raises(ModelError, match="bfloat16"):
-        stored.check("someone/reference", None, "bfloat16")
+        stored.check_reference("someone/reference", None, "bfloat16")
 
 
 def test_a_folder_is_told_by_its_fingerprint(folders, tmp_path: Path) -> None:
     policy, reference = folders("llama")
     stored = made(tmp_path, reference, random_sequences())
-    stored.check(str(reference), None, "auto")
-    stored.check(str(tmp_path), None, "float32")
+    stored.check_reference(str(reference), None, "auto")
+    stored.check_reference(str(tmp_path), None, "float32")
     with pytest.raises(ModelError, match="give that reference, or another cache"):
-        stored.check(str(policy), None, "auto")
+        stored.check_reference(str(policy), None, "auto")
     with pytest.raises(ModelError, match=r"float16\)"):
-        stored.check(str(tmp_path), None, "float16")
+        stored.check_reference(str(tmp_path), None, "float16")
 
 
 def test_hidden_states_come_back_as_they_were_written(tmp_path: Path) -> None:

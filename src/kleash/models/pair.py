@@ -1,4 +1,4 @@
-"""Two models side by side, each ready to be asked for its hidden states."""
+"""Policy and reference: the two loaded models that are compared, each with its head and hidden states."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,61 +17,61 @@ from kleash.records import ModelRecord
 
 @runtime_checkable
 class StoredHiddenStates(Protocol):
-    """What was kept of a model that is not loaded."""
+    """Hidden states of a model that is not loaded, read from a cache."""
 
     def read(self, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
         """Final hidden states at the scored positions of a batch, one sequence after the other."""
         ...
 
-    def rounding_columns(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
-        """Token columns of "noise" or "gap" at a temperature; None if nothing is known about it."""
+    def rounding_columns(self, kind: str, temperature: float) -> dict[str, np.ndarray] | None:
+        """The token columns of the "noise" floor or the dtype "gap" at a temperature; None if they are not stored."""
         ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
-    """One side of a comparison, ready to be asked."""
+    """A loaded model with the role that it has in a comparison."""
 
     role: str
-    """"policy" or "reference": how errors call it."""
+    """"policy" or "reference"."""
     path: str
-    """As it was asked for."""
+    """The name that it was loaded by."""
     revision: str | None
-    """The commit a hub id led to; None for a folder."""
+    """Commit of a hub id; None for a folder."""
     dtype: torch.dtype
     device: torch.device
-    """Where token ids go and hidden states come from."""
+    """Device of the inputs and the hidden states."""
     parameters: int
-    """Of the base and the adapter together."""
+    """Number of parameters of the base and the adapter together."""
     vocab_size: int
-    """Tokens with a logit."""
+    """Tokens that have a logit."""
     context_length: int | None
-    """The most tokens it can read at once; None if nothing limits it."""
+    """Largest number of input tokens; None if there is no limit."""
     eos_token_ids: tuple[int, ...]
-    """Tokens at which a response of it ends."""
+    """Tokens that end a response."""
     head: Head
-    """Of the hidden states that ``hidden_states`` gives."""
+    """Maps what ``hidden_states`` returns to logits."""
     fingerprint: str
-    """Changes with the weights: see ``Checkpoint.fingerprint``."""
+    """Hash of the checkpoint's files: see ``Checkpoint.fingerprint``."""
     device_map: str | None = None
-    """How it was spread over devices, if it was."""
+    """The device map that it was loaded with."""
     trust_remote_code: bool = False
-    """Whether code that came with it may run."""
+    """Whether the checkpoint's own code may run."""
     tokenizer: Any
     network: Any
     """The transformers model."""
     backbone: Any
-    """What of it gives hidden states."""
+    """The submodule of the network that returns hidden states."""
     adapters: Any = None
-    """The PEFT model around the network, if one or both sides are adapters on it."""
+    """The PEFT model around the network; None if it has no adapters."""
     adapter: str | None = None
-    """The name of this side's adapter in ``adapters``; None for the base."""
+    """Name of this model's adapter in ``adapters``; None for the base."""
     stored: StoredHiddenStates | None = None
-    """Where hidden states are read from, instead of asking the network, which then is None."""
+    """Source of hidden states of a model that is not loaded; then ``network`` is None."""
 
     @contextmanager
     def activate_adapter(self) -> Iterator[None]:
-        """Inside, the network acts as this side: its adapter on, or all of them off."""
+        """Context in which the network has this model's adapter active, or all adapters disabled for a base."""
         if self.adapters is None:
             yield
         elif self.adapter is None:
@@ -85,13 +85,12 @@ class Model:
     def hidden_states(
         self, input_ids: Int[Tensor, "batch time"], attention_mask: Int[Tensor, "batch time"] | None = None
     ) -> Float[Tensor, "batch time dim"]:
-        """Final hidden states, which ``head`` turns into logits (or the logits, where the head has no
-        weight).
+        """Final hidden states, which ``head`` maps to logits (the logits themselves if the head has no weight).
 
         Args:
             input_ids: on any device.
-            attention_mask: 0 where there is padding; None if nothing is padded, or only on the right, which a
-                causal model does not see.
+            attention_mask: 0 at padding; None without padding, or with padding on the right only, which a causal
+                model does not see.
         """
         ids = input_ids.to(self.device)
         mask = None if attention_mask is None else attention_mask.to(self.device)
@@ -102,11 +101,11 @@ class Model:
             return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
     def is_same_as(self, other: "Model") -> bool:
-        """Whether both are one network with one adapter, so that one pass tells both."""
+        """Whether both are the same network with the same adapter, so that one forward pass serves both."""
         return self.network is other.network and self.adapter == other.adapter
 
     def record(self) -> ModelRecord:
-        """Which model it is, for the record."""
+        """The model's entry in a run's records."""
         return ModelRecord(
             path=self.path,
             revision=self.revision,
@@ -119,32 +118,32 @@ class Model:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pair:
-    """A policy and its reference, which put probability on the same tokens."""
+    """A policy and its reference over the same vocabulary."""
 
     policy: Model
     reference: Model
     tokenizer: Any
-    """The policy's; the reference's cuts text alike."""
+    """The policy's tokenizer; the reference's gives the same tokens."""
     notes: tuple[str, ...] = ()
-    """What was taken for what, to be said aloud: no fault in it."""
+    """Information for the user about how the models were loaded."""
     warnings: tuple[str, ...] = ()
-    """What could make the numbers mean less than they seem to."""
+    """Reasons to doubt the numbers."""
 
     @property
     def is_one_model(self) -> bool:
-        """Whether both sides are known to be the same: one network, or one fingerprint in one dtype."""
+        """Whether both are known to be the same model: the same network, or the same fingerprint and dtype."""
         policy, reference = self.policy, self.reference
-        marks = (policy.fingerprint, policy.dtype), (reference.fingerprint, reference.dtype)
-        return policy.is_same_as(reference) or (policy.fingerprint != "" and marks[0] == marks[1])
+        identities = (policy.fingerprint, policy.dtype), (reference.fingerprint, reference.dtype)
+        return policy.is_same_as(reference) or (policy.fingerprint != "" and identities[0] == identities[1])
 
     @property
     def vocab_size(self) -> int:
-        """Tokens both give a probability to."""
+        """Number of tokens that both give a probability to."""
         return self.policy.vocab_size
 
     @property
     def context_length(self) -> int | None:
-        """The most tokens both can read at once; None if nothing limits them."""
+        """Largest number of input tokens for both; None if there is no limit."""
         limits = [
             model.context_length
             for model in (self.policy, self.reference)

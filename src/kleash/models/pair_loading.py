@@ -308,7 +308,7 @@ def load_beside(
         OptionError, CannotRunError: as ``load_pair``.
     """
     kind = resolve_dtype(loading.dtype, resolve_device(loading.device, loading.device_map))
-    stored.check(reference, revision_reference, str(kind).removeprefix("torch."))
+    stored.check_reference(reference, revision_reference, str(kind).removeprefix("torch."))
     side = find_checkpoint(policy, revision_policy)
     with suppress_library_output():
         ours = load_tokenizer(side, "policy", loading.trust_remote_code)
@@ -317,7 +317,7 @@ def load_beside(
         models, said = load_models({"policy": side}, {"policy": ours}, loading)
     taken = [f"the policy is the adapter {side.name} over {side.base}"] if side.adapter else []
     taken.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
-    model = stored.model(models["policy"].device, theirs)
+    model = stored.as_model(models["policy"].device, theirs)
     pair = pair_models(models["policy"], model, (*notes, *taken, *said, *stored.contents.notes))
     if stored.checksums.exists:
         return pair

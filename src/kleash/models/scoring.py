@@ -1,4 +1,4 @@
-"""What both models say about each token of given sequences."""
+"""Per-token statistics of policy and reference on token sequences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +32,10 @@ STATISTICS = {
     "top1_probability_reference": "top1_probability_q",
     "rank_reference": "rank_q",
 }
-"""The columns of a run's token table, and what ``token_statistics`` calls them."""
+"""Columns of a run's token table → fields of ``token_statistics``."""
 
 HiddenStateReader = Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
-"""Final hidden states at the scored positions of a batch, one sequence after the other."""
+"""Returns the final hidden states at the scored positions of a batch, sequences concatenated."""
 
 
 def score(
@@ -50,65 +50,70 @@ def score(
 ) -> dict[str, np.ndarray]:
     """Per-token statistics of both models for each response token, in the order of ``sequences``.
 
-    The sequences are computed in batches of like length; no number depends on which (in float32: to float32
-    rounding). The reference only reads: what it would have generated is never asked.
+    Sequences are scored in batches of similar length. The results do not depend on the batches, except for rounding.
+    The reference never generates: it scores the same tokens in the same contexts.
 
     Args:
         pair: the two models.
         sequences: contexts and responses.
         temperature: divides the logits of both models; above 0.
-        batch_tokens: the most tokens in a batch, padding included.
-        options: how ``token_statistics`` is computed.
-        cache: where the reference's hidden states are read from and written to.
-        top: of how many of each model's likeliest tokens ids and probabilities are wanted.
+        batch_tokens: largest number of tokens in a batch, padding included.
+        options: of ``token_statistics``.
+        cache: stores the reference's hidden states, so that a later call reads them instead.
+        top: number of each model's likeliest tokens whose ids and probabilities are returned.
 
     Returns:
-        A flat array for each column of the token table except ``text``: every response token of the first
-        sequence, then of the second, and so on. ``logp_sampled`` is NaN where it is unknown. With ``top``, four
-        arrays [tokens, top] besides: ``top_token_id_policy``, ``top_probability_policy``, and those of the reference.
+        A flat array for each column of the token table except ``text``, the sequences' response tokens concatenated.
+        ``logp_sampled`` is NaN where it is unknown. With ``top``, also four arrays [tokens, top]:
+        ``top_token_id_policy``, ``top_probability_policy``, ``top_token_id_reference``, ``top_probability_reference``.
 
     Raises:
-        NonFiniteError: if a model gives NaN or infinities, naming the model, the prompt and the position.
+        NonFiniteError: if a model's logits are NaN or infinite, naming the model, the prompt and the position.
         OptionError: if the temperature is not above 0.
     """
     read: HiddenStateReader | None = None
     if not pair.policy.is_same_as(pair.reference):
         read = hidden_state_reader(pair.reference)
         read = read if cache is None else cache.cached_reader(read)
-    sides = PairReaders(pair=pair, policy=hidden_state_reader(pair.policy), reference=read)
-    columns = score_with_readers(sides, sequences, temperature, batch_tokens, options, top)
+    readers = PairReaders(pair=pair, policy=hidden_state_reader(pair.policy), reference=read)
+    columns = score_with_readers(readers, sequences, temperature, batch_tokens, options, top)
     if cache is not None:
         cache.save()
     return columns
 
 
 def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch as a model reads it: ids padded on the right, and row and column of each scored position.
+    """Pad a batch on the right, and find the positions that predict the scored tokens.
 
-    The last token of a sequence is scored and not read; the position before a token is the one that predicts
-    it. Padding is token 0: a causal model does not see it from the positions that count.
+    The last token of a sequence is scored but is no input; each token is predicted at the position before it. The
+    padding is token 0, which a causal model does not see from the scored positions.
+
+    Returns:
+        Input ids [batch, time], and row and column of each scored position.
     """
-    ids = torch.zeros(len(batch), max(one.num_input_tokens for one in batch), dtype=torch.long)
+    ids = torch.zeros(len(batch), max(sequence.num_input_tokens for sequence in batch), dtype=torch.long)
     rows, cols = [], []
-    for row, one in enumerate(batch):
-        ids[row, : one.num_input_tokens] = torch.tensor((*one.prompt_ids, *one.response_ids)[:-1])
-        rows.append(torch.full((len(one.response_ids),), row))
-        cols.append(torch.arange(len(one.prompt_ids) - 1, one.num_input_tokens))
+    for row, sequence in enumerate(batch):
+        ids[row, : sequence.num_input_tokens] = torch.tensor(
+            (*sequence.prompt_ids, *sequence.response_ids)[:-1]
+        )
+        rows.append(torch.full((len(sequence.response_ids),), row))
+        cols.append(torch.arange(len(sequence.prompt_ids) - 1, sequence.num_input_tokens))
     return ids, torch.cat(rows), torch.cat(cols)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairReaders:
-    """Two models, and how their hidden states are come by."""
+    """A pair and the functions that return its hidden states."""
 
     pair: Pair
     policy: HiddenStateReader
     reference: HiddenStateReader | None
-    """None where the policy's hidden states are the reference's too."""
+    """None if the reference is the same model, so that the policy's hidden states are used."""
 
 
 def hidden_state_reader(model: Model) -> HiddenStateReader:
-    """How ``model`` reads a batch: itself, or from what was stored of it."""
+    """The function that returns hidden states of ``model``, from its network or from its stored states."""
     if model.stored is not None:
         return model.stored.read
 
@@ -121,118 +126,127 @@ def hidden_state_reader(model: Model) -> HiddenStateReader:
 
 
 def checked_reader(model: Model) -> HiddenStateReader:
-    """``reader``, which refuses what must not be kept.
+    """``hidden_state_reader`` with a check that the hidden states are finite.
 
     Raises:
-        NonFiniteError: when it reads NaN or infinities, naming the sequence.
+        NonFiniteError: by the reader, naming the sequence with NaN or infinities.
     """
     plain = hidden_state_reader(model)
 
     def read(batch: Sequence[TokenSequence]) -> Tensor:
         with suppress_library_output():
             hidden = plain(batch)
-        _refuse_non_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
+        _check_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
         return hidden
 
     return read
 
 
 def score_with_readers(
-    sides: PairReaders,
+    readers: PairReaders,
     sequences: Sequence[TokenSequence],
     temperature: float,
     batch_tokens: int,
     options: LinearOptions | None,
     top: int = 0,
 ) -> dict[str, np.ndarray]:
-    """``score``, of hidden states that come from wherever ``sides`` says."""
+    """``score`` with hidden states from ``readers``."""
     if not temperature > 0:
         raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
-    counts = [len(one.response_ids) for one in sequences]
+    counts = [len(sequence.response_ids) for sequence in sequences]
     ends = np.cumsum(counts, dtype=np.int64)
-    columns = _known(sequences, counts)
-    for batch in batch_by_length([one.num_input_tokens for one in sequences], batch_tokens):
+    columns = _columns_of_sequences(sequences, counts)
+    for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
         chosen = [sequences[index] for index in batch]
         with suppress_library_output():
-            found = _statistics(sides, chosen, temperature, options, top)
-        places = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
-        for name, values in found.items():
+            batch_columns = _statistics(readers, chosen, temperature, options, top)
+        rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
+        for name, values in batch_columns.items():
             shape = (sum(counts), *values.shape[1:])
-            columns.setdefault(name, np.empty(shape, dtype=values.dtype))[places] = values
+            columns.setdefault(name, np.empty(shape, dtype=values.dtype))[rows] = values
     return columns
 
 
-def _known(sequences: Sequence[TokenSequence], counts: list[int]) -> dict[str, np.ndarray]:
-    """The columns that are known without asking a model."""
-    nowhere = np.empty(0)
+def _columns_of_sequences(sequences: Sequence[TokenSequence], counts: list[int]) -> dict[str, np.ndarray]:
+    """The columns that need no model: ids, positions, tokens and sampling log-probabilities."""
+    empty = np.empty(0)
     sampled = [
-        np.full(count, np.nan) if one.logp_sampled is None else one.logp_sampled
-        for one, count in zip(sequences, counts, strict=True)
+        np.full(count, np.nan) if sequence.logp_sampled is None else sequence.logp_sampled
+        for sequence, count in zip(sequences, counts, strict=True)
     ]
     return {
-        "prompt_id": np.repeat([one.prompt_id for one in sequences], counts).astype(np.int32),
-        "sample_id": np.repeat([one.sample_id for one in sequences], counts).astype(np.int32),
-        "position": np.concatenate([nowhere, *(np.arange(count) for count in counts)]).astype(np.int32),
-        "token_id": np.concatenate([nowhere, *(one.response_ids for one in sequences)]).astype(np.int32),
-        "logp_sampled": np.concatenate([nowhere, *sampled]).astype(np.float32),
+        "prompt_id": np.repeat([sequence.prompt_id for sequence in sequences], counts).astype(np.int32),
+        "sample_id": np.repeat([sequence.sample_id for sequence in sequences], counts).astype(np.int32),
+        "position": np.concatenate([empty, *(np.arange(count) for count in counts)]).astype(np.int32),
+        "token_id": np.concatenate([empty, *(sequence.response_ids for sequence in sequences)]).astype(
+            np.int32
+        ),
+        "logp_sampled": np.concatenate([empty, *sampled]).astype(np.float32),
     }
 
 
 def _statistics(
-    sides: PairReaders,
+    readers: PairReaders,
     batch: list[TokenSequence],
     temperature: float,
     options: LinearOptions | None,
     top: int,
 ) -> dict[str, np.ndarray]:
-    """The columns that both models make of one batch, on the CPU."""
-    policy, reference = sides.pair.policy, sides.pair.reference
-    hidden_p = sides.policy(batch)
-    hidden_q = hidden_p if sides.reference is None else sides.reference(batch).to(hidden_p.device)
-    tokens = torch.tensor([token for one in batch for token in one.response_ids], device=hidden_p.device)
-    both = hidden_p, _beside(policy.head, hidden_p), hidden_q, _beside(reference.head, hidden_p)
+    """The columns computed by both models for one batch, on the CPU."""
+    policy, reference = readers.pair.policy, readers.pair.reference
+    hidden_p = readers.policy(batch)
+    hidden_q = hidden_p if readers.reference is None else readers.reference(batch).to(hidden_p.device)
+    tokens = torch.tensor(
+        [token for sequence in batch for token in sequence.response_ids], device=hidden_p.device
+    )
+    models = (
+        hidden_p,
+        _head_on_device(policy.head, hidden_p),
+        hidden_q,
+        _head_on_device(reference.head, hidden_p),
+    )
     columns: dict[str, np.ndarray] = {}
     with torch.inference_mode():
         if top:
-            found, *tops = token_statistics_and_top(
-                *both, tokens, top=top, temperature=temperature, options=options
+            statistics, *tops = token_statistics_and_top(
+                *models, tokens, top=top, temperature=temperature, options=options
             )
-            for side, one in zip(("policy", "reference"), tops, strict=True):
-                columns[f"top_token_id_{side}"] = _plain(one.token_ids)
-                columns[f"top_probability_{side}"] = _plain(one.probability)
+            for role, likeliest in zip(("policy", "reference"), tops, strict=True):
+                columns[f"top_token_id_{role}"] = _to_numpy(likeliest.token_ids)
+                columns[f"top_probability_{role}"] = _to_numpy(likeliest.probability)
         else:
-            found = token_statistics(*both, tokens, temperature=temperature, options=options)
-    columns |= {name: _plain(getattr(found, field)) for name, field in STATISTICS.items()}
-    for model, side in ((policy, "policy"), (reference, "reference")):
-        _refuse_non_finite(model.role, np.isfinite(columns[f"logp_{side}"]), batch)
+            statistics = token_statistics(*models, tokens, temperature=temperature, options=options)
+    columns |= {name: _to_numpy(getattr(statistics, field)) for name, field in STATISTICS.items()}
+    for model, role in ((policy, "policy"), (reference, "reference")):
+        _check_finite(model.role, np.isfinite(columns[f"logp_{role}"]), batch)
     return columns
 
 
-def _beside(head: Head, hidden: Tensor) -> Head:
-    """``head`` on the device of ``hidden_states``; itself if it is there already."""
+def _head_on_device(head: Head, hidden: Tensor) -> Head:
+    """``head`` on the device of ``hidden``."""
     if head.weight is None or head.weight.device == hidden.device:
         return head
     bias = None if head.bias is None else head.bias.to(hidden.device)
     return replace(head, weight=head.weight.to(hidden.device), bias=bias)
 
 
-def _plain(values: Tensor) -> np.ndarray:
+def _to_numpy(values: Tensor) -> np.ndarray:
     return values.to(torch.float32 if values.is_floating_point() else torch.int32).cpu().numpy()
 
 
-def _refuse_non_finite(
-    role: str, finite: np.ndarray, batch: Sequence[TokenSequence], what: str = "logits"
+def _check_finite(
+    role: str, finite: np.ndarray, batch: Sequence[TokenSequence], quantity: str = "logits"
 ) -> None:
     if finite.all():
         return
     position = int(np.flatnonzero(~finite)[0])
-    for one in batch:
-        if position < len(one.response_ids):
+    for sequence in batch:
+        if position < len(sequence.response_ids):
             raise NonFiniteError(
-                f"the {role} gives NaN or infinite {what} for {one.name}, response token {position}; "
+                f"the {role} gives NaN or infinite {quantity} for {sequence.name}, response token {position}; "
                 "try --dtype float32, or look at the checkpoint"
             )
-        position -= len(one.response_ids)
+        position -= len(sequence.response_ids)
 
 
 def score_batched_against_single(
@@ -245,14 +259,14 @@ def score_batched_against_single(
 ) -> dict[str, np.ndarray]:
     """``score`` of a model in batches (as policy) against itself with each sequence alone (as reference).
 
-    Its KL would be 0 if arithmetic were exact: it is the floor below which a drift in this dtype is noise.
+    In exact arithmetic the KL would be 0. It is the noise floor: a smaller drift in this dtype cannot be measured.
     """
     pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
-    together = hidden_state_reader(model)
-    sides = PairReaders(
-        pair=pair, policy=together, reference=lambda batch: torch.cat([together([one]) for one in batch])
+    read = hidden_state_reader(model)
+    readers = PairReaders(
+        pair=pair, policy=read, reference=lambda batch: torch.cat([read([sequence]) for sequence in batch])
     )
-    return score_with_readers(sides, sequences, temperature, batch_tokens, options)
+    return score_with_readers(readers, sequences, temperature, batch_tokens, options)
 
 
 def score_against_float32(
@@ -265,14 +279,14 @@ def score_against_float32(
 ) -> dict[str, np.ndarray] | None:
     """``score`` of a model as it runs (as policy) against itself loaded in float32 (as reference).
 
-    Its KL is what the dtype costs. The model is loaded once more, so for a while it is there twice.
+    Its KL is the error due to the dtype. The model is loaded a second time for this.
 
     Returns:
-        The columns, or None where the model runs in float32 or float64 already.
+        The columns; None if the model already runs in float32 or float64.
     """
     if model.dtype in (torch.float32, torch.float64):
         return None
-    wide = load_pair(
+    float32_model = load_pair(
         model.path,
         model.path,
         revision_policy=model.revision,
@@ -282,6 +296,8 @@ def score_against_float32(
         device_map=model.device_map,
         trust_remote_code=model.trust_remote_code,
     ).reference
-    wide = replace(wide, head=truncate_head(wide.head, model.vocab_size), vocab_size=model.vocab_size)
-    pair = Pair(policy=model, reference=wide, tokenizer=model.tokenizer)
+    float32_model = replace(
+        float32_model, head=truncate_head(float32_model.head, model.vocab_size), vocab_size=model.vocab_size
+    )
+    pair = Pair(policy=model, reference=float32_model, tokenizer=model.tokenizer)
     return score(pair, sequences, temperature=temperature, batch_tokens=batch_tokens, options=options)

@@ -1,4 +1,4 @@
-"""What is asked and what was answered, as token ids: the records between sources, generation and scoring."""
+"""Prompts and token sequences, the records that sources, generation and scoring exchange, and their batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,71 +13,71 @@ from kleash.errors import OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Something to be answered."""
+    """A prompt as token ids."""
 
     prompt_id: int
-    """Its place in the source, from 0."""
+    """Index in the source, from 0."""
     token_ids: tuple[int, ...]
     text: str
-    """What the tokens say, template included."""
+    """The text of the tokens, chat template included."""
     prompt_hash: str
     copy: int = 0
-    """How many prompts of the same tokens came before it: a further copy draws further samples."""
+    """Number of earlier prompts with the same tokens: each copy draws different samples."""
     location: str = ""
     """File and line, for errors."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """What the text was made from, where that was messages."""
+    """The messages that the text was rendered from; None for plain text."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """All that its line says, by name, where that was asked for: what rewards are given."""
+    """The other fields of its record, for reward functions; empty unless they were requested."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenSequence:
-    """A context, and the tokens after it whose probabilities are asked for."""
+    """A context and the tokens after it whose probabilities are measured."""
 
     prompt_id: int
     sample_id: int
     prompt_ids: tuple[int, ...]
-    """Read, not scored: at least one token."""
+    """The context, at least one token; not scored."""
     response_ids: tuple[int, ...]
-    """Scored: at least one token."""
+    """The scored tokens, at least one."""
     prompt_text: str
     response_text: str
     finish_reason: str | None = None
-    """"stop" if it ended by itself, "length" if it was cut off, None if nobody knows."""
+    """"stop" if it ended with an end token, "length" if it was truncated, None if unknown."""
     logp_sampled: Float[np.ndarray, " response"] | None = None
-    """Under the distribution each token was drawn from, in nats; None if unknown."""
+    """Log-probabilities under the distribution that was sampled from, in nats; None if unknown."""
     prompt_hash: str = ""
-    """Pairs the sequences of two runs: of the prompt's tokens, or on text of the whole window's."""
+    """Hash of the prompt's tokens, or of the whole window's for text. It pairs the sequences of two runs."""
     temperature: float | None = None
-    """At which somebody else drew it, if they say so."""
+    """Sampling temperature that the source states for the response; None if unknown."""
     retokenised: bool = False
-    """Whether its tokens came from text, and so may not be those that were drawn."""
+    """Whether the response was tokenised from text, so that its tokens may differ from those sampled."""
     location: str = ""
     """File and line, for errors."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """What the prompt was made from, where that was messages; known of what was generated here."""
+    """The messages that the prompt was rendered from; only of generated responses."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Those of the prompt; known of what was generated here."""
+    """The prompt's columns; only of generated responses."""
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens a model reads to score it: all but the last."""
+        """Input tokens of a forward pass that scores the response: all but the last."""
         return len(self.prompt_ids) + len(self.response_ids) - 1
 
     @property
     def name(self) -> str:
-        """How errors call it."""
+        """The sequence's name in error messages."""
         return f"prompt {self.prompt_id}, sample {self.sample_id}{f' ({self.location})' if self.location else ''}"
 
 
 def hash_tokens(token_ids: tuple[int, ...]) -> str:
-    """16 hex digits that stand for these token ids, the same on every machine."""
+    """A 64-bit BLAKE2b hash of token ids as 16 hex digits, the same on every machine."""
     return blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).hexdigest()
 
 
 def retokenisation_warnings(sequences: int, retokenised: int) -> tuple[str, ...]:
-    """The warning that responses which came as text must carry, if any did."""
+    """The warning about responses that were tokenised from text; empty if there were none."""
     if not retokenised:
         return ()
     warning = (
@@ -91,15 +91,15 @@ def retokenisation_warnings(sequences: int, retokenised: int) -> tuple[str, ...]
 def batch_by_length(
     lengths: Sequence[int], batch_tokens: int, *, max_sequences: int | None = None
 ) -> list[list[int]]:
-    """Indices in batches of like length, each at most ``batch_tokens`` tokens with its padding.
+    """Group sequences of similar length into batches of at most ``batch_tokens`` tokens, padding included.
 
-    Longest first, so that memory runs out in the first batch or never. A sequence longer than the budget is
-    alone in its batch. Equal lengths stay in their order, so the same lengths always give the same batches.
+    The longest come first, so that a lack of memory shows in the first batch. A sequence longer than the budget is a
+    batch of its own. The order of equal lengths is kept, so equal lengths always give equal batches.
 
     Args:
-        lengths: tokens of each sequence.
-        batch_tokens: the budget, padding included.
-        max_sequences: the most sequences in a batch; None for no limit.
+        lengths: number of tokens of each sequence.
+        batch_tokens: largest number of tokens in a batch, padding included.
+        max_sequences: largest number of sequences in a batch; None for no limit.
 
     Raises:
         OptionError: if the budget is below one token.

@@ -1,4 +1,4 @@
-"""Whether two tokenizers cut text into the same tokens."""
+"""Loading tokenizers, and checking that two of them give every text the same tokens."""
 
 import json
 from pathlib import Path
@@ -18,15 +18,15 @@ PROBES = (
     "中文字符 日本語のテキスト 한국어 русский العربية हिन्दी 🙂👩‍👩‍👧",
     "<s></s><|endoftext|><|im_start|>user [INST] <pad>",
 )
-SHOWN = 3
+MAX_SHOWN_DIFFERENCES = 3
 
 
 class TokenizerMismatchError(ModelError):
-    """Two models whose tokenizers cut text into different tokens."""
+    """The tokenizers of two models give different tokens for a text."""
 
 
 def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
-    """What differs between two tokenizers that still give every text the same tokens, as notes.
+    """Check that two tokenizers are interchangeable; return notes on differences that do not matter.
 
     Compared are the vocabularies with added tokens, which tokens are special, the merges, and the tokens of a
     few awkward texts. A normaliser or pre-tokeniser that is written differently and cuts those texts alike
@@ -35,10 +35,10 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
     Raises:
         TokenizerMismatchError: naming the first differences and how many there are, if the two are not the same.
     """
-    _refuse("tokens", _vocabulary(policy), _vocabulary(reference))
-    _refuse("special tokens", _special(policy), _special(reference))
+    _check_equal("tokens", _vocabulary(policy), _vocabulary(reference))
+    _check_equal("special tokens", _special(policy), _special(reference))
     ours, theirs = _backend(policy), _backend(reference)
-    _refuse("merges", _merges(ours), _merges(theirs))
+    _check_equal("merges", _merges(ours), _merges(theirs))
     for text in PROBES:
         _check_probe(text, _encode(policy, text), _encode(reference, text))
     notes = [
@@ -58,9 +58,9 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
 
 
 def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """The text of each token alone; a token that is part of a character shows as a replacement sign.
+    """The text of each token by itself; a token that is part of a character shows as a replacement character.
 
-    Rows of a padded head, which no token belongs to, are written as ``<token 151700>``.
+    Rows of a padded head without a token are written as ``<token 151700>``.
     """
     count = token_count(tokenizer)
     texts = {
@@ -73,11 +73,11 @@ def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
 
 
 def token_count(tokenizer: Any) -> int:
-    """One more than the highest id the tokenizer gives: the head rows it needs."""
+    """The highest token id plus one: the rows that a head needs."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _refuse(what: str, ours: dict[Any, Any], theirs: dict[Any, Any]) -> None:
+def _check_equal(what: str, ours: dict[Any, Any], theirs: dict[Any, Any]) -> None:
     if ours == theirs:
         return
     differing = sorted(
@@ -87,7 +87,7 @@ def _refuse(what: str, ours: dict[Any, Any], theirs: dict[Any, Any]) -> None:
     shown = "; ".join(
         f"{key!r} is {ours.get(key, 'absent')} in the policy's and {theirs.get(key, 'absent')} in the "
         "reference's"
-        for key in differing[:SHOWN]
+        for key in differing[:MAX_SHOWN_DIFFERENCES]
     )
     raise TokenizerMismatchError(
         f"the tokenizers differ in {len(differing)} {what} (the policy's has {len(ours)}, the reference's "
@@ -97,13 +97,13 @@ def _refuse(what: str, ours: dict[Any, Any], theirs: dict[Any, Any]) -> None:
 
 def _check_probe(text: str, ours: list[int], theirs: list[int]) -> None:
     if ours != theirs:
-        place = next(
+        index = next(
             (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
             min(len(ours), len(theirs)),
         )
         raise TokenizerMismatchError(
             f"the tokenizers have the same tokens and cut text differently: {text!r} is {len(ours)} "
-            f"tokens in the policy's and {len(theirs)} in the reference's, apart from token {place} on; "
+            f"tokens in the policy's and {len(theirs)} in the reference's, different from token {index} on; "
             "compare models of one tokenizer"
         )
 
@@ -132,17 +132,17 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
-"""Files of which every tokenizer has one."""
+"""File patterns; every tokenizer has a file of at least one."""
 
 
-def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a side: an adapter's own, if its folder holds one, or else its base's.
+def load_tokenizer(checkpoint: Checkpoint, role: str, trust_remote_code: bool) -> Any:
+    """Load the tokenizer of a checkpoint: the adapter's if its folder has one, else the base's.
 
     Raises:
         ModelError: if there is none.
     """
     transformers = import_extra("transformers", "models")
-    folder = tokenizer_folder(side)
+    folder = tokenizer_folder(checkpoint)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         limit = tokenizer.model_max_length
@@ -155,16 +155,16 @@ def load_tokenizer(side: Checkpoint, role: str, trust_remote_code: bool) -> Any:
     except Exception as error:  # tokenizers raise bare Exceptions, and every other kind
         if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
             raise ModelError(
-                f"the {role} {side.name} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
+                f"the {role} {checkpoint.name} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
                 "tokenizer's files of the model it was made from into that folder"
             ) from error
         raise ModelError(
-            f"the tokenizer of the {role} {side.name} cannot be loaded from {folder}: {summarise_error(error)}"
+            f"the tokenizer of the {role} {checkpoint.name} cannot be loaded from {folder}: {summarise_error(error)}"
         ) from error
 
 
-def tokenizer_folder(side: Checkpoint) -> Path:
-    """Where the tokenizer of a side lies."""
-    if side.adapter is not None and any(side.adapter.glob("tokenizer*")):
-        return side.adapter
-    return side.folder
+def tokenizer_folder(checkpoint: Checkpoint) -> Path:
+    """The folder of a checkpoint's tokenizer."""
+    if checkpoint.adapter is not None and any(checkpoint.adapter.glob("tokenizer*")):
+        return checkpoint.adapter
+    return checkpoint.folder

@@ -1,4 +1,4 @@
-"""Hidden states on disk, found again by the tokens they belong to."""
+"""Files of hidden states, indexed by the token ids of their sequences."""
 
 import errno
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ from kleash.records.checksums import write_checked
 
 KEY_BYTES = 16
 START_BITS = 40
-"""Of a number in the index that says where in its file a sequence begins; the rest says in which file."""
+"""Low bits of an index entry: offset of the sequence in its file. The high bits are the file's number."""
 NO_SPACE = f"os error {errno.ENOSPC}"
 
 
 def sequence_key(sequence: TokenSequence) -> bytes:
-    """Stands for the tokens that are read and for how many of them are scored."""
+    """A hash of the input tokens and of the length of the prompt."""
     ids = (len(sequence.prompt_ids), *sequence.prompt_ids, *sequence.response_ids)
     return blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=KEY_BYTES).digest()
 
@@ -36,12 +36,12 @@ class HiddenStateStore:
     """The files ``part-*.safetensors`` of a folder: the hidden states of many sequences each, end to end.
 
     A file holds ``hidden`` [tokens, dim] and, for each of its sequences, a row of ``keys`` and of
-    ``lengths``. Opening the folder reads these two; hidden states are mapped when they are asked for, one
-    file at a time. The index takes about 200 bytes of memory for each sequence.
+    ``lengths``. Opening the folder reads these two. Hidden states are memory-mapped on access, one file at a
+    time. The index takes about 200 bytes of memory per sequence.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read what there is, and see that every byte of it is as it was written.
+        """Read the index of all files and verify their checksums.
 
         Raises:
             ModelError: if a file is damaged, naming it.
@@ -52,31 +52,31 @@ class HiddenStateStore:
         self._index: dict[bytes, int] = {}
         self._open: tuple[int, Tensor] | None = None
         self.tokens = 0
-        """Positions of all the sequences."""
+        """Total number of positions."""
         checksums = cache_checksums(folder)
-        self.checked = checksums.exists
-        """Whether the files have checksums, which an older kleash did not write."""
+        self.has_checksums = checksums.exists
+        """Whether the files have checksums; older versions of kleash wrote none."""
         for path in sorted(folder.glob("part-*.safetensors")):
             if checksums.covers(path):
-                self._enter(path)
-        entered = {path.name for path in self._paths}
-        checksums.check_all(entered.__contains__, REMAKE_CACHE)
+                self._add_to_index(path)
+        names = {path.name for path in self._paths}
+        checksums.check_all(names.__contains__, REMAKE_CACHE)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the sequence is there."""
+        """Whether a sequence with this key is stored."""
         return key in self._index
 
     def __len__(self) -> int:
-        """How many sequences there are."""
+        """Number of stored sequences."""
         return len(self._index)
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files."""
+        """Total size of the files."""
         return sum(path.stat().st_size for path in self._paths)
 
     def get(self, key: bytes, length: int) -> Float[Tensor, "tokens dim"]:
-        """The hidden states of a sequence, on the CPU, as they were written."""
+        """The hidden states of a sequence, on the CPU, in the stored dtype."""
         place = self._index[key]
         number, start = place >> START_BITS, place & ((1 << START_BITS) - 1)
         if self._open is None or self._open[0] != number:
@@ -84,7 +84,7 @@ class HiddenStateStore:
         return self._open[1][start : start + length]
 
     def write(self, parts: Mapping[bytes, Float[Tensor, "_ dim"]]) -> None:
-        """Write the hidden states of some sequences as one file, which is there whole or not at all.
+        """Write the hidden states of sequences to one new file, atomically.
 
         Raises:
             RunFolderError: if it cannot be written.
@@ -100,15 +100,15 @@ class HiddenStateStore:
             },
             root=self._folder,
         )
-        self._enter(path)
+        self._add_to_index(path)
 
-    def _enter(self, path: Path) -> None:
+    def _add_to_index(self, path: Path) -> None:
         try:
             header = read_safetensors_header(path)
-            found = _tensors(path, ("keys", "lengths"))
-            lengths = found["lengths"].tolist()
+            tensors = _tensors(path, ("keys", "lengths"))
+            lengths = tensors["lengths"].tolist()
             rows = header["hidden"]["shape"][0]
-            keys = found["keys"].numpy()
+            keys = tensors["keys"].numpy()
             if sum(lengths) != rows or min(lengths) < 0 or keys.shape != (len(lengths), KEY_BYTES):
                 raise ModelError(f"{path} holds {rows} hidden states and a list of {sum(lengths)}")
         except (KleashError, KeyError, ValueError, TypeError, IndexError) as error:
@@ -125,12 +125,12 @@ class HiddenStateStore:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = None) -> None:
-    """Write a safetensors file whole or not at all.
+    """Write a safetensors file atomically.
 
     Args:
         path: the file.
         tensors: by their names.
-        root: the folder that keeps the file's checksum; None for none.
+        root: the folder in whose list the checksum is recorded; None for no checksum.
 
     Raises:
         RunFolderError: if the disk is full or the folder cannot be written.
@@ -142,8 +142,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = 
         mode = unfinished.stat().st_mode
         try:
             save_file(tensors, unfinished)
-            unfinished.chmod(mode)  # safetensors lets nobody else read what it writes
-        except safetensors.SafetensorError as error:  # what it makes of an OSError
+            unfinished.chmod(mode)  # safetensors writes files that other users cannot read
+        except safetensors.SafetensorError as error:  # wraps an OSError
             number = errno.ENOSPC if NO_SPACE in str(error) else errno.EIO
             raise OSError(number, summarise_error(error)) from error
 

@@ -1,4 +1,4 @@
-"""The reference's final hidden states, kept so that a second run need not compute them again."""
+"""A cache of the reference's final hidden states, filled by ``score`` or by ``kleash cache``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,28 +20,28 @@ from kleash.records.codec import to_json
 from kleash.records.folder import KIND_OF_FINGERPRINT
 from kleash.version import __version__
 
-BEFORE_A_CACHE = (".lock", CHECKSUMS, TEMPORARY)
-"""How the names begin of what a cache may leave behind that was killed before it had begun."""
+UNFINISHED_CACHE_FILES = (".lock", CHECKSUMS, TEMPORARY)
+"""Prefixes of files that an interrupted start of a cache can leave in its folder."""
 
 
 class ReferenceCache:
-    """A folder of hidden states of one model, found again by the token ids they belong to.
+    """A folder of one model's hidden states, looked up by the token ids of a sequence.
 
-    One file for each call of ``score`` that had something new. Hidden states are kept in the model's dtype:
-    one token takes as many bytes as its hidden size times the dtype's, 31 to 148 times fewer than its logits.
+    Each call of ``score`` with new sequences adds one file. Hidden states are stored in the model's dtype: a token
+    takes hidden size × bytes of the dtype, 31 to 148 times less than its logits.
     """
 
     def __init__(self, folder: Path, model: Model, source: CachedSource | None = None) -> None:
-        """Open ``folder``, or begin it.
+        """Open ``folder`` or create it.
 
         Args:
-            folder: made if it is missing.
-            model: whose hidden states these are: the reference.
-            source: what it is made of, where a job makes it; None where measurements fill it.
+            folder: created if it does not exist.
+            model: the reference, whose hidden states are stored.
+            source: the job's source if ``kleash cache`` fills it; None if measurements do.
 
         Raises:
             ModelError: if the folder holds another model's hidden states, naming both, or is damaged.
-            OptionError: if the model can only be measured through its logits, which are too many to keep.
+            OptionError: if the model is measured through its logits, which are too large to store.
             RunFolderError: if the folder cannot be written, or holds another source's hidden states.
         """
         if model.head.weight is None:
@@ -56,37 +56,37 @@ class ReferenceCache:
             raise cannot_write(folder, error) from error
         label = CacheLabel(kleash=__version__, reference=model.record(), source=source)
         if (folder / LABEL).is_file():
-            label = _agreed(folder, read_label(folder), label)
+            label = _merge_labels(folder, read_label(folder), label)
         else:
             begin_checksums(folder)
         if label is not None:
             write_checked(folder, folder / LABEL, to_json(label))
         self.folder = folder
         self.states = HiddenStateStore(folder)
-        """What is on disk."""
+        """The hidden states on disk."""
         self._device = model.device
         self._new: dict[bytes, Tensor] = {}
         self.hits = 0
-        """Sequences that came out of the folder."""
+        """Number of sequences read from the folder."""
 
     def __contains__(self, sequence: TokenSequence) -> bool:
-        """Whether its hidden states are there."""
+        """Whether the hidden states of a sequence are in the cache."""
         key = sequence_key(sequence)
         return key in self._new or key in self.states
 
     def cached_reader(
         self, read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
     ) -> Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]:
-        """``num_input_tokens``, but only of what is not in the folder yet."""
+        """``read`` with this cache: only sequences that are not in the folder are computed."""
 
-        def read_or_find(batch: Sequence[TokenSequence]) -> Tensor:
-            missing = [one for one in batch if one not in self]
+        def read_with_cache(batch: Sequence[TokenSequence]) -> Tensor:
+            missing = [sequence for sequence in batch if sequence not in self]
             if missing:
                 self.add(missing, read(missing))
             self.hits += len(batch) - len(missing)
-            return torch.cat([self._get(one) for one in batch]).to(self._device)
+            return torch.cat([self._get(sequence) for sequence in batch]).to(self._device)
 
-        return read_or_find
+        return read_with_cache
 
     def fill(
         self,
@@ -94,26 +94,26 @@ class ReferenceCache:
         sequences: Sequence[TokenSequence],
         batch_tokens: int,
     ) -> None:
-        """Read ``sequences`` in the batches in which ``score`` would, and write what was not there before.
+        """Compute and store the hidden states of ``sequences``, in the batches that ``score`` would use.
 
-        If one is missing all are read: the batches decide the last bits.
+        If any is missing, all are computed, since the batches affect rounding.
         """
-        if all(one in self for one in sequences):
+        if all(sequence in self for sequence in sequences):
             return
-        for batch in batch_by_length([one.num_input_tokens for one in sequences], batch_tokens):
+        for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
             chosen = [sequences[index] for index in batch]
             self.add(chosen, read(chosen))
         self.save()
 
     def add(self, batch: Sequence[TokenSequence], hidden: Float[Tensor, "tokens dim"]) -> None:
-        """Remember hidden states until they are saved."""
-        parts = hidden.cpu().split([len(one.response_ids) for one in batch])
-        for one, part in zip(batch, parts, strict=True):
-            if one not in self:
-                self._new[sequence_key(one)] = part
+        """Hold hidden states in memory until ``save``."""
+        parts = hidden.cpu().split([len(sequence.response_ids) for sequence in batch])
+        for sequence, part in zip(batch, parts, strict=True):
+            if sequence not in self:
+                self._new[sequence_key(sequence)] = part
 
     def save(self) -> None:
-        """Write what was computed since the last time, as one file that is there whole or not at all.
+        """Write the hidden states added since the last call to one file, atomically.
 
         Raises:
             RunFolderError: if it cannot be written.
@@ -128,56 +128,56 @@ class ReferenceCache:
 
 
 def check_cache_folder(folder: Path) -> None:
-    """See, without touching anything, that ``folder`` is a cache or can become one.
+    """Check, without writing, that ``folder`` is a cache or can become one.
 
     Raises:
-        RunFolderError: if it is a file, or holds something else.
+        RunFolderError: if it is a file, or holds other files.
     """
     require_utf8(folder)
     try:
-        taken = folder.exists() and not folder.is_dir()
-        labelled = taken or not folder.exists() or (folder / LABEL).is_file()
-        found = [] if labelled else [path.name for path in folder.iterdir()]
+        is_file = folder.exists() and not folder.is_dir()
+        is_labelled = is_file or not folder.exists() or (folder / LABEL).is_file()
+        names = [] if is_labelled else [path.name for path in folder.iterdir()]
     except OSError as error:  # a name that is too long, a folder that may not be looked into
         raise cannot_write(folder, error) from error
-    if taken:
+    if is_file:
         raise RunFolderError(f"{folder} is a file, and a reference cache is a folder; give another name")
-    strangers = sorted(name for name in found if not name.startswith(BEFORE_A_CACHE))
-    if strangers:
+    foreign_files = sorted(name for name in names if not name.startswith(UNFINISHED_CACHE_FILES))
+    if foreign_files:
         raise RunFolderError(
-            f"{folder} holds {strangers[0]} and no {LABEL}, so it is no reference cache; give another folder"
+            f"{folder} holds {foreign_files[0]} and no {LABEL}, so it is no reference cache; give another folder"
         )
 
 
-def check_same_model(folder: Path, found: CacheLabel, name: str, fingerprint: str, dtype: str) -> None:
-    """See that a folder is of the model that is asked for.
+def check_same_model(folder: Path, label: CacheLabel, name: str, fingerprint: str, dtype: str) -> None:
+    """Check that a cache holds the hidden states of a given model.
 
     Raises:
         ModelError: if not, naming both.
     """
-    there = found.reference
-    if there.fingerprint != fingerprint and not there.fingerprint.startswith(KIND_OF_FINGERPRINT):
+    cached = label.reference
+    if cached.fingerprint != fingerprint and not cached.fingerprint.startswith(KIND_OF_FINGERPRINT):
         raise ModelError(
-            f"{folder} was made by an older kleash, whose fingerprint of {there.path} reads only samples of the "
+            f"{folder} was made by an older kleash, whose fingerprint of {cached.path} reads only samples of the "
             f"weights, so that nothing proves that {name} is that model; make the cache again with kleash cache, in "
             "another folder"
         )
-    if (there.fingerprint, there.dtype) != (fingerprint, dtype):
+    if (cached.fingerprint, cached.dtype) != (fingerprint, dtype):
         raise ModelError(
-            f"{folder} holds hidden states of {there.path} (fingerprint {there.fingerprint}, {there.dtype}) and "
+            f"{folder} holds hidden states of {cached.path} (fingerprint {cached.fingerprint}, {cached.dtype}) and "
             f"the reference is {name} (fingerprint {fingerprint}, {dtype}); give that reference, or another cache"
         )
 
 
-def _agreed(folder: Path, found: CacheLabel, label: CacheLabel) -> CacheLabel | None:
-    """The label to write over the one that was found; None if that one stays."""
-    ours = label.reference
-    check_same_model(folder, found, ours.path, ours.fingerprint, ours.dtype)
+def _merge_labels(folder: Path, stored: CacheLabel, label: CacheLabel) -> CacheLabel | None:
+    """The label to write; None if the stored label stays."""
+    reference = label.reference
+    check_same_model(folder, stored, reference.path, reference.fingerprint, reference.dtype)
     if label.source is None:
         return None
-    if found.source is not None and not found.source.agrees(label.source):
+    if stored.source is not None and not stored.source.agrees(label.source):
         raise RunFolderError(
-            f"{folder} holds hidden states of {found.source} and the source is now {label.source}; "
+            f"{folder} holds hidden states of {stored.source} and the source is now {label.source}; "
             "give another --out"
         )
-    return replace(found, reference=ours, source=label.source)
+    return replace(stored, reference=reference, source=label.source)

@@ -1,4 +1,4 @@
-"""A reference that is read from its cache and never loaded."""
+"""A finished reference cache, used instead of the reference model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,14 +33,14 @@ from kleash.records.codec import to_json
 
 HEAD = "head.safetensors"
 TOKENIZER = "tokenizer"
-NO_TOKENIZER = (".safetensors", ".index.json", ".bin")
+NON_TOKENIZER_SUFFIXES = (".safetensors", ".index.json", ".bin")
 
 
 class StoredReference:
-    """A finished cache: hidden states, head and tokenizer of a reference, which itself is not needed."""
+    """A finished cache: hidden states, head and tokenizer of a reference that is not loaded."""
 
     def __init__(self, folder: Path) -> None:
-        """Open what ``finish_cache`` has written.
+        """Open a cache that ``finish_cache`` completed.
 
         Raises:
             ModelError: if a part of it is damaged.
@@ -62,67 +62,67 @@ class StoredReference:
         """The checksums of the cache's files as they are now."""
         return cache_checksums(self.folder)
 
-    def check(self, name: str, revision: str | None, dtype: str) -> None:
-        """See that the reference that is asked for is the one that is here.
+    def check_reference(self, name: str, revision: str | None, dtype: str) -> None:
+        """Check that the requested reference is the cached one.
 
-        A folder is told by its fingerprint, a hub id by its commit, for which no weights are fetched. The name
-        of the cache itself stands for whatever it holds.
+        A folder is compared by fingerprint, a hub id by commit, for which no weights are fetched. The path of the
+        cache itself stands for the cached reference.
 
         Args:
-            name: the reference as it was asked for.
+            name: the requested reference.
             revision: its revision.
-            dtype: in which it is to run; "auto" for the one that is here.
+            dtype: the requested dtype; "auto" for the cached one.
 
         Raises:
-            ModelError: if it is another one, naming both.
+            ModelError: if they differ, naming both.
         """
-        there = self.label.reference
-        dtype = there.dtype if dtype == "auto" else dtype
+        cached = self.label.reference
+        dtype = cached.dtype if dtype == "auto" else dtype
         if Path(name).expanduser().resolve() == self.folder.resolve():
-            check_same_model(self.folder, self.label, name, there.fingerprint, dtype)
-        elif name == there.path and there.revision and HUB_ID.fullmatch(name) and not Path(name).exists():
+            check_same_model(self.folder, self.label, name, cached.fingerprint, dtype)
+        elif name == cached.path and cached.revision and HUB_ID.fullmatch(name) and not Path(name).exists():
             commit = resolve_commit(name, revision)
-            if commit != there.revision:
+            if commit != cached.revision:
                 raise ModelError(
-                    f"{self.folder} holds hidden states of {name} at commit {there.revision} and the reference is "
+                    f"{self.folder} holds hidden states of {name} at commit {cached.revision} and the reference is "
                     f"at {commit}; give that as --revision-reference, or another cache"
                 )
-            check_same_model(self.folder, self.label, name, there.fingerprint, dtype)
+            check_same_model(self.folder, self.label, name, cached.fingerprint, dtype)
         else:
-            found = find_checkpoint(name, revision).fingerprint()
-            check_same_model(self.folder, self.label, name, found, dtype)
+            fingerprint = find_checkpoint(name, revision).fingerprint()
+            check_same_model(self.folder, self.label, name, fingerprint, dtype)
 
     def tokenizer(self, trust_remote_code: bool) -> Any:
-        """The reference's.
+        """Load the reference's tokenizer from the cache.
 
         Raises:
             ModelError: if it is missing or cannot be loaded.
         """
-        side = Checkpoint(name=self.label.reference.path, folder=self.folder / TOKENIZER)
-        if not side.folder.is_dir():
-            raise ModelError(f"{side.folder} is missing; give the kleash cache command again")
+        checkpoint = Checkpoint(name=self.label.reference.path, folder=self.folder / TOKENIZER)
+        if not checkpoint.folder.is_dir():
+            raise ModelError(f"{checkpoint.folder} is missing; give the kleash cache command again")
         checksums = self.checksums
         checksums.check_all(lambda name: name.startswith(f"{TOKENIZER}/"), REMAKE_CACHE)
-        for path in sorted(side.folder.rglob("*")):
+        for path in sorted(checkpoint.folder.rglob("*")):
             if path.is_file() and not checksums.covers(path):
                 raise ModelError(
                     f"{path} was not written by kleash cache and would change the tokenizer; delete it"
                 )
-        return load_tokenizer(side, "reference", trust_remote_code)
+        return load_tokenizer(checkpoint, "reference", trust_remote_code)
 
-    def model(self, device: torch.device, tokenizer: Any) -> Model:
-        """The reference as one side of a pair, its head on ``device``.
+    def as_model(self, device: torch.device, tokenizer: Any) -> Model:
+        """The reference as a ``Model`` without a network, with its head on ``device``.
 
         Raises:
             ModelError: if the head is damaged.
         """
-        there, contents = self.label.reference, self.contents
-        safetensors, torch_side = (
+        cached, contents = self.label.reference, self.contents
+        safetensors, safetensors_torch = (
             import_extra("safetensors", "models"),
             import_extra("safetensors.torch", "models"),
         )
         try:
-            tensors = torch_side.load_file(self.folder / HEAD, device=str(device))
+            tensors = safetensors_torch.load_file(self.folder / HEAD, device=str(device))
             weight = tensors["weight"]
         except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
             raise ModelError(
@@ -139,16 +139,16 @@ class StoredReference:
         )
         return Model(
             role="reference",
-            path=there.path,
-            revision=there.revision,
-            dtype=getattr(torch, there.dtype),
+            path=cached.path,
+            revision=cached.revision,
+            dtype=getattr(torch, cached.dtype),
             device=device,
-            parameters=there.parameters,
-            vocab_size=there.vocabulary,
+            parameters=cached.parameters,
+            vocab_size=cached.vocabulary,
             context_length=contents.context,
             eos_token_ids=(),
             head=head,
-            fingerprint=there.fingerprint,
+            fingerprint=cached.fingerprint,
             tokenizer=tokenizer,
             network=None,
             backbone=None,
@@ -159,35 +159,35 @@ class StoredReference:
         """Final hidden states at the scored positions of a batch, one sequence after the other.
 
         Raises:
-            ModelError: if one is not there, naming it.
+            ModelError: if a sequence is not in the cache, naming it.
         """
         parts: list[Tensor] = []
-        for one in batch:
-            key = sequence_key(one)
+        for sequence in batch:
+            key = sequence_key(sequence)
             if key not in self.states:
                 raise ModelError(
-                    f"{self.folder} holds no hidden states of {one.name}; give the kleash cache command again"
+                    f"{self.folder} holds no hidden states of {sequence.name}; give the kleash cache command again"
                 )
-            parts.append(self.states.get(key, len(one.response_ids)))
+            parts.append(self.states.get(key, len(sequence.response_ids)))
         return torch.cat(parts).to(self._device)
 
     def count_missing(self, sequences: Iterable[TokenSequence]) -> tuple[int, int, str]:
-        """How many of ``sequences`` are not there, of how many, and the name of the first of them."""
-        missing, asked, first = 0, 0, ""
-        for one in sequences:
-            asked += 1
-            if sequence_key(one) not in self.states:
-                first = first or one.name
+        """Number of ``sequences`` not in the cache, number of all, and the name of the first missing one."""
+        missing, total, first = 0, 0, ""
+        for sequence in sequences:
+            total += 1
+            if sequence_key(sequence) not in self.states:
+                first = first or sequence.name
                 missing += 1
-        return missing, asked, first
+        return missing, total, first
 
-    def rounding_columns(self, what: str, temperature: float) -> dict[str, np.ndarray] | None:
-        """The token columns of the "noise" or the dtype's "gap" that were taken when the cache was made.
+    def rounding_columns(self, kind: str, temperature: float) -> dict[str, np.ndarray] | None:
+        """The token columns of the "noise" floor or the dtype "gap", computed when the cache was made.
 
         Raises:
             ModelError: if they are damaged.
         """
-        path = _rounding_path(self.folder, what, temperature)
+        path = _rounding_path(self.folder, kind, temperature)
         checksums = self.checksums
         if not path.is_file() and not checksums.expects(path):
             return None
@@ -203,7 +203,7 @@ class StoredReference:
 
 
 def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:
-    """Write head and tokenizer beside the hidden states, and last what makes the folder a finished cache.
+    """Write head and tokenizer to a cache, and last the contents file that marks it as finished.
 
     Raises:
         RunFolderError: if the folder cannot be written.
@@ -213,7 +213,7 @@ def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:
     try:
         (folder / TOKENIZER).mkdir(exist_ok=True)
         for path in list_input_files(source):
-            if not path.name.endswith(NO_TOKENIZER):
+            if not path.name.endswith(NON_TOKENIZER_SUFFIXES):
                 target = folder / TOKENIZER / path.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 write_checked(folder, target, path.read_bytes())
@@ -223,22 +223,22 @@ def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:
 
 
 def save_rounding_columns(
-    folder: Path, what: str, temperature: float, columns: Mapping[str, np.ndarray]
+    folder: Path, kind: str, temperature: float, columns: Mapping[str, np.ndarray]
 ) -> None:
-    """Keep the token columns that say how much of a drift is "noise", or the dtype's "gap".
+    """Store the token columns of the "noise" floor or the dtype "gap" in a cache.
 
     Raises:
         RunFolderError: if the folder cannot be written.
     """
     tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
-    save_tensors(_rounding_path(folder, what, temperature), tensors, root=folder)
+    save_tensors(_rounding_path(folder, kind, temperature), tensors, root=folder)
 
 
 def head_tensors(head: Head) -> dict[str, Tensor]:
-    """What of a head is kept as tensors, on the CPU."""
+    """The tensors of a head by name, on the CPU."""
     parts = {"weight": head.weight, "bias": head.bias}
     return {name: part.detach().cpu().contiguous() for name, part in parts.items() if part is not None}
 
 
-def _rounding_path(folder: Path, what: str, temperature: float) -> Path:
-    return folder / f"{what}-{temperature!r}.safetensors"
+def _rounding_path(folder: Path, kind: str, temperature: float) -> Path:
+    return folder / f"{kind}-{temperature!r}.safetensors"

@@ -87,8 +87,8 @@ def parse_preference(record: SourceRecord) -> Preference:
         shared -= 1  # the space belongs to the answer's first word
     if not shared or shared in (len(chosen), len(rejected)):
         raise SourceError(
-            f"{record.location}: expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to begin "
-            "alike and to go on differently"
+            f"{record.location}: expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to "
+            "begin alike and to go on differently"
         )
     return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
 

@@ -154,17 +154,17 @@ def _response_text(record: SourceRecord, pair: Pair) -> str | None:
     prompt = text_or_messages(record, "messages") or text_or_messages(record, "prompt")
     if not isinstance(prompt, list):
         raise SourceError(
-            f"{record.location}: the response is a list of messages and the prompt is none; give both as text or both as "
-            "messages"
+            f"{record.location}: the response is a list of messages and the prompt is none; give both as text or both "
+            "as messages"
         )
     return render_answer(record, prompt, response, pair.tokenizer)
 
 
-def _logprobs(record: SourceRecord, tokens: int, vocabulary: int) -> np.ndarray | None:
+def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray | None:
     """The log-probabilities under which the response was drawn, in nats; None if the record has none.
 
     The expectation of ``exp(-logp)`` of a drawn token is at most ``vocab_size``, and of the product over a response of
-    n tokens at most ``vocabulary**n``. So by Markov's inequality the sum of ``-logp`` is above ``n·log(vocabulary) +
+    n tokens at most ``vocab_size**n``. So by Markov's inequality the sum of ``-logp`` is above ``n·log(vocab_size) +
     IMPOSSIBLE_NATS`` with a probability below ``exp(-IMPOSSIBLE_NATS)``: such numbers are placeholders, or of other
     tokens than those of the response.
     """
@@ -182,13 +182,13 @@ def _logprobs(record: SourceRecord, tokens: int, vocabulary: int) -> np.ndarray 
                 f"{record.location}: expected 'logprobs' to hold natural logarithms of probabilities, at most "
                 f"0, and found {show_value(value)}"
             )
-    excess = -sum(values) - tokens * math.log(vocabulary)
+    excess = -sum(values) - tokens * math.log(vocab_size)
     lowest = min(values)
-    if max(excess, -lowest - math.log(vocabulary)) > IMPOSSIBLE_NATS:
+    if max(excess, -lowest - math.log(vocab_size)) > IMPOSSIBLE_NATS:
         raise SourceError(
-            f"{record.location}: 'logprobs' are too low to be of drawn tokens (down to {lowest:.6g}, {sum(values):.6g} in "
-            f"all): draws from {vocabulary} tokens never sum to so little; give the log-probabilities of the tokens "
-            "that were drawn, under the distribution they were drawn from"
+            f"{record.location}: 'logprobs' are too low to be of drawn tokens (down to {lowest:.6g}, "
+            f"{sum(values):.6g} in all): draws from {vocab_size} tokens never sum to so little; give the "
+            "log-probabilities of the tokens that were drawn, under the distribution they were drawn from"
         )
     return np.minimum(np.asarray(values, dtype=np.float32), 0.0)
 
