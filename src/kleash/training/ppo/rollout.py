@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kleash.models import Prompt, Sampling, TokenSequence, generate, batch_by_length
+from kleash.models import Prompt, Sampling, TokenSequence, batch_by_length, generate
 from kleash.training.ppo.policy import Policy, with_whole_weights
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.process_group import ProcessGroup
@@ -80,7 +80,9 @@ def roll_out(setting: TrainingSetup, prompts: Sequence[Prompt], step: int) -> Ro
     rewarded = setting.rewards.of(sequences)
     scores = np.asarray(rewarded.total, dtype=np.float64)
     dealt = minibatches_of(responses, job.minibatches, job.seed, "minibatches", step)
-    micros = micro_batches(dealt, places, [sequence.num_input_tokens for sequence in sequences], job.batch_tokens, group)
+    micros = micro_batches(
+        dealt, places, [sequence.num_input_tokens for sequence in sequences], job.batch_tokens, group
+    )
     scored = score(setting, sequences, micros)
     token_logp = scored["token_logp"]
     behaviour = [torch.from_numpy(np.asarray(sequence.logp_sampled)) for sequence in sequences]
