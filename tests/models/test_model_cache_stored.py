@@ -261,7 +261,7 @@ def test_a_bias_scale_and_cap_come_back(folders, tmp_path: Path) -> None:
     odd = replace(model, head=replace(model.head, bias=bias))
     ReferenceCache(tmp_path, odd)
     finish_cache(tmp_path, odd, contents(scale=0.25, softcap=3.0))
-    head = StoredReference(tmp_path).model(torch.device("cpu"), None).head
+    head = StoredReference(tmp_path).as_model(torch.device("cpu"), None).head
     assert head.bias is not None and torch.equal(head.bias, bias)
     assert (head.scale, head.softcap) == (0.25, 3.0)
     assert model.head.weight is not None and torch.equal(head.weight, model.head.weight)
