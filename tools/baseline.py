@@ -53,6 +53,9 @@ IGNORED = re.compile(r"(^|/)(seconds|finished|versions|check|samples_check|time|
 RENAMED: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"^(train/.*/steps/\d+)/warnings\b"), r"\1/alerts"),
     (re.compile(r"/doubts\b"), "/warnings"),
+    (re.compile(r"^(audit/.*/(?:values|gradients)/\d+)/world\b"), r"\1/pair"),
+    (re.compile(r"^(audit/.*/zones/\d+)/of\b"), r"\1/kind"),
+    (re.compile(r"^(audit/.*/accuracy/\d+)/forced\b"), r"\1/unavoidable_error"),
 )
 """Old path, new path: applied to both sides before they are compared."""
 ENVIRONMENT = {
