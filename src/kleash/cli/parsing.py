@@ -155,7 +155,7 @@ class CommandParser(ArgumentParser):
         if error.message.startswith("expected"):
             return f"{name} needs a value: {name} {self._option_string_actions[name].metavar}"
         argument = error.message.removeprefix("ignored explicit argument ")
-        return f"{name} {error.message if given == error.message else f'takes no value; it was given {argument}'}"
+        return f"{name} {error.message if argument == error.message else f'takes no value; it was given {argument}'}"
 
     def _no_option(self, option: str) -> str:
         """That there is no such option, and which may have been meant."""
