@@ -60,12 +60,12 @@ def generalised_advantages(
         https://arxiv.org/abs/1506.02438
     """
     _require_steps(rewards=rewards, values=values, mask=mask)
-    _require_shares(gamma=gamma, gae_lambda=gae_lambda)
+    _require_unit_interval(gamma=gamma, gae_lambda=gae_lambda)
     counts = as_mask(mask)
-    given, expected = _counting(rewards, counts), _counting(values, counts)
-    delta = given + gamma * _of_the_next(expected, counts) - expected
-    advantages = _from_here(torch.where(counts, delta, 0.0), counts, gamma * gae_lambda)
-    return Advantages(advantages, torch.where(counts, advantages + expected, 0.0))
+    token_rewards, critic_values = _unmasked(rewards, counts), _unmasked(values, counts)
+    delta = token_rewards + gamma * _next_value(critic_values, counts) - critic_values
+    advantages = _discounted_sum(torch.where(counts, delta, 0.0), counts, gamma * gae_lambda)
+    return Advantages(advantages, torch.where(counts, advantages + critic_values, 0.0))
 
 
 @validated
@@ -86,47 +86,51 @@ def rewards_to_go(
         ShapeError: if the two differ in shape, or are not [sequences, steps].
     """
     _require_steps(rewards=rewards, mask=mask)
-    _require_shares(gamma=gamma)
+    _require_unit_interval(gamma=gamma)
     counts = as_mask(mask)
-    return _from_here(_counting(rewards, counts), counts, gamma)
+    return _discounted_sum(_unmasked(rewards, counts), counts, gamma)
 
 
-def _from_here(gains: Tensor, counts: Tensor, factor: float) -> Tensor:
+def _discounted_sum(values: Tensor, counts: Tensor, factor: float) -> Tensor:
     """``x_t = gains_t + (factor if t counts else 1) * x_t+1``, and 0 where nothing counts.
 
     By doubling: after each round an entry holds twice as many steps, and ``reach`` what the next ones still
     weigh; so 8192 steps are 13 rounds over the whole batch, and not 8192 small ones.
     """
-    total, reach = gains, torch.ones_like(gains).masked_fill(counts, factor)
-    steps, ahead = gains.shape[-1], 1
-    while ahead < steps:
-        later, further = (torch.nn.functional.pad(x[..., ahead:], (0, ahead)) for x in (total, reach))
-        total, reach = total + reach * later, reach * further
-        ahead *= 2
+    total, decay = values, torch.ones_like(values).masked_fill(counts, factor)
+    steps, stride = values.shape[-1], 1
+    while stride < steps:
+        next_total, next_decay = (
+            torch.nn.functional.pad(x[..., stride:], (0, stride)) for x in (total, decay)
+        )
+        total, decay = total + decay * next_total, decay * next_decay
+        stride *= 2
     return torch.where(counts, total, 0.0)
 
 
-def _of_the_next(values: Tensor, counts: Tensor) -> Tensor:
+def _next_value(values: Tensor, counts: Tensor) -> Tensor:
     """The value of the next step that counts; 0 after the last."""
     steps = counts.shape[-1]
-    places = torch.where(counts, torch.arange(steps, device=counts.device), steps)
-    from_here = places.flip(-1).cummin(-1).values.flip(-1)
-    after = torch.nn.functional.pad(from_here[..., 1:], (0, 1), value=steps)
-    return torch.nn.functional.pad(values, (0, 1)).gather(-1, after)
+    positions = torch.where(counts, torch.arange(steps, device=counts.device), steps)
+    this_or_next = positions.flip(-1).cummin(-1).values.flip(-1)
+    next_position = torch.nn.functional.pad(this_or_next[..., 1:], (0, 1), value=steps)
+    return torch.nn.functional.pad(values, (0, 1)).gather(-1, next_position)
 
 
-def _counting(values: Tensor, counts: Tensor) -> Tensor:
+def _unmasked(values: Tensor, counts: Tensor) -> Tensor:
     return torch.where(counts, at_least_float32(values.detach()), 0.0)
 
 
 def _require_steps(**tensors: Tensor) -> None:
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        said = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ShapeError(f"the steps do not fit together: {said}; give all of them as [sequences, steps]")
+        description = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ShapeError(
+            f"the steps do not fit together: {description}; give all of them as [sequences, steps]"
+        )
 
 
-def _require_shares(**given: float) -> None:
-    for name, value in given.items():
+def _require_unit_interval(**fractions: float) -> None:
+    for name, value in fractions.items():
         if not 0 <= value <= 1:
             raise OptionError(f"{name} is {value}; give a number from 0 to 1")

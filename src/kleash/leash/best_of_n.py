@@ -25,10 +25,10 @@ from kleash.errors import NotProbabilitiesError, OptionError, ShapeError
 from kleash.uncertainty import Estimate, clustered_mean
 
 Array = NDArray[np.float64]
-ROUNDING_OF_THE_SUM = 1e-5
-LEAST_LOG = -1e4
+SUM_TOLERANCE = 1e-5
+LOWEST_LOG = -1e4
 """Of a share that is 0; its exponential is 0, and so is its product with that."""
-ENOUGH_DRAWS = 4
+DRAWS_PER_N = 4
 """Draws per prompt, as multiples of n, below which the responses that matter are seen too rarely."""
 
 
@@ -71,19 +71,19 @@ def best_of_n_kl(probs: Any, rewards: Any, n: int) -> float:
     p, r = np.asarray(probs, np.float64), np.asarray(rewards, np.float64)
     if p.ndim != 1 or p.shape != r.shape:
         raise ShapeError(f"probs are {p.shape} and rewards {r.shape}; give one of each per outcome")
-    if not (p >= 0).all() or not abs(p.sum() - 1) <= ROUNDING_OF_THE_SUM:
+    if not (p >= 0).all() or not abs(p.sum() - 1) <= SUM_TOLERANCE:
         raise NotProbabilitiesError(
-            f"probs are not probabilities: they sum to {p.sum():g}, the least is {_least(p)}"
+            f"probs are not probabilities: they sum to {p.sum():g}, the least is {_smallest(p)}"
         )
     _require_comparable(r)
     masses = np.bincount(np.unique(r, return_inverse=True)[1], weights=p)
     masses = masses[masses > 0] / masses.sum()
-    up_to = np.cumsum(masses)
-    up_to /= up_to[-1]
+    cumulative = np.cumsum(masses)
+    cumulative /= cumulative[-1]
     with np.errstate(divide="ignore"):  # nothing lies below the lowest
-        below = np.log1p(-np.minimum(masses / up_to, 1.0))
-    log_won = n * np.log(up_to) + np.log(-np.expm1(n * below))
-    return kl(torch.tensor(log_won), torch.tensor(np.log(masses))).item()
+        log_share_below = np.log1p(-np.minimum(masses / cumulative, 1.0))
+    log_best_probs = n * np.log(cumulative) + np.log(-np.expm1(n * log_share_below))
+    return kl(torch.tensor(log_best_probs), torch.tensor(np.log(masses))).item()
 
 
 def best_of_n_kl_from_rewards(rewards: Real[np.ndarray, "..."], n: int) -> Estimate:
@@ -155,7 +155,7 @@ def best_of_n_kl_from_winners(
         raise OptionError(f"winner_logp reaches {logp.max():g}; a log-probability is at most 0")
     mass = np.exp(logp)
     with np.errstate(divide="ignore"):  # nothing is left beside a certain winner
-        log_rest = np.maximum(np.log1p(-mass), LEAST_LOG)
+        log_rest = np.maximum(np.log1p(-mass), LOWEST_LOG)
     lost = np.exp(n * log_rest)
     per_mass = np.divide(-np.expm1(n * log_rest), mass, out=np.full_like(mass, n), where=mass > 0)
     estimates = lost * (bound + (n - 1) * log_rest) + per_mass * mass * np.log(per_mass)
@@ -169,55 +169,58 @@ def _pseudo_values(rewards: Array, n: int) -> Array:
     draws, tied = len(rewards), np.flatnonzero(counts > 1)
     if not len(tied):
         return np.zeros(draws)
-    whole = _shortfall(counts, n)
+    full_sample = _mean_gap(counts, n)
     # Without one draw: which one matters only if it ties, else by how many tied levels lie below it.
     kind = np.where(counts > 1, -1 - np.arange(len(counts)), np.searchsorted(tied, np.arange(len(counts))))
     _, example, kind_of_level = np.unique(kind, return_index=True, return_inverse=True)
-    without = np.array([_shortfall(counts - (np.arange(len(counts)) == one), n) for one in example])
-    return draws * whole - (draws - 1) * without[kind_of_level[level]]
+    leave_one_out = np.array([_mean_gap(counts - (np.arange(len(counts)) == index), n) for index in example])
+    return draws * full_sample - (draws - 1) * leave_one_out[kind_of_level[level]]
 
 
-def _shortfall(counts: NDArray[np.int64], n: int) -> float:
+def _mean_gap(counts: NDArray[np.int64], n: int) -> float:
     """Mean over the draws of what the bound exceeds the KL by, each draw placed among the others."""
     draws = counts.sum()
     tied = counts > 1
-    below, others = (np.cumsum(counts) - counts)[tied] / (draws - 1), (counts[tied] - 1) / (draws - 1)
-    return float(counts[tied] @ _gap_per_mass(below, others, n) / draws)
+    lower_share, tied_share = (
+        (np.cumsum(counts) - counts)[tied] / (draws - 1),
+        (counts[tied] - 1) / (draws - 1),
+    )
+    return float(counts[tied] @ _gap_per_mass(lower_share, tied_share, n) / draws)
 
 
 def _gap_per_mass(below: Array, mass: Array, n: int) -> Array:
     """What rewards spread over (below, below + mass) would cost more than one reward there, over ``mass``."""
     top = below + mass
-    won = top**n * -np.expm1(n * _log_or_least(below / top))
-    spread = (n - 1) * (_x_log_x(top, n) - _x_log_x(below, n)) + best_of_n_bound(n) * won
-    together = won * (_log_or_least(won) - np.log(mass))
-    return (spread - together) / mass
+    best_prob = top**n * -np.expm1(n * _bounded_log(below / top))
+    spread = (n - 1) * (_x_log_x(top, n) - _x_log_x(below, n)) + best_of_n_bound(n) * best_prob
+    single_level = best_prob * (_bounded_log(best_prob) - np.log(mass))
+    return (spread - single_level) / mass
 
 
 def _x_log_x(x: Array, n: int) -> Array:
-    return x**n * _log_or_least(x)
+    return x**n * _bounded_log(x)
 
 
-def _log_or_least(x: Array) -> Array:
+def _bounded_log(x: Array) -> Array:
     """log x; where x is 0 some number as low, for products that are 0 there."""
     with np.errstate(divide="ignore"):
-        return np.maximum(np.log(x), LEAST_LOG)
+        return np.maximum(np.log(x), LOWEST_LOG)
 
 
 def _with_warnings(estimate: Estimate, *, draws: int, n: int, ties: bool) -> Estimate:
-    found = list(estimate.warnings)
+    warnings = list(estimate.warnings)
     if not ties:
-        found.append(
+        warnings.append(
             "no two rewards of a prompt tie, so this is the bound; likely responses may have gone unseen"
         )
-    if draws < ENOUGH_DRAWS * n:
-        found.append(
-            f"{draws} draws per prompt for the best of {n}; below {ENOUGH_DRAWS * n} likely responses go unseen"
+    if draws < DRAWS_PER_N * n:
+        warnings.append(
+            f"{draws} draws per prompt for the best of {n}; below {DRAWS_PER_N * n} likely responses go unseen"
         )
-    return replace(estimate, warnings=tuple(found))
+    return replace(estimate, warnings=tuple(warnings))
 
 
-def _least(probs: Array) -> str:
+def _smallest(probs: Array) -> str:
     return f"{probs.min():g}" if probs.size else "absent"
 
 

@@ -7,21 +7,21 @@ from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar, c
 from kleash.errors import OptionError
 
 Per = Literal["sequence", "token"]
-PERS: tuple[Per, ...] = ("sequence", "token")
+KL_UNITS: tuple[Per, ...] = ("sequence", "token")
 LARGEST_COUNT = 2**53
 """Sequences that a float still counts one by one; nobody measures more."""
 LARGEST_EXPONENT = 700.0
-ZERO = "the measured KL is 0: answered as the largest error below the target"
-FURTHEST = 30.0
+ZERO_KL_EVENT = "the measured KL is 0: answered as the largest error below the target"
+MAX_LOG_RATIO = 30.0
 """E-folds off the target from which a KL is not told from one that is further off."""
-PATIENCE = 20.0
+PATIENCE_UPDATES = 20.0
 """Updates in which a KL that rises reaches its target, if beta is to be left alone."""
-NEAR = 0.25
+NOISE_LOG_RATIO = 0.25
 """E-folds from the target within which what the KL does may be noise."""
-STEADY = 0.15
+STEADY_GROWTH = 0.15
 """E-folds per update up to which a KL that runs up to its target is left to the controller's own rule."""
-AnySteered = TypeVar("AnySteered", bound="Steered")
-AnyAnticipating = TypeVar("AnyAnticipating", bound="Anticipating")
+AnyBounded = TypeVar("AnyBounded", bound="BoundedController")
+AnyPredictive = TypeVar("AnyPredictive", bound="PredictiveController")
 
 
 class Reading(NamedTuple):
@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     """What was wrong with it."""
 
 
-def read(measured_nats: SupportsFloat, target_nats: float, sequences: int) -> Reading:
+def read_measurement(measured_nats: SupportsFloat, target_nats: float, sequences: int) -> Reading:
     """The measurement over the target; what no KL can be is ignored or answered as 0, and said.
 
     Raises:
@@ -50,21 +50,21 @@ def read(measured_nats: SupportsFloat, target_nats: float, sequences: int) -> Re
         return Reading(math.inf, "the measured KL is infinite: answered as the largest error")
     if measured < 0:
         return Reading(0.0, f"the measured KL is {measured:g} and none is below 0: answered as 0")
-    return Reading(measured / target_nats, ZERO if measured == 0 else None)
+    return Reading(measured / target_nats, ZERO_KL_EVENT if measured == 0 else None)
 
 
-def within(value: float, largest: float) -> float:
+def clip(value: float, largest: float) -> float:
     """``value``, but no further from 0 than ``largest``."""
     return max(-largest, min(largest, value))
 
 
-def growth(nats: float) -> float:
+def bounded_exp(nats: float) -> float:
     """exp, for any number: what overflows is bounded by every step anyway."""
     return math.exp(min(nats, LARGEST_EXPONENT))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steered:
+class BoundedController:
     """Beta between two bounds, moved by a factor per update so that the KL meets a target."""
 
     kind: ClassVar[str]
@@ -101,11 +101,11 @@ class Steered:
 
     def to_dict(self) -> dict[str, object]:
         """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
-        return {"kind": self.kind, **saved_fields(self)}
+        return {"kind": self.kind, **field_values(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anticipating(Steered):
+class PredictiveController(BoundedController):
     """Beta that is moved by where the KL is going, not only by where it is.
 
     With ``lookahead`` above 0:
@@ -139,26 +139,26 @@ class Anticipating(Steered):
                 f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
             )
 
-    def course(self, ratio: float, reach: float) -> "KLTrend":
+    def trend(self, ratio: float, reach: float) -> "KLTrend":
         """Where a KL of so many times the target comes from and is going; levels further off than ``reach`` are cut."""
         log_target = math.log(self.target_nats)
-        level = within(math.log(ratio) if ratio > 0 else -math.inf, reach)
-        earlier = tuple(within(one - log_target, reach) for one in self.levels)
+        level = clip(math.log(ratio) if ratio > 0 else -math.inf, reach)
+        earlier = tuple(clip(log_kl - log_target, reach) for log_kl in self.levels)
         return KLTrend(level=level, earlier=earlier, lookahead=self.lookahead)
 
-    def answered(
-        self: AnyAnticipating, course: "KLTrend", factor: float, event: str | None
-    ) -> AnyAnticipating:
+    def with_response(
+        self: AnyPredictive, trend: "KLTrend", factor: float, event: str | None
+    ) -> AnyPredictive:
         """The controller with beta times ``factor``, as far as the course of the KL, step and bounds allow."""
         if self.lookahead > 0:
-            factor = course.allowed(factor)
-            if self.reached and factor < 1 and course.is_far:
+            factor = trend.allowed_factor(factor)
+            if self.reached and factor < 1 and trend.is_far:
                 factor **= self.caution
-            if not self.reached and course.is_crossing:
-                factor *= growth(self.brake * max(0.0, course.growth - STEADY))
-        levels = (math.log(self.target_nats) + course.level, *self.levels[:1])
-        known = replace(self, levels=levels, reached=self.reached or course.has_arrived)
-        return moved(known, factor, event)
+            if not self.reached and trend.is_crossing:
+                factor *= bounded_exp(self.brake * max(0.0, trend.growth - STEADY_GROWTH))
+        levels = (math.log(self.target_nats) + trend.level, *self.levels[:1])
+        measured = replace(self, levels=levels, reached=self.reached or trend.has_arrived)
+        return with_beta_times(measured, factor, event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,15 +190,15 @@ class KLTrend:
     @property
     def is_far(self) -> bool:
         """Whether the KL is further from the target than noise carries it."""
-        return abs(self.level) > NEAR
+        return abs(self.level) > NOISE_LOG_RATIO
 
     @property
-    def is_on_its_way(self) -> bool:
+    def is_approaching(self) -> bool:
         """Whether the KL, going on as in the last two updates, reaches the target within ``PATIENCE``."""
-        if not self.earlier or self.level > -NEAR:
+        if not self.earlier or self.level > -NOISE_LOG_RATIO:
             return False
         change = (_ratio(self.level) - _ratio(self.earlier[-1])) / len(self.earlier)
-        return change > 0 and _ratio(self.level) + PATIENCE * change > 1
+        return change > 0 and _ratio(self.level) + PATIENCE_UPDATES * change > 1
 
     @property
     def is_crossing(self) -> bool:
@@ -207,7 +207,7 @@ class KLTrend:
         A rise that slows down by a factor from one update to the next is taken to go on slowing down. From two
         measurements alone nothing is concluded while the KL is far below.
         """
-        if not self.change > 0 or (len(self.earlier) < 2 and self.level < -NEAR):
+        if not self.change > 0 or (len(self.earlier) < 2 and self.level < -NOISE_LOG_RATIO):
             return False
         steps = self.lookahead
         if len(self.earlier) > 1:
@@ -221,20 +221,20 @@ class KLTrend:
         """Whether the KL is at the target or above and grows no more, or has begun there."""
         return self.level >= 0 and self.change <= 0
 
-    def allowed(self, factor: float) -> float:
+    def allowed_factor(self, factor: float) -> float:
         """What beta may be multiplied by; 1 where the KL is on its way to the target from below."""
         if self.level >= 0:
             return factor
         if factor > 1:
             return factor if self.is_crossing else 1.0
-        return 1.0 if self.is_on_its_way else factor
+        return 1.0 if self.is_approaching else factor
 
 
 def _ratio(level: float) -> float:
-    return math.exp(within(level, FURTHEST))
+    return math.exp(clip(level, MAX_LOG_RATIO))
 
 
-def saved_fields(record: Any) -> dict[str, object]:
+def field_values(record: Any) -> dict[str, object]:
     """The fields of a flat dataclass, tuples as lists."""
     values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
     return {
@@ -242,36 +242,36 @@ def saved_fields(record: Any) -> dict[str, object]:
     }
 
 
-def moved(controller: AnySteered, factor: float, event: str | None) -> AnySteered:
+def with_beta_times(controller: AnyBounded, factor: float, event: str | None) -> AnyBounded:
     """The controller with beta times ``factor``, as far as step and bounds allow; the event says where not."""
     events = [] if event is None else [event]
     largest = controller.largest_step
     step = max(1 / largest, min(largest, factor))
     if step != factor:
         events.append(f"a step of times {factor:.4g} bounded to {step:.4g}")
-    wanted = controller.beta * step
-    beta = max(controller.beta_min, min(controller.beta_max, wanted))
-    if beta != wanted:
-        name = "beta_min" if beta > wanted else "beta_max"
-        events.append(f"beta {wanted:.4g} bounded to {name} {beta:g}")
+    unbounded = controller.beta * step
+    beta = max(controller.beta_min, min(controller.beta_max, unbounded))
+    if beta != unbounded:
+        name = "beta_min" if beta > unbounded else "beta_max"
+        events.append(f"beta {unbounded:.4g} bounded to {name} {beta:g}")
     return replace(controller, beta=beta, event="; ".join(events) or None)
 
 
 def require_per(per: str) -> None:
     """Raise unless it is one of ``PERS``."""
-    if per not in PERS:
-        raise OptionError(f"per is {per!r}; there are {', '.join(PERS)}")
+    if per not in KL_UNITS:
+        raise OptionError(f"per is {per!r}; there are {', '.join(KL_UNITS)}")
 
 
-def require_above(least: float, **given: float | int) -> None:
+def require_above(least: float, **numbers: float | int) -> None:
     """Raise unless each is finite and above ``least``."""
-    for name, value in given.items():
+    for name, value in numbers.items():
         if not least < value < math.inf:
             raise OptionError(f"{name} is {value}; give a finite number above {least:g}")
 
 
-def require_gains(**given: float) -> None:
+def require_gains(**gains: float) -> None:
     """Raise unless each is finite and at least 0."""
-    for name, value in given.items():
+    for name, value in gains.items():
         if not 0 <= value < math.inf:
             raise OptionError(f"{name} is {value}; give a finite gain, at least 0")

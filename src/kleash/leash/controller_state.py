@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError
-from kleash.leash.controller_base import Anticipating
+from kleash.leash.controller_base import PredictiveController
 from kleash.leash.controllers import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.leash.schedules import BetaSchedule, TargetSchedule
 from kleash.registry import look_up
@@ -18,7 +18,10 @@ MAX_PREDICTED_UPDATES = 99.0
 """``beta_reason`` mentions the predicted number of updates until the target only below this."""
 
 CONTROLLERS: Mapping[str, type[Leash]] = MappingProxyType(
-    {one.kind: one for one in (FixedBeta, ZieglerBeta, PIDBeta, DualBeta, BetaSchedule, TargetSchedule)}
+    {
+        controller.kind: controller
+        for controller in (FixedBeta, ZieglerBeta, PIDBeta, DualBeta, BetaSchedule, TargetSchedule)
+    }
 )
 """Name -> class: what ``kind`` in a dict may be."""
 
@@ -36,20 +39,24 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
     """
     if "kind" not in record:
         raise OptionError(f"the dict of a controller has no kind; there are {', '.join(CONTROLLERS)}")
-    chosen: Any = look_up(CONTROLLERS, record["kind"], "beta controller")
-    given = {name: value for name, value in record.items() if name != "kind"}
-    known = {field.name for field in fields(chosen)}
-    if not given.keys() <= known:
-        unknown = ", ".join(sorted(given.keys() - known))
-        raise OptionError(f"{chosen.__name__} has no {unknown}; it has {', '.join(sorted(known))}")
-    if "levels" in given:
-        given["levels"] = tuple(given["levels"])
-    if "controller" in given:
-        given["controller"] = beta_from_dict(given["controller"])
+    controller_class: Any = look_up(CONTROLLERS, record["kind"], "beta controller")
+    values = {name: value for name, value in record.items() if name != "kind"}
+    field_names = {field.name for field in fields(controller_class)}
+    if not values.keys() <= field_names:
+        unknown = ", ".join(sorted(values.keys() - field_names))
+        raise OptionError(
+            f"{controller_class.__name__} has no {unknown}; it has {', '.join(sorted(field_names))}"
+        )
+    if "levels" in values:
+        values["levels"] = tuple(values["levels"])
+    if "controller" in values:
+        values["controller"] = beta_from_dict(values["controller"])
     try:
-        return chosen(**given)
+        return controller_class(**values)
     except TypeError as error:
-        raise OptionError(f"{chosen.__name__} is not all there: {error}; give what is missing") from error
+        raise OptionError(
+            f"{controller_class.__name__} is not all there: {error}; give what is missing"
+        ) from error
 
 
 class StatefulController:
@@ -114,20 +121,20 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
     """
     if after.beta == before.beta:
         return None
-    moved = f"beta {before.beta:.4g} -> {after.beta:.4g}"
+    change = f"beta {before.beta:.4g} -> {after.beta:.4g}"
     if before.target_nats is None:
-        return f"{moved}: by its schedule"
+        return f"{change}: by its schedule"
     measured, target = float(measured_nats), before.target_nats
-    where = "above" if measured > target else "below" if measured < target else "at"
+    position = "above" if measured > target else "below" if measured < target else "at"
     factor = f", {measured / target:.2g} times" if measured > 1.2 * target else ""
-    state = f"KL {measured:.3g} is {where} its target of {target:g}{factor}"
-    return f"{moved}: {state}{_trend(before, after.beta > before.beta, measured)}"
+    state = f"KL {measured:.3g} is {position} its target of {target:g}{factor}"
+    return f"{change}: {state}{_trend(before, after.beta > before.beta, measured)}"
 
 
 def _trend(before: Leash, rises: bool, measured: float) -> str:
     """Where the KL comes from, as far as it explains why beta rises or falls."""
     inner = before.controller if isinstance(before, TargetSchedule) else before
-    if not isinstance(inner, Anticipating) or not inner.levels or not math.isfinite(measured):
+    if not isinstance(inner, PredictiveController) or not inner.levels or not math.isfinite(measured):
         return ""
     earlier = math.exp(min(inner.levels[0], 700.0))
     change, target = measured - earlier, float(before.target_nats or 0.0)

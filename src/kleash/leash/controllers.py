@@ -7,17 +7,17 @@ from typing import ClassVar, Protocol, SupportsFloat, runtime_checkable
 from kleash.errors import OptionError
 from kleash.leash.controller_base import (
     LARGEST_COUNT,
-    Anticipating,
     KLTrend,
     Per,
-    growth,
-    moved,
-    read,
+    PredictiveController,
+    bounded_exp,
+    clip,
+    field_values,
+    read_measurement,
     require_above,
     require_gains,
     require_per,
-    saved_fields,
-    within,
+    with_beta_times,
 )
 
 REACH = 3.0
@@ -90,11 +90,11 @@ class FixedBeta:
 
     def to_dict(self) -> dict[str, object]:
         """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
-        return {"kind": self.kind, **saved_fields(self)}
+        return {"kind": self.kind, **field_values(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZieglerBeta(Anticipating):
+class ZieglerBeta(PredictiveController):
     """Beta steered so that the measured KL settles at a target: the published rule, with bounds.
 
         e = clip(KL / target - 1, -0.2, 0.2),    beta <- beta (1 + e sequences / horizon)
@@ -129,21 +129,23 @@ class ZieglerBeta(Anticipating):
         Raises:
             OptionError: if ``sequences`` is negative.
         """
-        ratio, event = read(measured_nats, self.target_nats, sequences)
+        ratio, event = read_measurement(measured_nats, self.target_nats, sequences)
         if ratio is None:
             return replace(self, event=event)
         if not self.lookahead:
-            return moved(self, 1 + within(ratio - 1, 0.2) * self.share(sequences), event)
-        course = self.course(ratio, REACH)
-        return self.answered(course, 1 + within(error_of(course), 0.2) * self.share(sequences), event)
+            return with_beta_times(self, 1 + clip(ratio - 1, 0.2) * self.horizon_share(sequences), event)
+        trend = self.trend(ratio, REACH)
+        return self.with_response(
+            trend, 1 + clip(predicted_error(trend), 0.2) * self.horizon_share(sequences), event
+        )
 
-    def share(self, sequences: int) -> float:
+    def horizon_share(self, sequences: int) -> float:
         """How much of the horizon so many sequences are."""
         return min(sequences, LARGEST_COUNT) / self.horizon
 
 
 @dataclass(frozen=True, kw_only=True)
-class DualBeta(Anticipating):
+class DualBeta(PredictiveController):
     """Beta as the price of a budget: ascent on the dual of "reward, subject to KL <= budget".
 
         log beta <- log beta + rate clip(KL / target - 1, -largest_error, largest_error)
@@ -178,22 +180,24 @@ class DualBeta(Anticipating):
         Raises:
             OptionError: if ``sequences`` is negative.
         """
-        ratio, event = read(measured_nats, self.target_nats, sequences)
+        ratio, event = read_measurement(measured_nats, self.target_nats, sequences)
         if ratio is None:
             return replace(self, event=event)
         if not self.lookahead:
-            return moved(self, growth(self.rate * within(ratio - 1, self.largest_error)), event)
-        course = self.course(ratio, REACH)
-        return self.answered(course, growth(self.rate * within(error_of(course), self.largest_error)), event)
+            return with_beta_times(self, bounded_exp(self.rate * clip(ratio - 1, self.largest_error)), event)
+        trend = self.trend(ratio, REACH)
+        return self.with_response(
+            trend, bounded_exp(self.rate * clip(predicted_error(trend), self.largest_error)), event
+        )
 
 
-def error_of(course: KLTrend) -> float:
+def predicted_error(trend: KLTrend) -> float:
     """KL / target - 1, for the KL that is coming."""
-    return course.predicted - 1
+    return trend.predicted - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class PIDBeta(Anticipating):
+class PIDBeta(PredictiveController):
     """Beta steered so that the measured KL settles at a target, soon and without overshooting much.
 
         l_k = clip(log(KL_k / target), -reach, reach),    e_k = clip(l_k, -largest_error, largest_error)
@@ -241,17 +245,17 @@ class PIDBeta(Anticipating):
         Raises:
             OptionError: if ``sequences`` is negative.
         """
-        ratio, event = read(measured_nats, self.target_nats, sequences)
+        ratio, event = read_measurement(measured_nats, self.target_nats, sequences)
         if ratio is None:
             return replace(self, event=event)
-        course = self.course(ratio, self.reach)
-        level, before = course.level, course.earlier
-        push = self.integral * within(level, self.largest_error)
-        if before:
-            push += self.proportional * (level - before[0])
-        if len(before) > 1:
-            push += self.derivative * (level - 2 * before[0] + before[1])
-        return self.answered(course, growth(push), event)
+        trend = self.trend(ratio, self.reach)
+        level, earlier = trend.level, trend.earlier
+        push = self.integral * clip(level, self.largest_error)
+        if earlier:
+            push += self.proportional * (level - earlier[0])
+        if len(earlier) > 1:
+            push += self.derivative * (level - 2 * earlier[0] + earlier[1])
+        return self.with_response(trend, bounded_exp(push), event)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences import kl, total_variation
 from kleash.errors import OptionError, ShapeError
-from kleash.leash.trust_region import TrustRegion, counted_log_ratio, decided
+from kleash.leash.trust_region import TrustRegion, counted_log_ratio, region_of
 from kleash.precision import at_least_float32
 
-ROUNDED_UP = 1e-3
+MAX_POSITIVE_LOGP = 1e-3
 """Rounding puts log-probabilities of near-certain tokens this far above 0 at most; what is higher is none."""
 
 BinaryDivergence = Literal["kl", "total_variation"]
@@ -59,7 +59,7 @@ def binary_divergence(
         )
     function = kl if divergence == "kl" else total_variation
     rounding = torch.finfo(at_least_float32(token_logp).dtype).eps / 2
-    return function(_this_or_another(behaviour_logp, 0.0), _this_or_another(token_logp, rounding))
+    return function(_binary_log_probs(behaviour_logp, 0.0), _binary_log_probs(token_logp, rounding))
 
 
 @validated
@@ -103,12 +103,12 @@ def binary_divergence_mask(
     _require_bound(most)
     counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     p, b = (torch.where(counts, x.detach(), 0.0) for x in (token_logp, behaviour_logp))
-    apart = binary_divergence(p, b, divergence)
+    divergences = binary_divergence(p, b, divergence)
     if advantages is None:
-        return decided(counts, apart <= most)
-    toward = _per_token(advantages, counts)
-    pushed_out = ((toward > 0) & (log_ratio > 0)) | ((toward < 0) & (log_ratio < 0))
-    return decided(counts, ~apart.isnan() & ((apart <= most) | ~pushed_out))
+        return region_of(counts, divergences <= most)
+    token_advantages = _per_token(advantages, counts)
+    pushed_out = ((token_advantages > 0) & (log_ratio > 0)) | ((token_advantages < 0) & (log_ratio < 0))
+    return region_of(counts, ~divergences.isnan() & ((divergences <= most) | ~pushed_out))
 
 
 @validated
@@ -148,18 +148,18 @@ def off_policy_sequence_mask(
     """
     _require_bound(most)
     counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    near = -log_ratio.sum(-1) / counts.sum(-1) <= most
+    within_bound = -log_ratio.sum(-1) / counts.sum(-1) <= most
     if advantages.ndim == 1:
         _per_token(advantages, counts)
-        return decided(counts, near | ~(advantages.detach() < 0))
-    return decided(counts, near.unsqueeze(-1) | ~(_per_token(advantages, counts) < 0))
+        return region_of(counts, within_bound | ~(advantages.detach() < 0))
+    return region_of(counts, within_bound.unsqueeze(-1) | ~(_per_token(advantages, counts) < 0))
 
 
-def _this_or_another(token_logp: Tensor, least_rest: float) -> Tensor:
+def _binary_log_probs(token_logp: Tensor, min_rest: float) -> Tensor:
     """Log-probabilities of the token and of all others together, on a new last axis."""
     token_logp = at_least_float32(token_logp.detach())
-    token_logp = torch.where(token_logp > ROUNDED_UP, torch.nan, token_logp.clamp(max=0))
-    rest = (-torch.expm1(token_logp)).clamp(min=least_rest)
+    token_logp = torch.where(token_logp > MAX_POSITIVE_LOGP, torch.nan, token_logp.clamp(max=0))
+    rest = (-torch.expm1(token_logp)).clamp(min=min_rest)
     return torch.stack([token_logp, rest.log()], dim=-1)
 
 

@@ -108,7 +108,7 @@ class Mismatch:
         if system != "verl":
             raise OptionError(f"system is {system!r}; there is 'verl'")
         means, gaps = self.over_sequences, self.probabilities
-        corrected = {
+        rollout_metrics = {
             "training_ppl": means.perplexity_trainer,
             "training_log_ppl": means.log_perplexity_trainer,
             "kl": self.kl_engine_trainer_k1.value,
@@ -123,7 +123,7 @@ class Mismatch:
             "chi2_token": _second_moment(self.chi_squared, self.mean_weight) - 1,
             "chi2_seq": _second_moment(self.sequence_chi_squared, self.sequence_mean_weight) - 1,
         }
-        return {f"rollout_corr/{name}": value for name, value in corrected.items()} | {
+        return {f"rollout_corr/{name}": value for name, value in rollout_metrics.items()} | {
             "training/rollout_probs_diff_max": gaps.largest,
             "training/rollout_probs_diff_mean": gaps.mean,
             "training/rollout_probs_diff_std": gaps.standard_deviation,
@@ -179,8 +179,8 @@ def mismatch(
     return Mismatch(
         **per_token,
         **_sequence_estimates(trainer, engine, counts, clusters),
-        effective_sample_size=_effective(trainer, engine, counts, "token"),
-        effective_sequences=_effective(trainer, engine, counts, "sequence"),
+        effective_sample_size=_effective_sample_size(trainer, engine, counts, "token"),
+        effective_sequences=_effective_sample_size(trainer, engine, counts, "sequence"),
         over_sequences=_sequence_means(trainer, engine, counts),
         probabilities=_probability_gaps(trainer[counts].exp(), engine[counts].exp()),
         largest_log_ratio=_largest(log_ratio.abs()),
@@ -204,10 +204,12 @@ def _token_estimates(
         "perplexity_trainer": (-trainer, "nats", UNBOUNDED),
         "perplexity_engine": (-engine, "nats", UNBOUNDED),
     }
-    found = _estimates(columns, counts, counts.sum(-1), clusters)
-    found["perplexity_ratio"] = found["kl_engine_trainer_k1"]
-    return found | {
-        name: transformed(found[name], math.exp, math.exp) for name in found if name.startswith("perplexity")
+    estimates = _estimates(columns, counts, counts.sum(-1), clusters)
+    estimates["perplexity_ratio"] = estimates["kl_engine_trainer_k1"]
+    return estimates | {
+        name: transformed(estimates[name], math.exp, math.exp)
+        for name in estimates
+        if name.startswith("perplexity")
     }
 
 
@@ -221,9 +223,11 @@ def _sequence_estimates(
         "sequence_chi_squared": (DIVERGENCES["chi_squared"].swapped.of(total), "none", NONNEGATIVE),
         "sequence_mean_weight": (torch.exp(-total), "none", NONNEGATIVE),
     }
-    alone = {name: (values.unsqueeze(-1), unit, ends) for name, (values, unit, ends) in columns.items()}
+    single_columns = {
+        name: (values.unsqueeze(-1), unit, ends) for name, (values, unit, ends) in columns.items()
+    }
     ones = torch.ones(len(counts), 1, dtype=torch.bool)
-    return _estimates(alone, ones, ones.sum(-1), clusters)
+    return _estimates(single_columns, ones, ones.sum(-1), clusters)
 
 
 def _estimates(
@@ -240,14 +244,14 @@ def _estimates(
 
     sums = np.stack([summed(torch.where(counts, x, 0.0).sum(-1)) for x, _, _ in columns.values()], axis=1)
     ends = [bounds for _, _, bounds in columns.values()]
-    found = ratio_of_many(
+    estimates = ratio_of_many(
         sums,
         summed(sizes.double()),
         unit=[unit for _, unit, _ in columns.values()],
         lower=[low for low, _ in ends],
         upper=[high for _, high in ends],
     )
-    return dict(zip(columns, found, strict=True))
+    return dict(zip(columns, estimates, strict=True))
 
 
 def _sequence_means(trainer: Tensor, engine: Tensor, counts: Tensor) -> SequenceMeans:
@@ -268,20 +272,20 @@ def _sequence_means(trainer: Tensor, engine: Tensor, counts: Tensor) -> Sequence
 
 
 def _probability_gaps(trainer: Tensor, engine: Tensor) -> ProbabilityGaps:
-    apart = (trainer - engine).abs()
+    gaps = (trainer - engine).abs()
     x, y = trainer - trainer.mean(), engine - engine.mean()
-    spread = (
-        (apart - apart.mean()).square().sum() / (len(apart) - 1) if len(apart) > 1 else apart.sum() * math.nan
+    variance = (
+        (gaps - gaps.mean()).square().sum() / (len(gaps) - 1) if len(gaps) > 1 else gaps.sum() * math.nan
     )
     return ProbabilityGaps(
         pearson=((x * y).sum() / (x.square().sum() * y.square().sum()).sqrt()).item(),
-        largest=_largest(apart),
-        mean=apart.mean().item(),
-        standard_deviation=spread.sqrt().item(),
+        largest=_largest(gaps),
+        mean=gaps.mean().item(),
+        standard_deviation=variance.sqrt().item(),
     )
 
 
-def _effective(trainer: Tensor, engine: Tensor, counts: Tensor, level: str) -> float:
+def _effective_sample_size(trainer: Tensor, engine: Tensor, counts: Tensor, level: str) -> float:
     weights = importance_weights(trainer, engine, counts, level="token" if level == "token" else "sequence")
     return weights.effective_sample_size.item()
 

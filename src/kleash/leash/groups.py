@@ -62,20 +62,20 @@ def group_advantages(
     """
     if scale not in ("none", "std"):
         raise OptionError(f"scale is {scale!r}; there are none, std")
-    label, counts = _labels(rewards, groups), _counting(rewards, mask)
-    given = torch.where(counts, at_least_float32(rewards.detach()), 0.0)
+    label, counts = _labels(rewards, groups), _response_mask(rewards, mask)
+    values = torch.where(counts, at_least_float32(rewards.detach()), 0.0)
 
     def over_group(values: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add(0, label, values)[label]
 
-    size = over_group(counts.to(given.dtype))
-    centred = given - over_group(given) / size
+    size = over_group(counts.to(values.dtype))
+    centred = values - over_group(values) / size
     result = centred * (size / (size - 1)) if corrected else centred
     if scale == "std":
         centred = torch.where(counts, centred, 0.0)
         result = result / (over_group(centred.square()) / (size - 1)).sqrt()
-    level = _alike(given, counts, label) & (size > 1)
-    return torch.where(counts & ~level, result, 0.0)
+    is_constant = _is_constant_group(values, counts, label) & (size > 1)
+    return torch.where(counts & ~is_constant, result, 0.0)
 
 
 @validated
@@ -131,13 +131,13 @@ def whiten(
     Raises:
         ShapeError: if the two differ in shape.
     """
-    counts, given = as_mask(mask), at_least_float32(values.detach())
-    mean = mean_of(given, counts).across_ranks(group)
-    apart = torch.where(counts, given - mean.value, 0.0)
-    squares = mean_of(apart.square(), counts).across_ranks(group)
-    least, most = _extremes(given, counts, group)
-    level = (least == most) & most.isfinite()
-    return torch.where(counts & ~level, apart / (squares.total / (squares.count - 1)).sqrt(), 0.0)
+    counts, unmasked = as_mask(mask), at_least_float32(values.detach())
+    mean = mean_of(unmasked, counts).across_ranks(group)
+    deviations = torch.where(counts, unmasked - mean.value, 0.0)
+    squares = mean_of(deviations.square(), counts).across_ranks(group)
+    least, most = _extremes(unmasked, counts, group)
+    is_constant = (least == most) & most.isfinite()
+    return torch.where(counts & ~is_constant, deviations / (squares.total / (squares.count - 1)).sqrt(), 0.0)
 
 
 def _extremes(values: Tensor, counts: Tensor, group: "dist.ProcessGroup | None") -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
     return torch.empty_like(label).scatter(0, order, label)
 
 
-def _counting(rewards: Tensor, mask: Tensor | None) -> Tensor:
+def _response_mask(rewards: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.ones_like(rewards, dtype=torch.bool)
     if mask.shape != rewards.shape:
@@ -179,12 +179,12 @@ def _counting(rewards: Tensor, mask: Tensor | None) -> Tensor:
     return as_mask(mask)
 
 
-def _alike(given: Tensor, counts: Tensor, label: Tensor) -> Tensor:
+def _is_constant_group(rewards: Tensor, counts: Tensor, label: Tensor) -> Tensor:
     """Whether all rewards of the group are the same finite number."""
 
-    def most(values: Tensor) -> Tensor:
+    def group_max(values: Tensor) -> Tensor:
         start = torch.full_like(values, -torch.inf)
         return start.scatter_reduce(0, label, torch.where(counts, values, -torch.inf), "amax")[label]
 
-    highest, lowest = most(given), -most(-given)
+    highest, lowest = group_max(rewards), -group_max(-rewards)
     return (highest == lowest) & highest.isfinite()

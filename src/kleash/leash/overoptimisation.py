@@ -34,7 +34,7 @@ class Curve:
     """Its derivative."""
 
 
-def _exp(x: float) -> float:
+def _capped_exp(x: float) -> float:
     return math.exp(x) if x < LARGEST_EXPONENT else math.inf
 
 
@@ -47,8 +47,8 @@ CURVES: Mapping[str, Curve] = MappingProxyType(
         ),
         "rl": Curve(
             bend=lambda d: np.log(np.where(d > 0, d, 1.0)),
-            peak=lambda ratio: _exp(ratio - 1),
-            peak_slope=lambda ratio: _exp(ratio - 1),
+            peak=lambda ratio: _capped_exp(ratio - 1),
+            peak_slope=lambda ratio: _capped_exp(ratio - 1),
         ),
     }
 )
@@ -91,9 +91,9 @@ class Overoptimisation:
         d = np.sqrt(kls)
         design = _design(CURVES[self.curve], d)
         value = design @ np.array([self.a.value, self.b.value])
-        off = self.covariance
-        matrix = np.array([[self.a.standard_error**2, off], [off, self.b.standard_error**2]])
-        half = _student(self.a.clusters) * np.sqrt(np.einsum("ni,ij,nj->n", design, matrix, design))
+        covariance = self.covariance
+        matrix = np.array([[self.a.standard_error**2, covariance], [covariance, self.b.standard_error**2]])
+        half = _student_factor(self.a.clusters) * np.sqrt(np.einsum("ni,ij,nj->n", design, matrix, design))
         return RewardAt(value, value - half, value + half)
 
 
@@ -141,9 +141,9 @@ def fit_overoptimisation(
     fit = _least_squares(design, heights / errors)
     return Overoptimisation(
         curve=curve,
-        a=_estimate(fit, fit.a, "none", math.sqrt(fit.spread[0, 0])),
-        b=_estimate(fit, fit.b, "none", math.sqrt(fit.spread[1, 1])),
-        covariance=float(fit.spread[0, 1]),
+        a=_estimate(fit, fit.a, "none", math.sqrt(fit.covariance[0, 0])),
+        b=_estimate(fit, fit.b, "none", math.sqrt(fit.covariance[1, 1])),
+        covariance=float(fit.covariance[0, 1]),
         peak_kl_nats=_peak_kl(form, fit, float(kls.max())),
         peak_reward=_peak_reward(form, fit),
     )
@@ -152,7 +152,7 @@ def fit_overoptimisation(
 class _Fit(NamedTuple):
     a: float
     b: float
-    spread: Array
+    covariance: Array
     points: int
 
 
@@ -161,15 +161,15 @@ def _least_squares(design: Array, heights: Array) -> _Fit:
     root = np.asarray(np.linalg.pinv(design), np.float64)
     a, b = (float(x) for x in root @ heights)
     residuals = heights - design @ np.array([a, b])
-    spread = np.einsum("in,jn->ij", root, root) * (residuals @ residuals) / (len(heights) - 2)
-    return _Fit(a, b, spread, len(heights))
+    covariance = np.einsum("in,jn->ij", root, root) * (residuals @ residuals) / (len(heights) - 2)
+    return _Fit(a, b, covariance, len(heights))
 
 
 def _design(form: Curve, d: Array) -> Array:
     return np.stack([d, -d * form.bend(d)], axis=-1)
 
 
-def _student(points: int) -> float:
+def _student_factor(points: int) -> float:
     return student_t_quantile(0.975, points - 2)
 
 
@@ -177,7 +177,7 @@ def _estimate(
     fit: _Fit, value: float, unit: str, error: float, ci95: Interval | None = None, *warnings: str
 ) -> Estimate:
     """With Student's interval unless another is given."""
-    half = _student(fit.points) * error
+    half = _student_factor(fit.points) * error
     few = (f"only {fit.points} points for two parameters",) if fit.points < FEW_POINTS else ()
     return Estimate(
         value=value,
@@ -194,10 +194,10 @@ def _peak_kl(form: Curve, fit: _Fit, largest: float) -> Estimate:
     if fit.b <= 0:
         return _estimate(fit, math.inf, "nats", math.nan, (low, high), NO_PEAK)
     ratio = fit.a / fit.b
-    d, along = form.peak(ratio), np.array([1.0, -ratio]) / fit.b
-    error = 2 * d * form.peak_slope(ratio) * math.sqrt(along @ fit.spread @ along)
+    d, gradient = form.peak(ratio), np.array([1.0, -ratio]) / fit.b
+    error = 2 * d * form.peak_slope(ratio) * math.sqrt(gradient @ fit.covariance @ gradient)
     warnings: list[str] = []
-    if fit.b**2 <= _student(fit.points) ** 2 * fit.spread[1, 1]:
+    if fit.b**2 <= _student_factor(fit.points) ** 2 * fit.covariance[1, 1]:
         warnings.append("the data do not exclude that there is no peak: the interval of b reaches 0")
     if d * d > largest:
         warnings.append(f"the peak at {d * d:.3g} nats lies beyond the largest KL measured, {largest:.3g}")
@@ -211,7 +211,7 @@ def _peak_reward(form: Curve, fit: _Fit) -> Estimate:
         return _estimate(fit, math.inf, "none", math.nan, (-math.inf, math.inf), NO_PEAK)
     design = _design(form, np.array([d]))[0]
     value = float(design @ np.array([fit.a, fit.b]))
-    return _estimate(fit, value, "none", math.sqrt(design @ fit.spread @ design))
+    return _estimate(fit, value, "none", math.sqrt(design @ fit.covariance @ design))
 
 
 def _ratio_interval(fit: _Fit) -> Interval:
@@ -220,10 +220,10 @@ def _ratio_interval(fit: _Fit) -> Interval:
     All ratios r for which a - r b is within its own Student t error of 0: ``second r^2 - 2 first r + constant
     <= 0``. Where b may vanish it reaches to infinity, to the side of the sign that a has there.
     """
-    factor = _student(fit.points) ** 2
-    second = fit.b**2 - factor * fit.spread[1, 1]
-    first = fit.a * fit.b - factor * fit.spread[0, 1]
-    constant = fit.a**2 - factor * fit.spread[0, 0]
+    factor = _student_factor(fit.points) ** 2
+    second = fit.b**2 - factor * fit.covariance[1, 1]
+    first = fit.a * fit.b - factor * fit.covariance[0, 1]
+    constant = fit.a**2 - factor * fit.covariance[0, 0]
     inside = first**2 - second * constant
     if second > 0:
         root = math.sqrt(max(inside, 0.0))
@@ -232,7 +232,7 @@ def _ratio_interval(fit: _Fit) -> Interval:
     if second == 0 or inside <= 0:
         return -math.inf, math.inf
     root = math.sqrt(inside)
-    a_without_b = fit.a - fit.b * fit.spread[0, 1] / fit.spread[1, 1]
+    a_without_b = fit.a - fit.b * fit.covariance[0, 1] / fit.covariance[1, 1]
     return ((first - root) / second, math.inf) if a_without_b > 0 else (-math.inf, (first + root) / second)
 
 

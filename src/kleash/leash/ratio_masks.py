@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.estimators import ESTIMATORS, Estimator, importance_weights
-from kleash.leash.trust_region import TrustRegion, counted_log_ratio, decided, inside, logarithms
+from kleash.leash.trust_region import TrustRegion, counted_log_ratio, is_within, log_bounds, region_of
 from kleash.masking import as_mask
 from kleash.registry import look_up
 
@@ -64,12 +64,12 @@ def kl_mask(
     counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     values = torch.where(counts, record.of(-log_ratio), 0.0)
     if over == "token":
-        return decided(counts, inside(values, bounds))
+        return region_of(counts, is_within(values, bounds))
     if over == "sequence_max":
         values = pad(torch.where(counts, values, -inf), (0, 1), value=-inf).amax(-1)
     else:
         values = values.sum(-1) / (counts.sum(-1) if over == "sequence_mean" else 1)
-    return decided(counts, inside(values, bounds))
+    return region_of(counts, is_within(values, bounds))
 
 
 @validated
@@ -144,10 +144,10 @@ def window_weights(
         (2025), https://arxiv.org/abs/2510.18855
     """
     _require_level(level)
-    window = logarithms(bounds)
+    window = log_bounds(bounds)
     counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     log_weight = log_ratio if level == "token" else log_ratio.sum(-1)
-    return decided(counts, inside(log_weight, window), log_weight)
+    return region_of(counts, is_within(log_weight, window), log_weight)
 
 
 @validated
@@ -174,9 +174,9 @@ def geometric_mask(
         Ericsson, "A geometric view of off-policy sequence masking" (2026),
         https://leonericsson.github.io/blog/2026-02-01-opsm-geometric-masking
     """
-    window = logarithms(bounds)
+    window = log_bounds(bounds)
     counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    return decided(counts, inside(log_ratio.sum(-1) / counts.sum(-1), window))
+    return region_of(counts, is_within(log_ratio.sum(-1) / counts.sum(-1), window))
 
 
 def _require_level(level: str) -> None:

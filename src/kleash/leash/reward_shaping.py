@@ -61,11 +61,11 @@ def shape_rewards(
     """
     _require_rewards(scores, token_kl, mask, beta)
     counts = as_mask(mask)
-    left = counts.to(torch.int64).flip(-1).cumsum(-1).flip(-1)
-    given = at_least_float32(scores.detach()).unsqueeze(-1)
-    cost = _cost(token_kl, counts)
-    paid = torch.zeros_like(cost) if beta == 0 else -beta * cost
-    return paid + torch.where(counts & (left == 1), given, 0.0)
+    tokens_left = counts.to(torch.int64).flip(-1).cumsum(-1).flip(-1)
+    response_scores = at_least_float32(scores.detach()).unsqueeze(-1)
+    cost = _unmasked(token_kl, counts)
+    penalty = torch.zeros_like(cost) if beta == 0 else -beta * cost
+    return penalty + torch.where(counts & (tokens_left == 1), response_scores, 0.0)
 
 
 @validated
@@ -95,8 +95,10 @@ def sequence_rewards(
         ShapeError: if the tensors do not fit together.
     """
     _require_rewards(scores, token_kl, mask, beta)
-    given = at_least_float32(scores.detach())
-    return given if beta == 0 else given - beta * _cost(token_kl, as_mask(mask)).sum(-1)
+    response_scores = at_least_float32(scores.detach())
+    return (
+        response_scores if beta == 0 else response_scores - beta * _unmasked(token_kl, as_mask(mask)).sum(-1)
+    )
 
 
 class ControlledKL(NamedTuple):
@@ -151,7 +153,7 @@ def controlled_kl(
             f"log_ratio is {shapes[0]}, token_kl {shapes[1]} and mask {shapes[2]}; give all three as [sequences, steps]"
         )
     counts = as_mask(mask)
-    u, d = _cost(log_ratio, counts), _cost(token_kl, counts)
+    u, d = _unmasked(log_ratio, counts), _unmasked(token_kl, counts)
     sampled, exact = u.sum(-1), d.sum(-1)
     if weight is None:
         a = leave_one_out_weights(sampled, exact, counts.any(-1))
@@ -195,7 +197,7 @@ def measured_kl(
     return tokens if per == "token" else Mean(total=tokens.total, count=as_mask(mask).any(-1).sum())
 
 
-def _cost(token_kl: Tensor, counts: Tensor) -> Tensor:
+def _unmasked(token_kl: Tensor, counts: Tensor) -> Tensor:
     """Detached, in at least float32; 0 where nothing counts."""
     return torch.where(counts, at_least_float32(token_kl.detach()), 0.0)
 

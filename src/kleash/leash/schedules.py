@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import ClassVar, SupportsFloat
 
 from kleash.errors import OptionError
-from kleash.leash.controller_base import Per, require_above, require_per, saved_fields
+from kleash.leash.controller_base import Per, field_values, require_above, require_per
 from kleash.leash.controllers import DualBeta, PIDBeta, ZieglerBeta
 from kleash.registry import look_up
 
@@ -42,7 +42,7 @@ class BetaSchedule:
 
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
-        require_way(self.updates, self.done, self.shape)
+        require_schedule(self.updates, self.done, self.shape)
         require_per(self.per)
         if not (0 <= self.begin < math.inf and 0 <= self.end < math.inf):
             raise OptionError(f"beta goes from {self.begin} to {self.end}; give finite numbers, at least 0")
@@ -50,7 +50,7 @@ class BetaSchedule:
     @property
     def beta(self) -> float:
         """Nats of reward paid for one nat of KL, now."""
-        return on_the_way(self.begin, self.end, self.done / self.updates, self.shape)
+        return interpolate(self.begin, self.end, self.done / self.updates, self.shape)
 
     @property
     def event(self) -> None:
@@ -68,7 +68,7 @@ class BetaSchedule:
 
     def to_dict(self) -> dict[str, object]:
         """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
-        return {"kind": self.kind, **saved_fields(self)}
+        return {"kind": self.kind, **field_values(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class TargetSchedule:
 
     def __post_init__(self) -> None:
         """Raise OptionError where a number means nothing."""
-        require_way(self.updates, self.done, self.shape)
+        require_schedule(self.updates, self.done, self.shape)
         require_above(0.0, begin_nats=self.begin_nats, end_nats=self.end_nats)
 
     @property
@@ -108,7 +108,7 @@ class TargetSchedule:
     @property
     def target_nats(self) -> float:
         """The KL to settle at, as of this update."""
-        return on_the_way(self.begin_nats, self.end_nats, self.done / self.updates, self.shape)
+        return interpolate(self.begin_nats, self.end_nats, self.done / self.updates, self.shape)
 
     @property
     def per(self) -> Per:
@@ -121,21 +121,23 @@ class TargetSchedule:
         Raises:
             OptionError: if ``sequences`` is negative.
         """
-        aimed = replace(self.controller, target_nats=self.target_nats)
-        return replace(self, controller=aimed.after(measured_nats, sequences=sequences), done=self.done + 1)
+        controller = replace(self.controller, target_nats=self.target_nats)
+        return replace(
+            self, controller=controller.after(measured_nats, sequences=sequences), done=self.done + 1
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
-        return {"kind": self.kind, **saved_fields(self), "controller": self.controller.to_dict()}
+        return {"kind": self.kind, **field_values(self), "controller": self.controller.to_dict()}
 
 
-def on_the_way(begin: float, end: float, share: float, shape: str) -> float:
+def interpolate(begin: float, end: float, share: float, shape: str) -> float:
     """Between two numbers; exactly either of them at its end."""
-    gone = SHAPES[shape](min(share, 1.0))
-    return end if gone == 1 else begin + (end - begin) * gone
+    fraction = SHAPES[shape](min(share, 1.0))
+    return end if fraction == 1 else begin + (end - begin) * fraction
 
 
-def require_way(updates: int, done: int, shape: str) -> None:
+def require_schedule(updates: int, done: int, shape: str) -> None:
     """Raise unless the schedule is one."""
     look_up(SHAPES, shape, "shape of a schedule")
     if updates < 1 or done < 0:

@@ -50,14 +50,14 @@ def intersection(
     """
     if not regions:
         raise OptionError("no trust regions to intersect; give at least one")
-    kept, weights = as_mask(mask), torch.ones_like(regions[0].weights)
+    stays, weights = as_mask(mask), torch.ones_like(regions[0].weights)
     for region in regions:
-        if region.kept.shape != kept.shape:
-            raise ShapeError(f"a region is {tuple(region.kept.shape)} and mask {tuple(kept.shape)}")
-        kept, weights = kept & region.kept, weights * region.weights
+        if region.kept.shape != stays.shape:
+            raise ShapeError(f"a region is {tuple(region.kept.shape)} and mask {tuple(stays.shape)}")
+        stays, weights = stays & region.kept, weights * region.weights
     counts = as_mask(mask)
-    weights = torch.where(kept, weights, 0.0)
-    return _region(kept, weights, counts, kept, weights)
+    weights = torch.where(stays, weights, 0.0)
+    return _region(stays, weights, counts, stays, weights)
 
 
 def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) 
     return counts, torch.where(counts, log_ratio, 0.0)
 
 
-def inside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
+def is_within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Where a value lies within the bounds; NaN lies within none.
 
     Raises:
@@ -89,7 +89,7 @@ def inside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
     return (least <= values) & (values <= most)
 
 
-def logarithms(bounds: tuple[float, float]) -> tuple[float, float]:
+def log_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
     """Bounds on a ratio as bounds on its logarithm.
 
     Raises:
@@ -101,28 +101,34 @@ def logarithms(bounds: tuple[float, float]) -> tuple[float, float]:
     return -inf if least == 0 else log(least), log(most)
 
 
-def decided(counts: Tensor, inside: Tensor, log_weight: Tensor | None = None) -> TrustRegion:
+def region_of(counts: Tensor, inside: Tensor, log_weight: Tensor | None = None) -> TrustRegion:
     """The region of a decision, and a weight, per token [batch, time] or per sequence [batch]."""
     per_token = inside.ndim == 2
     units = counts if per_token else counts.any(-1)
-    stay = units & inside
-    weights = stay.to(torch.float32) if log_weight is None else log_weight.exp()
-    of_unit = torch.where(stay, weights, 0.0)
-    kept, weights = (stay, of_unit) if per_token else (stay.unsqueeze(-1), of_unit.unsqueeze(-1))
-    return _region(counts & kept, torch.where(counts & kept, weights, 0.0), units, stay, of_unit)
-
-
-def _region(kept: Tensor, weights: Tensor, units: Tensor, stay: Tensor, of_unit: Tensor) -> TrustRegion:
-    return TrustRegion(
-        weights=weights,
-        kept=kept,
-        removed_share=(units & ~stay).sum() / units.sum(),
-        capped_share=torch.zeros_like(units).sum() / units.sum(),
-        effective_sample_size=_effective(of_unit, units),
+    unit_stays = units & inside
+    weights = unit_stays.to(torch.float32) if log_weight is None else log_weight.exp()
+    unit_weights = torch.where(unit_stays, weights, 0.0)
+    token_stays, weights = (
+        (unit_stays, unit_weights) if per_token else (unit_stays.unsqueeze(-1), unit_weights.unsqueeze(-1))
+    )
+    return _region(
+        counts & token_stays, torch.where(counts & token_stays, weights, 0.0), units, unit_stays, unit_weights
     )
 
 
-def _effective(weights: Tensor, units: Tensor) -> Tensor:
+def _region(
+    token_stays: Tensor, weights: Tensor, units: Tensor, unit_stays: Tensor, unit_weights: Tensor
+) -> TrustRegion:
+    return TrustRegion(
+        weights=weights,
+        kept=token_stays,
+        removed_share=(units & ~unit_stays).sum() / units.sum(),
+        capped_share=torch.zeros_like(units).sum() / units.sum(),
+        effective_sample_size=_effective_sample_size(unit_weights, units),
+    )
+
+
+def _effective_sample_size(weights: Tensor, units: Tensor) -> Tensor:
     """(sum w)^2 / sum w^2; 0 where all are 0, NaN over nothing."""
     weights = weights.flatten()
     if weights.numel() == 0:

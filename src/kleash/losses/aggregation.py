@@ -101,9 +101,10 @@ def aggregate(
         )
     counts = as_mask(mask)
     values = torch.where(counts, per_token, 0.0)
-    way = look_up(AGGREGATIONS, how, "aggregation")
+    aggregation = look_up(AGGREGATIONS, how, "aggregation")
     return Mean(
-        total=way.total(values, counts.sum(-1).clamp(min=1)), count=count_of(counts, how, length=length)
+        total=aggregation.total(values, counts.sum(-1).clamp(min=1)),
+        count=count_of(counts, how, length=length),
     )
 
 
@@ -119,12 +120,12 @@ def count_of(
     Raises:
         UnknownNameError, OptionError: as ``aggregate``.
     """
-    way = look_up(AGGREGATIONS, how, "aggregation")
+    aggregation = look_up(AGGREGATIONS, how, "aggregation")
     if how == "constant" and (length is None or length < 1):
         raise OptionError(f"length is {length}; give the number of tokens that every sequence is divided by")
     if how != "constant" and length is not None:
         raise OptionError(f"length is {length}, which {how!r} does not use; leave it out, or take 'constant'")
     counts = as_mask(mask)
-    if way.counts_tokens:
+    if aggregation.counts_tokens:
         return counts.sum()
     return counts.any(-1).sum() * (1 if length is None else length)

@@ -106,10 +106,10 @@ def top_k_distillation_loss(
             f"teacher_ids are {tuple(teacher_ids.shape)}, teacher_logp {tuple(teacher_logp.shape)}, student_logits "
             f"{tuple(student_logits.shape)} and the mask {tuple(counts.shape)}; give the same positions in all"
         )
-    read = counts.unsqueeze(-1)
-    ids = torch.where(read, teacher_ids, 0)
-    student = at_temperature(torch.where(read, student_logits, 0.0), temperature)
-    teacher = top_k_from(ids, torch.where(read, teacher_logp, -torch.inf))
+    unmasked = counts.unsqueeze(-1)
+    ids = torch.where(unmasked, teacher_ids, 0)
+    student = at_temperature(torch.where(unmasked, student_logits, 0.0), temperature)
+    teacher = top_k_from(ids, torch.where(unmasked, teacher_logp, -torch.inf))
     return tail_bucket_loss(teacher, top_k_of(student, ids), counts, divergence=divergence)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.estimators import largest_log_ratio
-from kleash.losses.surrogate import carrying, sampled_pair
+from kleash.losses.surrogate import sampled_pair, with_pair_gradient
 from kleash.registry import look_up
 
 
@@ -58,30 +58,30 @@ def divergence_loss(
     """
     record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
     pair = sampled_pair(token_logp, token_logq, mask, weights)
-    parts = _parts(record, pair.log_ratio)
-    return carrying(parts.value, pair, parts.score, lambda: parts.against_q)
+    parts = _value_and_slopes(record, pair.log_ratio)
+    return with_pair_gradient(parts.value, pair, parts.score, lambda: parts.grad_q)
 
 
-class _Parts(NamedTuple):
+class _ValueAndSlopes(NamedTuple):
     value: Tensor
     score: Tensor
-    against_q: Tensor
+    grad_q: Tensor
 
 
-def _parts(record: Divergence, u: Tensor) -> _Parts:
+def _value_and_slopes(record: Divergence, u: Tensor) -> _ValueAndSlopes:
     """f, f + f' and -f' for every log ratio, each followed by a line where an exponential would overflow."""
     limit = largest_log_ratio(u.dtype)
     above, below = limit / max(1.0, record.from_p.growth), limit / (1 + record.from_q.growth)
     inside = u.clamp(-below, above)
     value, score = record.of(inside), record.score(inside)
-    against_q = value - score
-    ahead, behind = (u - above).clamp(min=0), (u + below).clamp(max=0)
+    grad_q = value - score
+    excess, deficit = (u - above).clamp(min=0), (u + below).clamp(max=0)
     edges = u.new_tensor([above, above - 1, -below, 1 - below])
     f, s = record.of(edges), record.score(edges)
-    value = value + _line(s[0] - f[0], ahead) + _line(s[2] - f[2], behind)
-    score = score + _line(s[0] - s[1], ahead) + _line(s[3] - s[2], behind)
-    alone, mass = u == torch.inf, record.where_q_is_zero
-    return _Parts(torch.where(alone, mass, value), torch.where(alone, mass, score), against_q)
+    value = value + _line(s[0] - f[0], excess) + _line(s[2] - f[2], deficit)
+    score = score + _line(s[0] - s[1], excess) + _line(s[3] - s[2], deficit)
+    q_is_zero, mass = u == torch.inf, record.where_q_is_zero
+    return _ValueAndSlopes(torch.where(q_is_zero, mass, value), torch.where(q_is_zero, mass, score), grad_q)
 
 
 def _line(slope: Tensor, beyond: Tensor) -> Tensor:

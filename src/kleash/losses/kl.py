@@ -13,18 +13,18 @@ from kleash.estimators import ESTIMATORS, Estimator, largest_log_ratio
 from kleash.estimators.control_variates import leave_one_out_weights
 from kleash.estimators.sampled import log_ratio_and_k3
 from kleash.losses.surrogate import (
-    attach,
-    carrying,
-    counted,
+    mask_and_weights,
     require_gradient,
-    require_one_shape,
+    require_same_shape,
     sampled_pair,
+    with_gradient,
+    with_pair_gradient,
 )
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
-ROUNDINGS = 32
+MAX_ROUNDINGS = 32
 """How many roundings above 0 a log-probability may be: logits in the tens were subtracted."""
 
 
@@ -83,7 +83,7 @@ def kl_loss(
     else:
         log_ratio = pair.log_ratio
         value = record.of(log_ratio)
-    return carrying(value, pair, log_ratio, lambda: -pair.counts.to(log_ratio.dtype))
+    return with_pair_gradient(value, pair, log_ratio, lambda: -pair.counts.to(log_ratio.dtype))
 
 
 @validated
@@ -116,16 +116,16 @@ def future_kl_loss(
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
         ShapeError: if the tensors differ in shape, or have no axis of time.
     """
-    require_one_shape(token_logp=token_logp, token_kl=token_kl, mask=mask, weights=weights)
+    require_same_shape(token_logp=token_logp, token_kl=token_kl, mask=mask, weights=weights)
     if token_logp.ndim == 0:
         raise ShapeError("token_logp is one number; give the tokens of a response on the last axis")
     require_gradient(token_logp)
-    counts, weights = counted(mask, weights)
+    counts, weights = mask_and_weights(mask, weights)
     cost = torch.where(counts, at_least_float32(token_kl.detach()), 0.0)
     cost = cost if weights is None else weights * cost
-    from_here = cost.flip(-1).cumsum(-1).flip(-1)
-    later = torch.where(as_mask(mask), pad(from_here[..., 1:], (0, 1)), 0.0)
-    return attach(torch.zeros_like(later), at_least_float32(token_logp), later)
+    kl_to_go = cost.flip(-1).cumsum(-1).flip(-1)
+    future_kl = torch.where(as_mask(mask), pad(kl_to_go[..., 1:], (0, 1)), 0.0)
+    return with_gradient(torch.zeros_like(future_kl), at_least_float32(token_logp), future_kl)
 
 
 class ExtremeTokens(NamedTuple):
@@ -148,7 +148,7 @@ def extreme_tokens(
     Raises:
         ShapeError: if the tensors differ in shape.
     """
-    require_one_shape(token_logp=token_logp, token_logq=token_logq, mask=mask)
+    require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask)
     counts = as_mask(mask)
     log_ratio = at_least_float32(token_logp.detach()) - at_least_float32(token_logq.detach())
     return ExtremeTokens(
@@ -205,21 +205,21 @@ def controlled_kl_loss(
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
         ShapeError: if the tensors differ in shape, or are not [batch, time].
     """
-    require_one_shape(token_logp=token_logp, token_logq=token_logq, token_kl=token_kl, mask=mask)
+    require_same_shape(token_logp=token_logp, token_logq=token_logq, token_kl=token_kl, mask=mask)
     if token_logp.ndim != 2:
         raise ShapeError(f"token_logp is {tuple(token_logp.shape)}; give all of them as [batch, time]")
-    counts, selected = counted(mask, weights)
+    counts, unmasked_weights = mask_and_weights(mask, weights)
     log_ratio = torch.where(
         counts, at_least_float32(token_logp).detach() - at_least_float32(token_logq).detach(), 0.0
     )
     sampled = kl_loss(token_logp, token_logq, mask, estimator="k1", weights=weights)
     sampled = (sampled + future_kl_loss(token_logp, log_ratio, mask, weights=weights)).sum(-1)
     exact = torch.where(counts, at_least_float32(token_kl), 0.0)
-    exact = exact if selected is None else selected * exact
+    exact = exact if unmasked_weights is None else unmasked_weights * exact
     exact = (exact + future_kl_loss(token_logp, token_kl, mask, weights=weights)).sum(-1)
-    a = leave_one_out_weights(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
-    mixed = torch.where(a == 1, exact, (1 - a) * sampled + a * exact)
-    return ControlledLoss(mixed, a, sampled.detach(), exact.detach())
+    weight = leave_one_out_weights(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
+    mixed = torch.where(weight == 1, exact, (1 - weight) * sampled + weight * exact)
+    return ControlledLoss(mixed, weight, sampled.detach(), exact.detach())
 
 
 @validated
@@ -244,29 +244,29 @@ def require_log_probabilities(
         NotProbabilitiesError: a ValueError, if they cannot be.
         ShapeError: if the two differ in shape.
     """
-    require_one_shape(**{name: token_logp, "mask": mask})
+    require_same_shape(**{name: token_logp, "mask": mask})
     values = token_logp.detach()[as_mask(mask)]
     if values.numel() == 0:
         return
-    unreadable = values.isnan() | (values == torch.inf)
-    if unreadable.any():
-        said = values[unreadable][0].item()
+    invalid = values.isnan() | (values == torch.inf)
+    if invalid.any():
+        first_invalid = values[invalid][0].item()
         raise NotProbabilitiesError(
-            f"{name} is {said} at {int(unreadable.sum())} of {len(values)} tokens that count; "
+            f"{name} is {first_invalid} at {int(invalid.sum())} of {len(values)} tokens that count; "
             "mask them, or look at the model that gave them"
         )
-    least, most = values.min().item(), values.max().item()
-    above = int((values > ROUNDINGS * torch.finfo(values.dtype).eps).sum())
-    if above and least >= 0 and most <= 1:
+    lowest, highest = values.min().item(), values.max().item()
+    num_positive = int((values > MAX_ROUNDINGS * torch.finfo(values.dtype).eps).sum())
+    if num_positive and lowest >= 0 and highest <= 1:
         raise NotProbabilitiesError(
-            f"{name} lies between {least:g} and {most:g}, as probabilities do; give their natural logarithms"
+            f"{name} lies between {lowest:g} and {highest:g}, as probabilities do; give their natural logarithms"
         )
-    if above:
+    if num_positive:
         raise NotProbabilitiesError(
-            f"{name} is positive, up to {most:g}, at {above} of {len(values)} tokens that count, and no "
+            f"{name} is positive, up to {highest:g}, at {num_positive} of {len(values)} tokens that count, and no "
             "log-probability is; give log_softmax of the logits at the token, not the logit or the loss"
         )
-    if least == most == 0 and len(values) > 1:
+    if lowest == highest == 0 and len(values) > 1:
         raise NotProbabilitiesError(
             f"{name} is 0 at all {len(values)} tokens that count, as if nothing had been computed; "
             "give the log-probabilities that the model gave"

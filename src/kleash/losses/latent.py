@@ -42,7 +42,10 @@ def kl_per_dimension(
         ShapeError: if they do not broadcast.
     """
     return kl_gaussian(
-        mean_p.unsqueeze(-1), log_variance_p.unsqueeze(-1), _a_column(mean_q), _a_column(log_variance_q)
+        mean_p.unsqueeze(-1),
+        log_variance_p.unsqueeze(-1),
+        _last_axis_added(mean_q),
+        _last_axis_added(log_variance_q),
     )
 
 
@@ -135,8 +138,8 @@ def cyclical_annealing(
         raise OptionError(f"rising is {rising}; give a share above 0, at most 1")
     if step >= steps:
         return end
-    done = (step * cycles % steps) / steps  # of this cycle, as a share of it
-    return begin + (end - begin) * min(done / rising, 1.0)
+    cycle_share = (step * cycles % steps) / steps  # of this cycle, as a share of it
+    return begin + (end - begin) * min(cycle_share / rising, 1.0)
 
 
 @validated
@@ -169,7 +172,7 @@ def active_units(
     return ActiveUnits(active.sum(), active, variance)
 
 
-def _a_column(parameter: Tensor | float) -> Tensor | float:
+def _last_axis_added(parameter: Tensor | float) -> Tensor | float:
     return parameter.unsqueeze(-1) if isinstance(parameter, Tensor) else parameter
 
 

@@ -103,7 +103,7 @@ def implicit_reward(
     """
     if not 0 < beta < float("inf"):
         raise OptionError(f"beta is {beta}; give a finite number above 0")
-    return beta * _rewarding(divergence).score(at_least_float32(log_ratio))
+    return beta * _record_with_score(divergence).score(at_least_float32(log_ratio))
 
 
 @validated
@@ -161,7 +161,7 @@ def dpo_loss(
     return PreferenceLoss(loss, chosen.detach(), rejected.detach())
 
 
-def _rewarding(divergence: str | Divergence) -> Divergence:
+def _record_with_score(divergence: str | Divergence) -> Divergence:
     """The record, if a reward can be read off it."""
     if isinstance(divergence, str):
         record = look_up(DIVERGENCES, divergence, "divergence")
@@ -173,11 +173,11 @@ def _rewarding(divergence: str | Divergence) -> Divergence:
             "the divergence implies no reward: it is a function of a sum, and only the sum has a score; "
             "give the record of the sum"
         )
-    _require_rising(divergence)
+    _require_increasing_score(divergence)
     return divergence
 
 
-def _require_rising(record: Divergence) -> None:
+def _require_increasing_score(record: Divergence) -> None:
     """A record of somebody's own: its score, looked at where it matters."""
     u = torch.linspace(-6, 6, 97, dtype=torch.float64)
     flat = ~(record.score(u).diff() > 0)

@@ -15,7 +15,7 @@ from kleash.errors import CannotRunError, DetachedError, ShapeError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 
-ONCE = (
+FIRST_DERIVATIVE_ONLY = (
     "a loss of kleash.losses carries the gradient of a divergence, which is not that of its own value, so it has one "
     "derivative, in backward mode; for second or forward-mode derivatives take an exact function of kleash.divergences"
 )
@@ -39,13 +39,13 @@ class SampledPair(NamedTuple):
 
 def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
     """The pair in one type of at least float32, if it fits together and can be trained on."""
-    require_one_shape(token_logp=token_logp, token_logq=token_logq, mask=mask, weights=weights)
+    require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask, weights=weights)
     require_gradient(token_logp, token_logq)
-    counts, weights = counted(mask, weights)
+    counts, weights = mask_and_weights(mask, weights)
     return SampledPair(at_least_float32(token_logp), at_least_float32(token_logq), counts, weights)
 
 
-def counted(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Where a token counts, and the weights there, 0 elsewhere; a weight of 0 is a mask."""
     counts = as_mask(mask)
     if weights is None:
@@ -59,41 +59,46 @@ def counted(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None
     return counts, torch.where(counts, at_least_float32(weights), 0.0)
 
 
-def require_one_shape(**tensors: Tensor | None) -> None:
+def require_same_shape(**tensors: Tensor | None) -> None:
     """Raise unless all of them that are there are alike in shape."""
     shapes = {name: tuple(x.shape) for name, x in tensors.items() if x is not None}
     if len(set(shapes.values())) > 1:
-        said = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ShapeError(f"the tokens do not fit together: {said}; give one number per token in each")
+        description = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ShapeError(f"the tokens do not fit together: {description}; give one number per token in each")
 
 
 def require_gradient(*tensors: Tensor, name: str = "token_logp") -> None:
     """Raise where a loss is asked for and there is nothing that it could train."""
-    if torch.is_grad_enabled() and not any(may_be_trained(x) for x in tensors):
+    if torch.is_grad_enabled() and not any(may_require_grad(x) for x in tensors):
         raise DetachedError(
             f"{name} carries no gradient although gradients are enabled, so this loss would train nothing; "
             "give what was computed with gradients, or call under torch.no_grad() for the value alone"
         )
 
 
-def may_be_trained(x: Tensor) -> bool:
+def may_require_grad(x: Tensor) -> bool:
     """Whether ``x`` carries a gradient, or may do so: inside ``vmap`` only what is outside of it knows."""
     return x.requires_grad or torch._C._are_functorch_transforms_active()  # pyright: ignore
 
 
-def carrying(
-    value: Tensor, pair: SampledPair, slope_p: Tensor, slope_q: Callable[[], Tensor] | None = None
+def with_pair_gradient(
+    value: Tensor, pair: SampledPair, grad_p: Tensor, grad_q: Callable[[], Tensor] | None = None
 ) -> Tensor:
     """``weights * value``, whose gradient in the pair is ``weights`` times the slopes, whatever ``value`` is."""
-    toward_q = slope_q() if slope_q is not None and may_be_trained(pair.token_logq) else None
+    weighted_grad_q = grad_q() if grad_q is not None and may_require_grad(pair.token_logq) else None
     if pair.weights is not None:
-        value, slope_p = pair.weights * value, pair.weights * slope_p
-        toward_q = None if toward_q is None else pair.weights * toward_q
-    return attach(value, pair.token_logp, slope_p, None if toward_q is None else (pair.token_logq, toward_q))
+        value, grad_p = pair.weights * value, pair.weights * grad_p
+        weighted_grad_q = None if weighted_grad_q is None else pair.weights * weighted_grad_q
+    return with_gradient(
+        value,
+        pair.token_logp,
+        grad_p,
+        None if weighted_grad_q is None else (pair.token_logq, weighted_grad_q),
+    )
 
 
 @uncompiled_in_transforms
-def attach(
+def with_gradient(
     value: Tensor, token_logp: Tensor, slope: Tensor, other: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """``value``, with ``slope`` as its gradient in ``token_logp``, and likewise for another tensor."""
@@ -130,8 +135,8 @@ class _Attach(torch.autograd.Function):
         ctx: Any, weight: Tensor
     ) -> tuple[Tensor | None, ...]:
         slope, toward, token_logp, leaf = ctx.saved_tensors
-        in_p = first_derivative_only(weight * slope, token_logp, ONCE)
-        in_q = None if toward is None else first_derivative_only(weight * toward, leaf, ONCE)
+        in_p = first_derivative_only(weight * slope, token_logp, FIRST_DERIVATIVE_ONLY)
+        in_q = None if toward is None else first_derivative_only(weight * toward, leaf, FIRST_DERIVATIVE_ONLY)
         return in_p, in_q, None, None, None
 
 
@@ -155,4 +160,4 @@ class _AttachOrRefuse(_Attach):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise CannotRunError(ONCE)
+        raise CannotRunError(FIRST_DERIVATIVE_ONLY)

@@ -117,8 +117,10 @@ class KLTerm:
         """
         if self.place == "reward":
             raise OptionError("this term is a reward; subtract beta times its per_token from the rewards")
-        given = self.per_token(token_logp, token_logq, mask, behaviour_logp=behaviour_logp, token_kl=token_kl)
-        return aggregate(given, mask, self.aggregation, length=self.length)
+        per_token = self.per_token(
+            token_logp, token_logq, mask, behaviour_logp=behaviour_logp, token_kl=token_kl
+        )
+        return aggregate(per_token, mask, self.aggregation, length=self.length)
 
     def per_token(
         self,
@@ -134,51 +136,53 @@ class KLTerm:
         Raises:
             OptionError: if an input is missing or not used.
         """
-        self._require("behaviour_logp", behaviour_logp, self.ratio != "none", f"ratio is {self.ratio!r}")
-        self._require("token_kl", token_kl, self._record is None, f"estimator is {self._name!r}")
+        self._require_input(
+            "behaviour_logp", behaviour_logp, self.ratio != "none", f"ratio is {self.ratio!r}"
+        )
+        self._require_input("token_kl", token_kl, self._record is None, f"estimator is {self._name!r}")
         counts, weights = as_mask(mask), None
         if behaviour_logp is not None and self.ratio != "none":
             level, cap = self.ratio, self.cap
             weights = importance_weights(token_logp, behaviour_logp, mask, level=level, cap=cap).values
             counts = counts & (weights != 0)
             if self.rule == "ratio_attached":
-                weights = weights * _one_with_gradient(token_logp, counts, level)
+                weights = weights * _unit_weight_with_gradient(token_logp, counts, level)
         if token_kl is None:
-            cost = self._estimated(token_logp, token_logq.detach(), counts)
+            cost = self._token_estimates(token_logp, token_logq.detach(), counts)
         else:
             cost = torch.where(counts, at_least_float32(token_kl), 0.0)
         if self.place == "reward":
             return cost.detach()
         require_gradient(cost, name="token_logp" if token_kl is None else "token_kl")
         if self.rule == "score":
-            estimator, against = self.estimator, token_logq.detach()
-            term = kl_loss(token_logp, against, mask, estimator=estimator, weights=weights)
+            estimator, reference = self.estimator, token_logq.detach()
+            term = kl_loss(token_logp, reference, mask, estimator=estimator, weights=weights)
         else:
             term = cost if weights is None else weights * cost
         if self.spec.scope == "token" or self.rule == "ratio_attached":
             return term
         return term + future_kl_loss(token_logp, cost, mask, weights=weights)
 
-    def _require(self, name: str, given: Tensor | None, needed: bool, because: str) -> None:
-        if needed and given is None:
+    def _require_input(self, name: str, tensor: Tensor | None, needed: bool, because: str) -> None:
+        if needed and tensor is None:
             raise OptionError(f"{because}, so {name} is needed; give it")
-        if given is not None and not needed:
+        if tensor is not None and not needed:
             raise OptionError(f"{because}, so {name} would not be used; leave it out, or change the term")
 
-    def _estimated(self, token_logp: Tensor, token_logq: Tensor, counts: Tensor) -> Tensor:
+    def _token_estimates(self, token_logp: Tensor, token_logq: Tensor, counts: Tensor) -> Tensor:
         """The estimator of each token, through which gradients flow; what is masked is not read."""
         record = self._record or ESTIMATORS["k3"]
         p, q = (torch.where(counts, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
         return continued_k3(p - q) if record is ESTIMATORS["k3"] else record.of(p - q)
 
 
-def _one_with_gradient(token_logp: Tensor, counts: Tensor, level: Level) -> Tensor:
+def _unit_weight_with_gradient(token_logp: Tensor, counts: Tensor, level: Level) -> Tensor:
     """1, with the gradient of the logarithm of the weight of that level."""
-    own = torch.where(counts, at_least_float32(token_logp), 0.0)
+    logp = torch.where(counts, at_least_float32(token_logp), 0.0)
     if level == "sequence":
-        log_weight = own.sum(-1, keepdim=True).expand_as(own)
+        log_weight = logp.sum(-1, keepdim=True).expand_as(logp)
     elif level == "token":
-        log_weight = own
+        log_weight = logp
     else:
-        log_weight = own.cumsum(-1) - (own if level == "before" else 0.0)
+        log_weight = logp.cumsum(-1) - (logp if level == "before" else 0.0)
     return torch.exp(log_weight - log_weight.detach())

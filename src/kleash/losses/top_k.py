@@ -12,7 +12,7 @@ from kleash.divergences.functions import contributions
 from kleash.divergences.table import identity
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import rounding_nats
-from kleash.losses.surrogate import attach, counted, require_gradient, require_one_shape
+from kleash.losses.surrogate import mask_and_weights, require_gradient, require_same_shape, with_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
@@ -44,8 +44,8 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     Differentiable in ``logp``; which tokens are chosen (``logp.topk(16).indices``, a teacher's) is a constant.
     """
     logp = at_least_float32(logp)
-    others = logp.scatter(-1, ids, -torch.inf)
-    return TopK(ids, logp.gather(-1, ids), others.logsumexp(-1))
+    rest_logp = logp.scatter(-1, ids, -torch.inf)
+    return TopK(ids, logp.gather(-1, ids), rest_logp.logsumexp(-1))
 
 
 @validated
@@ -56,9 +56,9 @@ def top_k_from(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) 
     most that rounding allows (``rounding_nats``: 4e-6 of the mass in float32); a list that is heavier than 1
     by more than that gives NaN.
     """
-    exact = at_least_float32(logp)
-    seen = (exact - rounding_nats(logp)).exp().sum(-1)
-    return TopK(ids, exact, torch.where(seen < 1, torch.log1p(-seen), torch.nan))
+    upcast = at_least_float32(logp)
+    listed_mass = (upcast - rounding_nats(logp)).exp().sum(-1)
+    return TopK(ids, upcast, torch.where(listed_mass < 1, torch.log1p(-listed_mass), torch.nan))
 
 
 @validated
@@ -145,23 +145,23 @@ def sampled_tail_loss(
             "give a divergence that is a mean, or tail_bucket_loss"
         )
     _require_lists(p, q, mask)
-    require_one_shape(mask=mask, **drawn._asdict(), weights=weights)
+    require_same_shape(mask=mask, **drawn._asdict(), weights=weights)
     require_gradient(p.logp, q.logp, drawn.token_logp, drawn.token_logq)
     counts = as_mask(mask).unsqueeze(-1)
     head_p, head_q = (torch.where(counts, at_least_float32(x.logp), 0.0) for x in (p, q))
     outside = as_mask(mask) & ~(p.ids == drawn.tokens.unsqueeze(-1)).any(-1)
-    tail = _sampled(record, drawn, *counted(outside, weights))
+    tail = _sampled_tail(record, drawn, *mask_and_weights(outside, weights))
     return contributions(record, head_p, head_q).sum(-1) + tail
 
 
-def _sampled(record: Divergence, drawn: Drawn, counts: Tensor, weights: Tensor | None) -> Tensor:
-    token_logp, token_logq = at_least_float32(drawn.token_logp), at_least_float32(drawn.token_logq)
+def _sampled_tail(record: Divergence, sample: Drawn, counts: Tensor, weights: Tensor | None) -> Tensor:
+    token_logp, token_logq = at_least_float32(sample.token_logp), at_least_float32(sample.token_logq)
     log_ratio = torch.where(counts, (token_logp - token_logq).detach(), 0.0)
-    value, toward_p = record.of(log_ratio), record.score(log_ratio)
-    toward_q = value - toward_p
+    value, grad_p = record.of(log_ratio), record.score(log_ratio)
+    grad_q = value - grad_p
     if weights is not None:
-        value, toward_p, toward_q = weights * value, weights * toward_p, weights * toward_q
-    return attach(value, token_logp, toward_p, (token_logq, toward_q))
+        value, grad_p, grad_q = weights * value, weights * grad_p, weights * grad_q
+    return with_gradient(value, token_logp, grad_p, (token_logq, grad_q))
 
 
 def _require_lists(p: TopK, q: TopK, mask: Tensor) -> None:
@@ -171,4 +171,4 @@ def _require_lists(p: TopK, q: TopK, mask: Tensor) -> None:
             f"p lists {shapes[0]} tokens with {shapes[1]} numbers, q {shapes[2]} with {shapes[3]}, and mask is "
             f"{tuple(mask.shape)}; give both sides the same tokens, [batch, time, k] where mask is [batch, time]"
         )
-    require_one_shape(mask=mask, p_log_rest=p.log_rest, q_log_rest=q.log_rest)
+    require_same_shape(mask=mask, p_log_rest=p.log_rest, q_log_rest=q.log_rest)
