@@ -1,4 +1,4 @@
-"""Advantages over time: what a token led to, against what a critic expected."""
+"""Generalised advantage estimation and discounted returns over masked tokens."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from kleash.precision import at_least_float32
 
 
 class Advantages(NamedTuple):
-    """What multiplies the gradient of log p, and what the critic learns; no gradient flows through either."""
+    """Advantages for the policy loss and returns for the critic; both are detached."""
 
     advantages: Float[Tensor, "sequences steps"]
     """How much better each token was than expected; 0 where masked."""
@@ -75,7 +75,7 @@ def rewards_to_go(
     *,
     gamma: float = 1.0,
 ) -> Float[Tensor, "sequences steps"]:
-    """From each token on, the sum of the rewards of the tokens that count, discounted per such token.
+    """The discounted sum of rewards from each token on; masked tokens are no steps.
 
         to_go_t = reward_t + gamma to_go_next(t)
 
@@ -109,7 +109,7 @@ def _discounted_sum(values: Tensor, counts: Tensor, factor: float) -> Tensor:
 
 
 def _next_value(values: Tensor, counts: Tensor) -> Tensor:
-    """The value of the next step that counts; 0 after the last."""
+    """The value of the next unmasked step; 0 after the last."""
     steps = counts.shape[-1]
     positions = torch.where(counts, torch.arange(steps, device=counts.device), steps)
     this_or_next = positions.flip(-1).cummin(-1).values.flip(-1)

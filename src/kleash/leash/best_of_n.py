@@ -1,4 +1,4 @@
-"""What best-of-n sampling costs in KL: exactly, at most, and estimated from draws.
+"""The KL of best-of-n sampling from the reference: exact, its upper bound, and estimates from draws.
 
 Best of n draws n responses and keeps the one with the highest reward; of several with that reward each is as
 likely to be kept. With F the share of the reference at or below a reward, G the share below it and m = F - G:
@@ -27,13 +27,13 @@ from kleash.uncertainty import Estimate, clustered_mean
 Array = NDArray[np.float64]
 SUM_TOLERANCE = 1e-5
 LOWEST_LOG = -1e4
-"""Of a share that is 0; its exponential is 0, and so is its product with that."""
+"""Stands for log 0: its exponential is 0, and so is 0 times it."""
 DRAWS_PER_N = 4
-"""Draws per prompt, as multiples of n, below which the responses that matter are seen too rarely."""
+"""The recommended number of draws per prompt, as a multiple of n."""
 
 
 def best_of_n_bound(n: int) -> float:
-    """log n - (n - 1) / n nats: what best of n costs at most, and exactly where rewards never tie.
+    """The upper bound log n - (n - 1) / n nats of the KL of best-of-n, exact where rewards never tie.
 
     Often quoted as the KL itself. It is that only if no single response is likely and no two responses
     have one reward; with K outcomes in all the KL cannot exceed the log of the rarest one's 1/probability.
@@ -164,7 +164,7 @@ def best_of_n_kl_from_winners(
 
 
 def _pseudo_values(rewards: Array, n: int) -> Array:
-    """Jackknife pseudo-values, one per draw, of how far one prompt falls short of the bound."""
+    """Jackknife pseudo-values, one per draw, of the gap between the bound and the KL for one prompt."""
     _, level, counts = np.unique(rewards, return_inverse=True, return_counts=True)
     draws, tied = len(rewards), np.flatnonzero(counts > 1)
     if not len(tied):
@@ -178,7 +178,7 @@ def _pseudo_values(rewards: Array, n: int) -> Array:
 
 
 def _mean_gap(counts: NDArray[np.int64], n: int) -> float:
-    """Mean over the draws of what the bound exceeds the KL by, each draw placed among the others."""
+    """The mean gap between bound and KL over the draws, each ranked among the other draws."""
     draws = counts.sum()
     tied = counts > 1
     lower_share, tied_share = (

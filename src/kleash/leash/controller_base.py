@@ -1,4 +1,4 @@
-"""What all beta controllers share: how a measurement is read, and how beta is kept in bounds."""
+"""The base of the beta controllers: reading of measurements, prediction of the KL, steps and bounds of beta."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -9,32 +9,32 @@ from kleash.errors import OptionError
 Per = Literal["sequence", "token"]
 KL_UNITS: tuple[Per, ...] = ("sequence", "token")
 LARGEST_COUNT = 2**53
-"""Sequences that a float still counts one by one; nobody measures more."""
+"""The largest count of sequences that a float represents exactly."""
 LARGEST_EXPONENT = 700.0
 ZERO_KL_EVENT = "the measured KL is 0: answered as the largest error below the target"
 MAX_LOG_RATIO = 30.0
-"""E-folds off the target from which a KL is not told from one that is further off."""
+"""log(KL / target) is clipped to this, to either side, before it is exponentiated."""
 PATIENCE_UPDATES = 20.0
-"""Updates in which a KL that rises reaches its target, if beta is to be left alone."""
+"""Beta stays if a rising KL is predicted to reach its target within this many updates."""
 NOISE_LOG_RATIO = 0.25
-"""E-folds from the target within which what the KL does may be noise."""
+"""|log(KL / target)| up to which changes of the KL may be noise."""
 STEADY_GROWTH = 0.15
-"""E-folds per update up to which a KL that runs up to its target is left to the controller's own rule."""
+"""E-folds per update above which a first rise to the target is braked."""
 AnyBounded = TypeVar("AnyBounded", bound="BoundedController")
 AnyPredictive = TypeVar("AnyPredictive", bound="PredictiveController")
 
 
 class Reading(NamedTuple):
-    """A measurement as a controller answers it."""
+    """A measured KL relative to the target."""
 
     ratio: float | None
     """Measured over target: at least 0, inf for an infinite KL; None where it is ignored."""
     event: str | None
-    """What was wrong with it."""
+    """What was wrong with the measurement; None otherwise."""
 
 
 def read_measurement(measured_nats: SupportsFloat, target_nats: float, sequences: int) -> Reading:
-    """The measurement over the target; what no KL can be is ignored or answered as 0, and said.
+    """The measured KL over the target; an invalid value is ignored or replaced, with an event that says so.
 
     Raises:
         OptionError: if ``sequences`` is negative.
@@ -54,39 +54,39 @@ def read_measurement(measured_nats: SupportsFloat, target_nats: float, sequences
 
 
 def clip(value: float, largest: float) -> float:
-    """``value``, but no further from 0 than ``largest``."""
+    """``value`` clipped to [-largest, largest]."""
     return max(-largest, min(largest, value))
 
 
 def bounded_exp(nats: float) -> float:
-    """exp, for any number: what overflows is bounded by every step anyway."""
+    """exp with the exponent bounded, so that it does not overflow (every step is bounded below that)."""
     return math.exp(min(nats, LARGEST_EXPONENT))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedController:
-    """Beta between two bounds, moved by a factor per update so that the KL meets a target."""
+    """A controller whose beta lies between two bounds and is multiplied by a factor at each update."""
 
     kind: ClassVar[str]
-    """Its name in a dict."""
+    """Its name in ``to_dict``."""
 
     beta: float
-    """Nats of reward paid for one nat of KL, now."""
+    """The current beta: nats of reward paid for one nat of KL."""
     target_nats: float
-    """The KL to settle at, above 0, per what ``per`` says."""
+    """The target KL, above 0, in the unit of ``per``."""
     per: Per = "sequence"
     """"sequence": target and measurements are mean sums over responses; "token": means over tokens."""
     beta_min: float = 1e-4
-    """Beta never falls below; above 0, since from 0 no factor leads back."""
+    """The lower bound of beta; above 0, since a factor cannot raise a beta of 0."""
     beta_max: float = 100.0
-    """Beta never rises above."""
+    """The upper bound of beta."""
     largest_step: float = 2.0
-    """The most that one update multiplies or divides beta by."""
+    """The largest factor that one update multiplies or divides beta by."""
     event: str | None = None
-    """Why the last step was bounded or ignored; None where nothing was."""
+    """Why the last step was bounded or the measurement ignored; None otherwise."""
 
     def __post_init__(self) -> None:
-        """Raise OptionError where a number means nothing."""
+        """Raise OptionError if a field is out of range."""
         require_per(self.per)
         if not 0 < self.beta_min <= self.beta_max < math.inf:
             raise OptionError(
@@ -100,38 +100,37 @@ class BoundedController:
         require_above(1.0, largest_step=self.largest_step)
 
     def to_dict(self) -> dict[str, object]:
-        """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
+        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
         return {"kind": self.kind, **field_values(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictiveController(BoundedController):
-    """Beta that is moved by where the KL is going, not only by where it is.
+    """A controller that can respond to the predicted KL instead of the measured one.
 
     With ``lookahead`` above 0:
 
-    - Below the target beta rises only if the KL, going on as it does, reaches the target within ``lookahead``
-      updates; and falls only if it does not reach it within ``PATIENCE``. A climb towards the target is no reason
-      to move beta.
-    - A KL that runs up to its target for the first time, growing by more than a share ``STEADY`` per update, is
-      braked: ``brake`` (growth - STEADY) is added to log beta. How fast it runs says how far beta is off.
-    - Once it has been there, beta is loosened by a share ``caution`` only (in log beta) while the KL is further from
-      the target than e^``NEAR``: what brought the KL down is about right, and loosened as fast lets it up again.
+    - Below the target, beta rises only if the KL is predicted to reach the target within ``lookahead`` updates, and
+      falls only if the KL is not predicted to reach it within ``PATIENCE_UPDATES``.
+    - The first rise to the target is braked if the KL grows by more than ``STEADY_GROWTH`` e-folds per update:
+      ``brake`` (growth - STEADY_GROWTH) is added to log beta.
+    - Once the KL has reached the target, a decrease of log beta is multiplied by ``caution`` while
+      abs(log(KL / target)) is above ``NOISE_LOG_RATIO``, so that the KL does not swing up again.
     """
 
     lookahead: float = 0.0
-    """Updates ahead that the KL is extrapolated along a line through the last two; 0 for none of this."""
+    """Updates by which the KL is extrapolated linearly from the last two; 0 switches the prediction off."""
     brake: float = 1.5
     """What a KL that grows e-fold per update adds to log beta, while it runs up to its target for the first time."""
     caution: float = 1.0
     """Share of a loosening that is carried out while the KL swings far from a target that it has met before."""
     levels: tuple[float, ...] = ()
-    """The log of the last two KLs, as they were answered; newest first."""
+    """The logs of the last two KLs after clipping; newest first."""
     reached: bool = False
-    """Whether the KL has come to stand at or above the target since the start."""
+    """Whether the KL has settled at or above the target since the start."""
 
     def __post_init__(self) -> None:
-        """Raise OptionError where a number means nothing."""
+        """Raise OptionError if a field is out of range."""
         super().__post_init__()
         require_gains(lookahead=self.lookahead, brake=self.brake, caution=self.caution)
         if len(self.levels) > 2 or not all(map(math.isfinite, self.levels)):
@@ -140,7 +139,7 @@ class PredictiveController(BoundedController):
             )
 
     def trend(self, ratio: float, reach: float) -> "KLTrend":
-        """Where a KL of so many times the target comes from and is going; levels further off than ``reach`` are cut."""
+        """The trend of the KL, given the newest as a multiple of the target; levels are clipped to ``reach``."""
         log_target = math.log(self.target_nats)
         level = clip(math.log(ratio) if ratio > 0 else -math.inf, reach)
         earlier = tuple(clip(log_kl - log_target, reach) for log_kl in self.levels)
@@ -149,7 +148,7 @@ class PredictiveController(BoundedController):
     def with_response(
         self: AnyPredictive, trend: "KLTrend", factor: float, event: str | None
     ) -> AnyPredictive:
-        """The controller with beta times ``factor``, as far as the course of the KL, step and bounds allow."""
+        """The controller with beta times ``factor``, limited by the trend of the KL, ``largest_step`` and bounds."""
         if self.lookahead > 0:
             factor = trend.allowed_factor(factor)
             if self.reached and factor < 1 and trend.is_far:
@@ -163,7 +162,7 @@ class PredictiveController(BoundedController):
 
 @dataclass(frozen=True, kw_only=True)
 class KLTrend:
-    """A KL and the two before it, as logs of their shares of the target."""
+    """log(KL / target) of the newest measurement and of the two before it."""
 
     level: float
     earlier: tuple[float, ...]
@@ -172,7 +171,7 @@ class KLTrend:
 
     @property
     def change(self) -> float:
-        """By how much of the target the KL has grown since the last update; 0 at the first."""
+        """The change of KL / target since the last update; 0 at the first."""
         return _ratio(self.level) - _ratio(self.earlier[0]) if self.earlier else 0.0
 
     @property
@@ -184,17 +183,17 @@ class KLTrend:
 
     @property
     def predicted(self) -> float:
-        """The KL over the target in ``lookahead`` updates, if it goes on along a line; at least 0."""
+        """KL / target after ``lookahead`` updates, extrapolated linearly; at least 0."""
         return max(0.0, _ratio(self.level) + self.lookahead * self.change)
 
     @property
     def is_far(self) -> bool:
-        """Whether the KL is further from the target than noise carries it."""
+        """Whether the KL is further from the target than noise explains."""
         return abs(self.level) > NOISE_LOG_RATIO
 
     @property
     def is_approaching(self) -> bool:
-        """Whether the KL, going on as in the last two updates, reaches the target within ``PATIENCE``."""
+        """Whether the KL, extrapolated from the last two updates, reaches the target within ``PATIENCE_UPDATES``."""
         if not self.earlier or self.level > -NOISE_LOG_RATIO:
             return False
         change = (_ratio(self.level) - _ratio(self.earlier[-1])) / len(self.earlier)
@@ -218,11 +217,11 @@ class KLTrend:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the KL is at the target or above and grows no more, or has begun there."""
+        """Whether the KL is at or above the target and no longer grows, or started there."""
         return self.level >= 0 and self.change <= 0
 
     def allowed_factor(self, factor: float) -> float:
-        """What beta may be multiplied by; 1 where the KL is on its way to the target from below."""
+        """``factor``, or 1 where the KL is approaching the target from below."""
         if self.level >= 0:
             return factor
         if factor > 1:
@@ -235,7 +234,7 @@ def _ratio(level: float) -> float:
 
 
 def field_values(record: Any) -> dict[str, object]:
-    """The fields of a flat dataclass, tuples as lists."""
+    """The fields of a flat dataclass by name, with tuples as lists."""
     values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(record)}
     return {
         name: list(cast("tuple[Any, ...]", x)) if isinstance(x, tuple) else x for name, x in values.items()
@@ -243,7 +242,7 @@ def field_values(record: Any) -> dict[str, object]:
 
 
 def with_beta_times(controller: AnyBounded, factor: float, event: str | None) -> AnyBounded:
-    """The controller with beta times ``factor``, as far as step and bounds allow; the event says where not."""
+    """The controller with beta times ``factor``, limited by ``largest_step`` and the bounds (see ``event``)."""
     events = [] if event is None else [event]
     largest = controller.largest_step
     step = max(1 / largest, min(largest, factor))
@@ -258,7 +257,7 @@ def with_beta_times(controller: AnyBounded, factor: float, event: str | None) ->
 
 
 def require_per(per: str) -> None:
-    """Raise unless it is one of ``PERS``."""
+    """Raise unless it is one of ``KL_UNITS``."""
     if per not in KL_UNITS:
         raise OptionError(f"per is {per!r}; there are {', '.join(KL_UNITS)}")
 

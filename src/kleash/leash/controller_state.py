@@ -27,7 +27,7 @@ CONTROLLERS: Mapping[str, type[Leash]] = MappingProxyType(
 
 
 def beta_from_dict(record: Mapping[str, Any]) -> Leash:
-    """The controller that ``to_dict`` wrote down: it goes on as if it had never been stopped.
+    """Restore a controller from its ``to_dict``; it continues exactly where the saved one was.
 
     Args:
         record: ``kind`` and the fields of that controller, such as ``json.loads`` gives them. Fields left out
@@ -107,7 +107,7 @@ _FORMER_METHODS = {"steer": "update", "take_up": "load_state"}
 
 
 def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> str | None:
-    """Why ``before.after(measured_nats)`` has another beta, with the numbers; None if it has not.
+    """Explain why ``before.after(measured_nats)`` has another beta, with the numbers; None if it has not.
 
     ::
 
@@ -115,8 +115,8 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
         beta 0.21 -> 0.2057: KL 6.4 is below its target of 8
 
     Args:
-        before: the controller that was told the measurement.
-        after: the one that it returned.
+        before: the controller whose ``after`` was called.
+        after: the controller that it returned.
         measured_nats: the KL.
     """
     if after.beta == before.beta:
@@ -132,7 +132,7 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
 
 
 def _trend(before: Leash, rises: bool, measured: float) -> str:
-    """Where the KL comes from, as far as it explains why beta rises or falls."""
+    """The direction of the KL, where it explains the change of beta."""
     inner = before.controller if isinstance(before, TargetSchedule) else before
     if not isinstance(inner, PredictiveController) or not inner.levels or not math.isfinite(measured):
         return ""

@@ -1,4 +1,4 @@
-"""Masks that look at which way an update pushes: DPPO's binary divergences, and DeepSeek's sequence mask."""
+"""Trust-region masks that use the sign of the advantage: DPPO's binary divergences, DeepSeek's sequence mask."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ from kleash.leash.trust_region import TrustRegion, counted_log_ratio, region_of
 from kleash.precision import at_least_float32
 
 MAX_POSITIVE_LOGP = 1e-3
-"""Rounding puts log-probabilities of near-certain tokens this far above 0 at most; what is higher is none."""
+"""The largest positive log-probability that rounding explains; larger values are invalid."""
 
 BinaryDivergence = Literal["kl", "total_variation"]
 

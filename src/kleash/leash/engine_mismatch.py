@@ -1,4 +1,4 @@
-"""Trainer against rollout engine: the same weights, two log-probabilities of each token, and how far they are apart."""
+"""The mismatch between trainer and rollout engine: divergences between their log-probabilities of the same tokens."""
 
 import math
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class SequenceMeans(NamedTuple):
 
 
 class ProbabilityGaps(NamedTuple):
-    """The tokens' probabilities themselves, which cannot run away as ratios do."""
+    """Differences of the tokens' probabilities, which are bounded, unlike ratios."""
 
     pearson: float
     """Their correlation: 1 where one is a rising linear function of the other. NaN over fewer than two."""
@@ -50,7 +50,7 @@ class ProbabilityGaps(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """How far trainer and engine are apart on the tokens that the engine drew.
+    """The mismatch between trainer and engine on the tokens that the engine drew.
 
     Everything is from one-sided samples; an error comes from the sequences (or prompts) as clusters. "Along
     the engine's prefixes": each next-token divergence at the prefixes that were met, which is what weights
@@ -83,9 +83,9 @@ class Mismatch:
     sequence_mean_weight: Estimate
     """The mean of the sequences' weights."""
     effective_sample_size: float
-    """How many tokens of equal weight would tell as much as these under token weights."""
+    """The effective number of tokens under token weights."""
     effective_sequences: float
-    """How many sequences would, under sequence weights."""
+    """The effective number of sequences under sequence weights."""
     over_sequences: SequenceMeans
     probabilities: ProbabilityGaps
     largest_log_ratio: float
@@ -139,7 +139,7 @@ def mismatch(
     *,
     prompts: Integer[Tensor, "batch_l"] | None = None,
 ) -> Mismatch:
-    """Every way to say how far the trainer's log-probabilities are from the rollout engine's.
+    """Measure the mismatch between the trainer's and the rollout engine's log-probabilities of sampled tokens.
 
     Tokens were drawn by the engine, so KL(engine || trainer) is a plain mean over them, and what averages over the
     trainer needs weights rho = trainer / engine. All of it is right only if both columns are of one kind: the

@@ -1,4 +1,4 @@
-"""Advantages without a critic: responses to the same prompt, compared with each other; and whitening."""
+"""Group-relative advantages (GRPO, RLOO) and whitening."""
 
 from typing import Literal
 
@@ -94,7 +94,7 @@ def leave_one_out_advantages(
     Args:
         rewards: one per response (``sequence_rewards``).
         groups: which prompt each answers, or the size of groups that follow one another.
-        mask: true (or 1) for the responses that count; the others get 0 and are nobody's others.
+        mask: true (or 1) for the responses that count; the others get 0 and enter no mean.
 
     Raises:
         OptionError, ShapeError: as ``group_advantages``.

@@ -1,4 +1,4 @@
-"""Where optimising a proxy stops paying: Gao et al.'s curves of reward against KL, fitted with intervals."""
+"""Over-optimisation of a proxy reward: Gao et al.'s curves of gold reward against KL, fitted with intervals."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ CURVES: Mapping[str, Curve] = MappingProxyType(
 
 
 class RewardAt(NamedTuple):
-    """The fitted curve, and between what it lies at each point with 95 % confidence."""
+    """The fitted curve and its 95 % confidence limits at each point."""
 
     reward: Float64[np.ndarray, "points"]
     low: Float64[np.ndarray, "points"]
@@ -65,14 +65,14 @@ class RewardAt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Overoptimisation:
-    """A fitted curve of reward against KL, and where it turns."""
+    """A fitted curve of reward against KL, and its peak."""
 
     curve: str
     """"best_of_n" or "rl"."""
     a: Estimate
     """Reward per sqrt(nat) at the beginning."""
     b: Estimate
-    """How fast that is lost; a peak exists where it is above 0."""
+    """The rate at which it declines; a peak exists if it is above 0."""
     covariance: float
     """Of a and b."""
     peak_kl_nats: Estimate

@@ -1,4 +1,4 @@
-"""The trust region: which samples still count, and for how much, when the policy is no longer what drew them."""
+"""Trust regions from importance ratios and estimated KL, for samples that an older policy drew."""
 
 from math import inf
 from typing import Literal
@@ -29,7 +29,7 @@ def kl_mask(
     estimator: str | Estimator = "k3",
     over: Over = "token",
 ) -> TrustRegion:
-    """Keeps tokens, or whole sequences, whose estimated KL(behaviour || policy) lies within ``bounds``.
+    """Keep the tokens, or whole sequences, whose estimated KL(behaviour || policy) lies within ``bounds``.
 
         u = log behaviour - log policy,    least <= estimator(u) <= most
 
@@ -121,7 +121,7 @@ def window_weights(
     bounds: tuple[float, float],
     level: Literal["token", "sequence"] = "token",
 ) -> TrustRegion:
-    """Importance weights where they lie in a window; what lies outside is removed (IcePop, MIS).
+    """Importance weights that lie in a window; tokens or sequences outside it are masked (IcePop, MIS).
 
         rho = policy / behaviour,    weight rho where least <= rho <= most, else 0
 
@@ -158,7 +158,7 @@ def geometric_mask(
     *,
     bounds: tuple[float, float],
 ) -> TrustRegion:
-    """Keeps sequences whose tokens' ratios have a geometric mean within ``bounds``; the others go whole.
+    """Keep the sequences whose importance ratios have a geometric mean within ``bounds``; mask the other sequences.
 
         least <= (product over T tokens of policy / behaviour)^(1 / T) <= most
 

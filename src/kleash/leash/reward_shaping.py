@@ -1,4 +1,4 @@
-"""Rewards with the leash in them: what a response scored, less what its distance from the reference costs."""
+"""KL-shaped rewards: the score of a response minus beta times its KL to the reference."""
 
 import math
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def sequence_rewards(
 
 
 class ControlledKL(NamedTuple):
-    """Per token ``u - a (u - D)``, detached, and what is to be known of it."""
+    """Per token ``u - a (u - D)``, detached, with its weight and both sums."""
 
     per_token: Float[Tensor, "sequences steps"]
     """In nats; 0 where masked. Its sum over a response is U - a (U - C)."""
@@ -122,7 +122,7 @@ def controlled_kl(
     *,
     weight: float | None = None,
 ) -> ControlledKL:
-    """The KL of responses as a reward, varying as little as the sampled and the exact one allow.
+    """The KL of responses as a reward, with the exact per-token KL as a control variate.
 
         sum over the response = U - a (U - C),    U = sum_t u_t,    C = sum_t D_t
 
@@ -173,10 +173,10 @@ def measured_kl(
     *,
     per: Per = "sequence",
 ) -> Mean:
-    """The KL that a controller is told: a mean over responses of their sums, or over tokens, as a ``Mean``.
+    """The KL for a controller, as a ``Mean``: the mean over responses of their sums, or the mean over tokens.
 
     One number for all: add the micro-batches, then ``.across_ranks()``, then hand ``.value`` and, for
-    ``per="sequence"``, ``.count`` to ``controller.after``. Ranks that each told their own part would part ways.
+    ``per="sequence"``, ``.count`` to ``controller.after``. Without the reduction the betas of the ranks would differ.
     A response without a token that counts is none.
 
     Args:

@@ -1,4 +1,4 @@
-"""Beta, or the target of a controller, as a function of how many updates have been made."""
+"""Schedules of beta, or of a controller's target, over the number of updates."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,12 +18,12 @@ SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "cosine": lambda done: (1 - math.cos(math.pi * done)) / 2,
     }
 )
-"""Name -> how much of the way from begin to end lies behind, from the share of the updates that do."""
+"""Name -> function from the fraction of the updates made to the fraction of the way from begin to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetaSchedule:
-    """A beta that goes from one number to another whatever is measured, and stays there."""
+    """A beta that moves from ``begin`` to ``end`` over ``updates``, independently of the measured KL."""
 
     kind: ClassVar[str] = "schedule"
 
@@ -32,16 +32,16 @@ class BetaSchedule:
     end: float
     """The beta from ``updates`` on; finite, at least 0."""
     updates: int
-    """How many updates the way takes."""
+    """The number of updates from begin to end."""
     shape: str = "linear"
     """"constant" (stays at ``begin``), "linear" or "cosine": a name of ``SHAPES``."""
     done: int = 0
     """Updates made."""
     per: Per = "sequence"
-    """What the measurements count per; nothing comes of it."""
+    """The unit of the measurements, which are not used."""
 
     def __post_init__(self) -> None:
-        """Raise OptionError where a number means nothing."""
+        """Raise OptionError if a field is out of range."""
         require_schedule(self.updates, self.done, self.shape)
         require_per(self.per)
         if not (0 <= self.begin < math.inf and 0 <= self.end < math.inf):
@@ -49,74 +49,74 @@ class BetaSchedule:
 
     @property
     def beta(self) -> float:
-        """Nats of reward paid for one nat of KL, now."""
+        """The current beta: nats of reward paid for one nat of KL."""
         return interpolate(self.begin, self.end, self.done / self.updates, self.shape)
 
     @property
     def event(self) -> None:
-        """None: nothing is ever bounded."""
+        """None: beta is never bounded."""
         return None
 
     @property
     def target_nats(self) -> None:
-        """None: it steers at nothing."""
+        """None: there is no target."""
         return None
 
     def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "BetaSchedule":
-        """The leash for the next update, whatever was measured in this one."""
+        """The schedule for the next update, independently of the measurement."""
         return replace(self, done=self.done + 1)
 
     def to_dict(self) -> dict[str, object]:
-        """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
+        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
         return {"kind": self.kind, **field_values(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSchedule:
-    """A controller whose target goes from one KL to another, and stays there."""
+    """A controller whose target KL moves from ``begin_nats`` to ``end_nats`` over ``updates``."""
 
     kind: ClassVar[str] = "target_schedule"
 
     controller: ZieglerBeta | PIDBeta | DualBeta
-    """What steers; its own target gives way to the schedule's."""
+    """The controller; the schedule replaces its target."""
     begin_nats: float
     """The target of the first update, above 0."""
     end_nats: float
     """The target from ``updates`` on, above 0."""
     updates: int
-    """How many updates the way takes."""
+    """The number of updates from begin to end."""
     shape: str = "linear"
     """"constant" (stays at ``begin_nats``), "linear" or "cosine": a name of ``SHAPES``."""
     done: int = 0
     """Updates made."""
 
     def __post_init__(self) -> None:
-        """Raise OptionError where a number means nothing."""
+        """Raise OptionError if a field is out of range."""
         require_schedule(self.updates, self.done, self.shape)
         require_above(0.0, begin_nats=self.begin_nats, end_nats=self.end_nats)
 
     @property
     def beta(self) -> float:
-        """Nats of reward paid for one nat of KL, now."""
+        """The current beta: nats of reward paid for one nat of KL."""
         return self.controller.beta
 
     @property
     def event(self) -> str | None:
-        """Why the last step was bounded or ignored; None where nothing was."""
+        """Why the last step was bounded or the measurement ignored; None otherwise."""
         return self.controller.event
 
     @property
     def target_nats(self) -> float:
-        """The KL to settle at, as of this update."""
+        """The target KL of this update."""
         return interpolate(self.begin_nats, self.end_nats, self.done / self.updates, self.shape)
 
     @property
     def per(self) -> Per:
-        """What target and measurements count per."""
+        """The unit of target and measurements."""
         return self.controller.per
 
     def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "TargetSchedule":
-        """The leash for the next update: this one's KL is held against this one's target.
+        """The controller for the next update; the measured KL is compared with this update's target.
 
         Raises:
             OptionError: if ``sequences`` is negative.
@@ -127,18 +127,18 @@ class TargetSchedule:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Everything there is to it, as JSON takes it; ``beta_from_dict`` makes it again."""
+        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
         return {"kind": self.kind, **field_values(self), "controller": self.controller.to_dict()}
 
 
 def interpolate(begin: float, end: float, share: float, shape: str) -> float:
-    """Between two numbers; exactly either of them at its end."""
+    """Interpolate between two numbers; the ends are exact."""
     fraction = SHAPES[shape](min(share, 1.0))
     return end if fraction == 1 else begin + (end - begin) * fraction
 
 
 def require_schedule(updates: int, done: int, shape: str) -> None:
-    """Raise unless the schedule is one."""
+    """Raise OptionError unless the schedule is valid."""
     look_up(SHAPES, shape, "shape of a schedule")
     if updates < 1 or done < 0:
         raise OptionError(f"{done} of {updates} updates are made; give at least 1 in all, and count from 0")

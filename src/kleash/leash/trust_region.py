@@ -1,4 +1,4 @@
-"""What a trust region leaves of a batch, and the arithmetic that all of them share."""
+"""The record of a trust region on a batch, its intersection, and the functions that all regions share."""
 
 from math import inf, log
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from kleash.precision import at_least_float32
 
 
 class TrustRegion(NamedTuple):
-    """What is left of a batch; no gradient flows through any of it.
+    """Mask, weights and statistics of a trust region on a batch; all detached.
 
     The unit of the shares and of the sample size is what is decided on: a token, or a whole sequence.
     """
@@ -35,7 +35,7 @@ class TrustRegion(NamedTuple):
 def intersection(
     *regions: TrustRegion, mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"]
 ) -> TrustRegion:
-    """What all of them keep, with the product of their weights; the unit is the token.
+    """The tokens that every region keeps, with the product of their weights; the unit is the token.
 
     Each region decides about the whole batch, not about what the others left of it. ``capped_share`` is 0
     here: what was capped cannot be seen in a product, so read it from the region itself.
@@ -61,7 +61,7 @@ def intersection(
 
 
 def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a token counts, and log policy - log behaviour there, 0 elsewhere; detached.
+    """The boolean mask, and log policy - log behaviour where it is true, 0 elsewhere; detached.
 
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
@@ -78,7 +78,7 @@ def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) 
 
 
 def is_within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Where a value lies within the bounds; NaN lies within none.
+    """Where a value lies within the bounds; false for NaN.
 
     Raises:
         OptionError: if no number lies within them.
@@ -102,7 +102,7 @@ def log_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
 
 
 def region_of(counts: Tensor, inside: Tensor, log_weight: Tensor | None = None) -> TrustRegion:
-    """The region of a decision, and a weight, per token [batch, time] or per sequence [batch]."""
+    """The trust region of a decision (and log weight) per token [batch, time] or per sequence [batch]."""
     per_token = inside.ndim == 2
     units = counts if per_token else counts.any(-1)
     unit_stays = units & inside

@@ -1,4 +1,4 @@
-"""What is trained on: losses whose value and gradient are those of the divergence they name."""
+"""Losses whose value and gradient are those of the divergence they name."""
 
 from kleash.losses.aggregation import AGGREGATIONS, Aggregation, aggregate, count_of
 from kleash.losses.distillation import distillation_loss, gkd_record, top_k_distillation_loss

@@ -1,4 +1,4 @@
-"""From one number per token to the one number that is trained on, with the count that makes parts add up."""
+"""Aggregation of per-token losses to a scalar, with the count that lets micro-batches add up exactly."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from kleash.registry import look_up
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation:
-    """A way to average tokens, as a total and what it is divided by."""
+    """A way to average tokens: a total and the count that it is divided by."""
 
     total: Callable[[Tensor, Tensor], Tensor]
-    """Of the numbers per token, 0 where masked, and how many of each sequence count (at least 1)."""
+    """From the values per token (0 where masked) and the unmasked tokens of each sequence (at least 1)."""
     counts_tokens: bool
     """Whether it is divided by tokens; by sequences otherwise."""
     sums_sequences: bool
@@ -115,7 +115,7 @@ def count_of(
     *,
     length: int | None = None,
 ) -> Int[Tensor, ""]:
-    """What ``aggregate`` divides by for this mask alone: known before any loss has been computed.
+    """The count that ``aggregate`` divides by for this mask, available before the loss is computed.
 
     Raises:
         UnknownNameError, OptionError: as ``aggregate``.

@@ -1,4 +1,4 @@
-"""Any f-divergence to train on, from sampled tokens or sequences."""
+"""Losses of any f-divergence, from sampled tokens or sequences."""
 
 from typing import NamedTuple
 

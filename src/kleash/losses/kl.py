@@ -1,4 +1,4 @@
-"""KL(p || q) to train on, from sampled tokens: the value of an estimator with the gradient of the divergence."""
+"""KL losses from sampled tokens: the value of an estimator with the gradient of the divergence; input checks."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
 MAX_ROUNDINGS = 32
-"""How many roundings above 0 a log-probability may be: logits in the tens were subtracted."""
+"""The tolerance above 0 of a log-probability, in units of machine epsilon."""
 
 
 @validated
@@ -94,7 +94,7 @@ def future_kl_loss(
     *,
     weights: Float[Tensor, "*batch_w time_w"] | None = None,
 ) -> Float[Tensor, "*batch_p time_p"]:
-    """What each token does to the KL of the tokens after it: value 0, and the gradient that is missing.
+    """The effect of each token on the KL of later tokens: value 0, with the gradient that ``kl_loss`` lacks.
 
         value 0,    gradient in token_logp    sum_{j > t} weights_j * token_kl_j
 
@@ -129,7 +129,7 @@ def future_kl_loss(
 
 
 class ExtremeTokens(NamedTuple):
-    """How many tokens ``kl_loss`` met whose log ratio leaves what a number can hold."""
+    """Counts of tokens whose log ratio overflows in ``kl_loss``."""
 
     continued: Int[Tensor, ""]
     """Tokens that ``p`` made less likely by more than 80 nats (700 in float64): k3's value is its tangent."""
@@ -158,7 +158,7 @@ def extreme_tokens(
 
 
 class ControlledLoss(NamedTuple):
-    """``U - a (U - C)`` per sequence, and what it is made of."""
+    """``U - a (U - C)`` per sequence, with its weight and both sums."""
 
     per_sequence: Float[Tensor, "batch"]
     """The combination, with the gradient of the KL between responses; 0 for a sequence without tokens."""
@@ -228,7 +228,7 @@ def require_log_probabilities(
     mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
     name: str = "token_logp",
 ) -> None:
-    """Raise unless what counts can be natural log-probabilities of sampled tokens.
+    """Raise unless the unmasked values can be natural log-probabilities of sampled tokens.
 
     Caught: NaN and +inf; positive numbers, telling apart probabilities (all from 0 to 1) from logits and
     losses; and zeros throughout, which is what a model that never ran leaves behind. A

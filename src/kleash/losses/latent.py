@@ -1,4 +1,4 @@
-"""The KL term of a variational autoencoder: per dimension, with a floor, annealed, and whether it collapsed."""
+"""The KL term of a variational autoencoder: per dimension, free bits, annealing, active units."""
 
 import math
 from typing import NamedTuple
@@ -17,7 +17,7 @@ ACTIVE_VARIANCE = 0.01
 
 
 class ActiveUnits(NamedTuple):
-    """How many latent dimensions say anything about the data."""
+    """The latent dimensions that depend on the data."""
 
     number: Int[Tensor, ""]
     """How many are active."""
@@ -146,7 +146,7 @@ def cyclical_annealing(
 def active_units(
     posterior_mean: Float[Tensor, "examples dim"], threshold: float = ACTIVE_VARIANCE
 ) -> ActiveUnits:
-    """Which latent dimensions move with the data: those whose posterior mean varies over it.
+    """The active units: latent dimensions whose posterior mean varies over the data.
 
         Var_x(E[z_d | x]) > threshold
 

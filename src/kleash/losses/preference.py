@@ -1,4 +1,4 @@
-"""Preference losses: the reward that a policy implies against its reference, and DPO made from it."""
+"""Preference losses: the implicit reward of a policy relative to its reference, DPO and f-DPO."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -115,7 +115,7 @@ def dpo_loss(
     divergence: str | Divergence = "kl",
     label_smoothing: float = 0.0,
 ) -> PreferenceLoss:
-    """How surprised the implied rewards are by which response was preferred, in nats per pair.
+    """The DPO loss in nats per pair: the Bradley-Terry negative log-likelihood of the implicit rewards.
 
         -(1 - s) log sigmoid(m) - s log sigmoid(-m),    m = reward(chosen) - reward(rejected)
 
@@ -162,7 +162,11 @@ def dpo_loss(
 
 
 def _record_with_score(divergence: str | Divergence) -> Divergence:
-    """The record, if a reward can be read off it."""
+    """The record of a divergence that implies a reward.
+
+    Raises:
+        OptionError: if it implies none.
+    """
     if isinstance(divergence, str):
         record = look_up(DIVERGENCES, divergence, "divergence")
         if divergence in NO_REWARD:
@@ -178,7 +182,7 @@ def _record_with_score(divergence: str | Divergence) -> Divergence:
 
 
 def _require_increasing_score(record: Divergence) -> None:
-    """A record of somebody's own: its score, looked at where it matters."""
+    """Raise OptionError unless the score of a user's record increases strictly on a grid of log ratios."""
     u = torch.linspace(-6, 6, 97, dtype=torch.float64)
     flat = ~(record.score(u).diff() > 0)
     if flat.any():

@@ -1,4 +1,4 @@
-"""Values that carry the gradient they should have, instead of the one of the formula they came from."""
+"""Surrogate losses: values with a prescribed gradient instead of that of their own formula."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -22,12 +22,12 @@ FIRST_DERIVATIVE_ONLY = (
 
 
 class SampledPair(NamedTuple):
-    """Both log-probabilities of the sampled tokens, and what is left of them after mask and weights."""
+    """Both log-probabilities of the sampled tokens, with mask and weights."""
 
     token_logp: Tensor
     token_logq: Tensor
     counts: Tensor
-    """Where a token counts: not masked, and of a weight that is not 0."""
+    """True where a token is not masked and its weight is not 0."""
     weights: Tensor | None
     """Detached; 0 where nothing counts."""
 
@@ -46,7 +46,7 @@ def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: 
 
 
 def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Where a token counts, and the weights there, 0 elsewhere; a weight of 0 is a mask."""
+    """The mask (false also where the weight is 0), and the weights, 0 where masked."""
     counts = as_mask(mask)
     if weights is None:
         return counts, None
@@ -60,7 +60,7 @@ def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tens
 
 
 def require_same_shape(**tensors: Tensor | None) -> None:
-    """Raise unless all of them that are there are alike in shape."""
+    """Raise ShapeError unless all given tensors have one shape."""
     shapes = {name: tuple(x.shape) for name, x in tensors.items() if x is not None}
     if len(set(shapes.values())) > 1:
         description = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -68,7 +68,7 @@ def require_same_shape(**tensors: Tensor | None) -> None:
 
 
 def require_gradient(*tensors: Tensor, name: str = "token_logp") -> None:
-    """Raise where a loss is asked for and there is nothing that it could train."""
+    """Raise DetachedError if gradients are enabled and no tensor carries one."""
     if torch.is_grad_enabled() and not any(may_require_grad(x) for x in tensors):
         raise DetachedError(
             f"{name} carries no gradient although gradients are enabled, so this loss would train nothing; "
@@ -77,7 +77,7 @@ def require_gradient(*tensors: Tensor, name: str = "token_logp") -> None:
 
 
 def may_require_grad(x: Tensor) -> bool:
-    """Whether ``x`` carries a gradient, or may do so: inside ``vmap`` only what is outside of it knows."""
+    """Whether ``x`` carries a gradient; inside a functorch transform this is unknown and taken to be true."""
     return x.requires_grad or torch._C._are_functorch_transforms_active()  # pyright: ignore
 
 
@@ -141,7 +141,7 @@ class _Attach(torch.autograd.Function):
 
 
 class _AttachInPlace(_Attach):
-    """The same without a copy, for a value that nobody else holds."""
+    """The same without a copy, for a value that is not used elsewhere."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -156,7 +156,7 @@ class _AttachInPlace(_Attach):
 
 
 class _AttachOrRefuse(_Attach):
-    """The same where forward-mode derivatives are being taken: it has none."""
+    """The same under forward-mode differentiation, which is not supported and raises."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

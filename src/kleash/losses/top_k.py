@@ -19,7 +19,7 @@ from kleash.registry import look_up
 
 
 class TopK(NamedTuple):
-    """A distribution of which some tokens are told apart, and the rest is one number."""
+    """The log-probabilities of a list of tokens, and of all other tokens together."""
 
     ids: Int[Tensor, "*tokens k"]
     """Distinct; the same, in the same order, for both distributions of a pair."""
@@ -30,7 +30,7 @@ class TopK(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Sampled tokens, and their log-probabilities under both."""
+    """Sampled tokens and their log-probabilities under both distributions."""
 
     tokens: Int[Tensor, "*tokens"]
     token_logp: Float[Tensor, "*tokens"]
@@ -50,7 +50,7 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
 
 @validated
 def top_k_from(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) -> TopK:
-    """An inference engine's list of likely tokens; the rest is what they leave of 1.
+    """A top-k list of an inference engine; the rest is 1 minus the listed mass.
 
     A rest that rounding hides must not become a zero, against which every KL is infinite. So it is the
     most that rounding allows (``rounding_nats``: 4e-6 of the mass in float32); a list that is heavier than 1
