@@ -1,5 +1,7 @@
 """The gradient of the chunked KL, against finite differences and against autograd of the plain version."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from linear_cases import head_case, in_float64, relative_rms
@@ -36,9 +38,21 @@ def leaves(case, *, bias=True):
     "traits", [{}, {"scale": 0.4}, {"softcap": 1.5, "scale": 2.0}, {"temperature": 0.7}], ids=str
 )
 def test_gradcheck(options, traits):
+    """With hidden states of 3 and 4 dimensions: it calls the function twice for each number."""
     case = head_case(torch.float64, 1.0, tokens=(1, 2), words=5, bias=True, **traits)
+    case.hidden_p, case.head_p = narrowed(case.hidden_p, case.head_p, 3)
+    case.hidden_q, case.head_q = narrowed(case.hidden_q, case.head_q, 4)
     tensors, of = leaves(case)
+    if options.buffer_bytes is not None:
+        options = replace(
+            options, buffer_bytes=1
+        )  # a chunk for each of the two tokens, however few dimensions
     assert torch.autograd.gradcheck(of(options), tensors)
+
+
+def narrowed(hidden, head, dims):
+    """Hidden states and head of the first dimensions."""
+    return hidden[..., :dims].contiguous(), replace(head, weight=head.weight[:, :dims].contiguous())
 
 
 @OPTIONS
