@@ -1,4 +1,4 @@
-"""Two language models that can be compared: loading, reading sources, answering prompts, scoring."""
+"""Language models for comparison: loading pairs, reading sources, generation, scoring, reference caches."""
 
 from kleash.models.adapters.peft_adapters import require_unchanged_base
 from kleash.models.cache.reference_cache import ReferenceCache

@@ -1,4 +1,4 @@
-"""The policy's answers, drawn with noise that depends on seed, prompt, sample and position alone."""
+"""Generation with keyed sampling noise, and an incremental decoder with a key-value cache."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -27,22 +27,22 @@ DROP_BELOW = 7 / 8
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are drawn."""
+    """Options of sampling."""
 
     samples_per_prompt: int = 1
     max_new_tokens: int = 256
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token, whatever the other options."""
+    """Divides the logits; 0 means greedy decoding, whatever the other options."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """See that it means something.
+        """Validate the options.
 
         Raises:
-            OptionError: naming what does not.
+            OptionError: naming the invalid option.
         """
         for name in ("samples_per_prompt", "max_new_tokens"):
             if getattr(self, name) < 1:
@@ -102,7 +102,7 @@ def generate(
 
 @dataclass(kw_only=True)
 class _Row:
-    """A response being written."""
+    """A response that is being generated."""
 
     prompt: Prompt
     sample: int
@@ -139,7 +139,7 @@ class _Row:
 def _answer(
     model: Model, rows: list[_Row], sampling: Sampling, drawn: Callable[[int], object] | None
 ) -> None:
-    """Write one batch of responses to their ends."""
+    """Generate one batch of responses until all have ended."""
     with torch.inference_mode(), model.activate_adapter():
         writer = IncrementalDecoder(model, [row.prompt.token_ids for row in rows])
         hidden = writer.start()
@@ -181,7 +181,7 @@ def _draw(
 
 
 def _refuse_non_finite(token_logp: Float[Tensor, " rows"], rows: list[_Row]) -> None:
-    """See that each row has a token: NaN or infinite logits make the whole row NaN, or leave nothing to draw."""
+    """Check that every row has a finite log-probability; NaN or infinite logits leave none."""
     bad = ~token_logp.isfinite().cpu()
     if bad.any():
         row = rows[int(bad.int().argmax())]
@@ -200,14 +200,14 @@ COARSE_ROUNDING = 5e-2
 
 
 class IncrementalDecoder:
-    """Runs the network one token further at a time, with the key-value cache where the network has one.
+    """Runs a network one token at a time, with the key-value cache if the network has one.
 
-    Prompts are padded on the left, so that the last column is everybody's newest token. A network that has no
-    such cache, or does not bear that padding, reads the whole text again for each token: slower, and right.
+    Prompts are padded on the left, so that the last column holds the newest token of every row. For a network without
+    a key-value cache, or whose output changes with left padding, the whole text is run again for each token.
     """
 
     def __init__(self, model: Model, prompts: list[tuple[int, ...]]) -> None:
-        """Begin with the token ids of the prompts; the caller has switched the model on."""
+        """Start from the token ids of the prompts; the caller has activated the model's adapter."""
         self.model = model
         whole = model.head.weight is None
         self.network = model.network if whole else model.backbone
@@ -247,7 +247,7 @@ class IncrementalDecoder:
         return self._run(ids)
 
     def keep(self, places: list[int]) -> None:
-        """Forget the rows that are not in ``places``."""
+        """Drop the rows that are not in ``places``."""
         self.texts = [self.texts[place] for place in places]
         if self.cached:
             chosen = torch.tensor(places, device=self.model.device)
@@ -273,9 +273,9 @@ class IncrementalDecoder:
         return out.last_hidden_state
 
     def _reads_alike(self, hidden: Float[Tensor, "rows dim"]) -> bool:
-        """Whether padding on the left left the shortest prompt as it is when read alone.
+        """Whether the shortest prompt has the same hidden state with left padding as without.
 
-        Some recurrent networks read the padding too, and some count positions by themselves.
+        Some recurrent networks process the padding, and some compute positions without the mask.
         """
         shortest = min(range(len(self.texts)), key=lambda row: len(self.texts[row]))
         alone = self._read([self.texts[shortest]])[0]
@@ -286,7 +286,7 @@ class IncrementalDecoder:
         return self._read(self.texts)
 
     def _read(self, texts: list[list[int]]) -> Float[Tensor, "rows dim"]:
-        """The whole of every text, padded on the right, where a causal model does not look."""
+        """Hidden states after complete texts, padded on the right."""
         ends = [len(text) - 1 for text in texts]
         ids = torch.zeros(len(texts), max(ends) + 1, dtype=torch.long)
         for row, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Keyed random draws: they depend on seed, prompt, sample and position alone, and are made on the logits' device."""
+"""Sampling with noise keyed by seed, prompt, sample and position, on the logits' device."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 GROUP = 512
-"""Consecutive token ids that compete as one. Part of the algorithm: another number gives other draws."""
+"""Group size in consecutive token ids. It is part of the algorithm: another value gives other draws."""
 SAMPLER = f"Gumbel-max over groups of {GROUP}, BLAKE2b, SplitMix64"
-"""Names the algorithm of the draws: a run that began with another one is not resumed."""
+"""Name of the sampling algorithm. A run that was started with another algorithm cannot be resumed."""
 GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """SplitMix64's increment and multipliers, as signed 64-bit numbers."""
 
@@ -75,7 +75,7 @@ def exponentials(seed: int, keys: Sequence[DrawKey], vocabulary: int) -> Float[T
 
 
 def _marks(seed: int, keys: Sequence[DrawKey]) -> Int[Tensor, "rows 2"]:
-    """Two 64-bit numbers that stand for the seed and a key."""
+    """A 128-bit hash of the seed and each key, as two 64-bit numbers."""
     texts = (f"{seed % 2**64} {prompt_hash} {sample} {position}" for prompt_hash, sample, position in keys)
     raw = b"".join(blake2b(text.encode(), digest_size=16).digest() for text in texts)
     return torch.from_numpy(np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(-1, 2))

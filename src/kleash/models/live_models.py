@@ -1,4 +1,4 @@
-"""A network in memory, perhaps in training, as a model that can be measured, and left as it was found."""
+"""Measuring a network that is in memory, such as a trainer's, without changing its training state."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from kleash.models.pair_loading import (
 )
 
 ACTIVE_ADAPTER = "the one in use"
-"""Of an adapter: what a PEFT model has active, whatever it is called."""
+"""Stands for the adapter that is active in the PEFT model."""
 
 
 def live_model(
@@ -34,7 +34,7 @@ def live_model(
     adapter: str | None = ACTIVE_ADAPTER,
     name: str | None = None,
 ) -> Model:
-    """A transformers model that is already in memory, or a PEFT model around one, as one side of a pair.
+    """Wrap a transformers or PEFT model in memory as a ``Model`` for a ``Pair``.
 
     Nothing is copied: it is measured with the weights that it has at that moment. An adapter on the
     output embedding is the exception, which is merged when this is called; so call it anew for each
@@ -82,7 +82,7 @@ def live_model(
 
 @contextmanager
 def at_rest(*networks: Any) -> Iterator[None]:
-    """Inside, the networks are in evaluation mode; afterwards everything that training goes by is as before.
+    """Context with the networks in evaluation mode; on exit the state of training is restored.
 
     Put back are the mode of every module by itself (some may have been frozen into evaluation on purpose), which
     adapter is active and which parameters are trained, and the random states of Python, NumPy, and PyTorch on
@@ -112,7 +112,7 @@ def at_rest(*networks: Any) -> Iterator[None]:
 
 
 def _adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
-    """The name of the adapter that counts; None for the network as it is without any."""
+    """The name of the adapter to measure; None for the base."""
     if adapters is None:
         if adapter not in (ACTIVE_ADAPTER, None):
             raise ModelError(f"the {role} has no adapter {adapter!r}: it is no PEFT model")
@@ -128,7 +128,7 @@ def _adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
 
 
 def _check_adapters(adapters: Any, chosen: str | None, role: str) -> None:
-    """See that the base, where it counts, is what it was, and that a chosen adapter acts by weights alone."""
+    """Check that a base is unchanged by its adapters, and that a chosen adapter acts by weights alone."""
     instead = "name a reference that is loaded by itself"
     if chosen is None:
         require_unchanged_base(adapters, role, instead=instead)

@@ -1,4 +1,4 @@
-"""Networks and tokenizers out of checkpoints, each base in memory once."""
+"""Loading networks from checkpoints, with checks of their configuration and weights."""
 
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ def _load_base(
 
 
 def _check_shapes(report: Any, what: str) -> None:
-    """See that the weights have the shapes that the configuration says."""
+    """Check that the weights have the shapes of the configuration."""
     others = sorted(report.get("mismatched_keys", ()))
     if others:
         # transformers 5 tells the shapes with each name, 4 the names alone.

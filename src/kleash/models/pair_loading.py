@@ -1,4 +1,4 @@
-"""Two models that can be compared, loaded, taken apart and checked."""
+"""Loading policy and reference, extracting their heads, and checking that they can be compared."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How models are loaded: the options of a job that are the same for both sides."""
+    """Options of loading that policy and reference share."""
 
     dtype: str = "auto"
     """"auto" is float32 on a CPU and the checkpoint's own on an accelerator; or "float32", "bfloat16",
@@ -54,7 +54,7 @@ def load_pair(
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> Pair:
-    """Load two models, take them apart, and see that they can be compared.
+    """Load policy and reference, and check that they can be compared.
 
     An adapter's folder means the adapter over its base. PairReaders that share a base, or are the same, share its
     weights in memory. Heads with more rows than there are tokens are left as they are where both have the
@@ -154,7 +154,7 @@ def extract_model_head(model: Model) -> ExtractedHead:
 
 
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
-    """See to it that both sides put probability on the same tokens."""
+    """Make a pair of two models; heads of different sizes are truncated to the tokenizer's tokens."""
     tokens = token_count(policy.tokenizer)
     for model in (policy, reference):
         check_vocab_size(model, model.vocab_size, "logits")
@@ -176,7 +176,7 @@ def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair
 
 
 def check_vocab_size(model: Model, rows: int, what: str) -> None:
-    """See that every token of the tokenizer has one of so many rows.
+    """Check that the tokenizer has at most ``rows`` tokens.
 
     Raises:
         ModelError: if not.
@@ -203,7 +203,7 @@ def _adapters_taken(sides: dict[str, Checkpoint]) -> list[str]:
 
 
 def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which a response ends.
+    """The end tokens of a network: from its generation config, its config, or the tokenizer.
 
     Raises:
         ModelError: if one that is named is no token of the network.
@@ -228,7 +228,7 @@ def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def read_context_length(network: Any) -> int | None:
-    """The most tokens that a network says it can read at once; None if nothing limits it.
+    """The context length of a network's configuration; None if there is no limit.
 
     Raises:
         ModelError: if what it says is no number of tokens.
@@ -243,7 +243,7 @@ def read_context_length(network: Any) -> int | None:
 
 
 def resolve_device(device: str, device_map: str | None) -> torch.device:
-    """Where models go.
+    """The device of a ``--device`` or ``--device-map`` option.
 
     Raises:
         OptionError: if both are given, or the map means nothing.
@@ -264,7 +264,7 @@ def resolve_device(device: str, device_map: str | None) -> torch.device:
 
 
 def resolve_dtype(name: str, place: torch.device) -> torch.dtype | str:
-    """The dtype called ``name``; "auto" where the checkpoint decides.
+    """The dtype called ``name``; "auto" for the checkpoint's own.
 
     Raises:
         OptionError: if there is none.
@@ -277,7 +277,7 @@ def resolve_dtype(name: str, place: torch.device) -> torch.dtype | str:
 
 
 def load_reference(name: str, revision: str | None, loading: Loading) -> Pair:
-    """A model as both sides of a pair: what is needed to read a source for it alone.
+    """Load one model as both policy and reference, for reading a source with it.
 
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
@@ -301,7 +301,7 @@ def load_beside(
     revision_reference: str | None,
     loading: Loading,
 ) -> Pair:
-    """Load a policy beside a reference that is read from its cache.
+    """Load a policy and pair it with a reference that is read from its cache.
 
     Raises:
         ModelError: if the cache is another reference's, or the two do not put probability on the same tokens.

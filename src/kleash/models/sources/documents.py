@@ -1,4 +1,4 @@
-"""Given text, cut into windows that models can read."""
+"""Documents of a source file, cut into windows of at most the context length."""
 
 from collections.abc import Iterator
 from itertools import islice

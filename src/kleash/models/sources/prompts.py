@@ -1,4 +1,4 @@
-"""Prompts as token ids: from text, from chat messages, or as they are."""
+"""Prompts of a source file or a list, tokenised from text, messages or token ids."""
 
 from collections import Counter
 from collections.abc import Iterable

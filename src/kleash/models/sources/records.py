@@ -1,4 +1,4 @@
-"""Lines of a source as records, with errors that say where a source is wrong."""
+"""Records of source files, readers of JSONL and plain text, and checks with errors that name file and line."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from kleash.models.compat import summarise_error
 
 SHOWN = 60
 COPY_OF_STANDARD_INPUT = "kleash-standard-input"
-"""The file name of the copy that is made of standard input."""
+"""File name of the copy of standard input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class SourceRecord:
 
 
 def read_jsonl(path: Path) -> Iterator[SourceRecord]:
-    """The objects of a JSONL file; blank lines are passed over.
+    """Read the objects of a JSONL file, skipping blank lines.
 
     Raises:
         SourceError: at the first line that is not a JSON object, or not UTF-8.
@@ -50,7 +50,7 @@ def read_jsonl(path: Path) -> Iterator[SourceRecord]:
 
 
 def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
-    """The lines of plain text that are not blank, without their ends.
+    """Read the non-blank lines of plain text, without line endings.
 
     Raises:
         SourceError: if a line is not UTF-8, or the lines end with carriage returns alone.
@@ -67,7 +67,7 @@ def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
 
 
 def read_plain_documents(path: Path) -> Iterator[SourceRecord]:
-    """What stands between blank lines; only one document is held at a time."""
+    """Read documents separated by blank lines, one at a time."""
     held: list[str] = []
     first = 0
     for number, text in read_text_lines(path):
@@ -117,13 +117,13 @@ def check_unicode(record: SourceRecord, what: str, text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """The beginning of ``text``, as it can stand inside a sentence."""
+    """The start of ``text``, quoted, for error messages."""
     text = text.strip()
     return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
 
 
 def show_value(value: Any) -> str:
-    """The beginning of a field's value, as it can stand inside a sentence."""
+    """The start of a field's value as JSON, for error messages."""
     return shorten(json.dumps(value, default=str))
 
 
@@ -136,7 +136,7 @@ def is_finite_number(value: Any) -> bool:
 
 
 def source_label(path: Path) -> str:
-    """The name of a source's file in errors."""
+    """The name of a source file for error messages."""
     return "standard input" if path.name == COPY_OF_STANDARD_INPUT else str(path)
 
 

@@ -1,4 +1,4 @@
-"""Responses that somebody else has generated, as token ids."""
+"""Responses from a source file (off-policy samples), as token sequences."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Source files of prompts, text and responses: where they lie, of which kind they are, and their records."""
+"""Finding source files, detecting their format, and reading their records."""
 
 import atexit
 import json

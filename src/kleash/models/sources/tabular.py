@@ -1,4 +1,4 @@
-"""Rows of tables as records: CSV, Parquet, and arrays of JSON."""
+"""Readers of CSV, Parquet and JSON arrays, a record for each row."""
 
 import csv
 import json
