@@ -412,7 +412,7 @@ def test_rloo_with_a_normalised_reward_is_refused(rloo):
 def test_an_unknown_loss_type_is_refused(trl, grpo):
     trainer = grpo()
     with pytest.raises(UnknownNameError, match="no loss type of TRL is called 'newer'"):
-        trl.terms.Wanted(
+        trl.terms.KLOptions(
             kl="exact", place="loss", scope="token", gradient=None, cap=None, loss_type="newer", length=3
         ).term(off_policy=False)
     assert trainer._term.estimator == "exact"

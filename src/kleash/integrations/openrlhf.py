@@ -83,8 +83,8 @@ def compute_approx_kl(
     log_ratio = at_least_float32(log_probs) - at_least_float32(log_probs_base)
     log_ratio = torch.where(log_ratio.isfinite(), log_ratio, 0.0)
     weight = _weight(log_ratio, log_probs, log_probs if log_probs_old is None else log_probs_old, cap)
-    here = log_ratio.detach()
-    return value.detach() + weight * here * (log_ratio - here)
+    detached_ratio = log_ratio.detach()
+    return value.detach() + weight * detached_ratio * (log_ratio - detached_ratio)
 
 
 def _openrlhf_option(field: str, value: object) -> str:
@@ -159,8 +159,8 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
     adaptive(0.1, 1.0, 1000)
 
     @wraps(compute_approx_kl)
-    def approximate(*given: Any, **named: Any) -> Tensor:
-        return compute_approx_kl(*given, **{"cap": cap, **named})
+    def approximate(*args: Any, **kwargs: Any) -> Tensor:
+        return compute_approx_kl(*args, **{"cap": cap, **kwargs})
 
     def take_utils(module: Any) -> None:
         require_attributes("openrlhf", UTILS_SEAMS)
@@ -178,24 +178,25 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
 
 def _replace(owner: Any, name: str, function: Any) -> None:
     """In the module that defines it and in every one of OpenRLHF's that has imported it by name."""
-    theirs = getattr(owner, name)
+    original = getattr(owner, name)
     for title, module in list(sys.modules.items()):
-        if title.startswith("openrlhf.") and vars(module).get(name) is theirs:
+        if title.startswith("openrlhf.") and vars(module).get(name) is original:
             setattr(module, name, function)
 
 
-def _adaptive(chosen: Mapping[str, Any]) -> Callable[..., KLController]:
+def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLController]:
     def adaptive(init_kl_coef: float, target: float, horizon: int) -> KLController:
         """A controller that steers, as OpenRLHF asks for one."""
-        own = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
-        if chosen.keys() & own:
+        openrlhf_settings = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
+        duplicates = controller_settings.keys() & openrlhf_settings
+        if duplicates:
             raise OptionError(
-                f"{', '.join(chosen.keys() & own)} is OpenRLHF's to give; leave it out of the controller"
+                f"{', '.join(duplicates)} is OpenRLHF's to give; leave it out of the controller"
             )
-        if chosen.get("kind") == "ziegler":
-            own["horizon"] = horizon
+        if controller_settings.get("kind") == "ziegler":
+            openrlhf_settings["horizon"] = horizon
         _keep_in_checkpoints()
-        return KLController(beta_from_dict(own | dict(chosen)))
+        return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
 
     return adaptive
 

@@ -72,17 +72,19 @@ def leashed_loss(
     term = KLTerm(estimator=estimator, ratio="token", cap=cap)
     kl = term.per_token(logp, against_logp, mask, behaviour_logp=behaviour)
     advantages = torch.where(mask, inputs.advantages[None], 0.0)
-    kept = mask
+    inside_region = mask
     if most_total_variation is not None:
-        kept = binary_divergence_mask(
+        inside_region = binary_divergence_mask(
             logp, behaviour, advantages, mask, most=most_total_variation, divergence="total_variation"
         ).kept
-    log_ratio = torch.where(kept, at_least_float32(logp) - at_least_float32(behaviour.detach()), 0.0)
-    per_token = beta * kl - torch.where(kept, advantages, 0.0) * log_ratio.exp()
+    log_ratio = torch.where(inside_region, at_least_float32(logp) - at_least_float32(behaviour.detach()), 0.0)
+    per_token = beta * kl - torch.where(inside_region, advantages, 0.0) * log_ratio.exp()
     if inputs.loss_weights is not None:
         per_token = per_token * torch.where(mask, inputs.loss_weights[None], 0.0)
     metrics = (
-        {} if not mask.any() else {"kl": kl.detach()[mask].mean(), "removed": 1 - kept.sum() / mask.sum()}
+        {}
+        if not mask.any()
+        else {"kl": kl.detach()[mask].mean(), "removed": 1 - inside_region.sum() / mask.sum()}
     )
     return _outputs()(loss=per_token.sum(), metrics=metrics)
 
@@ -90,13 +92,13 @@ def leashed_loss(
 def _against(inputs: Any, against: str) -> Tensor:
     if against not in ("inference", "reference"):
         raise OptionError(f"against is {against!r}; there are inference, reference")
-    found = inputs.inference_logprobs if against == "inference" else inputs.ref_logprobs
-    if found is None:
+    logprobs = inputs.inference_logprobs if against == "inference" else inputs.ref_logprobs
+    if logprobs is None:
         raise OptionError(
             "prime-rl hands over no reference log-probabilities for this algorithm; take against='inference', or an "
             "algorithm that scores with a reference"
         )
-    return found
+    return logprobs
 
 
 @cache

@@ -53,17 +53,17 @@ class LeashedRewards:
             data["rewards"] = torch.where(mask, data["rewards"] - beta * charge, data["rewards"])
         per_token = measured_kl(kl, mask, per="token").value
         self._steer(kl, mask)
-        found = {"avg_kl": float(per_token), "avg_kl_max": float(kl.amax(-1).mean()), "kl_loss_coef": beta}
-        data.metadata.setdefault("metrics", {}).update(found)
-        self.all_metrics.update({f"loss/{name}": value for name, value in found.items()})
+        metrics = {"avg_kl": float(per_token), "avg_kl_max": float(kl.amax(-1).mean()), "kl_loss_coef": beta}
+        data.metadata.setdefault("metrics", {}).update(metrics)
+        self.all_metrics.update({f"loss/{name}": value for name, value in metrics.items()})
         return data
 
     def _beta(self) -> float:
         if self.leash is not None:
             return self.leash.beta
         controller = self.reward_kl_controller
-        own = self.cfg.trainer.algorithm.kl_loss_coef if controller is None else controller.value
-        return max(0.0, float(own))
+        coefficient = self.cfg.trainer.algorithm.kl_loss_coef if controller is None else controller.value
+        return max(0.0, float(coefficient))
 
     def _steer(self, kl: torch.Tensor, mask: torch.Tensor) -> None:
         leash = self.leash

@@ -29,26 +29,30 @@ def leashed_advantages(args: Any, rollout_data: MutableMapping[str, Any]) -> Non
         CannotRunError: if something that slime used to hand over is missing, or a response is split over
             context-parallel ranks.
     """
-    beta = _taken(vars(args), "kl_coef")
+    beta = _require_value(vars(args), "kl_coef")
     of_policy = "rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs"
-    rewards, masks, policy = (_taken(rollout_data, name) for name in ("rewards", "loss_masks", of_policy))
-    reference = _taken(rollout_data, "ref_log_probs") if beta else policy
-    of_each = zip(rewards, masks, policy, reference, strict=True)
-    found = [_of_response(reward, mask, logp, logq, beta) for reward, mask, logp, logq in of_each]
-    rollout_data["advantages"] = found
-    rollout_data["returns"] = list(found)
+    rewards, masks, policy = (
+        _require_value(rollout_data, name) for name in ("rewards", "loss_masks", of_policy)
+    )
+    reference = _require_value(rollout_data, "ref_log_probs") if beta else policy
+    responses = zip(rewards, masks, policy, reference, strict=True)
+    advantages = [
+        _response_advantages(reward, mask, logp, logq, beta) for reward, mask, logp, logq in responses
+    ]
+    rollout_data["advantages"] = advantages
+    rollout_data["returns"] = list(advantages)
 
 
-def _taken(given: Any, name: str) -> Any:
-    found = given.get(name)
-    if found is None:
+def _require_value(source: Any, name: str) -> Any:
+    value = source.get(name)
+    if value is None:
         raise CannotRunError(
             f"slime did not hand over {name}; this was written for slime 0.3.1, with a reference model and --kl-coef"
         )
-    return found
+    return value
 
 
-def _of_response(reward: float, mask: Tensor, logp: Tensor, logq: Tensor, beta: float) -> Tensor:
+def _response_advantages(reward: float, mask: Tensor, logp: Tensor, logq: Tensor, beta: float) -> Tensor:
     if not mask.shape == logp.shape == logq.shape:
         raise CannotRunError(
             f"a response has {len(mask)} tokens and {len(logp)} log-probabilities here ({len(logq)} of the reference); "

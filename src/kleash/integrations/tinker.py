@@ -72,7 +72,7 @@ def leashed_loss(
 
 
 def _require(logprobs: Sequence[Tensor], columns: Sequence[Sequence[Tensor]]) -> None:
-    lengths = [[len(x) for x in given] for given in (logprobs, *columns)]
+    lengths = [[len(x) for x in column] for column in (logprobs, *columns)]
     if any(each != lengths[0] for each in lengths):
         raise ShapeError(
             "log-probabilities, masks, reference, sampler and advantages have these many tokens, datum by datum: "

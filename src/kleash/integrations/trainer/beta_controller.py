@@ -42,15 +42,15 @@ class BetaController(Attached, ExportableState):
             OptionError: if the trainer has no beta, or one of 0, without a reference; if it has a
                 BetaController already; or if it would rebuild its callbacks on resume.
         """
-        found = getattr(trainer, self.attribute, None)
-        if not isinstance(found, int | float):
+        beta = getattr(trainer, self.attribute, None)
+        if not isinstance(beta, int | float):
             raise OptionError(f"{type(trainer).__name__} has no number {self.attribute!r} to steer")
-        if found == 0:
+        if beta == 0:
             raise OptionError(
                 f"the trainer was made with {self.attribute} 0 and so without a reference; give its configuration "
                 f"the controller's {self.controller.beta:g}"
             )
-        if any(isinstance(one, BetaController) for one in trainer.callback_handler.callbacks):
+        if any(isinstance(callback, BetaController) for callback in trainer.callback_handler.callbacks):
             raise OptionError("this trainer has a BetaController already; one beta is steered by one")
         if getattr(trainer.args, "restore_callback_states_from_checkpoint", False):
             raise OptionError(

@@ -77,18 +77,18 @@ class DriftMonitor(Attached):
         self.last: Drift | None = None
         self.stopped: str | None = None
         self._loaded: Pair | None = None
-        self._asked: list[Prompt] | None = None
+        self._parsed_prompts: list[Prompt] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Measure where training starts, unless it goes on."""
         super().on_train_begin(args, state, control, **more)
         if state.global_step == 0:
-            self._look(control)
+            self._measure_and_log(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure every so many steps and after the last one, and stop training where the budget is spent."""
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self._look(control)
+            self._measure_and_log(control)
 
     def measure(self) -> Drift:
         """The drift as it is now.
@@ -103,15 +103,15 @@ class DriftMonitor(Attached):
         other = self._other_network()
         with at_rest(network, *([] if other is None else [other])):
             pair = self._pair(network, other)
-            if self._asked is None:
-                self._asked = self._read(pair)
+            if self._parsed_prompts is None:
+                self._parsed_prompts = self._read(pair)
             rank, ranks = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
-            mine = self._asked[rank::ranks]
+            mine = self._parsed_prompts[rank::ranks]
             part = draw_drift(pair, mine, self.sampling, batch_tokens=self.batch_tokens) if mine else None
         parts: list[DriftPart | None] = import_extra("accelerate.utils", "models").gather_object([part])
         return drift_of([part for part in parts if part is not None])
 
-    def _look(self, control: Any) -> None:
+    def _measure_and_log(self, control: Any) -> None:
         self.last = drift = self.measure()
         self.say(
             control,
@@ -136,8 +136,8 @@ class DriftMonitor(Attached):
         """The reference that is in memory beside the policy, if one is."""
         if self.reference is not None:
             return None if isinstance(self.reference, str) else self.reference
-        held = getattr(self.trainer, "ref_model", None)
-        return None if held is None else self.trainer.accelerator.unwrap_model(held)
+        ref_model = getattr(self.trainer, "ref_model", None)
+        return None if ref_model is None else self.trainer.accelerator.unwrap_model(ref_model)
 
     def _pair(self, network: Any, other: Any) -> Pair:
         tokenizer = _tokenizer(self.trainer)
@@ -179,8 +179,8 @@ def _check(every: int, per: str, stop_at_nats: float | None) -> None:
 
 
 def _tokenizer(trainer: Any) -> Any:
-    found = getattr(trainer, "processing_class", None)
-    found = getattr(found, "tokenizer", found)
-    if found is None:
+    tokenizer = getattr(trainer, "processing_class", None)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if tokenizer is None:
         raise ModelError("the trainer has no processing_class; give it the policy's tokenizer")
-    return found
+    return tokenizer

@@ -31,20 +31,20 @@ class Catching:
     beta: float
     temperature: float
 
-    def __init__(self, *given: Any, reference: Any = None, **named: Any) -> None:
+    def __init__(self, *args: Any, reference: Any = None, **kwargs: Any) -> None:
         """Make TRL's trainer, with another reference than the checkpoint of the policy if one is given."""
         self._passes: list[Pass] | None = None
         self._catching = False
         self._known: tuple[Head, Head] | None = None
         if reference is None:
-            super().__init__(*given, **named)
+            super().__init__(*args, **kwargs)
             self._require_reference()
             return
-        if named.get("args") is None:
+        if kwargs.get("args") is None:
             raise OptionError("a reference of one's own needs the configuration by name: args=…")
-        beta, named["args"] = named["args"].beta, copy(named["args"])
-        named["args"].beta = 0.0  # so that TRL does not load one
-        super().__init__(*given, **named)
+        beta, kwargs["args"] = kwargs["args"].beta, copy(kwargs["args"])
+        kwargs["args"].beta = 0.0  # so that TRL does not load one
+        super().__init__(*args, **kwargs)
         self.beta = self.args.beta = beta
         reference.requires_grad_(False)
         wide = getattr(self.args, "cast_lm_head_to_fp32", False)  # GRPO has it, RLOO not
@@ -69,11 +69,11 @@ class Catching:
     @contextmanager
     def _parent_has(self, beta: float) -> Iterator[None]:
         """Inside, TRL's own code sees this beta."""
-        own, self.beta = self.beta, beta
+        original_beta, self.beta = self.beta, beta
         try:
             yield
         finally:
-            self.beta = own
+            self.beta = original_beta
 
     @contextmanager
     def _watched(self, *, hidden: bool) -> Iterator[list[Pass]]:
@@ -90,22 +90,22 @@ class Catching:
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
-        *more: Any,
-        **named: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         ask: Any = super()._get_per_token_logps_and_entropies  # pyright: ignore[reportAttributeAccessIssue]
-        given = (input_ids, attention_mask, logits_to_keep, *more)
+        args = (input_ids, attention_mask, logits_to_keep, *args)
         if self._passes is None:
-            return ask(model, *given, **named)
+            return ask(model, *args, **kwargs)
         hidden = None
         if self._catching:
             with caught(inner(self._bare(model)).base_model) as seen:
-                found = ask(model, *given, **named)
+                result = ask(model, *args, **kwargs)
             hidden = of_responses(seen, logits_to_keep)
         else:
-            found = ask(model, *given, **named)
-        self._passes.append(Pass(logp=found[0], hidden=hidden, given=(given, named)))
-        return found
+            result = ask(model, *args, **kwargs)
+        self._passes.append(Pass(logp=result[0], hidden=hidden, arguments=(args, kwargs)))
+        return result
 
     def _pass_over(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> Pass:
         """A pass of the policy or of its reference over what was generated, without a gradient."""
@@ -118,15 +118,15 @@ class Catching:
         images = {name: output[name] for name in IMAGES if output.get(name) is not None}
         quietly = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
         with torch.no_grad(), quietly, self._watched(hidden=hidden) as passes:
-            given = (ids, mask, output["completion_ids"].size(1), batch)
+            args = (ids, mask, output["completion_ids"].size(1), batch)
             if not reference:
-                self._get_per_token_logps_and_entropies(self.model, *given, **images)
+                self._get_per_token_logps_and_entropies(self.model, *args, **images)
             elif self.ref_model is not None:
-                self._get_per_token_logps_and_entropies(self.ref_model, *given, **images)
+                self._get_per_token_logps_and_entropies(self.ref_model, *args, **images)
             else:
                 bare = self._bare(self.model)
                 with use_adapter(bare, adapter_name="ref" if "ref" in bare.peft_config else None):
-                    self._get_per_token_logps_and_entropies(self.model, *given, **images)
+                    self._get_per_token_logps_and_entropies(self.model, *args, **images)
         return passes[-1]
 
     def _readings(self) -> tuple[Head, Head]:
@@ -142,18 +142,18 @@ class Catching:
                     "DistributedDataParallel"
                 )
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            own = reading_of(self._bare(self.model), tokenizer, "policy")
-            other = own
+            policy_head = reading_of(self._bare(self.model), tokenizer, "policy")
+            reference_head = policy_head
             if self.ref_model is not None:
-                other = reading_of(self._bare(self.ref_model), tokenizer, "reference")
-            self._known = own, other
+                reference_head = reading_of(self._bare(self.ref_model), tokenizer, "reference")
+            self._known = policy_head, reference_head
         return self._known
 
     def _heads(self) -> tuple[Head, Head]:
         """Both heads as they are now: the policy's with its gradient."""
-        own, other = self._readings()
+        policy_head, reference_head = self._readings()
         reference = self.model if self.ref_model is None else self.ref_model
         return (
-            head_of(self._bare(self.model), own, trained=True),
-            head_of(self._bare(reference), other, trained=False),
+            head_of(self._bare(self.model), policy_head, trained=True),
+            head_of(self._bare(reference), reference_head, trained=False),
         )

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kleash.errors import OptionError
-from kleash.integrations.trl.terms import Wanted
+from kleash.integrations.trl.terms import KLOptions
 
 LOG = logging.getLogger(__name__)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -51,44 +51,48 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 OF_TRL = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
 
 
-def require_own_samples(wanted: Wanted, trainer: Any) -> None:
+def require_own_samples(kl_options: KLOptions, trainer: Any) -> None:
     """See that a KL which is estimated from samples gets samples of the policy.
 
     The exact KL of each token where it stands is not concerned: it is a sum over the vocabulary, not over samples.
 
     Args:
-        wanted: what is trained.
+        kl_options: the KL options of the trainer.
         trainer: TRL's, made.
 
     Raises:
         OptionError: naming the setting that draws from another distribution.
     """
-    if trainer.beta == 0 or (wanted.exact and wanted.scope == "token"):
+    if trainer.beta == 0 or (kl_options.exact and kl_options.scope == "token"):
         return
     for name, value in _settings(trainer):
         raise OptionError(
             f"{name} is {value!r}, so tokens are drawn from another distribution than the policy's, and "
-            f"{_concerned(wanted)} is no longer that of the policy; leave {name} out, or take kl='exact' with "
+            f"{_concerned(kl_options)} is no longer that of the policy; leave {name} out, or take kl='exact' with "
             "kl_scope='token'"
         )
 
 
-def note_what_does_nothing(wanted: Wanted, trainer: Any) -> None:
+def note_what_does_nothing(kl_options: KLOptions, trainer: Any) -> None:
     """Log that ``use_bias_correction_kl``, TRL's default, does nothing, where it is not what is trained anyway."""
     if trainer.beta == 0 or not getattr(trainer.args, "use_bias_correction_kl", False):
         return
-    if wanted.gradient == "ratio_attached" and wanted.kl == "k3":  # TRL's own term, with that correction
+    if (
+        kl_options.gradient == "ratio_attached" and kl_options.kl == "k3"
+    ):  # TRL's own term, with that correction
         return
     LOG.warning(
         "use_bias_correction_kl=True (TRL's default) does nothing: it weighs TRL's own KL, which is switched off; "
         "what is trained is kl=%r, whose gradient needs no such correction. Set use_bias_correction_kl=False to say "
         "so, or take kl='k3' with kl_gradient='ratio_attached' for TRL's term",
-        wanted.kl,
+        kl_options.kl,
     )
 
 
-def _concerned(wanted: Wanted) -> str:
-    return "the KL after each token" if wanted.exact else f"the KL that {wanted.kl} estimates from them"
+def _concerned(kl_options: KLOptions) -> str:
+    return (
+        "the KL after each token" if kl_options.exact else f"the KL that {kl_options.kl} estimates from them"
+    )
 
 
 def _settings(trainer: Any) -> Iterator[tuple[str, Any]]:
@@ -115,4 +119,4 @@ def _settings(trainer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    return any(value is one or value == one for one in NEUTRAL.get(name, (None,)))
+    return any(value is neutral or value == neutral for neutral in NEUTRAL.get(name, (None,)))

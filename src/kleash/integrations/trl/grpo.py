@@ -29,18 +29,18 @@ class GRPOLeash(OwnKL):
     the tokens that these leave.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the trainer; arguments as ``OwnKL`` and TRL's own."""
-        super().__init__(*given, **named)
+        super().__init__(*args, **kwargs)
         refuse_reward(
-            self._wanted,
+            self._kl_options,
             {
                 "scale_rewards": (self.scale_rewards, "none"),
                 "multi_objective_aggregation": (self.multi_objective_aggregation, "sum_then_normalize"),
             },
         )
         self._tools: Any = None
-        if self._wanted.place == "reward" and self.beta != 0:
+        if self._kl_options.place == "reward" and self.beta != 0:
             self.reward_funcs.append(self._penalty)
             self.reward_processing_classes.append(None)
             self.reward_func_names.append(PENALTY)
@@ -68,20 +68,20 @@ class GRPOLeash(OwnKL):
         parent: Any = super()
         if self.beta == 0:
             return parent._generate_and_score_completions(inputs)
-        in_loss = self._wanted.place == "loss"
+        in_loss = self._kl_options.place == "loss"
         if not in_loss:
             self.reward_weights[-1] = self.beta
-        with self._watched(hidden=in_loss and self._wanted.exact) as passes:
+        with self._watched(hidden=in_loss and self._kl_options.exact) as passes:
             output = parent._generate_and_score_completions(inputs)
-        if in_loss and self._wanted.exact:
+        if in_loss and self._kl_options.exact:
             output[REFERENCE_HIDDEN] = passes[-1].hidden
         return output
 
     def _generate(self, prompts: Any) -> Any:
         parent: Any = super()
-        found = parent._generate(prompts)
-        self._tools = found[2]
-        return found
+        generated = parent._generate(prompts)
+        self._tools = generated[2]
+        return generated
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -89,8 +89,8 @@ class GRPOLeash(OwnKL):
         parent: Any = super()
         rewards = parent._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if PENALTY in self.reward_func_names:
-            nobody = rewards[:, :-1].isnan().all(-1)
-            rewards[nobody, -1] = torch.nan  # a response that nobody scored stays one
+            is_unscored = rewards[:, :-1].isnan().all(-1)
+            rewards[is_unscored, -1] = torch.nan  # so that the response stays without a reward
         return rewards
 
     def _penalty(self, prompts: Any, **_: Any) -> list[float]:
@@ -100,7 +100,7 @@ class GRPOLeash(OwnKL):
             return [0.0] * len(prompts)
         reference: Pass = passes[-1]
         policy: Pass = passes[0] if len(passes) > 1 else self._policy_pass(reference)
-        attention_mask, length = reference.given[0][1:3]
+        attention_mask, length = reference.arguments[0][1:3]
         mask = attention_mask[:, -length:].bool() & self._own_tokens(length, attention_mask)
         per_token = self._term.per_token(policy.logp, reference.logp, mask)
         kl = per_token.sum(-1)
@@ -121,31 +121,31 @@ class GRPOLeash(OwnKL):
 
     def _policy_pass(self, reference: Pass) -> Pass:
         """The policy's pass over the same tokens, which TRL leaves out where it is not off-policy."""
-        again, named = reference.given
+        args, kwargs = reference.arguments
         with torch.no_grad():
-            self._get_per_token_logps_and_entropies(self.model, *again, **named)
+            self._get_per_token_logps_and_entropies(self.model, *args, **kwargs)
         assert self._passes is not None
         return self._passes[-1]
 
     def _own_tokens(self, length: int, like: Tensor) -> Tensor:
-        own = torch.ones(len(like), length, dtype=torch.bool, device=like.device)
+        mask = torch.ones(len(like), length, dtype=torch.bool, device=like.device)
         for row, flags in enumerate(self._tools or ()):
-            own[row, : len(flags)] = torch.tensor(flags, dtype=torch.bool, device=like.device)
-        return own
+            mask[row, : len(flags)] = torch.tensor(flags, dtype=torch.bool, device=like.device)
+        return mask
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         parent: Any = super()
         if self.beta == 0:
             return parent._compute_loss(model, inputs)
-        in_loss = self._wanted.place == "loss"
-        with self._parent_has(0.0), self._watched(hidden=in_loss and self._wanted.exact) as passes:
+        in_loss = self._kl_options.place == "loss"
+        with self._parent_has(0.0), self._watched(hidden=in_loss and self._kl_options.exact) as passes:
             loss = parent._compute_loss(model, inputs)
         if not in_loss:
             return loss
         window = self._window(inputs)
         share = self._share(passes[0], inputs, window)
         mask = self._counted(inputs)
-        self._note(share, self._wanted.share(mask, window), mask, window.parts)
+        self._note(share, self._kl_options.share(mask, window), mask, window.parts)
         return loss + self.beta * share.loss
 
     def _window(self, inputs: dict[str, Any]) -> Window:

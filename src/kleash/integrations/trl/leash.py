@@ -17,7 +17,7 @@ from kleash.estimators.weights import ImportanceWeights
 from kleash.integrations.trl.catching import Catching
 from kleash.integrations.trl.drawing import note_what_does_nothing, require_own_samples
 from kleash.integrations.trl.passes import Pass
-from kleash.integrations.trl.terms import Wanted, Window
+from kleash.integrations.trl.terms import KLOptions, Window
 from kleash.kl_rules import default_scope
 from kleash.linear import LinearOptions, linear_kl_loss
 from kleash.losses import future_kl_loss
@@ -57,11 +57,11 @@ def ordered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         inner = inner.func
     if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__):
 
-        async def awaited(*given: Any, **named: Any) -> Any:
-            return checked(await function(*given, **named))
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return checked(await function(*args, **kwargs))
 
         return awaited
-    return lambda *given, **named: checked(function(*given, **named))
+    return lambda *args, **kwargs: checked(function(*args, **kwargs))
 
 
 class OwnKL(Catching):
@@ -81,19 +81,19 @@ class OwnKL(Catching):
     # More arguments than elsewhere: they are options of a trainer, all by name, before those of TRL's own.
     def __init__(
         self,
-        *given: Any,
+        *args: Any,
         kl: str = "exact",
         kl_place: str = "loss",
         kl_scope: str | None = None,
         kl_gradient: str | None = None,
         kl_cap: float | None = None,
         linear_options: LinearOptions | None = None,
-        **named: Any,
+        **kwargs: Any,
     ) -> None:
         """Make TRL's trainer, which is given everything else, and see that its KL makes sense."""
-        super().__init__(*given, **named)
+        super().__init__(*args, **kwargs)
         self._linear = linear_options
-        self._wanted = Wanted(
+        self._kl_options = KLOptions(
             kl=kl,
             place=kl_place,
             scope=default_scope(kl_place) if kl_scope is None else kl_scope,
@@ -102,10 +102,10 @@ class OwnKL(Catching):
             loss_type=self._loss_type,
             length=self.args.max_completion_length,
         )
-        self._term = self._wanted.term(off_policy=self._off_policy)
-        require_own_samples(self._wanted, self)
-        note_what_does_nothing(self._wanted, self)
-        if self.beta != 0 and self._wanted.exact:
+        self._term = self._kl_options.term(off_policy=self._off_policy)
+        require_own_samples(self._kl_options, self)
+        note_what_does_nothing(self._kl_options, self)
+        if self.beta != 0 and self._kl_options.exact:
             self._readings()
 
     def _calculate_rewards(
@@ -132,31 +132,38 @@ class OwnKL(Catching):
         every = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % every != 0
 
-    def _share(self, own: Pass, inputs: dict[str, Any], window: Window) -> Share:
+    def _share(self, policy_pass: Pass, inputs: dict[str, Any], window: Window) -> Share:
         """The KL of a micro-batch, from the policy's pass and what was kept of the reference's."""
         mask = self._counted(inputs)
-        shares = self._wanted.share(mask, window)
+        shares = self._kl_options.share(mask, window)
         behaviour, ratio, effective = None, None, None
         if self._term.ratio != "none":
             behaviour = self._behaviour(inputs)
-            behaviour = own.logp.detach() if behaviour is None else behaviour
+            behaviour = policy_pass.logp.detach() if behaviour is None else behaviour
             level, cap = self._term.ratio, self._term.cap
-            ratio = importance_weights(own.logp, behaviour, mask, level=level, cap=cap)
+            ratio = importance_weights(policy_pass.logp, behaviour, mask, level=level, cap=cap)
             effective = float(ratio.effective_sample_size / mask.sum().clamp(min=1))
-        if self._wanted.exact:
-            return replace(self._exact_share(own, inputs, mask, shares, ratio), effective=effective)
-        per_token = self._term.per_token(own.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour)
+        if self._kl_options.exact:
+            return replace(self._exact_share(policy_pass, inputs, mask, shares, ratio), effective=effective)
+        per_token = self._term.per_token(
+            policy_pass.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour
+        )
         return Share(loss=(shares * per_token).sum(), per_token=per_token.detach(), effective=effective)
 
     def _exact_share(
-        self, own: Pass, inputs: dict[str, Any], mask: Tensor, shares: Tensor, ratio: ImportanceWeights | None
+        self,
+        policy_pass: Pass,
+        inputs: dict[str, Any],
+        mask: Tensor,
+        shares: Tensor,
+        ratio: ImportanceWeights | None,
     ) -> Share:
         weights = shares if ratio is None else shares * ratio.values
-        if own.hidden is None:
+        if policy_pass.hidden is None:
             raise OptionError("no hidden states were caught; the model's backbone was not run by its forward")
         head_p, head_q = self._heads()
-        found = linear_kl_loss(
-            own.hidden[mask],
+        result = linear_kl_loss(
+            policy_pass.hidden[mask],
             head_p,
             inputs[REFERENCE_HIDDEN][mask],
             head_q,
@@ -164,11 +171,11 @@ class OwnKL(Catching):
             temperature=self.temperature,
             options=self._linear,
         )
-        cost = torch.zeros_like(shares).masked_scatter(mask, found.per_token.to(shares.dtype))
-        loss = found.loss
+        cost = torch.zeros_like(shares).masked_scatter(mask, result.per_token.to(shares.dtype))
+        loss = result.loss
         rho = None if ratio is None else ratio.values
         if self._term.spec.scope == "sequence":
-            loss = loss + (shares * future_kl_loss(own.logp, cost, mask, weights=rho)).sum()
+            loss = loss + (shares * future_kl_loss(policy_pass.logp, cost, mask, weights=rho)).sum()
         return Share(loss=loss, per_token=cost if rho is None else cost * rho)
 
     def _counted(self, inputs: dict[str, Any]) -> Bool[Tensor, "batch time"]:

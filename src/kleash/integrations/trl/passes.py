@@ -22,8 +22,8 @@ class Pass:
     """Log-probabilities of the responses' tokens, at the temperature of training."""
     hidden: Float[Tensor, "batch time dim"] | None
     """Final hidden states at the positions that predict them, part of the graph; None if not asked for."""
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    """What it was called with after the model, to be called again."""
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    """Positional and keyword arguments after the model, so that the pass can be repeated."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What both models say about each token of the responses that a trainer has generated."""
+"""Exact KLs, entropies and log-probabilities of the responses that a trainer has generated."""
 
 from typing import Any, NamedTuple
 
@@ -10,16 +10,16 @@ from kleash.integrations.trl.leash import REFERENCE_HIDDEN, OwnKL
 from kleash.linear import TokenStatistics, token_statistics
 
 
-class Told(NamedTuple):
-    """Of a generated batch."""
+class ResponseStatistics(NamedTuple):
+    """Token statistics of a generated batch."""
 
     mask: Bool[Tensor, "batch time"]
-    """A response's own tokens."""
+    """True for the tokens that the policy generated."""
     statistics: TokenStatistics
     """Of these tokens, one response after the other; KL(policy || reference) is ``kl_pq``."""
 
 
-def response_statistics(trainer: OwnKL, output: dict[str, Any]) -> Told:
+def response_statistics(trainer: OwnKL, output: dict[str, Any]) -> ResponseStatistics:
     """The exact KLs, entropies and log-probabilities of a generated batch, before it is learned from.
 
     One more pass of the policy, and one of the reference where its hidden states were not kept.
@@ -32,19 +32,19 @@ def response_statistics(trainer: OwnKL, output: dict[str, Any]) -> Told:
         CannotRunError: if a model does not come apart into hidden states and a head.
     """
     mask = trainer._counted(output)
-    own = trainer._pass_over(output, reference=False, hidden=True).hidden
-    other = output.get(REFERENCE_HIDDEN)
-    if other is None:
-        other = trainer._pass_over(output, reference=True, hidden=True).hidden
-    assert own is not None and other is not None, "they were asked for"
+    policy_hidden = trainer._pass_over(output, reference=False, hidden=True).hidden
+    reference_hidden = output.get(REFERENCE_HIDDEN)
+    if reference_hidden is None:
+        reference_hidden = trainer._pass_over(output, reference=True, hidden=True).hidden
+    assert policy_hidden is not None and reference_hidden is not None, "hidden=True was requested"
     head_p, head_q = trainer._heads()
     with torch.no_grad():
-        found = token_statistics(
-            own[mask],
+        statistics = token_statistics(
+            policy_hidden[mask],
             head_p,
-            other[mask],
+            reference_hidden[mask],
             head_q,
             output["completion_ids"][mask],
             temperature=trainer.temperature,
         )
-    return Told(mask=mask, statistics=found)
+    return ResponseStatistics(mask=mask, statistics=statistics)

@@ -21,10 +21,10 @@ class RLOOLeash(OwnKL):
     Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence`` and ``beta``.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the trainer; arguments as ``OwnKL`` and TRL's own."""
-        super().__init__(*given, **named)
-        refuse_reward(self._wanted, {"normalize_advantages": (self.normalize_advantages, False)})
+        super().__init__(*args, **kwargs)
+        refuse_reward(self._kl_options, {"normalize_advantages": (self.normalize_advantages, False)})
 
     normalize_advantages: bool
 
@@ -32,14 +32,14 @@ class RLOOLeash(OwnKL):
         parent: Any = super()
         if self.beta == 0:
             return parent._generate_and_score_completions(inputs)
-        if self._wanted.place == "reward":
+        if self._kl_options.place == "reward":
             with self._watched(hidden=False) as passes:
                 output = parent._generate_and_score_completions(inputs)
             self._correct_log(passes[0].logp - passes[1].logp, output["completion_mask"])
             return output
         with self._parent_has(0.0), self._watched(hidden=False) as passes:
             output = parent._generate_and_score_completions(inputs)
-        reference = self._pass_over(output, reference=True, hidden=self._wanted.exact)
+        reference = self._pass_over(output, reference=True, hidden=self._kl_options.exact)
         output[REFERENCE_LOGP] = reference.logp
         if self._off_policy:
             output[BEHAVIOUR] = passes[0].logp
@@ -65,14 +65,14 @@ class RLOOLeash(OwnKL):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         parent: Any = super()
-        if self.beta == 0 or self._wanted.place == "reward":
+        if self.beta == 0 or self._kl_options.place == "reward":
             return parent._compute_loss(model, inputs)
-        with self._watched(hidden=self._wanted.exact) as passes:
+        with self._watched(hidden=self._kl_options.exact) as passes:
             loss = parent._compute_loss(model, inputs)
         window = Window(parts=1, tokens=1.0, length=self.args.max_completion_length)
         share = self._share(passes[0], inputs, window)
         mask = self._counted(inputs)
-        self._note(share, self._wanted.share(mask, window), mask, window.parts)
+        self._note(share, self._kl_options.share(mask, window), mask, window.parts)
         return loss + self.beta * share.loss
 
 

@@ -73,8 +73,8 @@ LOSS_TYPES: Mapping[str, LossType] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The KL that was asked for, in the words of a trainer's arguments."""
+class KLOptions:
+    """The KL options of a TRL trainer."""
 
     kl: str
     """"exact", "k1", "k2" or "k3"."""
@@ -144,21 +144,21 @@ class Wanted:
         return look_up(LOSS_TYPES, self.loss_type, "loss type of TRL").share(mask.float(), window)
 
 
-def refuse_reward(wanted: Wanted, settings: Mapping[str, tuple[Any, Any]]) -> None:
+def refuse_reward(kl_options: KLOptions, settings: Mapping[str, tuple[Any, Any]]) -> None:
     """See that rewards with a KL in them are averaged as they are.
 
     Args:
-        wanted: what is trained.
+        kl_options: the KL options of the trainer.
         settings: name -> (what it is, what it has to be).
 
     Raises:
         OptionError: naming what would scale or cut the KL.
     """
-    if wanted.place != "reward":
+    if kl_options.place != "reward":
         return
-    for name, (found, needed) in settings.items():
-        if found != needed:
+    for name, (value, needed) in settings.items():
+        if value != needed:
             raise OptionError(
-                f"{name} is {found!r}, which would scale or cut the KL in the reward; give {needed!r}, or "
+                f"{name} is {value!r}, which would scale or cut the KL in the reward; give {needed!r}, or "
                 "kl_place='loss'"
             )

@@ -52,16 +52,16 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
         UnknownNameError: if there is no such type.
         OptionError: if a field is unknown or a number means nothing.
     """
-    given = {str(name): value for name, value in _items(kl_ctrl)}
-    kind = look_up(CONTROLLER_TYPES, given.get("type", "fixed"), "type of KL controller")
-    record = {name: value for name, value in given.items() if name not in OF_VERL}
+    settings = {str(name): value for name, value in _items(kl_ctrl)}
+    kind = look_up(CONTROLLER_TYPES, settings.get("type", "fixed"), "type of KL controller")
+    record = {name: value for name, value in settings.items() if name not in OF_VERL}
     if "per" in record:
         raise OptionError("per is given, and verl measures its KL per token; leave it out")
-    record |= {"kind": kind, "beta": given["kl_coef"], "per": "token"}
+    record |= {"kind": kind, "beta": settings["kl_coef"], "per": "token"}
     if kind != "fixed":
-        record["target_nats"] = given["target_kl"]
+        record["target_nats"] = settings["target_kl"]
     if kind == "ziegler":
-        record["horizon"] = given["horizon"]
+        record["horizon"] = settings["horizon"]
     return KLController(beta_from_dict(record))
 
 
@@ -82,36 +82,36 @@ def keep_in_checkpoints() -> None:
             trainer._load_checkpoint = _loading(trainer._load_checkpoint)
 
 
-def _saving(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(theirs)
-    def save(self: Any, *given: Any, **named: Any) -> Any:
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         controller = getattr(self, "kl_ctrl_in_reward", None)
         if isinstance(controller, KLController):
             folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / CONTROLLER_FILE, json.dumps(controller.leash.to_dict(), indent=1))
-        return theirs(self, *given, **named)
+        return original(self, *args, **kwargs)
 
     vars(save)["kleash"] = True
     return save
 
 
-def _loading(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(theirs)
-    def load(self: Any, *given: Any, **named: Any) -> Any:
-        found = theirs(self, *given, **named)
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
         controller = getattr(self, "kl_ctrl_in_reward", None)
         if isinstance(controller, KLController) and self.global_steps > 0:
             _load_state(controller, _folder(self.config.trainer, self.global_steps))
-        return found
+        return result
 
     return load
 
 
 def _folder(settings: Any, step: int) -> Path:
     """The folder that verl has resumed from."""
-    named = settings.resume_from_path if settings.resume_mode == "resume_path" else None
-    return Path(named or Path(settings.default_local_dir) / f"global_step_{step}").absolute()
+    resume_path = settings.resume_from_path if settings.resume_mode == "resume_path" else None
+    return Path(resume_path or Path(settings.default_local_dir) / f"global_step_{step}").absolute()
 
 
 def _load_state(controller: KLController, folder: Path) -> None:

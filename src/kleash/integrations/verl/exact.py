@@ -44,12 +44,12 @@ class ExactKL:
         self.in_flight: Float[Tensor, "batch time"] | None = None
         """The KL of the micro-batch whose loss verl is computing; None without one."""
 
-    def disable_adapter(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def disable_adapter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """verl's ``FSDPEngine.disable_adapter``: inside, what the engine runs is the reference."""
 
-        @wraps(theirs)
+        @wraps(original)
         def disable_adapter(engine: Any) -> AbstractContextManager[None]:
-            return self._as_reference(engine, theirs(engine))
+            return self._as_reference(engine, original(engine))
 
         return disable_adapter
 
@@ -62,16 +62,16 @@ class ExactKL:
         finally:
             self._without_adapter.remove(engine)
 
-    def forward_step(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """verl's ``FSDPEngineWithLMHead.forward_step``: watches what the reference's head is given."""
 
-        @wraps(theirs)
+        @wraps(original)
         def forward_step(engine: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
             is_reference = engine in self._without_adapter or engine.engine_config.forward_only
             if not is_reference or loss_function is not None:
-                return theirs(engine, micro_batch, loss_function, forward_only)
+                return original(engine, micro_batch, loss_function, forward_only)
             with self._watched(engine.module):
-                return theirs(engine, micro_batch, loss_function, forward_only)
+                return original(engine, micro_batch, loss_function, forward_only)
 
         return forward_step
 
@@ -88,45 +88,45 @@ class ExactKL:
             if handle is not None:
                 handle.remove()
 
-    def _look(self, layer: Any, given: tuple[Any, ...]) -> None:
+    def _look(self, layer: Any, args: tuple[Any, ...]) -> None:
         """While the head runs its weights are whole; FSDP takes them away again when it is done."""
         if hasattr(layer.weight, "full_tensor"):
             raise CannotRunError(
                 "the reference's head is sharded over ranks while it runs; the exact KL takes no tensor parallelism"
             )
-        self._hidden = given[0]
+        self._hidden = args[0]
         now = (layer.weight.detach(), None if getattr(layer, "bias", None) is None else layer.bias.detach())
         if self._weights is None or not all(map(same, now, self._weights)):
             self._weights = (now[0].clone(), None if now[1] is None else now[1].clone())
             self._head = None
 
-    def prepare_model_outputs(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_model_outputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """verl's ``FSDPEngineWithLMHead.prepare_model_outputs``: adds hidden states, or the KL, to its output."""
 
-        @wraps(theirs)
+        @wraps(original)
         def prepare_model_outputs(
             engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
         ) -> Any:
-            given = (engine, output, output_args, micro_batch, logits_processor_func)
+            args = (engine, output, output_args, micro_batch, logits_processor_func)
             if self._watching:
-                kept = self._keep(engine, output, micro_batch)
-                return theirs(*given) | {REFERENCE_HIDDEN: kept}
+                hidden = self._keep(engine, output, micro_batch)
+                return original(*args) | {REFERENCE_HIDDEN: hidden}
             if not is_exact(logits_processor_func):
-                return theirs(*given)
+                return original(*args)
             per_token = self._per_token(engine, output, output_args, micro_batch)
-            return theirs(*given) | {PER_TOKEN: per_token}
+            return original(*args) | {PER_TOKEN: per_token}
 
         return prepare_model_outputs
 
-    def ppo_loss(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def ppo_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """verl's ``ppo_loss``: while it runs, ``in_flight`` is the KL of its micro-batch."""
 
-        @wraps(theirs)
+        @wraps(original)
         def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
             per_token = model_output.get(PER_TOKEN)
             self.in_flight = None if per_token is None else padded(per_token, data)
             try:
-                return theirs(config=config, model_output=model_output, data=data, dp_group=dp_group)
+                return original(config=config, model_output=model_output, data=data, dp_group=dp_group)
             finally:
                 self.in_flight = None
 
@@ -160,14 +160,16 @@ class ExactKL:
         rows = packed_logits(engine, output, micro_batch)
         places = padded(torch.arange(1, len(rows) + 1, device=rows.device), micro_batch)
         places = places[places > 0] - 1
-        found = linear_kl(
+        token_kl = linear_kl(
             rows[places],
             Head(None),
             micro_batch[REFERENCE_HIDDEN].values()[places],
             self._head,
             temperature=temperatures(output_args, micro_batch)[places],
         )
-        per_token = torch.zeros(len(rows), dtype=found.dtype, device=rows.device).index_put((places,), found)
+        per_token = torch.zeros(len(rows), dtype=token_kl.dtype, device=rows.device).index_put(
+            (places,), token_kl
+        )
         return torch.nested.nested_tensor_from_jagged(per_token, micro_batch["input_ids"].offsets())
 
     def _require(self, there: bool, lacking: str) -> None:
@@ -193,23 +195,23 @@ def is_exact(loss_function: Any) -> bool:
 
 def packed_logits(engine: Any, output: Any, micro_batch: Any) -> Float[Tensor, "tokens vocab"]:
     """The engine's logits, as it reads them, one row for each token that is not padding."""
-    found = getattr(output, "logits", None)
-    if found is None or hasattr(found, "full_tensor") or engine.use_ulysses_sp:
-        why = "no logits" if found is None else "logits sharded over ranks"
+    engine_logits = getattr(output, "logits", None)
+    if engine_logits is None or hasattr(engine_logits, "full_tensor") or engine.use_ulysses_sp:
+        why = "no logits" if engine_logits is None else "logits sharded over ranks"
         raise CannotRunError(
             f"the engine has {why}, which the exact KL is computed from; set use_fused_kernels=False, "
             "ulysses_sequence_parallel_size=1 and no tensor parallelism, or ask for kl_loss_type=k3+"
         )
-    return packed(engine, found, micro_batch)
+    return packed(engine, engine_logits, micro_batch)
 
 
-def packed(engine: Any, given: Tensor, micro_batch: Any) -> Tensor:
+def packed(engine: Any, values: Tensor, micro_batch: Any) -> Tensor:
     """What a model gave for each token, ``[1, packed, …]`` or ``[batch, time, …]``, without padding."""
     offsets = micro_batch["input_ids"].offsets()
     total = int(offsets[-1])
-    if given.shape[0] == 1 and given.shape[1] >= total:
-        return given[0, :total]
-    return given[torch.arange(given.shape[1], device=given.device) < offsets.diff().unsqueeze(1)]
+    if values.shape[0] == 1 and values.shape[1] >= total:
+        return values[0, :total]
+    return values[torch.arange(values.shape[1], device=values.device) < offsets.diff().unsqueeze(1)]
 
 
 def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]:
@@ -220,14 +222,14 @@ def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]
     return output_args["temperature"].repeat_interleave(lengths)
 
 
-def same(one: Tensor | None, other: Tensor | None) -> bool:
+def same(first: Tensor | None, second: Tensor | None) -> bool:
     """Whether two tensors hold the same numbers, or neither is there."""
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if first is None or second is None:
+        return first is second
+    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
 
 
 def nats_off(rows: Float[Tensor, "tokens vocab"], hidden: Float[Tensor, "tokens dim"], head: Head) -> float:
     """How far, at the last token, the head's distribution is from the model's own."""
-    own = rows[-1:].float().log_softmax(-1)
-    return float(kl(own, head_logits(hidden[-1:], head).float().log_softmax(-1)))
+    model_logp = rows[-1:].float().log_softmax(-1)
+    return float(kl(model_logp, head_logits(hidden[-1:], head).float().log_softmax(-1)))

@@ -103,25 +103,25 @@ def _controller(kl_ctrl: Any) -> controllers.KLController:
 
 def _exact(core: Any) -> ExactKL:
     """Wrap the engine and the loss as soon as they are imported, once in a process."""
-    found: ExactKL | None = getattr(core.kl_penalty_forward, "kleash", None)
-    if found is not None:
-        return found
-    made = ExactKL()
+    existing: ExactKL | None = getattr(core.kl_penalty_forward, "kleash", None)
+    if existing is not None:
+        return existing
+    exact = ExactKL()
 
     def take_engine(module: Any) -> None:
         require_attributes("verl", ENGINE_SEAMS)
         base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
-        _replace(base, "disable_adapter", made.disable_adapter(base.disable_adapter))
+        _replace(base, "disable_adapter", exact.disable_adapter(base.disable_adapter))
         for method in ("forward_step", "prepare_model_outputs"):
-            _replace(language_model, method, getattr(made, method)(getattr(language_model, method)))
+            _replace(language_model, method, getattr(exact, method)(getattr(language_model, method)))
 
     def take_loss(module: Any) -> None:
         require_attributes("verl", LOSS_SEAMS)
-        theirs, own = module.ppo_loss, made.ppo_loss(module.ppo_loss)
+        original, wrapped = module.ppo_loss, exact.ppo_loss(module.ppo_loss)
         for name, holder in list(sys.modules.items()):
-            if name.startswith("verl.") and vars(holder).get("ppo_loss") is theirs:
-                _replace(holder, "ppo_loss", own)
+            if name.startswith("verl.") and vars(holder).get("ppo_loss") is original:
+                _replace(holder, "ppo_loss", wrapped)
 
     call_after_import(ENGINE, take_engine)
     call_after_import(LOSSES, take_loss)
-    return made
+    return exact

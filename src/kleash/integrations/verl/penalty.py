@@ -86,8 +86,8 @@ def kl_penalty(
         return value
     log_ratio = at_least_float32(logprob) - at_least_float32(ref_logprob)
     log_ratio = torch.where(log_ratio.isfinite(), log_ratio, 0.0)
-    here = log_ratio.detach()
-    return value.detach() + here * (log_ratio - here)
+    detached_ratio = log_ratio.detach()
+    return value.detach() + detached_ratio * (log_ratio - detached_ratio)
 
 
 def _exact(logprob: Tensor, ref_logprob: Tensor, clamp: str | None) -> Tensor:
