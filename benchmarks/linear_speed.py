@@ -23,12 +23,12 @@ from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
 from kleash.linear.checks import checked_pair
 from kleash.linear.impl.loop import Core, per_token, plan
 from kleash.linear.impl.project import normalised
-from kleash.linear.impl.rows import NO_ROOM, ROOMS, Room, side
+from kleash.linear.impl.row_statistics import NO_BUFFERS, NUM_BUFFERS, Buffers, side
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def k3_rows(zp: Tensor, zq: Tensor, tokens: Tensor, room: Room = NO_ROOM) -> tuple[Tensor, ...]:
+def k3_rows(zp: Tensor, zq: Tensor, tokens: Tensor, room: Buffers = NO_BUFFERS) -> tuple[Tensor, ...]:
     """The one-sample estimate: both log-sum-exps, and phi of one log ratio."""
     p, q, column = side(zp, room[0]), side(zq, room[1]), tokens[:, None]
     logp = zp.gather(-1, column) - p.top - p.total.log()
@@ -41,7 +41,7 @@ def k3_carefully(zp: Tensor, zq: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
     return (phi(logp - logq)[:, 0],)
 
 
-K3 = Core(k3_rows, k3_carefully, slice(0, 1), ROOMS)
+K3 = Core(k3_rows, k3_carefully, slice(0, 1), NUM_BUFFERS)
 
 
 def candidates(args: argparse.Namespace):

@@ -28,11 +28,11 @@ from kleash.divergences import phi
 from kleash.linear import LinearOptions, linear_kl
 from kleash.linear.checks import checked_pair
 from kleash.linear.impl.gradient import both_sums
-from kleash.linear.impl.lean import ROOMS
+from kleash.linear.impl.kl_fast import NUM_BUFFERS
 from kleash.linear.impl.loop import Chunk, blocks, chunks, plan
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import multiply_
-from kleash.linear.impl.rows import side
+from kleash.linear.impl.row_statistics import side
 
 BESIDE = {
     "exact eager": ("matmuls", "k3 eager", "naive exact", "naive k3"),
@@ -57,7 +57,7 @@ def pair(x: Inputs) -> Pair:
 def k3_values(x: Inputs) -> Tensor:
     """Of each token, the derivative of k3 in its log-probability under p: the value pass of the recomputed k3."""
     both, slopes = pair(x), torch.empty(len(x.ids))
-    cut = plan(both, LinearOptions(), ROOMS)
+    cut = plan(both, LinearOptions(), NUM_BUFFERS)
     room = torch.empty(2, cut.rows, both.p.vocabulary)
     for chunk in chunks(both, cut):
         for here in blocks(chunk, cut.rows):
@@ -80,7 +80,7 @@ def k3_rows(chunk, here: slice, x: Inputs, room: Tensor):
 def k3_at_once(x: Inputs, slopes: Tensor | None = None) -> None:
     """k3 and its gradient, formed while the logits are there; given the slopes, p's logits alone are enough."""
     both = pair(x)
-    cut = plan(both, LinearOptions(), ROOMS)
+    cut = plan(both, LinearOptions(), NUM_BUFFERS)
     room = torch.empty(2, cut.rows, both.p.vocabulary)
     sums, _ = both_sums(both, P_ONLY)
     for chunk in p_chunks(x, cut) if slopes is not None else chunks(both, cut):

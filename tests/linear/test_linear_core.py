@@ -21,7 +21,7 @@ from kleash.linear import (
     token_statistics,
     token_statistics_and_top,
 )
-from kleash.linear.impl.rows import kl_rows, tanh_half
+from kleash.linear.impl.row_statistics import kl_rows, tanh_half
 
 
 @EVERY

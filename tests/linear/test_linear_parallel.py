@@ -21,7 +21,7 @@ from kleash.linear import (
     linear_objective,
     token_statistics,
 )
-from kleash.linear.impl.across import Ranks
+from kleash.linear.impl.vocab_shards import ShardedVocab
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 
@@ -115,7 +115,7 @@ def test_a_group_of_one_is_no_group(alone, options):
 
 def test_nan_is_a_maximum_wherever_it_is(alone):
     """Backends differ: some drop it, and a rank that holds one must not be the only one that knows."""
-    top, other = Ranks(alone, [1], 0, torch.device("cpu")).highest(
+    top, other = ShardedVocab(alone, [1], 0, torch.device("cpu")).all_reduce_max(
         torch.tensor([torch.nan, 1.0, -torch.inf]), torch.tensor([[2.0], [torch.inf], [torch.nan]])
     )
     assert top.tolist() == [torch.inf, 1.0, -torch.inf] and other.tolist() == [

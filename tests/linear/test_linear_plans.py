@@ -24,10 +24,11 @@ from kleash.linear import (
     linear_kl_loss,
     linear_objective,
 )
-from kleash.linear.impl import chunked, lean, loop
-from kleash.linear.impl.careful import careful_gradient_, careful_kl
+from kleash.linear.impl import chunked, loop
+from kleash.linear.impl import kl_fast as lean
+from kleash.linear.impl.fallback import fallback_gradient_, fallback_kl
 from kleash.linear.impl.project import narrow
-from kleash.linear.impl.rows import gradient_rows
+from kleash.linear.impl.row_statistics import gradient_rows
 
 
 def logits(apart, rows=9, words=257, dtype=torch.float32, seed=0):
@@ -50,9 +51,9 @@ def test_the_lean_core_and_the_steady_one_agree(apart):
     weight = torch.linspace(-1, 2, 9)
     exact, steady = truth(zp, zq, weight), gradient_rows(zp, zq, weight)
     found = lean.kl_gradient_rows(zp, zq, weight)
-    careful_gradient_(found, zp, zq, weight, apart=False)
+    fallback_gradient_(found, zp, zq, weight, apart=False)
     (value,) = lean.kl_rows(zp, zq)
-    value = torch.where(value.isfinite(), value, careful_kl(zp, zq)[0])
+    value = torch.where(value.isfinite(), value, fallback_kl(zp, zq)[0])
     for number, (right, theirs, ours) in enumerate(zip(exact, steady, found, strict=True)):
         assert relative_rms(ours, right) <= 1.5 * relative_rms(theirs, right) + 1e-6, number
     torch.testing.assert_close(value, found[0], rtol=1e-4, atol=0)
@@ -68,7 +69,7 @@ def test_the_lean_core_says_what_it_cannot_do():
     )
     (found,) = lean.kl_rows(zp, zq)
     assert found[0] == 0 and found[1].isnan() and found[2].isnan() and found[3] == -torch.inf and found[4] > 0
-    (mended,) = careful_kl(zp, zq)
+    (mended,) = fallback_kl(zp, zq)
     right = truth(zp, zq, torch.ones(5))[0]
     torch.testing.assert_close(mended.double(), right, rtol=1e-5, atol=0)
 
@@ -82,11 +83,11 @@ def test_a_difference_serves_as_well_as_logits(apart):
     weight = torch.linspace(-1, 2, 9)
     exact = truth(zp, zq, weight)
     found = lean.kl_gradient_rows(zp.float(), ahead.float(), weight, apart=True)
-    careful_gradient_(found, zp.float(), ahead.float(), weight, apart=True)
+    fallback_gradient_(found, zp.float(), ahead.float(), weight, apart=True)
     for right, ours in zip(exact, found, strict=True):
         assert relative_rms(ours, right) < 3e-6
     (value,) = lean.kl_rows(zp.float(), ahead.float(), apart=True)
-    value = torch.where(value.isfinite(), value, careful_kl(zp.float(), ahead.float(), apart=True)[0])
+    value = torch.where(value.isfinite(), value, fallback_kl(zp.float(), ahead.float(), apart=True)[0])
     assert relative_rms(value, exact[0]) < 3e-6
 
 

@@ -21,11 +21,11 @@ from kleash.linear.checks import (
     in_a_row,
 )
 from kleash.linear.head import Head, gathered
-from kleash.linear.impl.across import ALONE
 from kleash.linear.impl.buffer import with_buffer
 from kleash.linear.impl.choice import implementation
 from kleash.linear.impl.pair import OneModel
 from kleash.linear.impl.project import logits, normalised
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TopTokens
 from kleash.registry import look_up
@@ -116,7 +116,7 @@ def linear_divergence(
     record = as_record(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     options = with_buffer(options or LinearOptions(), pair)
-    if options.impl != "reference" or pair.across is not ALONE:
+    if options.impl != "reference" or pair.across is not LOCAL_VOCAB:
         check_transforms("linear_divergence", (hidden_p, head_p), (hidden_q, head_q), temperature)
     engine = implementation(options, pair, record)
     with torch.autocast(hidden_p.device.type, enabled=False):
@@ -218,7 +218,7 @@ def token_statistics_and_top(
     check_transforms("token_statistics_and_top", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-        if pair.across is not ALONE:
+        if pair.across is not LOCAL_VOCAB:
             raise CannotRunError(
                 "the likeliest tokens are sought among all words and these heads are split over a vocabulary_group; "
                 "give heads of all rows"

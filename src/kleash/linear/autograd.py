@@ -56,13 +56,13 @@ def weighted(
     return _applied(_AtOnce, run, *pair.tensors)
 
 
-def judged(
+def evaluate_objective(
     engine: Any, pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, options: LinearOptions
 ) -> tuple[Tensor, TokenTerms]:
     """The sum of the objective's losses, whose gradient is formed at once, and the terms, detached."""
 
     def run(needed: tuple[bool, ...]) -> tuple[Any, ...]:
-        found = engine.judged(pair, tokens, objective, needed, options)
+        found = engine.evaluate_objective(pair, tokens, objective, needed, options)
         return found.loss, found.terms, found.gradients
 
     if not wanted(pair):
@@ -95,7 +95,7 @@ class _PerToken(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.engine, ctx.pair, ctx.record, ctx.options, ctx.unit = engine, pair, record, options, None
         if any(needed[1:3]) or any(needed[4:]):
-            values, ctx.kept = engine.keeping(pair, record, needed, options)
+            values, ctx.kept = engine.values_saving_forward(pair, record, needed, options)
             return values
         ones = torch.ones(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
         formed = engine.gradients(pair, record, ones, needed, options)

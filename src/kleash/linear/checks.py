@@ -12,9 +12,9 @@ from torch import Tensor
 from kleash.autodiff import refuse_transforms
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, gathered
-from kleash.linear.impl.across import ALONE, Alone, Ranks
 from kleash.linear.impl.pair import OneModel, Pair
-from kleash.linear.sharding import WHOLE, common_group, met
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab
+from kleash.linear.sharding import WHOLE, common_group, exchange_specs
 
 INSTEAD = "take linear_divergence with impl='reference', uncompiled, or the functions of kleash.divergences"
 
@@ -26,7 +26,7 @@ def checked_pair(
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     head_p, head_q = gathered(head_p, head_q)
     group = common_group(head_p.vocabulary_group, head_q.vocabulary_group)
-    across: Alone = ALONE
+    across: LocalVocab = LOCAL_VOCAB
     if group is None:
         check_each((hidden_p, head_p), (hidden_q, head_q), temperature)
     else:
@@ -55,7 +55,7 @@ def check_each(p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: floa
 
 def over_ranks(
     group: Any, p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor
-) -> Ranks:
+) -> ShardedVocab:
     """The ranks that p's head or q's is split over, if all of them were given what fits together."""
     problem, facts = None, [0, 0, 0, 0, 0]
     try:
@@ -70,10 +70,10 @@ def over_ranks(
         ]
     except KleashError as error:
         problem = error
-    return met(group, p[0].device, facts, problem)
+    return exchange_specs(group, p[0].device, facts, problem)
 
 
-def part(name: str, hidden: Tensor, head: Head, across: Ranks) -> tuple[Tensor, Head]:
+def part(name: str, hidden: Tensor, head: Head, across: ShardedVocab) -> tuple[Tensor, Head]:
     """A side as it is, or, if it is whole, the words of it that this rank has of the other."""
     if head.vocabulary_group is not None:
         return hidden, head
@@ -82,7 +82,7 @@ def part(name: str, hidden: Tensor, head: Head, across: Ranks) -> tuple[Tensor, 
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained):
         raise CannotRunError(
             f"the head of {name} is whole and requires a gradient, of which each rank would form its own "
-            f"{across.here} of {across.words} rows; split it over the vocabulary_group, too, or detach it"
+            f"{across.here} of {across.vocab_size} rows; split it over the vocabulary_group, too, or detach it"
         )
     words = slice(across.offset, across.offset + across.here)
     weight = None if head.weight is None else head.weight[words]
@@ -181,12 +181,12 @@ def check_words(words_p: int, words_q: int) -> None:
         )
 
 
-def check_words_of(name: str, words: int, across: Ranks) -> None:
+def check_words_of(name: str, words: int, across: ShardedVocab) -> None:
     """Refuse a whole head that covers another vocabulary than one that is split."""
-    if words != across.words:
+    if words != across.vocab_size:
         raise VocabularyMismatchError(
             f"the head of {name} is whole and covers {words} tokens, and the ranks of the other's vocabulary_group "
-            f"hold {across.words} rows together; give it the vocabulary_group if it is split, too"
+            f"hold {across.vocab_size} rows together; give it the vocabulary_group if it is split, too"
         )
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import OptionError, ShapeError
-from kleash.linear.sharding import check_group, own_rows
+from kleash.linear.sharding import check_group, local_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ def _with(head: Head, weight: Tensor | None, bias: Tensor | None) -> Head:
 
 
 def _plain(tensor: Tensor | None, group: Any) -> Tensor | None:
-    return _whole(tensor) if group is None else own_rows(tensor, group)
+    return _whole(tensor) if group is None else local_rows(tensor, group)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kleash.divergences import DIVERGENCES
 from kleash.errors import CannotRunError
 from kleash.linear.checks import INSTEAD, check_ids, common_dtype
-from kleash.linear.impl.results import combined, formed_dtype
+from kleash.linear.impl.results import combined, gradient_dtype
 from kleash.linear.packing import COMMON, COUNT, SHARED, Given, as_usual, given, named, needed, together
 from kleash.linear.statistics import TokenStatistics, TokenTerms
 
@@ -76,7 +76,7 @@ def per_token(*x: Any) -> Tensor:
 def for_each(needs: Sequence[bool], x: Sequence[Any]) -> list[Tensor]:
     """Empty gradients."""
     return [
-        torch.empty_like(t, dtype=formed_dtype(t)) if n else x[0].new_empty(0)
+        torch.empty_like(t, dtype=gradient_dtype(t)) if n else x[0].new_empty(0)
         for t, n in zip(x[:6], separate(needs, x[SHARED]), strict=True)
     ]
 
@@ -145,7 +145,7 @@ def token_terms(*x: Any) -> tuple[Tensor, ...]:
     check_ids(tokens, pair.words)
     flat = tokens.reshape(-1).to(torch.int64)
     with as_usual(x):
-        found = engine.judged(pair, flat, nothing, (False,) * 6, options)
+        found = engine.evaluate_objective(pair, flat, nothing, (False,) * 6, options)
     return tuple(numbers.reshape(tokens.shape) for numbers in found.terms)
 
 
@@ -166,7 +166,7 @@ def token_terms_gradient(*x: Any) -> list[Tensor]:
 
     ids = tokens.reshape(-1).to(torch.int64)
     with as_usual(x):
-        found = engine.judged(pair, ids, objective, tuple(needs), options)
+        found = engine.evaluate_objective(pair, ids, objective, tuple(needs), options)
     return answered(found.gradients, x, needs)
 
 

@@ -8,7 +8,7 @@ import torch.distributed
 from torch import Tensor
 
 from kleash.errors import CannotRunError, KleashError, OptionError, VocabularyMismatchError
-from kleash.linear.impl.across import Ranks
+from kleash.linear.impl.vocab_shards import ShardedVocab
 
 dist: Any = torch.distributed
 MESH: Any = getattr(dist, "DeviceMesh", ())
@@ -93,7 +93,7 @@ def common_group(first: Any, second: Any) -> Any:
     return one
 
 
-def own_rows(tensor: Tensor | None, group: Any) -> Tensor | None:
+def local_rows(tensor: Tensor | None, group: Any) -> Tensor | None:
     """The rows of a DTensor that this rank has; any other tensor as it is.
 
     Raises:
@@ -112,7 +112,9 @@ def own_rows(tensor: Tensor | None, group: Any) -> Tensor | None:
     return sharded.to_local()
 
 
-def met(group: Any, device: torch.device, facts: Sequence[int], problem: KleashError | None) -> Ranks:
+def exchange_specs(
+    group: Any, device: torch.device, facts: Sequence[int], problem: KleashError | None
+) -> ShardedVocab:
     """Where this rank stands among the others, once all have told each other what they were given.
 
     A rank that refuses what it was given says so, lest the others wait for it.
@@ -145,7 +147,7 @@ def met(group: Any, device: torch.device, facts: Sequence[int], problem: KleashE
             raise CannotRunError(
                 f"the ranks of the vocabulary_group disagree on the {what}: {numbers}; give all of them the same"
             )
-    return Ranks(group, counted(table[1], table[2]), dist.get_rank(group), device)
+    return ShardedVocab(group, counted(table[1], table[2]), dist.get_rank(group), device)
 
 
 def counted(rows_p: list[int], rows_q: list[int]) -> list[int]:

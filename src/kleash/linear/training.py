@@ -182,7 +182,9 @@ def linear_objective(
     options = with_buffer(options or LinearOptions(), pair)
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)
-        loss, terms = autograd.judged(implementation(options, pair), pair, flat, objective, options)
+        loss, terms = autograd.evaluate_objective(
+            implementation(options, pair), pair, flat, objective, options
+        )
     return loss, TokenTerms(*(x.reshape(tokens.shape) for x in terms))
 
 

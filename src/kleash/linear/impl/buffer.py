@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from kleash.linear.impl.across import ALONE
 from kleash.linear.impl.loop import ENOUGH_TOKENS, REDONE
 from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import CPU_BYTES, LinearOptions
 
 SHARE = 8
@@ -44,7 +44,7 @@ def with_buffer(options: LinearOptions, pair: Pair) -> LinearOptions:
 def bytes_for(rows: int, pair: Pair) -> int:
     """What a chunk of so many tokens takes: logits of both models, products, the elementwise work, upcast tiles."""
     size, dims = pair.p.dtype.itemsize, pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
-    buffers = 2 if pair.across is ALONE else 2 + WORK_BUFFERS + REDONE
+    buffers = 2 if pair.across is LOCAL_VOCAB else 2 + WORK_BUFFERS + REDONE
     row = (buffers * pair.p.vocabulary + 2 * dims) * size
     # A quarter more: upcast tiles of weights and what ``skip_below`` gathers have shares of the whole.
     return max(1, rows) * row * 4 // 3 + MARGIN

@@ -9,8 +9,8 @@ import torch
 
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError
-from kleash.linear.impl.across import ALONE
 from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import LinearOptions
 
 COVERED = DIVERGENCES["kl"], DIVERGENCES["reverse_kl"]
@@ -36,7 +36,7 @@ def chosen(options: LinearOptions, pair: Pair, record: Divergence | None) -> str
         raise CannotRunError(
             f"impl='reference' leaves nothing out and skip_below is {options.skip_below}; ask for 'chunked'"
         )
-    if pair.across is not ALONE and options.skip_below != 0.0:
+    if pair.across is not LOCAL_VOCAB and options.skip_below != 0.0:
         raise CannotRunError(
             f"skip_below is {options.skip_below}, and with a vocabulary_group nothing is left out; leave it at 0"
         )
@@ -63,7 +63,7 @@ def triton_obstacle(options: LinearOptions, pair: Pair, record: Divergence | Non
         return f"computes in float32 and something given is {pair.p.dtype}"
     if record is not None and record not in COVERED:
         return "has kernels for KL in both directions and for no other divergence"
-    if pair.across is not ALONE:
+    if pair.across is not LOCAL_VOCAB:
         return "cannot use a head split over a vocabulary_group"
     if options.skip_below != 0.0:
         return f"leaves nothing out and skip_below is {options.skip_below}"

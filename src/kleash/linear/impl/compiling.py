@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kleash.errors import CannotRunError
-from kleash.linear.impl.across import ALONE
 from kleash.linear.impl.native.building import CannotBuildError, library
 from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import LinearOptions
 
 PAYS_FROM = 5 * 10**9
@@ -28,7 +28,7 @@ def goes_native(pair: Pair, options: LinearOptions) -> bool:
 
     It depends on the call alone, and on what is installed.
     """
-    if options.compile == "never" or pair.across is not ALONE:
+    if options.compile == "never" or pair.across is not LOCAL_VOCAB:
         return False
     if pair.p.hidden.device.type != "cpu" or {pair.p.dtype, pair.q.dtype} != {torch.float32}:
         return False
@@ -57,7 +57,7 @@ def wanted(pair: Pair, options: LinearOptions) -> bool:
     """
     if options.compile == "never":
         return False
-    if pair.across is not ALONE:
+    if pair.across is not LOCAL_VOCAB:
         if options.compile == "always":
             raise CannotRunError(
                 "compile='always' cannot compile what the ranks of a vocabulary_group exchange; ask for 'auto'"

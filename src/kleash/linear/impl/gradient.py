@@ -8,20 +8,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.linear.impl.across import Alone
-from kleash.linear.impl.careful import KL, careful_gradient_, replace_
 from kleash.linear.impl.compiling import goes_native
-from kleash.linear.impl.keeping import Kept
-from kleash.linear.impl.lean import ROOMS, kl_gradient_rows
+from kleash.linear.impl.divergence_rows import NUM_BUFFERS as DIVERGENCE_BUFFERS
+from kleash.linear.impl.divergence_rows import plain_rows, record_gradient_rows
+from kleash.linear.impl.fallback import KL, fallback_gradient_, replace_rows_
+from kleash.linear.impl.forward_saved import SavedForward
+from kleash.linear.impl.kl_fast import NUM_BUFFERS, kl_gradient_rows
 from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
 from kleash.linear.impl.native.rows import kl_gradient_, scratch
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import narrow, pull_back_
-from kleash.linear.impl.record_rows import ROOMS as RECORD_ROOMS
-from kleash.linear.impl.record_rows import plain_rows, record_gradient_rows
-from kleash.linear.impl.results import Formed, Needed
+from kleash.linear.impl.results import Needed, ValueAndGrad
 from kleash.linear.impl.skipping import flipped, tell
 from kleash.linear.impl.sums import WHOLE, Sums, both_sums
+from kleash.linear.impl.vocab_shards import LocalVocab
 from kleash.linear.options import LinearOptions
 
 Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[Sums, Sums]"], Tensor]
@@ -40,15 +40,15 @@ def gradients(
     weights: Float[Tensor, " tokens"],
     needed: Needed,
     options: LinearOptions,
-    kept: Kept | None = None,
-) -> Formed:
+    kept: SavedForward | None = None,
+) -> ValueAndGrad:
     """The divergence of each token, and the gradient of ``sum weights D``.
 
     Of tokens whose gradient was ``kept``, and of those of weight 0, 0 is said and not the divergence.
     """
     if record == REVERSE_KL:
         formed = gradients(pair.swapped, KL, weights, needed[3:] + needed[:3], flipped(options), kept)
-        return Formed(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
+        return ValueAndGrad(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
     begin = beginning(pair, record, needed, options)
     return formed_by(pair, weights, needed, begin, apart=record == KL, options=options, kept=kept)
 
@@ -62,10 +62,10 @@ def beginning(pair: Pair, record: Divergence, needed: Needed, options: LinearOpt
             cut = plan(pair, options, 0 if replaceable(pair) else 2, tokens, native=True)
             step = native_kl_step(pair, cut, needs)
         elif record == KL:
-            cut = plan(pair, options, ROOMS + 1, tokens)
+            cut = plan(pair, options, NUM_BUFFERS + 1, tokens)
             step = kl_step(pair, cut, options, needs)
         else:
-            cut = plan(pair, options, RECORD_ROOMS, tokens)
+            cut = plan(pair, options, DIVERGENCE_BUFFERS, tokens)
             step = record_step(record, needs, pair.across)
         return cut, lambda chunk, weights, sums: in_place(chunk, step, weights, cut, sums)
 
@@ -80,8 +80,8 @@ def formed_by(
     *,
     apart: bool,
     options: LinearOptions = WHOLE,
-    kept: Kept | None = None,
-) -> Formed:
+    kept: SavedForward | None = None,
+) -> ValueAndGrad:
     """What ``begin`` makes of each chunk, and what was kept, weighed; sums of weights in float32."""
     sums = both_sums(pair, needed, options)
     weights = weights.detach().to(pair.p.dtype)
@@ -89,7 +89,7 @@ def formed_by(
         weights = kept.pour_(weights, sums)
     per_token = walked(pair, weights, sums, begin, apart)
     tell(options, needed, (sums[0].cutter, sums[1].cutter))
-    return Formed(per_token, sums[0].done + sums[1].done)
+    return ValueAndGrad(per_token, sums[0].done + sums[1].done)
 
 
 def walked(
@@ -155,7 +155,7 @@ def native_kl_step(pair: Pair, cut: Plan, needs: tuple[bool, bool]) -> Step:
         free = [z if out is None else out[: len(z)] for z, out in zip((zp, zq), outs, strict=True)]
         in_p, in_q = (z if needed else None for z, needed in zip(free, needs, strict=True))
         found = kl_gradient_(zp, zq, weight, (in_p, in_q), room, apart=apart), in_p, in_q
-        careful_gradient_(found, zp, zq, weight, apart)
+        fallback_gradient_(found, zp, zq, weight, apart)
         return found
 
     return step
@@ -169,21 +169,21 @@ def kl_step(pair: Pair, cut: Plan, options: LinearOptions, needs: tuple[bool, bo
         zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         found = core(zp, zq, weight, apart=apart, needs=needs)
-        careful_gradient_(found, zp, zq, weight, apart, pair.across)
+        fallback_gradient_(found, zp, zq, weight, apart, pair.across)
         return found[0], found[1], found[2]
 
     return step
 
 
-def record_step(record: Divergence, needs: tuple[bool, bool], across: Alone) -> Step:
+def record_step(record: Divergence, needs: tuple[bool, bool], across: LocalVocab) -> Step:
     """The core made from the record, and the specification for rows that it cannot do."""
 
     def step(
         zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         found = record_gradient_rows(record, zp, zq, weight, needs, across)
-        for rare in across.parts(~found[0].isfinite(), zp.shape[1]):
-            replace_(found, rare, plain_rows(record, zp[rare], zq[rare], weight[rare], across))
+        for rare in across.row_parts(~found[0].isfinite(), zp.shape[1]):
+            replace_rows_(found, rare, plain_rows(record, zp[rare], zq[rare], weight[rare], across))
         return found
 
     return step

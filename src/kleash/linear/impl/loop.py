@@ -10,12 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl import onednn
-from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.compiling import compiled, goes_native, wanted
 from kleash.linear.impl.native import products
 from kleash.linear.impl.native.rows import SCRATCH_ROWS, scratch, threads_within
 from kleash.linear.impl.pair import Pair, Where
 from kleash.linear.impl.project import finish_, multiply_, stretch_, tiles
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 from kleash.linear.options import LinearOptions
 
 RowCore: TypeAlias = Callable[..., tuple[Any, ...]]
@@ -80,10 +80,10 @@ def plan(
         # It packs a tile of the weight, and one of the gradient; and there is the product with a tile.
         budget -= tile * max(pair.p.hidden.shape[1], pair.q.hidden.shape[1]) * size
         dims += tile
-    if pair.across is not ALONE:
+    if pair.across is not LOCAL_VOCAB:
         # A message is for many tokens: the elementwise work of a whole chunk is done at once.
         most = min(ENOUGH_TOKENS, max(1, budget // (((2 + rooms + REDONE) * words + 2 * dims) * size)))
-        most = pair.across.least(most, tokens)
+        most = pair.across.agreed_chunk(most, tokens)
         even = max(1, -(-tokens // max(1, -(-tokens // most))))
         return Plan(even, even, tile, rooms)
     block, threads = ROW_BLOCK // words, 0
@@ -256,7 +256,7 @@ def in_room(
     shape = (cut.rooms, min(cut.rows, cut.chunk), pair.p.vocabulary)
     room = torch.empty(shape, dtype=pair.p.dtype, device=pair.p.hidden.device).unbind()
 
-    traits = {} if pair.across is ALONE else {"across": pair.across}
+    traits = {} if pair.across is LOCAL_VOCAB else {"across": pair.across}
 
     def run(*rows: Tensor, **more: Any) -> tuple[Any, ...]:
         return core(*rows, room=[buffer[: len(rows[0])] for buffer in room], **traits, **more)
@@ -268,11 +268,11 @@ def in_room(
 
 
 def checked(
-    core: Core, found: tuple[Tensor, ...], rows: tuple[Tensor, ...], apart: bool, across: Alone
+    core: Core, found: tuple[Tensor, ...], rows: tuple[Tensor, ...], apart: bool, across: LocalVocab
 ) -> tuple[Tensor, ...]:
     """What the fast way says, or the careful one about the rows that it cannot do."""
     traits: dict[str, Any] = {"across": across, "apart": apart} if core.apart else {"across": across}
-    for rare in across.parts(~torch.stack(found[core.decisive]).isfinite().all(0), rows[0].shape[1]):
+    for rare in across.row_parts(~torch.stack(found[core.decisive]).isfinite().all(0), rows[0].shape[1]):
         for numbers, right in zip(found, core.careful(*(x[rare] for x in rows), **traits), strict=True):
             numbers[rare] = right
     return found

@@ -5,11 +5,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.divergences import entropy
-from kleash.linear.impl import lean
-from kleash.linear.impl.across import ALONE, Alone
-from kleash.linear.impl.careful import careful_kl
+from kleash.linear.impl import kl_fast
 from kleash.linear.impl.compiling import goes_native
-from kleash.linear.impl.lean import gap, measured, summed
+from kleash.linear.impl.fallback import fallback_kl
+from kleash.linear.impl.kl_fast import generator, moments, summed
 from kleash.linear.impl.loop import (
     Chunk,
     Core,
@@ -22,13 +21,20 @@ from kleash.linear.impl.loop import (
     runs,
 )
 from kleash.linear.impl.native import rows as native_rows
+from kleash.linear.impl.objective_grad import (
+    ObjectiveRows,
+    Pull,
+    closed_form_gradient,
+    native_gradient,
+    objective_gradient_rows,
+)
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import pull_back_
-from kleash.linear.impl.pulling import Pull, Rows, closed_pull, native_pull, pulled_rows
-from kleash.linear.impl.results import Judged, Needed, Objective, asked
-from kleash.linear.impl.rows import Room
+from kleash.linear.impl.results import Needed, Objective, ObjectiveResult, objective_value_and_grad
+from kleash.linear.impl.row_statistics import Buffers
 from kleash.linear.impl.skipping import tell
 from kleash.linear.impl.sums import Sums, both_sums
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
 
@@ -37,19 +43,19 @@ def terms_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     tokens: Int[Tensor, " rows"],
-    room: Room = lean.NO_ROOM,
+    room: Buffers = kl_fast.NO_BUFFERS,
     *,
     apart: bool = False,
-    across: Alone = ALONE,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
     """The fields of TokenTerms, the log-sum-exp of p's logits, and by how much q's is larger."""
-    x = measured(zp, zq, room, apart, across)
-    (largest,) = across.highest(x.mass.amax(-1, keepdim=True))
-    gaps = gap(x, room).mul_(x.mass).sum(-1, keepdim=True)
+    x = moments(zp, zq, room, apart, across)
+    (largest,) = across.all_reduce_max(x.mass.amax(-1, keepdim=True))
+    gaps = generator(x, room).mul_(x.mass).sum(-1, keepdim=True)
     below = torch.sub(x.top, zp, out=room[2]).mul_(x.mass).sum(-1, keepdim=True)
     slack = x.ahead.mul_(x.mass).sum(-1, keepdim=True)
-    gaps, slack, below, token_zp, token_zq = across.added(
-        gaps, slack, below, across.own(zp, tokens), across.own(zq, tokens)
+    gaps, slack, below, token_zp, token_zq = across.all_reduce_sum(
+        gaps, slack, below, across.gather_local(zp, tokens), across.gather_local(zq, tokens)
     )
     found = summed(x, gaps, slack)
     # The largest mass is 1 but for the rounding of exp's argument, which all of a row's masses share.
@@ -63,31 +69,36 @@ def terms_rows(
     return logp, logq, found.kl, entropies, sums, more
 
 
-def careful_terms_rows(
-    zp: Tensor, zq: Tensor, tokens: Tensor, *, apart: bool = False, across: Alone = ALONE
+def fallback_terms_rows(
+    zp: Tensor, zq: Tensor, tokens: Tensor, *, apart: bool = False, across: LocalVocab = LOCAL_VOCAB
 ) -> tuple[Tensor, ...]:
     """The same for rows of any kind."""
-    (kl,) = careful_kl(zp, zq, apart=apart, across=across)
+    (kl,) = fallback_kl(zp, zq, apart=apart, across=across)
     zq = zp + zq if apart else zq
     sum_p, sum_q = across.log_sum_exp(zp, zq)
     logp = zp - sum_p
-    own = across.own(logp, tokens)[:, 0], across.own(zq - sum_q, tokens)[:, 0]
-    token_logp, token_logq, entropies = across.added(*own, entropy(logp))
+    own = across.gather_local(logp, tokens)[:, 0], across.gather_local(zq - sum_q, tokens)[:, 0]
+    token_logp, token_logq, entropies = across.all_reduce_sum(*own, entropy(logp))
     return token_logp, token_logq, kl, entropies, sum_p[:, 0], (sum_q - sum_p)[:, 0]
 
 
 TERMS = Core(
-    terms_rows, careful_terms_rows, slice(2, 4), lean.ROOMS, native=native_rows.terms_rows, apart=True
+    terms_rows,
+    fallback_terms_rows,
+    slice(2, 4),
+    kl_fast.NUM_BUFFERS,
+    native=native_rows.terms_rows,
+    apart=True,
 )
 
 
-def judged(
+def evaluate_objective(
     pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
-) -> Judged:
+) -> ObjectiveResult:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
     native = goes_native(pair, options)
-    cut = plan(pair, options, 2 if native else lean.ROOMS + 1, native=native)
-    fast, pull = fast_way(TERMS, pair, cut, options), native_pull if native else closed_pull
+    cut = plan(pair, options, 2 if native else kl_fast.NUM_BUFFERS + 1, native=native)
+    fast, pull = fast_way(TERMS, pair, cut, options), native_gradient if native else closed_form_gradient
     sums = both_sums(pair, needed, options)
     dtype, device = pair.p.dtype, pair.p.hidden.device
     loss = torch.zeros((), dtype=dtype, device=device)
@@ -102,12 +113,12 @@ def judged(
             new = checked(TERMS, fast(*rows, apart=chunk.apart), rows, chunk.apart, pair.across)
             for numbers, part in zip(known, new, strict=True):
                 numbers[here] = part
-        part, coefficients = asked(objective, TokenTerms(*known[:4]), where)
+        part, coefficients = objective_value_and_grad(objective, TokenTerms(*known[:4]), where)
         loss += part
         if any(needed):
             turn_(chunk, ids, known, coefficients, cut, sums, pull)
     tell(options, needed, (sums[0].cutter, sums[1].cutter))
-    return Judged(loss, found, sums[0].done + sums[1].done)
+    return ObjectiveResult(loss, found, sums[0].done + sums[1].done)
 
 
 def turn_(
@@ -133,8 +144,8 @@ def turn_(
         local = TokenTerms(*(x[here] for x in c))
         apart = chunk.apart and not needs[1]
         facts = [x[here] for x in known]
-        rows = Rows(zp, zq, ids[here], facts, local, apart, with_entropy)
-        found = pulled_rows(rows, needs, chunk.pair.across, spare, pull)
+        rows = ObjectiveRows(zp, zq, ids[here], facts, local, apart, with_entropy)
+        found = objective_gradient_rows(rows, needs, chunk.pair.across, spare, pull)
         for side, gradient in enumerate(found):
             if gradient is not None:
                 pull_back_(gradient, (zp, zq)[side], models[side].head, models[side].divisor(here))

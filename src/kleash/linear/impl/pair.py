@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.head import Head
-from kleash.linear.impl.across import ALONE, Alone
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 
 Where: TypeAlias = slice | Tensor
 """Which tokens: a run of them, or their positions."""
@@ -25,7 +25,7 @@ class OneModel:
     temperature: float | Float[Tensor, "*tokens"]
     dtype: torch.dtype
     """What logits are computed in: float32, or float64 if anything given is float64."""
-    across: Alone = ALONE
+    across: LocalVocab = LOCAL_VOCAB
     """The ranks that the words are spread over."""
 
     @property
@@ -60,14 +60,14 @@ class Pair:
         return len(self.p.hidden)
 
     @property
-    def across(self) -> Alone:
+    def across(self) -> LocalVocab:
         """The ranks that the words of both are spread over."""
         return self.p.across
 
     @property
     def words(self) -> int:
         """How many words there are, on all ranks together."""
-        return self.across.words or self.p.vocabulary
+        return self.across.vocab_size or self.p.vocabulary
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kleash.linear.head import Head
 from kleash.linear.impl import onednn
-from kleash.linear.impl.across import Alone
 from kleash.linear.impl.native import products
 from kleash.linear.impl.pair import OneModel, Where
+from kleash.linear.impl.vocab_shards import LocalVocab
 
 
 def logits(model: OneModel) -> Float[Tensor, "*tokens vocab"]:
@@ -18,7 +18,7 @@ def logits(model: OneModel) -> Float[Tensor, "*tokens vocab"]:
     head, dtype = model.head, model.dtype
     z = model.hidden.to(dtype)
     if head.weight is not None:
-        z = model.across.entered(z) @ head.weight.to(dtype).T
+        z = model.across.replicate(z) @ head.weight.to(dtype).T
     if head.bias is not None:
         z = z + head.bias.to(dtype)
     z = head.scale * z
@@ -34,7 +34,7 @@ def normalised(z: Float[Tensor, "*tokens vocab"]) -> Float[Tensor, "*tokens voca
 
 
 def both_normalised(
-    zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"], across: Alone
+    zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"], across: LocalVocab
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities of the words here, among all words on whatever rank."""
     sum_p, sum_q = across.log_sum_exp(zp, zq)
@@ -125,9 +125,9 @@ def into_hidden(
     if tile == 0:
         total = gradient.new_zeros(len(gradient), weight.shape[1])
         products.add_to_hidden_(total, gradient, weight)
-        return model.across.whole(total)
+        return model.across.all_reduce_gradient(total)
     if weight.dtype == gradient.dtype and not onednn.pays(gradient.dtype, gradient.device):
-        return model.across.whole(gradient @ weight)
+        return model.across.all_reduce_gradient(gradient @ weight)
     total = gradient.new_zeros(len(gradient), weight.shape[1])
     for start, rows in upcast(weight, gradient.dtype, tile):
         some = gradient[:, start : start + tile]
@@ -135,7 +135,7 @@ def into_hidden(
             total.add_(onednn.product(some, rows.T))
         else:
             total.addmm_(some, rows)
-    return model.across.whole(total)
+    return model.across.all_reduce_gradient(total)
 
 
 def into_weight_(

@@ -11,10 +11,18 @@ from torch import Tensor
 from kleash.autodiff import is_transformed
 from kleash.divergences import Divergence, entropy, jensen_shannon, kl, total_variation
 from kleash.divergences.functions import contributions
-from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.pair import OneModel, Pair
 from kleash.linear.impl.project import both_normalised, logits
-from kleash.linear.impl.results import Formed, Judged, Needed, Objective, asked, combined, formed_dtype
+from kleash.linear.impl.results import (
+    Needed,
+    Objective,
+    ObjectiveResult,
+    ValueAndGrad,
+    combined,
+    gradient_dtype,
+    objective_value_and_grad,
+)
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
 
@@ -23,10 +31,10 @@ def divergence_of_logits(
     record: Divergence,
     zp: Float[Tensor, "tokens vocab"],
     zq: Float[Tensor, "tokens vocab"],
-    across: Alone = ALONE,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> Float[Tensor, " tokens"]:
     """D(p || q) per token."""
-    (total,) = across.added(contributions(record, *both_normalised(zp, zq, across)).sum(-1))
+    (total,) = across.all_reduce_sum(contributions(record, *both_normalised(zp, zq, across)).sum(-1))
     return record.finish(total)
 
 
@@ -34,27 +42,27 @@ def statistics_of_logits(
     zp: Float[Tensor, "tokens vocab"],
     zq: Float[Tensor, "tokens vocab"],
     tokens: Int[Tensor, " tokens"],
-    across: Alone = ALONE,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> TokenStatistics:
     """The statistics of each token."""
     logp, logq = both_normalised(zp, zq, across)
-    tops = across.highest(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
-    top1_p, top1_q = across.earliest((zp, zq), (zp.argmax(-1), zq.argmax(-1)), tops)
-    (token_zq,) = across.added(across.own(zq, tokens))
+    tops = across.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
+    top1_p, top1_q = across.argmax((zp, zq), (zp.argmax(-1), zq.argmax(-1)), tops)
+    (token_zq,) = across.all_reduce_sum(across.gather_local(zq, tokens))
     sums = {
-        "token_logp": across.own(logp, tokens)[:, 0],
-        "token_logq": across.own(logq, tokens)[:, 0],
+        "token_logp": across.gather_local(logp, tokens)[:, 0],
+        "token_logq": across.gather_local(logq, tokens)[:, 0],
         "kl_pq": kl(logp, logq),
         "kl_qp": kl(logq, logp),
         "jensen_shannon": jensen_shannon(logp, logq),
         "total_variation": total_variation(logp, logq),
         "entropy_p": entropy(logp),
         "entropy_q": entropy(logq),
-        "top1_probability_p": across.own(logp.exp(), top1_p)[:, 0],
-        "top1_probability_q": across.own(logq.exp(), top1_q)[:, 0],
+        "top1_probability_p": across.gather_local(logp.exp(), top1_p)[:, 0],
+        "top1_probability_q": across.gather_local(logq.exp(), top1_q)[:, 0],
         "rank_q": torch.gt(zq, token_zq).sum(-1),
     }
-    found = dict(zip(sums, across.added(*sums.values()), strict=True))
+    found = dict(zip(sums, across.all_reduce_sum(*sums.values()), strict=True))
     return TokenStatistics(top1_p=top1_p, top1_q=top1_q, **found)
 
 
@@ -62,12 +70,12 @@ def terms_of_logits(
     zp: Float[Tensor, "tokens vocab"],
     zq: Float[Tensor, "tokens vocab"],
     tokens: Int[Tensor, " tokens"],
-    across: Alone = ALONE,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> TokenTerms:
     """What an objective is made of."""
     logp, logq = both_normalised(zp, zq, across)
-    token_logp, token_logq = (across.own(x, tokens)[:, 0] for x in (logp, logq))
-    return TokenTerms(*across.added(token_logp, token_logq, kl(logp, logq), entropy(logp)))
+    token_logp, token_logq = (across.gather_local(x, tokens)[:, 0] for x in (logp, logq))
+    return TokenTerms(*across.all_reduce_sum(token_logp, token_logq, kl(logp, logq), entropy(logp)))
 
 
 def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
@@ -93,7 +101,7 @@ def unreadable(
     pair: Pair, zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"]
 ) -> Bool[Tensor, " tokens"]:
     """The tokens that leave NaN in the gradient of all they are multiplied with, even where what comes in is 0."""
-    tops = pair.across.highest(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
+    tops = pair.across.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
     found = ~torch.cat(tops, -1).isfinite().all(-1)
     for model in (pair.p, pair.q):
         if model.head.weight is not None:
@@ -163,7 +171,7 @@ def statistics_and_top(
 
 def gradients(
     pair: Pair, record: Divergence, weights: Float[Tensor, " tokens"], needed: Needed, options: LinearOptions
-) -> Formed:
+) -> ValueAndGrad:
     """The divergence of each token of a weight other than 0, and the gradient of their weighted sum."""
     leaves, given = detached(pair)
     read = weights != 0
@@ -172,15 +180,15 @@ def gradients(
         values = divergence(leaves.at(read.nonzero()[:, 0]), record, options)
         found = derived((values * weights[read].to(values.dtype)).sum(), given, pair, needed)
     per_token[read] = values.detach()
-    return Formed(per_token, found)
+    return ValueAndGrad(per_token, found)
 
 
-def judged(
+def evaluate_objective(
     pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
-) -> Judged:
+) -> ObjectiveResult:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
     seen = terms_of_logits(logits(pair.p), logits(pair.q), tokens, pair.across)
-    loss, coefficients = asked(objective, seen, slice(0, pair.tokens))
+    loss, coefficients = objective_value_and_grad(objective, seen, slice(0, pair.tokens))
     used = torch.stack([c != 0 for c in coefficients]).any(0).nonzero()[:, 0]
     leaves, given = detached(pair)
     with torch.enable_grad():
@@ -188,7 +196,7 @@ def judged(
         terms = terms_of_logits(logits(read.p), logits(read.q), tokens[used], pair.across)
         total = combined(terms, TokenTerms(*(c[used] for c in coefficients))).sum()
         found = derived(total, given, pair, needed)
-    return Judged(loss, seen, found)
+    return ObjectiveResult(loss, seen, found)
 
 
 def detached(pair: Pair) -> tuple[Pair, tuple[Tensor | None, ...]]:
@@ -215,6 +223,6 @@ def derived(
         return (None,) * len(given)
     found = iter(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
     return tuple(
-        None if x is None or original is None else next(found).to(formed_dtype(original))
+        None if x is None or original is None else next(found).to(gradient_dtype(original))
         for x, original in zip(asked_of, pair.tensors, strict=True)
     )

@@ -19,27 +19,27 @@ Objective: TypeAlias = Callable[[TokenTerms, slice], Tensor]
 """From the terms of some tokens, and which of all tokens in a row they are, to a loss for each."""
 
 
-class Formed(NamedTuple):
+class ValueAndGrad(NamedTuple):
     """A divergence and its gradient."""
 
     per_token: Float[Tensor, " tokens"]
     """Of each token that was read; 0 for the others."""
     gradients: tuple[Tensor | None, ...]
     """Of the weighted sum, in hidden states, weight and bias of p, and of q; None where it is not needed. Each in
-    its ``formed_dtype``."""
+    its ``gradient_dtype``."""
 
 
-class Judged(NamedTuple):
+class ObjectiveResult(NamedTuple):
     """What an objective made of the tokens."""
 
     loss: Float[Tensor, ""]
     terms: TokenTerms
     gradients: tuple[Tensor | None, ...]
     """Of the loss, in hidden states, weight and bias of p, and of q; None where it is not needed. Each in its
-    ``formed_dtype``."""
+    ``gradient_dtype``."""
 
 
-def formed_dtype(tensor: Tensor) -> torch.dtype:
+def gradient_dtype(tensor: Tensor) -> torch.dtype:
     """What a tensor's gradient is kept in until the backward pass: its own dtype, but float32 for float16.
 
     What float16 cannot hold may be what a scaled loss lifts into its range; autograd gives each its own dtype then.
@@ -59,7 +59,9 @@ def summed_in_p(place: int, tensors: Tensors, needed: Needed) -> bool:
     return needed[place] and needed[place + 3] and mine.dtype in (torch.bfloat16, torch.float16)
 
 
-def asked(objective: Objective, terms: TokenTerms, where: slice) -> tuple[Tensor, TokenTerms]:
+def objective_value_and_grad(
+    objective: Objective, terms: TokenTerms, where: slice
+) -> tuple[Tensor, TokenTerms]:
     """The sum of the losses, and its derivative in each term.
 
     Raises:

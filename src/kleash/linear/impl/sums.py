@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kleash.linear.impl.pair import OneModel, Pair, Where
 from kleash.linear.impl.project import add_rows_, into_hidden, into_weight_, narrow
-from kleash.linear.impl.results import Needed, formed_dtype, summed_in_p
+from kleash.linear.impl.results import Needed, gradient_dtype, summed_in_p
 from kleash.linear.impl.skipping import Cutter
 from kleash.linear.options import LinearOptions
 
@@ -33,7 +33,7 @@ class Sums:
         self.model, self.wanted, self.shared, self.first = model, any(needed), shared, first is None
         # What both models give to one tensor nearly cancels where they nearly agree.
         self.narrow = self.wanted and narrow(model) and not any(shared)
-        dtypes = model.dtype if shared[0] else formed_dtype(model.hidden), model.dtype, model.dtype
+        dtypes = model.dtype if shared[0] else gradient_dtype(model.hidden), model.dtype, model.dtype
         self.hidden, self.weight, self.bias = (
             first.sums[place] if first is not None and shared[place] else zeros(place, dtypes[place])
             for place in range(3)
@@ -68,10 +68,10 @@ class Sums:
 
     @property
     def done(self) -> tuple[Tensor | None, ...]:
-        """The gradients, each in its tensor's ``formed_dtype``; what is shared is with the first model."""
+        """The gradients, each in its tensor's ``gradient_dtype``; what is shared is with the first model."""
         kept = (s if self.first or not both else None for s, both in zip(self.sums, self.shared, strict=True))
         pairs = zip(kept, self.model.tensors, strict=True)
-        return tuple(None if s is None or x is None else s.to(formed_dtype(x)) for s, x in pairs)
+        return tuple(None if s is None or x is None else s.to(gradient_dtype(x)) for s, x in pairs)
 
 
 def both_sums(pair: Pair, needed: Needed, options: LinearOptions = WHOLE) -> tuple[Sums, Sums]:

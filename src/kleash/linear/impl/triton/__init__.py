@@ -2,11 +2,18 @@
 
 from kleash.linear.impl.triton.engine import (
     divergence,
+    evaluate_objective,
     gradients,
-    judged,
-    keeping,
     statistics_and_top,
     token_statistics,
+    values_saving_forward,
 )
 
-__all__ = ["divergence", "gradients", "judged", "keeping", "statistics_and_top", "token_statistics"]
+__all__ = [
+    "divergence",
+    "evaluate_objective",
+    "gradients",
+    "statistics_and_top",
+    "token_statistics",
+    "values_saving_forward",
+]

@@ -17,8 +17,14 @@ from kleash.linear.impl.gradient import REVERSE_KL, Sums, Turn, both_sums, forme
 from kleash.linear.impl.loop import Chunk, Plan, chunks, plan
 from kleash.linear.impl.pair import Pair
 from kleash.linear.impl.project import finish_
-from kleash.linear.impl.results import Formed, Judged, Needed, Objective, asked
-from kleash.linear.impl.rows import top_rows, with_top
+from kleash.linear.impl.results import (
+    Needed,
+    Objective,
+    ObjectiveResult,
+    ValueAndGrad,
+    objective_value_and_grad,
+)
+from kleash.linear.impl.row_statistics import top_rows, with_top
 from kleash.linear.impl.triton import fused
 from kleash.linear.impl.triton.rows import measured, statistics, turned
 from kleash.linear.options import LinearOptions
@@ -40,7 +46,7 @@ def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[
     return found
 
 
-def keeping(
+def values_saving_forward(
     pair: Pair, record: Divergence, needed: Needed, options: LinearOptions
 ) -> tuple[Float[Tensor, " tokens"], None]:
     """KL of each token; nothing of its gradient is kept."""
@@ -80,20 +86,20 @@ def statistics_and_top(
 
 def gradients(
     pair: Pair, record: Divergence, weights: Float[Tensor, " tokens"], needed: Needed, options: LinearOptions
-) -> Formed:
+) -> ValueAndGrad:
     """KL of each token, and the gradient of ``sum weights KL``."""
     if record == REVERSE_KL:
         back = needed[3:] + needed[:3]
         formed = formed_by(
             pair.swapped, weights, back, beginning(pair.swapped, options), apart=shared_exactly(pair)
         )
-        return Formed(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
+        return ValueAndGrad(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
     return formed_by(pair, weights, needed, beginning(pair, options), apart=shared_exactly(pair))
 
 
-def judged(
+def evaluate_objective(
     pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
-) -> Judged:
+) -> ObjectiveResult:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
     sums = both_sums(pair, needed)
     dtype, device = pair.p.dtype, pair.p.hidden.device
@@ -106,14 +112,14 @@ def judged(
         rows = measured(chunk, tokens[where])
         for numbers, new in zip(found, rows.terms, strict=True):
             numbers[where] = new
-        part, c = asked(objective, rows.terms, where)
+        part, c = objective_value_and_grad(objective, rows.terms, where)
         loss += part
         if any(needed):
             rooms = room(sums[0], chunk.zp), room(sums[1], chunk.zq)
             turned(rows, c, *rooms)
             unused = (c.token_logp == 0) & (c.token_logq == 0) & (c.kl == 0) & (c.entropy == 0)
             take_in(chunk, rooms, sums, cut.tile, unused)
-    return Judged(loss, found, sums[0].done + sums[1].done)
+    return ObjectiveResult(loss, found, sums[0].done + sums[1].done)
 
 
 def beginning(pair: Pair, options: LinearOptions) -> Callable[[int], tuple[Plan, Turn]]:

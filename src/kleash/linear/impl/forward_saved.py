@@ -16,7 +16,7 @@ from kleash.linear.impl.pair import Pair, Where
 from kleash.linear.impl.sums import Sums
 
 
-class Keep(Sums):
+class SavedGradient(Sums):
     """Stands where a model's sums do, and keeps the gradient of one chunk as it is, in float32."""
 
     def __init__(self, wanted: bool) -> None:
@@ -30,7 +30,7 @@ class Keep(Sums):
 
 
 @dataclass(kw_only=True, eq=False)
-class Kept:
+class SavedForward:
     """The gradients of the last tokens' values in both ``hidden W^T + bias``, where they are needed."""
 
     start: int
@@ -54,12 +54,12 @@ class Kept:
             for model, gradient, total in zip((self.last.p, self.last.q), self.gradients, sums, strict=True):
                 if gradient is not None:
                     hidden = model.hidden.masked_fill(unused[:, None], 0.0) if unused.any() else model.hidden
-                    total.add(here, weighed_(gradient, own, total.room(gradient)), hidden, self.tile)
+                    total.add(here, scale_rows_(gradient, own, total.room(gradient)), hidden, self.tile)
         self.gradients = None, None
         return rest
 
 
-def weighed_(
+def scale_rows_(
     gradient: Float[Tensor, "chunk vocab"],
     weights: Float[Tensor, " chunk"],
     room: Float[Tensor, "chunk vocab"],

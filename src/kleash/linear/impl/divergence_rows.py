@@ -14,31 +14,31 @@ from torch import Tensor
 
 from kleash.divergences import Divergence
 from kleash.divergences.table import Side, weighted_generator
-from kleash.linear.impl.across import ALONE, Alone
 from kleash.linear.impl.loop import RowCore
 from kleash.linear.impl.project import both_normalised
 from kleash.linear.impl.reference import divergence_of_logits
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 
-ROOMS = 20
+NUM_BUFFERS = 20
 """Tensors shaped like a block's logits that exist together while a record's functions run."""
 
 
 def record_rows(record: Divergence) -> RowCore:
     """The core that gives each row's value alone in a tuple; not finite where it cannot do a row."""
 
-    def rows(zp: Tensor, zq: Tensor, room: object = None, across: Alone = ALONE) -> tuple[Tensor]:
+    def rows(zp: Tensor, zq: Tensor, room: object = None, across: LocalVocab = LOCAL_VOCAB) -> tuple[Tensor]:
         logp, logq = both_normalised(zp, zq, across)
         return (record.finish(summed(record, logp, logq, across)),)
 
     return rows
 
 
-def summed(record: Divergence, logp: Tensor, logq: Tensor, across: Alone) -> Float[Tensor, " rows"]:
+def summed(record: Divergence, logp: Tensor, logq: Tensor, across: LocalVocab) -> Float[Tensor, " rows"]:
     """E_p f(u) of each row, of logits that are all finite."""
     lead = logp - logq
     of_p = weighted_generator(record.from_p, logp, lead.clamp(min=0))
     of_p.add_(weighted_generator(record.from_q, logq, lead.neg_().clamp_(min=0)))
-    return across.added(of_p.sum(-1))[0]
+    return across.all_reduce_sum(of_p.sum(-1))[0]
 
 
 def record_gradient_rows(
@@ -47,7 +47,7 @@ def record_gradient_rows(
     zq: Float[Tensor, "rows vocab"],
     weight: Float[Tensor, " rows"],
     needs: tuple[bool, bool],
-    across: Alone = ALONE,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The value of each row, and the gradients of ``weight D`` in both logits, where they are needed.
 
@@ -70,10 +70,12 @@ def record_gradient_rows(
     return torch.where(right, value, torch.nan), in_p, in_q
 
 
-def pulled(side: Side, log_mass: Tensor, gap: Tensor, slope: Tensor, across: Alone) -> tuple[Tensor, Tensor]:
+def pulled(
+    side: Side, log_mass: Tensor, gap: Tensor, slope: Tensor, across: LocalVocab
+) -> tuple[Tensor, Tensor]:
     """``slope mass (s - E s)``, and ``E s``."""
     mass, score = log_mass.exp(), side.score(gap)
-    (mean,) = across.added((mass * score).sum(-1))
+    (mean,) = across.all_reduce_sum((mass * score).sum(-1))
     return mass.mul_(score - mean[:, None]).mul_(slope[:, None]), mean
 
 
@@ -82,7 +84,7 @@ def plain_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     weight: Float[Tensor, " rows"],
-    across: Alone = ALONE,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same by the specification and autograd, for logits of any kind."""
     with torch.enable_grad():

@@ -22,8 +22,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import phi
-from kleash.linear.impl.across import ALONE, Alone
-from kleash.linear.impl.rows import LOG2_E, Room, polynomial, unless_small
+from kleash.linear.impl.row_statistics import LOG2_E, Buffers, polynomial, unless_small
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 
 FAR = 40.0
 """How far q may be ahead of p on a token, in nats: a mass that underflows then adds less than 1e-16."""
@@ -31,11 +31,11 @@ FAINT = {torch.float32: 1e-12, torch.float64: 1e-24}
 """KL in nats below which a difference of two numbers is not to be had: the sum of phi is taken instead."""
 PHI = tuple(1 / factorial(n) for n in range(2, 18))
 """phi(-r)/r^2 in powers of r."""
-ROOMS = 5
-NO_ROOM: Room = (None,) * ROOMS
+NUM_BUFFERS = 5
+NO_BUFFERS: Buffers = (None,) * NUM_BUFFERS
 
 
-class Rows(NamedTuple):
+class Moments(NamedTuple):
     """Some rows, measured from p; the numbers are columns."""
 
     top: Float[Tensor, "rows 1"]
@@ -52,19 +52,19 @@ class Rows(NamedTuple):
     """r."""
 
 
-def measured(zp: Tensor, zq: Tensor, room: Room, apart: bool, across: Alone = ALONE) -> Rows:
+def moments(zp: Tensor, zq: Tensor, room: Buffers, apart: bool, across: LocalVocab = LOCAL_VOCAB) -> Moments:
     """Two models' logits, or, if ``apart``, those of p and by how much q's are larger."""
     difference = zq if apart else torch.sub(zq, zp, out=room[0])
-    (top,) = across.highest(zp.amax(-1, keepdim=True))
+    (top,) = across.all_reduce_max(zp.amax(-1, keepdim=True))
     mass = torch.add(top * -LOG2_E, zp, alpha=LOG2_E, out=room[1]).exp2_()
     moment = torch.mul(mass, difference, out=room[2]).sum(-1, keepdim=True)
-    total, moment = across.added(mass.sum(-1, keepdim=True), moment)
+    total, moment = across.all_reduce_sum(mass.sum(-1, keepdim=True), moment)
     shift = moment / total
     ahead = torch.sub(difference, shift, out=room[0])
-    return Rows(top, total, shift, ahead.amax(-1, keepdim=True), mass, ahead)
+    return Moments(top, total, shift, ahead.amax(-1, keepdim=True), mass, ahead)
 
 
-def trusted(kl: Float[Tensor, "rows 1"], furthest: Float[Tensor, "rows 1"]) -> Float[Tensor, " rows"]:
+def kl_if_reliable(kl: Float[Tensor, "rows 1"], furthest: Float[Tensor, "rows 1"]) -> Float[Tensor, " rows"]:
     """KL where this core may be believed, else NaN (far) or minus infinity (faint).
 
     Where q is nowhere ahead of p, the two are the same, and KL is 0.
@@ -74,15 +74,15 @@ def trusted(kl: Float[Tensor, "rows 1"], furthest: Float[Tensor, "rows 1"]) -> F
     return torch.where((kl < FAINT[kl.dtype]) & ~same, -torch.inf, kl)[:, 0]
 
 
-def faint_kl(zp: Tensor, zq: Tensor, apart: bool, across: Alone = ALONE) -> Float[Tensor, " rows"]:
+def faint_kl(zp: Tensor, zq: Tensor, apart: bool, across: LocalVocab = LOCAL_VOCAB) -> Float[Tensor, " rows"]:
     """KL(p || q) of rows where the two nearly agree: a sum of terms none of which is negative."""
-    x = measured(zp, zq, NO_ROOM, apart, across)
-    (y,) = across.added((torch.expm1(x.ahead) * x.mass).sum(-1, keepdim=True))
-    (kl,) = across.added(phi(torch.log1p(y / x.total) - x.ahead).mul_(x.mass).sum(-1, keepdim=True))
+    x = moments(zp, zq, NO_BUFFERS, apart, across)
+    (y,) = across.all_reduce_sum((torch.expm1(x.ahead) * x.mass).sum(-1, keepdim=True))
+    (kl,) = across.all_reduce_sum(phi(torch.log1p(y / x.total) - x.ahead).mul_(x.mass).sum(-1, keepdim=True))
     return (kl / x.total)[:, 0]
 
 
-def gap(x: Rows, room: Room) -> Float[Tensor, "rows vocab"]:
+def generator(x: Moments, room: Buffers) -> Float[Tensor, "rows vocab"]:
     """phi(-r) = expm1(r) - r, by its series where |r| is small, so that nothing cancels; never negative.
 
     A sum of two parts of which one is 0, and not ``torch.where``, which costs as much as all else.
@@ -112,26 +112,26 @@ class Sums(NamedTuple):
     """y."""
 
 
-def summed(x: Rows, gaps: Float[Tensor, "rows 1"], slack: Float[Tensor, "rows 1"]) -> Sums:
+def summed(x: Moments, gaps: Float[Tensor, "rows 1"], slack: Float[Tensor, "rows 1"]) -> Sums:
     """From the sums of ``mass phi(-r)`` and ``mass r``."""
     total = x.total.double()
     slack, excess = slack.double() / total, (gaps.double() + slack.double()) / total
     kl = (torch.log1p(excess) - slack).to(x.total.dtype)
-    return Sums(trusted(kl, x.furthest), slack.to(kl.dtype), excess.to(kl.dtype))
+    return Sums(kl_if_reliable(kl, x.furthest), slack.to(kl.dtype), excess.to(kl.dtype))
 
 
 def kl_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
-    room: Room = NO_ROOM,
+    room: Buffers = NO_BUFFERS,
     *,
     apart: bool = False,
-    across: Alone = ALONE,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor]:
     """KL(p || q) of each row, alone in its tuple; not finite for rows that this core cannot do."""
-    x = measured(zp, zq, room, apart, across)
-    gaps = gap(x, room).mul_(x.mass).sum(-1, keepdim=True)
-    gaps, slack = across.added(gaps, x.ahead.mul_(x.mass).sum(-1, keepdim=True))
+    x = moments(zp, zq, room, apart, across)
+    gaps = generator(x, room).mul_(x.mass).sum(-1, keepdim=True)
+    gaps, slack = across.all_reduce_sum(gaps, x.ahead.mul_(x.mass).sum(-1, keepdim=True))
     return (summed(x, gaps, slack).kl,)
 
 
@@ -139,17 +139,17 @@ def kl_gradient_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     weight: Float[Tensor, " rows"],
-    room: Room = NO_ROOM,
+    room: Buffers = NO_BUFFERS,
     *,
     apart: bool = False,
     needs: tuple[bool, bool] = (True, True),
-    across: Alone = ALONE,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor | None, ...]:
     """KL(p || q) of each row, and the gradients of ``weight KL`` in p's logits and q's, where needed."""
-    x = measured(zp, zq, room, apart, across)
-    gaps = gap(x, room).mul_(x.mass)
+    x = moments(zp, zq, room, apart, across)
+    gaps = generator(x, room).mul_(x.mass)
     ahead = x.ahead.mul_(x.mass)
-    found = summed(x, *across.added(gaps.sum(-1, keepdim=True), ahead.sum(-1, keepdim=True)))
+    found = summed(x, *across.all_reduce_sum(gaps.sum(-1, keepdim=True), ahead.sum(-1, keepdim=True)))
     share = weight[:, None] / x.total
     in_p = in_q = None
     if needs[1]:

@@ -26,13 +26,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
-from kleash.linear.impl.across import ALONE, Alone
+from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TopTokens
 
-Room: TypeAlias = Sequence[Tensor | None]
-"""ROOMS tensors shaped like the logits, to write into; or None that often, to leave it to the compiler."""
-ROOMS = 11
-NO_ROOM: Room = (None,) * ROOMS
+Buffers: TypeAlias = Sequence[Tensor | None]
+"""NUM_BUFFERS tensors shaped like the logits, to write into; or None that often, to leave it to the compiler."""
+NUM_BUFFERS = 11
+NO_BUFFERS: Buffers = (None,) * NUM_BUFFERS
 LOG2_E = 1 / log(2)
 SERIES_BELOW = 0.3
 """|d| from which on closed forms are used: below, they would cancel."""
@@ -50,7 +50,7 @@ BLOCK = 256
 """Columns among which the largest is sought first."""
 
 
-class Side(NamedTuple):
+class LogitStatistics(NamedTuple):
     """One distribution on some rows; the numbers are columns."""
 
     top: Float[Tensor, "rows 1"]
@@ -66,28 +66,32 @@ def exp_(x: Tensor) -> Tensor:
     return x.exp_() if torch.compiler.is_compiling() else x.mul_(LOG2_E).exp2_()
 
 
-def side(z: Float[Tensor, "rows vocab"], out: Tensor | None) -> Side:
+def side(z: Float[Tensor, "rows vocab"], out: Tensor | None) -> LogitStatistics:
     """The masses of the tokens, which divided by their total are probabilities."""
     top = z.amax(-1, keepdim=True)
     mass = exp_(torch.sub(z, top, out=out))
-    return Side(top, mass, mass.sum(-1, keepdim=True))
+    return LogitStatistics(top, mass, mass.sum(-1, keepdim=True))
 
 
-def both_sides(zp: Tensor, zq: Tensor, room: Room, across: Alone) -> tuple[Side, Side]:
+def both_sides(
+    zp: Tensor, zq: Tensor, room: Buffers, across: LocalVocab
+) -> tuple[LogitStatistics, LogitStatistics]:
     """``side`` of p's logits and of q's, of all words on whatever rank."""
-    tops = across.highest(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
+    tops = across.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
     masses = [exp_(torch.sub(z, top, out=out)) for z, top, out in zip((zp, zq), tops, room, strict=True)]
-    totals = across.added(*(mass.sum(-1, keepdim=True) for mass in masses))
-    return Side(tops[0], masses[0], totals[0]), Side(tops[1], masses[1], totals[1])
+    totals = across.all_reduce_sum(*(mass.sum(-1, keepdim=True) for mass in masses))
+    return LogitStatistics(tops[0], masses[0], totals[0]), LogitStatistics(tops[1], masses[1], totals[1])
 
 
-def log_ratio(p: Side, q: Side, zp: Tensor, zq: Tensor, out: Tensor | None) -> Float[Tensor, "rows vocab"]:
+def log_ratio(
+    p: LogitStatistics, q: LogitStatistics, zp: Tensor, zq: Tensor, out: Tensor | None
+) -> Float[Tensor, "rows vocab"]:
     """d = log p - log q."""
     shift = (p.top - q.top) + (p.total / q.total).log()
     return torch.sub(zp, zq, out=out).sub_(shift)
 
 
-def half_masses(p: Side, q: Side, out: Tensor | None) -> Float[Tensor, "rows vocab"]:
+def half_masses(p: LogitStatistics, q: LogitStatistics, out: Tensor | None) -> Float[Tensor, "rows vocab"]:
     """w = (p + q)/2; ``out`` may be where the masses of p are."""
     return torch.mul(p.mass, 0.5 / p.total, out=out).addcmul_(q.mass, 0.5 / q.total)
 
@@ -121,7 +125,7 @@ class Tanh(NamedTuple):
     """1 + decay."""
 
 
-def tanh_half(d: Float[Tensor, "rows vocab"], room: Room) -> Tanh:
+def tanh_half(d: Float[Tensor, "rows vocab"], room: Buffers) -> Tanh:
     """t and its companions, each the sum of a part for small and a part for large |d|.
 
     A sum of two parts of which one is 0, and not ``torch.where``, which costs as much as all else.
@@ -143,15 +147,15 @@ def tanh_half(d: Float[Tensor, "rows vocab"], room: Room) -> Tanh:
 def kl_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
-    room: Room = NO_ROOM,
-    across: Alone = ALONE,
+    room: Buffers = NO_BUFFERS,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
     """KL(p || q) of each row, alone in its tuple; not finite where a logit or the KL is not."""
     p, q = both_sides(zp, zq, room[:2], across)
     d = log_ratio(p, q, zp, zq, room[2])
     w = half_masses(p, q, room[0])
     x = tanh_half(d, (room[1], *room[3:10]))
-    return across.added(x.t.mul_(d).add_(x.rest).mul_(w).sum(-1))
+    return across.all_reduce_sum(x.t.mul_(d).add_(x.rest).mul_(w).sum(-1))
 
 
 def jensen_shannon_terms_(x: Tanh) -> Float[Tensor, "rows vocab"]:
@@ -208,7 +212,9 @@ def with_top(found: TokenStatistics, p: tuple[Tensor, Tensor], q: tuple[Tensor, 
     return StatisticsAndTop(found, *tops)
 
 
-def beneath(z: Float[Tensor, "rows vocab"], one: Side, out: Tensor | None) -> Float[Tensor, "rows 1"]:
+def beneath(
+    z: Float[Tensor, "rows vocab"], one: LogitStatistics, out: Tensor | None
+) -> Float[Tensor, "rows 1"]:
     """The sum of the masses times how far below the largest logit they are: of it, the entropy is made."""
     return torch.sub(one.top, z, out=out).mul_(one.mass).sum(-1, keepdim=True)
 
@@ -217,17 +223,19 @@ def statistics_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     tokens: Int[Tensor, " rows"],
-    room: Room = NO_ROOM,
-    across: Alone = ALONE,
+    room: Buffers = NO_BUFFERS,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
     """The fields of TokenStatistics for each row, in one pass; the divergences as in ``kl_rows``."""
     p, q = both_sides(zp, zq, room[:2], across)
     below = beneath(zp, p, room[2]), beneath(zq, q, room[2])
-    token_zp, token_zq, *below = across.added(across.own(zp, tokens), across.own(zq, tokens), *below)
+    token_zp, token_zq, *below = across.all_reduce_sum(
+        across.gather_local(zp, tokens), across.gather_local(zq, tokens), *below
+    )
     token_logp = (token_zp - p.top - p.total.log())[:, 0]
     token_logq = (token_zq - q.top - q.total.log())[:, 0]
     entropies = [(x.total.log() + b / x.total)[:, 0] for x, b in zip((p, q), below, strict=True)]
-    likeliest = across.earliest((zp, zq), (largest(zp), largest(zq)), (p.top, q.top))
+    likeliest = across.argmax((zp, zq), (largest(zp), largest(zq)), (p.top, q.top))
     tops = *likeliest, 1 / p.total[:, 0], 1 / q.total[:, 0]
     rank = greater(zq, token_zq, room[2])
     d = log_ratio(p, q, zp, zq, room[2])
@@ -238,7 +246,7 @@ def statistics_rows(
     even = x.t.mul_(d)
     kl_qp = torch.sub(even, x.rest, out=x.far).mul_(w).sum(-1)
     kl_pq = even.add_(x.rest).mul_(w).sum(-1)
-    *divergences, rank = across.added(kl_pq, kl_qp, jensen_shannon, total_variation, rank)
+    *divergences, rank = across.all_reduce_sum(kl_pq, kl_qp, jensen_shannon, total_variation, rank)
     return (token_logp, token_logq, *divergences, *entropies, *tops, rank)
 
 
@@ -253,8 +261,8 @@ def gradient_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     weight: Float[Tensor, " rows"],
-    room: Room = NO_ROOM,
-    across: Alone = ALONE,
+    room: Buffers = NO_BUFFERS,
+    across: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
     """KL(p || q) of each row, and the gradients of ``weight KL`` in both logits.
 
@@ -264,7 +272,7 @@ def gradient_rows(
     d = log_ratio(p, q, zp, zq, room[2])
     w = half_masses(p, q, room[10])
     x = tanh_half(d, (room[1], *room[3:10]))
-    (kl,) = across.added(torch.mul(x.t, d, out=x.far).add_(x.rest).mul_(w).sum(-1))
+    (kl,) = across.all_reduce_sum(torch.mul(x.t, d, out=x.far).add_(x.rest).mul_(w).sum(-1))
     in_q = x.t.mul_(w).mul_(-2 * weight[:, None])
     in_p = d.sub_(kl[:, None]).mul_(p.mass).mul_((weight / p.total[:, 0])[:, None])
     return kl, in_p, in_q

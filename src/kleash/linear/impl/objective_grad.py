@@ -14,16 +14,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.linear.impl.across import Alone
-from kleash.linear.impl.careful import replace_
+from kleash.linear.impl.fallback import replace_rows_
 from kleash.linear.impl.native import rows as native_rows
 from kleash.linear.impl.reference import terms_of_logits
 from kleash.linear.impl.results import combined
-from kleash.linear.impl.rows import LOG2_E
+from kleash.linear.impl.row_statistics import LOG2_E
+from kleash.linear.impl.vocab_shards import LocalVocab
 from kleash.linear.statistics import TokenTerms
 
 
-class Rows(NamedTuple):
+class ObjectiveRows(NamedTuple):
     """Some rows whose gradient is asked for."""
 
     zp: Float[Tensor, "rows vocab"]
@@ -40,26 +40,31 @@ class Rows(NamedTuple):
 
 
 Pull: TypeAlias = Callable[
-    [Rows, tuple[bool, bool], Alone, tuple[Tensor, Tensor]], tuple[Tensor | None, Tensor | None, Tensor]
+    [ObjectiveRows, tuple[bool, bool], LocalVocab, tuple[Tensor, Tensor]],
+    tuple[Tensor | None, Tensor | None, Tensor],
 ]
 """The gradients in both logits where they are needed, in the spare rooms or in others, and which rows could be done."""
 
 
-def pulled_rows(
-    rows: Rows, needs: tuple[bool, bool], across: Alone, spare: tuple[Tensor, Tensor], pull: Pull
+def objective_gradient_rows(
+    rows: ObjectiveRows,
+    needs: tuple[bool, bool],
+    across: LocalVocab,
+    spare: tuple[Tensor, Tensor],
+    pull: Pull,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients in both logits, by the closed form, or by autograd for rows that it cannot do."""
     in_p, in_q, done = pull(rows, needs, across, spare)
-    for some in across.parts(~done, rows.zp.shape[1]):
+    for some in across.row_parts(~done, rows.zp.shape[1]):
         theirs = rows.zp[some] + rows.zq[some] if rows.apart else rows.zq[some]
         asked = TokenTerms(*(x[some] for x in rows.asked))
-        right = plain_pulled_rows(rows.zp[some], theirs, rows.ids[some], asked, across)
-        replace_((in_p, in_q), some, right)
+        right = fallback_gradient_rows(rows.zp[some], theirs, rows.ids[some], asked, across)
+        replace_rows_((in_p, in_q), some, right)
     return in_p, in_q
 
 
-def closed_pull(
-    rows: Rows, needs: tuple[bool, bool], across: Alone, spare: tuple[Tensor, Tensor]
+def closed_form_gradient(
+    rows: ObjectiveRows, needs: tuple[bool, bool], across: LocalVocab, spare: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """By torch's functions."""
     in_p = in_q = None
@@ -73,8 +78,8 @@ def closed_pull(
     return in_p, in_q, done
 
 
-def native_pull(
-    rows: Rows, needs: tuple[bool, bool], across: Alone, spare: tuple[Tensor, Tensor]
+def native_gradient(
+    rows: ObjectiveRows, needs: tuple[bool, bool], across: LocalVocab, spare: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """By the library in C."""
     _, _, kl, entropies, sum_p, more = rows.known
@@ -93,7 +98,7 @@ def native_pull(
     return in_p, in_q, done
 
 
-def into_p(rows: Rows, across: Alone, spare: tuple[Tensor, Tensor]) -> Tensor:
+def into_p(rows: ObjectiveRows, across: LocalVocab, spare: tuple[Tensor, Tensor]) -> Tensor:
     """``c_logp (1_x - p) + p (c_kl (u - KL) - c_H (log p + H))``, in the first ``spare`` room."""
     zp, zq = rows.zp, rows.zq
     by, room = (x[: len(zp)] for x in spare)
@@ -104,10 +109,10 @@ def into_p(rows: Rows, across: Alone, spare: tuple[Tensor, Tensor]) -> Tensor:
     if rows.with_entropy:
         by.sub_(torch.sub(zp, sum_p - entropies, out=room).mul_(c_entropy))
     by.mul_(torch.add(sum_p * -LOG2_E, zp, alpha=LOG2_E, out=room).exp2_())
-    return across.put_(by, rows.ids, c_logp)
+    return across.scatter_add_local_(by, rows.ids, c_logp)
 
 
-def into_q(rows: Rows, across: Alone) -> Tensor:
+def into_q(rows: ObjectiveRows, across: LocalVocab) -> Tensor:
     """``c_logq (1_x - q) + c_kl (q - p)``; the difference as ``max(p, q) (1 - exp(-|u|))`` with its sign."""
     zp, zq, c = rows.zp, rows.zq, rows.asked
     sum_p, more = (x[:, None] for x in rows.known[4:])
@@ -116,11 +121,11 @@ def into_q(rows: Rows, across: Alone) -> Tensor:
     larger = torch.maximum(logp, logq).mul_(LOG2_E).exp2_()
     by = torch.expm1(u.abs().neg_()).mul_(larger).mul_(u.sign_()).mul_(c.kl[:, None])
     by.sub_(logq.mul_(LOG2_E).exp2_().mul_(c.token_logq[:, None]))
-    return across.put_(by, rows.ids, c.token_logq[:, None])
+    return across.scatter_add_local_(by, rows.ids, c.token_logq[:, None])
 
 
-def plain_pulled_rows(
-    zp: Tensor, zq: Tensor, ids: Tensor, c: TokenTerms, across: Alone
+def fallback_gradient_rows(
+    zp: Tensor, zq: Tensor, ids: Tensor, c: TokenTerms, across: LocalVocab
 ) -> tuple[Tensor, Tensor]:
     """The same by the specification and autograd; a term whose coefficient is 0 is left out."""
     with torch.enable_grad():
