@@ -26,19 +26,19 @@ def made(result: Mapping[str, Any] | None) -> dict[str, str]:
     """The page and its picture, by their path in the folder of the documentation."""
     if result is None:
         body = [
-            "# Chance and scope in the reached KL",
+            "# Study: seeds and scope of the KL term",
             "",
             "Not measured yet: `python benchmarks/leash_spread.py`.",
         ]
         return {PAGE: "\n".join(body) + "\n"}
     figures = result["figures"]
     setting, estimators, frontier = figures["setting"], figures["estimators"], figures["frontier"]
-    body = ["# Chance and scope in the reached KL", "", *said(words.HEAD)]
-    body += ["## What came out", "", *words.outcome(estimators, frontier, setting)]
-    body += [f"![{TITLE}]({IMAGE})", "", "## What was run", "", *said(words.SETTING, **setting)]
+    body = ["# Study: seeds and scope of the KL term", "", *said(words.HEAD)]
+    body += ["## Results", "", *words.outcome(estimators, frontier, setting)]
+    body += [f"![{TITLE}]({IMAGE})", "", "## Set-up", "", *said(words.SETTING, **setting)]
     body += ["## Exact, k1 and k3", "", *words.chance(estimators, setting)]
     body += ["## Scope: token or sequence", "", *words.scopes(frontier, setting)]
-    body += ["## How it was measured", "", *said(words.INTERVALS), *origin(figures)]
+    body += ["## Method", "", *said(words.INTERVALS), *origin(figures)]
     spreads = {name: one["end"]["spread"] for name, one in (estimators or {"of": {}})["of"].items()}
     drawn = {name: one for name, one in spreads.items() if one["ci95"] is not None}
     image = picture(TITLE, drawn, frontier["points"] if frontier else [])

@@ -22,7 +22,7 @@ def two_steps(folder: Path, out: Path, **more: Any) -> None:
         drawn = genuine(setting, asked, places, step)
         if step == 1:
             said = {str(place): one.response_ids for one, place in zip(drawn, places, strict=True)}
-            out.with_name(f"{out.name}-drawn-{setting.ranks.index}.json").write_text(json.dumps(said))
+            out.with_name(f"{out.name}-drawn-{setting.group.rank}.json").write_text(json.dumps(said))
             return drawn
         given = [tuple(json.loads((folder / "replay.json").read_text())[place]) for place in places]
         return [

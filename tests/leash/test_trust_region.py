@@ -106,8 +106,9 @@ def test_sequences_by_their_kl(batch, name, over, most):
 @given(batches(), st.floats(0.05, 1), st.floats(1, 20))
 def test_a_window_of_token_ratios(batch, least, most):
     region = window_weights(*batch, bounds=(least, most))
-    ratios = [math.exp(x - y) for row in rows_of(*batch) for x, y in row]
-    decisions = [least <= rho <= most for rho in ratios]
+    log_ratios = [x - y for row in rows_of(*batch) for x, y in row]
+    ratios = [math.exp(log_ratio) for log_ratio in log_ratios]
+    decisions = [math.log(least) <= log_ratio <= math.log(most) for log_ratio in log_ratios]
     weights = [rho * kept for rho, kept in zip(ratios, decisions, strict=True)]
     assert agrees(region, batch[2], decisions, weights)
 

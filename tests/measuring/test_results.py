@@ -391,7 +391,7 @@ def test_noise_sequences_are_cut_from_the_first_sequences(pair: tuple[Path, Path
         whole = sequence(0, prompt, response)
         for length in (1, 2, 32, 100):
             piece = shortened_to(whole, length)
-            assert piece.read <= length or piece is whole
+            assert piece.num_input_tokens <= length or piece is whole
             assert piece.prompt_ids and piece.response_ids
             joined = (*piece.prompt_ids, *piece.response_ids)
             assert joined == tuple(range(joined[0], joined[0] + len(joined)))

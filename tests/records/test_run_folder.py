@@ -2,12 +2,12 @@ import errno
 import multiprocessing
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from folder_writer import hold_folder
 
 from kleash.errors import RunFolderError
 from kleash.records import Measurement, RunFolder, RunHeader, write_atomically
@@ -124,19 +124,13 @@ def test_what_a_killed_write_left_is_swept_up(tmp_path: Path) -> None:
         assert not left.exists()
 
 
-def _hold(path: str, held: "multiprocessing.synchronize.Event") -> None:
-    with RunFolder(Path(path)).writing(HEADER, resume=True):
-        held.set()
-        time.sleep(60)
-
-
 def test_two_processes_cannot_write_one_folder_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    held = context.Event()
-    other = context.Process(target=_hold, args=(str(tmp_path), held))
+    locked = context.Event()
+    other = context.Process(target=hold_folder, args=(str(tmp_path), HEADER, locked))
     other.start()
     try:
-        assert held.wait(30)
+        assert locked.wait(30)
         with (
             pytest.raises(RunFolderError, match="another process is writing"),
             RunFolder(tmp_path).writing(HEADER, resume=True),

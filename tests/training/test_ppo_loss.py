@@ -170,7 +170,7 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_plain_formulas(folder, kl, p
     found = _learn(setting, rollout, shaped, rollout.micros[0], job.minibatches / tokens)
     ours = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
     policy.zero_grad()
-    rows = [own for micro in rollout.micros[0] for own in micro.own]
+    rows = [row for micro in rollout.micros[0] for row in micro.rows]
     assert len(rollout.micros[0]) > 1 and len(rows) == 4
     plain.loss(policy.network, policy.value, rows).backward()
     for name, value in plain.told.items():

@@ -154,7 +154,7 @@ def test_another_number_of_processes_may_go_on_and_it_is_said(folder, tmp_path):
     run_log = RunLog(tmp_path, replace(job, steps=2, resume=True), display=display)
     assert train_ppo(run_log.job, run_log).steps == 2
     assert said[-2].startswith("going on after step 1, from ") and said[-1].startswith(
-        "the checkpoint is of 2 processes and 1 go on"
+        "the checkpoint is of 2 processes, and now there are 1"
     )
 
 
