@@ -30,7 +30,7 @@ from kleash.linear.checks import checked_pair
 from kleash.linear.impl.gradient import both_sums
 from kleash.linear.impl.kl_fast import NUM_BUFFERS
 from kleash.linear.impl.loop import Chunk, blocks, chunks, plan
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.project import multiply_
 from kleash.linear.impl.row_statistics import side
 
@@ -49,7 +49,7 @@ BESIDE = {
 P_ONLY = (True, True, False, False, False, False)
 
 
-def pair(x: Inputs) -> Pair:
+def pair(x: Inputs) -> HeadPair:
     return checked_pair(x.models[:2], x.models[2:], 1.0)
 
 

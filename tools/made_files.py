@@ -5,6 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
+def between_marks(text: str, begin: str, end: str, content: str) -> str:
+    """The text with ``content`` in place of what stands between two marks.
+
+    Raises:
+        ValueError: if the text lacks a mark.
+    """
+    before, first, rest = text.partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last):
+        raise ValueError(f"the page lacks {begin.strip()!r} or {end.strip()!r}")
+    return before + begin + content + end + after
+
+
 def write_or_check(files: Mapping[Path, str], *, check: bool) -> int:
     """Write the files; or write nothing, say which are not what would be written, and return 1 if any is.
 

@@ -7,7 +7,7 @@ python tools/make_metric_table.py --check    exit 1 if it is not what would be w
 import sys
 from pathlib import Path
 
-from made_files import write_or_check
+from made_files import between_marks, write_or_check
 
 from kleash.records import METRICS
 
@@ -32,9 +32,7 @@ def _spelt(name: str | None) -> str:
 
 def page(text: str) -> str:
     """The page with the table in its place."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return between_marks(text, BEGIN, END, table())
 
 
 def main() -> int:

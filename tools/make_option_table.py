@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from made_files import write_or_check
+from made_files import between_marks, write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "train.md"
 BEGIN, END = "<!-- options: written by tools/make_option_table.py -->\n", "<!-- end of options -->\n"
@@ -109,9 +109,7 @@ def _code(name: str | None) -> str:
 
 def page(text: str) -> str:
     """The page with the table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return between_marks(text, BEGIN, END, table())
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from made_files import write_or_check
+from made_files import between_marks, write_or_check
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -86,9 +86,7 @@ def page(text: str) -> str:
             f"<!-- {name}: written by tools/make_reliability_page.py -->\n",
             f"<!-- end of {name} -->\n",
         )
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = before + begin + table(read(name)) + end + after
+        text = between_marks(text, begin, end, table(read(name)))
     return text
 
 

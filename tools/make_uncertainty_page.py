@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from made_files import write_or_check
+from made_files import between_marks, write_or_check
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "uncertainty.md"
@@ -35,11 +35,7 @@ def page(text: str, found: dict[str, Any]) -> str:
             f"<!-- {name}: written by tools/make_uncertainty_page.py -->\n",
             f"<!-- end of {name} -->\n",
         )
-        before, mark, rest = text.partition(begin)
-        _, end_mark, after = rest.partition(end)
-        if not (mark and end_mark):
-            raise ValueError(f"{PAGE.name} lacks the marks of the table {name!r}")
-        text = before + begin + table + end + after
+        text = between_marks(text, begin, end, table)
     return text
 
 

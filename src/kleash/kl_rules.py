@@ -221,8 +221,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         applies=lambda t: _is_reward(t) and t.contract is not None and not t.contract.right_as_reward,
         reason=lambda t, say: (
-            f"{t.estimator} as a reward does not have the gradient of {KL} in expectation (that of k3 lacks the "
-            f"gradient of KL(q || p)); take {say('estimator', 'k1')}, or {say('place', 'loss')}"
+            f"{t.estimator} as a reward does not have the gradient of {KL} in expectation; take "
+            f"{say('estimator', 'k1')}, or {say('place', 'loss')}"
         ),
     ),
     Rule(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kleash.cli import main
-from kleash.cli.commands import RECORDS, Audit, Compare
+from kleash.cli.commands import RECORDS, AuditCommand, CompareCommand
 from kleash.cli.options import GROUPS
 from kleash.cli.parsing import SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
@@ -84,11 +84,13 @@ def test_words_are_read_as_they_were_written() -> None:
 
     measure = read("measure --text a --policy=b --batch_tokens 2 --top-p None --temperature 1e-1 --quiet")
     assert measure == MeasureJob(text="a", policy="b", batch_tokens=2, temperature=0.1, quiet=True)
-    assert read("compare a b --json c") == Compare(folders=(Path("a"), Path("b"), Path("c")), json=True)
+    assert read("compare a b --json c") == CompareCommand(
+        folders=(Path("a"), Path("b"), Path("c")), json=True
+    )
     audit = read("audit --set kind=k3 x=-1 --fail-on fault note --convention loss pkg:f")
     assert (audit.set, audit.fail_on) == (("kind=k3", "x=-1"), ("fault", "note"))
-    assert read("audit --quiet pkg:f") == Audit(target="pkg:f", quiet=True)
-    assert read("audit") == Audit()
+    assert read("audit --quiet pkg:f") == AuditCommand(target="pkg:f", quiet=True)
+    assert read("audit") == AuditCommand()
     assert read("train --out x --seed 3") == DemonstrationJob(out="x", seed=3)
     assert read("train demonstration --seed -0") == read("train") == DemonstrationJob()
     ppo = read("train ppo --no-whiten --reward a b --clip-range-value None --limit 3")

@@ -7,7 +7,7 @@ from linear_cases import head_case
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
 from kleash.linear.impl import buffer
 from kleash.linear.impl.loop import plan
-from kleash.linear.impl.pair import OneModel, Pair
+from kleash.linear.impl.pair import HeadInputs, HeadPair
 
 pytestmark = pytest.mark.usefixtures("unhooked")  # a stand-in for a GPU is no tensor
 
@@ -32,8 +32,8 @@ class Cuda:
 def pair_of(words, dim=64, dtype=torch.bfloat16, tokens=8192):
     hidden = Cuda(torch.empty(tokens, dim, dtype=dtype, device="meta"))
     head = Head(torch.empty(words, dim, dtype=dtype, device="meta"))
-    model = OneModel(hidden=hidden, head=head, temperature=1.0, dtype=torch.float32)
-    return Pair(p=model, q=model)
+    model = HeadInputs(hidden=hidden, head=head, temperature=1.0, dtype=torch.float32)
+    return HeadPair(p=model, q=model)
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_what_was_chosen_is_kept_and_a_cpu_takes_128_mib(gpu):
     pair = pair_of(32_768)
     assert buffer.with_buffer(LinearOptions(buffer_bytes=7), pair).buffer_bytes == 7
     case = head_case(tokens=(5,), words=11)
-    here = OneModel(hidden=case.hidden_p, head=case.head_p, temperature=1.0, dtype=torch.float32)
-    assert buffer.with_buffer(LinearOptions(), Pair(p=here, q=here)).buffer_bytes == 128 * 2**20
+    here = HeadInputs(hidden=case.hidden_p, head=case.head_p, temperature=1.0, dtype=torch.float32)
+    assert buffer.with_buffer(LinearOptions(), HeadPair(p=here, q=here)).buffer_bytes == 128 * 2**20
     assert gpu["asked"] == 0
 
 

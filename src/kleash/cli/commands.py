@@ -19,7 +19,7 @@ from kleash.records import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ReportCommand:
     """Rebuild the report of a run from its files."""
 
     folder: Path
@@ -27,7 +27,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare:
+class CompareCommand:
     """Compare runs on the same prompts: differences from the first one, with intervals, and a picture."""
 
     folders: tuple[Path, ...]
@@ -39,7 +39,7 @@ class Compare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class AuditCommand:
     """Say what a KL function really estimates and differentiates, anyone's, by exact enumeration.
 
     Without arguments: kleash's own.
@@ -64,7 +64,7 @@ class Audit:
     """Print nothing but what fails."""
 
 
-Command = MeasureJob | Report | Compare | CacheJob | Audit | DemonstrationJob | TrainJob
+Command = MeasureJob | ReportCommand | CompareCommand | CacheJob | AuditCommand | DemonstrationJob | TrainJob
 ALGORITHMS: Mapping[str, type[TrainJob]] = {
     job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }
@@ -74,10 +74,10 @@ SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 RECORDS: Mapping[str, type[Command]] = {
     "measure": MeasureJob,
-    "report": Report,
-    "compare": Compare,
+    "report": ReportCommand,
+    "compare": CompareCommand,
     "cache": CacheJob,
-    "audit": Audit,
+    "audit": AuditCommand,
     "train": DemonstrationJob,
     "train demonstration": DemonstrationJob,
     **{f"train {name}": job for name, job in ALGORITHMS.items()},

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from kleash.cli.commands import Audit, Command, Compare, Report
+from kleash.cli.commands import AuditCommand, Command, CompareCommand, ReportCommand
 from kleash.extras import is_installed, require_installed
 from kleash.records import CacheJob, DemonstrationJob, MeasureJob, PPOJob, TrainJob
 
@@ -28,9 +28,9 @@ def require_packages(command: Command) -> None:
             require_installed(("rich", *MODELS, SPREADING, ADAPTERS), "'kleash[train]'")
         case TrainJob():
             _require_for_training(command)
-        case Report() | Compare():
+        case ReportCommand() | CompareCommand():
             require_installed(("rich", "pyarrow", *PAGES), "'kleash[models]'")
-        case Audit():
+        case AuditCommand():
             require_installed(("rich",), "'kleash[models]'")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.cli.caching import run_cache
-from kleash.cli.commands import Audit, Command, Compare, Report
+from kleash.cli.commands import AuditCommand, Command, CompareCommand, ReportCommand
 from kleash.cli.progress import Progress
 from kleash.cli.summary import print_comparison, print_measurement
 from kleash.cli.training import run_demonstration, run_train
@@ -40,13 +40,13 @@ def run(command: Command) -> int:
     match command:
         case MeasureJob():
             return _measure(command)
-        case Report():
+        case ReportCommand():
             return _report(command)
-        case Compare():
+        case CompareCommand():
             return _compare(command)
         case CacheJob():
             return run_cache(command)
-        case Audit():
+        case AuditCommand():
             return _audit(command)
         case DemonstrationJob():
             return run_demonstration(command)
@@ -72,14 +72,14 @@ def _measure(job: MeasureJob) -> int:
     return 0
 
 
-def _report(command: Report) -> int:
+def _report(command: ReportCommand) -> int:
     from kleash.reports import write_report_of
 
     print(write_report_of(command.folder.expanduser()))
     return 0
 
 
-def _compare(command: Compare) -> int:
+def _compare(command: CompareCommand) -> int:
     from kleash.measuring.comparison import compare
     from kleash.reports import write_comparison
 
@@ -94,7 +94,7 @@ def _compare(command: Compare) -> int:
     return 0
 
 
-def _audit(command: Audit) -> int:
+def _audit(command: AuditCommand) -> int:
     from kleash.auditing import audits_of, cases_of, require_kinds
     from kleash.cli.verdicts import print_audit, print_failures, print_whole
     from kleash.records.codec import encode
@@ -130,7 +130,7 @@ def _audit(command: Audit) -> int:
     return 1 if failures else 0
 
 
-def _words(command: Audit) -> str:
+def _words(command: AuditCommand) -> str:
     """The command line that makes the same audits."""
     words: Sequence[str] = [
         *("kleash", "audit", command.target),

@@ -27,6 +27,7 @@ from kleash.leash.reward_shaping import (
 )
 from kleash.leash.schedules import SHAPES, BetaSchedule, TargetSchedule
 from kleash.leash.trust_region import TrustRegion, intersection
+from kleash.registry import former_names
 
 __all__ = [
     "CONTROLLERS",
@@ -77,11 +78,4 @@ __all__ = [
     "window_weights",
 ]
 
-_FORMER_NAMES = {"HeldLeash": "StatefulController"}
-
-
-def __getattr__(name: str) -> object:
-    """Former names of classes."""
-    if name in _FORMER_NAMES:
-        return globals()[_FORMER_NAMES[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = former_names(globals(), {"HeldLeash": "StatefulController"})

@@ -23,7 +23,7 @@ from kleash.linear.checks import (
 from kleash.linear.head import Head, gathered
 from kleash.linear.impl.buffer import with_buffer
 from kleash.linear.impl.choice import implementation
-from kleash.linear.impl.pair import OneModel
+from kleash.linear.impl.pair import HeadInputs
 from kleash.linear.impl.project import logits, normalised
 from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import LinearOptions
@@ -266,7 +266,9 @@ def log_probabilities(
     check_numbers(hidden)
     dtype = common_dtype((hidden, head.weight, head.bias))
     divisor = in_a_row(temperature, dtype)
-    flat = OneModel(hidden=hidden.reshape(-1, hidden.shape[-1]), head=head, temperature=divisor, dtype=dtype)
+    flat = HeadInputs(
+        hidden=hidden.reshape(-1, hidden.shape[-1]), head=head, temperature=divisor, dtype=dtype
+    )
     with torch.autocast(hidden.device.type, enabled=False):
         return normalised(logits(flat)).reshape(*hidden.shape[:-1], -1)
 

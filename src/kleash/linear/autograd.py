@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kleash.divergences import Divergence
 from kleash.errors import CannotRunError
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.results import Objective
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
@@ -27,20 +27,20 @@ from kleash.linear.statistics import TokenTerms
 T = TypeVar("T")
 
 
-def wanted(pair: Pair) -> bool:
+def wanted(pair: HeadPair) -> bool:
     """Whether a gradient may be asked for."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in pair.tensors)
 
 
 def differentiable(
-    engine: Any, pair: Pair, record: Divergence, options: LinearOptions
+    engine: Any, pair: HeadPair, record: Divergence, options: LinearOptions
 ) -> Float[Tensor, " tokens"]:
     """The divergence of each token, with its gradient."""
     return _applied(_PerToken, engine, pair, record, options, *pair.tensors)
 
 
 def weighted(
-    engine: Any, pair: Pair, record: Divergence, weights: Float[Tensor, " tokens"], options: LinearOptions
+    engine: Any, pair: HeadPair, record: Divergence, weights: Float[Tensor, " tokens"], options: LinearOptions
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of the divergences, whose gradient is formed at once, and the divergences, detached."""
 
@@ -57,7 +57,7 @@ def weighted(
 
 
 def evaluate_objective(
-    engine: Any, pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, options: LinearOptions
+    engine: Any, pair: HeadPair, tokens: Int[Tensor, " tokens"], objective: Objective, options: LinearOptions
 ) -> tuple[Tensor, TokenTerms]:
     """The sum of the objective's losses, whose gradient is formed at once, and the terms, detached."""
 
@@ -89,7 +89,12 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, engine: Any, pair: Pair, record: Divergence, options: LinearOptions, *tensors: Tensor | None
+        ctx: Any,
+        engine: Any,
+        pair: HeadPair,
+        record: Divergence,
+        options: LinearOptions,
+        *tensors: Tensor | None,
     ) -> Tensor:
         needed = ctx.needs_input_grad[4:]
         ctx.save_for_backward(*tensors)

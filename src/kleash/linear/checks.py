@@ -12,7 +12,7 @@ from torch import Tensor
 from kleash.autodiff import refuse_transforms
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, gathered
-from kleash.linear.impl.pair import OneModel, Pair
+from kleash.linear.impl.pair import HeadInputs, HeadPair
 from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab
 from kleash.linear.sharding import WHOLE, common_group, exchange_specs
 
@@ -21,7 +21,7 @@ INSTEAD = "take linear_divergence with impl='reference', uncompiled, or the func
 
 def checked_pair(
     p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Float[Tensor, "*tokens"]
-) -> Pair:
+) -> HeadPair:
     """Both sides with their tokens in a row, if they fit together."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     head_p, head_q = gathered(head_p, head_q)
@@ -38,9 +38,9 @@ def checked_pair(
     flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
     flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
     divisor = in_a_row(temperature, dtype)
-    return Pair(
-        p=OneModel(hidden=flat_p, head=head_p, temperature=divisor, dtype=dtype, across=across),
-        q=OneModel(hidden=flat_q, head=head_q, temperature=divisor, dtype=dtype, across=across),
+    return HeadPair(
+        p=HeadInputs(hidden=flat_p, head=head_p, temperature=divisor, dtype=dtype, across=across),
+        q=HeadInputs(hidden=flat_q, head=head_q, temperature=divisor, dtype=dtype, across=across),
     )
 
 

@@ -14,7 +14,7 @@ from kleash.linear.checks import INSTEAD, checked_pair
 from kleash.linear.head import Head, gathered
 from kleash.linear.impl.buffer import with_buffer
 from kleash.linear.impl.choice import implementation
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.options import LinearOptions
 from kleash.linear.sharding import name_of, named_group
 
@@ -60,7 +60,7 @@ def given(
     )
 
 
-def together(given: Given, record: Divergence | None = None) -> tuple[Pair, LinearOptions, Any]:
+def together(given: Given, record: Divergence | None = None) -> tuple[HeadPair, LinearOptions, Any]:
     """The two models, the options, and the implementation."""
     hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile, skip_below, groups = (
         given

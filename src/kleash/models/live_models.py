@@ -59,7 +59,7 @@ def live_model(
         _check_adapters(adapters, chosen, role)
     model = Model(
         role=role,
-        path=name or getattr(inner.config, "_name_or_path", "") or type(inner).__name__,
+        path=name or loaded_from(inner) or type(inner).__name__,
         revision=None,
         dtype=inner.dtype,
         device=inner.get_input_embeddings().weight.device,

@@ -87,7 +87,7 @@ class TrainingFolder:
         """Write ``training.json``: with it the run is finished."""
         write_checked(self.root, self.root / RESULT, result.to_json())
 
-    def take_back_result(self) -> None:
+    def unlink_result(self) -> None:
         """Take ``training.json`` away, if it is there: a finished run that goes on has not finished.
 
         Raises:

@@ -1,5 +1,6 @@
 """Training with a KL term: kleash's PPO, and TRL's trainers with kleash's plug-ins."""
 
+from kleash.registry import former_names
 from kleash.training.demonstration import demonstrate
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.rewards import Reward, Rewards, RewardScores, load_rewards
@@ -21,11 +22,4 @@ __all__ = [
     "train",
 ]
 
-_FORMER_NAMES = {"Watch": "HackingMonitor", "Journal": "RunLog"}
-
-
-def __getattr__(name: str) -> object:
-    """Former names of two classes."""
-    if name in _FORMER_NAMES:
-        return globals()[_FORMER_NAMES[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = former_names(globals(), {"Watch": "HackingMonitor", "Journal": "RunLog"})

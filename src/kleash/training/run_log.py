@@ -156,7 +156,7 @@ class RunLog:
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
         alerts = self.monitor.check([*self.history, record])
         record = replace(record, alerts=alerts)
-        TrainingFolder(self.folder).take_back_result()
+        TrainingFolder(self.folder).unlink_result()
         append_step(self.folder, record, spread_sample(samples))
         self.history.append(record)
         for warning in () if self._warned else step_warnings(values):

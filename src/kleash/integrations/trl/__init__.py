@@ -4,6 +4,7 @@ from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
 from kleash.integrations.trl.responses import ResponseStatistics, response_statistics
 from kleash.integrations.trl.rloo import LeashedRLOOTrainer, RLOOLeash
 from kleash.integrations.trl.terms import LOSS_TYPES
+from kleash.registry import former_names
 
 __all__ = [
     "LOSS_TYPES",
@@ -15,11 +16,4 @@ __all__ = [
     "response_statistics",
 ]
 
-_FORMER_NAMES = {"Told": "ResponseStatistics"}
-
-
-def __getattr__(name: str) -> object:
-    """Former names of classes."""
-    if name in _FORMER_NAMES:
-        return globals()[_FORMER_NAMES[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = former_names(globals(), {"Told": "ResponseStatistics"})

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from kleash.linear.impl.loop import ENOUGH_TOKENS, REDONE
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import CPU_BYTES, LinearOptions
 
@@ -18,7 +18,7 @@ WORK_BUFFERS = 5
 """Buffers like a chunk's logits for its elementwise work, where ranks share a vocabulary and do all of it at once."""
 
 
-def with_buffer(options: LinearOptions, pair: Pair) -> LinearOptions:
+def with_buffer(options: LinearOptions, pair: HeadPair) -> LinearOptions:
     """The options with a number for ``buffer_bytes``.
 
     On a GPU, enough for 1024 tokens a chunk, or for half as many, a quarter and so on, within a share of what is
@@ -41,7 +41,7 @@ def with_buffer(options: LinearOptions, pair: Pair) -> LinearOptions:
     return replace(options, buffer_bytes=bytes_for(rows, pair))
 
 
-def bytes_for(rows: int, pair: Pair) -> int:
+def bytes_for(rows: int, pair: HeadPair) -> int:
     """What a chunk of so many tokens takes: logits of both models, products, the elementwise work, upcast tiles."""
     size, dims = pair.p.dtype.itemsize, pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
     buffers = 2 if pair.across is LOCAL_VOCAB else 2 + WORK_BUFFERS + REDONE

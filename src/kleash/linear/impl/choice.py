@@ -9,7 +9,7 @@ import torch
 
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import LinearOptions
 
@@ -17,7 +17,7 @@ COVERED = DIVERGENCES["kl"], DIVERGENCES["reverse_kl"]
 """The divergences that there are kernels for."""
 
 
-def implementation(options: LinearOptions, pair: Pair, record: Divergence | None = None) -> Any:
+def implementation(options: LinearOptions, pair: HeadPair, record: Divergence | None = None) -> Any:
     """The module that was asked for.
 
     Raises:
@@ -26,7 +26,7 @@ def implementation(options: LinearOptions, pair: Pair, record: Divergence | None
     return import_module(f"kleash.linear.impl.{chosen(options, pair, record)}")
 
 
-def chosen(options: LinearOptions, pair: Pair, record: Divergence | None) -> str:
+def chosen(options: LinearOptions, pair: HeadPair, record: Divergence | None) -> str:
     """The name of the module that does it; ``record`` is None where no divergence is chosen.
 
     Raises:
@@ -52,7 +52,7 @@ def chosen(options: LinearOptions, pair: Pair, record: Divergence | None) -> str
     raise CannotRunError(f"impl='triton' {obstacle}; ask for 'chunked'")
 
 
-def triton_obstacle(options: LinearOptions, pair: Pair, record: Divergence | None) -> str | None:
+def triton_obstacle(options: LinearOptions, pair: HeadPair, record: Divergence | None) -> str | None:
     """Why the kernels cannot do this; None if they can."""
     if find_spec("triton") is None:
         return "needs triton, which is not installed"

@@ -13,7 +13,7 @@ from kleash.linear.impl.gradient import REVERSE_KL, beginning, gradients, walked
 from kleash.linear.impl.loop import Core, RowCore, per_token
 from kleash.linear.impl.native import rows as native_rows
 from kleash.linear.impl.objective import evaluate_objective
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.reference import divergence_of_logits, statistics_of_logits
 from kleash.linear.impl.results import Needed
 from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
@@ -51,7 +51,7 @@ STATISTICS = Core(
 )
 
 
-def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
+def divergence(pair: HeadPair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
     """The divergence of each token."""
     if record == REVERSE_KL:
         return divergence(pair.swapped, KL, options)
@@ -68,7 +68,7 @@ def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[
 
 
 def values_saving_forward(
-    pair: Pair, record: Divergence, needed: Needed, options: LinearOptions
+    pair: HeadPair, record: Divergence, needed: Needed, options: LinearOptions
 ) -> tuple[Float[Tensor, " tokens"], SavedForward | None]:
     """The divergence of each token, and of those of the last chunk the gradient too, for ``gradients`` to weigh.
 
@@ -91,13 +91,15 @@ def values_saving_forward(
     return torch.cat(values), kept
 
 
-def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:
+def token_statistics(
+    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions
+) -> TokenStatistics:
     """The statistics of each token."""
     return TokenStatistics(*per_token(STATISTICS, pair, options, tokens))
 
 
 def statistics_and_top(
-    pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
+    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
 ) -> StatisticsAndTop:
     """The statistics of each token, and both models' likeliest tokens there, from the same logits."""
 

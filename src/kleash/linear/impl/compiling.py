@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.linear.impl.native.building import CannotBuildError, library
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import LinearOptions
 
@@ -23,7 +23,7 @@ NATIVE_PAYS_FROM = 2**20
 """Logits of one model from which on the library in C is asked for: it is built in two seconds, once on a machine."""
 
 
-def goes_native(pair: Pair, options: LinearOptions) -> bool:
+def goes_native(pair: HeadPair, options: LinearOptions) -> bool:
     """Whether this call's elementwise work is done by the library in C, where there is a function for it.
 
     It depends on the call alone, and on what is installed.
@@ -47,7 +47,7 @@ def missing_for_native() -> str | None:
     return None
 
 
-def wanted(pair: Pair, options: LinearOptions) -> bool:
+def wanted(pair: HeadPair, options: LinearOptions) -> bool:
     """Whether this call has torch compile its core.
 
     It depends on the call alone, so that a number never depends on what was computed before it.

@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.impl.loop import ROW_BLOCK
-from kleash.linear.impl.pair import Pair, Where
-from kleash.linear.impl.sums import Sums
+from kleash.linear.impl.pair import HeadPair, Where
+from kleash.linear.impl.sums import GradientSums
 
 
-class SavedGradient(Sums):
+class SavedGradient(GradientSums):
     """Stands where a model's sums do, and keeps the gradient of one chunk as it is, in float32."""
 
     def __init__(self, wanted: bool) -> None:
@@ -35,13 +35,15 @@ class SavedForward:
 
     start: int
     """The first of these tokens."""
-    last: Pair
+    last: HeadPair
     """The two models on them."""
     gradients: tuple[Tensor | None, Tensor | None]
     tile: int
     """Rows of a weight that are upcast together; 0 where the library in C makes the products."""
 
-    def pour_(self, weights: Float[Tensor, " tokens"], sums: tuple[Sums, Sums]) -> Float[Tensor, " tokens"]:
+    def pour_(
+        self, weights: Float[Tensor, " tokens"], sums: tuple[GradientSums, GradientSums]
+    ) -> Float[Tensor, " tokens"]:
         """Have what was kept taken in, multiplied by the weights; what is left of those is 0 there.
 
         What a token of weight 0 left behind does not count, nor what its hidden states hold.

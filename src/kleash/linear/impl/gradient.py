@@ -16,15 +16,15 @@ from kleash.linear.impl.forward_saved import SavedForward
 from kleash.linear.impl.kl_fast import NUM_BUFFERS, kl_gradient_rows
 from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
 from kleash.linear.impl.native.rows import kl_gradient_, scratch
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.project import narrow, pull_back_
 from kleash.linear.impl.results import Needed, ValueAndGrad
 from kleash.linear.impl.skipping import flipped, tell
-from kleash.linear.impl.sums import WHOLE, Sums, both_sums
+from kleash.linear.impl.sums import WHOLE, GradientSums, both_sums
 from kleash.linear.impl.vocab_shards import LocalVocab
 from kleash.linear.options import LinearOptions
 
-Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[Sums, Sums]"], Tensor]
+Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[GradientSums, GradientSums]"], Tensor]
 """Makes a chunk's logits the gradient of these weights' sum, has it taken in, and returns the values."""
 Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
 """From a few rows of both logits, their weights, and whether q's are a difference, to each row's value and
@@ -35,7 +35,7 @@ REVERSE_KL = DIVERGENCES["reverse_kl"]
 
 
 def gradients(
-    pair: Pair,
+    pair: HeadPair,
     record: Divergence,
     weights: Float[Tensor, " tokens"],
     needed: Needed,
@@ -53,7 +53,7 @@ def gradients(
     return formed_by(pair, weights, needed, begin, apart=record == KL, options=options, kept=kept)
 
 
-def beginning(pair: Pair, record: Divergence, needed: Needed, options: LinearOptions) -> Begin:
+def beginning(pair: HeadPair, record: Divergence, needed: Needed, options: LinearOptions) -> Begin:
     """How so many tokens are cut, and what is done to a chunk."""
     needs = any(needed[:3]), any(needed[3:])
 
@@ -73,7 +73,7 @@ def beginning(pair: Pair, record: Divergence, needed: Needed, options: LinearOpt
 
 
 def formed_by(
-    pair: Pair,
+    pair: HeadPair,
     weights: Float[Tensor, " tokens"],
     needed: Needed,
     begin: Begin,
@@ -93,7 +93,11 @@ def formed_by(
 
 
 def walked(
-    pair: Pair, weights: Float[Tensor, " tokens"], sums: tuple[Sums, Sums], begin: Begin, apart: bool
+    pair: HeadPair,
+    weights: Float[Tensor, " tokens"],
+    sums: tuple[GradientSums, GradientSums],
+    begin: Begin,
+    apart: bool,
 ) -> Float[Tensor, " tokens"]:
     """The divergence of each token, whose gradients are taken in by the sums.
 
@@ -109,7 +113,11 @@ def walked(
 
 
 def in_place(
-    chunk: Chunk, step: Step, weights: Float[Tensor, " chunk"], cut: Plan, sums: tuple[Sums, Sums]
+    chunk: Chunk,
+    step: Step,
+    weights: Float[Tensor, " chunk"],
+    cut: Plan,
+    sums: tuple[GradientSums, GradientSums],
 ) -> Float[Tensor, " chunk"]:
     """Replace a chunk's logits by their gradient, take it in, and return the values."""
     values = torch.empty_like(weights)
@@ -138,12 +146,12 @@ def put_(room: Float[Tensor, "rows vocab"], gradient: Float[Tensor, "rows vocab"
         room.copy_(gradient)
 
 
-def replaceable(pair: Pair) -> bool:
+def replaceable(pair: HeadPair) -> bool:
     """Whether gradients may take the place of their logits at once: nothing after needs those, nor is narrower."""
     return all(model.head.softcap is None and not narrow(model) for model in (pair.p, pair.q))
 
 
-def native_kl_step(pair: Pair, cut: Plan, needs: tuple[bool, bool]) -> Step:
+def native_kl_step(pair: HeadPair, cut: Plan, needs: tuple[bool, bool]) -> Step:
     """The library in C, and for rows that it cannot do the careful functions."""
     words, in_place = pair.p.vocabulary, replaceable(pair)
     room = scratch(words, cut.threads)
@@ -161,7 +169,7 @@ def native_kl_step(pair: Pair, cut: Plan, needs: tuple[bool, bool]) -> Step:
     return step
 
 
-def kl_step(pair: Pair, cut: Plan, options: LinearOptions, needs: tuple[bool, bool]) -> Step:
+def kl_step(pair: HeadPair, cut: Plan, options: LinearOptions, needs: tuple[bool, bool]) -> Step:
     """The fast core, and for rows that it cannot do the careful ones."""
     core = in_room(kl_gradient_rows, pair, cut, options)
 

@@ -101,7 +101,7 @@ def grown(rest: Float[Tensor, "rows vocab"], out: Tensor | None) -> Float[Tensor
     return torch.mul(rest, LOG2_E, out=out).exp2_().sub_(1.0)
 
 
-class Sums(NamedTuple):
+class KLTerms(NamedTuple):
     """Means over p, in float64 on columns: what is left of their differences is exact."""
 
     kl: Float[Tensor, " rows"]
@@ -112,12 +112,12 @@ class Sums(NamedTuple):
     """y."""
 
 
-def summed(x: Moments, gaps: Float[Tensor, "rows 1"], slack: Float[Tensor, "rows 1"]) -> Sums:
+def summed(x: Moments, gaps: Float[Tensor, "rows 1"], slack: Float[Tensor, "rows 1"]) -> KLTerms:
     """From the sums of ``mass phi(-r)`` and ``mass r``."""
     total = x.total.double()
     slack, excess = slack.double() / total, (gaps.double() + slack.double()) / total
     kl = (torch.log1p(excess) - slack).to(x.total.dtype)
-    return Sums(kl_if_reliable(kl, x.furthest), slack.to(kl.dtype), excess.to(kl.dtype))
+    return KLTerms(kl_if_reliable(kl, x.furthest), slack.to(kl.dtype), excess.to(kl.dtype))
 
 
 def kl_rows(

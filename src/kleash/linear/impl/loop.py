@@ -13,7 +13,7 @@ from kleash.linear.impl import onednn
 from kleash.linear.impl.compiling import compiled, goes_native, wanted
 from kleash.linear.impl.native import products
 from kleash.linear.impl.native.rows import SCRATCH_ROWS, scratch, threads_within
-from kleash.linear.impl.pair import Pair, Where
+from kleash.linear.impl.pair import HeadPair, Where
 from kleash.linear.impl.project import finish_, multiply_, stretch_, tiles
 from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 from kleash.linear.options import LinearOptions
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
 
 def plan(
-    pair: Pair, options: LinearOptions, rooms: int, tokens: int | None = None, *, native: bool = False
+    pair: HeadPair, options: LinearOptions, rooms: int, tokens: int | None = None, *, native: bool = False
 ) -> Plan:
     """As many tokens a chunk as help and as the budget allows after the other buffers, all chunks nearly equal.
 
@@ -101,7 +101,7 @@ def plan(
     return Plan(max(1, min(-(-even // multiple) * multiple, tokens)), rows, tile, rooms, threads)
 
 
-def has_native_products(pair: Pair, options: LinearOptions) -> bool:
+def has_native_products(pair: HeadPair, options: LinearOptions) -> bool:
     """Whether the library in C makes the products of this call."""
     if not goes_native(pair, options) or not products.supports(pair):
         return False
@@ -131,7 +131,7 @@ class Chunk(NamedTuple):
 
     where: Where
     """Which they are."""
-    pair: Pair
+    pair: HeadPair
     """The two models on them."""
     zp: Float[Tensor, "chunk vocab"]
     zq: Float[Tensor, "chunk vocab"]
@@ -140,7 +140,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(
-    pair: Pair, cut: Plan, *, positions: Int[Tensor, " some"] | None = None, apart: bool = False
+    pair: HeadPair, cut: Plan, *, positions: Int[Tensor, " some"] | None = None, apart: bool = False
 ) -> Iterator[Chunk]:
     """The products of hidden states and weights, chunk after chunk in the same memory.
 
@@ -215,7 +215,7 @@ class Core(NamedTuple):
 
 def per_token(
     core: Core,
-    pair: Pair,
+    pair: HeadPair,
     options: LinearOptions,
     *given: Tensor,
     of_logits: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None,
@@ -242,7 +242,7 @@ def per_token(
     return out
 
 
-def fast_way(core: Core, pair: Pair, cut: Plan, options: LinearOptions) -> RowCore:
+def fast_way(core: Core, pair: HeadPair, cut: Plan, options: LinearOptions) -> RowCore:
     """What does ``core``'s work: the library in C if it was planned, or what torch compiles, or torch's functions."""
     if core.native is not None and cut.threads:
         return partial(core.native, room=scratch(pair.p.vocabulary, cut.threads))
@@ -250,7 +250,7 @@ def fast_way(core: Core, pair: Pair, cut: Plan, options: LinearOptions) -> RowCo
 
 
 def in_room(
-    core: RowCore, pair: Pair, cut: Plan, options: LinearOptions, *, compiles: bool = True
+    core: RowCore, pair: HeadPair, cut: Plan, options: LinearOptions, *, compiles: bool = True
 ) -> RowCore:
     """``core`` with memory to work in, which the next call uses again; or compiled, for blocks that are full."""
     shape = (cut.rooms, min(cut.rows, cut.chunk), pair.p.vocabulary)

@@ -28,12 +28,12 @@ from kleash.linear.impl.objective_grad import (
     native_gradient,
     objective_gradient_rows,
 )
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.project import pull_back_
 from kleash.linear.impl.results import Needed, Objective, ObjectiveResult, objective_value_and_grad
 from kleash.linear.impl.row_statistics import Buffers
 from kleash.linear.impl.skipping import tell
-from kleash.linear.impl.sums import Sums, both_sums
+from kleash.linear.impl.sums import GradientSums, both_sums
 from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
 from kleash.linear.options import LinearOptions
 from kleash.linear.statistics import TokenTerms
@@ -93,7 +93,11 @@ TERMS = Core(
 
 
 def evaluate_objective(
-    pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
+    pair: HeadPair,
+    tokens: Int[Tensor, " tokens"],
+    objective: Objective,
+    needed: Needed,
+    options: LinearOptions,
 ) -> ObjectiveResult:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
     native = goes_native(pair, options)
@@ -127,7 +131,7 @@ def turn_(
     known: list[Tensor],
     c: TokenTerms,
     cut: Plan,
-    sums: tuple[Sums, Sums],
+    sums: tuple[GradientSums, GradientSums],
     pull: Pull,
 ) -> None:
     """Replace a chunk's logits by their gradient and take it in."""

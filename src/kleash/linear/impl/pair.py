@@ -17,7 +17,7 @@ Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OneModel:
+class HeadInputs:
     """The hidden states of some tokens under one model, and its head."""
 
     hidden: Float[Tensor, "*tokens dim"]
@@ -38,7 +38,7 @@ class OneModel:
         """How many logits a token has here."""
         return self.head.vocabulary(self.hidden)
 
-    def at(self, where: Where) -> "OneModel":
+    def at(self, where: Where) -> "HeadInputs":
         """The same model on some of the tokens."""
         return replace(self, hidden=self.hidden[where], temperature=at(self.temperature, where))
 
@@ -48,11 +48,11 @@ class OneModel:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pair:
+class HeadPair:
     """The same tokens under p and under q."""
 
-    p: OneModel
-    q: OneModel
+    p: HeadInputs
+    q: HeadInputs
 
     @property
     def tokens(self) -> int:
@@ -75,9 +75,9 @@ class Pair:
         return *self.p.tensors, *self.q.tensors
 
     @property
-    def swapped(self) -> "Pair":
+    def swapped(self) -> "HeadPair":
         """q in p's place."""
-        return Pair(p=self.q, q=self.p)
+        return HeadPair(p=self.q, q=self.p)
 
     @property
     def one_product(self) -> bool:
@@ -91,10 +91,10 @@ class Pair:
         linear = p.softcap is None and q.softcap is None and p.scale == q.scale
         return linear and p.weight is not None and p.weight is q.weight and p.bias is q.bias
 
-    def at(self, where: Where) -> "Pair":
+    def at(self, where: Where) -> "HeadPair":
         """The same two models on some of the tokens."""
         p, q = self.p.at(where), self.q.at(where)
-        return Pair(p=p, q=replace(q, hidden=p.hidden) if self.p.hidden is self.q.hidden else q)
+        return HeadPair(p=p, q=replace(q, hidden=p.hidden) if self.p.hidden is self.q.hidden else q)
 
 
 def at(temperature: float | Tensor, where: Where) -> float | Tensor:

@@ -9,11 +9,11 @@ from torch import Tensor
 from kleash.linear.head import Head
 from kleash.linear.impl import onednn
 from kleash.linear.impl.native import products
-from kleash.linear.impl.pair import OneModel, Where
+from kleash.linear.impl.pair import HeadInputs, Where
 from kleash.linear.impl.vocab_shards import LocalVocab
 
 
-def logits(model: OneModel) -> Float[Tensor, "*tokens vocab"]:
+def logits(model: HeadInputs) -> Float[Tensor, "*tokens vocab"]:
     """All logits at once, over the temperature."""
     head, dtype = model.head, model.dtype
     z = model.hidden.to(dtype)
@@ -42,7 +42,7 @@ def both_normalised(
 
 
 def multiply_(
-    out: Float[Tensor, "tokens vocab"], model: OneModel, hidden: Float[Tensor, "tokens dim"], tile: int
+    out: Float[Tensor, "tokens vocab"], model: HeadInputs, hidden: Float[Tensor, "tokens dim"], tile: int
 ) -> None:
     """Write ``hidden W^T`` into ``out``, for ``tile`` rows of the weight at a time if that ``tiles``.
 
@@ -79,7 +79,7 @@ def upcast(
         yield start, rows if as_it_is else room[: len(rows)].copy_(rows)
 
 
-def tiles(model: OneModel) -> bool:
+def tiles(model: HeadInputs) -> bool:
     """Whether products with the weight are made for some of its rows at a time: these are upcast, or it is faster."""
     weight = model.head.weight
     return weight is not None and (weight.dtype != model.dtype or onednn.pays(model.dtype, weight.device))
@@ -116,7 +116,7 @@ def pull_back_(
 
 
 def into_hidden(
-    gradient: Float[Tensor, "tokens vocab"], model: OneModel, tile: int
+    gradient: Float[Tensor, "tokens vocab"], model: HeadInputs, tile: int
 ) -> Float[Tensor, "tokens dim"]:
     """``gradient W`` of all ranks: at once if the weight has its dtype, unless that ``tiles``."""
     weight = model.head.weight
@@ -173,7 +173,7 @@ def widens(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return half and out.dtype == torch.float32 and out.device.type == "cuda"
 
 
-def narrow(model: OneModel) -> bool:
+def narrow(model: HeadInputs) -> bool:
     """Whether the gradient's products may be taken in bfloat16: both factors are, and the device is fast at it.
 
     What comes out of them is bfloat16 anyway; the logits, whose rounding would drown a small KL, never are.

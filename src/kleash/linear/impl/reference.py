@@ -11,7 +11,7 @@ from torch import Tensor
 from kleash.autodiff import is_transformed
 from kleash.divergences import Divergence, entropy, jensen_shannon, kl, total_variation
 from kleash.divergences.functions import contributions
-from kleash.linear.impl.pair import OneModel, Pair
+from kleash.linear.impl.pair import HeadInputs, HeadPair
 from kleash.linear.impl.project import both_normalised, logits
 from kleash.linear.impl.results import (
     Needed,
@@ -78,7 +78,7 @@ def terms_of_logits(
     return TokenTerms(*across.all_reduce_sum(token_logp, token_logq, kl(logp, logq), entropy(logp)))
 
 
-def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
+def divergence(pair: HeadPair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
     """D(p || q) per token, with autograd's gradient; of a token that cannot be read, NaN if any comes in for it."""
     pair = widened(pair)
     zp, zq = logits(pair.p), logits(pair.q)
@@ -98,7 +98,7 @@ def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[
 
 
 def unreadable(
-    pair: Pair, zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"]
+    pair: HeadPair, zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"]
 ) -> Bool[Tensor, " tokens"]:
     """The tokens that leave NaN in the gradient of all they are multiplied with, even where what comes in is 0."""
     tops = pair.across.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
@@ -135,30 +135,32 @@ class _Unreadable(torch.autograd.Function):
         return None, None, *gradients
 
 
-def widened(pair: Pair) -> Pair:
+def widened(pair: HeadPair) -> HeadPair:
     """The same in the dtype of the logits: a tensor of both models is converted once, and its gradient rounded once."""
     known: dict[int, Tensor] = {}
     return converted(pair, lambda x: known.setdefault(id(x), x.to(pair.p.dtype)))
 
 
-def converted(pair: Pair, convert: Callable[[Tensor], Tensor]) -> Pair:
+def converted(pair: HeadPair, convert: Callable[[Tensor], Tensor]) -> HeadPair:
     """The same two models with other tensors."""
 
-    def one(model: OneModel) -> OneModel:
+    def one(model: HeadInputs) -> HeadInputs:
         hidden, weight, bias = (x if x is None else convert(x) for x in model.tensors)
         assert hidden is not None
         return replace(model, hidden=hidden, head=replace(model.head, weight=weight, bias=bias))
 
-    return Pair(p=one(pair.p), q=one(pair.q))
+    return HeadPair(p=one(pair.p), q=one(pair.q))
 
 
-def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:
+def token_statistics(
+    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions
+) -> TokenStatistics:
     """The statistics of each token."""
     return statistics_of_logits(logits(pair.p), logits(pair.q), tokens, pair.across)
 
 
 def statistics_and_top(
-    pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
+    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
 ) -> StatisticsAndTop:
     """The statistics of each token, and both models' likeliest tokens there."""
     zp, zq = logits(pair.p), logits(pair.q)
@@ -170,7 +172,11 @@ def statistics_and_top(
 
 
 def gradients(
-    pair: Pair, record: Divergence, weights: Float[Tensor, " tokens"], needed: Needed, options: LinearOptions
+    pair: HeadPair,
+    record: Divergence,
+    weights: Float[Tensor, " tokens"],
+    needed: Needed,
+    options: LinearOptions,
 ) -> ValueAndGrad:
     """The divergence of each token of a weight other than 0, and the gradient of their weighted sum."""
     leaves, given = detached(pair)
@@ -184,7 +190,11 @@ def gradients(
 
 
 def evaluate_objective(
-    pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
+    pair: HeadPair,
+    tokens: Int[Tensor, " tokens"],
+    objective: Objective,
+    needed: Needed,
+    options: LinearOptions,
 ) -> ObjectiveResult:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
     seen = terms_of_logits(logits(pair.p), logits(pair.q), tokens, pair.across)
@@ -199,7 +209,7 @@ def evaluate_objective(
     return ObjectiveResult(loss, seen, found)
 
 
-def detached(pair: Pair) -> tuple[Pair, tuple[Tensor | None, ...]]:
+def detached(pair: HeadPair) -> tuple[HeadPair, tuple[Tensor | None, ...]]:
     """The same numbers as leaves of a graph of their own, in the dtype of the logits, and those leaves."""
     known: dict[int, Tensor] = {}
 
@@ -211,7 +221,7 @@ def detached(pair: Pair) -> tuple[Pair, tuple[Tensor | None, ...]]:
 
 
 def derived(
-    total: Tensor, given: tuple[Tensor | None, ...], pair: Pair, needed: Needed
+    total: Tensor, given: tuple[Tensor | None, ...], pair: HeadPair, needed: Needed
 ) -> tuple[Tensor | None, ...]:
     """The gradient of ``total`` in what is needed of the given leaves; of what both models have, all of it is p's."""
     both = [place >= 3 and x is given[place - 3] and needed[place - 3] for place, x in enumerate(given)]

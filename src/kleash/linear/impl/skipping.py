@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl.loop import ROW_BLOCK
-from kleash.linear.impl.pair import OneModel, Where
+from kleash.linear.impl.pair import HeadInputs, Where
 from kleash.linear.impl.project import add_rows_, widens
 from kleash.linear.options import LinearOptions, Skipped
 
@@ -43,7 +43,7 @@ class Group(NamedTuple):
 class Cutter:
     """Cuts one model's gradient, chunk by chunk, and keeps count."""
 
-    def __init__(self, options: LinearOptions, model: OneModel) -> None:
+    def __init__(self, options: LinearOptions, model: HeadInputs) -> None:
         """Nothing has been cut yet."""
         self.model, self.below = model, options.skip_below
         self.room = options.chunk_bytes // 16
@@ -148,7 +148,7 @@ def kept_words(
 def add_group_(
     group: Group,
     gradient: Float[Tensor, "chunk vocab"],
-    model: OneModel,
+    model: HeadInputs,
     given: tuple[Float[Tensor, "chunk dim"], int],
     sums: tuple[Tensor | None, Tensor | None],
 ) -> None:

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.linear.impl.pair import OneModel, Pair, Where
+from kleash.linear.impl.pair import HeadInputs, HeadPair, Where
 from kleash.linear.impl.project import add_rows_, into_hidden, into_weight_, narrow
 from kleash.linear.impl.results import Needed, gradient_dtype, summed_in_p
 from kleash.linear.impl.skipping import Cutter
@@ -13,16 +13,16 @@ from kleash.linear.options import LinearOptions
 WHOLE = LinearOptions()
 
 
-class Sums:
+class GradientSums:
     """The gradients of one model's tensors, while they are being added up."""
 
     def __init__(
         self,
-        model: OneModel,
+        model: HeadInputs,
         needed: Needed,
         options: LinearOptions,
         shared: tuple[bool, ...] = (False,) * 3,
-        first: "Sums | None" = None,
+        first: "GradientSums | None" = None,
     ) -> None:
         """Zeros where a gradient is needed; of what is ``shared``, the sums of the ``first`` model to go on with."""
 
@@ -74,10 +74,12 @@ class Sums:
         return tuple(None if s is None or x is None else s.to(gradient_dtype(x)) for s, x in pairs)
 
 
-def both_sums(pair: Pair, needed: Needed, options: LinearOptions = WHOLE) -> tuple[Sums, Sums]:
+def both_sums(
+    pair: HeadPair, needed: Needed, options: LinearOptions = WHOLE
+) -> tuple[GradientSums, GradientSums]:
     """For p and for q; one weight that is both heads' is summed once, as p's, and so is what is ``summed_in_p``."""
     one = pair.p.head.weight is pair.q.head.weight and needed[1] and needed[4]
     hidden, bias = (summed_in_p(place, pair.tensors, needed) for place in (0, 2))
     shared = hidden, one, bias
-    sums_p = Sums(pair.p, needed[:3], options, shared)
-    return sums_p, Sums(pair.q, needed[3:], options, shared, sums_p)
+    sums_p = GradientSums(pair.p, needed[:3], options, shared)
+    return sums_p, GradientSums(pair.q, needed[3:], options, shared, sums_p)

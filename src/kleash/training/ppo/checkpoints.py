@@ -128,8 +128,8 @@ def step_of(path: Path) -> int | None:
 def last_checkpoint(root: Path) -> Path | None:
     """The newest finished checkpoint of a run's folder."""
     folder = root / CHECKPOINTS
-    found = {step: path for path in folder.glob("step-*") if (step := step_of(path)) is not None}
-    return found[max(found)] if found else None
+    checkpoints = {step: path for path in folder.glob("step-*") if (step := step_of(path)) is not None}
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def load_progress(checkpoint: Path) -> TrainingState:
@@ -154,11 +154,12 @@ def load_progress(checkpoint: Path) -> TrainingState:
 
 def _advice(checkpoint: Path) -> str:
     """What to do where a checkpoint is damaged: there may be one before it."""
-    others = [
+    other_checkpoints = [
         path for path in checkpoint.parent.glob("step-*") if path != checkpoint and step_of(path) is not None
     ]
-    if others:
-        return f"delete {checkpoint}, and --resume goes on from {max(others, key=lambda path: step_of(path) or 0).name}"
+    if other_checkpoints:
+        newest = max(other_checkpoints, key=lambda path: step_of(path) or 0)
+        return f"delete {checkpoint}, and --resume goes on from {newest.name}"
     return "no other checkpoint is kept: begin the run again in another --out, or copy the checkpoint from a backup"
 
 
@@ -181,11 +182,13 @@ def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
                 parameter.copy_(_placed(tensors[f"weight/{name}"], parameter))
         for name, parameter in trained.items():
             start = f"optimizer/{name}/"
-            found = {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}
-            if found:
+            optimizer_state = {
+                key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)
+            }
+            if optimizer_state:
                 optimizer.state[parameter] = {
                     key: x if x.shape != parameter.shape else _placed(x, parameter)
-                    for key, x in found.items()
+                    for key, x in optimizer_state.items()
                 }
     except (OSError, KeyError, ValueError, RuntimeError, damage) as error:
         raise RunFolderError(
@@ -213,13 +216,13 @@ def _tensors(setting: TrainingSetup) -> dict[str, Tensor]:
     """What changes in training, whole and on the CPU. A collective where weights are sharded."""
     policy: Policy = setting.actor_critic.policy
     optimizer = _bare(setting.optimizer)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad:
-            found[f"weight/{name}"] = _whole(parameter)
+            tensors[f"weight/{name}"] = _whole(parameter)
             for key, state in optimizer.state.get(parameter, {}).items():
-                found[f"optimizer/{name}/{key}"] = _whole(state)
-    return found
+                tensors[f"optimizer/{name}/{key}"] = _whole(state)
+    return tensors
 
 
 def _write(
@@ -247,8 +250,8 @@ def save_policy(setting: TrainingSetup, folder: Path, weights: Mapping[str, Tens
             adapters.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
         else:
             called = {id(x): name for name, x in policy.network.named_parameters()}  # tied ones once
-            own = policy.network.state_dict(keep_vars=True)
-            state = {name: weights.get(called.get(id(x), name), x.detach()) for name, x in own.items()}
+            parameters = policy.network.state_dict(keep_vars=True)
+            state = {name: weights.get(called.get(id(x), name), x.detach()) for name, x in parameters.items()}
             policy.network.save_pretrained(folder, state_dict=state)
         setting.actor_critic.pair.tokenizer.save_pretrained(folder)
 

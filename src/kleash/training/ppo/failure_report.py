@@ -14,7 +14,7 @@ from kleash.training.ppo.shaping import LearningSignals
 from kleash.training.process_group import ProcessGroup
 
 
-def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int, ranks: ProcessGroup) -> Path:
+def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int, group: ProcessGroup) -> Path:
     """Save a process's responses of a step with all their numbers; returns the folder.
 
     ``responses-<process>.json`` holds prompts, responses, token ids and scores; ``tokens-<process>.safetensors``
@@ -29,7 +29,7 @@ def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int,
         "mask": rollout.mask,
     }
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    save_tensors(folder / f"tokens-{ranks.rank}.safetensors", on_cpu)
+    save_tensors(folder / f"tokens-{group.rank}.safetensors", on_cpu)
     responses = [
         {
             "place": place,
@@ -46,8 +46,8 @@ def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int,
         )
     ]
     write_atomically(
-        folder / f"responses-{ranks.rank}.json",
-        to_json({"responses": responses, "price": shaped.scaled_beta}),
+        folder / f"responses-{group.rank}.json",
+        to_json({"responses": responses, "scaled_beta": shaped.scaled_beta}),
     )
     return folder
 

@@ -23,11 +23,11 @@ class RolloutTokens(NamedTuple):
     """True for tokens in the loss; all False in a micro-batch that only keeps processes in step."""
 
 
-def policy_objective(past: RolloutTokens, job: PPOJob, price: float) -> Objective:
+def policy_objective(past: RolloutTokens, job: PPOJob, scaled_beta: float) -> Objective:
     """The policy's loss of each token.
 
         ratio = p(x) / p_old(x)
-        loss  = - min(ratio A, clip(ratio, 1 - c, 1 + c) A) + price KL - ent_coef H
+        loss  = - min(ratio A, clip(ratio, 1 - c, 1 + c) A) + scaled_beta KL - ent_coef H
 
     A is the advantage: it contains the reward and, with scope
     "sequence", the KL of later tokens. KL is the token's own:
@@ -40,7 +40,7 @@ def policy_objective(past: RolloutTokens, job: PPOJob, price: float) -> Objectiv
     Args:
         past: the rollout's data of the tokens.
         job: clip, entropy coefficient, which KL.
-        price: beta on the scale of the advantages.
+        scaled_beta: beta on the scale of the advantages.
     """
 
     def of_chunk(terms: TokenTerms, rows: slice) -> Tensor:
@@ -48,11 +48,13 @@ def policy_objective(past: RolloutTokens, job: PPOJob, price: float) -> Objectiv
         logp, logq, exact, entropy = (torch.where(counts, x, 0.0) for x in terms)
         ratio = torch.exp(logp - torch.where(counts, past.token_logp[rows], 0.0))
         loss = -clipped_gain(ratio, torch.where(counts, past.advantages[rows], 0.0), job.clip_range)
-        if price > 0 and job.kl == "exact":
-            loss = loss + price * exact
-        elif price > 0 and job.kl_place == "loss":
+        if scaled_beta > 0 and job.kl == "exact":
+            loss = loss + scaled_beta * exact
+        elif scaled_beta > 0 and job.kl_place == "loss":
             drawn_by_another = ratio.detach()
-            loss = loss + price * kl_loss(logp, logq, counts, estimator=job.kl, weights=drawn_by_another)
+            loss = loss + scaled_beta * kl_loss(
+                logp, logq, counts, estimator=job.kl, weights=drawn_by_another
+            )
         if job.ent_coef > 0:
             loss = loss - job.ent_coef * entropy
         return loss

@@ -84,10 +84,13 @@ def _initial_state(setting: TrainingSetup, root: Path, run_log: RunLog | None) -
         progress = TrainingState(leash=leash.to_dict(), learning_rate=job.learning_rate, metrics={})
     else:
         progress = load_progress(checkpoint)
-        said = restore(setting, checkpoint)
+        note_of_restore = restore(setting, checkpoint)
         if setting.group.is_first:
             tidy_checkpoints(root)
-        notes += [f"going on after step {progress.step}, from {checkpoint}", *([said] if said else [])]
+        notes += [
+            f"going on after step {progress.step}, from {checkpoint}",
+            *([note_of_restore] if note_of_restore else []),
+        ]
     if run_log is not None:
         run_log.begin(progress.step)
         for note in notes:
@@ -109,10 +112,10 @@ def _train(
 
 def _put_policy(root: Path, step: int) -> None:
     """Publish the last checkpoint's model as ``policy/``, by hard links if possible."""
-    found = root / CHECKPOINTS / f"step-{step:06d}" / POLICY
+    checkpoint_policy = root / CHECKPOINTS / f"step-{step:06d}" / POLICY
     unfinished, final = root / temporary_name(), root / POLICY
     try:
-        shutil.copytree(found, unfinished, copy_function=_link)
+        shutil.copytree(checkpoint_policy, unfinished, copy_function=_link)
         if final.exists():
             remove_folder(final)
         unfinished.rename(final)

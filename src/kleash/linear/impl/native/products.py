@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kleash.linear.impl import onednn
 from kleash.linear.impl.native.building import library
-from kleash.linear.impl.pair import OneModel, Pair
+from kleash.linear.impl.pair import HeadInputs, HeadPair
 
 LANES = 16
 """Tokens of a chunk come in multiples of this, where there are enough of them: a vector of logits has so many."""
@@ -32,12 +32,12 @@ def faster_here() -> bool:
     return onednn.is_amd_with_avx512() and hasattr(library(), "kleash_logits")
 
 
-def supports(pair: Pair) -> bool:
+def supports(pair: HeadPair) -> bool:
     """Whether the products with both weights can be made here, and are faster so. The library is there."""
     return all(supports_model(model) for model in (pair.p, pair.q)) and faster_here()
 
 
-def supports_model(model: OneModel) -> bool:
+def supports_model(model: HeadInputs) -> bool:
     """Whether the weight is float32 and each of its rows contiguous."""
     weight = model.head.weight
     if weight is None or {weight.dtype, model.dtype} != {torch.float32}:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kleash.divergences import Divergence
 from kleash.linear.impl import chunked
-from kleash.linear.impl.gradient import REVERSE_KL, Sums, Turn, both_sums, formed_by
+from kleash.linear.impl.gradient import REVERSE_KL, GradientSums, Turn, both_sums, formed_by
 from kleash.linear.impl.loop import Chunk, Plan, chunks, plan
-from kleash.linear.impl.pair import Pair
+from kleash.linear.impl.pair import HeadPair
 from kleash.linear.impl.project import finish_
 from kleash.linear.impl.results import (
     Needed,
@@ -34,7 +34,7 @@ FEW = 512
 """Tokens in a chunk below which reading the weights costs a GPU more than multiplying by them."""
 
 
-def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
+def divergence(pair: HeadPair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
     """KL of each token, of p from q or of q from p."""
     pair = pair.swapped if record == REVERSE_KL else pair
     cut = cut_for(pair, options)
@@ -47,13 +47,15 @@ def divergence(pair: Pair, record: Divergence, options: LinearOptions) -> Float[
 
 
 def values_saving_forward(
-    pair: Pair, record: Divergence, needed: Needed, options: LinearOptions
+    pair: HeadPair, record: Divergence, needed: Needed, options: LinearOptions
 ) -> tuple[Float[Tensor, " tokens"], None]:
     """KL of each token; nothing of its gradient is kept."""
     return divergence(pair, record, options), None
 
 
-def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions) -> TokenStatistics:
+def token_statistics(
+    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions
+) -> TokenStatistics:
     """The statistics of each token."""
     parts = [
         statistics(measured(chunk, tokens[chunk.where]))
@@ -67,7 +69,7 @@ def token_statistics(pair: Pair, tokens: Int[Tensor, " tokens"], options: Linear
 
 
 def statistics_and_top(
-    pair: Pair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
+    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
 ) -> StatisticsAndTop:
     """The statistics of each token, and both models' likeliest tokens there, from the same logits."""
     if not pair.tokens:
@@ -85,7 +87,11 @@ def statistics_and_top(
 
 
 def gradients(
-    pair: Pair, record: Divergence, weights: Float[Tensor, " tokens"], needed: Needed, options: LinearOptions
+    pair: HeadPair,
+    record: Divergence,
+    weights: Float[Tensor, " tokens"],
+    needed: Needed,
+    options: LinearOptions,
 ) -> ValueAndGrad:
     """KL of each token, and the gradient of ``sum weights KL``."""
     if record == REVERSE_KL:
@@ -98,7 +104,11 @@ def gradients(
 
 
 def evaluate_objective(
-    pair: Pair, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed, options: LinearOptions
+    pair: HeadPair,
+    tokens: Int[Tensor, " tokens"],
+    objective: Objective,
+    needed: Needed,
+    options: LinearOptions,
 ) -> ObjectiveResult:
     """The sum of the objective's losses, the terms, and the gradients that are needed."""
     sums = both_sums(pair, needed)
@@ -122,13 +132,13 @@ def evaluate_objective(
     return ObjectiveResult(loss, found, sums[0].done + sums[1].done)
 
 
-def beginning(pair: Pair, options: LinearOptions) -> Callable[[int], tuple[Plan, Turn]]:
+def beginning(pair: HeadPair, options: LinearOptions) -> Callable[[int], tuple[Plan, Turn]]:
     """How so many tokens are cut, and what is done to a chunk."""
 
     def begin(tokens: int) -> tuple[Plan, Turn]:
         cut = cut_for(pair, options, tokens)
 
-        def turn(chunk: Chunk, weights: Tensor, sums: tuple[Sums, Sums]) -> Tensor:
+        def turn(chunk: Chunk, weights: Tensor, sums: tuple[GradientSums, GradientSums]) -> Tensor:
             rows = measured(chunk)
             rooms = room(sums[0], chunk.zp), room(sums[1], chunk.zq)
             turned(rows, weights, *rooms)
@@ -143,7 +153,7 @@ def beginning(pair: Pair, options: LinearOptions) -> Callable[[int], tuple[Plan,
 def take_in(
     chunk: Chunk,
     rooms: tuple[Tensor | None, Tensor | None],
-    sums: tuple[Sums, Sums],
+    sums: tuple[GradientSums, GradientSums],
     tile: int,
     unused: Tensor | None = None,
 ) -> None:
@@ -154,14 +164,14 @@ def take_in(
             total.add(chunk.where, gradient, hidden, tile)
 
 
-def room(total: Sums, z: Float[Tensor, "chunk vocab"]) -> Tensor | None:
+def room(total: GradientSums, z: Float[Tensor, "chunk vocab"]) -> Tensor | None:
     """Where a chunk's gradient goes: over its logits, each row where its own begins, as narrow as may be."""
     if not total.wanted:
         return None
     return z.view(torch.bfloat16)[:, : z.shape[1]] if total.narrow else z
 
 
-def shared_exactly(pair: Pair) -> bool:
+def shared_exactly(pair: HeadPair) -> bool:
     """Whether q's logits come as their difference from p's, where one head serves both.
 
     More exact, and free unless the products are of bfloat16, in which a difference has no exact place.
@@ -169,6 +179,6 @@ def shared_exactly(pair: Pair) -> bool:
     return all(x is None or x.dtype == torch.float32 for x in pair.tensors)
 
 
-def cut_for(pair: Pair, options: LinearOptions, tokens: int | None = None) -> Plan:
+def cut_for(pair: HeadPair, options: LinearOptions, tokens: int | None = None) -> Plan:
     """The plan of a loop whose elementwise work needs no room; one row's worth of it is set aside."""
     return plan(pair, options, 1, tokens)

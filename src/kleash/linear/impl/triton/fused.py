@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.linear.impl.pair import OneModel, Pair
+from kleash.linear.impl.pair import HeadInputs, HeadPair
 from kleash.linear.impl.triton.arithmetic import both_logits, concluded, empty, joined, offset, tile_sums
 from kleash.linear.impl.triton.rows import factors
 
@@ -107,14 +107,14 @@ def join_kernel(states, found, rows, shares, height: tl.constexpr):
     tl.store(found + row, kl, mask=used)
 
 
-def possible(pair: Pair) -> bool:
+def possible(pair: HeadPair) -> bool:
     """Whether both models' hidden states and weights are of one dtype, and there are weights."""
     weights = pair.p.head.weight, pair.q.head.weight
     given = (pair.p.hidden, pair.q.hidden, *weights)
     return len({None if x is None else x.dtype for x in given}) == 1
 
 
-def divergence(pair: Pair) -> Float[Tensor, " tokens"]:
+def divergence(pair: HeadPair) -> Float[Tensor, " tokens"]:
     """KL of each token; beyond it, memory for 8 numbers a token and share of the vocabulary."""
     count, words, device = pair.tokens, pair.p.vocabulary, pair.p.hidden.device
     found = torch.empty(count, dtype=torch.float32, device=device)
@@ -141,7 +141,7 @@ def divergence(pair: Pair) -> Float[Tensor, " tokens"]:
     return found
 
 
-def matrices(model: OneModel) -> tuple[Tensor, Tensor]:
+def matrices(model: HeadInputs) -> tuple[Tensor, Tensor]:
     """Hidden states and weight, each row in one piece."""
     weight = model.head.weight
     assert weight is not None

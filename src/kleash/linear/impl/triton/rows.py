@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl.loop import Chunk
-from kleash.linear.impl.pair import OneModel
+from kleash.linear.impl.pair import HeadInputs
 from kleash.linear.impl.triton import kernels
 from kleash.linear.statistics import TokenStatistics, TokenTerms
 
@@ -125,7 +125,7 @@ class Factors:
     bias: Float[Tensor, " vocab"] | None
 
 
-def factors(model: OneModel, count: int) -> Factors:
+def factors(model: HeadInputs, count: int) -> Factors:
     """A head and a temperature for each row, as a kernel takes them."""
     head, time = model.head, model.temperature
     over = head.scale if head.softcap is None else head.softcap
