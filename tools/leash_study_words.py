@@ -10,29 +10,30 @@ WHERE = {
     "k1": "k1, in the reward",
     "k3": "k3's value, the right gradient, in the loss",
 }
-UNDECIDED = "undecided"
+UNDECIDED = "not significant"
 Figure = Mapping[str, Any]
 
-HEAD = """How much of the KL that training ends with is chance, and does it depend on how the KL is estimated? What
-does it cost to charge each token only for its own KL? Small runs of kleash's own PPO ([ppo.md](ppo.md)) answer that
-for one model, one reward and one size of training, and for nothing else. All numbers are from
-`benchmarks/results/leash_spread.json`, whichever way they came out."""
+HEAD = """How much does the KL at the end of training vary between seeds, and does that depend on how the KL is
+estimated? What changes if each token is charged only for its own KL? This study answers both with small runs of
+kleash's PPO ([ppo.md](ppo.md)), for one model, one reward and one training length only. All numbers are from
+`benchmarks/results/leash_spread.json`."""
 
-SETTING = """{steps} steps from `shipped:reference`, every weight trained at a learning rate of {learning_rate:g}; each
-step draws {max_new_tokens} tokens at most for each of the {prompts} shortest of the shipped prompts and makes one
-update of them. The reward counts words for the heroine (`{reward}`). Runs of one seed draw with the same noise, so
-that the first step's responses are the same in all of them; only KL, beta and seed differ. The last policy answers the
-{held_out} next longer prompts, {held_out_samples} times each: reward and exact KL(policy‖reference) per response, in
-nats, are means of these."""
+SETTING = """Each run trains all weights of `shipped:reference` for {steps} steps with a learning rate of
+{learning_rate:g}. A step samples at most {max_new_tokens} tokens for each of the {prompts} shortest shipped prompts and
+makes one update. The reward counts words for the heroine (`{reward}`). Runs differ only in the KL term, beta and seed;
+runs of one seed use the same sampling noise, so their first responses are the same. The final policy answers the
+{held_out} next longer prompts, {held_out_samples} times each. Reward and exact KL(policy‖reference) per response, in
+nats, are means over these."""
 
-EQUAL = """*At equal reward*: steps are averaged over {window} neighbours, reward and exact KL of the step's own fresh
-responses alike; compared is the KL where that reward first is {equal_reward:g}, on a straight line from the step
-before. A run that never gets there is left out, and so is its partner."""
+EQUAL = """*At equal reward*: the reward and the exact KL of each step's responses are averaged over {window}
+neighbouring
+steps. The KL is compared at the first point where that reward is {equal_reward:g}, by linear interpolation from the
+step before. Pairs of which one run never reaches it are left out."""
 
 INTERVALS = """Intervals are at 95 %. Means: Student's t over seeds. Standard deviations: chi-squared. Differences:
-paired by seed. Ratios of standard deviations: Pitman and Morgan's, for pairs. All of them take the numbers of the
-seeds to be normally distributed, and none allows for how many of them the page has. “Undecided” means that the
-interval holds 0, or 1 for a ratio."""
+paired by seed. Ratios of standard deviations: Pitman and Morgan's, for pairs. All intervals assume that the numbers
+of the seeds are normally distributed, and none is corrected for multiple comparisons. “Not significant” means that the
+interval contains 0, or 1 for a ratio."""
 
 
 def outcome(estimators: Figure | None, frontier: Figure | None, setting: Figure) -> list[str]:
@@ -41,16 +42,14 @@ def outcome(estimators: Figure | None, frontier: Figure | None, setting: Figure)
     for name, beside in ({} if estimators is None else estimators["against_exact"]).items():
         end, equal = beside["end"], beside["equal_reward"].get("spread", {"value": None})
         lines += [
-            f"- Spread of the reached KL with {name}, as a multiple of that with exact: {multiple(end['spread'])}.",
+            f"- Standard deviation of the reached KL, {name} ÷ exact: {multiple(end['spread'])}.",
             f"- The same at equal reward: {multiple(equal)}.",
-            f"- At the end, {name} less exact: reward {decided(end['reward'])}; KL {decided(end['kl'])}.",
+            f"- At the end, {name} − exact: reward {decided(end['reward'])}; KL {decided(end['kl'])}.",
         ]
     gain = ({} if frontier is None else frontier["at_equal_kl"]).get("sequence_less_token")
     if gain is not None:
         where = f"{setting['equal_kl']:g} nats"
-        lines.append(
-            f"- Reward at {where} with scope “sequence”, less that with scope “token”: {decided(gain)}."
-        )
+        lines.append(f"- Reward at {where}, scope “sequence” − scope “token”: {decided(gain)}.")
     return [*lines, ""] if lines else said("Too few runs yet.")
 
 
@@ -64,8 +63,9 @@ def chance(found: Figure | None, setting: Figure) -> list[str]:
     if found is None:
         return said("Not measured yet: fewer than two seeds have all three runs.")
     lines = said(
-        "{seeds} seeds, beta {beta:g}, scope “sequence”, decay {decay:g}. But for what whitening does to their noise, "
-        "all three have the same expected gradient, that of the KL between responses.",
+        "{seeds} seeds, beta {beta:g}, scope “sequence”, GAE λ = {decay:g}. All three have the same expected "
+        "gradient, that "
+        "of the KL between responses, except for the effect of whitening on their noise.",
         seeds=found["seeds"],
         beta=setting["beta"],
         decay=setting["decay"],
@@ -75,8 +75,8 @@ def chance(found: Figure | None, setting: Figure) -> list[str]:
         "KL",
         "reward",
         "KL reached",
-        "standard deviation of it",
-        "of its variance, from the held-out draws",
+        "standard deviation of the KL",
+        "share of its variance from held-out sampling",
     ]
     rows = []
     for name, one in found["of"].items():
@@ -92,7 +92,7 @@ def chance(found: Figure | None, setting: Figure) -> list[str]:
         at = one["equal_reward"]
         rest = [number(at["kl"]), number(at["spread"])] if "kl" in at else ["", ""]
         rows.append([WHERE[name], f"{at['reached']} of {found['seeds']}", *rest])
-    lines += grid(["KL", "runs that got there", "KL there", "standard deviation of it"], rows)
+    lines += grid(["KL", "runs that reach the reward", "KL there", "standard deviation of the KL"], rows)
     for name, beside in found["against_exact"].items():
         lines += said(compared_at_equal_reward(name, beside["equal_reward"]))
     return lines
@@ -101,7 +101,7 @@ def chance(found: Figure | None, setting: Figure) -> list[str]:
 def compared(name: str, beside: Figure) -> str:
     """What came out at the end, in a sentence or two."""
     return (
-        f"{name} less exact, seed by seed: reward {decided(beside['reward'])}; KL {decided(beside['kl'])}. "
+        f"{name} − exact, paired by seed: reward {decided(beside['reward'])}; KL {decided(beside['kl'])}. "
         f"{ratio(name, beside['spread'])}"
     )
 
@@ -109,9 +109,9 @@ def compared(name: str, beside: Figure) -> str:
 def compared_at_equal_reward(name: str, beside: Figure) -> str:
     """What came out at equal reward, in a sentence or two."""
     if "kl" not in beside:
-        return f"{name} and exact: {beside['both']} seeds got there with both, too few to compare."
+        return f"{name} and exact: {beside['both']} seeds reach the reward with both, too few to compare."
     return (
-        f"{name} less exact at equal reward, over the {beside['both']} seeds that got there with both: KL "
+        f"{name} − exact at equal reward, over the {beside['both']} seeds that reach it with both: KL "
         f"{decided(beside['kl'])}. {ratio(name, beside['spread'])}"
     )
 
@@ -128,8 +128,9 @@ def scopes(found: Figure | None, setting: Figure) -> list[str]:
     if found is None:
         return said("Not measured yet.")
     lines = said(
-        "The exact KL in the loss; scope “sequence” charges a token also for the KL after it. After the last step, on "
-        "held-out prompts; differences are sequence less token, paired by seed."
+        "The exact KL in the loss. Scope “sequence” charges a token also for the KL of later tokens. Results "
+        "after the last "
+        "step, on held-out prompts; differences are sequence − token, paired by seed."
     )
     heads = [
         "beta",
@@ -159,11 +160,11 @@ def apart(differences: Sequence[Figure]) -> str:
     """At which betas the KL of one scope is surely above that of the other."""
     told = [one for one in differences if one["kl"]["ci95"] is not None]
     if not told:
-        return "One seed decides nothing."
+        return "One seed does not allow a comparison."
     words = [f"{one['beta']:g} ({side(one['kl'], 0)})" for one in told if side(one["kl"], 0) != UNDECIDED]
     if not words:
-        return "At the same beta no interval of a difference in KL leaves out 0."
-    return f"At the same beta the interval of the difference in KL leaves out 0 at beta {', '.join(words)}."
+        return "At the same beta, no difference in KL is significant."
+    return f"At the same beta, the difference in KL is significant for beta {', '.join(words)}."
 
 
 def at_equal_kl(found: Figure, setting: Figure) -> str:
@@ -176,18 +177,18 @@ def at_equal_kl(found: Figure, setting: Figure) -> str:
         )
     gain = found["sequence_less_token"]
     return (
-        f"Along each seed's own frontier (straight lines in √KL between its betas), {where} buys a reward of "
+        f"At {where}, interpolated for each seed between its betas (linearly in √KL), the reward is "
         f"{number(found['sequence'])} with scope “sequence” and {number(found['token'])} with scope “token”, over "
-        f"{found['reached']} seeds of {found['seeds']}; the difference is {decided(gain)}."
+        f"{found['reached']} of {found['seeds']} seeds; the difference is {decided(gain)}."
     )
 
 
 def side(figure: Figure, null: float) -> str:
     """On which side of ``null`` an interval lies."""
     if figure["ci95"] is None:
-        return "one seed decides nothing"
+        return "one seed, no interval"
     low, high = figure["ci95"]
-    return UNDECIDED if low <= null <= high else ("more" if low > null else "less")
+    return UNDECIDED if low <= null <= high else ("higher" if low > null else "lower")
 
 
 def decided(figure: Figure, null: float = 0) -> str:

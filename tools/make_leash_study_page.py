@@ -19,7 +19,7 @@ from spread_picture import picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, IMAGE = "leash_study.md", "images/leash_study.svg"
-TITLE = "Chance in the reached KL, and the frontiers of two scopes"
+TITLE = "Standard deviation of the reached KL, and reward against KL for two scopes"
 
 
 def made(result: Mapping[str, Any] | None) -> dict[str, str]:
@@ -48,9 +48,9 @@ def made(result: Mapping[str, Any] | None) -> dict[str, str]:
 def origin(figures: Mapping[str, Any]) -> list[str]:
     """When, where, and by which command."""
     return said(
-        "`python benchmarks/leash_spread.py` makes what is missing and keeps every finished run in "
+        "`python benchmarks/leash_spread.py` runs what is missing and appends every finished run to "
         "[leash_spread.jsonl](../benchmarks/results/leash_spread.jsonl): {runs} runs between {first} and {last}, "
-        "{cpu_seconds:.0f} seconds of processor each on average, of commit {commit}, on {machine}, with {versions}.",
+        "{cpu_seconds:.0f} CPU seconds each on average, at commit {commit}, on {machine}, with {versions}.",
         **{
             **figures,
             "first": figures["first"][:16].replace("T", " "),

@@ -23,33 +23,31 @@ from performance_frame import COMMANDS, Results, grid
 from svg_charts import bars, lines
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAD = """# What the exact KL costs
+HEAD = """# Performance of the exact KL
 
-Seconds, memory and accuracy of the exact KL and its gradient from hidden states ([linear.md](linear.md)), beside other
-packages, the naive ways, and the bare matmuls that none of them can do without. Every number is from
-`benchmarks/results/`; the last section says when, where and by which command it was made. `python
-benchmarks/linear_all.py` makes them all, and then this page (`python tools/make_performance_page.py`).
+Time, memory and accuracy of the exact KL and its gradient from hidden states ([linear.md](linear.md)), compared with
+other packages, naive implementations, and the bare matmuls that all of them need. Every number is from
+`benchmarks/results/`; [the last section](#how-it-was-measured) has the dates, machines and commands. `python
+benchmarks/linear_all.py` runs all benchmarks and then writes this page (`python tools/make_performance_page.py`).
 
-- One job for all: KL(p‖q), its mean over the tokens, and the gradients for hidden states and head of p; q is frozen.
-  Packages are called as they are, at their defaults. Before anything is timed, the value and the gradient of each
-  are compared with ours.
-- *The four matmuls*: two make the logits of both models, two make the gradients. They are run bare, in chunks of 512
-  tokens, into memory that is there, as `torch.mm` makes them. On a processor of AMD with AVX-512, kleash makes all four
-  by its library in C (eager: three of them by oneDNN), and so can take less than these four. Results of a commit before
-  eb71624 were measured when oneDNN made three of them compiled, too.
-- *The same arithmetic on registers alone*: as many fused multiplications and additions as the four matmuls take, at
-  the rate of the processor, with nothing read from memory (`benchmarks/peak.c`). What asks for less time than that, no
-  float32 code reaches on such a machine; what asks for little more, hardly.
-- *Compiled* is what `linear_kl_loss` does by itself for a call of this size where a C compiler is there: the
-  elementwise work is done by a small library in C that is built once on a machine. *Eager* is
-  `LinearOptions(compile="never")`.
-- Ratios are medians over interleaved rounds, in which every way runs once, after a first call of each.
+- All implementations do the same task: KL(p‖q), its mean over the tokens, and the gradients for the hidden states and
+  the head of p; q is frozen. Packages run with their defaults. Before anything is timed, the value and the gradient of
+  each are compared with kleash's.
+- *The four matmuls*: two compute the logits of both models, two the gradients. They run alone, in chunks of 512
+  tokens, into preallocated memory, by `torch.mm`. On an AMD processor with AVX-512, kleash computes all four with its
+  C library (eager: three of them with oneDNN), and can therefore take less time than these four. In results of commits
+  before eb71624, oneDNN computed three of them in the compiled mode, too.
+- *The same arithmetic on registers alone*: as many fused multiply-adds as the four matmuls, at the processor's rate,
+  without memory access (`benchmarks/peak.c`). It is a lower limit for float32 code on that machine.
+- *Compiled* is the default of `linear_kl_loss` for a call of this size if a C compiler is available: a small C library,
+  built once per machine, does the elementwise work. *Eager* is `LinearOptions(compile="never")`.
+- Ratios are medians over interleaved rounds. In each round every implementation runs once, after a first call of each.
 
-## What was to be reached, and what was
+## Targets and results
 """
-PARALLEL = """## More than one process
+PARALLEL = """## Several processes
 
-What the ranks of a vocabulary-parallel head exchange is counted by a test: [parallel.md](parallel.md).
+A test counts the numbers that the ranks of a vocabulary-parallel head exchange: [parallel.md](parallel.md).
 """
 CURVES = {
     EAGER: "kleash",

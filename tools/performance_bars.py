@@ -74,10 +74,10 @@ def beside(peer: str, limit: float) -> Callable[[Figures], str]:
         alone = least_time / results[peer]["of_matmuls"]
         words = f"The four matmuls alone take {alone:.2f} × its time on this machine"
         if alone > limit:
-            words += ": no gradient made of them can be as fast as asked"
+            words += ", so that no gradient computed with them can reach the target"
         if PEAK in results:
             peak = results[PEAK]["of_matmuls"] / results[peer]["of_matmuls"]
-            words += f"; their arithmetic at the processor's peak, with nothing read, {peak:.2f} ×"
+            words += f"; their arithmetic alone, on registers at the processor's peak, {peak:.2f} ×"
         return f"{words}."
 
     return said
@@ -114,14 +114,14 @@ def behind_fastest(figures: Figures) -> str:
     fastest, results = peers_of(figures)[0], figures["results"]
     return (
         f"The fastest peer is {wording(figures)[fastest]} at {results[fastest]['of_matmuls']:.2f} × the four matmuls; "
-        f"ours takes {results[COMPILED]['of_matmuls']:.2f} ×."
+        f"kleash takes {results[COMPILED]['of_matmuls']:.2f} ×."
     )
 
 
 def fastest_peer(name: str, tokens: str, words: str) -> Bar:
     """The bar on the fastest peer at one shape."""
     return Bar(
-        words=f"the fastest peer, {tokens} tokens, {words} words", limit=1.03, result=f"linear_peers_{name}",
+        words=f"the fastest peer, {tokens} tokens, vocabulary {words}", limit=1.03, result=f"linear_peers_{name}",
         found=of_fastest_peer, because=behind_fastest,
     )  # fmt: skip
 
@@ -150,10 +150,10 @@ def gpu(name: str | None = None) -> Callable[[Figures], Found]:
 
 
 ON_TOP = (
-    "On top of the matmuls there are the elementwise work, gradients in memory that is new in each call, and chunks as "
-    "the budget cuts them."
+    "Beside the matmuls there are the elementwise work, gradients in newly allocated memory, and chunks whose size "
+    "follows from the memory budget."
 )
-UNFUSED = "Uncompiled, the elementwise work passes over a block of rows once for each operation."
+UNFUSED = "Without the compiled library, each elementwise operation is one pass over a block of rows."
 BARS = (
     Bar(
         words="the four bare matmuls, compiled core", limit=1.06, result=MAIN, found=of_matmuls(COMPILED),
@@ -164,15 +164,15 @@ BARS = (
         because=lambda _: UNFUSED,
     ),
     Bar(
-        words="our own k3, gradient formed in the forward pass in both", limit=1.03, result=TRAINING,
+        words="kleash's k3, gradient formed in the forward pass in both", limit=1.03, result=TRAINING,
         found=of_training(eager=("exact eager", "k3 eager"), compiled=("exact compiled", "k3 compiled")),
-        because=lambda _: "Beyond k3, which reads q's logits once for one number, the exact KL reads them again.",
+        because=lambda _: "k3 reads one number of q's logits for each token; the exact KL reads all of them again.",
     ),
     Bar(
-        words="our own k3, both recomputed", limit=1.22, result=TRAINING,
+        words="kleash's k3, both recomputed", limit=1.22, result=TRAINING,
         found=of_training(eager=("exact recomputed", "k3 recomputed")),
-        because=lambda _: "Six matmuls against five are 1.20 × by themselves; "
-        "the rest is that both models' logits pass through the elementwise work twice.",
+        because=lambda _: "Six matmuls instead of five are 1.20 × by themselves; "
+        "in addition, both models' logits pass through the elementwise work twice.",
     ),
     peer("naive exact", "naive exact", 0.75),
     peer("naive k3", "naive k3", 0.98),
@@ -181,11 +181,11 @@ BARS = (
     peer("torchtune-style chunks", "torchtune", 0.50),
     peer("checkpointing per chunk", "checkpointing", 0.50),
     Bar(
-        words="from bfloat16 inputs, our own float32 run on the same inputs", limit=0.90, result=TRAINING,
+        words="bfloat16 inputs: kleash's float32 run on the same inputs", limit=0.90, result=TRAINING,
         found=of_training(
             eager=("exact bf16", "exact eager"), compiled=("exact bf16, compiled", "exact compiled")
         ),
-        because=lambda _: "This CPU has no matmul from bfloat16 to float32: heads are made float32 by tiles.",
+        because=lambda _: "This CPU has no matmul from bfloat16 to float32: heads are converted to float32 in tiles.",
     ),
     shape("hidden size 4096", "h4096"),
     shape("1024 tokens", "n1k"),
@@ -204,15 +204,15 @@ BARS = (
         found=lambda figures: {
             row["name"]: row["extra_megabytes"] for row in figures["rows"] if row["name"] in (EAGER, COMPILED)
         },
-        because=lambda _: "Beside the budget, which holds the logits, there are a few rows for the elementwise work "
-        "and what the matrix library takes.",
+        because=lambda _: "In addition to the budget, which holds the logits, there are a few rows for the elementwise "
+        "work and the matrix library's own memory.",
     ),
     Bar(
         words="relative error of the mean, bfloat16 inputs, at the smallest KL", limit=1e-3,
         result="linear_accuracy", found=near("relative_error"), form="{:.0e}", because=lambda _: "",
     ),
     Bar(
-        words="cosine of the gradient with the right one there", limit=0.999, least=True,
+        words="cosine of the gradient with the float64 gradient, at the smallest KL", limit=0.999, least=True,
         result="linear_accuracy", found=near("cosine_hidden", "cosine_weight"), form="{:.4f}", because=lambda _: "",
     ),
     Bar(
@@ -232,7 +232,7 @@ BARS = (
 
 def table(results: Mapping[str, Figures]) -> list[str]:
     """A row for each bar, and a sentence for each that was missed."""
-    rows = ["| against | to reach | eager | compiled | |", "|---|---|---|---|---|"]
+    rows = ["| compared with | target | eager | compiled | |", "|---|---|---|---|---|"]
     missed: list[str] = []
     for bar in BARS:
         found = bar.found(results[bar.result]) if bar.result in results else {}
@@ -247,7 +247,7 @@ def table(results: Mapping[str, Figures]) -> list[str]:
             )
             said = f"{short} instead of {written(bar, bar.limit)}. {bar.because(results[bar.result])}"
             missed.append(f"- **{bar.words}**: {said}".strip())
-    return [*rows, "", *(["What was missed, and why:", "", *missed, ""] if missed else [])]
+    return [*rows, "", *(["Missed targets, and the reasons:", "", *missed, ""] if missed else [])]
 
 
 def shown(bar: Bar, value: float) -> str:

@@ -85,19 +85,20 @@ def section() -> list[str]:
     old = int(OLD_BUDGET / (2 * VOCABULARY * LOGIT))
     heads = ["tokens in a chunk", "both logits", *(card.name for card in CARDS)]
     lines = [
-        "### Tokens in a chunk, computed and not measured",
+        "### Chunk size on GPUs, computed and not measured",
         "",
-        "What `linear_kl_loss` takes on a GPU as a multiple of its matmuls at the card's peak, by the bytes and",
-        f"operations of each step, for {VOCABULARY} words and hidden states of {HIDDEN} in bfloat16. Every chunk",
-        "reads the weights for each product, and where the head is trained it reads and writes the float32 sum of",
-        "its gradient: few tokens in a chunk cost several times the matmuls. **No number here has been measured**",
-        "(the arithmetic is `tools/performance_roofline.py`: a step takes as long as the slower of the two, and",
-        "steps do not overlap); measurements replace the table once a GPU has run `benchmarks/linear_gpu.py`.",
+        "Time of `linear_kl_loss` on a GPU as a multiple of its matmuls at the card's peak, computed from the bytes",
+        f"and operations of each step, for a vocabulary of {VOCABULARY} and hidden size {HIDDEN} in bfloat16. Every",
+        "chunk reads the weights for each product; if the head is trained, it also reads and writes the float32 sum",
+        "of the head's gradient. Small chunks therefore take several times as long as the matmuls. **No number here",
+        "has been measured.** `tools/performance_roofline.py` computes them: a step takes as long as the slower of",
+        "its operations and its memory traffic, and steps do not overlap. Results of `benchmarks/linear_gpu.py` will",
+        "replace the table.",
         "",
     ]
     for title, trained in (
         ("The head is trained (four matmuls)", True),
-        ("The head is frozen (three)", False),
+        ("The head is frozen (three matmuls)", False),
     ):
         rows = [
             [
@@ -113,8 +114,9 @@ def section() -> list[str]:
     )
     return [
         *lines,
-        "`LinearOptions(buffer_bytes=None)`, the default, takes 1024 tokens a chunk on a GPU, as far as an eighth",
-        "of its free memory goes; beyond that little is won. Published peaks, bfloat16 without sparsity:",
+        "`LinearOptions(buffer_bytes=None)`, the default, uses chunks of 1024 tokens on a GPU, or fewer if they would",
+        "take more than an eighth of its free memory. Larger chunks gain little. Published peaks, bfloat16 without",
+        "sparsity:",
         peaks + ".",
         "",
     ]

@@ -15,7 +15,7 @@ def peers(found: Figures) -> list[str]:
         [words[name], f"{row['seconds']:.2f}", *(ratio(row, key) for key in keys)]
         for name, row in found["results"].items()
     ]
-    return grid(["", "seconds", "× the four matmuls", "ours, eager, ÷ it", "ours, compiled, ÷ it"], rows)
+    return grid(["", "seconds", "× the four matmuls", "kleash eager ÷ this", "kleash compiled ÷ this"], rows)
 
 
 def time(results: Results) -> list[str]:
@@ -23,8 +23,8 @@ def time(results: Results) -> list[str]:
     if "linear_peers_main" not in results:
         return ["## Time", "", *absent("linear_peers_main")]
     found = results["linear_peers_main"]
-    words = """{size}, {dtype}, median of {rounds} rounds. k3 is another job (one sampled token for each position), and
-        cross-entropy yet another; they are here for scale."""
+    words = """{size}, {dtype}, median of {rounds} rounds. k3 (one sampled token for each position) and cross-entropy
+        are other quantities; they are listed for scale."""
     picture = "![Seconds of each way as a multiple of the four matmuls](images/performance_time.svg)"
     return ["## Time", "", picture, "", *said(words, size=size(found), **found), *peers(found)]
 
@@ -46,7 +46,7 @@ def shapes(results: Results) -> list[str]:
         for found in there
     ]
     heads = ["tokens", "hidden", "vocabulary", *words.values(), "rounds"]
-    head = said("Each as a multiple of the four matmuls of that shape, float32.")
+    head = said("Time as a multiple of the four matmuls of the same shape, float32.")
     return ["## Other shapes", "", *head, *grid(heads, rows), *not_in_rounds(there), *missing]
 
 
@@ -65,10 +65,12 @@ def not_in_rounds(shapes: Sequence[Row]) -> list[str]:
         if found.get("left_out"):
             sentences.append(found["left_out"])
         if sentences:
-            lines.append(f"- {found['tokens']} tokens, {found['vocabulary']} words: {' '.join(sentences)}")
+            lines.append(
+                f"- {found['tokens']} tokens, vocabulary {found['vocabulary']}: {' '.join(sentences)}"
+            )
     if not lines:
         return []
-    return [*said("Peers that are not in the rounds:"), *lines, ""]
+    return [*said("Not timed in rounds:"), *lines, ""]
 
 
 def narrow(results: Results) -> list[str]:
@@ -77,8 +79,8 @@ def narrow(results: Results) -> list[str]:
     if name not in results:
         return ["## bfloat16 inputs", "", *absent(name)]
     found = results[name]
-    words = """{size}, median of {rounds} rounds; the four matmuls are in bfloat16, too. The ways do not compute equally
-        well here: [accuracy](#accuracy) says what it costs to round the logits."""
+    words = """{size}, median of {rounds} rounds; the four matmuls are in bfloat16, too. Some implementations round
+        the logits to bfloat16; [accuracy](#accuracy) has the errors."""
     return ["## bfloat16 inputs", "", *said(words, size=size(found), **found), *peers(found)]
 
 
@@ -88,9 +90,9 @@ def values(results: Results) -> list[str]:
     if "linear_speed" not in results:
         return [*title, *absent("linear_speed")]
     found = results["linear_speed"]
-    words = """{size}, float32, median of {rounds} rounds: no gradient, beside the two matmuls that any log-probability
-        needs, and beside a pass of the same engine that computes k3 only, eager or compiled likewise. `kl` is
-        `linear_kl`, `statistics` is `token_statistics`."""
+    words = """{size}, float32, median of {rounds} rounds, without a gradient: compared with the two matmuls that any
+        log-probability needs, and with a pass of kleash's that computes only k3, in the same mode (eager or compiled).
+        `kl` is `linear_kl`, `statistics` is `token_statistics`."""
     rows = [
         [name, f"{row['of the matmuls']:.2f}", f"{row['of k3']:.2f}"] for name, row in found["ratios"].items()
     ]
@@ -99,14 +101,14 @@ def values(results: Results) -> list[str]:
 
 def engine(results: Results) -> list[str]:
     """Value and gradient beside the engine's own k3, formed at once and recomputed."""
-    title = ["## Beside the same engine's k3", ""]
+    title = ["## Compared with k3 in kleash", ""]
     if "linear_training" not in results:
         return [*title, *absent("linear_training")]
     found = results["linear_training"]
-    words = """{size}, float32 unless it says otherwise: *at once* forms the gradient in the forward pass
-        (`linear_kl_loss`), *recomputed* makes values first and most logits a second time (`linear_kl` and its
-        backward pass). k3 is the same loop with the one-sample estimate in it, made the same way: eager or compiled,
-        at once or recomputed; where compiled is recomputed, its k3 is eager."""
+    words = """{size}, float32 unless stated otherwise. *At once* computes the gradient in the forward pass
+        (`linear_kl_loss`); *recomputed* computes the values first, and most logits a second time in the backward pass
+        (`linear_kl`). k3 is the same loop with the one-sample estimate, in the same mode: eager or compiled, at once or
+        recomputed. The k3 beside “recomputed, compiled” is eager."""
     rows = [
         [
             ENGINE[name],
@@ -145,8 +147,8 @@ def memory(results: Results) -> list[str]:
     lines = ["## Memory", ""]
     if "linear_peaks_main" in results:
         found = results["linear_peaks_main"]
-        words = """{size}, float32: resident memory at most during a call, beyond what its process held before and
-            beyond the gradients, each way in a process of its own. Our buffers have a budget of
+        words = """{size}, float32: peak resident memory during a call, without what the process held before and without
+            the gradients; each implementation runs in a separate process. kleash's buffers have a budget of
             {budget_megabytes:.0f} MB (`LinearOptions.buffer_bytes`)."""
         lines += said(words, size=size(found["rows"][0]), **found)
         rows = [[found["words"][row["name"]], f"{row['extra_megabytes']:.0f}"] for row in found["rows"]]
@@ -158,8 +160,8 @@ def memory(results: Results) -> list[str]:
             lines += said(f"Hidden size {first['hidden']}, {other} {first[other]}.")
     if "linear_memory" in results:
         found = results["linear_memory"]
-        words = """The value alone, `linear_kl`, at {size}: {extra:.0f} MB beyond its inputs, the compiler included,
-            where the logits of each model would be {logits_of_each_model_megabytes:.0f} MB."""
+        words = """The value alone, `linear_kl`, at {size}: {extra:.0f} MB beyond its inputs, including the compiler.
+            The logits of each model would be {logits_of_each_model_megabytes:.0f} MB."""
         lines += said(words, size=size(found), extra=found["kl"]["extra_megabytes"], **found)
     wanted = [name for name in COMMANDS if name.startswith(("linear_peaks", "linear_memory"))]
     return lines + absent(*(name for name in wanted if name not in results))
@@ -170,15 +172,16 @@ def accuracy(results: Results) -> list[str]:
     if "linear_accuracy" not in results:
         return ["## Accuracy", "", *absent("linear_accuracy")]
     found = results["linear_accuracy"]
-    words = """Hidden states and heads in bfloat16, {size}; what is right is computed in float64 from the same rounded
-        numbers. A mean over tokens flatters a way whose errors have both signs, so the first table has the median
-        relative error of one token's own KL, and the share of tokens whose KL came out negative where there are any."""
+    words = """Hidden states and heads in bfloat16, {size}. The true values are computed in float64 from the same
+        rounded
+        inputs. In a mean over tokens, errors of both signs cancel; the first table therefore has the median relative
+        error of a single token's KL, and the share of tokens with a negative KL if there are any."""
     picture = "![Relative error of one token's KL](images/performance_accuracy.svg)"
     lines = ["## Accuracy", "", picture, "", *said(words, size=size(found))]
     tables: dict[str, Callable[[Row], str]] = {
         "error of one token's KL": token_error,
         "error of the mean KL": lambda row: error(row["relative_error"]),
-        "cosine of the gradient with the right one": gradient_cosine,
+        "cosine of the gradient with the float64 gradient": gradient_cosine,
     }
     distances = [f"{tick(nats)} nats" for nats in sorted({row["nats"] for row in found["rows"]})]
     for title, cell in tables.items():
@@ -189,7 +192,7 @@ def accuracy(results: Results) -> list[str]:
         lines += grid([title, *distances], rows)
     return [
         *lines,
-        *said("Of the gradients' two cosines, for hidden states and for the head, it is the worse one."),
+        *said("The cosine is the smaller one of the gradients for the hidden states and for the head."),
     ]
 
 
@@ -217,10 +220,11 @@ def step(results: Results) -> list[str]:
     if "linear_step" not in results:
         return [*title, *absent("linear_step")]
     found = results["linear_step"]
-    words = """A Llama of {million:.0f} million parameters beside embedding and head; {sequences} responses of {length}
-        tokens, hidden size {hidden}, vocabulary {vocabulary}, float32, median of {rounds} rounds: both models' forward
-        pass, a clipped policy loss with 0.05 KL, the backward pass, AdamW. “Loss” is all between the hidden states and
-        their gradient."""
+    words = """A Llama with {million:.0f} million parameters without embedding and head; {sequences} responses of
+        {length}
+        tokens, hidden size {hidden}, vocabulary {vocabulary}, float32, median of {rounds} rounds. A step is both
+        models' forward pass, a clipped policy loss with 0.05 KL, the backward pass, and AdamW. “Loss” is everything
+        between the hidden states and their gradient."""
     names = {
         "exact": "exact KL, `linear_objective`", "k3": "k3, `linear_objective`",
         "naive exact": "exact KL, naive", "naive k3": "k3, naive", "no KL": "no KL and no reference, naive",
@@ -234,25 +238,25 @@ def step(results: Results) -> list[str]:
         f"{row['one_matmul_share']:.1%}"
         for name, row in found["counted"].items()
     )
-    tail = """A small model has a large head. Counted, not measured, with 8 operations for each token and parameter of
-        the transformer (policy forward and backward, reference forward): {counted}. One matmul more is what the exact
-        KL costs where the reference's log-probabilities would otherwise come out of a store; [a store of its hidden
-        states](cache.md) serves the exact KL."""
-    table = grid(["", "step, s", "loss, s", "loss's share"], rows)
+    tail = """The head's share is large because the model is small. For larger models it is counted, not measured, with
+        8 operations for each token and parameter of the transformer (policy forward and backward, reference forward):
+        {counted}. A trainer that caches the reference's log-probabilities pays one more matmul for the exact KL; it
+        caches the reference's [hidden states](cache.md) instead."""
+    table = grid(["", "step, s", "loss, s", "share of the loss"], rows)
     lines = said(words, million=found["body_parameters"] / 1e6, **found)
     return [*title, *lines, *table, *said(tail, counted=counted)]
 
 
 def skipping(results: Results) -> list[str]:
     """What `skip_below` saves and costs."""
-    title = ["## Leaving small entries out", ""]
+    title = ["## Skipping small gradient entries: `skip_below`", ""]
     if "linear_skipping" not in results:
         return [*title, *absent("linear_skipping")]
     found = results["linear_skipping"]
-    words = """`LinearOptions(skip_below=…)`, off by default; {size}, float32. The sharper the distributions and
-        the coarser the bound, the more it leaves out; finding it costs, too, and products over gathered words are
-        dearer than the same work in one. Entropy is the median of p's. Errors are those of the gradients for hidden
-        states and head, relative to the gradients with nothing left out."""
+    words = """`LinearOptions(skip_below=…)`, off by default; {size}, float32. More entries are skipped if the
+        distributions are sharper and the bound is larger. Finding the entries takes time, and a product over gathered
+        vocabulary entries is slower than one dense product of the same size. Entropy is the median of p's. Errors
+        are those of the gradients for the hidden states and the head, relative to the gradients without skipping."""
     rows = [
         [
             f"{each['median_entropy_nats']:.2g}", below, f"{row['multiplied']:.0%}", f"{row['time']:.2f}",
@@ -272,7 +276,7 @@ def gpu(results: Results) -> list[str]:
     if not there:
         return [
             *lines,
-            *said("Not yet measured on a GPU: `python benchmarks/linear_gpu.py` does it where there is one."),
+            *said("Not yet measured on a GPU. `python benchmarks/linear_gpu.py` measures it."),
         ]
     for found in there:
         rows = [

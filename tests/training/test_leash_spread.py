@@ -136,7 +136,9 @@ def test_the_page_says_the_numbers_and_on_which_side_they_lie(study, lines):
     assert "11 seeds, beta 0.3" in " ".join(page.split())
     end = figures["estimators"]["against_exact"]["k1"]["end"]["spread"]
     low, high = end["ci95"]
-    assert f"with k1 is 2.00 ({low:.2f} to {high:.2f}) times that with exact: more." in " ".join(page.split())
+    assert f"with k1 is 2.00 ({low:.2f} to {high:.2f}) times that with exact: higher." in " ".join(
+        page.split()
+    )
     assert "{" not in page
     assert len(ElementTree.fromstring(image).findall("{*}circle")) == 3 + 2 * len(
         lines[0]["setting"]["betas"]
@@ -175,10 +177,10 @@ def test_the_picture_is_drawn_to_scale(study, lines):
 @pytest.mark.parametrize(
     ("interval", "null", "word"),
     [
-        ([0.1, 0.3], 0, "more"),
-        ([-0.3, -0.1], 0, "less"),
-        ([0.9, 1.2], 1, "undecided"),
-        ([0.0, 1.0], 0, "undecided"),
+        ([0.1, 0.3], 0, "higher"),
+        ([-0.3, -0.1], 0, "lower"),
+        ([0.9, 1.2], 1, "not significant"),
+        ([0.0, 1.0], 0, "not significant"),
     ],
 )
 def test_sides_of_an_interval(interval, null, word):
