@@ -148,6 +148,25 @@ def test_a_refused_kl_names_the_options_to_take_instead() -> None:
         PPOJob(kl="k3", kl_place="reward")
 
 
+@pytest.mark.parametrize(("place", "kl", "scope"), [("loss", "exact", "token"), ("reward", "k1", "sequence")])
+def test_an_unset_scope_of_grpo_is_token_in_a_loss_and_sequence_in_a_reward(
+    place: str, kl: str, scope: str
+) -> None:
+    """The settings on disk name the scope, so that a folder of a run that named it is resumed without naming it."""
+    unset = GRPOJob(kl=kl, kl_place=place)
+    assert unset.kl_scope is None
+    assert unset.settings() == GRPOJob(kl=kl, kl_place=place, kl_scope=scope).settings()
+    assert unset.settings()["kl_scope"] == scope
+    header = RunHeader(kleash="1", settings=unset.settings(), source_sha256="", fingerprints={})
+    explicit = GRPOJob(kl=kl, kl_place=place, kl_scope=scope)
+    assert header.differences(replace(header, settings=explicit.settings())) == []
+
+
+@pytest.mark.parametrize("job", [PPOJob, RLOOJob])
+def test_the_default_scope_of_ppo_and_rloo_is_sequence(job: Any) -> None:
+    assert job().kl_scope == job(kl="k1", kl_place="reward").settings()["kl_scope"] == "sequence"
+
+
 def test_two_runs_are_one_if_all_that_decides_the_result_agrees() -> None:
     job = PPOJob(reward=("a:b",), out="x")
     same = replace(job, out="y", resume=True, quiet=True, json=True, steps=500, checkpoint_every=1)

@@ -22,8 +22,8 @@ class PPOJob(RewardJob):
     reward_credit: ClassVar[str] = "later_tokens"
 
     kl_scope: str = "sequence"
-    """token: each token's KL where it stands. sequence: the KL between responses, so that a token also answers
-    for the KL after it."""
+    """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
+    a token too."""
     epochs: int = 2
     """Times that a step's responses are learned from."""
     minibatches: int = 2
@@ -109,8 +109,8 @@ class RLOOJob(ComparedJob):
     samples_per_prompt: int = 4
     """Responses drawn for each prompt: the group that is compared, at least 2."""
     kl_scope: str = "sequence"
-    """token: each token's KL where it stands. sequence: the KL between responses, so that a token also answers
-    for the KL after it."""
+    """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
+    a token too."""
 
 
 @dataclass(frozen=True, kw_only=True)

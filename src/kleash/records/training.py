@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from kleash.errors import OptionError
-from kleash.kl_rules import CONTRACTS, VALUES, command_line, refusal, term_spec
+from kleash.kl_rules import CONTRACTS, VALUES, command_line, default_scope, refusal, term_spec
 from kleash.records.codec import encode
 from kleash.records.job import (
     DTYPES,
@@ -213,9 +213,9 @@ class RewardJob(OnlineJob):
     k2 or k3."""
     kl_place: str = "loss"
     """loss: differentiated. reward: taken from the reward."""
-    kl_scope: str = "token"
-    """token: each token's KL where it stands. sequence: the KL between responses, so that a token also answers
-    for the KL after it."""
+    kl_scope: str | None = None
+    """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
+    a token too. If not given: token in a loss, sequence in a reward."""
     beta: float = 0.05
     """Nats of reward that one nat of KL costs; where a controller begins. 0 lets the policy off the leash."""
     controller: str = "fixed"
@@ -236,10 +236,12 @@ class RewardJob(OnlineJob):
         """Refuse what means nothing; raises OptionError."""
         super().__post_init__()
         for name, words in (
-            *(("kl", KL_ESTIMATORS), ("kl_place", VALUES["place"]), ("kl_scope", VALUES["scope"])),
+            *(("kl", KL_ESTIMATORS), ("kl_place", VALUES["place"])),
             *(("controller", CONTROLLERS), ("target_per", TARGETS_PER)),
         ):
             self._one_of(name, words)
+        if self.kl_scope is not None:
+            self._one_of("kl_scope", VALUES["scope"])
         term = term_spec(
             self.kl,
             CONTRACTS.get(self.kl),
@@ -261,6 +263,11 @@ class RewardJob(OnlineJob):
             raise OptionError(
                 f"say what {self.policy} is rewarded for: --reward package.module:function or a folder"
             )
+
+    def settings(self) -> dict[str, object]:
+        """The settings of ``TrainJob``, with the scope that an unset ``kl_scope`` stands for."""
+        scope = default_scope(self.kl_place) if self.kl_scope is None else self.kl_scope
+        return {**super().settings(), "kl_scope": scope}
 
     def _check_beta(self) -> None:
         if not (math.isfinite(self.beta) and self.beta >= 0):
