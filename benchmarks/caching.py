@@ -76,10 +76,10 @@ def rounding() -> dict[str, Any]:
 
 def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     """The ratio of scoring with the cache to scoring without it."""
+    from kleash.jobs import MeasureJob
     from kleash.measuring import CacheJob, cache_reference
     from kleash.measuring.shards import plan_shards
     from kleash.models import Loading, StoredReference, load_beside, load_pair, score
-    from kleash.records import MeasureJob
 
     policy, reference = SHIPPED if shape == "shipped" else make_pair(work)
     source = documents(work / "text.jsonl", max(1, tokens // 256), 256)

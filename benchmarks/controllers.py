@@ -21,8 +21,9 @@ from typing import Any
 
 from harness import RESULTS, write_result
 
+from kleash.jobs import SHIPPED_PROMPTS, SHIPPED_REFERENCE, PPOJob
 from kleash.models import load_pair, read_prompts
-from kleash.records import SHIPPED_PROMPTS, SHIPPED_REFERENCE, PPOJob, read_steps
+from kleash.store import read_steps
 from kleash.training import train
 from kleash.training.demonstration import DemonstrationSettings
 

@@ -132,8 +132,9 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def _reading_a_run(other: Path, pristine: Path) -> Callable[[Path], str]:
     from kleash.measuring.comparison import compare
-    from kleash.records.folder import RunFolder, read_header, require_same
     from kleash.reports import write_report_of
+    from kleash.store.job_folder import read_header, require_same
+    from kleash.store.run_folder import RunFolder
 
     header = read_header(pristine)
 
@@ -179,9 +180,10 @@ def read_cache(folder: Path) -> str:
 
 
 def _reading_training(pristine: Path) -> Callable[[Path], str]:
-    from kleash.records import PPOJob, read_samples
-    from kleash.records.folder import read_header, require_same
+    from kleash.jobs import PPOJob
     from kleash.reports import write_report_of
+    from kleash.store import read_samples
+    from kleash.store.job_folder import read_header, require_same
     from kleash.training.ppo.checkpoints import _tensors, last_checkpoint, load_progress, restore
     from kleash.training.ppo.setup import set_up
     from kleash.training.run_log import RunLog
@@ -221,8 +223,8 @@ def _measured(out: Path, seed: int) -> Path:
 
 
 def _cached(out: Path, limit: int) -> Path:
+    from kleash.jobs import CacheJob
     from kleash.measuring import cache_reference
-    from kleash.records import CacheJob
 
     cache_reference(CacheJob(limit=limit, window=64, batch_tokens=64, out=str(out)))
     return out
@@ -236,7 +238,7 @@ def _trained(out: Path, seed: int) -> Path:
 
 
 def _ppo_job(out: Path, seed: int) -> Any:
-    from kleash.records import PPOJob
+    from kleash.jobs import PPOJob
 
     return PPOJob(
         steps=3,

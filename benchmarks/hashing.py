@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     from kleash.models.checkpoints import file_hashes
-    from kleash.records.checksums import file_checksum
+    from kleash.store.checksums import file_checksum
 
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["XDG_CACHE_HOME"] = temporary

@@ -74,10 +74,11 @@ def documents(path: Path, count: int, tokens: int) -> Path:
 def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     """The ratio of scoring and writing a shard to the two bare forward passes over the same batches."""
     from kleash.engines import LocalEngine, Shard
+    from kleash.jobs import MeasureJob
     from kleash.models import load_pair, read_text
     from kleash.models.scoring import pad_batch
     from kleash.models.sequences import batch_by_length
-    from kleash.records import MeasureJob, RunFolder
+    from kleash.store import RunFolder
 
     policy, reference = SHIPPED if shape == "shipped" else make_pair(work)
     pair = load_pair(policy, reference)

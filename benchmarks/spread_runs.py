@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from kleash.jobs import SHIPPED_PROMPTS, SHIPPED_REFERENCE, PPOJob
+from kleash.jobs.train import SHIPPED_REWARD
 from kleash.models import Pair, Prompt, Sampling, generate, load_pair, read_prompts, score
-from kleash.records import SHIPPED_PROMPTS, SHIPPED_REFERENCE, PPOJob, read_steps
-from kleash.records.training import SHIPPED_REWARD
+from kleash.store import read_steps
 from kleash.training.ppo import train_ppo
 from kleash.training.rewards import load_rewards
 

@@ -20,7 +20,7 @@ import torch
 from kleash import __version__
 from kleash.auditing import audits_of, cases_of
 from kleash.auditing.targets import TARGETS
-from kleash.records import Audit, Finding
+from kleash.store import Audit, Finding
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "audit.md"
 HEAD = """# Audits of known KL code

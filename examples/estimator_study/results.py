@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kleash.records import Number
-from kleash.records.codec import to_json
+from kleash.store.codec import to_json
 
 
 @dataclass(frozen=True, kw_only=True)

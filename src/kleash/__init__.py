@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kleash.estimators import importance_weights as importance_weights
     from kleash.estimators import kl_bounds as kl_bounds
     from kleash.estimators import sampled_kl as sampled_kl
+    from kleash.jobs import MeasureJob as MeasureJob
     from kleash.leash import DualBeta as DualBeta
     from kleash.leash import FixedBeta as FixedBeta
     from kleash.leash import PIDBeta as PIDBeta
@@ -48,9 +49,8 @@ if TYPE_CHECKING:
     from kleash.masking import Mean as Mean
     from kleash.measuring import compare as compare
     from kleash.measuring import measure as measure
-    from kleash.records import Audit as Audit
-    from kleash.records import MeasureJob as MeasureJob
-    from kleash.records import Measurement as Measurement
+    from kleash.store import Audit as Audit
+    from kleash.store import Measurement as Measurement
     from kleash.uncertainty import Estimate as Estimate
     from kleash.uncertainty import clustered_mean as clustered_mean
 

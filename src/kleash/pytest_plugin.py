@@ -10,7 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from kleash.auditing import Convention
-    from kleash.records import Audit, Finding
+    from kleash.store import Audit, Finding
 
 
 @pytest.fixture(scope="session")

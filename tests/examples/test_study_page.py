@@ -22,7 +22,7 @@ from estimator_study.study import estimator_study, markdown
 from synthetic_run import write_synthetic_run
 
 from kleash.records import Number
-from kleash.records.codec import decode
+from kleash.store.codec import decode
 
 
 @pytest.fixture(scope="session")

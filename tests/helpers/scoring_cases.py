@@ -7,7 +7,7 @@ from scipy.special import log_softmax
 from tiny_models import double_logits
 
 from kleash.models import TokenSequence
-from kleash.records.tables import TOKEN_COLUMNS
+from kleash.store.tables import TOKEN_COLUMNS
 
 
 def random_sequences(lengths=((5, 7), (1, 12), (9, 1), (3, 3)), seed=0, vocabulary=300):

@@ -23,7 +23,7 @@ from kleash.records import (
     append_step,
     write_atomically,
 )
-from kleash.records.demonstration import DEMONSTRATION
+from kleash.store.demonstration import DEMONSTRATION
 
 EVIL = "<script>window.__pwned=1</script>"
 

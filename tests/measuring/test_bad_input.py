@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_tokenizer
 
-import kleash.records.atomic
+import kleash.store.atomic
 from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
 from kleash.models.sources.source_files import ACCEPTED_FORMATS
-from kleash.records.checksums import seal_folder
+from kleash.store.checksums import seal_folder
 
 Run = Any
 
@@ -143,14 +143,14 @@ def test_a_full_disk_keeps_the_finished_shards(
     failing: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
 ) -> None:
     source = written(tmp_path / "p.txt", "\n".join(f"The sea {n}" for n in range(8)))
-    sync = kleash.records.atomic.os.fsync
+    sync = kleash.store.atomic.os.fsync
 
     def full(descriptor: int) -> None:
         if (tmp_path / "run" / "sequences" / "part-00001.parquet").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
 
-    monkeypatch.setattr(kleash.records.atomic.os, "fsync", full)
+    monkeypatch.setattr(kleash.store.atomic.os, "fsync", full)
     message = failing("--prompts", source, "--batch-tokens", 8)
     assert message.startswith("no space is left to write") and "what was finished is kept" in message
     finished = sorted(path.name for path in (tmp_path / "run" / "sequences").iterdir())

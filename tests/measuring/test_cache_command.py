@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
 
-import kleash.records.atomic
+import kleash.store.atomic
 from kleash.cli import main
 from kleash.measuring import CacheJob, MeasureJob, Measurement, cache_reference, measure
 
@@ -429,14 +429,14 @@ def test_a_full_disk_keeps_the_finished_shards_of_a_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     out = tmp_path / "cache"
-    sync = kleash.records.atomic.os.fsync
+    sync = kleash.store.atomic.os.fsync
 
     def full(descriptor: int) -> None:
         if list(out.glob("part-*")):
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
 
-    monkeypatch.setattr(kleash.records.atomic.os, "fsync", full)
+    monkeypatch.setattr(kleash.store.atomic.os, "fsync", full)
     words = ["cache", *options(reference=pair[1], text=text, out=out, **WINDOWS)]
     line = said(capsys, *words)
     assert line == (

@@ -6,7 +6,7 @@ import numpy as np
 
 from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Entry, LargestDrift, TopEntries, shortened
 from kleash.records import RunFolder, RunHeader
-from kleash.records.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
+from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
 SEQUENCES, LENGTH, PER_SHARD = 300, 7, 60
 

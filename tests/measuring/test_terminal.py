@@ -132,6 +132,6 @@ def test_an_interruption_before_the_first_shard_is_reported(
     def stopped(command: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kleash.cli.running.run", stopped)
+    monkeypatch.setattr("kleash.cli.dispatch.run", stopped)
     assert main(["report", "somewhere"]) == 130
     assert capsys.readouterr().err == "kleash: interrupted\n"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
 from kleash.cli.streams import printable
-from kleash.records.checksums import seal_folder
+from kleash.store.checksums import seal_folder
 
 PLANT = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202e\u2066\u200b[red]x[/red]\r"
 """A window's title, a cleared screen, colours in C0 and C1, an overwritten line, a turned one, markup."""

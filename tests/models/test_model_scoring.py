@@ -19,7 +19,7 @@ from kleash.models import (
     score_against_float32,
     score_batched_against_single,
 )
-from kleash.records.tables import TOKEN_COLUMNS
+from kleash.store.tables import TOKEN_COLUMNS
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -14,6 +14,7 @@ from scoring_cases import random_sequences
 from tiny_models import double_logits, save_tiny, tiny_adapter
 
 from kleash.errors import ModelError
+from kleash.jobs.measure import MeasureJob
 from kleash.measuring import CacheJob, cache_reference
 from kleash.models import (
     Loading,
@@ -32,7 +33,6 @@ from kleash.models import (
 )
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
 from kleash.records import CacheContents
-from kleash.records.job import MeasureJob
 
 
 def contents(**more: Any) -> CacheContents:

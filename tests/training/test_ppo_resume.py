@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from kleash.errors import RunFolderError
 from kleash.records import read_steps
-from kleash.records.checksums import seal_folder
 from kleash.reports import write_report_of
+from kleash.store.checksums import seal_folder
 from kleash.training.ppo import checkpoints, train_ppo
 from kleash.training.ppo.checkpoints import last_checkpoint, load_progress
 from kleash.training.run_log import RunLog
@@ -33,7 +33,7 @@ from types import SimpleNamespace
 from ppo_cases import tiny_job
 from kleash.training.run_log import RunLog
 from kleash.training.ppo import checkpoints, train_ppo
-from kleash.training.ppo.running import save
+from kleash.training.ppo.loop import save
 
 genuine, count = checkpoints._write, [0]
 
@@ -159,7 +159,7 @@ def test_another_number_of_processes_may_go_on_and_it_is_said(folder, tmp_path):
 
 
 def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
-    from kleash.training.running import train
+    from kleash.training.runner import train
 
     job = tiny_job(folder, out=str(tmp_path), steps=1)
     train(job)

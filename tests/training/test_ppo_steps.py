@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionError
 from kleash.models import load_pair, score
 from kleash.records import HackingAlert, read_steps
-from kleash.records.checksums import seal_folder
+from kleash.store.checksums import seal_folder
 from kleash.training.job_controllers import leash_of, tightened
 from kleash.training.ppo import train_ppo
 from kleash.training.ppo.checkpoints import TrainingState

@@ -15,7 +15,7 @@ from tiny_models import save_tiny, tiny_adapter
 from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError, SourceError
 from kleash.models import load_pair
 from kleash.records import METRICS, DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
-from kleash.records.metrics import PART
+from kleash.store.metrics import PART
 from kleash.training import train
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kleash.cli.steps import Steps
-from kleash.records import PPOJob
-from kleash.records.training import SHIPPED_REWARD
+from kleash.jobs import PPOJob
+from kleash.jobs.train import SHIPPED_REWARD
 from kleash.training import train
 
 ON_THE_CARD = (

@@ -12,7 +12,7 @@ from kleash.auditing.probes.purity import probe_purity, restored_process_setting
 from kleash.auditing.report import audit_of_failing_calls, audit_of_refusal, audit_record, function_name
 from kleash.auditing.targets.cases import Case
 from kleash.errors import CannotRunError, ShapeError
-from kleash.records.audit import Audit, Finding
+from kleash.store.audit import Audit, Finding
 
 
 def audit(

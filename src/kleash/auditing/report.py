@@ -21,7 +21,7 @@ from kleash.auditing.probes.extreme_inputs import ExtremeResult, NanResult
 from kleash.auditing.probes.log_ratio_scan import curve_rows
 from kleash.auditing.probes.padding import BatchMean, PaddingResult
 from kleash.auditing.probes.purity import Purity, PurityResult
-from kleash.records.audit import (
+from kleash.store.audit import (
     AccuracyRow,
     Audit,
     CallRow,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from kleash.cli.progress import Progress
 from kleash.cli.terminal import Terminal, say
-from kleash.records import CacheContents, CacheJob
+from kleash.jobs import CacheJob
+from kleash.store import CacheContents
 
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 

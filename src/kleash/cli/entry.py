@@ -75,6 +75,6 @@ def _run(arguments: list[str]) -> int:
     except SystemExit:  # help, the version or a completion script was printed
         return DONE if arguments else CANNOT
     require_packages(command)
-    from kleash.cli import running
+    from kleash.cli import dispatch
 
-    return running.run(command)
+    return dispatch.run(command)

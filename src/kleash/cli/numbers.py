@@ -2,9 +2,9 @@
 
 import math
 
-from kleash.records import Number
-from kleash.records.statistics import label_of
 from kleash.reports.formatting import to_display_unit
+from kleash.store import Number
+from kleash.store.statistics import label_of
 
 
 def named(name: str) -> str:

@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 
 from kleash.cli.numbers import with_error
 from kleash.cli.terminal import Terminal, can_redraw, say
-from kleash.records import Number
+from kleash.store import Number
 
 LONGEST_SILENCE = 30.0
 """Seconds after which a line is due, however little was done."""

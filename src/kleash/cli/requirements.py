@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from kleash.cli.commands import AuditCommand, Command, CompareCommand, ReportCommand
+from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
 from kleash.extras import is_installed, require_installed
-from kleash.records import CacheJob, DemonstrationJob, MeasureJob, PPOJob, TrainJob
+from kleash.jobs import CacheJob, DemonstrationJob, MeasureJob, PPOJob, TrainJob
 
 PAGES = ("jinja2", "plotly")
 MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)
@@ -28,9 +28,9 @@ def require_packages(command: Command) -> None:
             require_installed(("rich", *MODELS, SPREADING, ADAPTERS), "'kleash[train]'")
         case TrainJob():
             _require_for_training(command)
-        case ReportCommand() | CompareCommand():
+        case ReportJob() | CompareJob():
             require_installed(("rich", "pyarrow", *PAGES), "'kleash[models]'")
-        case AuditCommand():
+        case AuditJob():
             require_installed(("rich",), "'kleash[models]'")
 
 

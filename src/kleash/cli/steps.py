@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from kleash.cli.terminal import Terminal, can_redraw, remark, say
-from kleash.records import Number, StepRecord
+from kleash.store import Number, StepRecord
 
 SHOWN = 12
 """Steps that a terminal shows at once."""

@@ -10,8 +10,6 @@ from rich.table import Table
 
 from kleash.cli.numbers import cells, named, with_error
 from kleash.cli.terminal import Terminal, remark, say
-from kleash.records import PERPLEXITIES, Comparison, Measurement, Number
-from kleash.records.statistics import label_of
 from kleash.reports.comparison import paired_noun
 from kleash.reports.measurement import (
     all_warnings,
@@ -20,6 +18,8 @@ from kleash.reports.measurement import (
     merge_warnings,
     statistic_rows,
 )
+from kleash.store import PERPLEXITIES, Comparison, Measurement, Number
+from kleash.store.statistics import label_of
 
 WIDEST = 200
 KL = "kl_policy_reference"

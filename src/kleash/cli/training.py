@@ -6,7 +6,8 @@ from pathlib import Path
 
 from kleash.cli.steps import Steps
 from kleash.cli.terminal import Terminal, remark, say
-from kleash.records import SHIPPED_REFERENCE, DemonstrationJob, TrainingResult, TrainJob
+from kleash.jobs import SHIPPED_REFERENCE, DemonstrationJob, TrainJob
+from kleash.store import TrainingResult
 
 
 def run_train(job: TrainJob) -> int:
@@ -16,7 +17,7 @@ def run_train(job: TrainJob) -> int:
         KleashError: if it cannot be done.
     """
     from kleash.training import train
-    from kleash.training.running import is_first
+    from kleash.training.runner import is_first
 
     if job.quiet or not is_first():
         result = train(job)

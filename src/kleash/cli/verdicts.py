@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.markup import escape
 
 from kleash.cli.terminal import Terminal
-from kleash.records import Audit, Finding
 from kleash.reports.formatting import as_sentence
+from kleash.store import Audit, Finding
 
 
 def print_audit(audit: Audit) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.models import (
     Pair,
@@ -20,7 +21,6 @@ from kleash.models import (
     score_batched_against_single,
     token_texts,
 )
-from kleash.records import MeasureJob
 
 CPU_BUFFER_BYTES = 96 * 2**20
 """For the logits of a chunk of tokens on a CPU: with what reading and writing files takes, a run stays within 256 MB

@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kleash.records import CacheContents, CacheJob, MeasureJob, Measurement
+from kleash.jobs import CacheJob, MeasureJob
+from kleash.store import CacheContents, Measurement
 
 if TYPE_CHECKING:
     from kleash.measuring.comparison import compare

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kleash.estimators import ESTIMATORS, importance_weights
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
-from kleash.records.statistics import STATISTICS, columns_of, log_ratio
+from kleash.store.statistics import STATISTICS, columns_of, log_ratio
 
 MAX_GROUPS = 16_384
 """With more clusters than this, neighbouring clusters are summed together. The errors of a mean over 8 192 groups of

@@ -9,18 +9,11 @@ from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
-from kleash.records import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
-from kleash.records.checksums import damage_as_sentence
-from kleash.records.folder import KIND_OF_FINGERPRINT
-from kleash.records.statistics import (
-    COMPARED,
-    EXP_MEAN,
-    PERPLEXITIES,
-    STATISTICS,
-    columns_of,
-    stored_column,
-)
 from kleash.reports.measurement import all_warnings
+from kleash.store import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
+from kleash.store.checksums import damage_as_sentence
+from kleash.store.job_folder import KIND_OF_FINGERPRINT
+from kleash.store.statistics import COMPARED, EXP_MEAN, PERPLEXITIES, STATISTICS, columns_of, stored_column
 from kleash.uncertainty import paired_difference
 from kleash.version import __version__
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kleash.jobs import MeasureJob
 from kleash.measuring.sequence_clusters import Floats
-from kleash.records import MeasureJob
 from kleash.uncertainty import Estimate, effective_sample_size
 
 UNVERIFIED_SAMPLES = (

@@ -16,8 +16,8 @@ from kleash.measuring.cluster_sums import (
     StatisticSum,
 )
 from kleash.measuring.sequence_clusters import Clusters
-from kleash.records import Bin, ConvergencePoint, EstimatorRecord, Number, SequenceTotal
-from kleash.records.statistics import STATISTICS
+from kleash.store import Bin, ConvergencePoint, EstimatorRecord, Number, SequenceTotal
+from kleash.store.statistics import STATISTICS
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, running_mean, transformed
 
 

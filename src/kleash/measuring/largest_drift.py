@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from kleash.errors import RunFolderError
 from kleash.measuring.sequence_clusters import sequence_spans
 from kleash.models import token_texts
-from kleash.records import Drifted, PromptDrift, RunFolder
-from kleash.records.tables import ALTERNATIVE_COLUMNS, TOP_COLUMNS
+from kleash.store import Drifted, PromptDrift, RunFolder
+from kleash.store.tables import ALTERNATIVE_COLUMNS, TOP_COLUMNS
 
 MAX_TOKENS = 50
 MAX_SEQUENCES = 50

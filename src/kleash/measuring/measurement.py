@@ -9,6 +9,7 @@ from importlib.metadata import version
 import numpy as np
 
 from kleash.engines import LocalEngine
+from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import (
     COLUMNS,
     TOKENS,
@@ -32,8 +33,8 @@ from kleash.measuring.sequence_clusters import Clusters, clusters_of, sequence_s
 from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
-from kleash.records import Counts, MeasureJob, Measurement, Number, RunFolder
-from kleash.records.statistics import STATISTICS, to_fields
+from kleash.store import Counts, Measurement, Number, RunFolder
+from kleash.store.statistics import STATISTICS, to_fields
 from kleash.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")

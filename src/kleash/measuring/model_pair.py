@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kleash.errors import ModelError
+from kleash.jobs import SHIPPED_POLICY, SHIPPED_REFERENCE, MeasureJob
 from kleash.measuring.shards import source_sequences
 from kleash.models import (
     Loading,
@@ -17,8 +18,8 @@ from kleash.models import (
     resolve_window,
 )
 from kleash.models.cache.reference_cache import check_cache_folder
-from kleash.records import SHIPPED_POLICY, SHIPPED_REFERENCE, CachedSource, MeasureJob
-from kleash.records.locking import folder_lock
+from kleash.store import CachedSource
+from kleash.store.locks import folder_lock
 
 
 def load_models(job: MeasureJob, source_sha256: str) -> Pair:

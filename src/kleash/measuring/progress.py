@@ -2,7 +2,7 @@
 
 from typing import Protocol, runtime_checkable
 
-from kleash.records import Number
+from kleash.store import Number
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ import torch
 
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted, RunFolderError
+from kleash.jobs import CacheJob
 from kleash.measuring.model_pair import loading, source_of
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
@@ -28,9 +29,9 @@ from kleash.models import (
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.cache.stored_reference import TOKENIZER
 from kleash.models.threads import threads_for_scoring
-from kleash.records import CacheContents, CacheJob
-from kleash.records.atomic import remove_leftovers
-from kleash.records.locking import folder_lock
+from kleash.store import CacheContents
+from kleash.store.atomic import remove_leftovers
+from kleash.store.locks import folder_lock
 
 
 def default_cache() -> str:

@@ -7,10 +7,11 @@ from itertools import islice
 import numpy as np
 
 from kleash.engines import LocalEngine
+from kleash.jobs import MeasureJob
 from kleash.measuring.sequence_clusters import SequenceClusters, sequence_spans
 from kleash.measuring.shards import source_sequences
 from kleash.models import Pair, TokenSequence, read_prompts
-from kleash.records import MeasureJob, Number, RunFolder
+from kleash.store import Number, RunFolder
 
 NOISE_SHARE = 1 / 50
 """Share of the run's tokens that is scored again."""

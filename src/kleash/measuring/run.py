@@ -6,6 +6,7 @@ from time import monotonic
 
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted
+from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import (
     MAX_SEQUENCES,
     NUM_ALTERNATIVES,
@@ -20,8 +21,8 @@ from kleash.measuring.shards import SourceChecks, plan_shards, source_sha256
 from kleash.models import SAMPLER, Pair, find_checkpoint
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.threads import threads_for_scoring
-from kleash.records import MeasureJob, Measurement, Number, RunFolder, RunHeader
 from kleash.reports import write_report
+from kleash.store import Measurement, Number, RunFolder, RunHeader
 from kleash.version import __version__
 
 MIN_CLUSTERS = 64

@@ -6,6 +6,7 @@ from hashlib import sha256
 from typing import TypeVar
 
 from kleash.engines import Shard
+from kleash.jobs import MeasureJob
 from kleash.models import (
     Pair,
     Prompt,
@@ -17,7 +18,6 @@ from kleash.models import (
     retokenisation_warnings,
     source_path,
 )
-from kleash.records import MeasureJob
 
 BATCHES = 4
 """Batches in a shard. A killed run loses at most one shard, and sequences are sorted by length within one."""

@@ -6,8 +6,8 @@ import numpy as np
 
 from kleash.measuring.cluster_sums import clusters_per_group
 from kleash.measuring.sequence_clusters import Clusters, sequence_starts
-from kleash.records import Number, RunFolder
-from kleash.records.statistics import STATISTICS
+from kleash.store import Number, RunFolder
+from kleash.store.statistics import STATISTICS
 from kleash.uncertainty import CoarseCounts
 
 LEVELS = {"50": 0.5, "75": 0.75, "90": 0.9, "95": 0.95, "99": 0.99, "99.9": 0.999, "max": 1.0}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kleash.linear import Head
 from kleash.models.sequences import TokenSequence
-from kleash.records import ModelRecord
+from kleash.store import ModelRecord
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from kleash.models.heads import ExtractedHead, extract_head, truncate_head
 from kleash.models.network_loading import load_networks
 from kleash.models.pair import Model, Pair
 from kleash.models.tokenizers import PROBES, compare_tokenizers, load_tokenizer, token_count
-from kleash.records.checksums import UNCHECKED
+from kleash.store.checksums import UNCHECKED
 
 DTYPES = {
     "float32": torch.float32,

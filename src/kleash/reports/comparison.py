@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kleash.records import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
-from kleash.records.statistics import label_of
 from kleash.reports.figures import INK, Chart, dots, escape, figure, row_axis
 from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, keep_end
 from kleash.reports.measurement_charts import DIRECTIONS, ROW_OFFSET
 from kleash.reports.page import write_page
+from kleash.store import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
+from kleash.store.statistics import label_of
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:

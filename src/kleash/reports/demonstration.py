@@ -6,16 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kleash.records import (
-    BestOf,
-    Demonstration,
-    LeashSetting,
-    Sample,
-    SampleRecord,
-    StepRecord,
-    TrainingFolder,
-    read_samples,
-)
 from kleash.reports.figures import (
     ACCENT,
     INK,
@@ -31,6 +21,16 @@ from kleash.reports.formatting import as_sentence, format_percent, format_value,
 from kleash.reports.page import write_page
 from kleash.reports.training import format_metric
 from kleash.reports.training_charts import MAX_ROWS, metric_values, thin_steps, trace
+from kleash.store import (
+    BestOf,
+    Demonstration,
+    LeashSetting,
+    Sample,
+    SampleRecord,
+    StepRecord,
+    TrainingFolder,
+    read_samples,
+)
 
 STYLES = ((INK, "dash"), (ACCENT, "solid"), (MUTED, "solid"))
 """Colour and dash of each run's curves, in the order of the runs."""

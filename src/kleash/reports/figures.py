@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kleash.records import Number
+from kleash.store import Number
 
 ACCENT, ACCENT_BAND, MUTED, INK, GRID = (
     f"var(--{name})" for name in ("accent", "accent-band", "chart-muted", "chart-ink", "chart-grid")

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from kleash.errors import RunFolderError
-from kleash.records.checksums import damage_as_sentence
-from kleash.records.demonstration import DEMONSTRATION
-from kleash.records.folder import HEADER, read_header
-from kleash.records.steps import STEPS
 from kleash.reports.demonstration import write_demonstration
 from kleash.reports.measurement import write_report
 from kleash.reports.training import write_training_report
+from kleash.store.checksums import damage_as_sentence
+from kleash.store.demonstration import DEMONSTRATION
+from kleash.store.job_folder import HEADER, read_header
+from kleash.store.steps import STEPS
 
 
 def write_report_of(folder: Path) -> Path:

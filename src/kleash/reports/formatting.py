@@ -8,8 +8,9 @@ from dataclasses import Field, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from kleash.records import MeasureJob, Number
-from kleash.records.codec import encode
+from kleash.jobs import MeasureJob
+from kleash.store import Number
+from kleash.store.codec import encode
 
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"

@@ -8,8 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from kleash.errors import RunFolderError
-from kleash.records import STATISTICS, Drifted, Measurement, Number, RunFolder
-from kleash.records.statistics import label_of
 from kleash.reports.figures import Chart
 from kleash.reports.formatting import format_count, format_value, make_visible, measure_command
 from kleash.reports.heatmap import (
@@ -22,6 +20,8 @@ from kleash.reports.heatmap import (
 )
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
 from kleash.reports.page import write_page
+from kleash.store import STATISTICS, Drifted, Measurement, Number, RunFolder
+from kleash.store.statistics import label_of
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 MAX_NAMES = 3

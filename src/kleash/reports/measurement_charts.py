@@ -3,8 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from kleash.records import Bin, ConvergencePoint, EstimatorRecord, Measurement, Number
-from kleash.records.statistics import label_of
 from kleash.reports.figures import (
     ACCENT,
     ACCENT_BAND,
@@ -25,6 +23,8 @@ from kleash.reports.formatting import (
     format_with_interval,
     nan_as_minimum,
 )
+from kleash.store import Bin, ConvergencePoint, EstimatorRecord, Measurement, Number
+from kleash.store.statistics import label_of
 
 DIRECTIONS = (("kl_policy_reference", ACCENT), ("kl_reference_policy", MUTED))
 ROW_OFFSET = 0.24

@@ -12,10 +12,10 @@ from typing import Any
 
 from kleash.errors import MissingExtraError
 from kleash.extras import import_extra
-from kleash.records import write_atomically
-from kleash.records.codec import encode
-from kleash.records.statistics import label_of
 from kleash.reports import formatting
+from kleash.store import write_atomically
+from kleash.store.codec import encode
+from kleash.store.statistics import label_of
 
 SCRIPT_ESCAPES = {
     "<": "\\u003c",

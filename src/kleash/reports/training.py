@@ -7,28 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
-from kleash.records import (
-    DistillJob,
-    DPOJob,
-    GRPOJob,
+from kleash.jobs import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, TrainJob
+from kleash.reports.formatting import command_line, format_value, typographic
+from kleash.reports.page import write_page
+from kleash.reports.training_charts import run_charts
+from kleash.store import (
     Number,
-    PPOJob,
-    RLOOJob,
     RunHeader,
     Sample,
     SampleRecord,
     StepRecord,
     TrainingFolder,
     TrainingResult,
-    TrainJob,
     metric_of,
     read_samples,
 )
-from kleash.records.checksums import UNCHECKED
-from kleash.records.steps import STEPS
-from kleash.reports.formatting import command_line, format_value, typographic
-from kleash.reports.page import write_page
-from kleash.reports.training_charts import run_charts
+from kleash.store.checksums import UNCHECKED
+from kleash.store.steps import STEPS
 from kleash.uncertainty import few_clusters
 
 MAX_SAMPLE_STEPS = 6

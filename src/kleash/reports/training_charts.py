@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kleash.records import StepRecord
 from kleash.reports.figures import ACCENT, INK, MUTED, Chart, band, escape, figure, finite_or_none, log_axis
 from kleash.reports.formatting import format_value
+from kleash.store import StepRecord
 
 MAX_POINTS = 400
 """Points of a curve; longer histories are thinned evenly."""

@@ -5,7 +5,7 @@ from kleash.training.demonstration import demonstrate
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.rewards import Reward, Rewards, RewardScores, load_rewards
 from kleash.training.run_log import Advice, Display, RunLog
-from kleash.training.running import train
+from kleash.training.runner import train
 
 __all__ = [
     "Advice",

@@ -10,29 +10,19 @@ import numpy as np
 from jaxtyping import Float64
 
 from kleash.errors import CannotRunError, Interrupted, RunFolderError
+from kleash.jobs import SHIPPED_PROMPTS, SHIPPED_REFERENCE, DemonstrationJob, PPOJob
+from kleash.jobs.train import SHIPPED_REWARD
 from kleash.leash import best_of_n_bound, best_of_n_kl_from_rewards
 from kleash.measuring import default_out
 from kleash.models import Sampling, generate, load_pair, read_prompts
 from kleash.models.threads import threads_for
-from kleash.records import (
-    SHIPPED_PROMPTS,
-    SHIPPED_REFERENCE,
-    BestOf,
-    Demonstration,
-    DemonstrationJob,
-    LeashSetting,
-    Number,
-    PPOJob,
-    Sample,
-    write_atomically,
-)
-from kleash.records.checksums import write_checked
-from kleash.records.demonstration import DEMONSTRATION
-from kleash.records.training import SHIPPED_REWARD
 from kleash.reports import write_demonstration
+from kleash.store import BestOf, Demonstration, LeashSetting, Number, Sample, write_atomically
+from kleash.store.checksums import write_checked
+from kleash.store.demonstration import DEMONSTRATION
 from kleash.training.rewards import load_rewards
 from kleash.training.run_log import Display
-from kleash.training.running import processes, train
+from kleash.training.runner import processes, train
 from kleash.uncertainty import Estimate, clustered_mean
 from kleash.version import __version__
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kleash.records import HackingAlert, StepRecord
+from kleash.store import HackingAlert, StepRecord
 
 CHARACTERS_IN_A_WORD = 20
 """On average, from which a text is taken for one that is written without spaces."""

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from kleash.jobs import RewardJob
 from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
-from kleash.records import RewardJob
 
 HORIZON_STEPS = 3
 """Steps that make up the horizon of Ziegler's rule: fast enough for a run of fifty steps, with ``LOOKAHEAD``."""

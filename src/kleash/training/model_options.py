@@ -4,8 +4,8 @@ from typing import Any
 
 from kleash.errors import OptionError
 from kleash.extras import import_extra
+from kleash.jobs import TrainJob
 from kleash.models import Pair, load_pair
-from kleash.records import TrainJob
 
 LORA_SCALE = 2
 """Alpha over rank: what the adapter's product is multiplied by."""

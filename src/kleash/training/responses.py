@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from kleash.records import Sample
-from kleash.records.metrics import PART
+from kleash.store import Sample
+from kleash.store.metrics import PART
 from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
 
 TOP_SHARE = 0.01

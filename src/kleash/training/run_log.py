@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from kleash.errors import RunFolderError
-from kleash.records import (
+from kleash.jobs import TrainJob
+from kleash.reports.training import step_warnings
+from kleash.store import (
     HackingAlert,
     Sample,
     StepRecord,
     TrainingFolder,
-    TrainJob,
     append_step,
     keep_steps,
     metric_of,
     read_steps,
     spelt,
 )
-from kleash.records.steps import STEPS
-from kleash.reports.training import step_warnings
+from kleash.store.steps import STEPS
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.trackers import Tracker, open_trackers
 

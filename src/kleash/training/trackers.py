@@ -7,7 +7,7 @@ from typing import Any
 
 from kleash.errors import CannotRunError, MissingExtraError
 from kleash.extras import import_extra
-from kleash.records import TrainJob
+from kleash.jobs import TrainJob
 
 PROJECT = "kleash"
 

@@ -6,7 +6,7 @@ from kleash.auditing.probes.batches import BatchDependence, WrongReduction
 from kleash.auditing.probes.evidence import Evidence
 from kleash.auditing.probes.padding import LENGTHS
 from kleash.auditing.probes.purity import Check, PurityResult
-from kleash.records.audit import Finding, Severity
+from kleash.store.audit import Finding, Severity
 
 CHECK_LABELS: dict[Check, str] = {
     "repeated": "the same numbers again",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kleash.auditing.probes.evidence import Evidence
 from kleash.auditing.probes.extreme_inputs import ExtremeDefect, ExtremeResult
 from kleash.auditing.probes.padding import PaddingResult
-from kleash.records.audit import Finding, Severity
+from kleash.store.audit import Finding, Severity
 
 
 class DefectFinding(NamedTuple):

@@ -9,7 +9,7 @@ from kleash.auditing.probes.evidence import Evidence
 from kleash.auditing.probes.token_positions import Level, PositionMatch
 from kleash.auditing.quantities import sequence_gradient, token_gradient
 from kleash.auditing.toy_distributions import SAMPLINGS, SEQUENCES, Sampling
-from kleash.records.audit import Finding, GradientRow
+from kleash.store.audit import Finding, GradientRow
 
 GRADIENT_TOLERANCE = 1e-3
 """Relative error above which a gradient over several tokens is another one."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from kleash.auditing.probes.evidence import Evidence
-from kleash.records.audit import Finding, Severity, ZoneRow
+from kleash.store.audit import Finding, Severity, ZoneRow
 
 UNBOUNDED = ("kl", "reverse_kl", "jeffreys", "chi_squared")
 """Divergences whose gradient does not vanish at large log ratios."""

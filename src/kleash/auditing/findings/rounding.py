@@ -3,7 +3,7 @@
 import torch
 
 from kleash.auditing.probes.evidence import Evidence
-from kleash.records.audit import AccuracyRow, Finding, Severity
+from kleash.store.audit import AccuracyRow, Finding, Severity
 
 LOW_PRECISION = ("bfloat16", "float16")
 CANCELLATION = 1e-2

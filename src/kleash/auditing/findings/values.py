@@ -12,7 +12,7 @@ from kleash.auditing.probes.expectations import Expectation, expectation
 from kleash.auditing.probes.token_positions import Level
 from kleash.auditing.quantities import SYMMETRIC, exact_values, known_quantities
 from kleash.auditing.toy_distributions import Sampling, toy_distributions
-from kleash.records.audit import Finding, Severity
+from kleash.store.audit import Finding, Severity
 
 REVERSED = {
     "KL(p || q)": "KL(q || p)",

@@ -11,7 +11,7 @@ from kleash.auditing.findings.log_ratios import log_ratio_findings, truncated_ra
 from kleash.auditing.findings.rounding import rounding_findings
 from kleash.auditing.findings.values import off_policy_sentence, value_findings, value_sentence
 from kleash.auditing.probes.evidence import Evidence
-from kleash.records.audit import FAULTS, Finding, Severity
+from kleash.store.audit import FAULTS, Finding, Severity
 
 SEVERITY_ORDER: tuple[Severity, ...] = ("wrong", "fragile", "note")
 NO_FAULT = "No fault was found."

@@ -15,7 +15,7 @@ from kleash.auditing.toy_distributions import VOCAB_SIZE, toy_distributions
 from kleash.divergences import divergence
 from kleash.errors import KleashError
 from kleash.estimators import ESTIMATORS
-from kleash.records.audit import AccuracyRow
+from kleash.store.audit import AccuracyRow
 
 Formula: TypeAlias = Callable[[AuditInputs], Tensor]
 

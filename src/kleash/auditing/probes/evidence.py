@@ -37,7 +37,7 @@ from kleash.auditing.probes.token_positions import (
 from kleash.auditing.quantities import divergence_label
 from kleash.auditing.toy_distributions import SAMPLINGS, Sampling
 from kleash.errors import KleashError
-from kleash.records.audit import AccuracyRow, ZoneRow
+from kleash.store.audit import AccuracyRow, ZoneRow
 
 Matches: TypeAlias = dict[Sampling, QuantityMatch | None]
 

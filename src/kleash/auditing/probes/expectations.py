@@ -25,7 +25,7 @@ from kleash.auditing.toy_distributions import (
     toy_distributions,
 )
 from kleash.divergences import DIVERGENCES
-from kleash.records.audit import GradientRow, ValueRow
+from kleash.store.audit import GradientRow, ValueRow
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.inputs import make_inputs
 from kleash.auditing.probes.log_ratio_scan import Scan, ZoneSearch, find_zones, two_token_logp
 from kleash.errors import KleashError
-from kleash.records.audit import ZoneKind, ZoneRow
+from kleash.store.audit import ZoneKind, ZoneRow
 
 REACH = 12.0
 LOG_RATIO = 0.7

@@ -12,7 +12,7 @@ from kleash.auditing.inputs import make_inputs
 from kleash.auditing.quantities import divergence_label
 from kleash.divergences import divergence
 from kleash.estimators import ESTIMATORS
-from kleash.records.audit import CurveRow, ZoneKind, ZoneRow
+from kleash.store.audit import CurveRow, ZoneKind, ZoneRow
 
 REACH = 100.0
 SPACING = 0.5

@@ -11,9 +11,9 @@ from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.leash import StatefulController, beta_from_dict
-from kleash.records.atomic import write_atomically
-from kleash.records.codec import parse_json
 from kleash.registry import look_up
+from kleash.store.atomic import write_atomically
+from kleash.store.codec import parse_json
 
 __all__ = ["CONTROLLER_FILE", "CONTROLLER_TYPES", "KLController", "get_kl_controller", "keep_in_checkpoints"]
 

@@ -16,9 +16,9 @@ from kleash.extras import import_extra
 from kleash.models.checkpoints.files import read_safetensors_header
 from kleash.models.compat import summarise_error
 from kleash.models.sequences import TokenSequence
-from kleash.records import write_atomically
-from kleash.records.caching import REMAKE_CACHE, cache_checksums
-from kleash.records.checksums import write_checked
+from kleash.store import write_atomically
+from kleash.store.cache import REMAKE_CACHE, cache_checksums
+from kleash.store.checksums import write_checked
 
 KEY_BYTES = 16
 START_BITS = 40

@@ -25,11 +25,11 @@ from kleash.models.compat import summarise_error
 from kleash.models.pair import Model
 from kleash.models.sequences import TokenSequence
 from kleash.models.tokenizers import load_tokenizer, tokenizer_folder
-from kleash.records import CacheContents
-from kleash.records.atomic import cannot_write
-from kleash.records.caching import CONTENTS, REMAKE_CACHE, cache_checksums, read_contents, read_label
-from kleash.records.checksums import Checksums, write_checked
-from kleash.records.codec import to_json
+from kleash.store import CacheContents
+from kleash.store.atomic import cannot_write
+from kleash.store.cache import CONTENTS, REMAKE_CACHE, cache_checksums, read_contents, read_label
+from kleash.store.checksums import Checksums, write_checked
+from kleash.store.codec import to_json
 
 HEAD = "head.safetensors"
 TOKENIZER = "tokenizer"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from kleash.errors import ModelError, RunFolderError
-from kleash.records.atomic import write_atomically
-from kleash.records.codec import parse_json
+from kleash.store.atomic import write_atomically
+from kleash.store.codec import parse_json
 from kleash.user_cache import is_private_file, user_cache_folder
 
 CACHE_FILE = "file-hashes.json"

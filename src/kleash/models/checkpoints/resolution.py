@@ -16,8 +16,8 @@ from kleash.models.checkpoints.config_checks import (
 from kleash.models.checkpoints.file_hashes import hash_files
 from kleash.models.checkpoints.files import INDEX, read_json, read_safetensors_header
 from kleash.models.compat import summarise_error, suppress_library_output
-from kleash.records.folder import KIND_OF_FINGERPRINT
 from kleash.shipped import shipped_folder
+from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")

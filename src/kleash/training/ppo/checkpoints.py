@@ -16,16 +16,10 @@ from kleash.errors import RunFolderError
 from kleash.extras import import_extra
 from kleash.leash import Leash, beta_from_dict
 from kleash.models.compat import summarise_error, suppress_library_output
-from kleash.records.atomic import (
-    cannot_write,
-    remove_folder,
-    remove_leftovers,
-    sync_folder,
-    temporary_name,
-)
-from kleash.records.checksums import Checksums, seal_folder
-from kleash.records.codec import to_json
-from kleash.records.training_folder import CHECKPOINTS
+from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, sync_folder, temporary_name
+from kleash.store.checksums import Checksums, seal_folder
+from kleash.store.codec import to_json
+from kleash.store.training_folder import CHECKPOINTS
 from kleash.training.ppo.policy import Policy, let_go
 from kleash.training.ppo.setup import TrainingSetup
 

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kleash.jobs import PPOJob
 from kleash.linear.statistics import TokenTerms
 from kleash.losses import kl_loss
-from kleash.records import PPOJob
 from kleash.training.ppo.policy import Objective
 
 

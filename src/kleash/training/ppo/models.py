@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kleash.errors import ModelError
 from kleash.extras import import_extra
+from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Model, Pair, find_checkpoint
 from kleash.models.adapters.network_state import make_probe, probe_logits
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.heads import truncate_head
-from kleash.records import TrainJob
 from kleash.training.model_options import both, lora_settings, require_trainable
 from kleash.training.ppo.policy import Policy, TokenBatch
 

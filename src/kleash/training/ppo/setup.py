@@ -8,9 +8,9 @@ import torch
 
 from kleash.errors import CannotRunError, OptionError
 from kleash.extras import import_extra
+from kleash.jobs import PPOJob
 from kleash.models import TokenSequence
 from kleash.models.pair_loading import resolve_device
-from kleash.records import PPOJob
 from kleash.training.ppo.models import ActorCritic, load_actor_critic
 from kleash.training.ppo.policy import TokenBatch
 from kleash.training.process_group import ProcessGroup

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kleash.estimators import sampled_kl
+from kleash.jobs import PPOJob
 from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards, whiten
 from kleash.masking import mean_of
-from kleash.records import PPOJob
 from kleash.training.process_group import all_reduce_sum
 
 

@@ -9,8 +9,8 @@ import torch
 
 from kleash.errors import OptionError
 from kleash.extras import import_extra
+from kleash.jobs import TrainJob
 from kleash.models.pair_loading import resolve_device, resolve_dtype
-from kleash.records import TrainJob
 from kleash.training.model_options import require_trainable
 
 CHECKPOINTS = "checkpoints"

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from kleash.extras import import_extra
+from kleash.jobs import DistillJob
 from kleash.models import read_prompts
-from kleash.records import DistillJob, TrainingResult
+from kleash.store import TrainingResult
 from kleash.training.process_group import ProcessGroup
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import shared_arguments

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kleash.errors import ModelError
+from kleash.jobs import TrainJob
 from kleash.models import Pair, find_checkpoint
-from kleash.records import TrainJob
 from kleash.training.model_options import both, lora_settings
 from kleash.training.with_trl.forward_passes import positions_from_the_first_token, without_dropout
 

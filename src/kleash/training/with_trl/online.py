@@ -7,8 +7,9 @@ from typing import Any
 from kleash.errors import OptionError, SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
+from kleash.jobs import GRPOJob, OnlineJob, RLOOJob
 from kleash.models import Prompt, read_prompts
-from kleash.records import GRPOJob, OnlineJob, RLOOJob, TrainingResult
+from kleash.store import TrainingResult
 from kleash.training.job_controllers import leash_of
 from kleash.training.reward_calls import reward_values
 from kleash.training.reward_models import Dialogue

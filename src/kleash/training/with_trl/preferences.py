@@ -7,10 +7,11 @@ from typing import Any
 from kleash.errors import SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import DriftMonitor
+from kleash.jobs import DPOJob
 from kleash.models import Sampling, source_path
 from kleash.models.sources.dataset_formats import parse_preference
 from kleash.models.sources.source_files import read_records
-from kleash.records import DPOJob, TrainingResult
+from kleash.store import TrainingResult
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import shared_arguments
 from kleash.training.with_trl.networks import load_networks

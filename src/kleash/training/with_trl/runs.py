@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kleash.extras import import_extra
+from kleash.jobs import TrainJob
 from kleash.models.compat import suppress_library_output
 from kleash.models.sandbox.process import sandboxed_templates
-from kleash.records import TrainingResult, TrainJob
-from kleash.records.checksums import CHECKSUMS, Checksums
+from kleash.store import TrainingResult
+from kleash.store.checksums import CHECKSUMS, Checksums
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.arguments import CHECKPOINTS
 from kleash.training.with_trl.step_logger import StepLogger
@@ -50,7 +51,7 @@ def as_run(trainer: Trainer) -> Callable[..., TrainingResult]:
 
     @wraps(trainer)
     def trained(job: TrainJob, run_log: RunLog | None = None) -> TrainingResult:
-        from kleash.training.running import is_first, train
+        from kleash.training.runner import is_first, train
 
         if run_log is None and is_first():
             return train(job)

@@ -9,8 +9,9 @@ from kleash.errors import NonFiniteError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
 from kleash.integrations.trainer.attached import Attached
-from kleash.records import Sample, TrainJob, read_steps
-from kleash.records.checksums import seal_folder
+from kleash.jobs import TrainJob
+from kleash.store import Sample, read_steps
+from kleash.store.checksums import seal_folder
 from kleash.training.job_controllers import tightened
 from kleash.training.process_group import ProcessGroup
 from kleash.training.run_log import Advice, RunLog, stopped_by

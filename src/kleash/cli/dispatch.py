@@ -1,0 +1,133 @@
+"""Each command, carried out."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kleash.cli.caching import run_cache
+from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
+from kleash.cli.progress import Progress
+from kleash.cli.summary import print_comparison, print_measurement
+from kleash.cli.training import run_demonstration, run_train
+from kleash.errors import MissingExtraError, OptionError
+from kleash.jobs import SHIPPED_POLICY, SHIPPED_REFERENCE, CacheJob, DemonstrationJob, MeasureJob, TrainJob
+
+SHIPPED_PAIR = (
+    "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
+    "take others"
+)
+"""What is said at once where a source is given and no model."""
+
+
+def run(command: Command) -> int:
+    """Do what ``command`` says; 0 when it is done.
+
+    Raises:
+        KleashError: if it cannot be done.
+    """
+    match command:
+        case MeasureJob():
+            return _measure(command)
+        case ReportJob():
+            return _report(command)
+        case CompareJob():
+            return _compare(command)
+        case CacheJob():
+            return run_cache(command)
+        case AuditJob():
+            return _audit(command)
+        case DemonstrationJob():
+            return run_demonstration(command)
+        case TrainJob():
+            return run_train(command)
+
+
+def _measure(job: MeasureJob) -> int:
+    from kleash.measuring import NullProgressReporter, default_out, measure
+
+    job = replace(job, out=job.out if job.out is not None else default_out())
+    if job.quiet:
+        measurement = measure(job, NullProgressReporter())
+    else:
+        with Progress() as progress:
+            if job.policy == SHIPPED_POLICY and job.reference == SHIPPED_REFERENCE:
+                progress.note(SHIPPED_PAIR)
+            measurement = measure(job, progress)
+    if job.json:
+        sys.stdout.write(measurement.to_json())
+    elif not job.quiet:
+        print_measurement(measurement, Path(str(job.out)))
+    return 0
+
+
+def _report(command: ReportJob) -> int:
+    from kleash.reports import write_report_of
+
+    print(write_report_of(command.folder.expanduser()))
+    return 0
+
+
+def _compare(command: CompareJob) -> int:
+    from kleash.measuring.comparison import compare
+    from kleash.reports import write_comparison
+
+    if len(command.folders) < 2:
+        raise OptionError(f"compare takes two or more run folders; {len(command.folders)} was given")
+    comparison = compare(command.folders)
+    path = write_comparison(command.out.expanduser(), comparison)
+    if command.json:
+        sys.stdout.write(comparison.to_json())
+    else:
+        print_comparison(comparison, path)
+    return 0
+
+
+def _audit(command: AuditJob) -> int:
+    from kleash.auditing import audits_of, cases_of, require_kinds
+    from kleash.cli.verdicts import print_audit, print_failures, print_whole
+    from kleash.reports import write_audits
+    from kleash.store.codec import encode
+
+    fail_on = [kind for words in command.fail_on for kind in words.split(",") if kind]
+    require_kinds(fail_on)
+    audits: list[Any] = []
+    with redirect_stdout(sys.stderr):  # what the audited code prints is no output of the audit
+        coming = audits_of(cases_of(command.target, command.convention, command.set))
+    while True:
+        with redirect_stdout(sys.stderr):
+            result = next(coming, None)
+        if result is None:
+            break
+        audits.append(result)
+        if not command.quiet and not command.json:
+            print_audit(result)
+    page, missing = None, ""
+    try:
+        page = write_audits(command.out.expanduser(), audits, _words(command))
+    except MissingExtraError as error:
+        missing = str(error)
+    if command.json:
+        text = json.dumps({"audits": encode(audits)}, indent=2, allow_nan=False, ensure_ascii=False)
+        sys.stdout.write(text + "\n")
+    elif not command.quiet:
+        print_whole(audits, page)
+    if missing and not command.quiet:
+        print(f"kleash: no page was made: {missing}", file=sys.stderr)
+    failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
+    print_failures(failures)
+    return 1 if failures else 0
+
+
+def _words(command: AuditJob) -> str:
+    """The command line that makes the same audits."""
+    words: Sequence[str] = [
+        *("kleash", "audit", command.target),
+        *(("--convention", command.convention) if command.convention else ()),
+        *(("--set", *command.set) if command.set else ()),
+    ]
+    return shlex.join(words)

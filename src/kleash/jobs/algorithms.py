@@ -1,0 +1,197 @@
+"""The jobs of ``kleash train``: one for each way of training."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kleash.errors import OptionError
+from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, flag
+from kleash.jobs.train import LARGEST_BETA, MOST_EPOCHS, MOST_RESPONSES, OnlineJob, RewardJob, TrainJob
+
+SHIPPED_TEACHER = SHIPPED_POLICY
+DIVERGENCES_OF_TEACHING = ("policy_teacher", "teacher_policy", "jensen_shannon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOJob(RewardJob):
+    """Train by PPO: the policy answers, is rewarded, and is kept near the reference.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+    algorithm: ClassVar[str] = "ppo"
+    reward_credit: ClassVar[str] = "later_tokens"
+
+    kl_scope: str = "sequence"
+    """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
+    a token too."""
+    epochs: int = 2
+    """Times that a step's responses are learned from."""
+    minibatches: int = 2
+    """Parts that the responses are learned from in; each part is one update."""
+    gamma: float = 1.0
+    """Of the reward, per token: gamma."""
+    gae_lambda: float = 0.95
+    """Of the advantages' reach, per token: lambda of GAE."""
+    clip_range: float = 0.2
+    """A token's probability ratio gains nothing beyond 1 - clip_range and 1 + clip_range."""
+    vf_coef: float = 0.1
+    """Of the value loss."""
+    clip_range_value: float | None = 0.2
+    """A new value gains nothing further than so much from the old one; None for no such bound."""
+    ent_coef: float = 0.0
+    """Of the entropy's bonus."""
+    whiten: bool = True
+    """Bring the advantages of a step to mean 0 and standard deviation 1; with --no-whiten they stay as they are."""
+    early_stop_nats: float | None = None
+    """A step's updates end once KL(before || now) per token is above it."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        self._at_least_1("epochs", "minibatches")
+        self._at_most(MOST_EPOCHS, "epochs")
+        self._above_0("clip_range", "clip_range_value", "early_stop_nats")
+        for name in ("gamma", "gae_lambda"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise OptionError(f"{flag(name)} must lie between 0 and 1; it is {value}")
+        for name in ("vf_coef", "ent_coef"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise OptionError(f"{flag(name)} must be a number of 0 or more; it is {value}")
+        responses = self.prompts_per_step * self.samples_per_prompt
+        if self.minibatches > responses:
+            raise OptionError(
+                f"--minibatches {self.minibatches} cannot be made of {responses} responses; draw more, or take fewer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupJob(RewardJob):
+    """The options of algorithms that compare the responses to one prompt with each other."""
+
+    samples_per_prompt: int = 8
+    """Responses drawn for each prompt: the group that is compared, at least 2."""
+    epochs: int = 1
+    """Times that a step's responses are learned from."""
+    clip_range: float = 0.2
+    """A probability ratio gains nothing beyond 1 - clip_range and 1 + clip_range: of a token in GRPO, of a response in
+    RLOO."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        require_group(self)
+        self._at_least_1("epochs")
+        self._at_most(MOST_EPOCHS, "epochs")
+        self._above_0("clip_range")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOJob(GroupJob):
+    """Train by GRPO (TRL's): the answers to one prompt are compared with each other.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+    algorithm: ClassVar[str] = "grpo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOJob(GroupJob):
+    """Train by RLOO (TRL's): each answer is compared with the others to the same prompt.
+
+    Without arguments: the model and the prompts that ship with kleash, and a reward that is easily hacked.
+    """
+
+    algorithm: ClassVar[str] = "rloo"
+
+    samples_per_prompt: int = 4
+    """Responses drawn for each prompt: the group that is compared, at least 2."""
+    kl_scope: str = "sequence"
+    """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
+    a token too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOJob(TrainJob):
+    """Train by DPO (TRL's): from pairs of a chosen and a rejected answer."""
+
+    algorithm: ClassVar[str] = "dpo"
+
+    pairs: str | None = None
+    """JSONL, a JSON array, CSV or Parquet with "prompt", "chosen" and "rejected": texts, or lists of messages; - is
+    standard input. Without "prompt" it is what the two answers begin with alike."""
+    beta: float = 0.1
+    """The leash of DPO: how much log-probability, against the reference, one nat of reward is worth."""
+    pairs_per_step: int = 16
+    """Pairs learned from in a step, by all processes together."""
+    max_tokens: int = 1024
+    """Longer pairs are cut off."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        if self.pairs is None:
+            raise OptionError(
+                "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected"
+            )
+        self._at_least_1("pairs_per_step", "max_tokens")
+        self._above_0("beta")
+        self._at_most(LARGEST_BETA, "beta")
+        self._at_most(MOST_RESPONSES, "pairs_per_step")
+        require_no_tightening(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillJob(OnlineJob):
+    """Train a policy to say what a teacher would: it answers, and learns from the teacher's distributions.
+
+    Without arguments: the two models that ship with kleash.
+    """
+
+    algorithm: ClassVar[str] = "distill"
+
+    teacher: str | None = None
+    """The model to learn from: a folder, a hub id, or a PEFT adapter's folder, with the policy's tokenizer."""
+    divergence: str = "policy_teacher"
+    """What is made small at each token: policy_teacher, KL(policy || teacher), which settles on a mode;
+    teacher_policy, KL(teacher || policy), which covers them all; or jensen_shannon."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        self._one_of("divergence", DIVERGENCES_OF_TEACHING)
+        if self.teacher is None and self.policy != SHIPPED_REFERENCE:
+            raise OptionError(f"say which model {self.policy} learns from: --teacher")
+        require_no_tightening(self)
+
+    @property
+    def teacher_name(self) -> str:
+        """The model to learn from."""
+        return SHIPPED_TEACHER if self.teacher is None else self.teacher
+
+
+def require_group(job: RewardJob) -> None:
+    """See that there is something to compare an answer with.
+
+    Raises:
+        OptionError: if not.
+    """
+    if job.samples_per_prompt < 2:
+        raise OptionError(
+            f"{job.algorithm} compares the answers to one prompt; --samples-per-prompt must be at least 2, "
+            f"and is {job.samples_per_prompt}"
+        )
+
+
+def require_no_tightening(job: TrainJob) -> None:
+    """See that nothing is asked to tighten a leash that is not there.
+
+    Raises:
+        OptionError: if it is.
+    """
+    if job.on_hacking == "tighten":
+        raise OptionError(
+            f"{job.algorithm} has no beta that could be tightened during training; take another --on-hacking"
+        )

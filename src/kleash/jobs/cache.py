@@ -1,0 +1,54 @@
+"""The job of ``kleash cache``."""
+
+from dataclasses import dataclass, fields
+
+from kleash.errors import OptionError
+from kleash.jobs.measure import MeasureJob
+from kleash.jobs.option_groups import OUTPUT_OPTIONS, SHIPPED_REFERENCE, SHIPPED_TEXT, ScoringOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheJob(ScoringOptions):
+    """Run a reference once over text or responses and keep its final hidden states and its head.
+
+    Any number of candidates are then measured against it with "kleash measure --reference-cache", which does
+    not load the reference. Started again after an interruption, it goes on where it stopped. There is no
+    --prompts: what a policy will answer cannot be read before it has. Without arguments: the reference and the
+    text that ship with kleash.
+    """
+
+    temperature: float = 1.0
+    """Temperature of the measurements to come, for which rounding is looked at; others work as well, but
+    then without a noise floor."""
+    batch_tokens: int = 4096
+    """Tokens in a batch, padding counted; measuring with the same number gives the same bits."""
+    limit: int | None = None
+    """Read only so many documents or responses."""
+    out: str | None = None
+    """Folder for the cache; kleash-caches/<date-time> if not given."""
+
+    def __post_init__(self) -> None:
+        """Check types and values.
+
+        Raises:
+            OptionError: naming the option, its value and what it may be.
+        """
+        super().__post_init__()
+        if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
+            raise OptionError("say what the reference should read: --text or --responses")
+        self.measurement()
+
+    def measurement(self) -> MeasureJob:
+        """The measurement of the reference against itself that reads what this job reads."""
+        without_source = self.text is None and self.responses is None
+        same = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in {"text", *OUTPUT_OPTIONS}
+        }
+        return MeasureJob(
+            policy=self.reference,
+            revision_policy=self.revision_reference,
+            text=SHIPPED_TEXT if without_source else self.text,
+            **same,
+        )

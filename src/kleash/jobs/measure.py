@@ -1,0 +1,126 @@
+"""The job of ``kleash measure``."""
+
+import math
+from dataclasses import dataclass, fields
+
+from kleash.errors import OptionError
+from kleash.jobs.option_groups import (
+    OUTPUT_OPTIONS,
+    SHIPPED_POLICY,
+    SHIPPED_PROMPTS,
+    GenerationOptions,
+    ScoringOptions,
+    changed_options,
+    flag,
+)
+
+DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")
+WINDOWS = ("window", "stride")
+WITHOUT_EFFECT = {"prompts": WINDOWS, "text": DRAWING, "responses": (*DRAWING, *WINDOWS)}
+"""For each source, the options that do nothing there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureJob(GenerationOptions, ScoringOptions):
+    """Measure how far one language model has drifted from another, and write a report.
+
+    Without arguments: the small pair that ships with kleash.
+    """
+
+    policy: str = SHIPPED_POLICY
+    """The model that was trained, merged or quantised, the p of KL(p || q): a folder, a hub id, or a PEFT adapter's
+    folder."""
+    revision_policy: str | None = None
+    """Branch, tag or commit of the policy on the hub."""
+    prompts: str | None = None
+    """Source: JSONL, a JSON array, CSV or Parquet with "prompt" or "messages", or plain text, a prompt a line; - is
+    standard input. The policy answers them."""
+    temperature: float = 1.0
+    """Divides the logits of both models. At 0 the policy decodes greedily and both are scored at 1."""
+    top_p: float | None = None
+    """Draw only from the likeliest tokens that together hold this probability."""
+    top_k: int | None = None
+    """Draw only from so many of the likeliest tokens."""
+    min_p: float | None = None
+    """Draw only from tokens at least this fraction as likely as the likeliest."""
+    limit: int | None = None
+    """Read only so many prompts, documents or responses."""
+    until_relative_error: float | None = None
+    """Stop once the standard error of KL(policy || reference) is below this share of it, and never before
+    64 clusters."""
+    reference_cache: str | None = None
+    """Folder of the reference's hidden states: as "kleash cache" made it, and then the reference is not loaded;
+    or else filled by this run for later ones."""
+    resume: bool = False
+    """Go on with an interrupted run in --out."""
+
+    def __post_init__(self) -> None:
+        """Check types and values.
+
+        Raises:
+            OptionError: naming the option, its value and what it may be.
+        """
+        super().__post_init__()
+        self._check_sources()
+        self._at_least_1("limit", "top_k")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise OptionError(f"--temperature must be 0 or more; it is {self.temperature}")
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise OptionError(
+                f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one"
+            )
+        self._check_fractions()
+
+    def _check_sources(self) -> None:
+        sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
+        if len(sources) > 1:
+            raise OptionError(
+                f"give one of --prompts, --text and --responses, not {' and '.join(map(flag, sources))}"
+            )
+        if not sources and self.policy != SHIPPED_POLICY:
+            raise OptionError("say what the models should read: --prompts, --text or --responses")
+
+    def _check_fractions(self) -> None:
+        if self.until_relative_error is not None and not 0 < self.until_relative_error < 1:
+            raise OptionError(
+                f"--until-relative-error must lie between 0 and 1; it is {self.until_relative_error}"
+            )
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise OptionError(f"{flag(name)} must be above 0 and at most 1; it is {value}")
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """The kind of the source, "prompts", "text" or "responses", and its path."""
+        for kind in ("text", "responses"):
+            path = getattr(self, kind)
+            if path is not None:
+                return kind, path
+        return "prompts", self.prompts if self.prompts is not None else SHIPPED_PROMPTS
+
+    def without_effect(self) -> tuple[str, ...]:
+        """A sentence for each option that is set and does nothing in this job."""
+        kind, _ = self.source
+        there = f"with --{kind}" if getattr(self, kind) is not None else f"with {kind}"
+        unused = changed_options(self, WITHOUT_EFFECT[kind])
+        sentences = [f"{flag(name)} does nothing {there}" for name in unused]
+        if self.temperature == 0 and kind != "prompts":
+            sentences.append(f"--temperature 0 decodes greedily, and {there} nothing is decoded")
+        for role in ("policy", "reference"):
+            if getattr(self, f"revision_{role}") is not None and getattr(self, role).startswith("shipped:"):
+                sentences.append(f"--revision-{role} does nothing for {getattr(self, role)}")
+        return tuple(sentences)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the policy's draws leave out part of its distribution."""
+        return self.top_k is not None or self.min_p is not None or (self.top_p is not None and self.top_p < 1)
+
+    def settings(self) -> dict[str, str | int | float | bool | None]:
+        """The fields that decide the result: two runs that agree in them can be one."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in OUTPUT_OPTIONS
+        }

@@ -1,0 +1,167 @@
+"""Options that several jobs share, and the checks of their values.
+
+A job is a frozen dataclass composed of these groups. The command line is made from its fields: the help of an option is
+the string under its field, and a job that gives an option another default repeats the field alone.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kleash.errors import OptionError
+from kleash.jobs.option_types import check_option_types
+
+SHIPPED_POLICY = "shipped:policy"
+SHIPPED_REFERENCE = "shipped:reference"
+SHIPPED_PROMPTS = "shipped:prompts"
+SHIPPED_TEXT = "shipped:text"
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+OUTPUT_OPTIONS = frozenset({"out", "resume", "quiet", "json"})
+"""Options that change where a result goes and not what it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The options of every job that loads a model."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps …; auto is the first GPU if there is one."""
+    out: str | None = None
+    """Folder for the results; kleash-runs/<date-time> if not given."""
+    quiet: bool = False
+    """Print nothing but errors."""
+    json: bool = False
+    """Print the result as JSON instead of a summary."""
+
+    def __post_init__(self) -> None:
+        """Check types and values.
+
+        Raises:
+            OptionError: naming the option, its value and what it may be.
+        """
+        check_option_types(self)
+
+    def _at_least_1(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{flag(name)} must be at least 1; it is {value}")
+
+    def _at_most(self, most: float | int, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise OptionError(f"{flag(name)} must be at most {most:,g}; it is {value}".replace(",", " "))
+
+    def _above_0(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise OptionError(f"{flag(name)} must be a number above 0; it is {value}")
+
+    def _one_of(self, name: str, words: Sequence[str]) -> None:
+        require_word(flag(name), getattr(self, name), words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOption(Job):
+    """The seed of a job that draws."""
+
+    seed: int = 0
+    """Seed of every random draw."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"--seed must be a whole number from 0 to 2^63 - 1; it is {self.seed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions(Job):
+    """How models are loaded and run."""
+
+    dtype: str = "auto"
+    """float32, bfloat16, float16 or float64; auto is float32 on a CPU, elsewhere that of the checkpoint."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model. It can do anything that you can do."""
+    batch_tokens: int = 4096
+    """Tokens that go through a model at once, padding counted."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        self._at_least_1("batch_tokens")
+        self._one_of("dtype", DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringOptions(LoadingOptions):
+    """What is read, for jobs that score sequences without training."""
+
+    reference: str = SHIPPED_REFERENCE
+    """The model that policies are compared with, the q of KL(p || q): a folder, a hub id, or a PEFT adapter's
+    folder."""
+    revision_reference: str | None = None
+    """Branch, tag or commit of the reference on the hub."""
+    text: str | None = None
+    """Source: JSONL, a JSON array, CSV or Parquet with "text", or plain text with a blank line between documents; - is
+    standard input. The models read it."""
+    responses: str | None = None
+    """Source: JSONL, a JSON array, CSV or Parquet with prompts and responses that were already generated; - is
+    standard input."""
+    device_map: str | None = None
+    """Spread a model over several devices as transformers does: auto, balanced, sequential."""
+    window: int | None = None
+    """Tokens that a model reads at once, for --text; 2048, or what the models can read, if not given."""
+    stride: int | None = None
+    """Tokens from one window to the next, for --text; less than the window gives each token more context."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        self._at_least_1("window", "stride")
+        if self.stride is not None and self.stride > (self.window or self.stride):
+            raise OptionError(
+                f"--stride {self.stride} would leave tokens out between windows of {self.window}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(SeedOption):
+    """How responses are generated."""
+
+    samples_per_prompt: int = 1
+    """Responses drawn for each prompt."""
+    max_new_tokens: int = 256
+    """Tokens after which a response is cut off."""
+    temperature: float = 1.0
+    """Divides the logits of both models, where responses are drawn and where they are scored."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        self._at_least_1("samples_per_prompt", "max_new_tokens")
+
+
+def flag(name: str) -> str:
+    """The option of a field, as it is typed on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def require_word(name: str, word: str, words: Sequence[str]) -> None:
+    """Check that an option has one of the values it allows.
+
+    Raises:
+        OptionError: if not.
+    """
+    if word not in words:
+        raise OptionError(f"{name} must be one of {', '.join(words)}; it is {word!r}")
+
+
+def changed_options(job: Any, names: Iterable[str]) -> list[str]:
+    """Those of a job's fields that do not have their default."""
+    defaults = {field.name: field.default for field in fields(job)}
+    return [name for name in names if getattr(job, name) != defaults[name]]

@@ -1,0 +1,102 @@
+"""Results, and how they lie on disk: JSON records, tables, run folders and their checksums. No torch."""
+
+from kleash.store.atomic import write_atomically
+from kleash.store.audit import (
+    AUDIT_SCHEMA,
+    AccuracyRow,
+    Audit,
+    CallRow,
+    CurveRow,
+    EdgeRow,
+    Finding,
+    GradientRow,
+    MaskRow,
+    ValueRow,
+    ZoneRow,
+)
+from kleash.store.cache import CacheContents, CachedSource, CacheLabel
+from kleash.store.comparison import ComparedRun, Comparison, RunDifference
+from kleash.store.demonstration import BestOf, Demonstration, LeashSetting
+from kleash.store.job_folder import RunHeader
+from kleash.store.measurement import (
+    SCHEMA,
+    Bin,
+    ConvergencePoint,
+    Counts,
+    Drifted,
+    EstimatorRecord,
+    Measurement,
+    ModelRecord,
+    PromptDrift,
+    SequenceTotal,
+)
+from kleash.store.metrics import METRICS, Metric, metric_of, spelt
+from kleash.store.number import Number
+from kleash.store.run_folder import RunFolder
+from kleash.store.statistics import COMPARED, PERPLEXITIES, STATISTICS, Statistic
+from kleash.store.steps import (
+    HackingAlert,
+    Sample,
+    SampleRecord,
+    StepRecord,
+    append_step,
+    keep_steps,
+    read_samples,
+    read_steps,
+)
+from kleash.store.training_folder import TrainingFolder, TrainingResult
+
+__all__ = [
+    "AUDIT_SCHEMA",
+    "COMPARED",
+    "METRICS",
+    "PERPLEXITIES",
+    "SCHEMA",
+    "STATISTICS",
+    "AccuracyRow",
+    "Audit",
+    "BestOf",
+    "Bin",
+    "CacheContents",
+    "CacheLabel",
+    "CachedSource",
+    "CallRow",
+    "ComparedRun",
+    "Comparison",
+    "ConvergencePoint",
+    "Counts",
+    "CurveRow",
+    "Demonstration",
+    "Drifted",
+    "EdgeRow",
+    "EstimatorRecord",
+    "Finding",
+    "GradientRow",
+    "HackingAlert",
+    "LeashSetting",
+    "MaskRow",
+    "Measurement",
+    "Metric",
+    "ModelRecord",
+    "Number",
+    "PromptDrift",
+    "RunDifference",
+    "RunFolder",
+    "RunHeader",
+    "Sample",
+    "SampleRecord",
+    "SequenceTotal",
+    "Statistic",
+    "StepRecord",
+    "TrainingFolder",
+    "TrainingResult",
+    "ValueRow",
+    "ZoneRow",
+    "append_step",
+    "keep_steps",
+    "metric_of",
+    "read_samples",
+    "read_steps",
+    "spelt",
+    "write_atomically",
+]

@@ -1,0 +1,147 @@
+"""The label and the contents of a reference cache, as JSON files in its folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import RunFolderError
+from kleash.store.checksums import Checksums
+from kleash.store.codec import to_json
+from kleash.store.measurement import ModelRecord
+
+CACHE_SCHEMA = 1
+"""Raised when a file of a cache is renamed or means something else."""
+LABEL, CONTENTS = "reference.json", "contents.json"
+REMAKE_CACHE = "delete it and give the kleash cache command again, or make the cache anew in another folder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedSource:
+    """What the reference read."""
+
+    kind: str
+    """"text" or "responses"."""
+    path: str
+    """As it was asked for."""
+    sha256: str
+    """Of its bytes."""
+    window: int | None
+    """Tokens read at once, of text."""
+    stride: int | None
+    """Tokens from one window to the next, of text."""
+    limit: int | None
+    """The most documents or responses that were read; None for all."""
+    batch_tokens: int
+
+    def __str__(self) -> str:
+        """In words, for errors."""
+        windows = f", windows of {self.window} tokens every {self.stride}" if self.kind == "text" else ""
+        limit = "" if self.limit is None else f", the first {self.limit}"
+        return f"{self.path} (sha256 {self.sha256[:12]}{windows}{limit}, in batches of {self.batch_tokens} tokens)"
+
+    def agrees(self, other: "CachedSource") -> bool:
+        """Whether the same sequences come out of both, in the same batches."""
+        return self._identity() == other._identity()
+
+    def covers(self, other: "CachedSource") -> bool:
+        """Whether all that comes out of ``other`` comes out of this one too; False if that is not plain."""
+        names = ("kind", "sha256", "window", "stride")
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return same and (self.limit is None or (other.limit is not None and other.limit <= self.limit))
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (self.kind, self.sha256, self.window, self.stride, self.limit, self.batch_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLabel:
+    """``reference.json``: whose hidden states a folder holds, and of what; written before the first of them."""
+
+    schema: int = CACHE_SCHEMA
+    kleash: str
+    """The version that began it."""
+    reference: ModelRecord
+    source: CachedSource | None = None
+    """None where measurements have filled the folder as they went."""
+    checksums: bool = True
+    """Whether the folder's files have checksums; False for caches that an older kleash made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheContents:
+    """``contents.json``: what a finished cache holds, and what of the reference is not a tensor."""
+
+    sequences: int
+    """Windows of text, or responses."""
+    tokens: int
+    """Positions whose hidden state is kept."""
+    hidden_size: int
+    """Numbers in a hidden state."""
+    hidden_bytes: int
+    """Size of all hidden states on disk."""
+    head_bytes: int
+    """Size of the head on disk."""
+    logits_bytes: int
+    """Size that the logits of the same positions would have, in the same dtype."""
+    context: int | None
+    """The most tokens the reference reads at once."""
+    scale: float
+    """What its logits are multiplied by."""
+    softcap: float | None
+    """The size that no logit of it exceeds."""
+    notes: tuple[str, ...]
+    """What was said when it was loaded."""
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return to_json(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLabel(CacheLabel):
+    """A label as it is read: an older kleash wrote nothing of checksums."""
+
+    checksums: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaOfCache:
+    """What every version of kleash can read of a label."""
+
+    schema: int | None = None
+
+
+def cache_checksums(folder: Path) -> Checksums:
+    """The checksums of a cache's files.
+
+    Raises:
+        RunFolderError: if they are damaged, or missing where there must be some.
+    """
+    return Checksums.read(folder, declared_by=LABEL)
+
+
+def read_label(folder: Path) -> CacheLabel:
+    """Whose hidden states a cache holds, and of what.
+
+    Raises:
+        RunFolderError: if the file is damaged, or of another version of kleash.
+    """
+    checksums, path, what = cache_checksums(folder), folder / LABEL, "a part of a reference cache"
+    schema = checksums.read_record(SchemaOfCache, path, what, REMAKE_CACHE, verify=False).schema
+    if schema != CACHE_SCHEMA:
+        raise RunFolderError(
+            f"{folder} is a reference cache of schema {schema} and this kleash reads "
+            f"{CACHE_SCHEMA}; make it again with kleash cache, in another folder"
+        )
+    return CacheLabel(**vars(checksums.read_record(StoredLabel, path, what, REMAKE_CACHE)))
+
+
+def read_contents(folder: Path) -> CacheContents:
+    """What a finished cache holds.
+
+    Raises:
+        RunFolderError: if the file is damaged.
+    """
+    return cache_checksums(folder).read_record(
+        CacheContents, folder / CONTENTS, "a part of a reference cache", REMAKE_CACHE
+    )

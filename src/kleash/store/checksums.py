@@ -1,0 +1,316 @@
+"""Checksums of the files of a folder, written with them and verified when they are read back.
+
+``checksums.jsonl`` holds a line for each file of a folder that is ever read back: its name, its size, its SHA-256 and
+a check of the line itself. A line is appended before the file gets its name, so that a kill at any moment leaves a
+file that is complete and has its line, or a line too many, which is harmless. Each line stands alone: what several
+writers append in any order is the same record.
+"""
+
+import json
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from kleash.errors import KleashError, RunFolderError
+from kleash.store.atomic import cannot_write, sync_folder, write_atomically
+from kleash.store.codec import decode, parse_json
+
+T = TypeVar("T")
+
+CHECKSUMS = "checksums.jsonl"
+UNCHECKED = (
+    "the files of this folder carry no checksums, since an older kleash wrote them: damage would go unnoticed"
+)
+BLOCK = 1 << 20
+MOST_THREADS = 8
+COPY = "copy the whole folder again, or make it anew in another one"
+
+
+@dataclass(frozen=True)
+class FileChecksum:
+    """Size and SHA-256 of a file's bytes."""
+
+    size: int
+    sha256: str
+
+
+class Checksums:
+    """What ``checksums.jsonl`` says of the files in its folder."""
+
+    def __init__(self, root: Path, lines: Iterable[tuple[str, FileChecksum | None]] | None) -> None:
+        """Collect the lines of a folder; None for a folder that has none.
+
+        A file may have several: it was replaced, and a kill may have come before or after the new one got its name.
+        """
+        self.root = root
+        self.exists = lines is not None
+        """Whether there are checksums at all; False for folders that an older kleash wrote."""
+        self._files: dict[str, set[FileChecksum]] = {}
+        self._removed: set[str] = set()
+        for name, checksum in lines or ():
+            if checksum is None:
+                self._removed.add(name)
+            else:
+                self._removed.discard(name)
+                self._files.setdefault(name, set()).add(checksum)
+
+    @classmethod
+    def read(cls, root: Path, declared_by: str = "run.json") -> "Checksums":
+        """The checksums of the folder ``root``.
+
+        Args:
+            root: the folder.
+            declared_by: the JSON file in it that says by ``"checksums": true`` that there must be some.
+
+        Raises:
+            RunFolderError: if ``checksums.jsonl`` is damaged, or missing where there must be one.
+        """
+        path = root / CHECKSUMS
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError as error:
+            if _declares(root / declared_by):
+                raise RunFolderError(
+                    f"{path} is missing, so nothing tells whether the files of {root} are as they were written; {COPY}"
+                ) from error
+            return cls(root, None)
+        except OSError as error:
+            raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
+        whole = content[: content.rfind(b"\n") + 1]  # what has no line break after it was half written
+        lines = [_parsed(path, number, line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
+        return cls(root, lines)
+
+    def covers(self, path: Path) -> bool:
+        """Whether a file has a checksum, or nothing in the folder has one."""
+        return not self.exists or self._name(path) in self._files
+
+    def expects(self, path: Path) -> bool:
+        """Whether a file was written and not taken away since."""
+        name = self._name(path)
+        return name in self._files and name not in self._removed
+
+    def read_bytes(self, path: Path, advice: str = COPY) -> bytes:
+        """The bytes of a file, as they were written.
+
+        Args:
+            path: a file in the folder.
+            advice: what to do where it is damaged, for the error.
+
+        Raises:
+            RunFolderError: if it is missing, cannot be read, or is not what was written.
+        """
+        content = _bytes_of(path, advice)
+        self._require(path, FileChecksum(len(content), sha256(content).hexdigest()), advice)
+        return content
+
+    def read_record(
+        self, kind: type[T], path: Path, what: str, advice: str = COPY, *, verify: bool = True
+    ) -> T:
+        """The record of this kind that a JSON file holds, as it was written.
+
+        Args:
+            kind: a dataclass.
+            path: a file in the folder.
+            what: what the file is, for the error: "the header of a run".
+            advice: what to do where it is damaged, likewise.
+            verify: whether its checksum has to fit.
+
+        Raises:
+            RunFolderError: if it is missing, is none, or is not what was written.
+        """
+        content = _bytes_of(path, advice)
+        try:
+            record = decode(kind, parse_json(content))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunFolderError(f"{path} cannot be read as {what}: {error}; {advice}") from error
+        if verify:
+            self._require(path, FileChecksum(len(content), sha256(content).hexdigest()), advice)
+        return record
+
+    def check(self, path: Path, advice: str = COPY) -> None:
+        """See that a file that others will read is as it was written; as ``read_bytes``, without holding it."""
+        if not self.exists:
+            return
+        try:
+            checksum = file_checksum(path)
+        except OSError as error:
+            raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
+        self._require(path, checksum, advice)
+
+    def check_all(self, names: Callable[[str], bool] = lambda name: True, advice: str = COPY) -> None:
+        """See that all files whose name is chosen are there, as they were written; several at a time.
+
+        Raises:
+            RunFolderError: naming the first that is not.
+        """
+        chosen = sorted(name for name in self._files if name not in self._removed and names(name))
+
+        def check(name: str) -> None:
+            self.check(self.root / name, advice)
+
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:  # hashlib lets the GIL go
+            list(threads.map(check, chosen))
+
+    def _require(self, path: Path, checksum: FileChecksum, advice: str) -> None:
+        if not self.exists:
+            return
+        name = self._name(path)
+        written = self._files.get(name)
+        if written is None:
+            raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} has no checksum of it; {advice}")
+        if checksum not in written:
+            sizes = " or ".join(str(size) for size in sorted({expected.size for expected in written}))
+            same_size = any(expected.size == checksum.size for expected in written)
+            what = "other bytes than" if same_size else f"{checksum.size} bytes where {sizes}"
+            raise RunFolderError(f"{path} is damaged: it has {what} were written; {advice}")
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+
+@contextmanager
+def damage_as_sentence(root: Path) -> Generator[None]:
+    """Inside, what fails on the files of a folder without checksums is damage, and said in a sentence.
+
+    With checksums damage never comes so far, and an exception is a bug that has to be seen.
+
+    Raises:
+        RunFolderError: in place of whatever was raised.
+    """
+    try:
+        yield
+    except KleashError:
+        raise
+    except Exception as error:
+        if (root / CHECKSUMS).exists():
+            raise
+        problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise RunFolderError(
+            f"the files of {root} do not fit together ({problem}) and carry no checksums that would show which of them "
+            f"is damaged; {COPY}"
+        ) from error
+
+
+def write_checked(root: Path, path: Path, content: str | bytes | Callable[[Path], None]) -> None:
+    """``write_atomically``, with a checksum in the folder ``root``, in which ``path`` lies.
+
+    Raises:
+        RunFolderError: if it cannot be written.
+    """
+    write_atomically(
+        path, content, before_rename=lambda unfinished: _record(root, path, file_checksum(unfinished))
+    )
+
+
+def begin_checksums(root: Path) -> None:
+    """Let no checksum of files that were in the folder before count any more."""
+    write_atomically(root / CHECKSUMS, "")
+
+
+def record_removal(root: Path, path: Path) -> None:
+    """Write down that a file is about to be taken away, so that nobody misses it."""
+    if Checksums.read(root).expects(path):
+        _append(root, {"file": path.relative_to(root).as_posix(), "removed": True})
+
+
+def seal_folder(root: Path) -> None:
+    """Write the checksums of all files in ``root``, which is complete, in place of those that are there."""
+    files = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
+    paths = sorted(path for path in files if path != root / CHECKSUMS)
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        file_checksums = list(threads.map(file_checksum, paths))
+    lines = [
+        _line(_record_of(root, path, checksum)) for path, checksum in zip(paths, file_checksums, strict=True)
+    ]
+    write_atomically(root / CHECKSUMS, "".join(lines))
+
+
+def file_checksum(path: Path) -> FileChecksum:
+    """Size and SHA-256 of a file."""
+    digest, size = sha256(), 0
+    block = memoryview(bytearray(BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
+    return FileChecksum(size, digest.hexdigest())
+
+
+def _bytes_of(path: Path, advice: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
+
+
+def _record(root: Path, path: Path, checksum: FileChecksum) -> None:
+    _append(root, _record_of(root, path, checksum))
+
+
+def _record_of(root: Path, path: Path, checksum: FileChecksum) -> dict[str, Any]:
+    return {"file": path.relative_to(root).as_posix(), "bytes": checksum.size, "sha256": checksum.sha256}
+
+
+def _append(root: Path, record: dict[str, Any]) -> None:
+    path = root / CHECKSUMS
+    try:
+        new = not path.exists()
+        with path.open("r+b" if not new else "xb") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end and not new:  # cut off what was half written
+                file.seek(end - 1)
+                if file.read(1) == b"\n":
+                    break
+                end -= 1
+            file.seek(end)
+            file.truncate()
+            file.write(_line(record).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_folder(root)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _line(record: dict[str, Any]) -> str:
+    """A record as a line that says itself whether it is whole."""
+    return json.dumps({**record, "line": check_of(record)}) + "\n"
+
+
+def check_of(record: Mapping[str, Any]) -> str:
+    """16 hex digits that stand for a record of plain values, whatever the order of its keys."""
+    return sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _parsed(path: Path, number: int, line: bytes) -> tuple[str, FileChecksum | None]:
+    try:
+        record = dict(parse_json(line))
+        if record.pop("line") != check_of(record):
+            raise ValueError("its check does not fit")
+        name = str(record["file"])
+        if record.get("removed"):
+            return name, None
+        return name, FileChecksum(int(record["bytes"]), str(record["sha256"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunFolderError(
+            f"{path}, line {number}, is damaged: {error}; take the line out and run again with --resume, or {COPY}"
+        ) from error
+
+
+def declares_checksums(root: Path) -> bool:
+    """Whether the run in the folder ``root`` says of itself that its files have checksums."""
+    return _declares(root / "run.json")
+
+
+def _declares(path: Path) -> bool:
+    try:
+        data = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and cast("dict[str, Any]", data).get("checksums") is True

@@ -1,0 +1,72 @@
+"""The result of comparing runs: the first one, and how each of the others differs from it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kleash.store.codec import encode, to_json
+from kleash.store.measurement import Counts
+from kleash.store.number import Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """One run among those that are compared."""
+
+    name: str
+    """Short, and different from the other runs' names."""
+    folder: str
+    estimand: str
+    """In words, as in the run's own measurement."""
+    policy: str
+    reference: str
+    counts: Counts
+    numbers: Mapping[str, Number]
+    """The run's own means per token, over all of its prompts, and its perplexities; names as in
+    ``STATISTICS``."""
+    noise_floor: Number | None = None
+    warnings: tuple[str, ...] = ()
+    """All warnings of the run's own report."""
+    source: str = "prompts"
+    """What was read: "prompts", "text" or "responses"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDifference:
+    """One run minus another, on the prompts that both have seen."""
+
+    name: str
+    """The run that the other one is taken from."""
+    minus: str
+    """The run that is taken away: the first one."""
+    shared_prompts: int
+    """Prompts (on text: documents) that both have, told by their hash; the differences are over these alone."""
+    only_here: int
+    """Prompts of ``name`` that ``minus`` has not."""
+    only_there: int
+    """Prompts of ``minus`` that ``name`` has not."""
+    differences: Mapping[str, Number]
+    """``name`` minus ``minus``, paired prompt by prompt; names as in ``STATISTICS``."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Several measurements side by side, and their differences from the first."""
+
+    kleash: str
+    """Version that compared."""
+    runs: tuple[ComparedRun, ...]
+    """At least two; the first is what the others are compared with."""
+    differences: tuple[RunDifference, ...]
+    """One for every run but the first, in their order."""
+    warnings: tuple[str, ...] = ()
+    """About the comparison as a whole: different sources, temperatures, references."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return encode(self)
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return to_json(self)

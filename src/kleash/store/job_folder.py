@@ -1,0 +1,202 @@
+"""Folders that a job writes: the header that identifies the run, and the lock of the process that writes."""
+
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from kleash.errors import RunFolderError
+from kleash.store.atomic import TEMPORARY, cannot_write, remove_leftovers, require_utf8
+from kleash.store.checksums import Checksums, begin_checksums, write_checked
+from kleash.store.codec import to_json
+from kleash.store.locks import folder_lock
+from kleash.store.measurement import SCHEMA
+from kleash.store.renamed_fields import with_current_options
+
+HEADER = "run.json"
+KIND_OF_FINGERPRINT = "sha256:"
+"""How the fingerprints of models begin that take in every byte; older ones sampled the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHeader:
+    """What decides a run's result, written before its first shard; to go on, all of it must agree."""
+
+    schema: int = SCHEMA
+    kleash: str
+    settings: Mapping[str, Any]
+    source_sha256: str
+    fingerprints: Mapping[str, str]
+    """Of the policy, the reference and other files, by what they are: "policy", "policy generation_config.json"."""
+    sampler: str = ""
+    """The algorithm that draws responses; empty in runs from before it was recorded."""
+    checksums: bool = True
+    """Whether the folder's files have checksums; False for runs that an older kleash began."""
+
+    def differences(self, other: "RunHeader") -> list[str]:
+        """What differs in ``other``, each as "name: mine, not yours"."""
+        mine, yours = self._flat(), other._flat()
+        names = [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]
+        return [f"{name} was {mine.get(name)!r} and is now {yours.get(name)!r}" for name in names]
+
+    def _flat(self) -> dict[str, Any]:
+        return {
+            "kleash": self.kleash,
+            **{f"--{name.replace('_', '-')}": value for name, value in self.settings.items()},
+            "the source's content (sha256)": self.source_sha256[:16],
+            **{_described(what): mark for what, mark in self.fingerprints.items()},
+            "the sampler": self.sampler or "that of an older version",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredHeader(RunHeader):
+    """A header as it is read; one that an older kleash wrote has no field ``checksums``."""
+
+    checksums: bool = False
+
+    def __post_init__(self) -> None:
+        """Take options by their current names."""
+        object.__setattr__(self, "settings", with_current_options(self.settings))
+
+
+def _described(what: str) -> str:
+    role, _, part = what.partition(" ")
+    return f"the fingerprint of the {role}'s {part or 'weights and tokenizer'}"
+
+
+def check_root(root: Path, *, resume: bool, begun: bool, leftovers: Collection[str]) -> None:
+    """Check, without changing anything, that a run may be written to ``root``.
+
+    Args:
+        root: a folder, or nothing yet.
+        resume: whether it is to be continued.
+        begun: whether there is something in it to continue.
+        leftovers: files that a run which was killed before it had begun may have left.
+
+    Raises:
+        RunFolderError: if not.
+    """
+    if not root.exists():
+        return
+    if not root.is_dir():
+        raise RunFolderError(f"{root} is a file; --out names a folder")
+    if (root / HEADER).exists():
+        if not resume and begun:
+            raise RunFolderError(
+                f"{root} holds a run already; go on with it with --resume, or give another --out"
+            )
+        return
+    names = [path.name for path in root.iterdir() if not path.name.startswith(TEMPORARY)]
+    strangers = sorted(name for name in names if name not in leftovers)
+    if strangers:
+        raise RunFolderError(
+            f"{root} exists and is not a run of kleash (it holds {strangers[0]}); give another --out"
+        )
+
+
+def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
+    """Check that the run in a folder is the one that is to be continued.
+
+    Raises:
+        RunFolderError: naming what differs, if it is another.
+    """
+    differences = stored.differences(header)
+    older = [mark for mark in stored.fingerprints.values() if not mark.startswith(KIND_OF_FINGERPRINT)]
+    if (
+        differences
+        and older
+        and any(mark.startswith(KIND_OF_FINGERPRINT) for mark in header.fingerprints.values())
+    ):
+        raise RunFolderError(
+            f"{root} holds a run of an older kleash, whose fingerprints read only samples of the weights, so that "
+            "nothing proves that the models are still the same; give another --out (report and compare read it as "
+            "before)"
+        )
+    if differences:
+        raise RunFolderError(f"{root} holds another run: {'; '.join(differences)}; give another --out")
+
+
+def read_header(root: Path) -> RunHeader:
+    """The header of the run in a folder.
+
+    Raises:
+        RunFolderError: if there is none, or it is damaged.
+    """
+    header = Checksums.read(root).read_record(StoredHeader, root / HEADER, "the header of a run")
+    return RunHeader(**vars(header))
+
+
+def begin_header(root: Path, header: RunHeader) -> None:
+    """Write the header of a run and begin its checksums; earlier files do not count any more."""
+    begin_checksums(root)
+    write_checked(root, root / HEADER, to_json(header))
+
+
+FolderT = TypeVar("FolderT", bound="JobFolder")
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """A folder that one process at a time writes, from the beginning or where an interrupted run ended."""
+
+    root: Path
+    leftovers: ClassVar[frozenset[str]]
+    """What a run may leave behind that was killed before it had begun, beside unfinished files."""
+    subfolders: ClassVar[tuple[str, ...]] = ()
+
+    @contextmanager
+    def writing(self: FolderT, header: RunHeader, *, resume: bool) -> Generator[FolderT, None, None]:
+        """Lock the folder for this process, and begin or continue the run.
+
+        Raises:
+            RunFolderError: if the folder holds a run and ``resume`` is false, if the run was made with other
+                settings or inputs, or if another process is writing it.
+        """
+        self.check(resume=resume)
+        with folder_lock(self.root, "wait for it, or give another --out"):
+            self.check(resume=resume)
+            if self.begun:
+                require_same(self.root, self.header(), header)
+            for folder in (self.root, *(self.root / name for name in self.subfolders)):
+                folder.mkdir(exist_ok=True)
+                remove_leftovers(folder)
+            if not self.begun:
+                begin_header(self.root, header)
+            yield self
+
+    def check(self, *, resume: bool) -> None:
+        """Check, without changing anything, that a run may be written here.
+
+        Raises:
+            RunFolderError: if not.
+        """
+        require_utf8(self.root)
+        try:
+            check_root(self.root, resume=resume, begun=self.begun, leftovers=self.leftovers)
+        except RunFolderError:
+            raise
+        except OSError as error:  # a name that is too long, a folder that may not be read
+            raise cannot_write(self.root, error) from error
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to continue."""
+        raise NotImplementedError
+
+    def header(self) -> RunHeader:
+        """The header of the run in this folder.
+
+        Raises:
+            RunFolderError: if there is none, or it is damaged.
+        """
+        return read_header(self.root)
+
+    def checksums(self) -> Checksums:
+        """The checksums of the run's files.
+
+        Raises:
+            RunFolderError: if they are damaged, or missing although the header declares them.
+        """
+        return Checksums.read(self.root)

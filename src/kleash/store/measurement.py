@@ -1,0 +1,253 @@
+"""The result of a measurement: every number with its error, its unit and its warnings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import RunFolderError
+from kleash.store.checksums import UNCHECKED, Checksums
+from kleash.store.codec import encode, to_json
+from kleash.store.number import Number
+from kleash.store.statistics import from_fields
+
+SCHEMA = 2
+"""Raised when a field of a run folder is renamed or means something else; readers take theirs and older."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """Which model it was."""
+
+    path: str
+    revision: str | None
+    dtype: str
+    parameters: int
+    vocabulary: int
+    """Rows of the head: tokens that can have a probability."""
+    fingerprint: str
+    """Hash of every byte of its weights, configuration, tokenizer and adapter; without "sha256:" before it an older
+    one, of samples of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How much was measured."""
+
+    prompts: int
+    """Prompts; on text, documents."""
+    sequences: int
+    """Responses; on text, windows."""
+    tokens: int
+    """Scored positions."""
+    clusters: int
+    """Groups that the errors take to be independent of each other."""
+    truncated_sequences: int
+    """Responses that ended because they were cut off."""
+    shards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTotal:
+    """KL between whole responses, ``U - a (U - C)``, and the two estimates it is made of."""
+
+    kl_policy_reference: Number
+    control_variate_weight: float
+    """The a that was fitted: 0 is the Monte Carlo sum alone, 1 the sum of the exact terms alone."""
+    monte_carlo: Number
+    """U: the mean of the summed log ratios."""
+    exact_terms: Number
+    """C: the mean of the summed exact per-token KLs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorRecord:
+    """What a trainer's one-sample estimator says on the same tokens."""
+
+    value: float
+    unit: str
+    standard_error: float
+    ci95: tuple[float, float]
+    warnings: tuple[str, ...] = ()
+    bias: Number
+    """Estimate minus exact KL(policy || reference), paired token by token."""
+    spread: float
+    """Standard deviation of estimate minus exact over tokens, in nats."""
+
+    @property
+    def number(self) -> Number:
+        """The estimate itself."""
+        return Number(
+            value=self.value,
+            unit=self.unit,
+            standard_error=self.standard_error,
+            ci95=self.ci95,
+            warnings=self.warnings,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin:
+    """The tokens of one range of positions or of reference confidence."""
+
+    low: float
+    """Where the range begins (included)."""
+    high: float
+    """Where it ends: excluded, but for a confidence of 1."""
+    tokens: int
+    share_of_kl: float
+    """Of the whole KL(policy || reference), the part that lies here."""
+    kl_policy_reference: Number
+    """Mean per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvergencePoint:
+    """The running mean of KL(policy || reference) after ``tokens`` tokens."""
+
+    tokens: int
+    mean: float
+    ci95: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drifted:
+    """A token, or a whole sequence, on which the models differ most."""
+
+    prompt_id: int
+    sample_id: int
+    kl: float
+    """KL(policy || reference) in nats: of the token, or summed over the sequence."""
+    tokens: int = 1
+    position: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptDrift:
+    """One prompt (on text: one document), over all of its samples."""
+
+    prompt_id: int
+    prompt: str
+    sequences: int
+    tokens: int
+    kl_per_token: float
+    kl_per_sequence: float
+    kl_max: float
+
+
+KINDS = (
+    ("demonstration.json", "it is a demonstration of kleash train, whose runs lie in the folders inside it"),
+    ("steps.jsonl", "it is the folder of a training run; measure its policy: kleash measure --policy"),
+    ("reference.json", "it is the cache of a reference; give it to kleash measure as --reference-cache"),
+    ("run.json", "the run has not finished: finish it with --resume"),
+)
+"""Files that tell what a folder is, and what it is, the most telling first."""
+
+
+def what_it_is(folder: Path) -> str:
+    """What a folder without a measurement is, and what can be done with it."""
+    for name, sentence in KINDS:
+        if (folder / name).exists():
+            return f"{sentence} {folder / 'policy'}" if name == "steps.jsonl" else sentence
+    return "is it a run folder?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaOf:
+    """What every version of kleash can read of a measurement."""
+
+    schema: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How far a policy has drifted from its reference."""
+
+    schema: int = SCHEMA
+    kleash: str
+    """Version that measured."""
+    estimand: str
+    """In words: which divergence, in which direction, over whose prefixes, where, at which temperature."""
+    job: Mapping[str, Any]
+    source_sha256: str
+    """Hash of the file of prompts, texts or responses."""
+    models: Mapping[str, ModelRecord]
+    device: str = ""
+    """Where the models ran: "cpu", "cuda:0"; empty in files of older versions."""
+    counts: Counts
+    per_token: Mapping[str, Number]
+    """A mean for each column of ``tokens/``."""
+    per_sequence: SequenceTotal | None
+    estimators: Mapping[str, EstimatorRecord]
+    estimators_note: str = ""
+    """How the estimators were averaged, or why there are none."""
+    quantiles: Mapping[str, Mapping[str, Number]]
+    """For each column: "50", "75", "90", "95", "99", "99.9" and "max"."""
+    by_position: tuple[Bin, ...]
+    by_confidence: tuple[Bin, ...]
+    """By the reference's probability of its likeliest token."""
+    top1_agreement: Number
+    """Share of positions at which both models find the same token likeliest."""
+    perplexity: Mapping[str, Number]
+    """"policy", "reference" and "ratio", on the tokens of the source."""
+    probability_change: Mapping[str, Number]
+    """"mean" and "rms" of p - q of the observed token."""
+    top_percent_share: float
+    """Share of the whole KL(policy || reference) that lies in the 1 % of tokens with the most."""
+    noise_floor: Number | None
+    """The reference against itself in another batch layout: KL that is only rounding."""
+    dtype_gap: Number | None
+    """The reference in the run's dtype against itself in float32; absent where the run is in float32."""
+    convergence: tuple[ConvergencePoint, ...]
+    worst_tokens: tuple[Drifted, ...]
+    worst_sequences: tuple[Drifted, ...]
+    prompts: tuple[PromptDrift, ...]
+    """The prompts with the most drift, at most 500."""
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What was decided on the way and is worth knowing."""
+    seconds: float
+    finished: str
+    """Date and time, UTC."""
+    versions: Mapping[str, str]
+
+    def statistics(self) -> dict[str, Number]:
+        """Every reported statistic by its name in ``STATISTICS``, in that order."""
+        return from_fields(vars(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, the way it stands in ``measurement.json``."""
+        return encode(self)
+
+    def to_json(self) -> str:
+        """The text of ``measurement.json``."""
+        return to_json(self)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Measurement":
+        """The measurement in a run folder.
+
+        Raises:
+            RunFolderError: if there is none, it is damaged, or a newer kleash wrote it.
+        """
+        path = folder / "measurement.json"
+        try:
+            path.stat()
+        except FileNotFoundError as error:
+            raise RunFolderError(f"{folder} has no measurement.json; {what_it_is(folder)}") from error
+        except OSError as error:  # a file in place of a folder, a name that is too long
+            raise RunFolderError(
+                f"{path} cannot be read as a measurement: {error.strerror or error}"
+            ) from error
+        checksums = Checksums.read(folder)
+        advice = "run again with --resume to make it anew"
+        schema = checksums.read_record(SchemaOf, path, "a measurement", advice, verify=False).schema
+        if schema > SCHEMA:
+            raise RunFolderError(
+                f"{path} has schema {schema}, and this kleash reads up to {SCHEMA}; update kleash"
+            )
+        measurement = checksums.read_record(cls, path, "a measurement", advice)
+        if checksums.exists:
+            return measurement
+        return replace(measurement, warnings=(*measurement.warnings, UNCHECKED))

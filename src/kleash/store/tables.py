@@ -1,0 +1,150 @@
+"""The columns of the run folder's Parquet files."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kleash.errors import RunFolderError
+from kleash.extras import import_extra
+from kleash.store.atomic import write_atomically
+from kleash.store.checksums import write_checked
+
+TOKEN_COLUMNS: Mapping[str, str] = {
+    "prompt_id": "int32",
+    "sample_id": "int32",
+    "position": "int32",
+    "token_id": "int32",
+    "text": "string",
+    "logp_policy": "float32",
+    "logp_reference": "float32",
+    "logp_sampled": "float32",
+    "kl_policy_reference": "float32",
+    "kl_reference_policy": "float32",
+    "jensen_shannon": "float32",
+    "total_variation": "float32",
+    "entropy_policy": "float32",
+    "entropy_reference": "float32",
+    "top1_policy": "int32",
+    "top1_reference": "int32",
+    "top1_probability_policy": "float32",
+    "top1_probability_reference": "float32",
+    "rank_reference": "int32",
+}
+"""``position`` counts from 0 at the first response token; ``logp_sampled`` is null where it is unknown."""
+
+SEQUENCE_COLUMNS: Mapping[str, str] = {
+    "prompt_id": "int32",
+    "sample_id": "int32",
+    "prompt_hash": "string",
+    "prompt": "string",
+    "response": "string",
+    "finish_reason": "string",
+    "tokens": "int32",
+}
+
+ALTERNATIVE_COLUMNS: Mapping[str, str] = {
+    "prompt_id": "int32",
+    "sample_id": "int32",
+    "position": "int32",
+    "place": "int32",
+    "token_id_policy": "int32",
+    "text_policy": "string",
+    "probability_policy": "float32",
+    "token_id_reference": "int32",
+    "text_reference": "string",
+    "probability_reference": "float32",
+}
+"""``place`` 0 to 4: each model's likeliest tokens, likeliest first."""
+
+TOP_COLUMNS: Mapping[str, str] = {
+    name: kind for name, kind in ALTERNATIVE_COLUMNS.items() if kind != "string"
+}
+"""``ALTERNATIVE_COLUMNS`` without the texts: what a shard keeps of its sequences that drifted most."""
+
+
+REMAKE = "delete it and run again with --resume to make it anew"
+NEVER_NULL = frozenset(
+    [name for name, kind in {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS}.items() if kind == "int32"]
+    + ["prompt_hash"]
+)
+
+
+def write_table(
+    path: Path, columns: Mapping[str, Any], kinds: Mapping[str, str], *, root: Path | None = None
+) -> None:
+    """Write ``columns`` as the Parquet file ``path``, whole or not at all.
+
+    Args:
+        path: the file.
+        columns: an array or list for each name in ``kinds``; None is null.
+        kinds: the type of each column.
+        root: the folder that keeps the file's checksum; None for none.
+    """
+    arrow = import_extra("pyarrow", "models")
+    parquet = import_extra("pyarrow.parquet", "models")
+    types = {"int32": arrow.int32(), "float32": arrow.float32(), "string": arrow.string()}
+    arrays = [arrow.array(columns[name], type=types[kind], from_pandas=False) for name, kind in kinds.items()]
+    table = arrow.Table.from_arrays(arrays, names=list(kinds))
+
+    def write(unfinished: Path) -> None:
+        with unfinished.open("wb") as file:  # Arrow takes only names that are UTF-8
+            parquet.write_table(table, file, compression="zstd")
+
+    if root is None:
+        write_atomically(path, write)
+    else:
+        write_checked(root, path, write)
+
+
+def read_columns(
+    path: Path, names: list[str], read: Callable[[Path, str], bytes] | None = None
+) -> dict[str, Any]:
+    """The named columns of a Parquet file: numpy arrays for numbers, with NaN for null, lists for text.
+
+    Args:
+        path: the file.
+        names: of the columns.
+        read: gives the file's bytes, verified, or raises with the advice that it is given.
+
+    Raises:
+        RunFolderError: if the file is missing or damaged.
+    """
+    arrow = import_extra("pyarrow", "models")
+    parquet = import_extra("pyarrow.parquet", "models")
+    try:
+        content = path.read_bytes() if read is None else read(path, REMAKE)
+        table = parquet.read_table(arrow.BufferReader(content), columns=names, partitioning=None)
+        return {name: _plain(name, table.column(name)) for name in names}
+    except RunFolderError:
+        raise
+    except (OSError, ValueError, LookupError, MemoryError, arrow.ArrowException) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).strip().splitlines() or [
+            type(error).__name__
+        ]
+        raise RunFolderError(f"{path} cannot be read ({reason[0]}); {REMAKE}") from error
+
+
+def read_parts(
+    paths: list[Path], names: list[str], read: Callable[[Path, str], bytes] | None = None
+) -> Iterator[dict[str, Any]]:
+    """``read_columns`` of one file after the other, so that only one is in memory."""
+    for path in paths:
+        yield read_columns(path, names, read)
+
+
+def _plain(name: str, column: Any) -> Any:
+    kind = KINDS[name]
+    if str(column.type) != ARROW_NAMES.get(kind, kind):
+        raise ValueError(f"its column {name} is {column.type} where {kind} was written")
+    if column.null_count and name in NEVER_NULL:
+        raise ValueError(f"its column {name} has {column.null_count} nulls, and none were written")
+    if kind == "string":
+        return column.to_pylist()
+    return np.asarray(column.to_numpy())
+
+
+ARROW_NAMES = {"float32": "float"}
+KINDS: Mapping[str, str] = {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS, **ALTERNATIVE_COLUMNS, **TOP_COLUMNS}
+"""The type of each column of any table."""

@@ -1,0 +1,117 @@
+"""The folder and the result of a training run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kleash.errors import RunFolderError
+from kleash.store.atomic import cannot_write
+from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
+from kleash.store.codec import to_json
+from kleash.store.job_folder import JobFolder
+from kleash.store.steps import STEPS, StepRecord, read_steps
+
+RESULT = "training.json"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """``training.json``: the result of a training run."""
+
+    kleash: str
+    """The version that ran it."""
+    algorithm: str
+    """"ppo", "grpo", "rloo", "dpo" or "distill"."""
+    steps: int
+    """Steps that were taken, in all."""
+    stopped: str | None = None
+    """Why it ended before the last step, in words; None if it did not."""
+    metrics: Mapping[str, float]
+    """Of the last step, by kleash's names."""
+    beta: float | None = None
+    """Where the leash ended."""
+    policy: str
+    """Folder of the trained model or adapter, which "kleash measure --policy" reads."""
+    out: str
+    """The run's folder."""
+    dtypes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """In which dtypes the weights of the models were in memory, by role: policy, and reference or teacher."""
+    alerts: tuple[str, ...] = ()
+    """The alerts of the run, in order."""
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return to_json(self)
+
+
+@dataclass(frozen=True)
+class TrainingFolder(JobFolder):
+    """The files of one training run.
+
+    ``run.json`` says what is run, ``steps.jsonl`` and ``samples.jsonl`` how it goes; the trainer's own are
+    ``checkpoints/`` and ``policy/``; ``training.json`` and ``report.html`` come at the end.
+    """
+
+    leftovers: ClassVar[frozenset[str]] = frozenset({".lock", CHECKSUMS})
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step has been taken, whatever became of it."""
+        return (self.root / STEPS).exists() or any((self.root / CHECKPOINTS).glob("*"))
+
+    def history(self) -> tuple[StepRecord, ...]:
+        """The steps of the run.
+
+        Raises:
+            RunFolderError: if they are damaged, or those of a finished run are not all there.
+        """
+        steps, result = read_steps(self.root), self.result()
+        last = steps[-1].step if steps else 0
+        if result is not None and last != result.steps:
+            raise RunFolderError(
+                f"{self.root / STEPS} ends at step {last}, and the run finished after step {result.steps}; copy the "
+                "whole folder again"
+            )
+        return steps
+
+    def write_result(self, result: TrainingResult) -> None:
+        """Write ``training.json``: with it the run is finished."""
+        write_checked(self.root, self.root / RESULT, result.to_json())
+
+    def unlink_result(self) -> None:
+        """Take ``training.json`` away, if it is there: a finished run that goes on has not finished.
+
+        Raises:
+            RunFolderError: if it cannot be taken away.
+        """
+        path = self.root / RESULT
+        if not path.exists():
+            return
+        record_removal(self.root, path)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def result(self) -> TrainingResult | None:
+        """What the run came to; None while it has not finished.
+
+        Raises:
+            RunFolderError: if that is damaged, or gone.
+        """
+        path = self.root / RESULT
+        checksums = self.checksums()
+        if not path.exists():
+            if checksums.expects(path):
+                raise RunFolderError(
+                    f"{path} is missing, and the run wrote it; run again with --resume to make it anew, or copy the "
+                    "whole folder again"
+                )
+            return None
+        return checksums.read_record(
+            TrainingResult,
+            path,
+            "the result of a training run",
+            "delete it and run again with --resume to make it anew",
+        )

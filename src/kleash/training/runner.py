@@ -1,0 +1,155 @@
+"""``train``: runs a training job and writes its folder."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import Interrupted, OptionError
+from kleash.jobs import DistillJob, DPOJob, GRPOJob, OnlineJob, PPOJob, RLOOJob, TrainJob
+from kleash.measuring import default_out
+from kleash.models import SAMPLER, find_checkpoint, source_path
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG
+from kleash.models.threads import threads_for
+from kleash.reports import write_training_report
+from kleash.store import RunHeader, TrainingFolder, TrainingResult
+from kleash.training.rewards import weight_of
+from kleash.training.run_log import Display, RunLog
+from kleash.version import __version__
+
+Trainer = Callable[[Any, RunLog | None], TrainingResult]
+
+
+def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
+    """Train a policy with a KL term to its reference.
+
+    Writes ``steps.jsonl``, ``samples.jsonl``, ``checkpoints/``, ``policy/``, ``training.json`` and ``report.html``
+    into ``job.out``. An interrupted run continues with ``resume=True`` from the last checkpoint. With several processes
+    (``accelerate launch``) each calls this; rank 0 writes.
+
+    Args:
+        job: the training job.
+        display: shown every step.
+
+    Returns:
+        The result, as in ``training.json``.
+
+    Raises:
+        SourceError: if the prompts or pairs cannot be read.
+        ModelError: if a model cannot be loaded.
+        NonFiniteError: if a loss or a reward is NaN.
+        RunFolderError: if ``job.out`` cannot be written or resumed.
+        OptionError, UnknownNameError, CannotRunError, MissingExtraError: if an option is unsupported or a
+            dependency is missing.
+        Interrupted: at Ctrl-C.
+    """
+    trainer = trainer_of(job)
+    if job.out is None and processes() > 1:
+        raise OptionError("several processes must agree on the run's folder; give --out")
+    job = replace(job, out=job.out if job.out is not None else default_out())
+    with threads_for([*models_of(job).values()], device=job.device) as note:
+        return _train(job, trainer, display, note)
+
+
+def _train(job: TrainJob, trainer: Trainer, display: Display | None, note: str | None) -> TrainingResult:
+    """Train; rank 0 writes the run folder."""
+    if not is_first():
+        return trainer(job, None)
+    folder = TrainingFolder(Path(str(job.out)))
+    folder.check(resume=job.resume)
+    with folder.writing(header_of(job), resume=job.resume):
+        run_log = RunLog(folder.root, job, display=display)
+        if note is not None:
+            run_log.note(note)
+        try:
+            result = trainer(job, run_log)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
+        finally:
+            run_log.close()
+        alert_sentences = tuple(alert.sentence for record in run_log.history for alert in record.alerts)
+        result = replace(result, alerts=alert_sentences, metrics=run_log.history[-1].metrics)
+        folder.write_result(result)
+        write_training_report(folder.root)
+    return result
+
+
+def interrupted(root: Path, step: int) -> str:
+    """The message at Ctrl-C: what was saved, and how to resume."""
+    again = f"--resume --out {root}"
+    if any((root / "checkpoints").glob("*")):
+        return f"interrupted after step {step}; the last checkpoint is kept: go on with {again}"
+    return f"interrupted after step {step}, before the first checkpoint; begin again with {again}"
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, which writes and prints."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def processes() -> int:
+    """The number of processes of the run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def trainer_of(job: TrainJob) -> Trainer:
+    """The training function of a job."""
+    match job:
+        case PPOJob():
+            from kleash.training.ppo import train_ppo
+
+            return train_ppo
+        case GRPOJob():
+            from kleash.training.with_trl import train_grpo
+
+            return train_grpo
+        case RLOOJob():
+            from kleash.training.with_trl import train_rloo
+
+            return train_rloo
+        case DPOJob():
+            from kleash.training.with_trl import train_dpo
+
+            return train_dpo
+        case DistillJob():
+            from kleash.training.with_trl import train_distill
+
+            return train_distill
+        case _:
+            raise OptionError(
+                f"nothing trains a {type(job).__name__}; give a PPOJob, GRPOJob, RLOOJob, DPOJob or DistillJob"
+            )
+
+
+def models_of(job: TrainJob) -> dict[str, str]:
+    """The models of a job by role."""
+    names = {"policy": job.policy, "reference": job.reference_name}
+    if isinstance(job, DistillJob):
+        names["teacher"] = job.teacher_name
+    return names
+
+
+def header_of(job: TrainJob) -> RunHeader:
+    """The header of the run: options, source and models that determine its result.
+
+    Raises:
+        SourceError: if there are no prompts or pairs.
+        ModelError: if there is no such model.
+    """
+    source = job.source if isinstance(job, OnlineJob) else str(getattr(job, "pairs", ""))
+    models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
+    marks = {role: model.fingerprint() for role, model in models.items()}
+    if isinstance(job, OnlineJob):
+        marks[f"policy {GENERATION_CONFIG}"] = models["policy"].generation_fingerprint()
+    for _, what in map(weight_of, getattr(job, "rewards", ())):
+        if Path(what).is_dir() or ":" not in what:
+            marks[f"reward model {what}"] = find_checkpoint(what).fingerprint()
+    return RunHeader(
+        kleash=__version__,
+        settings=job.settings(),
+        source_sha256=sha256(source_path(source).read_bytes()).hexdigest(),
+        fingerprints=marks,
+        sampler=SAMPLER,
+    )

@@ -1,0 +1,77 @@
+"""Temporary files that no link can lead elsewhere, that no other process has, and that a kill leaves to be swept up."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kleash.errors import RunFolderError
+from kleash.records import write_atomically
+from kleash.store.atomic import TEMPORARY, remove_leftovers, temporary_name
+from kleash.store.codec import to_json
+
+WRITER = """
+import sys
+from pathlib import Path
+from kleash.records import write_atomically
+for at in range(40):
+    write_atomically(Path(sys.argv[1]), f"{sys.argv[2]} {at}\\n" * 500)
+"""
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / ".writing-report.html").symlink_to(tmp_path / "precious")  # where an older kleash wrote
+    write_atomically(tmp_path / "report.html", "page")
+    monkeypatch.setattr("kleash.store.atomic.temporary_name", lambda: f"{TEMPORARY}guessed")
+    (tmp_path / f"{TEMPORARY}guessed").symlink_to(tmp_path / "precious")
+    with pytest.raises(RunFolderError, match="cannot be written: File exists"):
+        write_atomically(tmp_path / "report.html", "another page")
+    assert (tmp_path / "precious").read_text() == "kept"
+    assert (tmp_path / "report.html").read_text() == "page"
+
+
+def test_many_processes_can_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    words = [sys.executable, "-c", WRITER, str(path)]
+    writers = [subprocess.Popen([*words, str(at)], stderr=subprocess.PIPE) for at in range(6)]
+    errors = [writer.communicate()[1] for writer in writers]
+    assert errors == [b""] * 6
+    lines = path.read_text().splitlines()
+    assert len(lines) == 500 and len(set(lines)) == 1
+    assert [found.name for found in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize("length", [200, 255])
+def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path, length: int) -> None:
+    path = tmp_path / ("x" * length)
+    write_atomically(path, "content")
+    assert path.read_text() == "content"
+    with pytest.raises(RunFolderError, match="cannot be written: File name too long"):
+        write_atomically(tmp_path / ("x" * 256), "content")
+
+
+def test_what_a_dead_process_left_is_removed_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    own = temporary_name()
+    machine = own.removeprefix(TEMPORARY).partition("-")[0]
+    kept = [own, f"{TEMPORARY}{machine}-{os.getppid()}-ab", f"{TEMPORARY}0123abcd-{dead.pid}-ab"]
+    gone = [f"{TEMPORARY}part-00000.parquet", f"{TEMPORARY}run.json", f"{TEMPORARY}{machine}-{dead.pid}-ab"]
+    for name in (*kept, *gone):
+        (tmp_path / name).write_text("half")
+    (tmp_path / f"{TEMPORARY}step-000002").mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    os.utime(tmp_path / kept[2], (0, 0))
+    remove_leftovers(tmp_path)
+    assert not (tmp_path / kept[2]).exists(), "another machine's, and a day old"
+
+
+def test_a_path_that_is_not_utf8_comes_back_out_of_json(tmp_path: Path) -> None:
+    name = os.fsdecode(b"out-\xff")
+    write_atomically(tmp_path / "a.json", to_json({"out": name}))
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"out": name}

@@ -1,0 +1,123 @@
+"""Checksums: written with a file, verified when it is read, and in nobody's way after a kill."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kleash.errors import RunFolderError
+from kleash.store.checksums import (
+    CHECKSUMS,
+    Checksums,
+    begin_checksums,
+    damage_as_sentence,
+    record_removal,
+    seal_folder,
+    write_checked,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    begin_checksums(tmp_path)
+    (tmp_path / "parts").mkdir()
+    for name in ("run.json", "parts/0", "parts/1"):
+        write_checked(tmp_path, tmp_path / name, f'{{"checksums": true, "name": "{name}"}}')
+    return tmp_path
+
+
+def test_what_was_written_is_read(folder: Path) -> None:
+    checksums = Checksums.read(folder)
+    assert checksums.exists and b"parts/1" in checksums.read_bytes(folder / "parts/1")
+    checksums.check_all()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b'{"checksums": true, "name": "parts/1"}',
+            "parts/0 is damaged: it has other bytes than were written",
+        ),
+        (b"", "parts/0 is damaged: it has 0 bytes where 38 were written"),
+        (None, "parts/0 cannot be read: No such file or directory"),
+    ],
+)
+def test_a_part_of_another_shard_or_half_a_part_is_refused(
+    folder: Path, content: bytes | None, message: str
+) -> None:
+    path = folder / "parts/0"
+    path.unlink() if content is None else path.write_bytes(content)
+    for read in (Checksums.read(folder).read_bytes, Checksums.read(folder).check):
+        with pytest.raises(RunFolderError, match=message):
+            read(path)
+    with pytest.raises(RunFolderError, match=message):
+        Checksums.read(folder).check_all()
+
+
+def test_a_file_that_nobody_wrote_is_not_trusted(folder: Path) -> None:
+    (folder / "parts/2").write_text("x")
+    with pytest.raises(RunFolderError, match=r"cannot be trusted: checksums\.jsonl has no checksum of it"):
+        Checksums.read(folder).read_bytes(folder / "parts/2")
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_checksums_are_checked_themselves(folder: Path, at: int) -> None:
+    path = folder / CHECKSUMS
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 3
+    if at == 3:
+        path.unlink()
+        with pytest.raises(RunFolderError, match=r"checksums\.jsonl is missing"):
+            Checksums.read(folder)
+        return
+    record = json.loads(lines[at])
+    path.write_text("".join([*lines[:at], json.dumps({**record, "bytes": 5}) + "\n", *lines[at + 1 :]]))
+    with pytest.raises(RunFolderError, match=rf"checksums\.jsonl, line {at + 1}, is damaged: its check"):
+        Checksums.read(folder)
+
+
+def test_a_kill_leaves_a_checksum_too_many_or_half_of_one(folder: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_checked(folder, folder / "parts/0", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    before = (folder / CHECKSUMS).read_bytes()
+    write_checked(folder, folder / "parts/0", "new")
+    line = (folder / CHECKSUMS).read_bytes().removeprefix(before)
+    (folder / "parts/0").write_text('{"checksums": true, "name": "parts/0"}')  # killed before it got its name
+    Checksums.read(folder).check_all()
+    (folder / CHECKSUMS).write_bytes(before + line[:30])  # killed while the line was written
+    Checksums.read(folder).check_all()
+    write_checked(folder, folder / "parts/0", "new")
+    assert (folder / CHECKSUMS).read_bytes() == before + line
+
+
+def test_a_file_that_was_taken_away_is_not_missed(folder: Path) -> None:
+    assert Checksums.read(folder).expects(folder / "parts/1")
+    record_removal(folder, folder / "parts/1")
+    Checksums.read(folder).check_all()  # killed before it was taken away
+    (folder / "parts/1").unlink()
+    Checksums.read(folder).check_all()
+    assert not Checksums.read(folder).expects(folder / "parts/1")
+    write_checked(folder, folder / "parts/1", "again")
+    assert Checksums.read(folder).expects(folder / "parts/1")
+
+
+def test_a_sealed_folder_has_all_its_files(folder: Path) -> None:
+    (folder / "parts/2").write_text("x")
+    seal_folder(folder)
+    Checksums.read(folder).check_all()
+    assert Checksums.read(folder).covers(folder / "parts/2")
+
+
+def test_an_older_folder_is_read_and_what_breaks_there_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    checksums = Checksums.read(tmp_path)
+    assert not checksums.exists and checksums.read_bytes(tmp_path / "run.json") == b"{}"
+    with (
+        pytest.raises(RunFolderError, match=r"do not fit together \(KeyError: 'kl'\)"),
+        damage_as_sentence(tmp_path),
+    ):
+        raise KeyError("kl")
+    begin_checksums(tmp_path)
+    with pytest.raises(KeyError), damage_as_sentence(tmp_path):
+        raise KeyError("a bug")

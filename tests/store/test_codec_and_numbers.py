@@ -1,0 +1,119 @@
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kleash.records import Number
+from kleash.store.codec import decode, encode, parse_json, to_json
+
+floats = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    number: Number
+    many: tuple[Number, ...]
+    named: dict[str, float]
+    perhaps: Number | None
+    word: str = "left out"
+
+
+def numbers(value: float, error: float) -> Number:
+    return Number(value=value, unit="nats", standard_error=error, ci95=(value, error), warnings=("a", "b"))
+
+
+def same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+@given(floats, floats)
+def test_a_number_survives_json_whatever_it_is(value: float, error: float) -> None:
+    text = to_json(numbers(value, error))
+    back = decode(Number, json.loads(text))
+    assert same(back.value, value) and same(back.standard_error, error)
+    assert same(back.ci95[0], value) and same(back.ci95[1], error)
+    assert back.warnings == ("a", "b") and isinstance(back.warnings, tuple)
+
+
+def test_what_is_not_finite_is_a_word() -> None:
+    assert encode({"a": math.inf, "b": [-math.inf, math.nan]}) == {"a": "Infinity", "b": ["-Infinity", "NaN"]}
+
+
+@pytest.mark.parametrize("perhaps", [None, numbers(1.0, 0.1)])
+def test_nested_records_come_back_as_they_were(perhaps: Number | None) -> None:
+    outer = Outer(number=numbers(2.0, 0.5), many=(numbers(3.0, 1.0),), named={"x": math.inf}, perhaps=perhaps)
+    assert decode(Outer, json.loads(to_json(outer))) == outer
+
+
+def test_keys_of_a_later_kleash_are_ignored_and_absent_ones_take_their_default() -> None:
+    data = {"number": encode(numbers(1.0, 1.0)), "many": [], "named": {}, "perhaps": None, "new": 1}
+    assert decode(Outer, data).word == "left out"
+
+
+def test_a_wrong_kind_is_an_error_and_not_a_surprise_later() -> None:
+    with pytest.raises(TypeError, match="object"):
+        decode(Number, [1, 2])
+    with pytest.raises(TypeError, match="str"):
+        decode(Number, {**encode(numbers(1.0, 1.0)), "unit": 3})
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (0.123456, 0.00234, "0.1235 ± 0.0023 nats"),
+        (12.3456, 1.234, "12.3 ± 1.2 nats"),
+        (3.2e-9, 1.04e-10, "3.20e-09 ± 1.0e-10 nats"),
+        (0.0, 0.0, "0 ± 0 nats"),
+        (math.inf, math.nan, "inf nats"),
+        (1234.5, 321.0, "1234 ± 321 nats"),
+        (0.25, 0.0, "0.25000 ± 0 nats"),
+    ],
+)
+def test_digits_follow_the_error(value: float, error: float, text: str) -> None:
+    assert str(numbers(value, error)) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(math.nan, (0.0, math.inf)), (0.0, (0.0, math.inf)), (0.0, (0.1, 0.5))]
+)
+def test_an_error_that_is_not_known_is_words(error: float, ends: tuple[float, float]) -> None:
+    number = Number(value=0.3, unit="nats", standard_error=error, ci95=ends)
+    assert not number.has_error and str(number) == "0.30000 nats, error unknown"
+    assert Number(value=0.3, unit="nats", standard_error=0.0, ci95=(0.3, 0.3)).has_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    count: int = 0
+    share: float = 0.0
+    word: str = ""
+    pairs: tuple[float, float] = (0.0, 0.0)
+    named: dict[str, int] | None = None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"count": 1e3}', "count: expected int, found float"),
+        ('{"count": true}', "count: expected int, found bool"),
+        ('{"count": 9223372036854775808}', "count: a whole number beyond 64 bits"),
+        ('{"share": 1' + "0" * 400 + "}", "share: a whole number beyond 64 bits"),
+        ('{"share": "x"}', "share: expected a number, found 'x'"),
+        ('{"share": false}', "share: expected a number, found bool"),
+        ('{"share": []}', "share: expected a number, found list"),
+        ('{"word": null}', "word: expected str, found null"),
+        ('{"pairs": "12"}', "pairs: expected an array, found str"),
+        ('{"pairs": [1]}', "pairs: "),
+        ('{"named": [1]}', "named: expected an object, found list"),
+        ('{"named": {"a": 1.5}}', "named: expected int, found float"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"count": ' + "1" * 5000 + "}", "count: a whole number beyond|digits"),
+        ("3", "is an object in JSON, not int"),
+    ],
+)
+def test_what_json_holds_in_place_of_a_record_is_said(text: str, message: str) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError), match=message):
+        decode(Plain, parse_json(text))

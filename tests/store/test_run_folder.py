@@ -1,0 +1,197 @@
+import errno
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from folder_writer import hold_folder
+
+from kleash.errors import RunFolderError
+from kleash.records import Measurement, RunFolder, RunHeader, write_atomically
+from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, read_columns, write_table
+
+HEADER = RunHeader(
+    kleash="1",
+    settings={"seed": 0, "top_p": None},
+    source_sha256="a" * 64,
+    fingerprints={"policy": "p", "reference": "r"},
+)
+
+
+def tokens(rows: int = 3) -> dict[str, object]:
+    columns: dict[str, object] = {name: np.arange(rows) for name in TOKEN_COLUMNS}
+    return {
+        **columns,
+        "text": [f"<{row}>" for row in range(rows)],
+        "logp_sampled": [None, *[-1.5] * (rows - 1)],
+    }
+
+
+def sequences(rows: int = 2) -> dict[str, object]:
+    return {
+        name: ["x"] * rows if kind == "string" else np.arange(rows) for name, kind in SEQUENCE_COLUMNS.items()
+    }
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.writing(HEADER, resume=False):
+        folder.write_shard(0, tokens(3), sequences())
+        folder.write_shard(1, tokens(2), sequences())
+    parts = list(folder.token_parts(["token_id", "text", "logp_sampled"]))
+    assert [part["text"] for part in parts] == [["<0>", "<1>", "<2>"], ["<0>", "<1>"]]
+    assert parts[0]["token_id"].dtype == np.int32 and parts[0]["token_id"].tolist() == [0, 1, 2]
+    assert parts[0]["logp_sampled"].dtype == np.float32
+    assert np.isnan(parts[0]["logp_sampled"][0]) and parts[0]["logp_sampled"][1] == -1.5
+    assert folder.header() == HEADER
+
+
+def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.writing(HEADER, resume=False):
+        folder.write_shard(0, tokens(), sequences())
+        folder.write_shard(2, tokens(), sequences())
+        write_table(tmp_path / "tokens" / "part-00001.parquet", tokens(), TOKEN_COLUMNS)
+    assert folder.finished_shards() == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"settings": {"seed": 1, "top_p": None}}, "--seed was 0 and is now 1"),
+        ({"settings": {"seed": 0, "top_p": 0.5}}, "--top-p was None and is now 0.5"),
+        (
+            {"source_sha256": "b" * 64},
+            "the source's content (sha256) was 'aaaaaaaaaaaaaaaa' and is now 'bbbbbbbbbbbbbbbb'",
+        ),
+        (
+            {"fingerprints": {"policy": "p", "reference": "s"}},
+            "the fingerprint of the reference's weights and tokenizer was 'r' and is now 's'",
+        ),
+        ({"kleash": "2"}, "kleash was '1' and is now '2'"),
+        ({"sampler": "b"}, "the sampler was 'that of an older version' and is now 'b'"),
+    ],
+)
+def test_going_on_with_other_settings_is_refused(
+    tmp_path: Path, other: dict[str, object], message: str
+) -> None:
+    with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
+        folder.write_shard(0, tokens(), sequences())
+    changed = replace(HEADER, **other)
+    with pytest.raises(RunFolderError) as caught, RunFolder(tmp_path).writing(changed, resume=True):
+        pass
+    assert str(caught.value) == f"{tmp_path} holds another run: {message}; give another --out"
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run").writing(HEADER, resume=False) as folder:
+        folder.write_shard(0, tokens(), sequences())
+    with pytest.raises(RunFolderError, match="holds a run already; go on with it with --resume"):
+        RunFolder(tmp_path / "run").check(resume=False)
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "thesis.tex").write_text("x")
+    with pytest.raises(RunFolderError, match=r"is not a run of kleash \(it holds thesis.tex\)"):
+        RunFolder(stranger).check(resume=True)
+    assert [found.name for found in stranger.iterdir()] == ["thesis.tex"]
+    with pytest.raises(RunFolderError, match="is a file; --out names a folder"):
+        RunFolder(stranger / "thesis.tex").check(resume=False)
+
+
+def test_a_run_without_a_finished_shard_is_in_nobodys_way(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).writing(HEADER, resume=False):
+        pass
+    other = replace(HEADER, settings={"seed": 1})
+    with RunFolder(tmp_path).writing(other, resume=False) as folder:
+        assert folder.header() == other
+
+
+def test_resuming_where_nothing_is_begins(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "new").writing(HEADER, resume=True) as folder:
+        assert folder.finished_shards() == 0
+    assert folder.header() == HEADER
+
+
+def test_what_a_killed_write_left_is_swept_up(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).writing(HEADER, resume=False):
+        pass
+    left = tmp_path / "tokens" / ".writing-part-00000.parquet"
+    left.write_bytes(b"half")
+    with RunFolder(tmp_path).writing(HEADER, resume=True):
+        assert not left.exists()
+
+
+def test_two_processes_cannot_write_one_folder_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    locked = context.Event()
+    other = context.Process(target=hold_folder, args=(str(tmp_path), HEADER, locked))
+    other.start()
+    try:
+        assert locked.wait(30)
+        with (
+            pytest.raises(RunFolderError, match="another process is writing"),
+            RunFolder(tmp_path).writing(HEADER, resume=True),
+        ):
+            pass
+    finally:
+        assert other.pid is not None
+        os.kill(other.pid, signal.SIGKILL)
+        other.join()
+    with RunFolder(tmp_path).writing(HEADER, resume=True) as folder:
+        assert folder.finished_shards() == 0
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+
+    def full(unfinished: Path) -> None:
+        unfinished.write_text("ne")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(
+        RunFolderError, match=r"no space is left to write .*a\.json; what was finished is kept"
+    ):
+        write_atomically(path, full)
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["a.json"]
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert path.read_text() == "old"
+
+
+def test_a_folder_that_is_none_is_said_so() -> None:
+    with pytest.raises(RunFolderError, match="/dev/null/x cannot be written: Not a directory"):
+        write_atomically(Path("/dev/null/x"), "content")
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
+        folder.write_shard(0, tokens(), sequences())
+    part = tmp_path / "tokens" / "part-00000.parquet"
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(
+        RunFolderError, match=r"part-00000.parquet cannot be read .*delete it and run again with --resume"
+    ):
+        read_columns(part, ["kl_policy_reference"])
+    (tmp_path / "run.json").write_text('{"kleash": ')
+    with pytest.raises(RunFolderError, match="cannot be read as the header of a run"):
+        folder.header()
+
+
+def test_a_folder_without_a_measurement_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder"):
+        Measurement.read(tmp_path)
+    with RunFolder(tmp_path).writing(HEADER, resume=False):
+        pass
+    with pytest.raises(RunFolderError, match="the run has not finished: finish it with --resume"):
+        Measurement.read(tmp_path)
+    (tmp_path / "measurement.json").write_text('{"schema": 99}')
+    with pytest.raises(RunFolderError, match="has schema 99, and this kleash reads up to 2; update kleash"):
+        Measurement.read(tmp_path)
+    (tmp_path / "measurement.json").write_text('{"schema": 1, "kle')
+    with pytest.raises(RunFolderError, match="cannot be read as a measurement"):
+        Measurement.read(tmp_path)

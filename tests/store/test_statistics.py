@@ -1,0 +1,138 @@
+"""The table of statistics against the columns on disk, the linear engine, and float64."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kleash.linear import TokenStatistics
+from kleash.measuring import compare
+from kleash.models import scoring
+from kleash.records import COMPARED, PERPLEXITIES, STATISTICS, Measurement
+from kleash.reports import write_comparison
+from kleash.store.statistics import EXP_MEAN, from_fields, label_of, log_ratio, stored_column, to_fields
+from kleash.store.tables import TOKEN_COLUMNS
+
+SCHEMA_1 = Path(__file__).parent / "schema_1" / "measured"
+
+
+def distributions(count: int = 50, vocab: int = 7) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.full(vocab, 0.3), size=(2, count))
+    return p, q
+
+
+def test_every_statistic_is_computed_from_columns_of_the_token_table() -> None:
+    for name, statistic in STATISTICS.items():
+        assert set(statistic.columns) <= set(TOKEN_COLUMNS), name
+        if statistic.function is stored_column:
+            assert statistic.columns == (name,)
+
+
+def test_every_column_of_the_engine_is_a_field_of_token_statistics_and_is_stored() -> None:
+    assert set(scoring.STATISTICS.values()) == set(TokenStatistics._fields)
+    assert set(scoring.STATISTICS) <= set(TOKEN_COLUMNS)
+    computed = {column for statistic in STATISTICS.values() for column in statistic.columns}
+    assert computed <= set(scoring.STATISTICS)
+
+
+def test_labels_are_unique_and_each_statistic_is_explained() -> None:
+    labels = [statistic.label for statistic in STATISTICS.values()]
+    assert len(set(labels)) == len(labels)
+    assert all(statistic.explanation for statistic in STATISTICS.values())
+    assert label_of("kl_policy_reference") == "KL(policy ‖ reference)" and label_of("unknown") == "unknown"
+
+
+def test_values_lie_within_their_bounds_and_identical_models_have_the_known_value() -> None:
+    p, q = distributions()
+    for first, second in ((p, q), (p, p)):
+        tokens = columns_of_pair(first, second)
+        for name, statistic in STATISTICS.items():
+            values = statistic.values(tokens)
+            assert values.dtype == np.float64
+            assert statistic.lower is None or values.min() >= statistic.lower - 1e-12, name
+            assert statistic.upper is None or values.max() <= statistic.upper + 1e-12, name
+            if first is second and statistic.same_model_value is not None:
+                np.testing.assert_allclose(values, statistic.same_model_value, atol=1e-12, err_msg=name)
+
+
+def columns_of_pair(p: np.ndarray, q: np.ndarray) -> dict[str, np.ndarray]:
+    """The columns of tokens/ by their definitions; the observed token is the first."""
+    mean = (p + q) / 2
+
+    def kl(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (a * np.log(a / b)).sum(-1)
+
+    return {
+        "kl_policy_reference": kl(p, q),
+        "kl_reference_policy": kl(q, p),
+        "jensen_shannon": (kl(p, mean) + kl(q, mean)) / 2,
+        "total_variation": np.abs(p - q).sum(-1) / 2,
+        "entropy_policy": -(p * np.log(p)).sum(-1),
+        "entropy_reference": -(q * np.log(q)).sum(-1),
+        "logp_policy": np.log(p[:, 0]),
+        "logp_reference": np.log(q[:, 0]),
+        "top1_policy": p.argmax(-1),
+        "top1_reference": q.argmax(-1),
+    }
+
+
+def test_the_acceptance_rate_is_the_probability_that_speculative_sampling_accepts() -> None:
+    """By enumeration of every drafted token x: p(x) min(1, q(x)/p(x)), in both directions, and the rejected rest."""
+    p, q = distributions()
+    expected = (p * np.minimum(1, q / p)).sum(-1)
+    np.testing.assert_allclose((q * np.minimum(1, p / q)).sum(-1), expected, rtol=1e-12)
+    # Speculative sampling draws from max(0, q - p), normalised, on rejection; accepted and resampled mass add up to q.
+    residual = np.maximum(0, q - p)
+    np.testing.assert_allclose(
+        np.minimum(p, q) + (1 - expected)[:, None] * residual / residual.sum(-1, keepdims=True), q, atol=1e-12
+    )
+    rate = STATISTICS["acceptance_rate"].values(columns_of_pair(p, q))
+    np.testing.assert_allclose(rate, expected, rtol=1e-12)
+    assert 0.05 < rate.min() < rate.max() < 0.95
+
+
+def test_reductions_have_the_derivative_they_declare() -> None:
+    reductions = {id(each.reduction): each.reduction for each in STATISTICS.values() if each.reduction}
+    assert len(reductions) == 2
+    for reduction in reductions.values():
+        numeric = (reduction.function(0.3 + 1e-6) - reduction.function(0.3 - 1e-6)) / 2e-6
+        assert reduction.derivative(0.3) == pytest.approx(numeric, rel=1e-6)
+
+
+def test_log_ratio_is_0_where_both_probabilities_are_0() -> None:
+    assert log_ratio(np.array([-np.inf, -1.0]), np.array([-np.inf, -2.0])).tolist() == [0.0, 1.0]
+    assert log_ratio(np.array([-1.0]), np.array([-np.inf])).tolist() == [math.inf]
+
+
+def test_fields_of_the_file_and_names_in_the_table_are_inverse() -> None:
+    numbers = {name: place for place, name in enumerate(STATISTICS)}
+    fields = to_fields(numbers)
+    assert fields["perplexity"] == {
+        name: numbers[f"perplexity_{name}"] for name in ("policy", "reference", "ratio")
+    }
+    assert fields["top1_agreement"] == numbers["top1_agreement"]
+    assert from_fields(fields) == numbers
+
+
+def test_a_file_of_an_older_schema_has_its_statistics_in_the_order_of_the_table() -> None:
+    found = Measurement.read(SCHEMA_1).statistics()
+    raw = json.loads((SCHEMA_1 / "measurement.json").read_text())
+    assert list(found) == [name for name in STATISTICS if name in found]
+    assert found["perplexity_ratio"].value == raw["perplexity"]["ratio"]["value"]
+    assert found["kl_policy_reference"].value == raw["per_token"]["kl_policy_reference"]["value"]
+    assert set(COMPARED) & set(raw["per_token"]) <= set(found)
+    assert set(PERPLEXITIES) == {
+        name for name, statistic in STATISTICS.items() if statistic.reduction is EXP_MEAN
+    }
+
+
+def test_a_run_from_before_a_statistic_was_added_is_compared_by_its_tokens(tmp_path: Path) -> None:
+    comparison = compare([SCHEMA_1, SCHEMA_1])
+    assert "acceptance_rate" not in comparison.runs[0].numbers
+    difference = comparison.differences[0].differences["acceptance_rate"]
+    assert (difference.value, difference.unit) == (0.0, "probability")
+    page = write_comparison(tmp_path / "comparison.html", comparison).read_text(encoding="utf-8")
+    assert STATISTICS["acceptance_rate"].label in page
