@@ -77,7 +77,8 @@ HOMES = {
     "losses": ("future_kl_loss", "kl_loss"),
     "masking": ("Mean",),
     "measuring": ("compare", "measure"),
-    "records": ("Audit", "MeasureJob", "Measurement"),
+    "jobs": ("MeasureJob",),
+    "store": ("Audit", "Measurement"),
     "uncertainty": ("Estimate", "clustered_mean"),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
