@@ -32,9 +32,11 @@ def damages(found: dict[str, Any] | None) -> str:
     """Outcomes by kind of folder."""
     if found is None:
         return "Not measured yet: `python benchmarks/damage.py`.\n"
-    rows = [
-        "| folder | damages | same result | refused | other result, with a warning | other result, silent | traceback |"
-    ]
+    header = (
+        "| folder | damages | same result | refused | other result, with a warning | other result, without one "
+        "| traceback |"
+    )
+    rows = [header]
     rows.append("|---|---|---|---|---|---|---|")
     for kind, words in KINDS.items():
         if kind not in found["kinds"]:
@@ -51,9 +53,11 @@ def kills(found: dict[str, Any] | None) -> str:
     """Kills by command."""
     if found is None:
         return "Not measured yet: `python benchmarks/kills.py`.\n"
-    rows = [
-        "| command | kills | runs | same result | other result | report between: page / sentence / traceback |"
-    ]
+    header = (
+        "| command | kills | runs | same result | other result "
+        "| report between kills: page / error message / traceback |"
+    )
+    rows = [header]
     rows.append("|---|---|---|---|---|---|")
     for kind, counts in found["kinds"].items():
         reports = " / ".join(
@@ -70,12 +74,12 @@ def hashing(found: dict[str, Any] | None) -> str:
         return "Not measured yet: `python benchmarks/hashing.py`.\n"
     speed = found["mebibytes_per_second"]
     return (
-        f"| way, {found['mebibytes']} MiB in the page cache, {found['threads']} cores | MiB/s |\n|---|---|\n"
-        f"| reading alone | {speed['reading']} |\n"
-        f"| checksum of a file that is read back (SHA-256, one thread) | {speed['checksum']} |\n"
+        f"| operation, {found['mebibytes']} MiB in the page cache, {found['threads']} cores | MiB/s |\n|---|---|\n"
+        f"| reading only | {speed['reading']} |\n"
+        f"| checksum when a file is read (SHA-256, one thread) | {speed['checksum']} |\n"
         f"| BLAKE2b, one thread, for comparison | {speed['BLAKE2b']} |\n"
         f"| fingerprint, first time (SHA-256, all cores) | {speed['first']} |\n"
-        f"| fingerprint, from then on | {found['again_ms']} ms in all |\n"
+        f"| fingerprint, from the second time on | {found['again_ms']} ms in total |\n"
     )
 
 

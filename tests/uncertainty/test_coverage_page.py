@@ -42,7 +42,7 @@ def test_the_sentences_beside_the_tables_are_true() -> None:
     )
     many, few = shares(1.0, "kleash", lambda n: n >= 16), shares(1.0, "kleash", lambda n: n == 8)
     assert [f"{x:.0f}" for x in (min(many), max(many), min(few), max(few))] == list(words)
-    assert "need 32 clusters to hold the truth as often as they say" in text
+    assert "need 32 clusters for 95 % coverage" in text
     assert min(shares(1.5, "kleash", lambda n: n >= 32)) >= 95 > max(shares(1.5, "kleash", lambda n: n < 32))
     assert max(shares(1.5, "clustered", lambda n: n <= 512)) < 95
 
