@@ -1,9 +1,10 @@
-"""The adapters for frameworks that are not installed here, called as their published signatures say.
+"""The recipes for frameworks that are not installed here, called by their published signatures.
 
 Read at: prime-rl 559b447 (2026-08-21), slime 624b824 (2026-08-21), SkyRL a956457 (2026-08-21), tinker-cookbook
 9dfcc3a (2026-08-19).
 """
 
+import importlib
 import math
 import sys
 from argparse import Namespace
@@ -11,16 +12,19 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import prime_rl_loss
 import pytest
+import skyrl_rewards
+import slime_advantages
+import tinker_loss
 import torch
 
 from kleash.errors import CannotRunError, OptionError, ShapeError
-from kleash.integrations import prime_rl, skyrl, slime, tinker
 from kleash.leash import PIDBeta
 from kleash.losses import KLTerm
 
 NAN = float("nan")
-WORDS = 6
+VOCAB_SIZE = 6
 
 
 @dataclass
@@ -49,15 +53,15 @@ def prime(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     module = sys.modules["prime_rl.trainer.rl.loss"]
     module.LossInputs, module.LossOutputs = Inputs, Outputs
-    prime_rl._outputs.cache_clear()
+    prime_rl_loss._loss_outputs.cache_clear()
     yield module
-    prime_rl._outputs.cache_clear()
+    prime_rl_loss._loss_outputs.cache_clear()
 
 
-def every_word():
-    """A policy over six words, and every word as a sample: sums over them are expectations."""
+def enumerated_tokens():
+    """Policy, reference and engine over six tokens, for expectations as sums over the tokens."""
     torch.manual_seed(1)
-    logits, reference, engine = torch.randn(3, WORDS, dtype=torch.float64).unbind()
+    logits, reference, engine = torch.randn(3, VOCAB_SIZE, dtype=torch.float64).unbind()
     logits.requires_grad_()
     return logits, logits.log_softmax(-1), reference.log_softmax(-1), engine.log_softmax(-1)
 
@@ -67,26 +71,29 @@ def gradient_of_kl(logits, logp, logq):
 
 
 @pytest.mark.parametrize("against", ["inference", "reference"])
-def test_prime_rl_trains_the_kl_it_names_in_expectation(prime, against):
-    logits, logp, logq, engine = every_word()
-    drawn = 0.0
-    for word in range(WORDS):
-        one = slice(word, word + 1)
-        nothing, here = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.bool)
-        inputs = Inputs(logp[one], engine[one].detach(), logq[one].detach(), nothing, here)
-        drawn = drawn + engine[word].exp() * prime_rl.leashed_loss(inputs, beta=0.3, against=against).loss
-    (found,) = torch.autograd.grad(drawn, logits, retain_graph=True)
+def test_prime_rl_has_the_gradient_of_the_kl_in_expectation(prime, against):
+    logits, logp, logq, engine = enumerated_tokens()
+    expected_loss = 0.0
+    for token in range(VOCAB_SIZE):
+        row = slice(token, token + 1)
+        no_advantage, mask = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.bool)
+        inputs = Inputs(logp[row], engine[row].detach(), logq[row].detach(), no_advantage, mask)
+        expected_loss = (
+            expected_loss
+            + engine[token].exp() * prime_rl_loss.leashed_loss(inputs, beta=0.3, against=against).loss
+        )
+    (gradient,) = torch.autograd.grad(expected_loss, logits, retain_graph=True)
     other = engine if against == "inference" else logq
-    torch.testing.assert_close(found, 0.3 * gradient_of_kl(logits, logp, other))
-    assert drawn.item() == pytest.approx(0.3 * (logp.exp() * (logp - other)).sum().item())
+    torch.testing.assert_close(gradient, 0.3 * gradient_of_kl(logits, logp, other))
+    assert expected_loss.item() == pytest.approx(0.3 * (logp.exp() * (logp - other)).sum().item())
 
 
-def test_prime_rl_sums_what_counts_within_the_region(prime):
+def test_prime_rl_sums_unmasked_tokens_within_the_trust_region(prime):
     logp = torch.tensor([-0.2, -1.0, -0.1, NAN], requires_grad=True)
     engine = torch.tensor([-1.5, -1.1, -0.1, NAN])
     mask, weights = torch.tensor([True, True, True, False]), torch.tensor([1.0, 0.5, 2.0, NAN])
     inputs = Inputs(logp, engine, None, torch.tensor([1.0, 2.0, -1.0, NAN]), mask, weights)
-    out = prime_rl.leashed_loss(inputs, beta=0.0)
+    out = prime_rl_loss.leashed_loss(inputs, beta=0.0)
     assert isinstance(out, Outputs) and out.loss.shape == ()
     rho = math.exp(0.1)
     assert out.loss.item() == pytest.approx(-0.5 * 2 * rho + 2 * 1.0)  # the first is out, and pushed further
@@ -96,66 +103,69 @@ def test_prime_rl_sums_what_counts_within_the_region(prime):
     ahead = torch.tensor([1.3, 0.1, 0.0])
     kl = (ahead.exp() * ((-ahead).exp() - 1 + ahead)).mean()
     assert out.metrics["kl"].item() == pytest.approx(kl.item(), rel=1e-5)
-    everywhere = prime_rl.leashed_loss(inputs, beta=0.0, most_total_variation=None)
+    everywhere = prime_rl_loss.leashed_loss(inputs, beta=0.0, most_total_variation=None)
     assert everywhere.loss.item() == pytest.approx(out.loss.item() - math.exp(1.3))
-    capped = prime_rl.leashed_loss(inputs, beta=1.0, cap=1.0).loss - out.loss
+    capped = prime_rl_loss.leashed_loss(inputs, beta=1.0, cap=1.0).loss - out.loss
     by_hand = ((-ahead).exp() - 1 + ahead)[:2] @ weights[:2]
     assert capped.item() == pytest.approx(by_hand.item(), rel=1e-5)
     inputs.loss_mask = torch.zeros(4, dtype=torch.bool)
-    empty = prime_rl.leashed_loss(inputs, beta=1.0)
+    empty = prime_rl_loss.leashed_loss(inputs, beta=1.0)
     assert empty.loss.item() == 0 and empty.metrics == {}
 
 
-def test_prime_rl_refuses(prime, monkeypatch):
+def test_prime_rl_raises_on_a_missing_reference_and_on_changed_records(prime, monkeypatch):
     inputs = Inputs(
         *[torch.full((1,), -1.0, requires_grad=True)] * 2, None, torch.ones(1), torch.tensor([True])
     )
-    with pytest.raises(OptionError, match="hands over no reference log-probabilities for this algorithm"):
-        prime_rl.leashed_loss(inputs, beta=1.0, against="reference")
+    with pytest.raises(OptionError, match="passes no reference log-probabilities for this algorithm"):
+        prime_rl_loss.leashed_loss(inputs, beta=1.0, against="reference")
     with pytest.raises(OptionError, match="against is 'old'; there are inference, reference"):
-        prime_rl.leashed_loss(inputs, beta=1.0, against="old")
+        prime_rl_loss.leashed_loss(inputs, beta=1.0, against="old")
     monkeypatch.setattr(
         prime, "LossOutputs", dataclass(type("Other", (), {"__annotations__": {"loss": Any}}))
     )
     with pytest.raises(
-        CannotRunError, match=r"prime-rl lacks .*argument 'metrics' of prime_rl\.trainer\.rl\.loss"
+        CannotRunError,
+        match=r"prime-rl lacks LossOutputs\.metrics; this recipe was written for prime-rl 0\.8",
     ):
-        prime_rl.leashed_loss(inputs, beta=1.0)
+        prime_rl_loss.leashed_loss(inputs, beta=1.0)
 
 
-def test_slime_pays_for_the_kl_that_follows():
+def test_slime_advantages_subtract_k1_of_the_token_and_later_tokens():
     policy = [torch.tensor([-1.0, -2.0, NAN, -0.5]), torch.tensor([-3.0])]
     reference = [torch.tensor([-2.0, -1.5, 0.0, -1.0]), torch.tensor([-1.0])]
     masks = [torch.tensor([1, 1, 0, 1], dtype=torch.int), torch.tensor([1], dtype=torch.int)]
     data = {"log_probs": policy, "ref_log_probs": reference, "rewards": [1.0, -0.5], "loss_masks": masks}
-    assert slime.leashed_advantages(Namespace(kl_coef=0.1, use_rollout_logprobs=False), data) is None
+    assert (
+        slime_advantages.leashed_advantages(Namespace(kl_coef=0.1, use_rollout_logprobs=False), data) is None
+    )
     assert data["advantages"][0].tolist() == pytest.approx([1 - 0.1, 1.0, 0.0, 1 - 0.05])
     assert data["advantages"][1].tolist() == pytest.approx([-0.5 + 0.2])
     assert all(torch.equal(x, y) for x, y in zip(data["returns"], data["advantages"], strict=True))
     data |= {"rollout_log_probs": reference}
-    slime.leashed_advantages(Namespace(kl_coef=0.1, use_rollout_logprobs=True), data)
+    slime_advantages.leashed_advantages(Namespace(kl_coef=0.1, use_rollout_logprobs=True), data)
     assert data["advantages"][0].tolist() == [1, 1, 0, 1], (
         "the engine's log-probabilities, where slime uses them"
     )
     del data["ref_log_probs"]
-    slime.leashed_advantages(Namespace(kl_coef=0.0, use_rollout_logprobs=False), data)
+    slime_advantages.leashed_advantages(Namespace(kl_coef=0.0, use_rollout_logprobs=False), data)
     assert data["advantages"][1].tolist() == [-0.5], "without a KL no reference is needed"
 
 
-def test_slime_refuses():
-    args, one = Namespace(kl_coef=0.1), [torch.zeros(2)]
-    data = {"log_probs": one, "rewards": [1.0], "loss_masks": [torch.ones(2)]}
+def test_slime_raises_on_missing_entries_and_split_responses():
+    args, logprobs = Namespace(kl_coef=0.1), [torch.zeros(2)]
+    data = {"log_probs": logprobs, "rewards": [1.0], "loss_masks": [torch.ones(2)]}
     with pytest.raises(
-        CannotRunError, match=r"slime did not hand over ref_log_probs; this was written for slime 0\."
+        CannotRunError, match=r"slime passed no ref_log_probs; this recipe was written for slime 0\."
     ):
-        slime.leashed_advantages(args, data)
-    with pytest.raises(CannotRunError, match="did not hand over kl_coef"):
-        slime.leashed_advantages(Namespace(), data)
-    data |= {"ref_log_probs": one, "loss_masks": [torch.ones(4)]}
+        slime_advantages.leashed_advantages(args, data)
+    with pytest.raises(CannotRunError, match="passed no kl_coef"):
+        slime_advantages.leashed_advantages(Namespace(), data)
+    data |= {"ref_log_probs": logprobs, "loss_masks": [torch.ones(4)]}
     with pytest.raises(
         CannotRunError, match=r"a response has 4 tokens and 2 log-probabilities here .*parallel-size 1"
     ):
-        slime.leashed_advantages(args, data)
+        slime_advantages.leashed_advantages(args, data)
 
 
 class Trainer:
@@ -171,7 +181,7 @@ class Trainer:
         raise AssertionError("SkyRL's own")
 
 
-class Mine(skyrl.LeashedRewards, Trainer):
+class LeashedTrainer(skyrl_rewards.LeashedRewards, Trainer):
     pass
 
 
@@ -188,8 +198,8 @@ class Batch(dict):
         self.metadata = {}
 
 
-def test_skyrl_charges_k1_where_tokens_count():
-    trainer, data = Mine(), Batch()
+def test_skyrl_subtracts_k1_from_the_rewards_of_unmasked_tokens():
+    trainer, data = LeashedTrainer(), Batch()
     assert trainer.apply_reward_kl_penalty(data) is data
     expected = torch.tensor([[-0.1, 1.05, 0.0], [0.0, -0.6, 2.0]])
     torch.testing.assert_close(data["rewards"], expected)
@@ -200,75 +210,92 @@ def test_skyrl_charges_k1_where_tokens_count():
         (k3[0].item() + k3[3].item()) / 2, rel=1e-6
     )
     assert data.metadata["metrics"]["kl_loss_coef"] == 0.1
-    nothing, free = Batch(), Mine(coefficient=-1.0)
+    nothing, free = Batch(), LeashedTrainer(coefficient=-1.0)
     free.apply_reward_kl_penalty(nothing)
     assert torch.equal(nothing["rewards"], Batch()["rewards"])
 
 
-def test_skyrl_is_steered_by_a_leash_or_by_its_own_controller():
-    trainer = Mine()
+def test_skyrl_takes_beta_from_the_leash_or_from_its_own_controller():
+    trainer = LeashedTrainer()
     trainer.leash = start = PIDBeta(beta=0.2, target_nats=1.0)
     data = trainer.apply_reward_kl_penalty(Batch())
     assert data["rewards"][0, 0].item() == pytest.approx(-0.2)
     ahead = torch.tensor([[1.0, -0.5, 0.0], [0.0, 6.0, 0.0]])
     sums = ((-ahead).exp() - 1 + ahead).sum(-1).mean()
     assert trainer.leash.beta == pytest.approx(start.after(sums, sequences=2).beta)
-    own = Mine()
-    told = []
-    own.reward_kl_controller = SimpleNamespace(
-        value=0.3, update=lambda current, n_steps: told.append((current, n_steps))
+    with_controller = LeashedTrainer()
+    updates = []
+    with_controller.reward_kl_controller = SimpleNamespace(
+        value=0.3, update=lambda current, n_steps: updates.append((current, n_steps))
     )
-    data = own.apply_reward_kl_penalty(Batch())
+    data = with_controller.apply_reward_kl_penalty(Batch())
     assert data["rewards"][0, 0].item() == pytest.approx(-0.3)
-    assert told == [(pytest.approx(own.all_metrics["loss/avg_kl"]), 2)]
+    assert updates == [(pytest.approx(with_controller.all_metrics["loss/avg_kl"]), 2)]
 
 
-def test_skyrl_needs_its_trainer_behind():
+def test_skyrl_mixin_requires_a_trainer_as_base_class():
     with pytest.raises(
-        CannotRunError, match="Alone has no trainer with apply_reward_kl_penalty behind Leashed"
+        CannotRunError, match="Alone has no base class with apply_reward_kl_penalty after Leashed"
     ):
-        type("Alone", (skyrl.LeashedRewards,), {})
+        type("Alone", (skyrl_rewards.LeashedRewards,), {})
 
 
-def test_tinker_calls_a_function_of_data_and_logprobs():
-    """Every word drawn by an older policy, weighted by its probability: the gradient of the KL, summed exactly."""
-    logits, logp, logq, sampler = every_word()
-    one = torch.ones(1)
-    made = [
-        tinker.leashed_loss(
+def test_tinker_has_the_gradient_of_the_kl_and_the_advantages_in_expectation():
+    """The expectation over tokens of an older policy, as a sum, has the gradient of the KL."""
+    logits, logp, logq, sampler = enumerated_tokens()
+    mask = torch.ones(1)
+    losses = [
+        tinker_loss.leashed_loss(
             KLTerm(ratio="token"),
             beta=0.5,
-            masks=[one],
-            reference_logprobs=[logq[word : word + 1]],
-            sampled_logprobs=[sampler[word : word + 1]],
-            advantages=[torch.full((1,), float(word))],
+            masks=[mask],
+            reference_logprobs=[logq[token : token + 1]],
+            sampled_logprobs=[sampler[token : token + 1]],
+            advantages=[torch.full((1,), float(token))],
         )
-        for word in range(WORDS)
+        for token in range(VOCAB_SIZE)
     ]
     total = 0.0
-    for word, function in enumerate(made):
-        loss, metrics = function([object()], [logp[word : word + 1]])
+    for token, function in enumerate(losses):
+        loss, metrics = function([object()], [logp[token : token + 1]])
         assert loss.shape == () and all(type(value) is float for value in metrics.values())
-        total = total + sampler[word].exp() * loss
-    (found,) = torch.autograd.grad(total, logits, retain_graph=True)
-    (gain,) = torch.autograd.grad(logp.exp() @ torch.arange(WORDS).double(), logits, retain_graph=True)
-    torch.testing.assert_close(found, 0.5 * gradient_of_kl(logits, logp, logq) - gain)
+        total = total + sampler[token].exp() * loss
+    (gradient,) = torch.autograd.grad(total, logits, retain_graph=True)
+    (gain,) = torch.autograd.grad(logp.exp() @ torch.arange(VOCAB_SIZE).double(), logits, retain_graph=True)
+    torch.testing.assert_close(gradient, 0.5 * gradient_of_kl(logits, logp, logq) - gain)
 
 
-def test_tinker_sums_what_counts_and_says_how_much_it_was():
+def test_tinker_sums_unmasked_tokens_and_returns_metrics():
     logp = [torch.tensor([-1.0, NAN, -2.0], requires_grad=True), torch.tensor([-0.5], requires_grad=True)]
     columns = {
         "masks": [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])],
         "reference_logprobs": [torch.tensor([-1.5, NAN, -2.0]), torch.tensor([-3.5])],
         "sampled_logprobs": [torch.tensor([-1.0, NAN, -2.0]), torch.tensor([-0.5])],
     }
-    function = tinker.leashed_loss(KLTerm(estimator="k2"), beta=2.0, **columns)
+    function = tinker_loss.leashed_loss(KLTerm(estimator="k2"), beta=2.0, **columns)
     loss, metrics = function([None, None], logp)
     assert loss.item() == pytest.approx(2 * (0.125 + 4.5))
     assert metrics == {"kl": pytest.approx((0.125 + 4.5) / 3), "tokens": 3.0}
     loss.backward()
     assert [x.grad.tolist() for x in logp] == [[1.0, 0.0, 0.0], [6.0]]
     with pytest.raises(
-        ShapeError, match=r"datum by datum: \[3\], \[3, 1\], \[3, 1\], \[3, 1\], \[3\]; give the same"
+        ShapeError, match=r"datum by datum: \[3\], \[3, 1\], \[3, 1\], \[3, 1\], \[3\]; pass the same"
     ):
         function([None], logp[:1])
+
+
+@pytest.mark.parametrize(
+    ("module", "recipe", "name"),
+    [
+        ("prime_rl", prime_rl_loss, "leashed_loss"),
+        ("slime", slime_advantages, "leashed_advantages"),
+        ("skyrl", skyrl_rewards, "LeashedRewards"),
+        ("tinker", tinker_loss, "leashed_loss"),
+    ],
+)
+def test_the_former_import_path_names_the_recipe(module, recipe, name):
+    assert recipe.__all__ == [name] and hasattr(recipe, name)
+    with pytest.raises(
+        ImportError, match=rf"copy examples/recipes/{recipe.__name__}\.py .* {recipe.__name__}\.{name}$"
+    ):
+        importlib.import_module(f"kleash.integrations.{module}")
