@@ -1,4 +1,4 @@
-"""Writes the table of adapters in docs/models.md, out of the rules by which they are loaded.
+"""Writes the table of adapters in docs/models.md from the rules by which they are loaded.
 
 python tools/make_adapter_table.py            write it
 python tools/make_adapter_table.py --check    exit 1 if it is not what would be written
@@ -15,7 +15,7 @@ from kleash.models.adapters.rules import RULES, TESTED_KINDS
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BLOCK = re.compile(r"(<!-- adapters: [^\n]*-->\n).*?(<!-- end of adapters -->)", re.DOTALL)
 TREATMENTS = {
-    "separate": "measured; the base is loaded once more for the other side",
+    "separate": "measured; a second copy of the base is loaded for the other side",
     "refused": "refused",
 }
 
@@ -24,12 +24,12 @@ def table() -> str:
     """The rules as rows, the first that applies first."""
     kinds = ", ".join(f"`{kind}`" for kind in sorted(TESTED_KINDS))
     rows = [
-        ("adapter_config.json has", "what is done", "since the adapter"),
+        ("adapter_config.json has", "treatment", "because the adapter"),
         ("---", "---", "---"),
         *((rule.settings, TREATMENTS[rule.treatment], rule.reason) for rule in RULES),
         (
             f"none of these, and a `peft_type` of {kinds}",
-            "measured; the base is shared where the proof succeeds, and otherwise loaded once more",
+            "measured; the base is shared if the checks succeed, otherwise a second copy is loaded",
             "leaves its base as it is",
         ),
     ]
