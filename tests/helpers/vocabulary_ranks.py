@@ -488,9 +488,9 @@ def calls(mine, group, tokens):
     return {
         "`linear_kl`": lambda: linear_kl(fp, p, fq, q),
         "`linear_kl` and its gradient": of_values,
-        "`linear_divergence`, another": lambda: linear_divergence(fp, p, fq, q, divergence="hellinger"),
+        "`linear_divergence`, other than KL": lambda: linear_divergence(fp, p, fq, q, divergence="hellinger"),
         "`linear_kl_loss`": lambda: linear_kl_loss(hp, head_p, fq, q, weights=weights),
-        "`linear_divergence_loss`, another": lambda: linear_divergence_loss(
+        "`linear_divergence_loss`, other than KL": lambda: linear_divergence_loss(
             hp, head_p, fq, q, weights=weights, divergence="hellinger"
         ),
         "`linear_objective`": lambda: linear_objective(hp, head_p, tokens, fq, q, each),
