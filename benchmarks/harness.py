@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: when, where, with what, and by which command."""
+"""Timing, peak memory, and result files with date, machine, versions, commit and command; shared by the benchmarks."""
 
 import ctypes
 import json
@@ -27,7 +27,7 @@ def write_result(
     """Write ``name.json`` into the folder of results, or another, and return its path."""
     path = folder / f"{name}.json"
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps({"figures": figures, **circumstances(packages)}, indent=2) + "\n")
+    path.write_text(json.dumps({"figures": figures, **provenance(packages)}, indent=2) + "\n")
     return path
 
 
@@ -37,9 +37,9 @@ def interleaved(
     minutes: float = float("inf"),
     clock: Callable[[], float] = perf_counter,
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Seconds of each job in each round, and the load before each; ends where a round would end after ``minutes``.
+    """Seconds of each job in each round, and the load average before each round.
 
-    There is one round at least. Warm the jobs up before.
+    No round is started that would end after ``minutes``, except the first. Warm the jobs up before the call.
     """
     times: dict[str, list[float]] = {name: [] for name in jobs}
     loads: list[float] = []
@@ -53,32 +53,32 @@ def interleaved(
     return times, loads
 
 
-def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median of the rounds' ratios."""
-    return round(median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
+def ratio(seconds: list[float], reference_seconds: list[float]) -> float:
+    """The median over rounds of ``seconds / reference_seconds``, rounded to three digits."""
+    return round(median(a / b for a, b in zip(seconds, reference_seconds, strict=True)), 3)
 
 
 def resident(what: str) -> float:
-    """VmRSS (now) or VmHWM (at most so far) of this process, in MB of a million bytes; needs Linux."""
+    """Resident memory of this process, in MB of a million bytes: VmRSS (now) or VmHWM (the peak so far); Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024 / 1e6
 
 
 def peak_of(job: Callable[[], Any]) -> float:
-    """What the process holds at most during the job beyond what it held before, in MB."""
+    """The peak of resident memory during the job, less the resident memory before it, in MB."""
     with files_stay_resident():
-        before = resident("VmRSS")
+        resident_before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         job()
-        return round(resident("VmHWM") - before, 1)
+        return round(resident("VmHWM") - resident_before, 1)
 
 
 @contextmanager
 def files_stay_resident() -> Iterator[bool]:
-    """Keep the pages of mapped files that are in memory there; under pressure the kernel drops such pages.
+    """Lock the resident pages of mapped files in memory; under memory pressure the kernel would drop them.
 
     Yields:
-        Whether they stay; without the right to lock memory they may not.
+        Whether all were locked; a process without the right to lock memory cannot.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -93,12 +93,12 @@ def files_stay_resident() -> Iterator[bool]:
             libc.munlock(c_void_p(begin), c_size_t(size))
 
 
-def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Date, machine, versions (also of these packages), commit and command."""
+def provenance(packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Command, date, commit, machine, and the versions of Python, torch and these packages."""
     return {
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _said(["git", "rev-parse", "--short", "HEAD"]),
+        "commit": _output_of(["git", "rev-parse", "--short", "HEAD"]),
         "machine": {
             "processor": _processor(),
             "cores": os.cpu_count(),
@@ -121,6 +121,6 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _said(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
-    return done.stdout.strip()
+def _output_of(command: list[str]) -> str:
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
+    return completed.stdout.strip()

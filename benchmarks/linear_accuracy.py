@@ -1,13 +1,13 @@
-"""How right each way to a KL is, in value and gradient, from bfloat16 inputs, near and far.
+"""Accuracy of each method for the KL and its gradient, from bfloat16 inputs, for near and distant models.
 
     python benchmarks/linear_accuracy.py
     python benchmarks/linear_accuracy.py --only kleash trl
 
-Two policies one optimiser step apart differ by 1e-6 to 1e-3 nats. For each distance the inputs are moved apart
-until the KL of the *rounded* inputs is what was asked for; what is right is then computed from the same rounded
-inputs in float64, with all logits. Written are the relative error of the mean over all tokens, the median
-relative error of one token's own KL and how many of those are negative (each way is called with one token
-at a time for that), and the cosines of the gradients of the mean with the right ones.
+Two policies one optimiser step apart differ by 1e-6 to 1e-3 nats. For each distance, inputs are generated whose KL,
+after rounding to bfloat16, is that distance. The exact values are computed in float64 from the same rounded inputs,
+with all logits. Written are the relative error of the mean over all tokens, the median relative error of a single
+token's KL and the share of tokens with a negative KL (each method is called with one token at a time for these), and
+the cosines between the gradients of the mean and the exact gradients.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DISTANCES = (1e-6, 1.7e-5, 2.6e-4, 1.0)
 
 
 def naive_upcast(x: Inputs) -> Tensor:
-    """What one gets who knows that bfloat16 logits are too coarse, and pays for it."""
+    """The naive exact KL with hidden states and heads converted to float32 first."""
     upcast = (x.hidden_p.float(), x.weight_p.float(), x.hidden_q.float(), x.weight_q.float())
     return naive_exact(Inputs(*upcast, x.ids))
 
@@ -44,38 +44,38 @@ def exact(x: Inputs) -> Tensor:
 
 
 def at_distance(nats: float, size: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Inputs whose mean KL is within a twentieth of this, found by bisection."""
+    """Inputs whose mean KL is within 5 % of ``nats``, by bisection over the distance."""
     low, high = 1e-6, 1e3
     for _ in range(40):
         middle = (low * high) ** 0.5
-        x = make_inputs(*size, apart=middle, dtype=dtype)
+        x = make_inputs(*size, distance=middle, dtype=dtype)
         with torch.no_grad():
-            found = exact(x).mean().item()
-        if abs(found / nats - 1) < 0.05:
+            mean_kl = exact(x).mean().item()
+        if abs(mean_kl / nats - 1) < 0.05:
             return x
-        low, high = (middle, high) if found < nats else (low, middle)
-    raise SystemExit(f"no inputs of {size} in {dtype} are {nats} nats apart: {found} is the nearest")
+        low, high = (middle, high) if mean_kl < nats else (low, middle)
+    raise SystemExit(f"no inputs of {size} in {dtype} are {nats} nats apart: {mean_kl} is the nearest")
 
 
-def measured(name: str, x: Inputs, single: int) -> dict[str, float]:
-    """The errors of one way on these inputs."""
+def measure_errors(name: str, x: Inputs, single: int) -> dict[str, float]:
+    """The errors of one method on these inputs."""
     wide = x.to(torch.float64)
-    right = exact(wide)
-    right_gradients = gradients(wide, right.mean())
+    exact_kl = exact(wide)
+    exact_gradients = gradients(wide, exact_kl.mean())
     loss = WAYS[name].of(x)
     value = loss.item()
     in_hidden, in_weight = gradients(x, loss)
     with torch.no_grad():
-        alone = [WAYS[name].of(x.at(i)).item() for i in range(single)]
-    errors = [abs(a / b - 1) for a, b in zip(alone, right.tolist(), strict=False)]
+        token_values = [WAYS[name].of(x.at(i)).item() for i in range(single)]
+    errors = [abs(a / b - 1) for a, b in zip(token_values, exact_kl.tolist(), strict=False)]
     return {
-        "kl": right.mean().item(),
+        "kl": exact_kl.mean().item(),
         "value": value,
-        "relative_error": abs(value / right.mean().item() - 1),
+        "relative_error": abs(value / exact_kl.mean().item() - 1),
         "median_error_of_a_token": median(errors),
-        "negative_share": sum(a < 0 for a in alone) / len(alone),
-        "cosine_hidden": cosine(in_hidden, right_gradients[0]),
-        "cosine_weight": cosine(in_weight, right_gradients[1]),
+        "negative_share": sum(a < 0 for a in token_values) / len(token_values),
+        "cosine_hidden": cosine(in_hidden, exact_gradients[0]),
+        "cosine_weight": cosine(in_weight, exact_gradients[1]),
     }
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     for nats in DISTANCES:
         x = at_distance(nats, size)
         for name in args.only:
-            rows.append({"name": name, "nats": nats, **measured(name, x, args.single)})
+            rows.append({"name": name, "nats": nats, **measure_errors(name, x, args.single)})
             print(
                 "{name:16} KL {nats:7.1e}  value {relative_error:8.1e}  token {median_error_of_a_token:8.1e} "
                 " negative {negative_share:4.2f}  cosines {cosine_hidden:8.5f} {cosine_weight:8.5f}".format(

@@ -1,11 +1,12 @@
-"""The benchmarks of the linear functions in the order of their importance, as many as the time is enough for.
+"""Runs the benchmarks of the linear functions, the most important first, as many as fit into a time limit.
 
     python benchmarks/linear_all.py --minutes 30
     python benchmarks/linear_all.py --minutes 10 --only "linear_peers.py --shape h4096" linear_step.py
     python benchmarks/linear_all.py --minutes 90 --vocabularies
 
-Then docs/performance.md is made from what is there. The minutes are what each takes on two idle cores with
-160 GFLOP/s between them; one that would not end in time is left out, and the next that would is run.
+Then docs/performance.md is generated from the results. ``MINUTES`` are the minutes that each benchmark takes on two
+idle cores with 160 GFLOP/s in total. A benchmark that would not end in time is skipped, and the next one that fits is
+run.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 MINUTES = {
     "linear_peers.py": 10.0,
     "linear_training.py": 4.5,
@@ -46,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="time for all of them together")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit for all benchmarks")
     parser.add_argument("--only", nargs="*", choices=MINUTES, default=list(MINUTES), help="which")
     parser.add_argument(
         "--vocabularies", action="store_true", help="only the four vocabularies at 1024 and at 4096 tokens"
@@ -56,17 +57,20 @@ def main() -> int:
         args.only = [f"linear_peers.py --shape {shape}" for shape in VOCABULARIES]
     began, failed = monotonic(), []
     for command in args.only:
-        left = args.minutes - (monotonic() - began) / 60
-        if MINUTES[command] > left:
-            print(f"-- left out: {command} ({MINUTES[command]:.1f} min, and {left:.1f} are left)", flush=True)
+        minutes_left = args.minutes - (monotonic() - began) / 60
+        if MINUTES[command] > minutes_left:
+            print(
+                f"-- left out: {command} ({MINUTES[command]:.1f} min, and {minutes_left:.1f} are left)",
+                flush=True,
+            )
             continue
         print(f"-- {command}", flush=True)
         start, (script, *options) = monotonic(), command.split()
-        if subprocess.run([sys.executable, str(HERE / script), *options]).returncode:
+        if subprocess.run([sys.executable, str(FOLDER / script), *options]).returncode:
             failed.append(command)
         print(f"-- took {(monotonic() - start) / 60:.1f} min", flush=True)
-    page = HERE.parent / "tools" / "make_performance_page.py"
-    subprocess.run([sys.executable, str(page)], check=True)
+    page_tool = FOLDER.parent / "tools" / "make_performance_page.py"
+    subprocess.run([sys.executable, str(page_tool)], check=True)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

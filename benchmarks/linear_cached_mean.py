@@ -1,15 +1,15 @@
-"""Why a cached softmax(z_q) W is not offered: KL(q || p) and its gradient made from it, near and far.
+"""Accuracy of KL(q || p) and its gradient from a cached softmax(z_q) W; the reason why kleash has no such cache.
 
     python benchmarks/linear_cached_mean.py
 
-With one frozen head W for both models the gradient of KL(q || p) in p's hidden states is (p - q) W. Were
-q W and the entropy of q cached with the reference, one product with W would be saved, three would become two:
+With one frozen head W for both models the gradient of KL(q || p) in p's hidden states is (p - q) W. If q W and the
+entropy of q were cached with the reference, two products with W would be needed instead of three:
 
     gradient = p W - cached        value = logsumexp(h_p W^T) - h_p . cached - entropy(q)
 
-Everything is in float32, against float64 of the same inputs, beside kleash's own three products. The cache is
-kept in float32 or, like cached hidden states, in bfloat16. Errors: of the value, the median over the tokens of the
-relative error and the share of tokens below 0; of the gradient, the cosine with the true one and its relative error.
+Both ways are computed in float32 and compared with float64 on the same inputs. The cache is in float32 or, like cached
+hidden states, in bfloat16. For the value, the median relative error over tokens and the share of negative tokens are
+written; for the gradient, its cosine with the exact gradient and its relative error.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from torch.nn.functional import cosine_similarity
 
 from kleash.linear import Head, linear_divergence
 
-APART = 1.0, 0.1, 0.01, 1e-3
+DISTANCES = 1.0, 0.1, 0.01, 1e-3
 
 
 def from_cache(
-    hidden_p: Tensor, hidden_q: Tensor, weight: Tensor, kept: torch.dtype
+    hidden_p: Tensor, hidden_q: Tensor, weight: Tensor, cache_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Value and gradient with two products; what is cached is computed in float64, so only its rounding counts."""
     logq = (hidden_q.double() @ weight.double().T).log_softmax(-1)
-    mean = (logq.exp() @ weight.double()).to(kept).float()
+    mean = (logq.exp() @ weight.double()).to(cache_dtype).float()
     entropy = -(logq.exp() * logq).sum(-1).float()
     z = hidden_p @ weight.T
     total = z.logsumexp(-1, keepdim=True)
@@ -46,14 +46,14 @@ def ours(hidden_p: Tensor, hidden_q: Tensor, weight: Tensor) -> tuple[Tensor, Te
     return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
 
 
-def errors(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> dict[str, float]:
-    value, gradient = (x.double() for x in found)
-    off = (gradient - exact[1]).norm() / exact[1].norm()
+def errors(result: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> dict[str, float]:
+    value, gradient = (x.double() for x in result)
+    difference = (gradient - exact[1]).norm() / exact[1].norm()
     return {
         "value": float(f"{((value - exact[0]).abs() / exact[0]).median():.1e}"),
         "below_0": round(float((value < 0).double().mean()), 3),
         "cosine": round(float(cosine_similarity(gradient.flatten(), exact[1].flatten(), dim=0)), 6),
-        "gradient": float(f"{off:.1e}"),
+        "gradient": float(f"{difference:.1e}"),
     }
 
 
@@ -69,17 +69,17 @@ def main() -> None:
     weight = torch.randn(args.vocabulary, args.hidden) / args.hidden**0.5
     hidden_q = 3 * torch.randn(args.tokens, args.hidden)
     figures: dict[str, Any] = vars(args)
-    for apart in APART:
-        hidden_p = hidden_q + apart * torch.randn(args.tokens, args.hidden)
-        given = hidden_p, hidden_q, weight
-        exact = ours(*(x.double() for x in given))
-        found = {
-            "kleash": ours(*given),
-            "cache in float32": from_cache(*given, torch.float32),
-            "cache in bfloat16": from_cache(*given, torch.bfloat16),
+    for distance in DISTANCES:
+        hidden_p = hidden_q + distance * torch.randn(args.tokens, args.hidden)
+        inputs = hidden_p, hidden_q, weight
+        exact = ours(*(x.double() for x in inputs))
+        results = {
+            "kleash": ours(*inputs),
+            "cache in float32": from_cache(*inputs, torch.float32),
+            "cache in bfloat16": from_cache(*inputs, torch.bfloat16),
         }
         nats = f"{exact[0].median():.1e} nats"
-        figures[nats] = {name: errors(x, exact) for name, x in found.items()}
+        figures[nats] = {name: errors(x, exact) for name, x in results.items()}
         for name, x in figures[nats].items():
             print(f"{nats:12} {name:18} {x}")
     print(f"written to {write_result('linear_cached_mean', figures)}")

@@ -1,12 +1,13 @@
-"""What exact KL and its gradient cost on a GPU, beside the bare matmuls and the peers; needs a CUDA device.
+"""Time and memory of the exact KL and its gradient on a GPU, compared with the bare matmuls and other packages.
 
     python benchmarks/linear_gpu.py
     python benchmarks/linear_gpu.py --tokens 4096 --hidden 4096 --vocabulary 128256 --buffer-gib 2
 
-bfloat16, frozen q, gradients for p's hidden states and head. Interleaved after a warm-up: in each round every candidate
-runs once, timed by CUDA events; printed and written are medians. ``rate`` is the rate of the four matmuls (value and
-gradient) or two (value), as a share of that of the bare ones on whole chunks in the same round. Peaks are what torch
-allocated beyond the inputs. ``triton`` checks itself against ``chunked`` before anything is timed.
+Needs a CUDA device. bfloat16, frozen q, gradients for p's hidden states and head. Runs are interleaved after a warm-up:
+in each round every candidate runs once, timed by CUDA events; medians are printed and written. ``rate`` is the rate of
+the four matmuls (value and gradient) or two (value), as a share of the rate of the bare matmuls on whole chunks in the
+same round. Peaks are the memory that torch allocated beyond the inputs. ``triton`` is compared with ``chunked`` before
+anything is timed.
 """
 
 import argparse
@@ -50,7 +51,7 @@ class Inputs:
 
 
 def bare(x: Inputs, chunk: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The matmuls of a value, and of a value and its gradient, into memory that is there."""
+    """Functions that run the matmuls of a value, and of a value and its gradient, into preallocated memory."""
     words, dim = x.weight_p.shape
     z = torch.empty(chunk, words, device="cuda")
     g = torch.empty(chunk, words, device="cuda", dtype=torch.bfloat16)
@@ -71,14 +72,14 @@ def bare(x: Inputs, chunk: int) -> tuple[Callable[[], None], Callable[[], None]]
 
 
 def candidates(x: Inputs, args: argparse.Namespace) -> Candidates:
-    """By name and by what is computed."""
-    found: Candidates = {}
-    found["matmuls", "value"], found["matmuls", "gradient"] = bare(x, args.chunk)
+    """The functions to time, by their name and by what they compute: "value" or "gradient"."""
+    runs: Candidates = {}
+    runs["matmuls", "value"], runs["matmuls", "gradient"] = bare(x, args.chunk)
     budgets = {"triton": int(args.buffer_gib * 2**30), "triton, 128 MiB": 128 * 2**20}
     for name, budget in budgets.items():
         options = LinearOptions(impl="triton", buffer_bytes=budget)
-        found[name, "value"] = lambda o=options: value(x, o)
-        found[name, "gradient"] = lambda o=options: x.gradients(
+        runs[name, "value"] = lambda o=options: value(x, o)
+        runs[name, "gradient"] = lambda o=options: x.gradients(
             linear_kl_loss(*x.models, weights=x.weights, options=o).loss
         )
     if find_spec("liger_kernel"):
@@ -86,19 +87,19 @@ def candidates(x: Inputs, args: argparse.Namespace) -> Candidates:
 
         # jsd_beta 1 is KL(student || teacher); their mean is over the tokens, too.
         liger = LigerFusedLinearJSD(jsd_beta=1.0)
-        found["liger fused_linear_jsd", "gradient"] = lambda: x.gradients(
+        runs["liger fused_linear_jsd", "gradient"] = lambda: x.gradients(
             liger(x.hidden_p, x.weight_p, x.hidden_q, x.weight_q, None)
         )
     if find_spec("trl"):
         from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
         def trl() -> tuple[Tensor, ...]:
-            given = x.hidden_p, x.weight_p, None, x.hidden_q, x.weight_q, None, 1.0
-            per_token, _ = ChunkedDivergenceFunction.apply(*given)
+            inputs = x.hidden_p, x.weight_p, None, x.hidden_q, x.weight_q, None, 1.0
+            per_token, _ = ChunkedDivergenceFunction.apply(*inputs)
             return x.gradients(per_token.mean())
 
-        found["trl chunked_divergence", "gradient"] = trl
-    return found
+        runs["trl chunked_divergence", "gradient"] = trl
+    return runs
 
 
 def value(x: Inputs, options: LinearOptions) -> Tensor:
@@ -107,7 +108,7 @@ def value(x: Inputs, options: LinearOptions) -> Tensor:
 
 
 def check(args: argparse.Namespace) -> dict[str, float]:
-    """How far triton is from chunked in float64, in value (relative) and gradient (1 - cosine), on 256 tokens."""
+    """Errors of triton against chunked in float64, 256 tokens: of the value (relative) and gradient (1 - cosine)."""
     small = Inputs(
         argparse.Namespace(**vars(args) | {"tokens": 256, "vocabulary": min(args.vocabulary, 8192)})
     )
@@ -117,18 +118,18 @@ def check(args: argparse.Namespace) -> dict[str, float]:
         wide[0], Head(wide[1]), wide[2], Head(wide[3]), weights=small.weights.double(),
         options=LinearOptions(impl="chunked"),
     )  # fmt: skip
-    right = torch.autograd.grad(exact.loss, wide[:2])
-    found = {}
+    exact_gradients = torch.autograd.grad(exact.loss, wide[:2])
+    errors = {}
     for name, budget in (("rows", 2**30), ("fused", 2**16)):
         options = LinearOptions(impl="triton", buffer_bytes=budget)
         error = (value(small, options) - exact.per_token).abs() / exact.per_token
-        found[f"value, {name}"] = float(error.max())
+        errors[f"value, {name}"] = float(error.max())
         ours = small.gradients(linear_kl_loss(*small.models, weights=small.weights, options=options).loss)
-        for what, a, b in zip(("hidden", "weight"), ours, right, strict=True):
+        for what, a, b in zip(("hidden", "weight"), ours, exact_gradients, strict=True):
             cosine = torch.nn.functional.cosine_similarity(a.double().flatten(), b.flatten(), dim=0)
-            found[f"1 - cosine, {what}, {name}"] = 1 - float(cosine)
-    assert max(found.values()) < 1e-2, found
-    return found
+            errors[f"1 - cosine, {what}, {name}"] = 1 - float(cosine)
+    assert max(errors.values()) < 1e-2, errors
+    return errors
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -161,25 +162,26 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("linear_gpu: there is no CUDA device here; run this where there is one", file=sys.stderr)
+        print("linear_gpu: no CUDA device; run this on a machine that has one", file=sys.stderr)
         return 2
     figures: dict[str, Any] = vars(args) | {"errors": check(args)}
     x = Inputs(args)
-    found = candidates(x, args)
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in found}
-    for run in found.values():
+    runs = candidates(x, args)
+    times: dict[tuple[str, str], list[float]] = {name: [] for name in runs}
+    for run in runs.values():
         run()
     for _ in range(args.rounds):
-        for name, run in found.items():
+        for name, run in runs.items():
             times[name].append(seconds(run))
     figures["results"] = []
-    for (name, what), own in times.items():
-        rate = median(b / a for a, b in zip(own, times["matmuls", what], strict=True))
+    for (name, what), run_seconds in times.items():
+        rate = median(b / a for a, b in zip(run_seconds, times["matmuls", what], strict=True))
         work = 2 * MATMULS[what] * args.tokens * args.hidden * args.vocabulary
         figures["results"].append(
             {
-                "name": name, "what": what, "seconds": median(own), "all_seconds": own, "rate": round(rate, 3),
-                "teraflops": round(work / median(own) / 1e12, 1), "peak_mib": peak_mib(found[name, what]),
+                "name": name, "what": what, "seconds": median(run_seconds), "all_seconds": run_seconds,
+                "rate": round(rate, 3), "teraflops": round(work / median(run_seconds) / 1e12, 1),
+                "peak_mib": peak_mib(runs[name, what]),
             }
         )  # fmt: skip
         print("{name:24} {what:9} {seconds:8.4f} s  rate {rate:5.2f}  {peak_mib:8.0f} MiB".format(

@@ -1,12 +1,12 @@
-"""Peak memory of exact KL from hidden states, at the size whose logits would fill 41 GB for each model.
+"""Peak memory of the exact KL from hidden states, at a size whose logits take 41 GB for each model.
 
     python benchmarks/linear_memory.py
     python benchmarks/linear_memory.py --tokens 20000
 
-Counted is what the process holds at most beyond what it held when the inputs (hidden states of both
-models, both heads, token ids) were made and a first call on three tokens had loaded the libraries:
-the kernel's high-water mark of resident memory, reset at that moment (Linux). So it includes buffers,
-results, and whatever the matrix library and, where it is used, the compiler take.
+The peak is the kernel's high-water mark of resident memory during the call (Linux only), less that before it.
+Before the call the inputs (hidden states of both models, both heads, token ids) are in memory, and a first call on
+three tokens has loaded the libraries. So the peak includes buffers, results, and the memory of the matrix library and,
+if it is used, of the compiler.
 """
 
 import argparse
@@ -20,14 +20,15 @@ from harness import RESULTS, peak_of, resident, write_result
 from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
 
 
-def measured(name: str, run: Callable[[], float], first: Callable[[], float]) -> dict[str, float]:
+def measure(name: str, run: Callable[[], float], first: Callable[[], float]) -> dict[str, float]:
+    """Peak memory and seconds of ``run``, which returns a mean KL, after a warm-up by ``first``."""
     first()
-    found: list[float] = []
+    mean_kls: list[float] = []
     start = time.perf_counter()
-    extra = peak_of(lambda: found.append(run()))
+    extra = peak_of(lambda: mean_kls.append(run()))
     seconds = time.perf_counter() - start
-    print(f"{name}: {extra:.0f} MB beyond the inputs, {seconds:.0f} s, mean KL {found[0]:.6f} nats")
-    return {"extra_megabytes": extra, "seconds": round(seconds, 1), "mean_kl_nats": found[0]}
+    print(f"{name}: {extra:.0f} MB beyond the inputs, {seconds:.0f} s, mean KL {mean_kls[0]:.6f} nats")
+    return {"extra_megabytes": extra, "seconds": round(seconds, 1), "mean_kl_nats": mean_kls[0]}
 
 
 def main() -> None:
@@ -55,8 +56,8 @@ def main() -> None:
         return linear_kl(hidden_p[:n], head_p, hidden_q[:n], head_q, options=options).mean().item()
 
     def statistics(n: int) -> float:
-        found = token_statistics(hidden_p[:n], head_p, hidden_q[:n], head_q, tokens[:n], options=options)
-        return found.kl_pq.mean().item()
+        result = token_statistics(hidden_p[:n], head_p, hidden_q[:n], head_q, tokens[:n], options=options)
+        return result.kl_pq.mean().item()
 
     figures = {name: value for name, value in vars(args).items() if name != "out"}
     figures |= {
@@ -67,7 +68,7 @@ def main() -> None:
     print(f"logits of each model would take {figures['logits_of_each_model_megabytes']:.0f} MB")
     for name, function in (("kl", kl), ("statistics", statistics)):
         if args.what in (name, "both"):
-            figures[name] = measured(name, lambda f=function: f(args.tokens), lambda f=function: f(3))
+            figures[name] = measure(name, lambda f=function: f(args.tokens), lambda f=function: f(3))
     whole = args.tokens == parser.get_default("tokens")
     name = "linear_memory" if whole else "linear_memory_small"
     print(f"written to {write_result(name, figures, args.out)}")

@@ -1,8 +1,8 @@
-"""What the linear benchmarks compare: ways to a KL, or another loss of the head, and its gradient.
+"""The methods that the linear benchmarks compare: the KL, or another loss of the head, and its gradient.
 
-Each takes `Inputs` and returns the mean over the tokens as a scalar to be backpropagated into the hidden
-states and the head of p; q is frozen. Installed packages are called as they are, at their defaults. The way
-of torchtune (logits in eight chunks, all kept for the backward pass) and checkpointing are written out here.
+Each takes `Inputs` and returns the mean over the tokens as a scalar, for backpropagation into the hidden states and the
+head of p; q is frozen. Installed packages are called at their defaults. torchtune's method (logits in eight chunks, all
+stored for the backward pass) and checkpointing are implemented here.
 """
 
 import ctypes
@@ -40,17 +40,17 @@ class Inputs:
         return self.hidden_p, Head(self.weight_p), self.hidden_q, Head(self.weight_q)
 
     def to(self, dtype: torch.dtype) -> "Inputs":
-        """The same numbers in another dtype, new leaves."""
+        """The same numbers in another dtype, as new leaf tensors."""
         p, wp, q, wq = (
             x.detach().to(dtype) for x in (self.hidden_p, self.weight_p, self.hidden_q, self.weight_q)
         )
         return Inputs(p.requires_grad_(), wp.requires_grad_(), q, wq, self.ids)
 
     def at(self, token: int) -> "Inputs":
-        """One of the tokens."""
-        here = slice(token, token + 1)
+        """The inputs of one token."""
+        row = slice(token, token + 1)
         return replace(
-            self, hidden_p=self.hidden_p.detach()[here], hidden_q=self.hidden_q[here], ids=self.ids[here]
+            self, hidden_p=self.hidden_p.detach()[row], hidden_q=self.hidden_q[row], ids=self.ids[row]
         )
 
     def forget(self) -> None:
@@ -58,7 +58,7 @@ class Inputs:
 
 
 def make_inputs(
-    tokens: int, hidden: int, vocabulary: int, apart: float = 1.0, dtype: torch.dtype = torch.float32
+    tokens: int, hidden: int, vocabulary: int, distance: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Inputs:
     """Random inputs whose KL grows with ``apart``; logits have a standard deviation of 1.6 in any size."""
     random = torch.Generator().manual_seed(0)
@@ -68,64 +68,64 @@ def make_inputs(
 
     size = 1.6 / hidden**0.5
     p, w = normal(tokens, hidden), normal(vocabulary, hidden) * size
-    q = p + 0.05 * apart * normal(tokens, hidden)
-    wq = w + 0.02 * size * min(apart, 1.0) * normal(vocabulary, hidden)
+    q = p + 0.05 * distance * normal(tokens, hidden)
+    wq = w + 0.02 * size * min(distance, 1.0) * normal(vocabulary, hidden)
     ids = torch.randint(vocabulary, (tokens,), generator=random)
     return Inputs(p, w, q, wq, ids).to(dtype)
 
 
 def bare(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The four matmuls that any such gradient needs, in chunks of tokens into buffers that exist.
+    """The four matmuls that any such gradient needs, in chunks of tokens and into preallocated buffers.
 
-    p's logits take the place of their gradient: returned are logits·W and logitsᵀ·hidden, of p.
+    p's logits stand in for their gradient: the function returns logits·W and logitsᵀ·hidden, of p.
     """
-    rooms = torch.empty(2, size, len(x.weight_p), dtype=x.weight_p.dtype)
+    buffers = torch.empty(2, size, len(x.weight_p), dtype=x.weight_p.dtype)
     in_weight, in_hidden = torch.empty_like(x.weight_p), torch.empty_like(x.hidden_p)
 
     @torch.no_grad()
     def run() -> tuple[Tensor, Tensor]:
         in_weight.zero_()
         for start in range(0, len(x.hidden_p), size):
-            here = slice(start, start + size)
-            zp, zq = rooms[:, : len(x.hidden_p[here])]
-            torch.mm(x.hidden_p[here], x.weight_p.T, out=zp)
-            torch.mm(x.hidden_q[here], x.weight_q.T, out=zq)
-            torch.mm(zp, x.weight_p, out=in_hidden[here])
-            in_weight.addmm_(zp.T, x.hidden_p[here])
+            chunk = slice(start, start + size)
+            zp, zq = buffers[:, : len(x.hidden_p[chunk])]
+            torch.mm(x.hidden_p[chunk], x.weight_p.T, out=zp)
+            torch.mm(x.hidden_q[chunk], x.weight_q.T, out=zq)
+            torch.mm(zp, x.weight_p, out=in_hidden[chunk])
+            in_weight.addmm_(zp.T, x.hidden_p[chunk])
         return in_hidden, in_weight
 
     return run
 
 
 def bare_by_onednn(x: Inputs, size: int = 512) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The same four matmuls, three of them as kleash makes them where oneDNN is the faster library."""
-    room, tile = torch.empty(size, len(x.weight_p)), max(1, 2**22 // max(size, x.hidden_p.shape[1]))
+    """The same four matmuls, three of them by oneDNN, as kleash computes them where oneDNN is faster."""
+    buffer, tile = torch.empty(size, len(x.weight_p)), max(1, 2**22 // max(size, x.hidden_p.shape[1]))
     in_weight, in_hidden = torch.empty_like(x.weight_p), torch.empty_like(x.hidden_p)
 
     @torch.no_grad()
     def run() -> tuple[Tensor, Tensor]:
         in_weight.zero_()
         for start in range(0, len(x.hidden_p), size):
-            here = slice(start, start + size)
-            z = room[: len(x.hidden_p[here])]
+            chunk = slice(start, start + size)
+            z = buffer[: len(x.hidden_p[chunk])]
             for hidden, weight in ((x.hidden_q, x.weight_q), (x.hidden_p, x.weight_p)):
-                for words in range(0, len(weight), tile):
-                    some = slice(words, words + tile)
-                    z[:, some].copy_(onednn.product(hidden[here], weight[some]))
-            total = torch.zeros_like(x.hidden_p[here])
-            for words in range(0, len(x.weight_p), tile):
-                some = slice(words, words + tile)
-                total.add_(onednn.product(z[:, some], x.weight_p[some].T))
-            in_hidden[here] = total
-            in_weight.addmm_(z.T, x.hidden_p[here])
+                for first in range(0, len(weight), tile):
+                    columns = slice(first, first + tile)
+                    z[:, columns].copy_(onednn.product(hidden[chunk], weight[columns]))
+            total = torch.zeros_like(x.hidden_p[chunk])
+            for first in range(0, len(x.weight_p), tile):
+                columns = slice(first, first + tile)
+                total.add_(onednn.product(z[:, columns], x.weight_p[columns].T))
+            in_hidden[chunk] = total
+            in_weight.addmm_(z.T, x.hidden_p[chunk])
         return in_hidden, in_weight
 
     return run
 
 
 def at_peak(x: Inputs) -> Callable[[], float]:
-    """As many multiplications and additions as the four matmuls take, on registers alone (peak.c)."""
-    library = built("peak.c", "-ffp-contract=fast")
+    """As many multiplications and additions as the four matmuls need, on registers only (peak.c)."""
+    library = build_library("peak.c", "-ffp-contract=fast")
     library.kleash_peak.restype = ctypes.c_double
     threads = torch.get_num_threads()
     each_step = ctypes.c_int64.in_dll(library, "kleash_peak_step").value
@@ -133,8 +133,8 @@ def at_peak(x: Inputs) -> Callable[[], float]:
     return lambda: library.kleash_peak(ctypes.c_int64(threads), ctypes.c_int64(steps))
 
 
-def built(source: str, *more: str) -> ctypes.CDLL:
-    """A C source of this folder, built as kleash builds its own library."""
+def build_library(source: str, *more: str) -> ctypes.CDLL:
+    """Compile a C source of this folder as kleash compiles its library, and load it."""
     with tempfile.TemporaryDirectory() as folder:
         path = (Path(folder) / source).with_suffix(".so")
         build(path, (*usual_command(), *more), Path(__file__).with_name(source))
@@ -163,7 +163,7 @@ def liger(x: Inputs) -> Tensor:
 
 
 def torchtune(x: Inputs, chunks: int = 8) -> Tensor:
-    """The head turns eight chunks into logits; then the loss takes float32 softmaxes of each, under autograd."""
+    """Logits in eight chunks, then float32 softmaxes of each chunk, under autograd."""
     of_p = [hidden @ x.weight_p.T for hidden in x.hidden_p.chunk(chunks)]
     with torch.no_grad():
         of_q = [hidden @ x.weight_q.T for hidden in x.hidden_q.chunk(chunks)]
@@ -176,7 +176,7 @@ def torchtune(x: Inputs, chunks: int = 8) -> Tensor:
 
 
 def checkpointed(x: Inputs, size: int = 512) -> Tensor:
-    """`F.kl_div` of 512 tokens at a time, each chunk computed again in the backward pass."""
+    """`F.kl_div` of 512 tokens at a time; each chunk is recomputed in the backward pass."""
 
     def of(p: Tensor, wp: Tensor, q: Tensor, wq: Tensor) -> Tensor:
         logp, logq = (log_softmax(z, -1, dtype=torch.float32) for z in (p @ wp.T, q @ wq.T))
@@ -210,12 +210,12 @@ def cross_entropy(x: Inputs) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to a loss."""
+    """A method to compute a loss."""
 
     of: Callable[[Inputs], Tensor]
     words: str
     what: str = "kl"
-    """kl, k3 or cross_entropy: what its value is the mean of."""
+    """The loss: kl, k3 or cross_entropy."""
     package: str | None = None
 
 
@@ -244,25 +244,25 @@ PACKAGES = tuple(
     for method in METHODS.values()
     if method.package and find_spec(method.package.replace("-", "_"))
 )
-"""Those that are installed."""
+"""The packages that are installed."""
 
 
 @torch.no_grad()
 def expected(x: Inputs) -> dict[str, float]:
-    """What the values should be, by kleash's own token statistics."""
-    found = token_statistics(*x.models, x.ids)
-    k3 = phi(found.token_logp - found.token_logq)
-    means = {"kl": found.kl_pq, "k3": k3, "cross_entropy": -found.token_logp}
+    """The expected value of each loss, from kleash's token statistics."""
+    statistics = token_statistics(*x.models, x.ids)
+    k3 = phi(statistics.token_logp - statistics.token_logq)
+    means = {"kl": statistics.kl_pq, "k3": k3, "cross_entropy": -statistics.token_logp}
     return {name: float(of.mean()) for name, of in means.items()}
 
 
 def gradients(x: Inputs, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """In the hidden states and the head of p; takes them off the inputs."""
+    """The gradients in the hidden states and the head of p; clears those of the inputs."""
     loss.backward()
-    found = x.hidden_p.grad, x.weight_p.grad
-    assert found[0] is not None and found[1] is not None
+    grads = x.hidden_p.grad, x.weight_p.grad
+    assert grads[0] is not None and grads[1] is not None
     x.forget()
-    return found[0], found[1]
+    return grads[0], grads[1]
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

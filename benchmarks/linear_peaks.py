@@ -1,14 +1,14 @@
-"""Peak memory of each way to the exact KL and its gradient, and how it grows with tokens and vocabulary.
+"""Peak memory of each method for the exact KL and its gradient, and how it grows with tokens and vocabulary.
 
     python benchmarks/linear_peaks.py
     python benchmarks/linear_peaks.py --part tokens
     python benchmarks/linear_peaks.py --part main --only kleash liger
 
-Every figure is of a process of its own: resident memory at most during a call, beyond what the process held before
-it and beyond the gradients that the call leaves behind. A first call of the same size has warmed it up (a peer
-that compiles has compiled), and what it left free was given back to the system. "main" runs all ways at 2048
-tokens, hidden size 1024 and a vocabulary of 32 768; "tokens" and "vocabulary" change one size at a time, with
-small hidden states to be quick.
+Each figure is measured in a separate process: the peak of resident memory during a call, less the resident memory
+before it and less the gradients that the call returns. A call of the same size precedes it as a warm-up (after it, a
+method that compiles has compiled), and free memory is returned to the system in between. "main" runs all methods at
+2048 tokens, hidden size 1024 and a vocabulary of 32 768; "tokens" and "vocabulary" vary one size at a time, with small
+hidden states.
 """
 
 import argparse
@@ -35,25 +35,28 @@ TINY = {
 }
 
 
-def one(name: str, size: tuple[int, int, int]) -> dict[str, float]:
-    """This process's peak, in MB of a million bytes."""
+def measure_peak(name: str, size: tuple[int, int, int]) -> dict[str, float]:
+    """The peak memory of one method in this process, and the size of its gradients, in MB of a million bytes."""
     x, method = make_inputs(*size), METHODS[name]
     gradients(x, method.of(x))
     ctypes.CDLL(None).malloc_trim(0)
-    kept: list[Any] = []
-    peak = peak_of(lambda: kept.append(gradients(x, method.of(x))))
-    left = sum(grad.numel() * grad.element_size() for grad in kept[0]) / 1e6
-    return {"extra_megabytes": round(peak - left, 1), "gradient_megabytes": round(left, 1)}
+    results: list[Any] = []
+    peak = peak_of(lambda: results.append(gradients(x, method.of(x))))
+    gradient_megabytes = sum(grad.numel() * grad.element_size() for grad in results[0]) / 1e6
+    return {
+        "extra_megabytes": round(peak - gradient_megabytes, 1),
+        "gradient_megabytes": round(gradient_megabytes, 1),
+    }
 
 
-def apart(name: str, size: tuple[int, int, int], threads: int) -> dict[str, Any]:
-    """The same from a process of its own."""
+def measure_in_subprocess(name: str, size: tuple[int, int, int], threads: int) -> dict[str, Any]:
+    """The same, measured in a separate process."""
     command = [sys.executable, __file__, "--one", name, "--threads", str(threads)]
     command += ["--size", *(str(number) for number in size)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     tokens, hidden, vocabulary = size
     row = {"name": name, "tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
-    row |= json.loads(done.stdout.splitlines()[-1])
+    row |= json.loads(completed.stdout.splitlines()[-1])
     print("{name:16} {tokens:6} x {hidden} x {vocabulary:6} {extra_megabytes:8.0f} MB".format(**row))
     return row
 
@@ -63,11 +66,11 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=["all", "main", *SWEEPS], default="all")
-    parser.add_argument("--only", nargs="*", choices=METHODS, help="ways to measure; all if left out")
-    parser.add_argument("--tiny", action="store_true", help="sizes that mean nothing, in seconds")
+    parser.add_argument("--only", nargs="*", choices=METHODS, help="methods to measure; default: all")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a test of the script")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--one", choices=METHODS, help="measure this process with this way, and nothing else")
+    parser.add_argument("--one", choices=METHODS, help="measure this method in this process only")
     parser.add_argument("--size", type=int, nargs=3, default=MAIN, help="for --one")
     return parser.parse_args()
 
@@ -76,7 +79,7 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     if args.one:
-        print(json.dumps(one(args.one, tuple(args.size))))
+        print(json.dumps(measure_peak(args.one, tuple(args.size))))
         return
     sweeps, size = (TINY, (64, 8, 512)) if args.tiny else (SWEEPS, MAIN)
     plans = {"main": [(name, size) for name in args.only or METHODS]}
@@ -84,7 +87,7 @@ def main() -> None:
         plans[sweep] = [(name, size) for name in args.only or CURVES for size in sizes]
     for part, plan in plans.items():
         if args.part in ("all", part):
-            rows = [apart(name, size, args.threads) for name, size in plan]
+            rows = [measure_in_subprocess(name, size, args.threads) for name, size in plan]
             words = {name: METHODS[name].words for name, _ in plan}
             figures = {"words": words, "budget_megabytes": 128 * 2**20 / 1e6, "rows": rows}
             print(f"written to {write_result(f'linear_peaks_{part}', figures, args.out, PACKAGES)}")

@@ -1,4 +1,4 @@
-"""Seconds of exact KL and its gradient beside other packages' and the naive ways, on a CPU.
+"""Time of the exact KL and its gradient on a CPU, compared with other packages and with naive methods.
 
     python benchmarks/linear_peers.py
     python benchmarks/linear_peers.py --shape h4096
@@ -7,14 +7,13 @@
     python benchmarks/linear_peers.py --shape n4k_v262k --minutes 5
     python benchmarks/linear_peers.py --shape n4k_v262k --minutes 5 --resume
 
-Forward and backward pass: gradients for the hidden states and the head of p, a mean over the tokens; the ways
-are those of linear_methods.py. A first call of each warms up and is checked: its value against kleash's token
-statistics, its gradient against that of kleash (where it is a KL). Then come rounds in which every way runs
-once; written are medians of the rounds' ratios: to the four bare matmuls that any such gradient needs, and of
-ours to the others. "matmuls by oneDNN" are the same four by the library that kleash takes where it is the faster
-one; "peak" is their arithmetic at the rate of the processor, with nothing read from memory.
-``--resume`` adds rounds to the result of the same commit until there are enough of them.
-Leave the machine alone meanwhile.
+Forward and backward pass: gradients for the hidden states and the head of p, a mean over the tokens. The methods are
+those of linear_methods.py. A first call of each method is a warm-up and a check: its value is compared with kleash's
+token statistics, its gradient with kleash's (if it computes a KL). In each of the following rounds every method runs
+once. Written are medians of ratios within rounds: of each method to the four bare matmuls that any such gradient needs,
+and of kleash to each method. "matmuls by oneDNN" are the same four matmuls by oneDNN, which kleash uses where it is
+faster; "peak" is their arithmetic at the peak rate of the processor, without memory access.
+``--resume`` adds rounds to a result of the same commit. Run nothing else on the machine meanwhile.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from harness import RESULTS, circumstances, interleaved, ratio, write_result
+from harness import RESULTS, interleaved, provenance, ratio, write_result
 from linear_methods import (
     METHODS,
     PACKAGES,
@@ -57,18 +56,18 @@ FITTING = ("matmuls", "kleash compiled", "liger")
 
 
 class Shape(NamedTuple):
-    """The size of the inputs, and what is run on them."""
+    """The size of the inputs, and the methods that run on them."""
 
     tokens: int
     hidden: int
     vocabulary: int
     names: tuple[str, ...]
-    """What is run in each round."""
+    """The methods of each round."""
     rounds: int
     once: tuple[str, ...] = ()
-    """What is run and timed in the first calls only: peers that are far from the fastest."""
+    """Methods that are timed in their first call only, since they are far from the fastest."""
     left_out: str = ""
-    """Which peers do not run, and why."""
+    """Which methods are left out, and why."""
 
 
 TOO_LARGE = (
@@ -95,11 +94,11 @@ WARM_TOKENS = 1024
 OURS = ("kleash", "kleash compiled")
 
 
-def checked(names: list[str], x: Inputs) -> dict[str, dict[str, float]]:
-    """Run each once; its value, how far it is from the right one, and its gradients' cosines with the first KL's."""
+def check_methods(names: list[str], x: Inputs) -> dict[str, dict[str, float]]:
+    """Run each method once: its value, relative error, seconds, and gradient cosines with the first KL."""
     right, first = expected(x), None
     full = x.hidden_p.dtype == torch.float32
-    found: dict[str, dict[str, float]] = {}
+    checks: dict[str, dict[str, float]] = {}
     for name in names:
         method = METHODS[name]
         start = perf_counter()
@@ -108,55 +107,55 @@ def checked(names: list[str], x: Inputs) -> dict[str, dict[str, float]]:
         seconds = perf_counter() - start
         value = loss.item()
         error = value / right[method.what] - 1
-        found[name] = {"value": value, "relative_error": error, "seconds_of_first_call": round(seconds, 3)}
+        checks[name] = {"value": value, "relative_error": error, "seconds_of_first_call": round(seconds, 3)}
         assert abs(error) < (1e-3 if full else 5e-2), (name, value, right)
         if method.what == "kl":
             first = first or grads
             same = [cosine(a, b) for a, b in zip(grads, first, strict=True)]
-            found[name] |= {"cosine_hidden": same[0], "cosine_weight": same[1]}
+            checks[name] |= {"cosine_hidden": same[0], "cosine_weight": same[1]}
             assert min(same) > (0.999 if full else 0.95), (name, same)
-    return found
+    return checks
 
 
-def jobs(names: tuple[str, ...], x: Inputs) -> dict[str, Callable[[], Any]]:
-    """Name -> forward and backward pass, the gradients dropped."""
-    found: dict[str, Callable[[], Any]] = {}
+def make_jobs(names: tuple[str, ...], x: Inputs) -> dict[str, Callable[[], Any]]:
+    """Forward and backward passes by method; the gradients are discarded."""
+    runs: dict[str, Callable[[], Any]] = {}
     for name in names:
-        found[name] = BARE[name](x) if name in BARE else lambda m=METHODS[name]: gradients(x, m.of(x))
-    return found
+        runs[name] = BARE[name](x) if name in BARE else lambda m=METHODS[name]: gradients(x, m.of(x))
+    return runs
 
 
-def compared(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Of every way, its ratio to the matmuls, and ours to it."""
-    found: dict[str, dict[str, float]] = {}
-    for name, own in times.items():
-        found[name] = {"seconds": round(median(own), 6)}
+def compare_times(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """For each method its median seconds, its ratio to the matmuls, and the ratio of kleash to it."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, seconds in times.items():
+        rows[name] = {"seconds": round(median(seconds), 6)}
         if "matmuls" in times:
-            found[name]["of_matmuls"] = ratio(own, times["matmuls"])
+            rows[name]["of_matmuls"] = ratio(seconds, times["matmuls"])
         for ours in OURS:
             if ours in times and ours != name:
-                found[name][f"{ours} of it"] = ratio(times[ours], own)
-    return found
+                rows[name][f"{ours} of it"] = ratio(times[ours], seconds)
+    return rows
 
 
-def earlier(path: Path) -> dict[str, Any]:
-    """The figures of a result of this commit and these packages.
+def read_earlier_figures(path: Path) -> dict[str, Any]:
+    """The figures of an earlier result, which must be of this commit and these package versions.
 
     Raises:
-        ValueError: if another commit or other packages made it.
+        ValueError: if the commit or the versions differ.
     """
-    result, here = json.loads(path.read_text()), circumstances(PACKAGES)
+    result, current = json.loads(path.read_text()), provenance(PACKAGES)
     for key in ("commit", "versions"):
-        if result[key] != here[key]:
-            raise ValueError(f"{path} is of {key} {result[key]}, not {here[key]}; measure it anew")
+        if result[key] != current[key]:
+            raise ValueError(f"{path} is of {key} {result[key]}, not {current[key]}; measure it anew")
     return result["figures"]
 
 
 def warm_up(names: tuple[str, ...], x: Inputs) -> None:
-    """A first call of each, for as many tokens as a peer takes at once."""
+    """Call each method once, on as many tokens as a package processes at once."""
     few = replace(x, hidden_p=x.hidden_p.detach()[:WARM_TOKENS].requires_grad_(), hidden_q=x.hidden_q[:WARM_TOKENS],
                   ids=x.ids[:WARM_TOKENS])  # fmt: skip
-    for job in jobs(names, few).values():
+    for job in make_jobs(names, few).values():
         job()
 
 
@@ -166,14 +165,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, default="main")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--only", nargs="*", choices=ALL, help="what to run; default: the list of the shape")
+    parser.add_argument("--rounds", type=int, help="rounds that are timed; default: the number of the shape")
     parser.add_argument(
-        "--only", nargs="*", choices=ALL, help="what to run; the shape's own list if left out"
+        "--minutes", type=float, default=float("inf"), help="start no round that would end after this time"
     )
-    parser.add_argument("--rounds", type=int, help="rounds that count; the shape's own number if left out")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="start no round that would end later"
-    )
-    parser.add_argument("--resume", action="store_true", help="add rounds to the result that is there")
+    parser.add_argument("--resume", action="store_true", help="add rounds to the existing result")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     return parser.parse_args()
@@ -189,10 +186,10 @@ def main() -> None:
         names = tuple(name for name in names if name not in ("cross entropy", "matmuls by oneDNN", "peak"))
     names = tuple(way for way in ALL if way in (args.only or names))
     x = make_inputs(*size, dtype=getattr(torch, args.dtype))
-    before = earlier(args.out / f"{name}.json") if args.resume else None
+    before = read_earlier_figures(args.out / f"{name}.json") if args.resume else None
     if before is None:
         tried = names if args.only else (*names, *once)
-        checks = checked([way for way in tried if way in METHODS], x)
+        checks = check_methods([way for way in tried if way in METHODS], x)
         for way in set(names) & set(BARE):
             BARE[way](x)()
     else:
@@ -202,12 +199,12 @@ def main() -> None:
     if left <= 0:
         print(f"there are {before['rounds'] if before else 0} rounds already")
         return
-    times, loads = interleaved(jobs(names, x), left, args.minutes)
+    times, loads = interleaved(make_jobs(names, x), left, args.minutes)
     if before is not None:
         times = {way: before["all_seconds"][way] + seconds for way, seconds in times.items()}
         loads = before["load"] + loads
-    found = compared(times)
-    for way, row in found.items():
+    results = compare_times(times)
+    for way, row in results.items():
         print(f"{way:16}", row)
     for way in once:
         if way in checks:
@@ -221,7 +218,7 @@ def main() -> None:
         "words": {way: METHODS[way].words for way in names if way in METHODS},
         "once": {way: METHODS[way].words for way in once if way in checks},
         "left_out": left_out,
-        "results": found,
+        "results": results,
         "checks": checks,
         "all_seconds": times,
     }

@@ -1,13 +1,14 @@
-"""What ``skip_below`` saves and what it costs, on distributions as uneven as those of language.
+"""Time saved and error made by ``skip_below``, on distributions as uneven as those of language.
 
     python benchmarks/linear_skipping.py
     python benchmarks/linear_skipping.py --tokens 512 --rounds 2
 
-Loss and backward pass, hidden states and head of p, uncompiled. Logits are a prior of Zipf's kind plus a part
-that depends on the token, ``--spread`` nats wide, sharper for some tokens than for others: one set of inputs for each
-spread, whose median entropy is written beside the figures. q is p with its hidden states moved a little. For each
-``skip_below``: time beside leaving nothing out (medians of the interleaved rounds' ratios), the share of entries
-that was multiplied, and the relative error of both gradients. ``--shuffled``: a vocabulary not sorted by frequency.
+Loss and backward pass, gradients for the hidden states and the head of p, uncompiled. Logits are the sum of a Zipf-like
+prior and a part that depends on the token, with a standard deviation of ``--spread`` nats and sharper for some tokens
+than for others. There is one set of inputs for each spread, and its median entropy is written. q is p with slightly
+changed hidden states. For each ``skip_below`` are written: the time as a ratio to that without skipping (median over
+interleaved rounds), the share of entries that was multiplied, and the relative errors of both gradients.
+``--shuffled`` uses a vocabulary that is not sorted by frequency.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Inputs:
         return float(-(logp.exp() * logp).sum(-1).median())
 
     def gradients(self, options: LinearOptions) -> tuple[Tensor, Tensor]:
-        found = linear_kl_loss(
+        result = linear_kl_loss(
             self.hidden_p,
             Head(self.weight),
             self.hidden_q,
@@ -55,12 +56,12 @@ class Inputs:
             weights=self.weights,
             options=options,
         )
-        in_hidden, in_weight = torch.autograd.grad(found.loss, (self.hidden_p, self.weight))
+        in_hidden, in_weight = torch.autograd.grad(result.loss, (self.hidden_p, self.weight))
         return in_hidden, in_weight
 
 
-def measured(args: argparse.Namespace, spread: float) -> dict[str, Any]:
-    """The figures of one set of inputs."""
+def measure_spread(args: argparse.Namespace, spread: float) -> dict[str, Any]:
+    """The figures of the inputs with one spread."""
     x = Inputs(args, spread)
     whole = x.gradients(LinearOptions(compile="never"))
     figures: dict[str, Any] = {"median_entropy_nats": round(x.entropy(), 2)}
@@ -77,7 +78,7 @@ def measured(args: argparse.Namespace, spread: float) -> dict[str, Any]:
             "error_in_hidden": float(f"{errors[0]:.2g}"),
             "error_in_weight": float(f"{errors[1]:.2g}"),
         }
-    jobs = {name: lambda given=given: x.gradients(given) for name, given in options.items()}
+    jobs = {name: lambda choice=choice: x.gradients(choice) for name, choice in options.items()}
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     times, loads = interleaved(jobs, args.rounds, clock=clock)
     for below in args.below:
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--shuffled", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    figures = {f"spread {spread:g}": measured(args, spread) for spread in args.spread}
+    figures = {f"spread {spread:g}": measure_spread(args, spread) for spread in args.spread}
     usual = (args.tokens, args.vocabulary, args.hidden, args.clock) == (
         2048,
         32_768,

@@ -3,10 +3,10 @@
     python benchmarks/linear_speed.py
     python benchmarks/linear_speed.py --threads 1 --clock cpu
 
-Interleaved after a warm-up: in each round every candidate runs once, and is compared with the bare
-matmuls (the same chunks, into the same buffer) and with a pass that computes only k3 in that round.
-Printed and written are the medians of those ratios. On a machine that others use too, wall time says
-little: one thread and its processor time say more.
+Runs are interleaved after a warm-up: in each round every candidate runs once. Its time is divided by that of the bare
+matmuls (the same chunks, into the same buffer) and by that of a pass that computes only k3, in the same round. The
+medians of these ratios are printed and written. On a shared machine wall time is noisy; use one thread and its
+processor time.
 """
 
 import argparse
@@ -29,7 +29,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def k3_rows(zp: Tensor, zq: Tensor, tokens: Tensor, room: Buffers = NO_BUFFERS) -> tuple[Tensor, ...]:
-    """The one-sample estimate: both log-sum-exps, and phi of one log ratio."""
+    """k3 of each row: both log-sum-exps, and phi of one log ratio."""
     p, q, column = side(zp, room[0]), side(zq, room[1]), tokens[:, None]
     logp = zp.gather(-1, column) - p.top - p.total.log()
     logq = zq.gather(-1, column) - q.top - q.total.log()
@@ -45,32 +45,32 @@ K3 = Core(k3_rows, k3_carefully, slice(0, 1), NUM_BUFFERS)
 
 
 def candidates(args: argparse.Namespace):
-    """Name -> function, the bare matmuls first."""
+    """Functions by their names, the bare matmuls first."""
     torch.manual_seed(0)
     hidden_p = torch.randn(args.tokens, args.hidden)
     hidden_q = hidden_p + 0.05 * torch.randn(args.tokens, args.hidden)
     weight = torch.randn(args.vocabulary, args.hidden) * 0.05
     head_p, head_q = Head(weight), Head(weight + 0.001 * torch.randn_like(weight))
     ids = torch.randint(args.vocabulary, (args.tokens,))
-    four = hidden_p, head_p, hidden_q, head_q
-    pair = checked_pair(four[:2], four[2:], 1.0)
+    models = hidden_p, head_p, hidden_q, head_q
+    pair = checked_pair(models[:2], models[2:], 1.0)
     chunk = plan(pair, LinearOptions(), 3).chunk
-    room = torch.empty(chunk, args.vocabulary)
+    buffers = torch.empty(chunk, args.vocabulary)
 
     def bare() -> None:
         for start in range(0, args.tokens, chunk):
-            for hidden, head in (four[:2], four[2:]):
+            for hidden, head in (models[:2], models[2:]):
                 rows = hidden[start : start + chunk]
-                torch.mm(rows, head.weight.T, out=room[: len(rows)])
+                torch.mm(rows, head.weight.T, out=buffers[: len(rows)])
 
-    found = {"matmuls": bare}
+    runs = {"matmuls": bare}
     for way, choice in (("eager", "never"), ("compiled", "always")):
         if way == "eager" or args.compile:
             options = LinearOptions(compile=choice)
-            found[f"k3 {way}"] = lambda o=options: per_token(K3, pair, o, ids)
-            found[f"kl {way}"] = lambda o=options: linear_kl(*four, options=o)
-            found[f"statistics {way}"] = lambda o=options: token_statistics(*four, ids, options=o)
-    return found
+            runs[f"k3 {way}"] = lambda o=options: per_token(K3, pair, o, ids)
+            runs[f"kl {way}"] = lambda o=options: linear_kl(*models, options=o)
+            runs[f"statistics {way}"] = lambda o=options: token_statistics(*models, ids, options=o)
+    return runs
 
 
 def main() -> None:
@@ -87,14 +87,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    clock, found = CLOCKS[args.clock], candidates(args)
-    for run in found.values():
+    clock, runs = CLOCKS[args.clock], candidates(args)
+    for run in runs.values():
         run()
-    times, loads = interleaved(found, args.rounds, clock=clock)
+    times, loads = interleaved(runs, args.rounds, clock=clock)
     figures = {name: value for name, value in vars(args).items() if name != "out"}
     figures |= {"load": loads, "seconds": times}
     ratios: dict[str, dict[str, float]] = {}
-    for name in list(found)[1:]:
+    for name in list(runs)[1:]:
         rivals = {"of the matmuls": "matmuls", "of k3": f"k3 {name.split()[1]}"}
         ratios[name] = {words: ratio(times[name], times[rival]) for words, rival in rivals.items()}
         print(f"{name:20} {median(times[name]):7.2f} s  {ratios[name]}")

@@ -1,14 +1,14 @@
-"""What share of a whole training step the head takes, with exact KL, with k3, and done naively; on a CPU.
+"""The head's share of the time of a training step on a CPU: with the exact KL, with k3, and with naive code.
 
     python benchmarks/linear_step.py
     python benchmarks/linear_step.py --rounds 3 --layers 4
 
 A step of policy-gradient training: forward pass of the policy's and of the reference's transformer, the loss
 (clipped ratio plus 0.05 KL) with its gradients for hidden states and head, the transformer's backward pass,
-AdamW. Each part is timed by itself; the head's part is "loss". "exact" and "k3" are `linear_objective`; the
-naive ways hold all logits of both models; "no KL" holds the policy's, and asks no reference. Losses and
-gradients of the two exact ways, and of the two k3's, are compared before anything is timed.
-Written too: for models too large to train here, the share that the head has in a step's arithmetic, by counting.
+AdamW. Each part is timed separately; the head's part is "loss". "exact" and "k3" are `linear_objective`; the naive
+variants hold all logits of both models; "no KL" holds the policy's only, and runs no reference. Losses and gradients
+of "exact" and "naive exact", and of "k3" and "naive k3", are compared before anything is timed. For models too large
+to train here, the head's share of the arithmetic of a step is computed and written too.
 """
 
 import argparse
@@ -62,10 +62,10 @@ class Step:
         return logp.gather(-1, self.next[:, None])[:, 0]
 
     def per_token(self, token_logp: Tensor, penalty: Tensor | float, rows: slice = slice(None)) -> Tensor:
-        """The loss of each token, divided by their number."""
+        """The loss of each token, divided by the number of tokens."""
         ratio, gain = torch.exp(token_logp - self.old[rows]), self.gain[rows]
-        kept = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-        return (0.05 * penalty - kept) / len(self.next)
+        surrogate = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+        return (0.05 * penalty - surrogate) / len(self.next)
 
     def ours(self, exact: bool) -> Callable[[Tensor, Tensor], Tensor]:
         def objective(terms: TokenTerms, rows: slice) -> Tensor:
@@ -97,9 +97,9 @@ class Step:
         return self.per_token(self.chosen(logp), 0.0).sum()
 
     def ways(self) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-        found = {"exact": self.ours(True), "k3": self.ours(False)}
+        fused = {"exact": self.ours(True), "k3": self.ours(False)}
         naive = {"naive exact": self.naive(True), "naive k3": self.naive(False)}
-        return found | naive | {"no KL": self.without}
+        return fused | naive | {"no KL": self.without}
 
     def run(self, name: str, update: bool = True) -> tuple[float, dict[str, float]]:
         """The loss, and the seconds of each part."""
@@ -108,8 +108,12 @@ class Step:
         hidden_p = self.policy.model(self.ids).last_hidden_state.flatten(0, 1)
         marks.append(perf_counter())
         with torch.no_grad():
-            asked = name != "no KL"
-            hidden_q = self.reference.model(self.ids).last_hidden_state.flatten(0, 1) if asked else hidden_p
+            needs_reference = name != "no KL"
+            hidden_q = (
+                self.reference.model(self.ids).last_hidden_state.flatten(0, 1)
+                if needs_reference
+                else hidden_p
+            )
         marks.append(perf_counter())
         leaf = hidden_p.detach().requires_grad_()
         loss = self.ways()[name](leaf, hidden_q)
@@ -124,28 +128,31 @@ class Step:
         return loss.item(), dict(zip(PARTS, spans, strict=True))
 
     def check(self) -> dict[str, dict[str, float]]:
-        """Losses and gradients of ours beside the naive ones; raises where they differ."""
-        found = {}
+        """Losses, and cosines of gradients, of kleash and the naive code; raises if they differ."""
+        checks = {}
         for name in ("exact", "k3"):
             values, grads = [], []
             for way in (name, f"naive {name}"):
                 values.append(self.run(way, update=False)[0])
                 grads.append(torch.cat([p.grad.flatten() for p in self.policy.parameters()]))
-            found[name] = {"loss": values[0], "naive_loss": values[1], "cosine": cosine(*grads)}
-            assert abs(values[0] - values[1]) < 1e-4 * abs(values[1]) + 1e-6, found
-            assert found[name]["cosine"] > 0.9999, found
+            checks[name] = {"loss": values[0], "naive_loss": values[1], "cosine": cosine(*grads)}
+            assert abs(values[0] - values[1]) < 1e-4 * abs(values[1]) + 1e-6, checks
+            assert checks[name]["cosine"] > 0.9999, checks
         self.run("no KL", update=False)
-        return found
+        return checks
 
 
-def counted() -> dict[str, dict[str, float]]:
-    """Shares of a step's multiplications: 8 for each parameter of the transformer, 2 for one product with the head."""
-    found = {}
+def count_shares() -> dict[str, dict[str, float]]:
+    """The head's share of a step's operations: 8 per transformer parameter, 2 per weight and head product."""
+    shares = {}
     for name, (body, hidden, vocabulary) in COUNTED.items():
-        one = 2 * hidden * vocabulary
-        whole = 8 * body + 4 * one
-        found[name] = {"head_share": round(4 * one / whole, 4), "one_matmul_share": round(one / whole, 4)}
-    return found
+        head_matmul = 2 * hidden * vocabulary
+        whole = 8 * body + 4 * head_matmul
+        shares[name] = {
+            "head_share": round(4 * head_matmul / whole, 4),
+            "one_matmul_share": round(head_matmul / whole, 4),
+        }
+    return shares
 
 
 def main() -> None:
@@ -180,7 +187,7 @@ def main() -> None:
         print(f"{name:12}", results[name])
     figures = {name: value for name, value in vars(args).items() if name != "out"}
     figures |= {"body_parameters": sum(p.numel() for p in step.policy.model.layers.parameters())}
-    figures |= {"load": loads, "checks": checks, "results": results, "counted": counted()}
+    figures |= {"load": loads, "checks": checks, "results": results, "counted": count_shares()}
     print(f"written to {write_result('linear_step', figures, args.out, ['transformers'])}")
 
 

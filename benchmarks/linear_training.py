@@ -1,14 +1,14 @@
-"""What the gradient of the exact KL costs, beside the matmuls, the one-sample estimate and the naive way.
+"""Time of the gradient of the exact KL, compared with the matmuls, the one-sample estimate and naive code.
 
     python benchmarks/linear_training.py
     python benchmarks/linear_training.py --tokens 512 --rounds 3 --no-compile
 
-Forward and backward pass: gradients for the hidden states and the head of p, a mean over the tokens.
-Interleaved after a warm-up: in each round every candidate runs once and is compared with others of that
-round; printed and written are the medians of those ratios. ``matmuls`` are the four that any such gradient
-needs, bare, in chunks of 512 tokens into buffers that exist. ``k3`` is the same engine with the one-sample
-estimate in place of the exact KL; compiled, its elementwise work is k3_rows.c. linear_peers.py compares with
-the packages, linear_peaks.py takes the memory.
+Forward and backward pass: gradients for the hidden states and the head of p, a mean over the tokens. Runs are
+interleaved after a warm-up: in each round every candidate runs once, and its time is divided by those of others in the
+same round. The medians of these ratios are printed and written. ``matmuls`` are the four that any such gradient needs,
+in chunks of 512 tokens and into preallocated buffers. ``k3`` is the same engine with the one-sample estimate instead of
+the exact KL; its compiled elementwise work is k3_rows.c. linear_peers.py compares with other packages, linear_peaks.py
+measures memory.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from harness import RESULTS, interleaved, ratio, write_result
-from linear_methods import Inputs, bare, built, kleash, make_inputs, naive_exact, naive_k3
+from linear_methods import Inputs, bare, build_library, kleash, make_inputs, naive_exact, naive_k3
 from torch import Tensor
 
 from kleash.divergences import phi
@@ -55,22 +55,22 @@ def pair(x: Inputs) -> HeadPair:
 
 @torch.no_grad()
 def k3_values(x: Inputs) -> Tensor:
-    """Of each token, the derivative of k3 in its log-probability under p: the value pass of the recomputed k3."""
+    """The derivative of k3 in log p of each token: the value pass of the recomputed k3."""
     both, slopes = pair(x), torch.empty(len(x.ids))
     cut = plan(both, LinearOptions(), NUM_BUFFERS)
-    room = torch.empty(2, cut.rows, both.p.vocabulary)
+    buffers = torch.empty(2, cut.rows, both.p.vocabulary)
     for chunk in chunks(both, cut):
-        for here in blocks(chunk, cut.rows):
-            slopes[chunk.where][here] = k3_rows(chunk, here, x, room)[1]
+        for rows in blocks(chunk, cut.rows):
+            slopes[chunk.where][rows] = k3_rows(chunk, rows, x, buffers)[1]
     return slopes
 
 
-def k3_rows(chunk, here: slice, x: Inputs, room: Tensor):
-    column = x.ids[chunk.where][here][:, None]
+def k3_rows(chunk, rows: slice, x: Inputs, buffers: Tensor):
+    column = x.ids[chunk.where][rows][:, None]
     sides = []
-    for z, out in ((chunk.zp[here], room[0]), (chunk.zq[here], room[1])):
-        one = side(z, out[: len(z)])
-        sides.append((one, z.gather(-1, column) - one.top - one.total.log()))
+    for z, out in ((chunk.zp[rows], buffers[0]), (chunk.zq[rows], buffers[1])):
+        part = side(z, out[: len(z)])
+        sides.append((part, z.gather(-1, column) - part.top - part.total.log()))
     log_ratio = sides[0][1] - sides[1][1]
     assert phi(log_ratio).min() >= 0
     return sides[0][0], -torch.expm1(-log_ratio)[:, 0], column
@@ -78,60 +78,60 @@ def k3_rows(chunk, here: slice, x: Inputs, room: Tensor):
 
 @torch.no_grad()
 def k3_at_once(x: Inputs, slopes: Tensor | None = None) -> None:
-    """k3 and its gradient, formed while the logits are there; given the slopes, p's logits alone are enough."""
+    """k3 and its gradient from logits that are computed once; with the slopes known, p's logits suffice."""
     both = pair(x)
     cut = plan(both, LinearOptions(), NUM_BUFFERS)
-    room = torch.empty(2, cut.rows, both.p.vocabulary)
+    buffers = torch.empty(2, cut.rows, both.p.vocabulary)
     sums, _ = both_sums(both, P_ONLY)
     for chunk in p_chunks(x, cut) if slopes is not None else chunks(both, cut):
-        for here in blocks(chunk, cut.rows):
+        for rows in blocks(chunk, cut.rows):
             if slopes is None:
-                one, slope, column = k3_rows(chunk, here, x, room)
+                p_side, slope, column = k3_rows(chunk, rows, x, buffers)
             else:
-                z, column = chunk.zp[here], x.ids[chunk.where][here][:, None]
-                one, slope = side(z, room[0, : len(z)]), slopes[chunk.where][here]
+                z, column = chunk.zp[rows], x.ids[chunk.where][rows][:, None]
+                p_side, slope = side(z, buffers[0, : len(z)]), slopes[chunk.where][rows]
             c = slope[:, None] / len(x.ids)
-            torch.mul(one.mass, -c / one.total, out=chunk.zp[here])
-            chunk.zp[here].scatter_add_(-1, column, c)
+            torch.mul(p_side.mass, -c / p_side.total, out=chunk.zp[rows])
+            chunk.zp[rows].scatter_add_(-1, column, c)
         sums.add(chunk.where, chunk.zp, chunk.pair.p.hidden, cut.tile)
     x.hidden_p.grad, x.weight_p.grad = sums.done[:2]
 
 
 @torch.no_grad()
 def k3_compiled(x: Inputs, library: ctypes.CDLL) -> Tensor:
-    """k3 and its gradient, the elementwise work in C; returns each token's k3."""
-    both, found = pair(x), torch.empty(len(x.ids))
+    """k3 of each token; its gradient is stored in the inputs. The elementwise work is done in C."""
+    both, values = pair(x), torch.empty(len(x.ids))
     cut = plan(both, LinearOptions(), 0, native=True)
-    room = torch.empty(cut.threads, both.p.vocabulary)
+    buffers = torch.empty(cut.threads, both.p.vocabulary)
     weights = torch.full((len(x.ids),), 1 / len(x.ids))
     sums, _ = both_sums(both, P_ONLY)
     for chunk in chunks(both, cut):
-        for here in blocks(chunk, cut.rows):
-            zp, zq = chunk.zp[here], chunk.zq[here]
-            rows, *given = (y[chunk.where][here] for y in (found, x.ids, weights))
+        for rows in blocks(chunk, cut.rows):
+            zp, zq = chunk.zp[rows], chunk.zq[rows]
+            row_values, *row_inputs = (y[chunk.where][rows] for y in (values, x.ids, weights))
             sizes = (ctypes.c_int64(n) for n in zp.shape)
             threads = ctypes.c_int64(cut.threads)
-            pointers = [ctypes.c_void_p(y.data_ptr()) for y in (zp, zq, room, *given, rows)]
+            pointers = [ctypes.c_void_p(y.data_ptr()) for y in (zp, zq, buffers, *row_inputs, row_values)]
             library.k3_gradient(*pointers[:2], *sizes, pointers[2], threads, *pointers[3:])
         sums.add(chunk.where, chunk.zp, chunk.pair.p.hidden, cut.tile)
     x.hidden_p.grad, x.weight_p.grad = sums.done[:2]
-    return found
+    return values
 
 
 def p_chunks(x: Inputs, cut):
-    """Chunks in which q's logits are not computed."""
-    room = torch.empty(cut.chunk, len(x.weight_p))
+    """Chunks with p's logits only."""
+    buffer = torch.empty(cut.chunk, len(x.weight_p))
     tiny = torch.zeros(cut.chunk, 1)
     for start in range(0, len(x.ids), cut.chunk):
         where = slice(start, min(start + cut.chunk, len(x.ids)))
-        here = pair(x).at(where)
-        z = room[: where.stop - start]
-        multiply_(z, here.p, here.p.hidden, cut.tile)
-        yield Chunk(where, here, z, tiny[: len(z)], False)
+        chunk_pair = pair(x).at(where)
+        z = buffer[: where.stop - start]
+        multiply_(z, chunk_pair.p, chunk_pair.p.hidden, cut.tile)
+        yield Chunk(where, chunk_pair, z, tiny[: len(z)], False)
 
 
 def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], None]]:
-    """Name -> forward and backward pass."""
+    """Forward and backward passes by candidate."""
     x = make_inputs(tokens, args.hidden, args.vocabulary)
     thin = x.to(torch.bfloat16)
 
@@ -140,7 +140,7 @@ def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], 
         return lambda: kleash(of, options).backward()
 
     eager = LinearOptions(compile="never")
-    found: dict[str, Callable[[], Any]] = {
+    runs: dict[str, Callable[[], Any]] = {
         "matmuls": bare(x),
         "exact eager": exact(x, "never"),
         "k3 eager": lambda: k3_at_once(x),
@@ -151,11 +151,11 @@ def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], 
         "exact bf16": exact(thin, "never"),
     }
     if args.compile:
-        library = built("k3_rows.c")
-        found["exact compiled"] = exact(x, "always")
-        found["exact bf16, compiled"] = exact(thin, "always")
-        found["k3 compiled"] = lambda: k3_compiled(x, library)
-        found["exact recomputed, compiled"] = lambda: linear_kl(*x.models).mean().backward()
+        library = build_library("k3_rows.c")
+        runs["exact compiled"] = exact(x, "always")
+        runs["exact bf16, compiled"] = exact(thin, "always")
+        runs["k3 compiled"] = lambda: k3_compiled(x, library)
+        runs["exact recomputed, compiled"] = lambda: linear_kl(*x.models).mean().backward()
 
     def clean(run: Callable[[], Any]) -> Callable[[], None]:
         def both() -> None:
@@ -165,7 +165,7 @@ def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], 
 
         return both
 
-    return {name: clean(run) for name, run in found.items()}
+    return {name: clean(run) for name, run in runs.items()}
 
 
 def arguments() -> argparse.Namespace:
@@ -179,7 +179,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", default="wall", choices=["wall", "cpu"])
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--only", nargs="*", help="candidates to run; all if left out")
+    parser.add_argument("--only", nargs="*", help="candidates to run; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     return parser.parse_args()
 
@@ -188,11 +188,11 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     clock = time.perf_counter if args.clock == "wall" else time.process_time
-    found = candidates(args, args.tokens)
-    found = {name: run for name, run in found.items() if not args.only or name in args.only}
-    for run in found.values():
+    runs = candidates(args, args.tokens)
+    runs = {name: run for name, run in runs.items() if not args.only or name in args.only}
+    for run in runs.values():
         run()
-    times, loads = interleaved(found, args.rounds, clock=clock)
+    times, loads = interleaved(runs, args.rounds, clock=clock)
     ratios = {
         name: {rival: ratio(times[name], times[rival]) for rival in rivals if rival in times}
         for name, rivals in BESIDE.items()

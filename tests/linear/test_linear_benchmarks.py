@@ -132,7 +132,7 @@ def test_the_engines_own_ways_do_too(benchmarks, inputs, right, name, what, monk
 
 @pytest.mark.usefixtures("compiler")
 def test_k3_by_the_library_in_c_does_too(benchmarks, inputs, right):
-    values = benchmarks.training.k3_compiled(inputs, benchmarks.methods.built("k3_rows.c"))
+    values = benchmarks.training.k3_compiled(inputs, benchmarks.methods.build_library("k3_rows.c"))
     found = inputs.hidden_p.grad, inputs.weight_p.grad
     inputs.forget()
     assert_right(found, right["k3"], values.mean().item())
@@ -146,10 +146,10 @@ def test_a_way_that_computes_something_else_is_not_timed(benchmarks, inputs, mon
         words="",
     )
     monkeypatch.setattr(benchmarks.peers, "METHODS", {**methods, "wrong": wrong, "backwards": backwards})
-    benchmarks.peers.checked(["kleash", "naive exact"], inputs)
+    benchmarks.peers.check_methods(["kleash", "naive exact"], inputs)
     for name in ("wrong", "backwards"):
         with pytest.raises(AssertionError, match=name):
-            benchmarks.peers.checked(["kleash", name], inputs)
+            benchmarks.peers.check_methods(["kleash", name], inputs)
         inputs.forget()
 
 
