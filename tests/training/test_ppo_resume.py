@@ -169,6 +169,22 @@ def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
         train(replace(job, clip_range=0.3, seed=1, resume=True))
 
 
+def test_an_edited_reward_function_is_refused_at_resume(folder, tmp_path, monkeypatch):
+    from kleash.training.runner import train
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = tmp_path / "edited_reward.py"
+    source.write_text("def reward(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
+    job = tiny_job(folder, out=str(tmp_path / "run"), steps=1, reward=("edited_reward:reward",))
+    train(job)
+    assert train(replace(job, steps=2, resume=True)).steps == 2
+    source.write_text(source.read_text().replace("float(len(r))", "-float(len(r))"))
+    with pytest.raises(RunFolderError, match=r"the fingerprint of the reward's edited_reward:reward was 'sha256:"):
+        train(replace(job, steps=3, resume=True))
+    assert len(read_steps(tmp_path / "run")) == 2
+
+
 def test_a_disk_that_is_full_keeps_the_checkpoint_before(folder, tmp_path, monkeypatch):
     job = tiny_job(folder, out=str(tmp_path), steps=2, checkpoint_every=1)
     genuine, count = checkpoints._write, []

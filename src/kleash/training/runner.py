@@ -1,12 +1,14 @@
 """``train``: runs a training job and writes its folder."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kleash.dotted import resolve_function
 from kleash.errors import Interrupted, OptionError
 from kleash.jobs import DistillJob, DPOJob, GRPOJob, OnlineJob, PPOJob, RLOOJob, TrainJob
 from kleash.measuring import default_out
@@ -15,6 +17,7 @@ from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.threads import threads_for
 from kleash.reports import write_training_report
 from kleash.store import RunHeader, TrainingFolder, TrainingResult
+from kleash.store.job_folder import KIND_OF_FINGERPRINT
 from kleash.training.rewards import weight_of
 from kleash.training.run_log import Display, RunLog
 from kleash.version import __version__
@@ -137,6 +140,7 @@ def header_of(job: TrainJob) -> RunHeader:
     Raises:
         SourceError: if there are no prompts or pairs.
         ModelError: if there is no such model.
+        OptionError, UnknownNameError, MissingExtraError, CannotRunError: if a reward function cannot be imported.
     """
     source = job.source if isinstance(job, OnlineJob) else str(getattr(job, "pairs", ""))
     models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
@@ -146,6 +150,8 @@ def header_of(job: TrainJob) -> RunHeader:
     for _, what in map(weight_of, getattr(job, "rewards", ())):
         if Path(what).is_dir() or ":" not in what:
             marks[f"reward model {what}"] = find_checkpoint(what).fingerprint()
+        else:
+            marks[f"reward {what}"] = source_fingerprint(what)
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),
@@ -153,3 +159,19 @@ def header_of(job: TrainJob) -> RunHeader:
         fingerprints=marks,
         sampler=SAMPLER,
     )
+
+
+def source_fingerprint(path: str) -> str:
+    """SHA-256 of the file that defines the reward ``package.module:function``, so that an edited one is noticed.
+
+    Empty for a module without a readable file.
+
+    Raises:
+        OptionError, UnknownNameError, MissingExtraError, CannotRunError: if the function cannot be imported.
+    """
+    resolve_function(path, "a reward")
+    file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None)
+    try:
+        return "" if file is None else f"{KIND_OF_FINGERPRINT}{sha256(Path(file).read_bytes()).hexdigest()}"
+    except OSError:
+        return ""
