@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kleash.cli import main
-from kleash.cli.commands import RECORDS, AuditCommand, CompareCommand
+from kleash.cli.commands import RECORDS
 from kleash.cli.options import GROUPS
 from kleash.cli.parsing import SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
-from kleash.records import DemonstrationJob, MeasureJob, PPOJob
+from kleash.jobs import AuditJob, CompareJob, DemonstrationJob, MeasureJob, PPOJob
 
 
 def failing(capsys: Any, *words: str) -> str:
@@ -84,13 +84,13 @@ def test_words_are_read_as_they_were_written() -> None:
 
     measure = read("measure --text a --policy=b --batch_tokens 2 --top-p None --temperature 1e-1 --quiet")
     assert measure == MeasureJob(text="a", policy="b", batch_tokens=2, temperature=0.1, quiet=True)
-    assert read("compare a b --json c") == CompareCommand(
+    assert read("compare a b --json c") == CompareJob(
         folders=(Path("a"), Path("b"), Path("c")), json=True
     )
     audit = read("audit --set kind=k3 x=-1 --fail-on fault note --convention loss pkg:f")
     assert (audit.set, audit.fail_on) == (("kind=k3", "x=-1"), ("fault", "note"))
-    assert read("audit --quiet pkg:f") == AuditCommand(target="pkg:f", quiet=True)
-    assert read("audit") == AuditCommand()
+    assert read("audit --quiet pkg:f") == AuditJob(target="pkg:f", quiet=True)
+    assert read("audit") == AuditJob()
     assert read("train --out x --seed 3") == DemonstrationJob(out="x", seed=3)
     assert read("train demonstration --seed -0") == read("train") == DemonstrationJob()
     ppo = read("train ppo --no-whiten --reward a b --clip-range-value None --limit 3")

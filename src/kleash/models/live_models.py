@@ -13,6 +13,7 @@ from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.models.adapters.peft_adapters import require_unchanged_base, trained_base_tensors
 from kleash.models.adapters.rules import find_rule
+from kleash.models.compat import loaded_from
 from kleash.models.pair import Model
 from kleash.models.pair_loading import (
     DTYPES,
