@@ -84,9 +84,7 @@ def test_words_are_read_as_they_were_written() -> None:
 
     measure = read("measure --text a --policy=b --batch_tokens 2 --top-p None --temperature 1e-1 --quiet")
     assert measure == MeasureJob(text="a", policy="b", batch_tokens=2, temperature=0.1, quiet=True)
-    assert read("compare a b --json c") == CompareJob(
-        folders=(Path("a"), Path("b"), Path("c")), json=True
-    )
+    assert read("compare a b --json c") == CompareJob(folders=(Path("a"), Path("b"), Path("c")), json=True)
     audit = read("audit --set kind=k3 x=-1 --fail-on fault note --convention loss pkg:f")
     assert (audit.set, audit.fail_on) == (("kind=k3", "x=-1"), ("fault", "note"))
     assert read("audit --quiet pkg:f") == AuditJob(target="pkg:f", quiet=True)
