@@ -170,7 +170,7 @@ def test_a_reference_of_ones_own_takes_the_place_of_trls(trl, folder, tmp_path, 
 
 
 def test_a_reference_of_ones_own_needs_the_configuration_by_name(trl, folder):
-    with pytest.raises(OptionError, match="the configuration by name"):
+    with pytest.raises(OptionError, match="the configuration by keyword"):
         trl.LeashedGRPOTrainer(str(folder), [score], reference=object())
 
 
@@ -188,7 +188,7 @@ def test_the_reference_of_an_adapter_is_its_base(trl, folder, tmp_path):
             if "lora" in name:
                 weight.add_(0.3 * torch.randn(weight.shape, generator=draw))
     inputs = batch()
-    reference = trainer._pass_over(inputs, reference=True, hidden=True)
+    reference = trainer._forward_pass(inputs, reference=True, hidden=True)
     inputs |= {"ref_per_token_logps": reference.logp, "kleash_reference_hidden": reference.hidden}
     trainer._compute_loss(trainer.model, inputs)
     logp = whole_logp(trainer.model, inputs, 0.7)
@@ -239,7 +239,7 @@ def test_an_adapter_that_changes_its_base_needs_another_reference(trl, folder, t
     base = AutoModelForCausalLM.from_pretrained(folder)
     trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, **given, reference=base)
     inputs = batch()
-    reference = trainer._pass_over(inputs, reference=True, hidden=True)
+    reference = trainer._forward_pass(inputs, reference=True, hidden=True)
     fresh = whole_logp(AutoModelForCausalLM.from_pretrained(folder), inputs, 1.0)
     logp = fresh.gather(-1, inputs["completion_ids"].unsqueeze(-1))[..., 0]
     counts = counted(inputs)
@@ -264,7 +264,7 @@ def test_a_head_that_is_adapted_itself_is_refused(trl, folder, tmp_path):
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    with pytest.raises(CannotRunError, match="the head of the policy is adapted itself"):
+    with pytest.raises(CannotRunError, match="the head of the policy has an adapter"):
         make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, peft_config=lora)
 
 
@@ -289,7 +289,7 @@ def rollout(prompts, trainer):
 
 @pytest.mark.filterwarnings("ignore:.*rollout_func.*")
 @pytest.mark.parametrize("scored", ["all", "all but one"])
-def test_the_kl_in_the_reward_is_the_sum_of_k1_over_own_tokens(trl, folder, tmp_path, scored):
+def test_the_kl_in_the_reward_is_the_sum_of_k1_over_the_tokens_of_the_policy(trl, folder, tmp_path, scored):
     def reward(completions, **_):
         found = score(completions)
         return found if scored == "all" else [None, *found[1:]]

@@ -1,7 +1,7 @@
-"""TRL's trainers with a KL whose value and gradient are those of the divergence it names."""
+"""TRL's GRPO and RLOO with a KL term whose value and gradient are those of KL(policy || reference)."""
 
 from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
-from kleash.integrations.trl.responses import ResponseStatistics, response_statistics
+from kleash.integrations.trl.kl_mixin import ResponseStatistics, response_statistics
 from kleash.integrations.trl.rloo import LeashedRLOOTrainer, RLOOLeash
 from kleash.integrations.trl.terms import LOSS_TYPES
 from kleash.registry import former_names

@@ -1,4 +1,4 @@
-"""Which KL is trained: its term by name, and each token's share of the loss as TRL shares out its policy term."""
+"""The KL term of a TRL trainer, and the weight of each token in the loss, as TRL averages its policy term."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,61 +15,61 @@ from kleash.registry import look_up
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
-    """What a micro-batch is a part of."""
+class UpdateSize:
+    """The sizes by which TRL's losses divide the sum over a micro-batch."""
 
-    parts: int
-    """Micro-batches whose losses are added up to an update."""
+    micro_batches: int
+    """Micro-batches of an update, whose losses are added up."""
     tokens: float
-    """Tokens of an update, of one process: what a mean over the update's tokens divides by."""
-    length: int
-    """The longest response that may be generated."""
+    """Tokens of an update on one process: the divisor of a mean over the update's tokens."""
+    max_length: int
+    """Largest number of tokens of a response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossType:
-    """How one of TRL's losses averages its tokens."""
+    """How one of TRL's losses averages over tokens."""
 
     aggregation: str
-    """The same by the name that ``kleash.losses`` knows."""
-    share: Callable[[Tensor, Window], Tensor]
-    """From 1 where a token counts and 0 elsewhere to what each adds to the loss of an update per nat."""
+    """The name of this average in ``kleash.losses.AGGREGATIONS``."""
+    token_weights: Callable[[Tensor, UpdateSize], Tensor]
+    """Mask as numbers, ``[batch, time]`` -> the weight of each token in the loss of an update."""
 
 
-def _per_sequence(counts: Tensor, window: Window) -> Tensor:
-    return counts / counts.sum(-1, keepdim=True).clamp(min=1) / len(counts) / window.parts
+def _sequence_mean(mask: Tensor, size: UpdateSize) -> Tensor:
+    return mask / mask.sum(-1, keepdim=True).clamp(min=1) / len(mask) / size.micro_batches
 
 
-def _per_part(counts: Tensor, window: Window) -> Tensor:
-    return counts / counts.sum().clamp(min=1) / window.parts
+def _micro_batch_mean(mask: Tensor, size: UpdateSize) -> Tensor:
+    return mask / mask.sum().clamp(min=1) / size.micro_batches
 
 
-def _per_update(counts: Tensor, window: Window) -> Tensor:
-    return counts / window.tokens
+def _update_mean(mask: Tensor, size: UpdateSize) -> Tensor:
+    return mask / size.tokens
 
 
-def _per_length(counts: Tensor, window: Window) -> Tensor:
-    return counts / (len(counts) * window.length) / window.parts
+def _divided_by_max_length(mask: Tensor, size: UpdateSize) -> Tensor:
+    return mask / (len(mask) * size.max_length) / size.micro_batches
 
 
-def _summed(counts: Tensor, window: Window) -> Tensor:
-    return counts / len(counts) / window.parts
+def _sequence_sum(mask: Tensor, size: UpdateSize) -> Tensor:
+    return mask / len(mask) / size.micro_batches
 
 
 LOSS_TYPES: Mapping[str, LossType] = MappingProxyType(
     {
-        "grpo": LossType(aggregation="sequence_mean", share=_per_sequence),
-        "sapo": LossType(aggregation="sequence_mean", share=_per_sequence),
-        "bnpo": LossType(aggregation="token_mean", share=_per_part),
-        "dapo": LossType(aggregation="token_mean", share=_per_update),
-        "cispo": LossType(aggregation="token_mean", share=_per_update),
-        "vespo": LossType(aggregation="token_mean", share=_per_update),
-        "dr_grpo": LossType(aggregation="constant", share=_per_length),
-        "luspo": LossType(aggregation="sequence_sum", share=_summed),
-        "rloo": LossType(aggregation="sequence_sum", share=_summed),
+        "grpo": LossType(aggregation="sequence_mean", token_weights=_sequence_mean),
+        "sapo": LossType(aggregation="sequence_mean", token_weights=_sequence_mean),
+        "bnpo": LossType(aggregation="token_mean", token_weights=_micro_batch_mean),
+        "dapo": LossType(aggregation="token_mean", token_weights=_update_mean),
+        "cispo": LossType(aggregation="token_mean", token_weights=_update_mean),
+        "vespo": LossType(aggregation="token_mean", token_weights=_update_mean),
+        "dr_grpo": LossType(aggregation="constant", token_weights=_divided_by_max_length),
+        "luspo": LossType(aggregation="sequence_sum", token_weights=_sequence_sum),
+        "rloo": LossType(aggregation="sequence_sum", token_weights=_sequence_sum),
     }
 )
-"""TRL's names of GRPO's losses, and RLOO's one, to how they average."""
+"""Loss type of TRL's GRPO, or "rloo" -> how it averages over tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,20 +89,20 @@ class KLOptions:
 
     @property
     def exact(self) -> bool:
-        """Whether whole distributions are compared."""
+        """Whether the KL is summed over the vocabulary, not estimated from samples."""
         return self.kl == "exact"
 
     def term(self, *, off_policy: bool) -> KLTerm:
-        """The term, with the importance weights that it needs where the samples are an older policy's.
+        """The KL term, with the importance weights that it needs if the samples come from an older policy.
 
             sampled estimator, scope token        its own token's weight
             sampled estimator, scope sequence     the weight of the response up to and with the token
-            exact, scope token                    none: it stands at prefixes as they were met
+            exact, scope token                    none: it is exact at the prefixes of the batch
             exact, scope sequence                 the weight of the response before the token
 
         Raises:
-            OptionError: if it does not train what it names.
-            UnknownNameError: if TRL knows a loss that is not known here.
+            OptionError: if the term does not have the gradient that it names (``kl_rules``).
+            UnknownNameError: if the loss type is not in ``LOSS_TYPES``.
         """
         aggregation = look_up(LOSS_TYPES, self.loss_type, "loss type of TRL").aggregation
         ratio = self._ratio() if off_policy or self.gradient == "ratio_attached" else "none"
@@ -139,26 +139,28 @@ class KLOptions:
             return "none" if self.scope == "token" else "before"
         return "token" if self.scope == "token" else "prefix"
 
-    def share(self, mask: Bool[Tensor, "batch time"], window: Window) -> Float[Tensor, "batch time"]:
-        """What each token adds to the loss of an update, per nat of its KL and without beta."""
-        return look_up(LOSS_TYPES, self.loss_type, "loss type of TRL").share(mask.float(), window)
+    def token_weights(
+        self, mask: Bool[Tensor, "batch time"], size: UpdateSize
+    ) -> Float[Tensor, "batch time"]:
+        """The weight of each token's KL in the loss of an update, without beta."""
+        return look_up(LOSS_TYPES, self.loss_type, "loss type of TRL").token_weights(mask.float(), size)
 
 
-def refuse_reward(kl_options: KLOptions, settings: Mapping[str, tuple[Any, Any]]) -> None:
-    """See that rewards with a KL in them are averaged as they are.
+def require_unscaled_reward(kl_options: KLOptions, settings: Mapping[str, tuple[Any, Any]]) -> None:
+    """Check that TRL does not rescale a reward that contains the KL.
 
     Args:
         kl_options: the KL options of the trainer.
-        settings: name -> (what it is, what it has to be).
+        settings: name of a setting -> (its value, the required value).
 
     Raises:
-        OptionError: naming what would scale or cut the KL.
+        OptionError: naming a setting that would scale or clip the KL.
     """
     if kl_options.place != "reward":
         return
-    for name, (value, needed) in settings.items():
-        if value != needed:
+    for name, (value, required) in settings.items():
+        if value != required:
             raise OptionError(
-                f"{name} is {value!r}, which would scale or cut the KL in the reward; give {needed!r}, or "
+                f"{name} is {value!r}, which would scale or cut the KL in the reward; give {required!r}, or "
                 "kl_place='loss'"
             )

@@ -58,7 +58,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     trl = import_extra("trl", "trl")
-    import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)
+    import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
     networks = load_networks(job, job.teacher_name, role="teacher")
     prompts = read_prompts(job.source, networks.pair, limit=job.limit)

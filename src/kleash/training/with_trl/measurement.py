@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kleash.integrations.trl.responses import response_statistics
+from kleash.integrations.trl import response_statistics
 from kleash.models import Prompt
 from kleash.training.process_group import ProcessGroup
 from kleash.training.responses import Response, of_responses, to_samples
@@ -64,7 +64,7 @@ class Measuring:
         local_responses = self._responses(inputs, output, scored, group.rank)
         responses = [response for part in group.all_gather_object(local_responses) for response in part]
         metrics = of_responses(responses, self.beta)
-        trainer._log(**{name: metrics[name] for name in STEERED_BY.values()})
+        trainer._log_metrics(**{name: metrics[name] for name in STEERED_BY.values()})
         return Generated(metrics=metrics, samples=tuple(to_samples(responses)))
 
     def _responses(self, inputs: Any, output: dict[str, Any], scored: Any, rank: int) -> list[Response]:

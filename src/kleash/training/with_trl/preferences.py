@@ -40,7 +40,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     trl = import_extra("trl", "trl")
-    import kleash.integrations.trl.seams  # noqa: F401 (sees that it is a TRL that is known)
+    import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
     rows = read_pairs(str(job.pairs), limit=job.limit)
     networks = load_networks(job, job.reference_name)

@@ -1,4 +1,4 @@
-"""Settings of TRL that draw responses from another distribution than the one that is trained."""
+"""Generation settings of TRL under which responses are not samples of the policy that is trained."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -47,34 +47,34 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "guided_decoding": (None,),
     }
 )
-"""Name -> the values with which a setting leaves the distribution as it is."""
-OF_TRL = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
+"""Setting -> the values with which responses are samples of the policy."""
+TRL_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
 
 
-def require_own_samples(kl_options: KLOptions, trainer: Any) -> None:
-    """See that a KL which is estimated from samples gets samples of the policy.
+def require_policy_samples(kl_options: KLOptions, trainer: Any) -> None:
+    """Check that a KL which is estimated from samples gets samples of the policy.
 
-    The exact KL of each token where it stands is not concerned: it is a sum over the vocabulary, not over samples.
+    The exact KL of scope "token" may be used with any samples: it is a sum over the vocabulary.
 
     Args:
         kl_options: the KL options of the trainer.
-        trainer: TRL's, made.
+        trainer: TRL's trainer, after its ``__init__``.
 
     Raises:
-        OptionError: naming the setting that draws from another distribution.
+        OptionError: naming a setting that changes the distribution of the samples.
     """
     if trainer.beta == 0 or (kl_options.exact and kl_options.scope == "token"):
         return
     for name, value in _settings(trainer):
         raise OptionError(
             f"{name} is {value!r}, so tokens are drawn from another distribution than the policy's, and "
-            f"{_concerned(kl_options)} is no longer that of the policy; leave {name} out, or take kl='exact' with "
+            f"{_estimated_kl(kl_options)} is no longer that of the policy; leave {name} out, or take kl='exact' with "
             "kl_scope='token'"
         )
 
 
-def note_what_does_nothing(kl_options: KLOptions, trainer: Any) -> None:
-    """Log that ``use_bias_correction_kl``, TRL's default, does nothing, where it is not what is trained anyway."""
+def log_unused_correction(kl_options: KLOptions, trainer: Any) -> None:
+    """Warn that ``use_bias_correction_kl``, TRL's default, has no effect, unless the term is TRL's own."""
     if trainer.beta == 0 or not getattr(trainer.args, "use_bias_correction_kl", False):
         return
     if (
@@ -89,21 +89,22 @@ def note_what_does_nothing(kl_options: KLOptions, trainer: Any) -> None:
     )
 
 
-def _concerned(kl_options: KLOptions) -> str:
+def _estimated_kl(kl_options: KLOptions) -> str:
+    """The part of the KL that is estimated from samples, in words."""
     return (
         "the KL after each token" if kl_options.exact else f"the KL that {kl_options.kl} estimates from them"
     )
 
 
 def _settings(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Each setting that changes what is drawn, with its value."""
+    """The settings that change the distribution of the samples, with their values."""
     args = trainer.args
-    for name in OF_TRL:
+    for name in TRL_SETTINGS:
         value = getattr(args, name, None)
         if not _is_neutral(name, value):
             yield name, value
-    more = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
-    for name, value in more.items():
+    generation_kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
+    for name, value in generation_kwargs.items():
         if name == "temperature":
             if value != args.temperature:
                 yield f"generation_kwargs['temperature'] (beside a temperature of {args.temperature})", value
@@ -112,7 +113,7 @@ def _settings(trainer: Any) -> Iterator[tuple[str, Any]]:
     if args.use_vllm:
         return
     checkpoint = getattr(trainer.accelerator.unwrap_model(trainer.model), "generation_config", None)
-    for name in NEUTRAL.keys() - {*OF_TRL, "do_sample", *more}:  # TRL sets these itself
+    for name in NEUTRAL.keys() - {*TRL_SETTINGS, "do_sample", *generation_kwargs}:  # TRL sets these itself
         value = getattr(checkpoint, name, None)
         if not _is_neutral(name, value):
             yield f"the checkpoint's generation_config.{name}", value

@@ -1,20 +1,33 @@
-"""The TRL that these trainers were written for, and what of it they take hold of."""
+"""TRL beyond its documented interface: the versions known, and every private method and attribute that is used.
+
+Known: TRL 1.16; another version is a warning. Importing this module checks methods, functions and their arguments;
+one that is missing is a ``CannotRunError`` that names it.
+
+| of TRL | used for |
+|---|---|
+| ``_get_per_token_logps_and_entropies`` | forward passes of policy and reference, whose hidden states are captured |
+| ``_generate_and_score_completions`` | keeping the reference's pass; the penalty in the reward |
+| ``_compute_loss`` | adding the KL term to TRL's loss; the entropy of distillation |
+| ``_calculate_rewards``, ``_generate`` | the order of rewards; the mask of tool tokens |
+| ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
+| ``use_adapter``, ``add_fused_lm_head``, ``disable_gradient_checkpointing`` | passes of the reference |
+"""
 
 from kleash.extras import import_extra, require_attributes, warn_if_untested
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
-PASS = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
+FORWARD_PASS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
 
 import_extra("trl", "trl")
 warn_if_untested("trl", at_least="1.16", below="1.17")
 require_attributes(
     "trl",
     {
-        f"{kind}.{method}": arguments
-        for kind in (GRPO, RLOO)
+        f"{trainer}.{method}": arguments
+        for trainer in (GRPO, RLOO)
         for method, arguments in {
-            "_get_per_token_logps_and_entropies": PASS,
+            "_get_per_token_logps_and_entropies": FORWARD_PASS_ARGUMENTS,
             "_generate_and_score_completions": ("inputs",),
             "_compute_loss": ("model", "inputs"),
             "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
@@ -29,7 +42,7 @@ require_attributes(
     },
 )
 
-from trl.models.utils import disable_gradient_checkpointing  # noqa: E402 (after it is known to be the right one)
+from trl.models.utils import disable_gradient_checkpointing  # noqa: E402 (after the check)
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head, use_adapter  # noqa: E402

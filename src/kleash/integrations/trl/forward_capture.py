@@ -1,0 +1,222 @@
+"""Hidden states of TRL's own forward passes, and the heads of policy and reference."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import CannotRunError, OptionError
+from kleash.integrations.trl.compat import add_fused_lm_head, disable_gradient_checkpointing, use_adapter
+from kleash.linear import Head
+from kleash.models import at_rest, live_model, require_unchanged_base
+
+IMAGE_INPUTS = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+"""Columns of a generated batch that a multimodal model takes besides tokens."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ForwardPass:
+    """One forward pass of a model over prompts and responses."""
+
+    logp: Float[Tensor, "batch time"]
+    """Log-probabilities of the response tokens, at the training temperature."""
+    hidden: Float[Tensor, "batch time dim"] | None
+    """Final hidden states at the positions that predict the response tokens, with gradient; None if not captured."""
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    """Positional and keyword arguments after the model, to repeat the pass."""
+
+
+class ForwardCapture:
+    """Mixin before one of TRL's trainers: captures its forward passes, and runs the reference where TRL does not."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    ref_model: Any
+    processing_class: Any
+    beta: float
+    temperature: float
+
+    def __init__(self, *args: Any, reference: Any = None, **kwargs: Any) -> None:
+        """Make TRL's trainer, with the model ``reference`` in place of the one that TRL would load."""
+        self._passes: list[ForwardPass] | None = None
+        self._captures_hidden = False
+        self._head_layouts: tuple[Head, Head] | None = None
+        if reference is None:
+            super().__init__(*args, **kwargs)
+            self._check_base()
+            return
+        if kwargs.get("args") is None:
+            raise OptionError("with reference=, pass the configuration by keyword: args=…")
+        beta, kwargs["args"] = kwargs["args"].beta, copy(kwargs["args"])
+        kwargs["args"].beta = 0.0  # so that TRL does not load a reference
+        super().__init__(*args, **kwargs)
+        self.beta = self.args.beta = beta
+        reference.requires_grad_(False)
+        in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
+        add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
+        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def _check_base(self) -> None:
+        """Check that TRL's reference, the policy with its adapters disabled, is the policy's base.
+
+        Raises:
+            ModelError: if an adapter has changed that base.
+        """
+        network = self._unwrap(self.model)
+        if self.beta != 0 and self.ref_model is None and hasattr(network, "peft_config"):
+            require_unchanged_base(
+                network, "reference", instead="give reference=, a separate model in memory"
+            )
+
+    def _unwrap(self, model: Any) -> Any:
+        return self.accelerator.unwrap_model(model)
+
+    @contextmanager
+    def _parent_beta(self, beta: float) -> Iterator[None]:
+        """Context in which TRL's code reads this beta."""
+        original_beta, self.beta = self.beta, beta
+        try:
+            yield
+        finally:
+            self.beta = original_beta
+
+    @contextmanager
+    def _record_passes(self, *, hidden: bool) -> Iterator[list[ForwardPass]]:
+        """Context in which every forward pass of TRL is appended to the list, with its hidden states if ``hidden``."""
+        self._passes, self._captures_hidden = [], hidden
+        try:
+            yield self._passes
+        finally:
+            self._passes = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        original: Any = super()._get_per_token_logps_and_entropies  # pyright: ignore[reportAttributeAccessIssue]
+        args = (input_ids, attention_mask, logits_to_keep, *args)
+        if self._passes is None:
+            return original(model, *args, **kwargs)
+        hidden = None
+        if self._captures_hidden:
+            with capture_hidden_states(base_network(self._unwrap(model)).base_model) as outputs:
+                result = original(model, *args, **kwargs)
+            hidden = torch.cat(outputs)[:, :-1][:, -logits_to_keep:]
+        else:
+            result = original(model, *args, **kwargs)
+        self._passes.append(ForwardPass(logp=result[0], hidden=hidden, arguments=(args, kwargs)))
+        return result
+
+    def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:
+        """A pass of the policy or the reference over a generated batch, without gradient."""
+        ids, mask = (
+            torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], dim=1)
+            for name in ("ids", "mask")
+        )
+        mode = "train" if self.model.training else "eval"
+        batch = getattr(self.args, f"per_device_{mode}_batch_size")
+        images = {name: output[name] for name in IMAGE_INPUTS if output.get(name) is not None}
+        no_checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), no_checkpointing, self._record_passes(hidden=hidden) as passes:
+            args = (ids, mask, output["completion_ids"].size(1), batch)
+            if not reference:
+                self._get_per_token_logps_and_entropies(self.model, *args, **images)
+            elif self.ref_model is not None:
+                self._get_per_token_logps_and_entropies(self.ref_model, *args, **images)
+            else:
+                network = self._unwrap(self.model)
+                with use_adapter(network, adapter_name="ref" if "ref" in network.peft_config else None):
+                    self._get_per_token_logps_and_entropies(self.model, *args, **images)
+        return passes[-1]
+
+    def _read_head_layouts(self) -> tuple[Head, Head]:
+        """The layouts of the heads of policy and reference (``read_head_layout``), read once.
+
+        Raises:
+            CannotRunError: if a head cannot be read, or is sharded.
+        """
+        if self._head_layouts is None:
+            if getattr(self, "is_fsdp_enabled", False):
+                raise CannotRunError(
+                    "FSDP shards the heads from which the exact KL is computed, which is not tested; take kl='k3', or "
+                    "DistributedDataParallel"
+                )
+            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            policy_head = read_head_layout(self._unwrap(self.model), tokenizer, "policy")
+            reference_head = policy_head
+            if self.ref_model is not None:
+                reference_head = read_head_layout(self._unwrap(self.ref_model), tokenizer, "reference")
+            self._head_layouts = policy_head, reference_head
+        return self._head_layouts
+
+    def _heads(self) -> tuple[Head, Head]:
+        """The heads of policy and reference with their current weights, the policy's with gradient."""
+        policy_head, reference_head = self._read_head_layouts()
+        reference = self.model if self.ref_model is None else self.ref_model
+        return (
+            current_head(self._unwrap(self.model), policy_head, requires_grad=True),
+            current_head(self._unwrap(reference), reference_head, requires_grad=False),
+        )
+
+
+@contextmanager
+def capture_hidden_states(backbone: Any) -> Iterator[list[Tensor]]:
+    """Context in which the final hidden states of each call of ``backbone`` are appended to the list."""
+    outputs: list[Tensor] = []
+    handle = backbone.register_forward_hook(lambda _, __, out: outputs.append(out.last_hidden_state))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def base_network(network: Any) -> Any:
+    """The transformers model inside a PEFT model; any other network as it is."""
+    return network.get_base_model() if hasattr(network, "get_base_model") else network
+
+
+def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:
+    """The head of a model in memory: scale, softcap, and the number of its rows that are tokens.
+
+    Raises:
+        CannotRunError: if the model does not come apart into hidden states and a plain matrix.
+        ModelError: if it is not a causal language model of text, or its weights are sharded.
+    """
+    layer = base_network(network).get_output_embeddings()
+    if any(hasattr(layer, name) for name in ("base_layer", "modules_to_save", "token_adapter")):
+        raise CannotRunError(
+            f"the head of the {role} has an adapter, and the exact KL is computed from a plain head; leave the "
+            "output embedding out of the adapter, or take kl='k3'"
+        )
+    with at_rest(network):
+        head = live_model(network, tokenizer, role=role).head
+    if head.weight is None:
+        raise CannotRunError(
+            f"the {role} ({type(base_network(network)).__name__}) does not come apart into hidden states and a head, "
+            "from which the exact KL is computed; take kl='k3'"
+        )
+    return head
+
+
+def current_head(network: Any, layout: Head, *, requires_grad: bool) -> Head:
+    """``layout`` with the current weights of the network's head, detached unless ``requires_grad``."""
+    layer = base_network(network).get_output_embeddings()
+    rows = 0 if layout.weight is None else len(layout.weight)
+    weight, bias = layer.weight[:rows], None if layer.bias is None else layer.bias[:rows]
+    if not requires_grad:
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+    return replace(layout, weight=weight, bias=bias)

@@ -1,0 +1,274 @@
+"""The KL term of GRPO and RLOO, added to TRL's own loss, and exact statistics of generated batches."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kleash.arguments import check_reward_order
+from kleash.errors import OptionError
+from kleash.estimators import importance_weights
+from kleash.estimators.weights import ImportanceWeights
+from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
+from kleash.integrations.trl.sampling_settings import log_unused_correction, require_policy_samples
+from kleash.integrations.trl.terms import KLOptions, UpdateSize
+from kleash.kl_rules import default_scope
+from kleash.linear import LinearOptions, TokenStatistics, linear_kl_loss, token_statistics
+from kleash.losses import future_kl_loss
+
+REFERENCE_HIDDEN = "kleash_reference_hidden"
+REFERENCE_LOGP = "ref_per_token_logps"
+BEHAVIOUR_LOGP = "kleash_behaviour_logps"
+"""Entries of a generated batch that the trainers read or add."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MicroBatchKL:
+    """The KL term of a micro-batch."""
+
+    loss: Float[Tensor, ""]
+    """Its contribution to the loss of the update, without beta; with gradient."""
+    per_token: Float[Tensor, "batch time"]
+    """The KL of each token times its importance weight, detached; 0 where masked."""
+    effective_share: float | None = None
+    """Effective sample size under the importance weights, as a share of the tokens; None without weights."""
+
+
+def check_order_of(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function that raises if the result of ``function`` has no order; a reward model as it is.
+
+    Raises:
+        CannotRunError: when it is called and ``function`` returns a mapping, a set or text.
+    """
+    if isinstance(function, torch.nn.Module):
+        return function
+
+    def checked(returned: Any) -> Any:
+        check_reward_order(name, returned)
+        return returned
+
+    wrapped: Any = function
+    while isinstance(wrapped, functools.partial):
+        wrapped = wrapped.func
+    if inspect.iscoroutinefunction(wrapped) or inspect.iscoroutinefunction(wrapped.__call__):
+
+        async def checked_coroutine(*args: Any, **kwargs: Any) -> Any:
+            return checked(await function(*args, **kwargs))
+
+        return checked_coroutine
+    return lambda *args, **kwargs: checked(function(*args, **kwargs))
+
+
+class KLMixin(ForwardCapture):
+    """Mixin before one of TRL's trainers: replaces its KL term.
+
+    ``kl`` is "exact", "k1", "k2" or "k3"; ``kl_place`` "loss" or "reward"; ``kl_scope`` "token" (default in a loss) or
+    "sequence" (default in a reward); ``kl_gradient`` and ``kl_cap`` are fields of ``kleash.losses.KLTerm``. A
+    combination without the gradient of KL(policy || reference) raises OptionError. ``reference`` is a model in memory;
+    without it, TRL loads the checkpoint that the policy came from.
+    """
+
+    _metrics: Any
+    reward_funcs: list[Any]
+    reward_func_names: list[str]
+
+    # Many arguments, since they are options of a trainer; all by keyword.
+    def __init__(
+        self,
+        *args: Any,
+        kl: str = "exact",
+        kl_place: str = "loss",
+        kl_scope: str | None = None,
+        kl_gradient: str | None = None,
+        kl_cap: float | None = None,
+        linear_options: LinearOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make TRL's trainer from the other arguments, and check the KL options.
+
+        Raises:
+            OptionError, CannotRunError: if the KL term has another gradient than it names, or cannot be computed.
+        """
+        super().__init__(*args, **kwargs)
+        self._linear_options = linear_options
+        self._kl_options = KLOptions(
+            kl=kl,
+            place=kl_place,
+            scope=default_scope(kl_place) if kl_scope is None else kl_scope,
+            gradient=kl_gradient,
+            cap=kl_cap,
+            loss_type=self._loss_type,
+            length=self.args.max_completion_length,
+        )
+        self._term = self._kl_options.term(off_policy=self._is_off_policy)
+        require_policy_samples(self._kl_options, self)
+        log_unused_correction(self._kl_options, self)
+        if self.beta != 0 and self._kl_options.exact:
+            self._read_head_layouts()
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Tensor:
+        """TRL's rewards; a reward function that returns a dict is refused, since TRL would read its keys."""
+        parent: Any = super()
+        functions = self.reward_funcs
+        names = self.reward_func_names
+        self.reward_funcs = [
+            check_order_of(name, function) for name, function in zip(names, functions, strict=True)
+        ]
+        try:
+            return parent._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = functions
+
+    @property
+    def _loss_type(self) -> str:
+        """The key of ``LOSS_TYPES`` for the average of the policy term."""
+        return "rloo"
+
+    @property
+    def _is_off_policy(self) -> bool:
+        """Whether some updates use samples of an older policy."""
+        micro_batches = self.args.steps_per_generation * self.args.num_iterations
+        return self.args.gradient_accumulation_steps % micro_batches != 0
+
+    def _micro_batch_kl(
+        self, policy_pass: ForwardPass, inputs: dict[str, Any], size: UpdateSize
+    ) -> MicroBatchKL:
+        """The KL term of a micro-batch, from the policy's pass and the stored columns of the reference's."""
+        mask = self._response_mask(inputs)
+        token_weights = self._kl_options.token_weights(mask, size)
+        behaviour, ratio, effective_share = None, None, None
+        if self._term.ratio != "none":
+            behaviour = self._behaviour_logp(inputs)
+            behaviour = policy_pass.logp.detach() if behaviour is None else behaviour
+            level, cap = self._term.ratio, self._term.cap
+            ratio = importance_weights(policy_pass.logp, behaviour, mask, level=level, cap=cap)
+            effective_share = float(ratio.effective_sample_size / mask.sum().clamp(min=1))
+        if self._kl_options.exact:
+            kl = self._exact_kl(policy_pass, inputs, mask, token_weights, ratio)
+            return replace(kl, effective_share=effective_share)
+        per_token = self._term.per_token(
+            policy_pass.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour
+        )
+        return MicroBatchKL(
+            loss=(token_weights * per_token).sum(),
+            per_token=per_token.detach(),
+            effective_share=effective_share,
+        )
+
+    def _exact_kl(
+        self,
+        policy_pass: ForwardPass,
+        inputs: dict[str, Any],
+        mask: Tensor,
+        token_weights: Tensor,
+        ratio: ImportanceWeights | None,
+    ) -> MicroBatchKL:
+        weights = token_weights if ratio is None else token_weights * ratio.values
+        if policy_pass.hidden is None:
+            raise OptionError(
+                "no hidden states were captured; the model's backbone was not called by its forward"
+            )
+        head_p, head_q = self._heads()
+        result = linear_kl_loss(
+            policy_pass.hidden[mask],
+            head_p,
+            inputs[REFERENCE_HIDDEN][mask],
+            head_q,
+            weights=weights[mask].detach(),
+            temperature=self.temperature,
+            options=self._linear_options,
+        )
+        token_kl = torch.zeros_like(token_weights).masked_scatter(
+            mask, result.per_token.to(token_weights.dtype)
+        )
+        loss = result.loss
+        rho = None if ratio is None else ratio.values
+        if self._term.spec.scope == "sequence":
+            later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=rho)
+            loss = loss + (token_weights * later_kl).sum()
+        return MicroBatchKL(loss=loss, per_token=token_kl if rho is None else token_kl * rho)
+
+    def _response_mask(self, inputs: dict[str, Any]) -> Bool[Tensor, "batch time"]:
+        """True for the tokens that the policy generated: no padding, no tool output."""
+        mask = inputs["completion_mask"].bool()
+        return mask if inputs.get("tool_mask") is None else mask & inputs["tool_mask"].bool()
+
+    def _behaviour_logp(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Log-probabilities of the tokens when they were drawn; None if the current policy drew them."""
+        return inputs.get(BEHAVIOUR_LOGP)
+
+    def _log_kl(self, kl: MicroBatchKL, token_weights: Tensor, mask: Tensor, micro_batches: int) -> None:
+        """Log the KL as it is trained, per token and per response, reduced over processes. A collective."""
+        sums = torch.stack(
+            [
+                (token_weights * kl.per_token).sum() * micro_batches,
+                kl.per_token.sum(),
+                mask.sum().float(),
+                torch.tensor(float(len(mask)), device=mask.device),
+                torch.ones((), device=mask.device),
+            ]
+        )
+        loss, nats, tokens, sequences, processes = self.accelerator.reduce(sums, reduction="sum").tolist()
+        self._log_metrics(
+            **{
+                "kl": loss / processes,
+                "kl/per_token": nats / max(tokens, 1.0),
+                "kl/per_sequence": nats / sequences,
+                "beta": self.beta,
+            }
+        )
+        if kl.effective_share is not None:
+            self._log_metrics(**{"kl/effective_share": kl.effective_share})
+
+    def _log_metrics(self, **metrics: float) -> None:
+        """Add values to those that TRL averages and logs."""
+        mode = "train" if self.model.training else "eval"
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+
+class ResponseStatistics(NamedTuple):
+    """Token statistics of a generated batch."""
+
+    mask: Bool[Tensor, "batch time"]
+    """True for the tokens that the policy generated."""
+    statistics: TokenStatistics
+    """Statistics of these tokens, all responses concatenated; KL(policy || reference) is ``kl_pq``."""
+
+
+def response_statistics(trainer: KLMixin, output: dict[str, Any]) -> ResponseStatistics:
+    """The exact KLs, entropies and log-probabilities of a generated batch, before the update.
+
+    Runs one more pass of the policy, and one of the reference if its hidden states are not in the batch.
+
+    Args:
+        trainer: a trainer with ``GRPOLeash`` or ``RLOOLeash``, which has a reference.
+        output: the result of its ``_generate_and_score_completions``.
+
+    Raises:
+        CannotRunError: if a model does not come apart into hidden states and a head.
+    """
+    mask = trainer._response_mask(output)
+    policy_hidden = trainer._forward_pass(output, reference=False, hidden=True).hidden
+    reference_hidden = output.get(REFERENCE_HIDDEN)
+    if reference_hidden is None:
+        reference_hidden = trainer._forward_pass(output, reference=True, hidden=True).hidden
+    assert policy_hidden is not None and reference_hidden is not None, "hidden=True was requested"
+    head_p, head_q = trainer._heads()
+    with torch.no_grad():
+        statistics = token_statistics(
+            policy_hidden[mask],
+            head_p,
+            reference_hidden[mask],
+            head_q,
+            output["completion_ids"][mask],
+            temperature=trainer.temperature,
+        )
+    return ResponseStatistics(mask=mask, statistics=statistics)
