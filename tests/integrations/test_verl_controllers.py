@@ -14,8 +14,8 @@ from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.errors import CannotRunError, OptionError, UnknownNameError
 from kleash.extras import require_attributes
 from kleash.integrations.verl import CONTROLLER_TYPES, get_kl_controller, install
-from kleash.integrations.verl.controllers import CONTROLLER_FILE
-from kleash.integrations.verl.installing import SEAMS
+from kleash.integrations.verl.compat import CORE_ATTRIBUTES
+from kleash.integrations.verl.kl_controller import CONTROLLER_FILE
 from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
 
 
@@ -194,8 +194,8 @@ def test_a_checkpoint_without_it_is_said_and_a_fresh_start_is_not(core, trainer_
     assert fresh.global_steps == 0 and fresh.kl_ctrl_in_reward.value == 0.1
 
 
-def test_the_seams_are_looked_at(core):
-    assert require_attributes("verl", SEAMS) is None, (
+def test_what_is_replaced_is_checked_and_keeps_its_arguments(core):
+    assert require_attributes("verl", CORE_ATTRIBUTES) is None, (
         "kleash's own functions keep the names of verl's arguments"
     )
     with pytest.raises(CannotRunError, match=r"the installed verl lacks .*core_algos:kl_penalties"):

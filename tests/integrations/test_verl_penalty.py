@@ -16,6 +16,7 @@ from scipy.special import rel_entr
 
 from kleash.errors import NotProbabilitiesError, OptionError, ShapeError, UnknownNameError
 from kleash.integrations.verl import NAMES, install, kl_penalty
+from kleash.kl_rules import CONTRACTS, refusal, term_spec
 
 SPELLINGS = ["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -76,6 +77,20 @@ def test_every_name_of_verl(core, alias, clamp):
     got = value_and_gradients(kl_penalty, logprob, ref_logprob, alias, clamp=clamp)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("estimator", sorted({*NAMES.values()} - {"exact"}))
+def test_k1_is_the_only_loss_of_verl_that_the_rules_refuse(estimator):
+    """Its gradient, summed over all tokens, is 0; kl_penalty computes it nevertheless, since verl allows it."""
+    follows = CONTRACTS[estimator].backpropagated
+    term = term_spec(estimator, CONTRACTS[estimator], gradient="backpropagated", follows=follows)
+    is_refused = refusal(term) is not None
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    logp, logq = logits.log_softmax(-1), torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
+    expected_loss = (logp.exp().detach() * kl_penalty(logp, logq, estimator)).sum()
+    (gradient,) = torch.autograd.grad(expected_loss, logits)
+    assert is_refused == bool(gradient.abs().max() < 1e-12)
+    assert is_refused == (estimator == "k1")
 
 
 @pytest.mark.parametrize("spelling", ["low_var_kl", "k3"])

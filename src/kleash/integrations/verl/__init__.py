@@ -1,8 +1,8 @@
-"""verl with the KL that it names: true values, an exact one, and controllers with bounds."""
+"""verl's KL penalty without clamps, an exact KL in its loss, and beta controllers with bounds."""
 
-from kleash.integrations.verl.controllers import CONTROLLER_TYPES, KLController, get_kl_controller
 from kleash.integrations.verl.exact import REFERENCE_HIDDEN
 from kleash.integrations.verl.installing import install
+from kleash.integrations.verl.kl_controller import CONTROLLER_TYPES, KLController, get_kl_controller
 from kleash.integrations.verl.penalty import NAMES, kl_penalty
 
 __all__ = [

@@ -1,9 +1,8 @@
-"""The exact KL in verl's FSDP engine: from its own logits, and from hidden states kept when the reference ran."""
+"""The exact KL in verl's FSDP engine, from the policy's logits and stored hidden states of the reference."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from kleash.divergences import kl
 from kleash.errors import CannotRunError
+from kleash.integrations.verl.compat import response_rows
 from kleash.integrations.verl.penalty import NAMES
 from kleash.linear import Head, linear_kl
 from kleash.models.heads import candidate_heads, head_logits
@@ -19,174 +19,178 @@ from kleash.models.heads import candidate_heads, head_logits
 __all__ = ["REFERENCE_HIDDEN", "ExactKL"]
 
 REFERENCE_HIDDEN = "kleash_reference_hidden"
-"""What the reference's hidden states are called in the data that verl hands on."""
+"""Name of the reference's hidden states in verl's data."""
 
-PER_TOKEN = "kleash_exact_kl"
-MOST_NATS_OFF = 0.01
+TOKEN_KL = "kleash_exact_kl"
+"""Name of the KL of each token in the model output."""
+MAX_HEAD_ERROR = 0.01
+"""Largest KL in nats between the reference's own logits and those of hidden states and head."""
 
 
 class ExactKL:
-    """What one process of verl keeps for the exact KL, and the wrappers around verl's functions that use it.
+    """The exact KL in one process of verl: wrappers of verl's functions, and the state that they share.
 
-    The reference's pass: its final hidden states go into the engine's output, as ``REFERENCE_HIDDEN``,
-    ``[tokens, dim]``, and travel to the update in verl's own data; its head, ``[vocab, dim]``, stays in
-    this process. The update: the policy's logits are read where the engine reads them, before it may write over
-    them, and the reference's are made from hidden states and head, for a few tokens at a time.
+    In the reference's pass, its final hidden states are added to the engine's output, as ``REFERENCE_HIDDEN``,
+    ``[tokens, dim]``, and reach the update in verl's data; its head, ``[vocab, dim]``, stays in this process. In the
+    update, the policy's logits are read before the engine, which may overwrite them, and the reference's are computed
+    from hidden states and head, for a few tokens at a time.
     """
 
     def __init__(self) -> None:
-        """Nothing is kept yet."""
-        self._weights: tuple[Tensor, Tensor | None] | None = None
+        """Start without the reference's head."""
+        self._head_weights: tuple[Tensor, Tensor | None] | None = None
         self._head: Head | None = None
-        self._watching = False
-        self._hidden: Tensor | None = None
-        self._without_adapter: list[Any] = []
-        self.in_flight: Float[Tensor, "batch time"] | None = None
-        """The KL of the micro-batch whose loss verl is computing; None without one."""
+        self._is_reference_pass = False
+        self._head_input: Tensor | None = None
+        self._engines_without_adapter: list[Any] = []
+        self.micro_batch_kl: Float[Tensor, "batch time"] | None = None
+        """The KL of the micro-batch whose loss verl is computing; None outside of ``ppo_loss``."""
 
     def disable_adapter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """verl's ``FSDPEngine.disable_adapter``: inside, what the engine runs is the reference."""
+        """Wrap ``FSDPEngine.disable_adapter``: in its context the engine runs the reference."""
 
         @wraps(original)
         def disable_adapter(engine: Any) -> AbstractContextManager[None]:
-            return self._as_reference(engine, original(engine))
+            return self._without_adapter(engine, original(engine))
 
         return disable_adapter
 
     @contextmanager
-    def _as_reference(self, engine: Any, without: AbstractContextManager[Any]) -> Iterator[None]:
-        self._without_adapter.append(engine)
+    def _without_adapter(self, engine: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
+        self._engines_without_adapter.append(engine)
         try:
-            with without:
+            with context:
                 yield
         finally:
-            self._without_adapter.remove(engine)
+            self._engines_without_adapter.remove(engine)
 
     def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """verl's ``FSDPEngineWithLMHead.forward_step``: watches what the reference's head is given."""
+        """Wrap ``FSDPEngineWithLMHead.forward_step``: records the input of the reference's head."""
 
         @wraps(original)
         def forward_step(engine: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-            is_reference = engine in self._without_adapter or engine.engine_config.forward_only
+            is_reference = engine in self._engines_without_adapter or engine.engine_config.forward_only
             if not is_reference or loss_function is not None:
                 return original(engine, micro_batch, loss_function, forward_only)
-            with self._watched(engine.module):
+            with self._record_head(engine.module):
                 return original(engine, micro_batch, loss_function, forward_only)
 
         return forward_step
 
     @contextmanager
-    def _watched(self, module: Any) -> Iterator[None]:
-        """Inside, what the head of ``module`` is called with is seen, and copied if it is new."""
+    def _record_head(self, module: Any) -> Iterator[None]:
+        """Context in which the input of the head of ``module`` is recorded, and its weights are copied if new."""
         layer = module.get_output_embeddings()
-        handle = None if layer is None else layer.register_forward_pre_hook(self._look)
-        self._watching, self._hidden = True, None
+        handle = None if layer is None else layer.register_forward_pre_hook(self._record_head_call)
+        self._is_reference_pass, self._head_input = True, None
         try:
             yield
         finally:
-            self._watching, self._hidden = False, None
+            self._is_reference_pass, self._head_input = False, None
             if handle is not None:
                 handle.remove()
 
-    def _look(self, layer: Any, args: tuple[Any, ...]) -> None:
-        """While the head runs its weights are whole; FSDP takes them away again when it is done."""
+    def _record_head_call(self, layer: Any, args: tuple[Any, ...]) -> None:
+        """Record input and weights of the head; FSDP has gathered its weights only while it runs."""
         if hasattr(layer.weight, "full_tensor"):
             raise CannotRunError(
                 "the reference's head is sharded over ranks while it runs; the exact KL takes no tensor parallelism"
             )
-        self._hidden = args[0]
-        now = (layer.weight.detach(), None if getattr(layer, "bias", None) is None else layer.bias.detach())
-        if self._weights is None or not all(map(same, now, self._weights)):
-            self._weights = (now[0].clone(), None if now[1] is None else now[1].clone())
+        self._head_input = args[0]
+        weight = layer.weight.detach()
+        bias = None if getattr(layer, "bias", None) is None else layer.bias.detach()
+        if self._head_weights is None or not all(map(are_equal, (weight, bias), self._head_weights)):
+            self._head_weights = (weight.clone(), None if bias is None else bias.clone())
             self._head = None
 
     def prepare_model_outputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """verl's ``FSDPEngineWithLMHead.prepare_model_outputs``: adds hidden states, or the KL, to its output."""
+        """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: adds hidden states, or the KL, to its output."""
 
         @wraps(original)
         def prepare_model_outputs(
             engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
         ) -> Any:
             args = (engine, output, output_args, micro_batch, logits_processor_func)
-            if self._watching:
-                hidden = self._keep(engine, output, micro_batch)
+            if self._is_reference_pass:
+                hidden = self._reference_hidden(engine, output, micro_batch)
                 return original(*args) | {REFERENCE_HIDDEN: hidden}
             if not is_exact(logits_processor_func):
                 return original(*args)
-            per_token = self._per_token(engine, output, output_args, micro_batch)
-            return original(*args) | {PER_TOKEN: per_token}
+            token_kl = self._token_kl(engine, output, output_args, micro_batch)
+            return original(*args) | {TOKEN_KL: token_kl}
 
         return prepare_model_outputs
 
     def ppo_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """verl's ``ppo_loss``: while it runs, ``in_flight`` is the KL of its micro-batch."""
+        """Wrap ``ppo_loss``: while it runs, ``micro_batch_kl`` is the KL of its micro-batch."""
 
         @wraps(original)
         def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-            per_token = model_output.get(PER_TOKEN)
-            self.in_flight = None if per_token is None else padded(per_token, data)
+            token_kl = model_output.get(TOKEN_KL)
+            self.micro_batch_kl = None if token_kl is None else response_rows(token_kl, data)
             try:
                 return original(config=config, model_output=model_output, data=data, dp_group=dp_group)
             finally:
-                self.in_flight = None
+                self.micro_batch_kl = None
 
         return ppo_loss
 
-    def _keep(self, engine: Any, output: Any, micro_batch: Any) -> Tensor:
-        """The hidden states of all tokens, packed as verl packs them; how to read the head is found out."""
-        rows = packed_logits(engine, output, micro_batch).detach()
-        if self._hidden is None or self._weights is None:
+    def _reference_hidden(self, engine: Any, output: Any, micro_batch: Any) -> Tensor:
+        """The hidden states of all tokens, packed as by verl; chooses the head's layout and checks it.
+
+        Raises:
+            CannotRunError: if hidden states and head do not give the model's own logits.
+        """
+        logits = packed_logits(engine, output, micro_batch).detach()
+        if self._head_input is None or self._head_weights is None:
             raise CannotRunError(
                 f"the head of the reference ({type(engine.module).__name__}) was not called with hidden states, which "
                 "the exact KL is computed from; ask for kl_loss_type=k3+"
             )
-        hidden = packed(engine, self._hidden, micro_batch).detach()
-        if self._head is None or not nats_off(rows, hidden, self._head) <= MOST_NATS_OFF:
-            heads = candidate_heads(engine.module.config, Head(*self._weights))
-            self._head = min(heads, key=lambda head: nats_off(rows, hidden, head))
-        off = nats_off(rows, hidden, self._head)
-        if not off <= MOST_NATS_OFF:
+        hidden = pack(self._head_input, micro_batch).detach()
+        if self._head is None or not head_error(logits, hidden, self._head) <= MAX_HEAD_ERROR:
+            heads = candidate_heads(engine.module.config, Head(*self._head_weights))
+            self._head = min(heads, key=lambda head: head_error(logits, hidden, head))
+        error = head_error(logits, hidden, self._head)
+        if not error <= MAX_HEAD_ERROR:
             raise CannotRunError(
-                f"the reference ({type(engine.module).__name__}) does not come apart into hidden states and head: what "
-                f"the head makes of them is {off:.3g} nats off its own logits; ask for kl_loss_type=k3+"
+                f"the reference ({type(engine.module).__name__}) does not come apart into hidden states and head: the "
+                f"head's logits are {error:.3g} nats off its own logits; ask for kl_loss_type=k3+"
             )
         return torch.nested.nested_tensor_from_jagged(hidden.clone(), micro_batch["input_ids"].offsets())
 
-    def _per_token(self, engine: Any, output: Any, output_args: Any, micro_batch: Any) -> Tensor:
-        """KL(policy || reference) where responses are predicted, 0 elsewhere; packed as verl packs it."""
-        self._require(REFERENCE_HIDDEN in micro_batch.keys(), "its hidden states are not in the data")  # noqa: SIM118
-        self._require(self._head is not None, "its head is not in this process")
-        assert self._head is not None
-        rows = packed_logits(engine, output, micro_batch)
-        places = padded(torch.arange(1, len(rows) + 1, device=rows.device), micro_batch)
-        places = places[places > 0] - 1
-        token_kl = linear_kl(
-            rows[places],
+    def _token_kl(self, engine: Any, output: Any, output_args: Any, micro_batch: Any) -> Tensor:
+        """KL(policy || reference) at positions that predict responses, 0 elsewhere; packed as by verl."""
+        if REFERENCE_HIDDEN not in micro_batch.keys():  # noqa: SIM118 (a TensorDict)
+            raise missing_reference("its hidden states are not in the data")
+        if self._head is None:
+            raise missing_reference("its head is not in this process")
+        logits = packed_logits(engine, output, micro_batch)
+        numbers = response_rows(torch.arange(1, len(logits) + 1, device=logits.device), micro_batch)
+        positions = numbers[numbers > 0] - 1
+        response_kl = linear_kl(
+            logits[positions],
             Head(None),
-            micro_batch[REFERENCE_HIDDEN].values()[places],
+            micro_batch[REFERENCE_HIDDEN].values()[positions],
             self._head,
-            temperature=temperatures(output_args, micro_batch)[places],
+            temperature=temperatures(output_args, micro_batch)[positions],
         )
-        per_token = torch.zeros(len(rows), dtype=token_kl.dtype, device=rows.device).index_put(
-            (places,), token_kl
+        token_kl = torch.zeros(len(logits), dtype=response_kl.dtype, device=logits.device).index_put(
+            (positions,), response_kl
         )
-        return torch.nested.nested_tensor_from_jagged(per_token, micro_batch["input_ids"].offsets())
-
-    def _require(self, there: bool, lacking: str) -> None:
-        if not there:
-            raise CannotRunError(
-                f"the exact KL needs what the reference's pass kept, and {lacking}; install(exact=True) in every "
-                "worker, with actor and reference in the same processes and trainer.use_v1=True, or ask for k3+"
-            )
+        return torch.nested.nested_tensor_from_jagged(token_kl, micro_batch["input_ids"].offsets())
 
 
-def padded(tensor: Tensor, data: Any) -> Tensor:
-    """The rows of packed ``tensor`` that predict responses, ``[batch, time, …]``: by verl's own rule."""
-    return import_module("verl.workers.utils.padding").no_padding_2_padding(tensor, data)
+def missing_reference(reason: str) -> CannotRunError:
+    """The error that the reference's pass left no hidden states or no head."""
+    return CannotRunError(
+        f"the exact KL needs what the reference's pass kept, and {reason}; install(exact=True) in every "
+        "worker, with actor and reference in the same processes and trainer.use_v1=True, or ask for k3+"
+    )
 
 
 def is_exact(loss_function: Any) -> bool:
-    """Whether verl's loss function, a partial of its configuration, asks for the exact KL."""
+    """Whether the configuration in verl's loss function (a partial) has the exact KL as its KL loss."""
     config = getattr(loss_function, "keywords", {}).get("config")
     if config is None or not config.use_kl_loss:
         return False
@@ -194,7 +198,11 @@ def is_exact(loss_function: Any) -> bool:
 
 
 def packed_logits(engine: Any, output: Any, micro_batch: Any) -> Float[Tensor, "tokens vocab"]:
-    """The engine's logits, as it reads them, one row for each token that is not padding."""
+    """The engine's logits, with a row for each token that is not padding.
+
+    Raises:
+        CannotRunError: if the engine has no logits, or they are sharded over ranks.
+    """
     engine_logits = getattr(output, "logits", None)
     if engine_logits is None or hasattr(engine_logits, "full_tensor") or engine.use_ulysses_sp:
         why = "no logits" if engine_logits is None else "logits sharded over ranks"
@@ -202,11 +210,16 @@ def packed_logits(engine: Any, output: Any, micro_batch: Any) -> Float[Tensor, "
             f"the engine has {why}, which the exact KL is computed from; set use_fused_kernels=False, "
             "ulysses_sequence_parallel_size=1 and no tensor parallelism, or ask for kl_loss_type=k3+"
         )
-    return packed(engine, engine_logits, micro_batch)
+    return pack(engine_logits, micro_batch)
 
 
-def packed(engine: Any, values: Tensor, micro_batch: Any) -> Tensor:
-    """What a model gave for each token, ``[1, packed, …]`` or ``[batch, time, …]``, without padding."""
+def pack(values: Tensor, micro_batch: Any) -> Tensor:
+    """The rows of ``values`` that are not padding, ``[tokens, …]``.
+
+    Args:
+        values: ``[1, tokens, …]``, packed already, or ``[batch, time, …]``.
+        micro_batch: verl's data, whose "input_ids" have the offsets of the sequences.
+    """
     offsets = micro_batch["input_ids"].offsets()
     total = int(offsets[-1])
     if values.shape[0] == 1 and values.shape[1] >= total:
@@ -215,21 +228,23 @@ def packed(engine: Any, values: Tensor, micro_batch: Any) -> Tensor:
 
 
 def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]:
-    """The temperature of each token, as verl's own ``prepare_model_inputs`` laid it out."""
+    """The temperature of each token, from the output of verl's ``prepare_model_inputs``."""
     lengths = micro_batch["input_ids"].offsets().diff()
     if "temperature_rmpad" in output_args:
         return output_args["temperature_rmpad"][: int(lengths.sum())]
     return output_args["temperature"].repeat_interleave(lengths)
 
 
-def same(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two tensors hold the same numbers, or neither is there."""
+def are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether two tensors have equal shape, dtype and values, or both are None."""
     if first is None or second is None:
         return first is second
     return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
 
 
-def nats_off(rows: Float[Tensor, "tokens vocab"], hidden: Float[Tensor, "tokens dim"], head: Head) -> float:
-    """How far, at the last token, the head's distribution is from the model's own."""
-    model_logp = rows[-1:].float().log_softmax(-1)
+def head_error(
+    logits: Float[Tensor, "tokens vocab"], hidden: Float[Tensor, "tokens dim"], head: Head
+) -> float:
+    """KL in nats, at the last token, between the model's own distribution and that of hidden state and head."""
+    model_logp = logits[-1:].float().log_softmax(-1)
     return float(kl(model_logp, head_logits(hidden[-1:], head).float().log_softmax(-1)))

@@ -1,4 +1,9 @@
-"""verl's KL penalty by verl's own names, with the true value where verl clamps it, and an exact one."""
+"""verl's KL penalty by verl's names, without its clamp, and the exact KL.
+
+The table ``kl_rules`` refuses one of these terms as a loss: k1, whose gradient averages to zero. verl allows it, and
+its functions cannot know: ``kl_penalty_forward`` gets the name without the ``+`` that gives k1 another gradient, and
+a reward may be detached later. So nothing is refused here.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -28,7 +33,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "exact": "exact",
     }
 )
-"""verl's spelling -> kleash's; "exact" is new. A ``+`` behind any asks for the gradient of KL(policy || reference)."""
+"""verl's name -> kleash's; "exact" is new. With a ``+`` behind, any has the gradient of KL(policy || reference)."""
 
 
 def kl_penalty(
@@ -38,9 +43,9 @@ def kl_penalty(
     *,
     clamp: str | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """KL(policy || reference) in nats per token, as ``verl.trainer.ppo.core_algos.kl_penalty`` spells it.
+    """KL(policy || reference) in nats per token, with the arguments of ``verl.trainer.ppo.core_algos.kl_penalty``.
 
-    | name               | value                                  | gradient that it follows, on-policy |
+    | name               | value                                  | gradient, on-policy |
     | kl, k1             | u = logprob - ref_logprob              | none: it averages to zero |
     | abs                | abs(u)                                 | of sum abs(p - q) |
     | mse, k2            | u^2 / 2                                | of KL(policy || reference) |
@@ -48,22 +53,22 @@ def kl_penalty(
     | exact, full        | exact: sum of p (log p - log q)        | of KL(policy || reference) |
     | any of them with + | as without                             | of KL(policy || reference), by k2 |
 
-    Value and gradient are verl's wherever verl does not clamp, up to rounding: the subtraction is done,
-    and the result returned, in float32 at least. verl clamps k3 alone: to 10, at which it stays, without
-    a gradient, for every token with u below -2.61 or above 11. Here the value goes on, up to ``inf``.
-    Where u is infinite, a ``+`` passes on no gradient.
+    Value and gradient are verl's wherever verl does not clamp, up to rounding: the subtraction is done, and the
+    result returned, in at least float32. verl clamps only k3, to 10: for tokens with u below -2.61 or above 11 its
+    value is constant and its gradient 0. Here the value is not bounded and may be ``inf``. Where u is infinite, a
+    name with ``+`` has gradient 0.
 
     Args:
         logprob: log-probabilities of the sampled tokens under the policy; for "exact", log-probabilities or
             logits of every token, ``[batch, time, vocab]``.
-        ref_logprob: the same under the reference, in the same shape: nothing is broadcast.
-        kl_penalty: one of the names; "exact+" is "exact", whose gradient is right as it is.
-        clamp: "verl" for verl's clamps and dtype, bit for bit, in value and gradient; None for none.
+        ref_logprob: the same under the reference, in the same shape; there is no broadcasting.
+        kl_penalty: one of the names; "exact+" is the same as "exact".
+        clamp: "verl" for verl's clamps and dtype, bit for bit, in value and gradient; None for no clamp.
 
     Raises:
         UnknownNameError: for a name that verl does not know.
-        OptionError: if ``clamp`` is neither None nor "verl", or asks for verl's "full", of which there is none.
-        ShapeError: if the two differ in shape, or "exact" is given sampled tokens.
+        OptionError: if ``clamp`` is neither None nor "verl", or is "verl" for "full", which verl does not implement.
+        ShapeError: if the two differ in shape, or "exact" gets sampled tokens.
 
     References:
         verl 0.9.1, https://github.com/verl-project/verl
@@ -105,18 +110,18 @@ def _exact(logprob: Tensor, ref_logprob: Tensor, clamp: str | None) -> Tensor:
 
 
 def _as_verl(logprob: Tensor, ref_logprob: Tensor, name: str, spelling: str) -> Tensor:
-    """In verl's dtype and in its order of operations, so that every bit agrees."""
-    ahead = logprob - ref_logprob
-    forward = _VERL[name](logprob, ref_logprob)
+    """verl's value and gradient bit for bit: in its dtype and its order of operations."""
+    log_ratio = logprob - ref_logprob
+    value = _VERL[name](logprob, ref_logprob)
     if not spelling.endswith("+"):
-        return forward
-    gradient = 0.5 * ahead.square()
-    return gradient - gradient.detach() + forward.detach()
+        return value
+    k2 = 0.5 * log_ratio.square()
+    return k2 - k2.detach() + value.detach()
 
 
 def _clamped_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    behind = (ref_logprob - logprob).clamp(min=-20, max=20)
-    return (behind.exp() - behind - 1).clamp(min=-10, max=10)
+    log_ratio = (ref_logprob - logprob).clamp(min=-20, max=20)
+    return (log_ratio.exp() - log_ratio - 1).clamp(min=-10, max=10)
 
 
 _VERL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(

@@ -1,0 +1,130 @@
+"""verl beyond its documented interface: the versions known, and every function, method and attribute that is replaced.
+
+Known: verl 0.9; another version is a warning. What is replaced is checked first; a function or argument that is missing
+is a ``CannotRunError`` that names it. The two checkpoint methods are not checked: without them, making a controller
+raises AttributeError.
+
+| of verl | replaced or read for |
+|---|---|
+| ``core_algos.kl_penalty_forward``, ``core_algos.get_kl_controller`` | the penalty, the controllers |
+| ``PPOTrainer``, ``RayPPOTrainer``: ``_save_checkpoint``, ``_load_checkpoint`` | the state of the controller |
+| ``FSDPEngine.disable_adapter``, ``FSDPEngineWithLMHead.forward_step``, ``.prepare_model_outputs`` | the exact KL |
+| ``workers.utils.losses.ppo_loss`` and every module that imported it by name | the exact KL |
+| ``workers.utils.padding.no_padding_2_padding`` | the positions of responses |
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from kleash.errors import MissingExtraError
+from kleash.extras import call_after_import, require_attributes, warn_if_untested
+
+CORE = "verl.trainer.ppo.core_algos"
+ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+LOSSES = "verl.workers.utils.losses"
+PADDING = "verl.workers.utils.padding"
+TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
+"""Module -> its trainer, whose checkpoints get the controller's state."""
+
+CORE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    f"{CORE}:kl_penalty_forward": ("logprob", "ref_logprob", "kl_penalty"),
+    f"{CORE}:get_kl_controller": ("kl_ctrl",),
+}
+ENGINE_ATTRIBUTES = {
+    f"{ENGINE}:FSDPEngine.disable_adapter": ("self",),
+    f"{ENGINE}:FSDPEngineWithLMHead.forward_step": ("micro_batch", "loss_function", "forward_only"),
+    f"{ENGINE}:FSDPEngineWithLMHead.prepare_model_outputs": (
+        *("output", "output_args", "micro_batch", "logits_processor_func"),
+    ),
+    f"{PADDING}:no_padding_2_padding": ("tensor", "data"),
+}
+LOSS_ATTRIBUTES = {f"{LOSSES}:ppo_loss": ("config", "model_output", "data", "dp_group")}
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def import_core() -> Any:
+    """verl's module ``core_algos``, after the check of its version and of what is replaced in it.
+
+    Raises:
+        MissingExtraError: if verl, or something that it imports, is not installed.
+        CannotRunError: if a function or argument is missing.
+    """
+    try:
+        core = import_module(CORE)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{str(error.name).partition('.')[0]} is not installed; "
+            "run: pip install --no-deps verl, and pip install what it imports"
+        ) from error
+    warn_if_untested("verl", at_least="0.9", below="0.10")
+    require_attributes("verl", CORE_ATTRIBUTES)
+    return core
+
+
+def wrap_engine(*, disable_adapter: Wrapper, forward_step: Wrapper, prepare_model_outputs: Wrapper) -> None:
+    """Wrap methods of verl's FSDP engine as soon as its module is imported."""
+
+    def wrap(module: Any) -> None:
+        require_attributes("verl", ENGINE_ATTRIBUTES)
+        base, language_model = module.FSDPEngine, module.FSDPEngineWithLMHead
+        base.disable_adapter = disable_adapter(base.disable_adapter)
+        language_model.forward_step = forward_step(language_model.forward_step)
+        language_model.prepare_model_outputs = prepare_model_outputs(language_model.prepare_model_outputs)
+
+    call_after_import(ENGINE, wrap)
+
+
+def wrap_ppo_loss(wrapper: Wrapper) -> None:
+    """Wrap verl's ``ppo_loss`` as soon as it is imported, in every module of verl that has it by name."""
+
+    def wrap(module: Any) -> None:
+        require_attributes("verl", LOSS_ATTRIBUTES)
+        original, wrapped = module.ppo_loss, wrapper(module.ppo_loss)
+        for name, importer in list(sys.modules.items()):
+            if name.startswith("verl.") and vars(importer).get("ppo_loss") is original:
+                vars(importer)["ppo_loss"] = wrapped
+
+    call_after_import(LOSSES, wrap)
+
+
+def wrap_checkpoints(before_save: Callable[[Any], None], after_load: Callable[[Any], None]) -> None:
+    """Call functions with the trainer before a checkpoint is saved and after one is loaded.
+
+    Wraps the trainers that are imported, each once.
+    """
+    for module, name in TRAINERS.items():
+        trainer: Any = getattr(sys.modules.get(module), name, None)
+        if trainer is not None and not hasattr(trainer._save_checkpoint, "kleash"):
+            trainer._save_checkpoint = _call_before(trainer._save_checkpoint, before_save)
+            trainer._load_checkpoint = _call_after(trainer._load_checkpoint, after_load)
+
+
+def _call_before(original: Callable[..., Any], function: Callable[[Any], None]) -> Callable[..., Any]:
+    @wraps(original)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function(self)
+        return original(self, *args, **kwargs)
+
+    vars(save)["kleash"] = True
+    return save
+
+
+def _call_after(original: Callable[..., Any], function: Callable[[Any], None]) -> Callable[..., Any]:
+    @wraps(original)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        function(self)
+        return result
+
+    return load
+
+
+def response_rows(packed: Tensor, data: Any) -> Tensor:
+    """The rows of a packed tensor that predict responses, ``[batch, time, …]``, by verl's own function."""
+    return import_module(PADDING).no_padding_2_padding(packed, data)

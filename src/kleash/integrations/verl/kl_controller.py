@@ -1,0 +1,117 @@
+"""Beta controllers with verl's interface, and their state in verl's checkpoints."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, SupportsFloat
+
+from kleash.errors import OptionError, RunFolderError
+from kleash.integrations.verl.compat import wrap_checkpoints
+from kleash.leash import StatefulController, beta_from_dict
+from kleash.registry import look_up
+from kleash.store.atomic import write_atomically
+from kleash.store.codec import parse_json
+
+__all__ = [
+    "CONTROLLER_FILE",
+    "CONTROLLER_TYPES",
+    "KLController",
+    "get_kl_controller",
+    "save_with_checkpoints",
+]
+
+CONTROLLER_TYPES: Mapping[str, str] = MappingProxyType(
+    {"fixed": "fixed", "adaptive": "ziegler", "ziegler": "ziegler", "pid": "pid", "dual": "dual"}
+)
+"""``algorithm.kl_ctrl.type`` -> kind of controller; "adaptive" is verl's name for Ziegler's."""
+
+CONTROLLER_FILE = "kl_controller.json"
+"""File of the controller's state in verl's ``global_step_N`` folder."""
+
+VERL_FIELDS = ("_target_", "type", "kl_coef", "horizon", "target_kl")
+
+
+class KLController(StatefulController):
+    """A beta controller with verl's interface, ``value`` and ``update``.
+
+    verl passes the mean over responses of their mean over tokens, so the target of ``leash`` is in nats per token.
+    """
+
+    def update(self, current_kl: SupportsFloat, n_steps: int) -> None:
+        """Update beta with the KL of a batch of ``n_steps`` responses, in nats per token."""
+        super().update(current_kl, n_steps)
+
+
+def get_kl_controller(kl_ctrl: Any) -> KLController:
+    """The controller of ``algorithm.kl_ctrl``; replaces ``verl.trainer.ppo.core_algos.get_kl_controller``.
+
+    Args:
+        kl_ctrl: verl's ``type`` (a key of ``CONTROLLER_TYPES``), ``kl_coef`` (the initial beta), ``target_kl`` in nats
+            per token, ``horizon`` (only of Ziegler's); and any other field of the controller, such as ``beta_min``,
+            ``beta_max``, ``largest_step``, ``integral``.
+
+    Raises:
+        UnknownNameError: if there is no such type.
+        OptionError: if a field is unknown or a number is out of range.
+    """
+    config = kl_ctrl if isinstance(kl_ctrl, Mapping) else vars(kl_ctrl)
+    settings = {str(name): value for name, value in config.items()}
+    kind = look_up(CONTROLLER_TYPES, settings.get("type", "fixed"), "type of KL controller")
+    record = {name: value for name, value in settings.items() if name not in VERL_FIELDS}
+    if "per" in record:
+        raise OptionError("per is given, and verl measures its KL per token; leave it out")
+    record |= {"kind": kind, "beta": settings["kl_coef"], "per": "token"}
+    if kind != "fixed":
+        record["target_nats"] = settings["target_kl"]
+    if kind == "ziegler":
+        record["horizon"] = settings["horizon"]
+    return KLController(beta_from_dict(record))
+
+
+def save_with_checkpoints() -> None:
+    """Make verl's imported trainers save their controller with each checkpoint, and load it when they resume.
+
+    verl saves no controller, so that after a resume its coefficient starts again at ``kl_coef``. The state is written
+    to ``CONTROLLER_FILE`` in the folder of the step, before the trainer writes the rest.
+    """
+    wrap_checkpoints(_save_state, _load_state)
+
+
+def _save_state(trainer: Any) -> None:
+    controller = getattr(trainer, "kl_ctrl_in_reward", None)
+    if isinstance(controller, KLController):
+        folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / CONTROLLER_FILE, json.dumps(controller.leash.to_dict(), indent=1))
+
+
+def _load_state(trainer: Any) -> None:
+    controller = getattr(trainer, "kl_ctrl_in_reward", None)
+    if isinstance(controller, KLController) and trainer.global_steps > 0:
+        _read_state(controller, _resumed_folder(trainer.config.trainer, trainer.global_steps))
+
+
+def _resumed_folder(settings: Any, step: int) -> Path:
+    """The checkpoint that verl resumed from."""
+    resume_path = settings.resume_from_path if settings.resume_mode == "resume_path" else None
+    return Path(resume_path or Path(settings.default_local_dir) / f"global_step_{step}").absolute()
+
+
+def _read_state(controller: KLController, folder: Path) -> None:
+    """Restore the state of a controller; a fixed beta is always that of the configuration."""
+    path = folder / CONTROLLER_FILE
+    if controller.leash.to_dict()["kind"] == "fixed":
+        return
+    if not path.exists():
+        warnings.warn(
+            f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=4
+        )
+        return
+    try:
+        controller.load_state(dict(parse_json(path.read_bytes())))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunFolderError(
+            f"{path} cannot be read as the state of a KL controller: {error}; remove it to start the controller anew"
+        ) from error
