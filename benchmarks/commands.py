@@ -1,12 +1,12 @@
-"""How long ``kleash measure`` takes from the shell, beside a plain script that makes two of its numbers.
+"""Time of the command ``kleash measure``, compared with a plain script that computes two of its numbers.
 
     python benchmarks/commands.py text --documents 24
     python benchmarks/commands.py prompts --documents 64
 
-Whole processes, imports and loading included, one after the other in every round: the command and
-``benchmarks/plain_script.py`` read the same documents of 1 030 tokens, or answer the same prompts with up to 128
-tokens each, with the same two random models of Qwen3's shape and a vocabulary of 32 768. The median of the rounds'
-ratios is the result, in wall time and in processor time. Both must report the same KL of a text.
+Whole processes are timed, with imports and loading of models, one after the other in every round. The command and
+``benchmarks/plain_script.py`` read the same documents of 1 030 tokens, or generate responses of up to 128 tokens to the
+same prompts, with the same two random models of Qwen3's shape and a vocabulary of 32 768. The result is the median of
+the ratios within rounds, of wall time and of processor time. On text, both must report the same KL.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PLAIN = Path(__file__).with_name("plain_script.py")
 
 
 def make_pair(folder: Path, shape: str) -> tuple[str, str]:
-    """Two models of a shape: a random one, and it with noise on its weights, with the shipped tokenizer."""
+    """The folders of two models: one with random weights, and one with noise added to them; policy first."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     from kleash.shipped import shipped_folder
@@ -68,7 +68,7 @@ def make_pair(folder: Path, shape: str) -> tuple[str, str]:
 
 
 def make_source(folder: Path, what: str, documents: int) -> Path:
-    """The texts, or their first words as prompts, as JSONL."""
+    """A JSONL file of texts, or of prompts, which are beginnings of texts."""
     from transformers import AutoTokenizer
 
     from kleash.shipped import shipped_folder, shipped_text
@@ -86,8 +86,8 @@ def make_source(folder: Path, what: str, documents: int) -> Path:
     return path
 
 
-def timed(command: Sequence[str]) -> tuple[float, float, str]:
-    """Wall and processor seconds of a process, and what it printed."""
+def time_command(command: Sequence[str]) -> tuple[float, float, str]:
+    """Wall seconds, processor seconds and output of a process."""
     began = perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output)
@@ -99,18 +99,18 @@ def timed(command: Sequence[str]) -> tuple[float, float, str]:
 
 
 def compare(what: str, shape: str, documents: int, rounds: int, at_once: int, work: Path) -> dict[str, Any]:
-    """Seconds of both in each round, and their ratio."""
+    """Seconds of the command and the script in each round, and the median ratio."""
     policy, reference = make_pair(work, shape)
     source, out = make_source(work, what, documents), work / "run"
-    words = ["--max-new-tokens", str(NEW_TOKENS)] if what == "prompts" else []
+    extra_options = ["--max-new-tokens", str(NEW_TOKENS)] if what == "prompts" else []
     commands = {
         "kleash": [
             *(sys.executable, "-m", "kleash", "measure", "--policy", policy, "--reference", reference),
-            *(f"--{what}", str(source), "--out", str(out), "--quiet", *words),
+            *(f"--{what}", str(source), "--out", str(out), "--quiet", *extra_options),
         ],
         "plain": [
             *(sys.executable, str(PLAIN), policy, reference, f"--{what}", str(source)),
-            *("--at-once", str(at_once), *words),
+            *("--at-once", str(at_once), *extra_options),
         ],
     }
     wall: dict[str, list[float]] = {name: [] for name in commands}
@@ -119,9 +119,9 @@ def compare(what: str, shape: str, documents: int, rounds: int, at_once: int, wo
     for _ in range(rounds):
         shutil.rmtree(out, ignore_errors=True)
         for name, command in commands.items():
-            seconds, busy, printed = timed(command)
+            seconds, processor_time, printed = time_command(command)
             wall[name].append(round(seconds, 2))
-            processor[name].append(round(busy, 2))
+            processor[name].append(round(processor_time, 2))
             if name == "plain":
                 numbers = json.loads(printed)
         measured = json.loads((out / "measurement.json").read_text())
@@ -137,14 +137,14 @@ def compare(what: str, shape: str, documents: int, rounds: int, at_once: int, wo
         "plain_at_once": at_once,
         "wall_seconds": wall,
         "processor_seconds": processor,
-        "median_wall_seconds": {name: median(each) for name, each in wall.items()},
+        "median_wall_seconds": {name: median(times) for name, times in wall.items()},
         "ratio": ratio(wall["kleash"], wall["plain"]),
         "processor_ratio": ratio(processor["kleash"], processor["plain"]),
     }
 
 
 def main() -> None:
-    """Run what the command line asks for, print it and write it beside the other results."""
+    """Run the comparison, print the result and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -153,11 +153,15 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=4)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = compare(given.what, given.shape, given.documents, given.rounds, given.at_once, Path(folder))
+        result = compare(
+            options.what, options.shape, options.documents, options.rounds, options.at_once, Path(folder)
+        )
     print(json.dumps(result, indent=2))
-    write_result(f"commands_{given.what}_{given.shape}_{given.documents}", result, packages=["transformers"])
+    write_result(
+        f"commands_{options.what}_{options.shape}_{options.documents}", result, packages=["transformers"]
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether each controller brings the KL to its target within fifty steps of the demonstration's task.
+"""How near to its target each controller brings the KL within fifty steps of the demonstration's task.
 
 python benchmarks/controllers.py                                  # three controllers, three seeds: 9 runs, about a
                                                                   # minute each on an idle core
@@ -35,7 +35,7 @@ PICTURE = RESULTS.parents[1] / "docs" / "images" / "controllers.svg"
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One run."""
+    """The figures of one run."""
 
     controller: str
     seed: int
@@ -44,14 +44,14 @@ class Figures:
     highest: float
     """Highest KL of a step over the target."""
     beta: float
-    """Of the last step."""
+    """Beta of the last step."""
     kl: tuple[float, ...]
-    """Nats per response, step by step."""
+    """KL of each step, in nats per response."""
 
 
 def run(controller: str, seed: int, options: argparse.Namespace, folder: Path) -> Figures:
-    """Train once."""
-    how = DemonstrationSettings()
+    """Train with one controller and one seed; the figures of the run."""
+    settings = DemonstrationSettings()
     out = folder / f"{controller}-{seed}"
     job = PPOJob(
         prompts=str(folder / "prompts.jsonl"),
@@ -62,9 +62,9 @@ def run(controller: str, seed: int, options: argparse.Namespace, folder: Path) -
         minibatches=1,
         epochs=1,
         steps=options.steps,
-        prompts_per_step=how.prompts,
+        prompts_per_step=settings.prompts,
         samples_per_prompt=1,
-        max_new_tokens=how.max_new_tokens,
+        max_new_tokens=settings.max_new_tokens,
         learning_rate=options.learning_rate,
         checkpoint_every=options.steps,
         seed=seed,
@@ -72,7 +72,7 @@ def run(controller: str, seed: int, options: argparse.Namespace, folder: Path) -
     )
     train(job)
     steps = [record.metrics for record in read_steps(out)]
-    kl = [one["kl/exact_per_sequence"] for one in steps]
+    kl = [metrics["kl/exact_per_sequence"] for metrics in steps]
     return Figures(
         controller=controller,
         seed=seed,
@@ -84,28 +84,28 @@ def run(controller: str, seed: int, options: argparse.Namespace, folder: Path) -
 
 
 def write_prompts(folder: Path) -> None:
-    """The prompts of the demonstration."""
+    """Write the prompts of the demonstration to ``prompts.jsonl`` in the folder."""
     pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE)
-    every = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
+    prompts = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
     lines = [
-        json.dumps({"prompt": one.text}, ensure_ascii=False) + "\n"
-        for one in every[: DemonstrationSettings().prompts]
+        json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n"
+        for prompt in prompts[: DemonstrationSettings().prompts]
     ]
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
     """The figures as lines of Markdown: a row for each controller."""
-    seeds = sorted({one["seed"] for one in runs})
+    seeds = sorted({record["seed"] for record in runs})
     heads = [f"seed {seed}" for seed in seeds]
     lines = [
         f"| controller | {' | '.join(heads)} | highest step |",
         "|---|" + "---:|" * (len(seeds) + 1),
     ]
-    for controller in dict.fromkeys(one["controller"] for one in runs):
-        own = {one["seed"]: one for one in runs if one["controller"] == controller}
-        cells = [f"{own[seed]['settled']:.2f}" if seed in own else "–" for seed in seeds]
-        highest = max(one["highest"] for one in own.values())
+    for controller in dict.fromkeys(record["controller"] for record in runs):
+        by_seed = {record["seed"]: record for record in runs if record["controller"] == controller}
+        cells = [f"{by_seed[seed]['settled']:.2f}" if seed in by_seed else "–" for seed in seeds]
+        highest = max(record["highest"] for record in by_seed.values())
         lines.append(f"| `{controller}` | {' | '.join(cells)} | {highest:.1f} |")
     return lines
 
@@ -131,12 +131,13 @@ def picture(figures: dict[str, Any]) -> str:
     for step in range(0, steps + 1, 10):
         x = LEFT + WIDE * step / steps
         parts.append(f'<text x="{x:.1f}" y="{TOP + HIGH + 18}" text-anchor="middle">{step}</text>')
-    for one in figures["runs"]:
+    for record in figures["runs"]:
         points = "L".join(
-            f"{LEFT + WIDE * at / steps:.1f} {height(kl / target):.1f}" for at, kl in enumerate(one["kl"], 1)
+            f"{LEFT + WIDE * at / steps:.1f} {height(kl / target):.1f}"
+            for at, kl in enumerate(record["kl"], 1)
         )
         parts.append(
-            f'<path d="M{points}" fill="none" stroke="{COLOURS[one["controller"]]}" stroke-width="1.6"/>'
+            f'<path d="M{points}" fill="none" stroke="{COLOURS[record["controller"]]}" stroke-width="1.6"/>'
         )
     for at, (name, colour) in enumerate(COLOURS.items()):
         parts.append(f'<path d="M{LEFT + 90 * at} 18h22" stroke="{colour}" stroke-width="2"/>')
@@ -148,25 +149,25 @@ def picture(figures: dict[str, Any]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-def main(words: list[str] | None = None) -> None:
-    """Train, write the figures down and print the table."""
+def main(arguments: list[str] | None = None) -> None:
+    """Train, write the figures and print the table; or only draw the picture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--controllers", nargs="+", default=list(CONTROLLERS), choices=CONTROLLERS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=8.0, help="nats per response")
-    parser.add_argument("--beta", type=float, default=0.05, help="where the controller begins")
+    parser.add_argument("--beta", type=float, default=0.05, help="initial beta")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=DemonstrationSettings().learning_rate)
-    parser.add_argument("--processes", type=int, default=1, help="runs side by side")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder that the figures are written to"
     )
     parser.add_argument(
-        "--draw", action="store_true", help="train nothing: draw docs/images/controllers.svg again"
+        "--draw", action="store_true", help="draw docs/images/controllers.svg again, without training"
     )
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.draw:
         figures = json.loads((options.results / f"{NAME}.json").read_text())["figures"]
         PICTURE.write_text(picture(figures), encoding="utf-8")
@@ -176,18 +177,20 @@ def main(words: list[str] | None = None) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_prompts(folder)
-        every = [
+        jobs = [
             (controller, seed, options, folder)
             for controller in options.controllers
             for seed in options.seeds
         ]
         with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-            for found in pool.map(run, *zip(*every, strict=True)):
-                runs.append({**vars(found), "kl": list(found.kl)})
-                print(f"{found.controller}, seed {found.seed}: {found.settled:.2f} of the target", flush=True)
-    asked = {"target_nats": options.target, "beta": options.beta, "steps": options.steps}
-    asked["learning_rate"] = options.learning_rate
-    write_result(NAME, {"asked": asked, "runs": runs}, options.results)
+            for result in pool.map(run, *zip(*jobs, strict=True)):
+                runs.append({**vars(result), "kl": list(result.kl)})
+                print(
+                    f"{result.controller}, seed {result.seed}: {result.settled:.2f} of the target", flush=True
+                )
+    settings = {"target_nats": options.target, "beta": options.beta, "steps": options.steps}
+    settings["learning_rate"] = options.learning_rate
+    write_result(NAME, {"asked": settings, "runs": runs}, options.results)
     print("\n".join(table(runs)))
 
 

@@ -1,9 +1,9 @@
-"""How often 95 % intervals hold the truth, by simulation: python benchmarks/coverage.py
+"""Coverage of 95 % intervals by simulation: python benchmarks/coverage.py
 
-Prompts differ lognormally, samples of one prompt differ lognormally around it, and samples are of different
-lengths. The truth is 1 nat per token. Each cell of the table is the share of simulated measurements whose
-interval holds it, for three intervals: plain (1.96 standard errors, every sample taken to be independent),
-clustered (1.96 cluster-robust standard errors), and kleash's. ``tools/make_uncertainty_page.py`` writes the tables of
+Prompts have lognormal means, samples of a prompt are lognormal around its mean, and samples have different lengths.
+The true value is 1 nat per token. Each cell of the table is the share of simulated measurements whose interval contains
+it, for three intervals: plain (1.96 standard errors, samples treated as independent), clustered (1.96 cluster-robust
+standard errors), and kleash's. ``tools/make_uncertainty_page.py`` writes the tables of
 docs/uncertainty.md from the stored result.
 """
 
@@ -25,7 +25,7 @@ SAMPLES = (1, 4, 16)
 SPREAD = 1.0
 """Log standard deviation of the prompts in the first table."""
 SPREADS = (0.5, 1.5)
-"""Those of the second, with 4 samples per prompt."""
+"""Log standard deviations of the prompts in the second table, with 4 samples per prompt."""
 NAMES = ("plain", "clustered", "kleash")
 SAMPLE_SPREAD = 0.5
 TOKENS = (16, 128)
@@ -45,12 +45,12 @@ def simulate(random: np.random.Generator, shape: tuple[int, ...], spread: float)
 
 
 def lognormal(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> Array:
-    """Mean 1; ``spread`` is the standard deviation of the logarithm."""
+    """Lognormal numbers with mean 1; ``spread`` is the standard deviation of the logarithm."""
     return np.exp(spread * random.standard_normal(shape) - spread**2 / 2)
 
 
 def cell(clusters: int, samples: int, spread: float, measurements: int, seed: int) -> dict[str, Any]:
-    """Coverage of the three intervals, and how wide they are (median, in nats)."""
+    """Coverage and median width (in nats) of the three intervals."""
     random = np.random.default_rng([seed, clusters, samples, round(100 * spread)])
     hits = {"plain": 0, "clustered": 0, "kleash": 0}
     widths: dict[str, list[float]] = {name: [] for name in hits}
@@ -73,12 +73,12 @@ def cell(clusters: int, samples: int, spread: float, measurements: int, seed: in
         "samples": samples,
         "spread": spread,
         "coverage": {name: count / total for name, count in hits.items()},
-        "median_width": {name: statistics.median(found) for name, found in widths.items()},
+        "median_width": {name: statistics.median(values) for name, values in widths.items()},
     }
 
 
 def plain_errors(sums: Array, counts: Array) -> list[float]:
-    """Standard errors of the means of all columns, by the textbook, every sample for itself."""
+    """Standard errors of the means of all columns, with samples treated as independent."""
     residuals = sums - sums.sum(0) / counts.sum(0) * counts
     return (np.sqrt(len(sums) / (len(sums) - 1) * (residuals**2).sum(0)) / counts.sum(0)).tolist()
 
@@ -110,13 +110,13 @@ def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
 def tables(figures: dict[str, Any]) -> dict[str, str]:
     """The tables of docs/uncertainty.md by name: coverage in percent, by clusters."""
     rows: list[dict[str, Any]] = figures["means"]
-    middle = [one for one in rows if one["spread"] == SPREAD]
-    others = [one for one in rows if one["spread"] != SPREAD]
+    first_spread = [row for row in rows if row["spread"] == SPREAD]
+    other_spreads = [row for row in rows if row["spread"] != SPREAD]
     columns = [(f"{name}, {m}", name, m) for name in NAMES for m in SAMPLES]
     by_spread = [(f"{name}, {spread}", name, spread) for spread in SPREADS for name in NAMES]
     return {
-        "coverage": table(middle, "samples", columns),
-        "coverage of other spreads": table(others, "spread", by_spread),
+        "coverage": table(first_spread, "samples", columns),
+        "coverage of other spreads": table(other_spreads, "spread", by_spread),
     }
 
 
@@ -127,8 +127,8 @@ def table(rows: list[dict[str, Any]], key: str, columns: Sequence[tuple[str, str
         "|---" * (1 + len(columns)) + "|",
     ]
     for clusters in dict.fromkeys(row["clusters"] for row in rows):
-        mine = {row[key]: row["coverage"] for row in rows if row["clusters"] == clusters}
-        cells = (f"{100 * mine[value][name]:.1f}" for _, name, value in columns)
+        shares = {row[key]: row["coverage"] for row in rows if row["clusters"] == clusters}
+        cells = (f"{100 * shares[value][name]:.1f}" for _, name, value in columns)
         lines.append(f"| {clusters} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -140,7 +140,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=20)
     options = parser.parse_args()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     size, seed = options.measurements, options.seed
     means = [cell(clusters, samples, SPREAD, size, seed) for clusters in CLUSTERS for samples in SAMPLES]
     means += [cell(clusters, 4, spread, size, seed) for spread in SPREADS for clusters in CLUSTERS]
@@ -152,7 +152,7 @@ def main() -> None:
         "measurements": size,
         "sample_spread": SAMPLE_SPREAD,
         "tokens_per_sample": TOKENS,
-        "seconds": round(time.perf_counter() - begun, 1),
+        "seconds": round(time.perf_counter() - start, 1),
         "means": means,
         "quantiles": quantiles,
     }

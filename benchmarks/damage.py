@@ -1,18 +1,18 @@
-"""Does kleash notice damage to what it reads back?
+"""Random damage to files that kleash reads: is it detected?
 
     python benchmarks/damage.py                                  # 1 000 damages to each kind of folder
     python benchmarks/damage.py --damages 50 --kinds run cache
 
 Four kinds of folder are made with the shipped models: a measurement ("run"), a reference cache ("cache"), a PPO run
 with a checkpoint ("training"), and a measurement as an older kleash left it, without checksums ("old run"). Each damage
-is one change to one pristine copy: flipped bits, overwritten, zeroed, missing or added bytes, lines of JSON Lines that
-are lost, doubled or swapped, a changed value in JSON, a file that is lost, renamed, or overwritten by another valid one
-of its kind from this folder or from another run. Then everything that reads the folder reads it: `report`, `compare`,
-`measure --resume`'s and `train --resume`'s reading, the whole of a cache, a checkpoint with its tensors.
+is one change to a fresh copy: flipped bits, overwritten, zeroed, missing or added bytes; lines of JSON Lines that are
+lost, doubled or swapped; a changed value in JSON; a file that is lost, renamed, or overwritten by another valid one of
+its kind from this folder or from another run. Then the folder is read by everything that reads such folders: `report`,
+`compare`, what `measure --resume` and `train --resume` read, a whole cache, a checkpoint with its tensors.
 
-Each outcome is one of: "identical" (to the bit what the undamaged folder gives), "refused" (a sentence), "silent"
-(other output and no word), "traceback". Of folders without checksums, other output carries the warning that says so:
-"warned".
+Each outcome is one of: "identical" (the same output as from the undamaged folder, bit for bit), "refused" (a
+KleashError), "silent" (other output without a warning), "traceback". For folders without checksums, other output comes
+with a warning that there are no checksums: "warned".
 """
 
 import argparse
@@ -37,86 +37,88 @@ NEVER_READ = {".lock", "report.html"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class TestedFolder:
     """A folder to be damaged."""
 
     pristine: Path
     """Copied for each damage."""
     read: Callable[[Path], str]
-    """Everything that reads the folder; what it gave, as text."""
-    others: tuple[Path, ...] = ()
-    """Folders whose valid files may land in this one."""
+    """Reads the folder in every way; the output as text."""
+    donors: tuple[Path, ...] = ()
+    """Folders whose valid files may overwrite files of this one."""
     checked: bool = True
-    """Whether its files carry checksums."""
+    """Whether its files have checksums."""
 
 
-def make_subjects(root: Path, kinds: tuple[str, ...] = KINDS) -> dict[str, Subject]:
-    """The folders, made in ``root``, and what reads them."""
-    made: dict[str, Subject] = {}
+def make_folders(root: Path, kinds: tuple[str, ...] = KINDS) -> dict[str, TestedFolder]:
+    """Make the folders in ``root``; each with the function that reads it, by kind."""
+    folders: dict[str, TestedFolder] = {}
     if {"run", "old run"} & set(kinds):
-        runs = [_measured(root / f"run-{seed}", seed) for seed in (0, 1)]
-        made["run"] = Subject(pristine=runs[0], read=_reading_a_run(runs[1], runs[0]), others=(runs[1],))
+        runs = [_make_run(root / f"run-{seed}", seed) for seed in (0, 1)]
+        folders["run"] = TestedFolder(
+            pristine=runs[0], read=_reader_of_run(runs[1], runs[0]), donors=(runs[1],)
+        )
         old = root / "old"
         shutil.copytree(runs[0], old)
         without_checksums(old)
-        made["old run"] = replace(made["run"], pristine=old, checked=False)
+        folders["old run"] = replace(folders["run"], pristine=old, checked=False)
     if "cache" in kinds:
-        caches = [_cached(root / f"cache-{limit}", limit) for limit in (3, 2)]
-        made["cache"] = Subject(pristine=caches[0], read=read_cache, others=(caches[1],))
+        caches = [_make_cache(root / f"cache-{limit}", limit) for limit in (3, 2)]
+        folders["cache"] = TestedFolder(pristine=caches[0], read=read_cache, donors=(caches[1],))
     if "training" in kinds:
-        trained = [_trained(root / f"ppo-{seed}", seed) for seed in (0, 1)]
-        made["training"] = Subject(
-            pristine=trained[0], read=_reading_training(trained[0]), others=(trained[1],)
+        trained = [_make_training(root / f"ppo-{seed}", seed) for seed in (0, 1)]
+        folders["training"] = TestedFolder(
+            pristine=trained[0], read=_reader_of_training(trained[0]), donors=(trained[1],)
         )
-    return {kind: made[kind] for kind in kinds}
+    return {kind: folders[kind] for kind in kinds}
 
 
 def without_checksums(run: Path) -> None:
-    """Make of a run's folder what an older kleash would have left."""
+    """Change the folder of a run to that of an older kleash, without checksums."""
     (run / "checksums.jsonl").unlink()
     header = json.loads((run / "run.json").read_text())
     del header["checksums"]
     (run / "run.json").write_text(json.dumps(header, indent=2))
 
 
-def damages(subject: Subject, count: int, seed: int = 0) -> Iterator[tuple[str, Path, str, str]]:
-    """Damage copies of a folder: what was done to which file, its outcome, and the words of it.
+def damages(tested: TestedFolder, count: int, seed: int = 0) -> Iterator[tuple[str, Path, str, str]]:
+    """Damage copies of a folder and read them.
 
     Yields:
-        The kind of damage, the file in the folder, "identical", "refused", "silent", "warned" or "traceback",
-        and the sentence or traceback.
+        The kind of damage, the damaged file, the outcome ("identical", "refused", "silent", "warned" or
+        "traceback"), and the message or traceback.
     """
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "folder"
-        shutil.copytree(subject.pristine, folder)
-        expected = subject.read(folder)
-        done = 0
-        while done < count:
+        shutil.copytree(tested.pristine, folder)
+        expected = tested.read(folder)
+        count_done = 0
+        while count_done < count:
             shutil.rmtree(folder)
-            shutil.copytree(subject.pristine, folder)
+            shutil.copytree(tested.pristine, folder)
             before = _contents(folder)
             kind = draw.choice(DAMAGES)
             files = sorted(name for name in before if Path(name).name not in NEVER_READ)
             victim = draw.choice(files)
-            kind(draw, folder, victim, subject)
+            kind(draw, folder, victim, tested)
             if _contents(folder) == before:
-                continue  # a zero was overwritten by a zero, or the file was of another kind
-            done += 1
+                continue  # for example, a zero was overwritten by a zero
+            count_done += 1
             name = kind.__name__.removeprefix("_").replace("_", " ")
             try:
-                found = subject.read(folder)
-            except _sentences() as error:
+                output = tested.read(folder)
+            except _kleash_error() as error:
                 yield name, Path(victim), "refused", str(error)
             except Exception:
                 yield name, Path(victim), "traceback", traceback.format_exc()
             else:
-                same = found == expected
-                other = "silent" if subject.checked else "warned"
-                yield name, Path(victim), "identical" if same else other, ""
+                is_same = output == expected
+                changed_outcome = "silent" if tested.checked else "warned"
+                yield name, Path(victim), "identical" if is_same else changed_outcome, ""
 
 
-def _sentences() -> type[Exception]:
+def _kleash_error() -> type[Exception]:
     from kleash.errors import KleashError
 
     return KleashError
@@ -127,10 +129,10 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-# ---- what reads a folder
+# ---- functions that read a folder
 
 
-def _reading_a_run(other: Path, pristine: Path) -> Callable[[Path], str]:
+def _reader_of_run(other: Path, pristine: Path) -> Callable[[Path], str]:
     from kleash.measuring.comparison import compare
     from kleash.reports import write_report_of
     from kleash.store.job_folder import read_header, require_same
@@ -155,7 +157,7 @@ def _reading_a_run(other: Path, pristine: Path) -> Callable[[Path], str]:
 
 
 def read_cache(folder: Path) -> str:
-    """All that a measurement reads of a finished cache."""
+    """Read everything that a measurement reads of a finished cache; its digest."""
     import torch
 
     from kleash.models.cache.stored_reference import StoredReference
@@ -174,12 +176,12 @@ def read_cache(folder: Path) -> str:
     for what in ("noise", "gap"):
         for values in (stored.rounding_columns(what, 1.0) or {}).values():
             digest.update(values.tobytes())
-    if len(stored.states) < stored.contents.sequences:  # what a measurement says of them is another sentence
-        raise _sentences()("sequences are missing")
+    if len(stored.states) < stored.contents.sequences:  # a measurement has another message for them
+        raise _kleash_error()("sequences are missing")
     return digest.hexdigest()
 
 
-def _reading_training(pristine: Path) -> Callable[[Path], str]:
+def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
     from kleash.jobs import PPOJob
     from kleash.reports import write_report_of
     from kleash.store import read_samples
@@ -196,7 +198,7 @@ def _reading_training(pristine: Path) -> Callable[[Path], str]:
         require_same(folder, read_header(folder), header)
         checkpoint = last_checkpoint(folder)
         if checkpoint is None:
-            raise _sentences()("there is no checkpoint: the run begins anew, and steps.jsonl says more")
+            raise _kleash_error()("there is no checkpoint: the run begins anew, and steps.jsonl says more")
         progress = load_progress(checkpoint)
         restore(setting, checkpoint)
         run_log = RunLog(folder, PPOJob())
@@ -210,10 +212,10 @@ def _reading_training(pristine: Path) -> Callable[[Path], str]:
     return read
 
 
-# ---- the folders
+# ---- functions that make the folders
 
 
-def _measured(out: Path, seed: int) -> Path:
+def _make_run(out: Path, seed: int) -> Path:
     from kleash import MeasureJob, measure
 
     measure(
@@ -222,7 +224,7 @@ def _measured(out: Path, seed: int) -> Path:
     return out
 
 
-def _cached(out: Path, limit: int) -> Path:
+def _make_cache(out: Path, limit: int) -> Path:
     from kleash.jobs import CacheJob
     from kleash.measuring import cache_reference
 
@@ -230,7 +232,7 @@ def _cached(out: Path, limit: int) -> Path:
     return out
 
 
-def _trained(out: Path, seed: int) -> Path:
+def _make_training(out: Path, seed: int) -> Path:
     from kleash.training import train
 
     train(_ppo_job(out, seed))
@@ -254,17 +256,17 @@ def _ppo_job(out: Path, seed: int) -> Any:
     )
 
 
-# ---- the damages: each takes the draw, the folder, a file in it, and the subject
+# ---- the damages: each takes a random generator, the folder, the name of a file in it, and the tested folder
 
 
-def _flipped_bit(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _flipped_bit(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     content = bytearray((folder / victim).read_bytes())
     if content:
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     (folder / victim).write_bytes(content)
 
 
-def _overwritten_bytes(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _overwritten_bytes(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     content = bytearray((folder / victim).read_bytes())
     start = draw.randrange(len(content) + 1)
     size = min(draw.choice((1, 4, 64, 4096)), len(content) - start)
@@ -272,7 +274,7 @@ def _overwritten_bytes(draw: random.Random, folder: Path, victim: str, _: Subjec
     (folder / victim).write_bytes(content)
 
 
-def _zeroed_bytes(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _zeroed_bytes(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     content = bytearray((folder / victim).read_bytes())
     start = draw.randrange(len(content) + 1)
     size = draw.choice((8, 512, 4096, len(content)))
@@ -280,35 +282,35 @@ def _zeroed_bytes(draw: random.Random, folder: Path, victim: str, _: Subject) ->
     (folder / victim).write_bytes(content)
 
 
-def _truncated(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _truncated(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     content = (folder / victim).read_bytes()
-    kept = draw.choice((0, len(content) - 1, draw.randrange(len(content) + 1)))
-    (folder / victim).write_bytes(content[: max(0, kept)])
+    size = draw.choice((0, len(content) - 1, draw.randrange(len(content) + 1)))
+    (folder / victim).write_bytes(content[: max(0, size)])
 
 
-def _extended(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _extended(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     more = draw.choice((b"\n", b"\0", b" ", draw.randbytes(16), bytes(512)))
     with (folder / victim).open("ab") as file:
         file.write(more)
 
 
-def _repeated(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _repeated(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     content = (folder / victim).read_bytes()
     start = draw.randrange(len(content) + 1)
     (folder / victim).write_bytes(content[:start] + content)
 
 
-def _lost_file(_: random.Random, folder: Path, victim: str, __: Subject) -> None:
+def _lost_file(_: random.Random, folder: Path, victim: str, __: TestedFolder) -> None:
     (folder / victim).unlink()
 
 
-def _renamed_file(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _renamed_file(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     path = folder / victim
     names = [path.name + ".bak", path.name.replace("0", "7"), f"{path.stem}-copy{path.suffix}"]
     path.rename(path.with_name(draw.choice(names)))
 
 
-def _added_file(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _added_file(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     path = folder / victim
     names = [
         "part-00099.parquet",
@@ -320,26 +322,28 @@ def _added_file(draw: random.Random, folder: Path, victim: str, _: Subject) -> N
     shutil.copy(path, path.with_name(draw.choice(names)))
 
 
-def _swapped_files(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _swapped_files(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     other = draw.choice(_alike(folder, folder, victim))
-    one, two = (folder / victim).read_bytes(), other.read_bytes()
-    (folder / victim).write_bytes(two)
-    other.write_bytes(one)
+    first, second = (folder / victim).read_bytes(), other.read_bytes()
+    (folder / victim).write_bytes(second)
+    other.write_bytes(first)
 
 
-def _other_part(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _other_part(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     shutil.copy(draw.choice(_alike(folder, folder, victim)), folder / f"{victim}.new")
     (folder / f"{victim}.new").replace(folder / victim)
 
 
-def _other_run(draw: random.Random, folder: Path, victim: str, subject: Subject) -> None:
-    source = draw.choice(subject.others)
+def _other_run(draw: random.Random, folder: Path, victim: str, tested: TestedFolder) -> None:
+    source = draw.choice(tested.donors)
     same = source / victim
-    found = same if same.exists() and draw.random() < 0.7 else draw.choice(_alike(source, folder, victim))
-    (folder / victim).write_bytes(found.read_bytes())
+    replacement = (
+        same if same.exists() and draw.random() < 0.7 else draw.choice(_alike(source, folder, victim))
+    )
+    (folder / victim).write_bytes(replacement.read_bytes())
 
 
-def _changed_lines(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _changed_lines(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     path = _one_of(draw, folder, victim, ".jsonl")
     if path is None:
         return
@@ -357,7 +361,7 @@ def _changed_lines(draw: random.Random, folder: Path, victim: str, _: Subject) -
     path.write_bytes(b"".join(lines))
 
 
-def _changed_json(draw: random.Random, folder: Path, victim: str, _: Subject) -> None:
+def _changed_json(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
     path = _one_of(draw, folder, victim, ".json")
     if path is None:
         return
@@ -380,18 +384,18 @@ def _changed_json(draw: random.Random, folder: Path, victim: str, _: Subject) ->
 def _one_of(draw: random.Random, folder: Path, victim: str, suffix: str) -> Path | None:
     if Path(victim).suffix == suffix:
         return folder / victim
-    found = sorted(path for path in folder.rglob(f"*{suffix}") if path.stat().st_size)
-    return draw.choice(found) if found else None
+    candidates = sorted(path for path in folder.rglob(f"*{suffix}") if path.stat().st_size)
+    return draw.choice(candidates) if candidates else None
 
 
 def _alike(source: Path, folder: Path, victim: str) -> list[Path]:
-    """Files of the victim's kind that hold something else."""
+    """The other files of the victim's kind; if there are none, the victim itself."""
     path = folder / victim
-    found = sorted(one for one in source.rglob(f"*{path.suffix}") if one.is_file() and one != path)
-    return found or [path]
+    files = sorted(file for file in source.rglob(f"*{path.suffix}") if file.is_file() and file != path)
+    return files or [path]
 
 
-DAMAGES: tuple[Callable[[random.Random, Path, str, Subject], None], ...] = (
+DAMAGES: tuple[Callable[[random.Random, Path, str, TestedFolder], None], ...] = (
     _flipped_bit,
     _flipped_bit,
     _overwritten_bytes,
@@ -411,8 +415,8 @@ DAMAGES: tuple[Callable[[random.Random, Path, str, Subject], None], ...] = (
 )
 
 
-def earlier(name: str, count: int, seed: int) -> dict[str, Any]:
-    """The results of other kinds of folder, of as many damages, that an earlier call has written."""
+def read_earlier_results(name: str, count: int, seed: int) -> dict[str, Any]:
+    """The results of other kinds of folder from an earlier call with the same count and seed."""
     path = RESULTS / f"{name}.json"
     figures = json.loads(path.read_text())["figures"] if path.exists() else {}
     return figures["kinds"] if (figures.get("damages"), figures.get("seed")) == (count, seed) else {}
@@ -427,15 +431,15 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="damage")
-    given = parser.parse_args()
-    results = earlier(given.out, given.damages, given.seed)
+    options = parser.parse_args()
+    results = read_earlier_results(options.out, options.damages, options.seed)
     bad = 0
     with tempfile.TemporaryDirectory() as temporary:
-        for kind, subject in make_subjects(Path(temporary), tuple(given.kinds)).items():
+        for kind, tested in make_folders(Path(temporary), tuple(options.kinds)).items():
             began = perf_counter()
             outcomes: Counter[str] = Counter()
             by_damage: dict[str, Counter[str]] = {}
-            for name, victim, outcome, words in damages(subject, given.damages, given.seed):
+            for name, victim, outcome, words in damages(tested, options.damages, options.seed):
                 outcomes[outcome] += 1
                 by_damage.setdefault(name, Counter())[outcome] += 1
                 if outcome in ("silent", "traceback"):
@@ -443,11 +447,11 @@ def main() -> int:
                     print(f"{kind}: {name} of {victim}: {outcome}\n{words}", file=sys.stderr)
             results[kind] = {
                 "outcomes": dict(outcomes),
-                "by_damage": {name: dict(found) for name, found in sorted(by_damage.items())},
+                "by_damage": {name: dict(counts) for name, counts in sorted(by_damage.items())},
                 "seconds": round(perf_counter() - began),
             }
             print(f"{kind}: {dict(outcomes)}", flush=True)
-            write_result(given.out, {"damages": given.damages, "seed": given.seed, "kinds": results})
+            write_result(options.out, {"damages": options.damages, "seed": options.seed, "kinds": results})
     return 1 if bad else 0
 
 

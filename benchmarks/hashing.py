@@ -1,10 +1,10 @@
-"""What it costs to hash whole files: the fingerprint of weights, and the checksum of a file that is read back.
+"""Speed of hashing whole files: the fingerprint of weights, and the checksum of a file that is read.
 
     python benchmarks/hashing.py
 
-A file of random bytes is hashed by each way in turn, `--rounds` times; the best round counts. "first" is the
-fingerprint's hash of a file that was never seen, "again" that of a file that is remembered, "checksum" the SHA-256 with
-which a file is verified when it is read, beside BLAKE2b and plain reading.
+A file of random bytes is hashed by each method in turn, `--rounds` times; the fastest round is the result. "first" is
+the fingerprint of a new file, "again" that of a file whose hash is stored, and "checksum" the SHA-256 with which a file
+is verified when it is read. For comparison, BLAKE2b and plain reading.
 """
 
 import argparse
@@ -23,20 +23,20 @@ BLOCK = 1 << 20
 
 
 def seconds(job: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Seconds that a call takes."""
     began = time.perf_counter()
     job()
     return time.perf_counter() - began
 
 
 def main() -> int:
-    """Time each way; write MiB a second to benchmarks/results/hashing.json."""
+    """Time each method; write MiB per second to benchmarks/results/hashing.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mebibytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     from kleash.models.checkpoints import file_hashes
     from kleash.store.checksums import file_checksum
 
@@ -44,7 +44,7 @@ def main() -> int:
         os.environ["XDG_CACHE_HOME"] = temporary
         path = Path(temporary) / "weights.safetensors"
         with path.open("wb") as file:
-            for _ in range(given.mebibytes):
+            for _ in range(options.mebibytes):
                 file.write(os.urandom(BLOCK))
 
         def blocks(use: Callable[[memoryview], object]) -> None:
@@ -63,15 +63,19 @@ def main() -> int:
         }
         with mock.patch.object(file_hashes.time, "time_ns", lambda: later):
             best = {name: float("inf") for name in ways}
-            for _ in range(given.rounds):
+            for _ in range(options.rounds):
                 for name, way in ways.items():
                     best[name] = min(best[name], seconds(way))
-    figures = {name: round(given.mebibytes / spent) for name, spent in best.items() if name != "again"}
+    figures = {
+        name: round(options.mebibytes / best_seconds)
+        for name, best_seconds in best.items()
+        if name != "again"
+    }
     print(figures, f"again: {best['again'] * 1000:.2f} ms")
     write_result(
         "hashing",
         {
-            "mebibytes": given.mebibytes,
+            "mebibytes": options.mebibytes,
             "threads": os.cpu_count(),
             "mebibytes_per_second": figures,
             "again_ms": round(best["again"] * 1000, 2),

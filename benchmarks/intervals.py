@@ -1,8 +1,8 @@
 """Coverage, misses at each end, width and warnings of 95 % intervals, by simulation: python benchmarks/intervals.py
 
-For processes whose true mean is known: how often the interval of kleash holds it, on which side it misses, how
-wide it is beside the spread of the estimate itself, how often it comes with a warning, and how often it holds the truth
-where it comes with none. For two of them also the intervals of other methods.
+For processes with a known mean: how often kleash's interval contains it, on which side it misses, its width relative to
+the spread of the estimate, how often it comes with a warning, and its coverage without a warning. For two of the
+processes also the intervals of other methods.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     lower: float | None = None
     upper: float | None = None
     warnings: tuple[str, ...] = ()
-    """About the clusters themselves: what a run says of all of its numbers."""
+    """Warnings about the clusters, which apply to all numbers of a run."""
 
 
 def lengths(random: Random, shape: tuple[int, ...]) -> Array:
@@ -43,7 +43,7 @@ def lengths(random: Random, shape: tuple[int, ...]) -> Array:
 
 
 def lognormal(random: Random, shape: tuple[int, ...], spread: float) -> Array:
-    """Mean 1; ``spread`` is the standard deviation of the logarithm."""
+    """Lognormal numbers with mean 1; ``spread`` is the standard deviation of the logarithm."""
     return np.exp(spread * random.standard_normal(shape) - spread**2 / 2)
 
 
@@ -140,17 +140,17 @@ PROCESSES: Mapping[str, Callable[[Random, tuple[int, ...]], Sample]] = {
 
 
 def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, Any]:
-    """What the intervals of one process over so many clusters are worth."""
+    """Coverage, misses, width and warnings of the intervals of one process and number of clusters."""
     random = np.random.default_rng([seed, list(PROCESSES).index(name), clusters])
-    found: list[Estimate] = []
-    truth, about_all = 0.0, False
+    estimates: list[Estimate] = []
+    truth, has_shared_warnings = 0.0, False
     for _ in range(measurements // COLUMNS):
         sums, counts, truth, lower, upper, warnings = PROCESSES[name](random, (clusters, COLUMNS))
-        found += ratio_of_many(sums, counts, lower=lower, upper=upper)
-        about_all = bool(warnings)
-    values = np.array([one.value for one in found])
-    low, high = np.array([one.ci95 for one in found]).T
-    warned = np.array([about_all or bool(one.warnings) for one in found])
+        estimates += ratio_of_many(sums, counts, lower=lower, upper=upper)
+        has_shared_warnings = bool(warnings)
+    values = np.array([estimate.value for estimate in estimates])
+    low, high = np.array([estimate.ci95 for estimate in estimates]).T
+    warned = np.array([has_shared_warnings or bool(estimate.warnings) for estimate in estimates])
     missed = (truth < low) | (truth > high)
     spread = float(np.subtract(*np.quantile(values, [0.975, 0.025])))
     with np.errstate(invalid="ignore"):
@@ -179,7 +179,7 @@ def rival_row(name: str, clusters: int, measurements: int, seed: int) -> dict[st
     values: list[float] = []
     for _ in range(measurements // COLUMNS):
         sums, counts, truth, lower, upper, _ = PROCESSES[name](random, (clusters, COLUMNS))
-        found = ratio_of_many(sums, counts, lower=lower, upper=upper)
+        estimates = ratio_of_many(sums, counts, lower=lower, upper=upper)
         value, error, skewness = studentised(sums, counts)
         bootstrap = bootstrap_t(resampled, sums, counts, t)
         down, up = (np.maximum(t, reach) for reach in bootstrap)
@@ -196,8 +196,8 @@ def rival_row(name: str, clusters: int, measurements: int, seed: int) -> dict[st
             ends.setdefault(method, []).extend(
                 zip(value - below * error, value + above * error, np.full(COLUMNS, truth), strict=True)
             )
-        ends.setdefault("kleash", []).extend((*one.ci95, truth) for one in found)
-        values += [one.value for one in found]
+        ends.setdefault("kleash", []).extend((*estimate.ci95, truth) for estimate in estimates)
+        values += [estimate.value for estimate in estimates]
     spread = float(np.subtract(*np.quantile(values, [0.975, 0.025])))
     methods: dict[str, Any] = {}
     for method, rows in ends.items():
@@ -221,7 +221,7 @@ def studentised(sums: Array, counts: Array) -> tuple[Array, Array, Array]:
 
 
 def hall(skewness: Array, t: float) -> tuple[Array, Array]:
-    """Both reaches by Hall's (1992) cubic transformation, turned back."""
+    """Both reaches, in standard errors, by the inverse of Hall's (1992) cubic transformation."""
     g = np.where(np.abs(skewness) < 1e-9, 1e-9, skewness)
     down, up = (3 / g * (np.cbrt(1 + g * (x - g / 6)) - 1) for x in (t, -t))
     return down, -up
@@ -257,42 +257,42 @@ def tables(figures: Mapping[str, Any]) -> dict[str, str]:
 
     rows: list[dict[str, Any]] = figures["processes"]
     texts = {
-        "coverage": lambda one: percent(one["coverage"]),
-        "misses": lambda one: f"{percent(one['truth_below'])} + {percent(one['truth_above'])}",
-        "width": lambda one: times(one["width"]),
-        "warnings": lambda one: (
-            f"{100 * one['warned']:.0f} · {percent(one['coverage_without_warning'])} · "
-            f"{percent(one['missed_without_warning'])}"
+        "coverage": lambda row: percent(row["coverage"]),
+        "misses": lambda row: f"{percent(row['truth_below'])} + {percent(row['truth_above'])}",
+        "width": lambda row: times(row["width"]),
+        "warnings": lambda row: (
+            f"{100 * row['warned']:.0f} · {percent(row['coverage_without_warning'])} · "
+            f"{percent(row['missed_without_warning'])}"
         ),
     }
     heading = ["process", *(str(clusters) for clusters in CLUSTERS)]
-    found = {
+    tables_by_title = {
         title: table(
             heading,
             [
-                [name, *(text(one) for one in rows if one["process"] == name)]
-                for name in dict.fromkeys(one["process"] for one in rows)
+                [name, *(text(row) for row in rows if row["process"] == name)]
+                for name in dict.fromkeys(row["process"] for row in rows)
             ],
         )
         for title, text in texts.items()
     }
     rivals: list[dict[str, Any]] = figures["methods"]
-    for name in dict.fromkeys(one["process"] for one in rivals):
-        mine = [one["methods"] for one in rivals if one["process"] == name]
-        found[f"methods, {name}"] = table(
+    for name in dict.fromkeys(row["process"] for row in rivals):
+        methods_by_clusters = [row["methods"] for row in rivals if row["process"] == name]
+        tables_by_title[f"methods, {name}"] = table(
             ["method", *heading[1:]],
             [
                 [
                     method,
                     *(
-                        f"{percent(one[method]['truth_above'])} · {times(one[method]['width'])}"
-                        for one in mine
+                        f"{percent(methods[method]['truth_above'])} · {times(methods[method]['width'])}"
+                        for methods in methods_by_clusters
                     ),
                 ]
-                for method in mine[0]
+                for method in methods_by_clusters[0]
             ],
         )
-    return found
+    return tables_by_title
 
 
 def table(heading: list[str], rows: list[list[str]]) -> str:
@@ -306,7 +306,7 @@ def table(heading: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What 95 % intervals are worth, by simulation.")
+    parser = argparse.ArgumentParser(description="Simulated coverage, width and warnings of 95 % intervals.")
     parser.add_argument("--measurements", type=int, default=10_000, help="simulated for each cell")
     parser.add_argument(
         "--rivals", type=int, default=4_000, help="simulated for each cell of the other methods"

@@ -1,13 +1,13 @@
-"""Does a run that is killed at random moments come to the result of one that was left alone?
+"""Does a run that is killed at random times and resumed give the same result as an undisturbed run?
 
     python benchmarks/kills.py                       # 30 kills of each of measure, cache and train ppo
     python benchmarks/kills.py --kills 10 --kinds measure
 
 Each command runs once undisturbed. Then it is started, killed with SIGKILL after a random time and started again (with
---resume; `kleash cache` needs no option), up to three kills a run, until it ends. What it then has written is compared
-with what the undisturbed one wrote: measurement.json but for times, every Parquet part, every hidden state, head and
-tokenizer, steps.jsonl but for times, and the tensors of the last checkpoint. Between a kill and the next start
-`kleash report` reads the folder: it must end with a page or with a sentence, never a traceback.
+--resume; `kleash cache` needs no option), up to three kills a run, until it ends. Its output is compared with that of
+the undisturbed run: measurement.json without times, every Parquet part, every hidden state, head and tokenizer,
+steps.jsonl without times, and the tensors of the last checkpoint. Between a kill and the next start `kleash report`
+reads the folder: it must end with a page or with an error message, never with a traceback.
 """
 
 import argparse
@@ -67,8 +67,8 @@ COMMANDS = {
 }
 
 
-def started(kind: str, out: Path) -> int:
-    """The number of a process that runs the command, writing to ``out``: a fork, which has imported everything."""
+def start_command(kind: str, out: Path) -> int:
+    """Run the command in a forked process, which has all imports; the process id."""
     process = os.fork()
     if process:
         return process
@@ -84,32 +84,32 @@ def started(kind: str, out: Path) -> int:
         os._exit(code)
 
 
-def ended(process: int) -> int | None:
+def exit_status(process: int) -> int | None:
     """The exit status of a process; None while it runs."""
     number, status = os.waitpid(process, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if number else None
 
 
 def require_success(kind: str, out: Path, status: int) -> None:
-    """Stop where a command failed that nobody killed."""
+    """Raise if a command failed without having been killed."""
     if status != 0:
         raise RuntimeError(f"{kind} ended with {status}: {(out.parent / 'errors.txt').read_text()}")
 
 
-def finished(kind: str, out: Path) -> float:
+def run_to_end(kind: str, out: Path) -> float:
     """Run the command to its end; the seconds it took."""
     began = perf_counter()
-    _, status = os.waitpid(started(kind, out), 0)
+    _, status = os.waitpid(start_command(kind, out), 0)
     require_success(kind, out, os.waitstatus_to_exitcode(status))
     return perf_counter() - began
 
 
-def result(kind: str, out: Path) -> dict[str, Any]:
-    """All that a command wrote and that does not depend on when it ran."""
+def read_outputs(kind: str, out: Path) -> dict[str, Any]:
+    """The output of a command that does not depend on the time at which it ran."""
     if kind == "measure":
         measured = json.loads((out / "measurement.json").read_text())
-        kept: dict[str, Any] = {name: value for name, value in measured.items() if name not in TIMES}
-        return {**kept, **_files(out, "tokens/*", "sequences/*", "alternatives.parquet")}
+        untimed: dict[str, Any] = {name: value for name, value in measured.items() if name not in TIMES}
+        return {**untimed, **_files(out, "tokens/*", "sequences/*", "alternatives.parquet")}
     if kind == "cache":
         return _files(out, "*.safetensors", "tokenizer/*", "contents.json")
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
@@ -117,10 +117,10 @@ def result(kind: str, out: Path) -> dict[str, Any]:
         {name: value for name, value in step["metrics"].items() if not name.startswith("time/")}
         for step in steps
     ]
-    said = [(step["step"], step["events"], step["alerts"]) for step in steps]
+    messages = [(step["step"], step["events"], step["alerts"]) for step in steps]
     return {
         "numbers": json.dumps(numbers),
-        "said": said,
+        "messages": messages,
         **_files(out, "checkpoints/*/state.safetensors", "policy/*", "samples.jsonl"),
     }
 
@@ -130,8 +130,8 @@ def _files(out: Path, *patterns: str) -> dict[str, bytes]:
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in paths}
 
 
-def reported(kind: str, out: Path) -> str:
-    """How `kleash report` ends on a folder in whatever state it is: "page", "sentence" or "traceback"."""
+def report_outcome(kind: str, out: Path) -> str:
+    """How `kleash report` ends on the folder: "page", "sentence" (an error message) or "traceback"."""
     if kind == "cache":
         return "sentence"
     from kleash.errors import KleashError
@@ -147,12 +147,12 @@ def reported(kind: str, out: Path) -> str:
     return "page"
 
 
-def killed(kind: str, out: Path, longest: float, draw: random.Random) -> str:
-    """Start the command and kill it after a random time; what was there then, or "ended" if it was done before."""
-    process = started(kind, out)
+def kill_at_random(kind: str, out: Path, longest: float, draw: random.Random) -> str:
+    """Start the command and kill it after a random time: "killed", or "ended" if it ended before."""
+    process = start_command(kind, out)
     until = perf_counter() + draw.uniform(0, longest)
     while perf_counter() < until:
-        status = ended(process)
+        status = exit_status(process)
         if status is not None:
             require_success(kind, out, status)
             return "ended"
@@ -163,7 +163,7 @@ def killed(kind: str, out: Path, longest: float, draw: random.Random) -> str:
 
 
 def main() -> int:
-    """Kill, go on, compare; write the counts to benchmarks/results/kills.json after every run."""
+    """Kill, resume, compare; write the counts to benchmarks/results/kills.json after every round."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -171,28 +171,32 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=tuple(COMMANDS), default=tuple(COMMANDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="kills")
-    given = parser.parse_args()
-    draw = random.Random(given.seed)
-    results: dict[str, Counter[str]] = {kind: Counter() for kind in given.kinds}
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    results: dict[str, Counter[str]] = {kind: Counter() for kind in options.kinds}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        whole = {kind: root / f"{kind}-whole" for kind in given.kinds}
-        longest = {kind: finished(kind, out) for kind, out in whole.items()}
-        while min(counts["kills"] for counts in results.values()) < given.kills:
+        undisturbed = {kind: root / f"{kind}-whole" for kind in options.kinds}
+        longest = {kind: run_to_end(kind, out) for kind, out in undisturbed.items()}
+        while min(counts["kills"] for counts in results.values()) < options.kills:
             for kind, counts in results.items():
                 counts["runs"] += 1
                 out = root / f"{kind}-{counts['runs']}"
                 for _ in range(KILLS_OF_A_RUN):
-                    if killed(kind, out, longest[kind], draw) == "ended":
+                    if kill_at_random(kind, out, longest[kind], draw) == "ended":
                         break
                     counts["kills"] += 1
                     if out.exists():
-                        counts[f"report: {reported(kind, out)}"] += 1
-                finished(kind, out)
-                counts["same" if result(kind, out) == result(kind, whole[kind]) else "different"] += 1
+                        counts[f"report: {report_outcome(kind, out)}"] += 1
+                run_to_end(kind, out)
+                counts[
+                    "same"
+                    if read_outputs(kind, out) == read_outputs(kind, undisturbed[kind])
+                    else "different"
+                ] += 1
                 shutil.rmtree(out)
                 print(f"{kind}: {dict(counts)}", flush=True)
-            write_result(given.out, {"seed": given.seed, "kinds": results})
+            write_result(options.out, {"seed": options.seed, "kinds": results})
     bad = sum(counts["different"] + counts["report: traceback"] for counts in results.values())
     return 1 if bad else 0
 

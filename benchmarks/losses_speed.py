@@ -1,12 +1,12 @@
-"""What a KL loss with the right gradient costs beside the plain expression that TRL has inline.
+"""Time of ``kl_loss``, compared with the plain k3 expression of TRL.
 
     python benchmarks/losses_speed.py
     python benchmarks/losses_speed.py --threads 1 --clock cpu
 
-One forward and backward pass over a million tokens: the k3 expression with its masked mean, as in TRL's GRPO
-trainer, against ``kl_loss`` with ``masked_mean``. Interleaved after a warm-up: in each round every
-candidate runs once; printed and written are the medians of the ratios within rounds. With a mask of bools
-and with one of int64. On a machine that others use too, one thread and its processor time say more.
+One forward and backward pass over a million tokens: the k3 expression with its masked mean, as in TRL's GRPO trainer,
+against ``kl_loss`` with ``masked_mean``, with a bool mask and with an int64 mask. Runs are interleaved after a warm-up:
+in each round every candidate runs once; the medians of the ratios within rounds are printed and written. On a shared
+machine wall time is noisy; use one thread and its processor time.
 """
 
 import argparse
@@ -59,20 +59,20 @@ def main() -> None:
     lengths = torch.randint(args.steps // 5, args.steps + 1, (args.sequences, 1))
     mask = torch.arange(args.steps) < lengths
     figures: dict[str, object] = vars(args) | {"load": os.getloadavg()[0]}
-    for kind, given in (("bool", mask), ("int64", mask.long())):
+    for kind, typed_mask in (("bool", mask), ("int64", mask.long())):
         times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
         for _ in range(args.rounds + 3):
             for name, loss in CANDIDATES.items():
                 leaf = token_logp.detach().requires_grad_()
                 start = clock()
-                loss(leaf, token_logq, given).backward()
+                loss(leaf, token_logq, typed_mask).backward()
                 times[name].append(clock() - start)
-        kept = {name: seconds[3:] for name, seconds in times.items()}
+        timed = {name: seconds[3:] for name, seconds in times.items()}
         ratios = {
-            name: round(median(a / b for a, b in zip(seconds, kept["plain k3"], strict=True)), 3)
-            for name, seconds in kept.items()
+            name: round(median(a / b for a, b in zip(seconds, timed["plain k3"], strict=True)), 3)
+            for name, seconds in timed.items()
         }
-        milliseconds = {name: round(1000 * median(seconds), 2) for name, seconds in kept.items()}
+        milliseconds = {name: round(1000 * median(seconds), 2) for name, seconds in timed.items()}
         figures[kind] = {"ratio to plain k3": ratios, "milliseconds": milliseconds}
         print(f"mask of {kind}: {milliseconds} ms, ratios {ratios}")
     name = "losses_speed" if args.clock == "wall" else "losses_speed_one_thread"

@@ -1,14 +1,13 @@
-"""What scoring costs beside the two models' bare forward passes, and how much memory it takes.
+"""Time of scoring, compared with the two models' forward passes alone, and its peak memory.
 
     python benchmarks/measuring.py speed --shape qwen3-0.6b
     python benchmarks/measuring.py speed --shape shipped
     python benchmarks/measuring.py memory
 
-"speed" interleaves, in one process, the two forward passes through transformers with logits for the scored
-positions, and the same documents scored and written by kleash; the ratio of each round's two times is taken,
-and the median of the ratios is the result. "memory" runs `kleash measure --text` over one, four and sixteen
-times as many documents, each in a process of its own, and takes the peak resident memory beside that of a
-process which loads the models and runs one batch of the same size.
+"speed" interleaves, in one process, the two forward passes through transformers with logits for the scored positions,
+and kleash's scoring and writing of the same documents; the result is the median of the ratios within rounds. "memory"
+runs `kleash measure --text` over 250, 1000 and 4000 documents, each in a separate process, and compares the peak
+resident memory with that of a process that loads the models and runs one batch of the same size.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def make_pair(folder: Path) -> tuple[str, str]:
 
 
 def documents(path: Path, count: int, tokens: int) -> Path:
-    """``count`` documents of about ``tokens`` tokens each, of the shipped text over and over."""
+    """Write ``count`` documents of about ``tokens`` tokens each, from the shipped text, repeated as needed."""
     from kleash.shipped import shipped_text
 
     texts = [json.loads(line)["text"] for line in shipped_text().read_text().splitlines()]
@@ -72,7 +71,7 @@ def documents(path: Path, count: int, tokens: int) -> Path:
 
 
 def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
-    """The ratio of scoring and writing a shard to the two bare forward passes over the same batches."""
+    """The ratio of the time to score and write a shard to that of the two forward passes over the same batches."""
     from kleash.engines import LocalEngine, Shard
     from kleash.jobs import MeasureJob
     from kleash.models import load_pair, read_text
@@ -90,22 +89,25 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
     for name in ("tokens", "sequences"):
         (work / name).mkdir(exist_ok=True)
 
-    def bare() -> None:
-        for batch in batch_by_length([one.num_input_tokens for one in sequences], job.batch_tokens):
+    def run_bare() -> None:
+        for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], job.batch_tokens):
             ids, _, _ = pad_batch([sequences[place] for place in batch])
             for model in (pair.policy, pair.reference):
                 with torch.inference_mode():
                     assert model.network(input_ids=ids, use_cache=False).logits is not None
 
-    def scored() -> None:
+    def run_kleash() -> None:
         result = engine.run(Shard(index=0, sequences=tuple(sequences)))
         folder.write_shard(0, result.tokens, result.sequences)
 
-    times = interleaved({"bare": bare, "kleash": scored}, rounds)
-    ratios = [ours / theirs for ours, theirs in zip(times["kleash"], times["bare"], strict=True)]
+    times = interleaved({"bare": run_bare, "kleash": run_kleash}, rounds)
+    ratios = [
+        kleash_seconds / bare_seconds
+        for kleash_seconds, bare_seconds in zip(times["kleash"], times["bare"], strict=True)
+    ]
     return {
         "shape": shape,
-        "scored_tokens": sum(len(one.response_ids) for one in sequences),
+        "scored_tokens": sum(len(sequence.response_ids) for sequence in sequences),
         "rounds": rounds,
         "bare_seconds": median(times["bare"]),
         "kleash_seconds": median(times["kleash"]),
@@ -115,7 +117,7 @@ def speed(shape: str, rounds: int, tokens: int, work: Path) -> dict[str, Any]:
 
 
 def interleaved(jobs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each job in each round, one job after the other, after a round that does not count."""
+    """Seconds of each job in each round, after one round of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for number in range(rounds + 1):
         for name, job in jobs.items():
@@ -139,15 +141,15 @@ for model in (pair.policy, pair.reference):
 
 
 def memory(work: Path) -> dict[str, Any]:
-    """Peak resident memory over more and more documents, and that of the models and one batch alone."""
+    """Peak resident memory by number of documents, and that of the models with one batch."""
     window, batch = 256, 4096
     bare = peak([sys.executable, "-c", BARE.format(rows=batch // window, window=window)])
     peaks = {}
     for count in (250, 1000, 4000):
         source = documents(work / f"{count}.jsonl", count, window)
         out = work / f"run-{count}"
-        words = ["measure", "--text", str(source), "--window", str(window), "--batch-tokens", str(batch)]
-        peaks[count] = peak([sys.executable, "-m", "kleash", *words, "--out", str(out), "--quiet"])
+        arguments = ["measure", "--text", str(source), "--window", str(window), "--batch-tokens", str(batch)]
+        peaks[count] = peak([sys.executable, "-m", "kleash", *arguments, "--out", str(out), "--quiet"])
     return {
         "window": window,
         "batch_tokens": batch,
@@ -167,7 +169,7 @@ def peak(command: list[str]) -> float:
 
 
 def main() -> None:
-    """Run what the command line asks for, print it and write it beside the other results."""
+    """Run the benchmark, print the result and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -175,12 +177,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=["shipped", "qwen3-0.6b"], default="shipped")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1024)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        if given.what == "speed":
-            result = speed(given.shape, given.rounds, given.tokens, work)
-            name = f"measuring_speed_{given.shape}"
+        if options.what == "speed":
+            result = speed(options.shape, options.rounds, options.tokens, work)
+            name = f"measuring_speed_{options.shape}"
         else:
             result, name = memory(work), "measuring_memory"
     print(json.dumps(result, indent=2))

@@ -1,11 +1,11 @@
-"""What one writes without kleash to compare two models: both models' logits, and two KLs of each document.
+"""A script that compares two models without kleash: both models' logits, and two KLs of each document.
 
     python benchmarks/plain_script.py POLICY REFERENCE --text documents.jsonl
     python benchmarks/plain_script.py POLICY REFERENCE --prompts prompts.jsonl --max-new-tokens 128
 
 Batches of like length, float32, ``log_softmax`` of both models' logits, KL in both directions over the whole
-vocabulary, the mean of each document and the standard error over documents. With ``--prompts`` the policy answers
-first, by transformers' ``generate``. It knows no noise floor, no quantiles, no report, and cannot be resumed.
+vocabulary, the mean of each document and the standard error over documents. With ``--prompts``, responses are generated
+by transformers' ``generate`` first. There is no noise floor, no quantiles and no report, and it cannot be resumed.
 """
 
 import argparse
@@ -19,33 +19,33 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 Ids = list[int]
 
 
-def answers(
-    policy: Any, tokenizer: Any, prompts: list[Ids], how: argparse.Namespace
+def generate_responses(
+    policy: Any, tokenizer: Any, prompts: list[Ids], options: argparse.Namespace
 ) -> list[tuple[Ids, int]]:
-    """Each prompt with the policy's answer, and how many of its tokens are the prompt's."""
-    found = []
-    for start in range(0, len(prompts), how.generated_at_once):
-        batch = prompts[start : start + how.generated_at_once]
+    """The token ids of each prompt with a sampled response, and the length of the prompt."""
+    sequences = []
+    for start in range(0, len(prompts), options.generated_at_once):
+        batch = prompts[start : start + options.generated_at_once]
         padded = tokenizer.pad({"input_ids": batch}, padding_side="left", return_tensors="pt")
-        drawn = policy.generate(
+        generated = policy.generate(
             **padded,
             do_sample=True,
             top_k=0,
-            max_new_tokens=how.max_new_tokens,
+            max_new_tokens=options.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
         )[:, padded["input_ids"].shape[1] :]
-        for prompt, response in zip(batch, drawn.tolist(), strict=True):
+        for prompt, response in zip(batch, generated.tolist(), strict=True):
             end = tokenizer.eos_token_id
             length = response.index(end) + 1 if end in response else len(response)
-            found.append((prompt + response[:length], len(prompt)))
-    return found
+            sequences.append((prompt + response[:length], len(prompt)))
+    return sequences
 
 
 def divergences(
     policy: Any, reference: Any, sequences: list[tuple[Ids, int]], at_once: int
 ) -> list[tuple[float, float, int]]:
-    """KL(policy || reference), KL(reference || policy) per token and the tokens, of each sequence after its prompt."""
-    found: dict[int, tuple[float, float, int]] = {}
+    """KL(policy || reference) and KL(reference || policy) per token, and the number of tokens, of each response."""
+    means: dict[int, tuple[float, float, int]] = {}
     order = sorted(range(len(sequences)), key=lambda place: -len(sequences[place][0]))
     for start in range(0, len(order), at_once):
         batch = order[start : start + at_once]
@@ -61,16 +61,16 @@ def divergences(
         for row, place in enumerate(batch):
             tokens, prompt = sequences[place]
             scored = slice(prompt - 1, len(tokens) - 1)
-            found[place] = (
+            means[place] = (
                 forward[row, scored].mean().item(),
                 backward[row, scored].mean().item(),
                 len(tokens) - prompt,
             )
-    return [found[place] for place in range(len(sequences))]
+    return [means[place] for place in range(len(sequences))]
 
 
 def main() -> None:
-    """Compare the models that the command line names, and print the numbers as JSON."""
+    """Compare two models and print the numbers as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,22 +81,22 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--generated-at-once", type=int, default=32)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(given.policy)
+    tokenizer = AutoTokenizer.from_pretrained(options.policy)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-        for name in (given.policy, given.reference)
+        for name in (options.policy, options.reference)
     )
     with torch.inference_mode():
-        if given.text is not None:
-            texts = [json.loads(line)["text"] for line in given.text.read_text().splitlines()]
+        if options.text is not None:
+            texts = [json.loads(line)["text"] for line in options.text.read_text().splitlines()]
             sequences = [(ids, 1) for ids in tokenizer(texts)["input_ids"]]
         else:
-            texts = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()]
-            sequences = answers(policy, tokenizer, tokenizer(texts)["input_ids"], given)
-        each = divergences(policy, reference, sequences, given.at_once)
+            texts = [json.loads(line)["prompt"] for line in options.prompts.read_text().splitlines()]
+            sequences = generate_responses(policy, tokenizer, tokenizer(texts)["input_ids"], options)
+        each = divergences(policy, reference, sequences, options.at_once)
     forward, backward, tokens = torch.tensor(each, dtype=torch.float64).unbind(1)
     result = {"tokens": int(tokens.sum()), "documents": len(each)}
     for name, means in (("kl_policy_reference", forward), ("kl_reference_policy", backward)):

@@ -1,4 +1,4 @@
-"""From the runs of leash_spread.py to the figures of its page."""
+"""The figures of docs/leash_study.md from the runs of leash_spread.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ Figures = dict[str, Any]
 
 
 def figures_of(lines: Lines) -> Figures:
-    """All figures; ``lines`` are runs of one setting, in any order, any of them missing."""
+    """All figures; ``lines`` are runs of one setting, in any order; runs may be missing."""
     setting = lines[0]["setting"]
     dates = sorted(line["date"] for line in lines)
     return {
@@ -40,7 +40,7 @@ def figures_of(lines: Lines) -> Figures:
 
 
 def words_of(where: Any) -> str:
-    """A commit, a machine or versions in words."""
+    """A commit, a machine or package versions as text."""
     if isinstance(where, str):
         return where
     if "processor" in where:
@@ -49,105 +49,111 @@ def words_of(where: Any) -> str:
 
 
 def estimators(lines: Lines, setting: Line) -> Figures | None:
-    """Exact, k1 and k3 on the seeds that all three have; None where there are not two of them."""
-    of: dict[str, dict[int, Line]] = {name: {} for name in ESTIMATORS}
+    """Exact, k1 and k3 on the seeds that all three have; None if there are fewer than two such seeds."""
+    runs_by_name: dict[str, dict[int, Line]] = {name: {} for name in ESTIMATORS}
     for line in lines:
         for name, kind in ESTIMATORS.items():
-            wanted = (*kind, "sequence", setting["beta"])
-            if tuple(line[key] for key in ("kl", "place", "scope", "beta")) == wanted:
-                of[name][line["seed"]] = line
-    seeds = sorted(set.intersection(*(set(found) for found in of.values())))
+            kind_of_run = (*kind, "sequence", setting["beta"])
+            if tuple(line[key] for key in ("kl", "place", "scope", "beta")) == kind_of_run:
+                runs_by_name[name][line["seed"]] = line
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in runs_by_name.values())))
     if len(seeds) < 2:
         return None
-    runs = {name: [found[seed] for seed in seeds] for name, found in of.items()}
+    runs = {name: [by_seed[seed] for seed in seeds] for name, by_seed in runs_by_name.items()}
     return {
         "seeds": len(seeds),
-        "of": {name: _alone(found, setting) for name, found in runs.items()},
-        "against_exact": {name: _beside(runs[name], runs["exact"], setting) for name in ("k1", "k3")},
-        "paths": {name: _mean_path(found, setting["window"]) for name, found in runs.items()},
+        "of": {name: _figures_of_estimator(seed_runs, setting) for name, seed_runs in runs.items()},
+        "against_exact": {name: _differences(runs[name], runs["exact"], setting) for name in ("k1", "k3")},
+        "paths": {name: _mean_path(seed_runs, setting["window"]) for name, seed_runs in runs.items()},
     }
 
 
-def _alone(runs: Lines, setting: Line) -> Figures:
-    there = [kl for kl in _reached(runs, setting) if kl is not None]
+def _figures_of_estimator(runs: Lines, setting: Line) -> Figures:
+    kls_at_reward = [kl for kl in _reached(runs, setting) if kl is not None]
     rewards, kls, errors = (_last(runs, name) for name in ("reward", "kl", "kl_error"))
-    found: Figures = {
+    figures: Figures = {
         "end": {"reward": mean_of(rewards), "kl": mean_of(kls), "spread": spread_of(kls)},
-        "equal_reward": {"reached": len(there)},
+        "equal_reward": {"reached": len(kls_at_reward)},
     }
-    spread = found["end"]["spread"]["value"]
+    spread = figures["end"]["spread"]["value"]
     if spread:
-        found["end"]["from_sampling"] = sum(error**2 for error in errors) / len(errors) / spread**2
-    if len(there) > 1:
-        found["equal_reward"] |= {"kl": mean_of(there), "spread": spread_of(there)}
-    return found
+        figures["end"]["from_sampling"] = sum(error**2 for error in errors) / len(errors) / spread**2
+    if len(kls_at_reward) > 1:
+        figures["equal_reward"] |= {"kl": mean_of(kls_at_reward), "spread": spread_of(kls_at_reward)}
+    return figures
 
 
-def _beside(ours: Lines, theirs: Lines, setting: Line) -> Figures:
-    """What an estimate makes other than the exact KL does, seed by seed."""
-    pairs = zip(_reached(ours, setting), _reached(theirs, setting), strict=True)
+def _differences(runs: Lines, baseline: Lines, setting: Line) -> Figures:
+    """Differences between an estimator's runs and those of the exact KL, paired by seed."""
+    pairs = zip(_reached(runs, setting), _reached(baseline, setting), strict=True)
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    found: Figures = {
+    figures: Figures = {
         "end": {
-            "reward": difference_of(_last(ours, "reward"), _last(theirs, "reward")),
-            "kl": difference_of(_last(ours, "kl"), _last(theirs, "kl")),
-            "spread": ratio_of_spreads(_last(ours, "kl"), _last(theirs, "kl")),
+            "reward": difference_of(_last(runs, "reward"), _last(baseline, "reward")),
+            "kl": difference_of(_last(runs, "kl"), _last(baseline, "kl")),
+            "spread": ratio_of_spreads(_last(runs, "kl"), _last(baseline, "kl")),
         },
         "equal_reward": {"both": len(both)},
     }
     if len(both) > 1:
         a, b = ([pair[side] for pair in both] for side in (0, 1))
-        found["equal_reward"] |= {"kl": difference_of(a, b), "spread": ratio_of_spreads(a, b)}
-    return found
+        figures["equal_reward"] |= {"kl": difference_of(a, b), "spread": ratio_of_spreads(a, b)}
+    return figures
 
 
 def frontier(lines: Lines, setting: Line) -> Figures | None:
-    """Reward and KL at the end of training for each scope and beta; None where there is no run."""
-    of: dict[tuple[str, float], dict[int, Line]] = {}
+    """Reward and KL at the end of training for each scope and beta; None if there are no runs."""
+    runs_by_point: dict[tuple[str, float], dict[int, Line]] = {}
     for line in lines:
         if (line["kl"], line["place"]) == ("exact", "loss") and line["beta"] in setting["betas"]:
-            of.setdefault((line["scope"], line["beta"]), {})[line["seed"]] = line
+            runs_by_point.setdefault((line["scope"], line["beta"]), {})[line["seed"]] = line
     points, differences = [], []
     for beta in setting["betas"]:
-        ours, theirs = (of.get((scope, beta), {}) for scope in SCOPES)
-        seeds = sorted(set(ours) & set(theirs))
+        sequence_runs, token_runs = (runs_by_point.get((scope, beta), {}) for scope in SCOPES)
+        seeds = sorted(set(sequence_runs) & set(token_runs))
         if not seeds:
             continue
-        both = dict(zip(SCOPES, ([one[seed] for seed in seeds] for one in (ours, theirs)), strict=True))
+        both = dict(
+            zip(
+                SCOPES,
+                ([by_seed[seed] for seed in seeds] for by_seed in (sequence_runs, token_runs)),
+                strict=True,
+            )
+        )
         for scope, runs in both.items():
-            rest = {name: mean_of(_last(runs, name)) for name in ("reward", "kl")}
-            points.append({"scope": scope, "beta": beta, **rest})
-        rest = {
+            figures = {name: mean_of(_last(runs, name)) for name in ("reward", "kl")}
+            points.append({"scope": scope, "beta": beta, **figures})
+        figures = {
             name: difference_of(*(_last(both[scope], name) for scope in SCOPES)) for name in ("reward", "kl")
         }
-        differences.append({"beta": beta, **rest})
+        differences.append({"beta": beta, **figures})
     if not points:
         return None
     return {
         "points": points,
         "sequence_less_token": differences,
-        "at_equal_kl": _at_equal_kl(of, setting),
+        "at_equal_kl": _at_equal_kl(runs_by_point, setting),
     }
 
 
-def _at_equal_kl(of: Mapping[tuple[str, float], Mapping[int, Line]], setting: Line) -> Figures:
-    """Of the seeds that have all points: the reward of each seed's own frontier where its KL is the same."""
-    curves = [of.get((scope, beta), {}) for scope in SCOPES for beta in setting["betas"]]
-    seeds = sorted(set.intersection(*(set(found) for found in curves)))
+def _at_equal_kl(runs_by_point: Mapping[tuple[str, float], Mapping[int, Line]], setting: Line) -> Figures:
+    """The reward at one KL on each seed's frontier, for the seeds that have all points."""
+    curves = [runs_by_point.get((scope, beta), {}) for scope in SCOPES for beta in setting["betas"]]
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in curves)))
     rewards: dict[str, list[float]] = {scope: [] for scope in SCOPES}
     for seed in seeds:
-        at = []
+        seed_rewards = []
         for scope in SCOPES:
-            runs = [of[scope, beta][seed] for beta in setting["betas"]]
-            at.append(reward_at(_last(runs, "kl"), _last(runs, "reward"), setting["equal_kl"]))
-        if None not in at:
-            for scope, reward in zip(SCOPES, at, strict=True):
+            runs = [runs_by_point[scope, beta][seed] for beta in setting["betas"]]
+            seed_rewards.append(reward_at(_last(runs, "kl"), _last(runs, "reward"), setting["equal_kl"]))
+        if None not in seed_rewards:
+            for scope, reward in zip(SCOPES, seed_rewards, strict=True):
                 rewards[scope].append(reward)
-    found: Figures = {"seeds": len(seeds), "reached": len(rewards["token"])}
-    if found["reached"] > 1:
-        found |= {scope: mean_of(rewards[scope]) for scope in SCOPES}
-        found["sequence_less_token"] = difference_of(*(rewards[scope] for scope in SCOPES))
-    return found
+    figures: Figures = {"seeds": len(seeds), "reached": len(rewards["token"])}
+    if figures["reached"] > 1:
+        figures |= {scope: mean_of(rewards[scope]) for scope in SCOPES}
+        figures["sequence_less_token"] = difference_of(*(rewards[scope] for scope in SCOPES))
+    return figures
 
 
 def _reached(runs: Lines, setting: Line) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""One run of leash_spread.py: what it is, how it is trained, and what is measured of it."""
+"""The runs of leash_spread.py: plan, training and measurement."""
 
 import json
 import time
@@ -20,27 +20,27 @@ from kleash.training.rewards import load_rewards
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all runs share; chosen by a few runs of seed 1000 (of decay 0.95), which is none of the study's."""
+    """The setting of all runs; chosen by a few runs with seed 1000 (and decay 0.95), which are not in the study."""
 
     prompts: int = 24
-    """The shortest of the shipped ones; each step takes all of them."""
+    """Number of prompts: the shortest of the shipped ones; each step uses all."""
     max_new_tokens: int = 12
     steps: int = 16
     learning_rate: float = 5e-4
     lora_rank: int = 0
     """0: every weight."""
     decay: float = 1.0
-    """Of GAE: with 1, later KL counts in full where it is rewarded too: one expected gradient for all estimates."""
+    """GAE lambda; with 1, all estimators have the same expected gradient, also if the KL is in the reward."""
     held_out: int = 24
-    """The next longer prompts: the last policy answers them."""
+    """Number of held-out prompts, the next longer ones; the last policy is evaluated on them."""
     held_out_samples: int = 8
     reward: str = SHIPPED_REWARD
     beta: float = 0.3
-    """Of the runs that compare estimators."""
+    """Beta of the runs that compare estimators."""
     betas: tuple[float, ...] = (0.15, 0.3, 0.6, 1.2)
-    """Of the frontier."""
+    """Betas of the frontier."""
     window: int = 5
-    """Steps that a path is averaged over."""
+    """Steps over which a path is averaged."""
     equal_reward: float = 0.9
     """The reward at which the KLs of paths are compared."""
     equal_kl: float = 1.5
@@ -59,12 +59,12 @@ class Run:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it is known by."""
+        """The fields that identify it."""
         return (self.kl, self.place, self.scope, self.beta, self.seed)
 
 
-def planned(setting: Setting, seeds: int, frontier_seeds: int, only: str | None = None) -> list[Run]:
-    """The runs in their order: seeds come one after the other, so that wherever it stops all have as many."""
+def plan_runs(setting: Setting, seeds: int, frontier_seeds: int, only: str | None = None) -> list[Run]:
+    """The runs in order of seeds, so that an interrupted study has equally many seeds of each kind."""
     turns: dict[tuple[Any, ...], tuple[float, Run]] = {}
     rows: list[tuple[float, Run]] = []
     if only != "frontier":
@@ -73,19 +73,19 @@ def planned(setting: Setting, seeds: int, frontier_seeds: int, only: str | None 
                 run = Run(kl=kl, place=where, scope="sequence", beta=setting.beta, seed=seed)
                 rows.append((seed + place / 10, run))
     if only != "estimators":
-        apart = seeds / max(frontier_seeds, 1)
-        each = [(scope, beta) for beta in setting.betas for scope in ("sequence", "token")]
+        spacing = seeds / max(frontier_seeds, 1)
+        cells = [(scope, beta) for beta in setting.betas for scope in ("sequence", "token")]
         for seed in range(frontier_seeds):
-            for place, (scope, beta) in enumerate(each):
+            for place, (scope, beta) in enumerate(cells):
                 run = Run(kl="exact", place="loss", scope=scope, beta=beta, seed=seed)
-                rows.append((apart * (seed + place / len(each)), run))
+                rows.append((spacing * (seed + place / len(cells)), run))
     for turn, run in sorted(rows, key=lambda row: row[0]):
         turns.setdefault(run.key, (turn, run))
     return [run for _, run in turns.values()]
 
 
 def job_of(run: Run, setting: Setting, prompts: Path, out: Path) -> PPOJob:
-    """The run as kleash's PPO takes it."""
+    """The PPO job of a run."""
     return PPOJob(
         prompts=str(prompts),
         prompts_per_step=setting.prompts,
@@ -109,18 +109,18 @@ def job_of(run: Run, setting: Setting, prompts: Path, out: Path) -> PPOJob:
 
 
 def prompts_of(setting: Setting) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts that are trained on, and those that are held out."""
+    """The training prompts and the held-out prompts."""
     pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE, device="cpu")
     by_length = sorted(read_prompts(SHIPPED_PROMPTS, pair), key=lambda prompt: len(prompt.token_ids))
     return by_length[: setting.prompts], by_length[setting.prompts : setting.prompts + setting.held_out]
 
 
-def carry_out(run: Run, setting: Setting, trained: list[Prompt], held_out: list[Prompt]) -> dict[str, Any]:
-    """Train, and see what came out: each step's reward and KL, and the last policy on prompts it has not seen."""
+def execute(run: Run, setting: Setting, trained: list[Prompt], held_out: list[Prompt]) -> dict[str, Any]:
+    """Train; each step's reward and KL, and the figures of the last policy on held-out prompts."""
     began, cpu = time.monotonic(), time.process_time()
     with TemporaryDirectory() as folder:
         prompts, out = Path(folder) / "prompts.jsonl", Path(folder) / "run"
-        prompts.write_text("".join(json.dumps({"prompt": one.text}) + "\n" for one in trained))
+        prompts.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in trained))
         result = train_ppo(job_of(run, setting, prompts, out))
         steps = [record.metrics for record in read_steps(out)]
         pair = load_pair(result.policy, SHIPPED_REFERENCE, device="cpu")
@@ -128,8 +128,8 @@ def carry_out(run: Run, setting: Setting, trained: list[Prompt], held_out: list[
     return {
         **asdict(run),
         "setting": json.loads(json.dumps(asdict(setting))),
-        "rewards": [round(one["reward/score"], 6) for one in steps],
-        "kls": [round(one["kl/exact_per_sequence"], 6) for one in steps],
+        "rewards": [round(metrics["reward/score"], 6) for metrics in steps],
+        "kls": [round(metrics["kl/exact_per_sequence"], 6) for metrics in steps],
         "held_out": last,
         "cpu_seconds": round(time.process_time() - cpu, 1),
         "seconds": round(time.monotonic() - began, 1),
@@ -138,9 +138,9 @@ def carry_out(run: Run, setting: Setting, trained: list[Prompt], held_out: list[
 
 
 def held_out_figures(pair: Pair, prompts: list[Prompt], setting: Setting, seed: int) -> dict[str, float]:
-    """Mean reward and mean exact KL(policy || reference) per response, with what sampling adds to each.
+    """Mean reward and mean exact KL(policy || reference) per response, with their standard errors from sampling.
 
-    The prompts are the same for all runs, so the errors are those of the samples within prompts.
+    All runs have the same prompts, so the standard errors are within prompts.
     """
     sampling = Sampling(
         samples_per_prompt=setting.held_out_samples, max_new_tokens=setting.max_new_tokens, seed=seed
@@ -148,11 +148,11 @@ def held_out_figures(pair: Pair, prompts: list[Prompt], setting: Setting, seed: 
     answers = generate(pair.policy, prompts, sampling)
     rewards = load_rewards([setting.reward], tokenizer=pair.tokenizer).of(answers).total
     token_kl = score(pair, answers)["kl_policy_reference"]
-    ends = np.cumsum([len(one.response_ids) for one in answers])
+    ends = np.cumsum([len(answer.response_ids) for answer in answers])
     kls = np.array([part.sum(dtype=np.float64) for part in np.split(token_kl, ends[:-1])])
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, values in (("reward", rewards), ("kl", kls)):
         by_prompt = np.asarray(values, np.float64).reshape(len(prompts), setting.held_out_samples)
         within = by_prompt.var(1, ddof=1).mean() / by_prompt.size
-        found |= {name: round(float(by_prompt.mean()), 6), f"{name}_error": round(float(within**0.5), 6)}
-    return found
+        figures |= {name: round(float(by_prompt.mean()), 6), f"{name}_error": round(float(within**0.5), 6)}
+    return figures

@@ -1,4 +1,4 @@
-"""Means and spreads over seeds, with intervals: numpy and the standard library, so that every machine has the same."""
+"""Means and spreads over seeds with intervals; uses numpy and the standard library only, for reproducibility."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,46 +14,46 @@ Figure = dict[str, float | list[float] | None]
 
 
 def mean_of(values: Numbers) -> Figure:
-    """The mean with Student's interval, n - 1 degrees of freedom; of one value, no interval."""
-    found = np.asarray(values, np.float64)
-    value = float(found.mean())
-    if len(found) < 2:
-        return {"value": value, "ci95": None, "n": len(found)}
-    reach = student_t_quantile((1 + LEVEL) / 2, len(found) - 1) * float(found.std(ddof=1)) / len(found) ** 0.5
-    return {"value": value, "ci95": [value - reach, value + reach], "n": len(found)}
+    """The mean with Student's interval, n - 1 degrees of freedom; without an interval for one value."""
+    array = np.asarray(values, np.float64)
+    value = float(array.mean())
+    if len(array) < 2:
+        return {"value": value, "ci95": None, "n": len(array)}
+    reach = student_t_quantile((1 + LEVEL) / 2, len(array) - 1) * float(array.std(ddof=1)) / len(array) ** 0.5
+    return {"value": value, "ci95": [value - reach, value + reach], "n": len(array)}
 
 
-def difference_of(ours: Numbers, theirs: Numbers) -> Figure:
-    """The mean of ours - theirs, pair by pair."""
-    return mean_of(list(np.subtract(ours, theirs)))
+def difference_of(values: Numbers, baseline: Numbers) -> Figure:
+    """The mean of ``values - baseline``, paired."""
+    return mean_of(list(np.subtract(values, baseline)))
 
 
 def spread_of(values: Numbers) -> Figure:
-    """The standard deviation s, n - 1 below; the interval is that of normally distributed values.
+    """The standard deviation s with divisor n - 1; the interval assumes normally distributed values.
 
     (n - 1) s^2 / sigma^2 has a chi-squared distribution with n - 1 degrees of freedom.
     """
-    found = np.asarray(values, np.float64)
-    if len(found) < 3:
-        return {"value": None, "ci95": None, "n": len(found)}
-    value, freedom = float(found.std(ddof=1)), len(found) - 1
+    array = np.asarray(values, np.float64)
+    if len(array) < 3:
+        return {"value": None, "ci95": None, "n": len(array)}
+    value, freedom = float(array.std(ddof=1)), len(array) - 1
     ends = [value * math.sqrt(freedom / chi_squared_quantile(p, freedom)) for p in _tails()]
-    return {"value": value, "ci95": sorted(ends), "n": len(found)}
+    return {"value": value, "ci95": sorted(ends), "n": len(array)}
 
 
-def ratio_of_spreads(ours: Numbers, theirs: Numbers) -> Figure:
-    """The standard deviation of ours over that of theirs, which come in pairs: interval of Pitman and Morgan.
+def ratio_of_spreads(values: Numbers, baseline: Numbers) -> Figure:
+    """The standard deviation of ``values`` over that of ``baseline``, paired: interval of Pitman and Morgan.
 
         x - l y and x + l y are uncorrelated where l = sigma_x / sigma_y.
         l^2 = s_x^2 / s_y^2 (K +- sqrt(K^2 - 1)),    K = 1 + 2 (1 - r^2) t^2 / (n - 2)
 
-    t is Student's with n - 2 degrees of freedom, r the correlation. Exact where the pairs are normally distributed.
+    t is Student's with n - 2 degrees of freedom, r the correlation. Exact for normally distributed pairs.
 
     References:
         Pitman (1939), "A Note on Normal Correlation"; Morgan (1939), "A Test for the Significance of the Difference
         between the Two Variances in a Sample from a Normal Bivariate Population".
     """
-    x, y = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    x, y = np.asarray(values, np.float64), np.asarray(baseline, np.float64)
     if len(x) < 4:
         return {"value": None, "ci95": None, "n": len(x)}
     value = float(x.std(ddof=1) / y.std(ddof=1))
@@ -65,14 +65,14 @@ def ratio_of_spreads(ours: Numbers, theirs: Numbers) -> Figure:
 
 
 def chi_squared_quantile(probability: float, freedom: int) -> float:
-    """What a chi-squared variable stays below with this probability, by halving an interval."""
-    return 2 * halved(
+    """The quantile of the chi-squared distribution, by bisection."""
+    return 2 * bisect(
         lambda x: gamma_below(freedom / 2, x) - probability, 0.0, freedom + 40 * freedom**0.5 + 40
     )
 
 
 def gamma_below(shape: float, x: float) -> float:
-    """The regularised lower incomplete gamma function, by its series: every term is positive, nothing cancels."""
+    """The regularised lower incomplete gamma function, by its series, whose terms are all positive."""
     if x == 0:
         return 0.0
     term = total = 1 / shape
@@ -84,8 +84,8 @@ def gamma_below(shape: float, x: float) -> float:
     return total * math.exp(shape * math.log(x) - x - math.lgamma(shape))
 
 
-def halved(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function is 0."""
+def bisect(function: Callable[[float], float], low: float, high: float) -> float:
+    """The zero of an increasing function, by bisection."""
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < 0 else (low, middle)
@@ -93,14 +93,14 @@ def halved(function: Callable[[float], float], low: float, high: float) -> float
 
 
 def smoothed(values: Numbers, window: int) -> list[float]:
-    """Means of ``window`` neighbours: the first stands for the first ``window`` steps."""
+    """Moving means over ``window`` values; the first is that of the first ``window`` values."""
     return [float(np.mean(values[end - window : end])) for end in range(window, len(values) + 1)]
 
 
 def reached(rewards: Numbers, kls: Numbers, reward: float, window: int) -> float | None:
-    """The KL of a path where its reward is first ``reward``, both smoothed alike; None if it never is.
+    """The KL of a path at which its smoothed reward first reaches ``reward``; None if it never does.
 
-    Between the last step below and the first step not below, both are taken to be straight lines.
+    KL and reward are smoothed alike and interpolated linearly between steps.
     """
     paths = list(zip(smoothed(rewards, window), smoothed(kls, window), strict=True))
     if paths and paths[0][0] >= reward:
@@ -112,7 +112,7 @@ def reached(rewards: Numbers, kls: Numbers, reward: float, window: int) -> float
 
 
 def reward_at(kls: Numbers, rewards: Numbers, kl: float) -> float | None:
-    """The reward of a frontier at a KL, straight lines in sqrt(KL) between its points; None outside of them."""
+    """The reward of a frontier at a KL, interpolated linearly in sqrt(KL); None outside of its points."""
     order = np.argsort(kls)
     across, up = np.sqrt(np.asarray(kls)[order]), np.asarray(rewards)[order]
     if not across[0] <= math.sqrt(kl) <= across[-1]:

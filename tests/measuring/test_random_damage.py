@@ -19,16 +19,16 @@ def tool(root: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def subjects(tool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return tool.make_subjects(tmp_path_factory.mktemp("subjects"))
+def folders(tool: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return tool.make_folders(tmp_path_factory.mktemp("subjects"))
 
 
 @pytest.mark.parametrize("kind", ["run", "cache", "training", "old run"])
 def test_every_random_damage_is_reported_without_a_traceback(
-    tool: Any, subjects: dict[str, Any], kind: str
+    tool: Any, folders: dict[str, Any], kind: str
 ) -> None:
     outcomes: Counter[str] = Counter()
-    for name, victim, outcome, words in tool.damages(subjects[kind], DAMAGES, seed=1):
+    for name, victim, outcome, words in tool.damages(folders[kind], DAMAGES, seed=1):
         assert outcome not in ("silent", "traceback"), f"{name} of {victim}: {outcome}\n{words}"
         outcomes[outcome] += 1
     assert outcomes["refused"] >= DAMAGES / 4, outcomes

@@ -200,7 +200,7 @@ def test_the_committed_figures_are_those_of_the_committed_runs(study, root):
     runs = [
         json.loads(text) for text in (folder / "leash_spread.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    mine = study.command.of_setting(runs, study.runs.Setting())
+    mine = study.command.runs_of_setting(runs, study.runs.Setting())
     figures = json.loads((folder / "leash_spread.json").read_text(encoding="utf-8"))["figures"]
     then = mine[: figures["runs"]]  # a study that is under way has more
     assert_alike(study.figures.figures_of(then), figures)
@@ -208,20 +208,20 @@ def test_the_committed_figures_are_those_of_the_committed_runs(study, root):
 
 def test_wherever_the_study_stops_all_have_as_many_seeds(study):
     setting = study.runs.Setting()
-    runs = study.runs.planned(setting, 20, 5)
+    runs = study.runs.plan_runs(setting, 20, 5)
     assert len(runs) == len({run.key for run in runs}) == 20 * 3 + 5 * 7
     half = [run.seed for run in runs[:48] if run.scope == "sequence" and run.beta == setting.beta]
     assert sorted(half)[:27] == sorted(list(range(9)) * 3)
     assert {run.beta for run in runs[:48] if run.scope == "token"} == set(setting.betas)
-    assert len(study.runs.planned(setting, 20, 5, "estimators")) == 60
-    assert len(study.runs.planned(setting, 20, 5, "frontier")) == 40
+    assert len(study.runs.plan_runs(setting, 20, 5, "estimators")) == 60
+    assert len(study.runs.plan_runs(setting, 20, 5, "frontier")) == 40
 
 
 def test_a_study_goes_on_where_it_was_broken_off(study, tmp_path, capsys):
     setting = replace(
         study.runs.Setting(), prompts=2, max_new_tokens=12, steps=2, held_out=2, held_out_samples=2, window=2
     )
-    runs = [run for run in study.runs.planned(setting, 2, 0) if run.kl != "k3"]
+    runs = [run for run in study.runs.plan_runs(setting, 2, 0) if run.kl != "k3"]
     path = tmp_path / "leash_spread.jsonl"
     assert len(study.command.study(setting, tmp_path, runs[:3])) == 3
     whole = path.read_text(encoding="utf-8")
@@ -235,4 +235,4 @@ def test_a_study_goes_on_where_it_was_broken_off(study, tmp_path, capsys):
     assert all(one["held_out"]["kl"] > 0 for one in done)
     study.command.study(setting, tmp_path, [*runs, replace(runs[0], seed=5)], minutes=0)
     assert "1 runs are left" in capsys.readouterr().out
-    assert study.command.of_setting(done, study.runs.Setting()) == []
+    assert study.command.runs_of_setting(done, study.runs.Setting()) == []
