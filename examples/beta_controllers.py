@@ -46,7 +46,7 @@ GAINS, LAGS, OFF = (0.05, 0.3), (0, 1, 3), {"weak": 0.1, "strong": 10.0}
 
 
 class Run(NamedTuple):
-    """What happened, update by update."""
+    """KL and beta of each update."""
 
     kl: list[float]
     """In nats per response."""
@@ -99,7 +99,7 @@ def train(leash: Leash, *, updates: int = 300, seed: int = 0) -> Run:
 
 
 def record(path: Path) -> None:
-    """Train under each controller, from a beta ten times too weak, and write down what happened."""
+    """Train with each controller, from a beta ten times too weak, and write KL and beta of each update."""
     runs = {name: train(start(0.1))._asdict() for name, start in START.items()}
     rounded = {
         name: {column: [float(f"{x:.4g}") for x in numbers] for column, numbers in run.items()}
@@ -142,8 +142,8 @@ class Panel(NamedTuple):
     target: float | None
 
 
-def drawn(panel: Panel, left: int, top: int) -> list[str]:
-    """The panel as SVG, its upper left corner there."""
+def draw_panel(panel: Panel, left: int, top: int) -> list[str]:
+    """The panel as SVG, with its upper left corner at ``left``, ``top``."""
     decades = math.log10(panel.high / panel.low)
 
     def height(value: float) -> float:
@@ -192,12 +192,17 @@ def picture(recorded: dict[str, Run]) -> str:
         for gain, lag in ((0.05, 3), (0.3, 1))
         for side in OFF
     ]
-    ran = {name: run.kl for name, run in recorded.items()}, {name: run.beta for name, run in recorded.items()}
-    panels.append(Panel("Recorded run of a small policy: KL, nats per response", ran[0], 0.03, 10.0, TARGET))
-    panels.append(Panel("Recorded run: beta", ran[1], 0.03, 10.0, None))
+    columns = (
+        {name: run.kl for name, run in recorded.items()},
+        {name: run.beta for name, run in recorded.items()},
+    )
+    panels.append(
+        Panel("Recorded run of a small policy: KL, nats per response", columns[0], 0.03, 10.0, TARGET)
+    )
+    panels.append(Panel("Recorded run: beta", columns[1], 0.03, 10.0, None))
     body = []
     for i, panel in enumerate(panels):
-        body += drawn(panel, LEFT + (i % 2) * (WIDE + 64), TOP + (i // 2) * (HIGH + 60))
+        body += draw_panel(panel, LEFT + (i % 2) * (WIDE + 64), TOP + (i // 2) * (HIGH + 60))
     for i, name in enumerate(START):
         at = LEFT + 110 * i
         body.append(
@@ -212,27 +217,27 @@ def picture(recorded: dict[str, Run]) -> str:
 
 
 def read_runs(path: Path = RUNS) -> dict[str, Run]:
-    """What ``record`` wrote down."""
+    """The runs that ``record`` wrote."""
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     return {name: Run(**columns) for name, columns in runs.items()}
 
 
-def main(words: list[str] | None = None) -> None:
-    """Print the table; draw and record where asked."""
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table; draw and record if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="draw the picture there, as SVG")
-    parser.add_argument("--record", type=Path, help="train the small policy again and write what happened")
+    parser.add_argument("--record", type=Path, help="train the small policy again and write its runs there")
     parser.add_argument("--seeds", type=int, default=20, help="noisy runs of each plant in the table")
-    wanted = parser.parse_args(words)
-    if wanted.record:
-        record(wanted.record)
-    if wanted.out:
-        wanted.out.write_text(picture(read_runs(wanted.record or RUNS)), encoding="utf-8")
+    options = parser.parse_args(arguments)
+    if options.record:
+        record(options.record)
+    if options.out:
+        options.out.write_text(picture(read_runs(options.record or RUNS)), encoding="utf-8")
     print("| controller | worst overshoot | furthest off after 200 updates | with noise, within 10 % then |")
     print("|---|---:|---:|---:|")
-    for row in table(wanted.seeds):
+    for row in table(options.seeds):
         print("| " + " | ".join(row) + " |")
 
 

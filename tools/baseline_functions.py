@@ -442,11 +442,11 @@ def run_uncertainty() -> Iterator[tuple[str, Any]]:
         values = random.lognormal(-1, 1.2, labels.size) + np.repeat(random.lognormal(-2, 1, clusters), 5)
         counts = random.integers(3, 40, clusters)
         sums = random.lognormal(0, 1, clusters) * counts
-        others = sums * random.lognormal(0, 0.1, clusters)
+        other_sums = sums * random.lognormal(0, 0.1, clusters)
         yield f"clustered_mean/{clusters}", clustered_mean(values, labels, lower=0.0)
         mean = ratio_of_sums(sums, counts, lower=0.0)
         yield f"ratio_of_sums/{clusters}", mean
-        yield f"paired_difference/{clusters}", paired_difference(sums, counts, others, counts)
+        yield f"paired_difference/{clusters}", paired_difference(sums, counts, other_sums, counts)
         yield f"transformed/{clusters}", transformed(mean, np.log, lambda x: 1 / x)
         yield f"running_mean/{clusters}", running_mean(sums, counts, 20)
         exact = values + random.normal(0, 0.05, values.size)

@@ -1,9 +1,9 @@
-"""What docs/leash_study.md says, from the figures of benchmarks/leash_spread.py."""
+"""The text of docs/leash_study.md, from the figures of benchmarks/leash_spread.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from performance_frame import grid, said
+from performance_frame import markdown_table, paragraph
 
 WHERE = {
     "exact": "exact, in the loss",
@@ -37,7 +37,7 @@ interval contains 0, or 1 for a ratio."""
 
 
 def outcome(estimators: Figure | None, frontier: Figure | None, setting: Figure) -> list[str]:
-    """The answers, a line each."""
+    """The main results, one line each."""
     lines = []
     for name, beside in ({} if estimators is None else estimators["against_exact"]).items():
         end, equal = beside["end"], beside["equal_reward"].get("spread", {"value": None})
@@ -50,23 +50,23 @@ def outcome(estimators: Figure | None, frontier: Figure | None, setting: Figure)
     if gain is not None:
         where = f"{setting['equal_kl']:g} nats"
         lines.append(f"- Reward at {where}, scope “sequence” − scope “token”: {decided(gain)}.")
-    return [*lines, ""] if lines else said("Too few runs yet.")
+    return [*lines, ""] if lines else paragraph("Too few runs yet.")
 
 
 def multiple(figure: Figure) -> str:
-    """A ratio of spreads with its interval; or that there is none yet."""
+    """A ratio of spreads with its interval, or a note that there are too few seeds."""
     return "too few seeds yet" if figure["value"] is None else decided(figure, 1)
 
 
-def chance(found: Figure | None, setting: Figure) -> list[str]:
-    """Means and spreads of each estimate, and of each beside the exact KL."""
-    if found is None:
-        return said("Not measured yet: fewer than two seeds have all three runs.")
-    lines = said(
+def chance(figures: Figure | None, setting: Figure) -> list[str]:
+    """Means and spreads for each estimator, and differences from the exact KL."""
+    if figures is None:
+        return paragraph("Not measured yet: fewer than two seeds have all three runs.")
+    lines = paragraph(
         "{seeds} seeds, beta {beta:g}, scope “sequence”, GAE λ = {decay:g}. All three have the same expected "
         "gradient, that "
         "of the KL between responses, except for the effect of whitening on their noise.",
-        seeds=found["seeds"],
+        seeds=figures["seeds"],
         beta=setting["beta"],
         decay=setting["decay"],
     )
@@ -79,27 +79,29 @@ def chance(found: Figure | None, setting: Figure) -> list[str]:
         "share of its variance from held-out sampling",
     ]
     rows = []
-    for name, one in found["of"].items():
-        end = one["end"]
+    for name, estimator in figures["of"].items():
+        end = estimator["end"]
         share = f"{end['from_sampling']:.0%}" if "from_sampling" in end else ""
         rows.append([WHERE[name], number(end["reward"]), number(end["kl"]), number(end["spread"]), share])
-    lines += grid(heads, rows)
-    for name, beside in found["against_exact"].items():
-        lines += said(compared(name, beside["end"]))
-    lines += said(EQUAL, **setting)
+    lines += markdown_table(heads, rows)
+    for name, beside in figures["against_exact"].items():
+        lines += paragraph(compared(name, beside["end"]))
+    lines += paragraph(EQUAL, **setting)
     rows = []
-    for name, one in found["of"].items():
-        at = one["equal_reward"]
+    for name, estimator in figures["of"].items():
+        at = estimator["equal_reward"]
         rest = [number(at["kl"]), number(at["spread"])] if "kl" in at else ["", ""]
-        rows.append([WHERE[name], f"{at['reached']} of {found['seeds']}", *rest])
-    lines += grid(["KL", "runs that reach the reward", "KL there", "standard deviation of the KL"], rows)
-    for name, beside in found["against_exact"].items():
-        lines += said(compared_at_equal_reward(name, beside["equal_reward"]))
+        rows.append([WHERE[name], f"{at['reached']} of {figures['seeds']}", *rest])
+    lines += markdown_table(
+        ["KL", "runs that reach the reward", "KL there", "standard deviation of the KL"], rows
+    )
+    for name, beside in figures["against_exact"].items():
+        lines += paragraph(compared_at_equal_reward(name, beside["equal_reward"]))
     return lines
 
 
 def compared(name: str, beside: Figure) -> str:
-    """What came out at the end, in a sentence or two."""
+    """Differences from the exact KL after the last step, in words."""
     return (
         f"{name} − exact, paired by seed: reward {decided(beside['reward'])}; KL {decided(beside['kl'])}. "
         f"{ratio(name, beside['spread'])}"
@@ -107,7 +109,7 @@ def compared(name: str, beside: Figure) -> str:
 
 
 def compared_at_equal_reward(name: str, beside: Figure) -> str:
-    """What came out at equal reward, in a sentence or two."""
+    """Differences from the exact KL at equal reward, in words."""
     if "kl" not in beside:
         return f"{name} and exact: {beside['both']} seeds reach the reward with both, too few to compare."
     return (
@@ -117,17 +119,17 @@ def compared_at_equal_reward(name: str, beside: Figure) -> str:
 
 
 def ratio(name: str, figure: Figure) -> str:
-    """One spread over the other, in words."""
+    """The ratio of an estimator's spread to that of the exact KL, in words."""
     if figure["ci95"] is None:
         return "Too few seeds to compare standard deviations."
     return f"The KL's standard deviation with {name} is {number(figure)} times that with exact: {side(figure, 1)}."
 
 
-def scopes(found: Figure | None, setting: Figure) -> list[str]:
-    """The frontiers, beta by beta, and at one KL."""
-    if found is None:
-        return said("Not measured yet.")
-    lines = said(
+def scopes(figures: Figure | None, setting: Figure) -> list[str]:
+    """Both scopes compared at each beta, and at one KL."""
+    if figures is None:
+        return paragraph("Not measured yet.")
+    lines = paragraph(
         "The exact KL in the loss. Scope “sequence” charges a token also for the KL of later tokens. Results "
         "after the last "
         "step, on held-out prompts; differences are sequence − token, paired by seed."
@@ -142,49 +144,53 @@ def scopes(found: Figure | None, setting: Figure) -> list[str]:
         "KL, token",
         "difference",
     ]
-    of = {(one["scope"], one["beta"]): one for one in found["points"]}
+    by_scope_and_beta = {(point["scope"], point["beta"]): point for point in figures["points"]}
     rows = []
-    for one in found["sequence_less_token"]:
-        row = [f"{one['beta']:g}", str(one["kl"]["n"])]
+    for point in figures["sequence_less_token"]:
+        row = [f"{point['beta']:g}", str(point["kl"]["n"])]
         for what in ("reward", "kl"):
-            row += [number(of[scope, one["beta"]][what]) for scope in ("sequence", "token")] + [
-                number(one[what])
-            ]
+            row += [
+                number(by_scope_and_beta[scope, point["beta"]][what]) for scope in ("sequence", "token")
+            ] + [number(point[what])]
         rows.append(row)
-    lines += grid(heads, rows)
-    lines += said(apart(found["sequence_less_token"]))
-    return [*lines, *said(at_equal_kl(found["at_equal_kl"], setting))]
+    lines += markdown_table(heads, rows)
+    lines += paragraph(compare_by_beta(figures["sequence_less_token"]))
+    return [*lines, *paragraph(at_equal_kl(figures["at_equal_kl"], setting))]
 
 
-def apart(differences: Sequence[Figure]) -> str:
-    """At which betas the KL of one scope is surely above that of the other."""
-    told = [one for one in differences if one["kl"]["ci95"] is not None]
-    if not told:
+def compare_by_beta(differences: Sequence[Figure]) -> str:
+    """The betas at which the interval of the difference in KL excludes 0."""
+    with_intervals = [point for point in differences if point["kl"]["ci95"] is not None]
+    if not with_intervals:
         return "One seed does not allow a comparison."
-    words = [f"{one['beta']:g} ({side(one['kl'], 0)})" for one in told if side(one["kl"], 0) != UNDECIDED]
+    words = [
+        f"{point['beta']:g} ({side(point['kl'], 0)})"
+        for point in with_intervals
+        if side(point["kl"], 0) != UNDECIDED
+    ]
     if not words:
         return "At the same beta, no difference in KL is significant."
     return f"At the same beta, the difference in KL is significant for beta {', '.join(words)}."
 
 
-def at_equal_kl(found: Figure, setting: Figure) -> str:
-    """What a scope is worth at one KL."""
+def at_equal_kl(figures: Figure, setting: Figure) -> str:
+    """The difference in reward between the scopes at one KL, in words."""
     where = f"a KL of {setting['equal_kl']:g} nats per response"
-    if "sequence_less_token" not in found:
+    if "sequence_less_token" not in figures:
         return (
-            f"Rewards at {where} are not compared yet: {found['seeds']} seeds have all betas of both scopes, and "
-            f"{found['reached']} of them reach it with both."
+            f"Rewards at {where} are not compared yet: {figures['seeds']} seeds have all betas of both scopes, and "
+            f"{figures['reached']} of them reach it with both."
         )
-    gain = found["sequence_less_token"]
+    gain = figures["sequence_less_token"]
     return (
         f"At {where}, interpolated for each seed between its betas (linearly in √KL), the reward is "
-        f"{number(found['sequence'])} with scope “sequence” and {number(found['token'])} with scope “token”, over "
-        f"{found['reached']} of {found['seeds']} seeds; the difference is {decided(gain)}."
+        f"{number(figures['sequence'])} with scope “sequence” and {number(figures['token'])} with scope “token”, over "
+        f"{figures['reached']} of {figures['seeds']} seeds; the difference is {decided(gain)}."
     )
 
 
 def side(figure: Figure, null: float) -> str:
-    """On which side of ``null`` an interval lies."""
+    """Whether an interval lies above or below ``null``, or contains it."""
     if figure["ci95"] is None:
         return "one seed, no interval"
     low, high = figure["ci95"]
@@ -192,7 +198,7 @@ def side(figure: Figure, null: float) -> str:
 
 
 def decided(figure: Figure, null: float = 0) -> str:
-    """A number with its interval, and on which side of ``null`` that lies."""
+    """A number with its interval and its position relative to ``null``."""
     return f"{number(figure)}, {side(figure, null)}"
 
 

@@ -1,4 +1,4 @@
-"""Files that a tool makes from something else: written, or compared with what lies there."""
+"""Generated files: writing them, or checking that they are up to date."""
 
 import sys
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def between_marks(text: str, begin: str, end: str, content: str) -> str:
-    """The text with ``content`` in place of what stands between two marks.
+    """The text with ``content`` between two marks.
 
     Raises:
         ValueError: if the text lacks a mark.
@@ -19,14 +19,14 @@ def between_marks(text: str, begin: str, end: str, content: str) -> str:
 
 
 def write_or_check(files: Mapping[Path, str], *, check: bool) -> int:
-    """Write the files; or write nothing, say which are not what would be written, and return 1 if any is.
+    """Write the files; or with ``check`` only print which are out of date.
 
     Args:
         files: texts by their paths.
-        check: whether to compare only.
+        check: compare only; write nothing.
 
     Returns:
-        The command's exit status.
+        The exit status of the command: 1 if a file is out of date, else 0.
     """
     if not check:
         for path, text in files.items():

@@ -21,7 +21,7 @@ TREATMENTS = {
 
 
 def table() -> str:
-    """The rules as rows, the first that applies first."""
+    """The rules as rows, in the order in which they are applied."""
     kinds = ", ".join(f"`{kind}`" for kind in sorted(TESTED_KINDS))
     rows = [
         ("adapter_config.json has", "treatment", "because the adapter"),
@@ -37,7 +37,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page with the table as it should be."""
+    """The page with the current table."""
     text = PAGE.read_text(encoding="utf-8")
     return BLOCK.sub(lambda block: f"{block[1]}\n{table()}\n{block[2]}", text)
 

@@ -55,14 +55,14 @@ def page() -> str:
 
 
 def public(module: ModuleType) -> list[str]:
-    """What a module hands out: its ``__all__``, or what it defines itself."""
+    """The public names of a module: its ``__all__``, or what it defines."""
     names = getattr(module, "__all__", None)
     if names is not None:
         return list(names)
-    own = [
+    local_names = [
         name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
     ]
-    return [name for name in own if not name.startswith("_")]
+    return [name for name in local_names if not name.startswith("_")]
 
 
 def table(module: ModuleType, names: list[str]) -> str:
@@ -72,7 +72,7 @@ def table(module: ModuleType, names: list[str]) -> str:
 
 
 def first_sentence(value: Any) -> str:
-    """Of a docstring, up to its first full stop or empty line."""
+    """The first sentence of a docstring; for a constant, its value."""
     if isinstance(value, str | int | tuple | dict) or not callable(value):
         return constant(value)
     paragraph = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ").strip()
@@ -81,7 +81,7 @@ def first_sentence(value: Any) -> str:
 
 
 def constant(value: Any) -> str:
-    """What a name stands for that is no function."""
+    """A constant as text."""
     if hasattr(value, "keys"):
         return "read-only table: " + ", ".join(f"`{name}`" for name in value)
     return f"`{value!r}`"

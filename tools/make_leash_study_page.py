@@ -1,4 +1,4 @@
-"""Writes docs/leash_study.md and its picture from what benchmarks/leash_spread.py left in benchmarks/results.
+"""Writes docs/leash_study.md and its picture from benchmarks/results/leash_spread.json.
 
 python tools/make_leash_study_page.py                         write them
 python tools/make_leash_study_page.py --check                 exit 1 if they are not what would be written
@@ -14,7 +14,7 @@ from typing import Any
 
 import leash_study_words as words
 from made_files import write_or_check
-from performance_frame import said
+from performance_frame import paragraph
 from spread_picture import picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,8 +22,8 @@ PAGE, IMAGE = "leash_study.md", "images/leash_study.svg"
 TITLE = "Standard deviation of the reached KL, and reward against KL for two scopes"
 
 
-def made(result: Mapping[str, Any] | None) -> dict[str, str]:
-    """The page and its picture, by their path in the folder of the documentation."""
+def make_files(result: Mapping[str, Any] | None) -> dict[str, str]:
+    """The page and its picture, by path relative to the folder of the documentation."""
     if result is None:
         body = [
             "# Study: seeds and scope of the KL term",
@@ -33,21 +33,23 @@ def made(result: Mapping[str, Any] | None) -> dict[str, str]:
         return {PAGE: "\n".join(body) + "\n"}
     figures = result["figures"]
     setting, estimators, frontier = figures["setting"], figures["estimators"], figures["frontier"]
-    body = ["# Study: seeds and scope of the KL term", "", *said(words.HEAD)]
+    body = ["# Study: seeds and scope of the KL term", "", *paragraph(words.HEAD)]
     body += ["## Results", "", *words.outcome(estimators, frontier, setting)]
-    body += [f"![{TITLE}]({IMAGE})", "", "## Set-up", "", *said(words.SETTING, **setting)]
+    body += [f"![{TITLE}]({IMAGE})", "", "## Set-up", "", *paragraph(words.SETTING, **setting)]
     body += ["## Exact, k1 and k3", "", *words.chance(estimators, setting)]
     body += ["## Scope: token or sequence", "", *words.scopes(frontier, setting)]
-    body += ["## Method", "", *said(words.INTERVALS), *origin(figures)]
-    spreads = {name: one["end"]["spread"] for name, one in (estimators or {"of": {}})["of"].items()}
-    drawn = {name: one for name, one in spreads.items() if one["ci95"] is not None}
-    image = picture(TITLE, drawn, frontier["points"] if frontier else [])
+    body += ["## Method", "", *paragraph(words.INTERVALS), *origin(figures)]
+    spreads = {
+        name: estimator["end"]["spread"] for name, estimator in (estimators or {"of": {}})["of"].items()
+    }
+    with_interval = {name: spread for name, spread in spreads.items() if spread["ci95"] is not None}
+    image = picture(TITLE, with_interval, frontier["points"] if frontier else [])
     return {PAGE: "\n".join(body).rstrip() + "\n", IMAGE: image}
 
 
 def origin(figures: Mapping[str, Any]) -> list[str]:
-    """When, where, and by which command."""
-    return said(
+    """The paragraph on command, dates, commits, machines and versions."""
+    return paragraph(
         "`python benchmarks/leash_spread.py` runs what is missing and appends every finished run to "
         "[leash_spread.jsonl](../benchmarks/results/leash_spread.jsonl): {runs} runs between {first} and {last}, "
         "{cpu_seconds:.0f} CPU seconds each on average, at commit {commit}, on {machine}, with {versions}.",
@@ -69,7 +71,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     result = json.loads(args.result.read_text(encoding="utf-8")) if args.result.exists() else None
-    files = {args.docs / path: text for path, text in made(result).items()}
+    files = {args.docs / path: text for path, text in make_files(result).items()}
     return write_or_check(files, check=args.check)
 
 

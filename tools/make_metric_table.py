@@ -31,12 +31,12 @@ def _spelt(name: str | None) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the table in its place."""
+    """The page with the table between its marks."""
     return between_marks(text, BEGIN, END, table())
 
 
 def main() -> int:
-    """Write the page, or look whether it would change."""
+    """Write the page, or check that it is up to date."""
     files = {PAGE: page(PAGE.read_text(encoding="utf-8"))}
     return write_or_check(files, check="--check" in sys.argv[1:])
 

@@ -1,10 +1,10 @@
-"""Writes docs/performance.md and its pictures from what the benchmarks left in benchmarks/results.
+"""Writes docs/performance.md and its pictures from the results in benchmarks/results.
 
 python tools/make_performance_page.py                        write them
 python tools/make_performance_page.py --check                exit 1 if they are not what would be written
 python tools/make_performance_page.py --results R --docs D   from other results, into another folder
 
-A result that is not there is said to be not measured yet, with the command that measures it.
+A missing result is listed as not measured yet, with the command that measures it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import performance_roofline
 import performance_words as words
 from made_files import write_or_check
 from performance_bars import COMPILED, EAGER, wording
-from performance_frame import COMMANDS, Results, grid
+from performance_frame import COMMANDS, Results, markdown_table
 from svg_charts import bars, lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,18 +58,18 @@ CURVES = {
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results, by the name of their file."""
-    paths = [path for path in sorted(folder.glob("linear_*.json")) if used(path.stem)]
+    """The results, by file name without suffix."""
+    paths = [path for path in sorted(folder.glob("linear_*.json")) if is_used(path.stem)]
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def used(name: str) -> bool:
-    """Whether the page has a place for it."""
+def is_used(name: str) -> bool:
+    """Whether the page uses this result."""
     return name in COMMANDS or name.startswith("linear_gpu")
 
 
-def made(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The page and its pictures, by their path in the folder of the documentation."""
+def make_files(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The page and its pictures, by path relative to the folder of the documentation."""
     figures = {name: result["figures"] for name, result in results.items()}
     parts = (
         words.time,
@@ -90,7 +90,7 @@ def made(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def origins(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """When, where and by which command each result was made."""
+    """The table of command, date, commit, machine and versions of each result."""
     rows: list[list[str]] = []
     for name, result in results.items():
         machine = result["machine"]
@@ -100,12 +100,12 @@ def origins(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         command = f"`{result['command']}`"
         rows.append([link, command, result["date"][:10], result["commit"], where, versions])
     heads = ["result", "command", "date", "commit", "machine", "versions"]
-    return ["## How it was measured", "", *grid(heads, rows)]
+    return ["## How it was measured", "", *markdown_table(heads, rows)]
 
 
 def pictures(figures: Results) -> dict[str, str]:
-    """The charts whose results are there."""
-    found: dict[str, str] = {}
+    """The charts, by path, as far as their results exist."""
+    images: dict[str, str] = {}
     if "linear_peers_main" in figures:
         main = figures["linear_peers_main"]
         rows = sorted(
@@ -117,27 +117,27 @@ def pictures(figures: Results) -> dict[str, str]:
             key=lambda row: row[1],
         )
         title = "Forward and backward pass, as a multiple of the four matmuls (shorter is faster)"
-        found["images/performance_time.svg"] = bars(title, rows, (1.0, "the matmuls alone"))
+        images["images/performance_time.svg"] = bars(title, rows, (1.0, "the matmuls alone"))
     for what in ("tokens", "vocabulary"):
         if f"linear_peaks_{what}" in figures:
             part = figures[f"linear_peaks_{what}"]
-            drawn = {
+            series = {
                 CURVES.get(name, name).partition(",")[0]: curve(part["rows"], name, what, "extra_megabytes")
                 for name in part["words"]
             }
             title = "Peak memory beyond inputs and gradients, MB"
-            found[f"images/performance_memory_{what}.svg"] = lines(title, what, drawn)
+            images[f"images/performance_memory_{what}.svg"] = lines(title, what, series)
     if "linear_accuracy" in figures:
         part = figures["linear_accuracy"]
         key = "median_error_of_a_token"
-        drawn = {CURVES[n]: curve(part["rows"], n, "nats", key) for n in CURVES if n in part["words"]}
+        series = {CURVES[n]: curve(part["rows"], n, "nats", key) for n in CURVES if n in part["words"]}
         title = "Relative error of one token's KL, from bfloat16 inputs"
-        found["images/performance_accuracy.svg"] = lines(title, "KL, nats", drawn)
-    return found
+        images["images/performance_accuracy.svg"] = lines(title, "KL, nats", series)
+    return images
 
 
 def curve(rows: list[dict[str, Any]], name: str, across: str, up: str) -> list[tuple[float, float]]:
-    """One way's points; a height of nothing is drawn at one part in a thousand million, for the axis is logarithmic."""
+    """The points of one method; heights are at least 1e-9, since the axis is logarithmic."""
     return [(row[across], max(row[up], 1e-9)) for row in rows if row["name"] == name]
 
 
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    files = {args.docs / path: text for path, text in made(load(args.results)).items()}
+    files = {args.docs / path: text for path, text in make_files(load(args.results)).items()}
     return write_or_check(files, check=args.check)
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reliability.md, between their marks, from what benchmarks left in benchmarks/results.
+"""Writes the tables of docs/reliability.md, between their marks, from benchmarks/results.
 
 python tools/make_reliability_page.py            write them
 python tools/make_reliability_page.py --check    exit 1 if they are not what would be written
@@ -28,9 +28,9 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else None
 
 
-def damages(found: dict[str, Any] | None) -> str:
-    """Outcomes by kind of folder."""
-    if found is None:
+def damages(figures: dict[str, Any] | None) -> str:
+    """The table of outcomes by kind of folder."""
+    if figures is None:
         return "Not measured yet: `python benchmarks/damage.py`.\n"
     header = (
         "| folder | damages | same result | refused | other result, with a warning | other result, without one "
@@ -39,9 +39,9 @@ def damages(found: dict[str, Any] | None) -> str:
     rows = [header]
     rows.append("|---|---|---|---|---|---|---|")
     for kind, words in KINDS.items():
-        if kind not in found["kinds"]:
+        if kind not in figures["kinds"]:
             continue
-        outcomes = found["kinds"][kind]["outcomes"]
+        outcomes = figures["kinds"][kind]["outcomes"]
         numbers = [
             outcomes.get(name, 0) for name in ("identical", "refused", "warned", "silent", "traceback")
         ]
@@ -49,9 +49,9 @@ def damages(found: dict[str, Any] | None) -> str:
     return "\n".join(rows) + "\n"
 
 
-def kills(found: dict[str, Any] | None) -> str:
-    """Kills by command."""
-    if found is None:
+def kills(figures: dict[str, Any] | None) -> str:
+    """The table of outcomes by command."""
+    if figures is None:
         return "Not measured yet: `python benchmarks/kills.py`.\n"
     header = (
         "| command | kills | runs | same result | other result "
@@ -59,7 +59,7 @@ def kills(found: dict[str, Any] | None) -> str:
     )
     rows = [header]
     rows.append("|---|---|---|---|---|---|")
-    for kind, counts in found["kinds"].items():
+    for kind, counts in figures["kinds"].items():
         reports = " / ".join(
             str(counts.get(f"report: {how}", 0)) for how in ("page", "sentence", "traceback")
         )
@@ -68,23 +68,23 @@ def kills(found: dict[str, Any] | None) -> str:
     return "\n".join(rows) + "\n"
 
 
-def hashing(found: dict[str, Any] | None) -> str:
-    """MiB a second."""
-    if found is None:
+def hashing(figures: dict[str, Any] | None) -> str:
+    """The table of hashing speeds."""
+    if figures is None:
         return "Not measured yet: `python benchmarks/hashing.py`.\n"
-    speed = found["mebibytes_per_second"]
+    speed = figures["mebibytes_per_second"]
     return (
-        f"| operation, {found['mebibytes']} MiB in the page cache, {found['threads']} cores | MiB/s |\n|---|---|\n"
+        f"| operation, {figures['mebibytes']} MiB in the page cache, {figures['threads']} cores | MiB/s |\n|---|---|\n"
         f"| reading only | {speed['reading']} |\n"
         f"| checksum when a file is read (SHA-256, one thread) | {speed['checksum']} |\n"
         f"| BLAKE2b, one thread, for comparison | {speed['BLAKE2b']} |\n"
         f"| fingerprint, first time (SHA-256, all cores) | {speed['first']} |\n"
-        f"| fingerprint, from the second time on | {found['again_ms']} ms in total |\n"
+        f"| fingerprint, from the second time on | {figures['again_ms']} ms in total |\n"
     )
 
 
 def page(text: str) -> str:
-    """The page with the tables in their places."""
+    """The page with the tables between their marks."""
     for name, table in (("damage", damages), ("kills", kills), ("hashing", hashing)):
         begin, end = (
             f"<!-- {name}: written by tools/make_reliability_page.py -->\n",
@@ -95,7 +95,7 @@ def page(text: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or look whether it would change."""
+    """Write the page, or check that it is up to date."""
     return write_or_check({PAGE: page(PAGE.read_text(encoding="utf-8"))}, check="--check" in sys.argv[1:])
 
 

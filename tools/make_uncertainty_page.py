@@ -18,16 +18,16 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def figures() -> dict[str, Any]:
-    """What the benchmark stored."""
+    """The figures of the benchmark."""
     path = BENCHMARKS / "results" / "coverage.json"
     return json.loads(path.read_text(encoding="utf-8"))["figures"]
 
 
-def page(text: str, found: dict[str, Any]) -> str:
-    """The page with the tables of these figures in their places."""
+def page(text: str, results: dict[str, Any]) -> str:
+    """The page with the tables of these figures between their marks."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        tables = runpy.run_path(str(BENCHMARKS / "coverage.py"))["tables"](found)
+        tables = runpy.run_path(str(BENCHMARKS / "coverage.py"))["tables"](results)
     finally:
         sys.path.remove(str(BENCHMARKS))
     for name, table in tables.items():
@@ -40,7 +40,7 @@ def page(text: str, found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the page, or look whether it would change."""
+    """Write the page, or check that it is up to date."""
     text = page(PAGE.read_text(encoding="utf-8"), figures())
     return write_or_check({PAGE: text}, check="--check" in sys.argv[1:])
 

@@ -1,4 +1,4 @@
-"""What the sections of docs/performance.md are put together from."""
+"""Building blocks of the sections of docs/performance.md: paragraphs, tables, commands."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
@@ -36,29 +36,29 @@ Row = Mapping[str, Any]
 
 
 def absent(*names: str) -> list[str]:
-    """What is said of results that are not there."""
+    """The note on results that are missing."""
     commands = [f"`python benchmarks/{COMMANDS[name]}`" for name in names]
     if len(commands) > 1:
         return ["Not measured yet:", "", *(f"- {command}" for command in commands), ""]
     return [f"Not measured yet: {command}." for command in commands] + [""] * len(commands)
 
 
-def said(words: str, /, **values: Any) -> list[str]:
-    """A paragraph, folded, and the empty line behind it."""
-    text = words.format(**values) if values else words
+def paragraph(template: str, /, **values: Any) -> list[str]:
+    """The lines of a wrapped paragraph, with an empty line after it."""
+    text = template.format(**values) if values else template
     return [*wrap(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False), ""]
 
 
-def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table and the empty line behind it."""
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table, with an empty line after it."""
     return [*(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)), ""]
 
 
-def size(found: Row) -> str:
-    """The shape of the inputs."""
-    return f"{found['tokens']} tokens, hidden size {found['hidden']}, vocabulary {found['vocabulary']}"
+def size(figures: Row) -> str:
+    """The shape of the inputs, in words."""
+    return f"{figures['tokens']} tokens, hidden size {figures['hidden']}, vocabulary {figures['vocabulary']}"
 
 
 def ratio(row: Row, key: str) -> str:
-    """A ratio, or nothing."""
+    """A ratio as text; empty if there is none."""
     return f"{row[key]:.2f}" if key in row else ""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from performance_frame import grid
+from performance_frame import markdown_table
 
 ROWS = (128, 256, 512, 1024, 2048, 4096)
 """Tokens in a chunk."""
@@ -108,7 +108,7 @@ def section() -> list[str]:
             ]
             for n in (old, *ROWS)
         ]
-        lines += [f"{title}:", "", *grid(heads, rows), ""]
+        lines += [f"{title}:", "", *markdown_table(heads, rows), ""]
     peaks = ";\n".join(
         f"{c.name} {c.tera_operations:g} TFLOP/s and {c.gigabytes:g} GB/s ({c.source})" for c in CARDS
     )

@@ -1,4 +1,4 @@
-"""Take pictures of a report: the README's, and the same page on a phone and in the dark.
+"""Take pictures of a report: for the README, in dark mode, and at a phone's width.
 
     python tools/screenshot_report.py kleash-runs/…/report.html --out docs/images
 
@@ -21,7 +21,7 @@ VIEWS = {
 
 
 def browser(profile: str) -> Any:
-    """Headless Chromium that stays off the network."""
+    """Headless Chromium without background network access."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -35,7 +35,7 @@ def browser(profile: str) -> Any:
 
 
 def take(driver: Any, report: Path, view: dict[str, Any], *, whole: bool, at: str) -> bytes:
-    """A picture of ``report`` as ``view`` says: the whole page, or a window that begins at the anchor ``at``."""
+    """A PNG of ``report`` in one view: the whole page, or a window that begins at the anchor ``at``."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     size = {
@@ -59,7 +59,7 @@ def take(driver: Any, report: Path, view: dict[str, Any], *, whole: bool, at: st
 
 
 def main() -> None:
-    """Take the pictures that were asked for."""
+    """Take the pictures of the chosen views."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,15 +68,15 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="the whole page instead of its top")
     parser.add_argument("--at", default="", help="begin at this anchor: where, trust, tokens, prompts, run")
     parser.add_argument("--only", choices=list(VIEWS), action="append", help="only this view")
-    wanted = parser.parse_args()
-    wanted.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         driver = browser(profile)
         try:
-            for name in wanted.only or VIEWS:
-                picture = take(driver, wanted.report, VIEWS[name], whole=wanted.whole, at=wanted.at)
-                (wanted.out / f"{name}.png").write_bytes(picture)
-                print(f"{wanted.out / name}.png: {len(picture) / 1000:.0f} kB")
+            for name in options.only or VIEWS:
+                picture = take(driver, options.report, VIEWS[name], whole=options.whole, at=options.at)
+                (options.out / f"{name}.png").write_bytes(picture)
+                print(f"{options.out / name}.png: {len(picture) / 1000:.0f} kB")
         finally:
             driver.quit()
 

@@ -27,17 +27,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the pictures")
     parser.add_argument("--whole", action="store_true", help="the whole page, on a desktop and on a phone")
     parser.add_argument("--at", default="cost", help="begin at this anchor: result, samples, cost, curves")
-    wanted = parser.parse_args()
-    wanted.out.mkdir(parents=True, exist_ok=True)
-    views = {"leashes": DESKTOP, "leashes-phone": PHONE} if wanted.whole else {"leashes": DESKTOP}
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    views = {"leashes": DESKTOP, "leashes-phone": PHONE} if options.whole else {"leashes": DESKTOP}
     with tempfile.TemporaryDirectory() as profile:
         driver = browser(profile)
         try:
             for name, view in views.items():
-                at = "" if wanted.whole else wanted.at
-                picture = take(driver, wanted.page, view, whole=wanted.whole, at=at)
-                (wanted.out / f"{name}.png").write_bytes(picture)
-                print(f"{wanted.out / name}.png: {len(picture) / 1000:.0f} kB")
+                at = "" if options.whole else options.at
+                picture = take(driver, options.page, view, whole=options.whole, at=at)
+                (options.out / f"{name}.png").write_bytes(picture)
+                print(f"{options.out / name}.png: {len(picture) / 1000:.0f} kB")
         finally:
             driver.quit()
 

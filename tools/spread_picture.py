@@ -13,7 +13,7 @@ NAMES = {"sequence": "scope sequence", "token": "scope token"}
 
 
 def picture(title: str, spreads: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> str:
-    """Both panels; either may be empty."""
+    """The picture with both panels; either may be empty."""
     parts = [text(16, 26, title, weight=600, size=14)]
     if spreads:
         parts += intervals((60.0, 78.0, 270.0, 260.0), "standard deviation of the reached KL, nats", spreads)
@@ -23,12 +23,12 @@ def picture(title: str, spreads: Mapping[str, Any], points: Sequence[Mapping[str
 
 
 def intervals(box: Box, title: str, spreads: Mapping[str, Any]) -> list[str]:
-    """A dot and its interval for each name."""
-    top = max(one["ci95"][1] for one in spreads.values())
+    """The panel of spreads: a dot with its interval for each estimator."""
+    top = max(figure["ci95"][1] for figure in spreads.values())
     place, parts = frame(box, title, len(spreads), top, across=False)
-    for number, ((name, one), colour) in enumerate(zip(spreads.items(), cycle(COLOURS), strict=False)):
-        low, high = one["ci95"]
-        x, y = place(number + 0.5, one["value"])
+    for number, ((name, figure), colour) in enumerate(zip(spreads.items(), cycle(COLOURS), strict=False)):
+        low, high = figure["ci95"]
+        x, y = place(number + 0.5, figure["value"])
         ends = [place(number + 0.5, end)[1] for end in (low, high)]
         parts += [
             line((x, ends[0]), (x, ends[1]), colour, 2),
@@ -39,32 +39,35 @@ def intervals(box: Box, title: str, spreads: Mapping[str, Any]) -> list[str]:
 
 
 def curves(box: Box, title: str, points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line through the points of each scope, with both intervals, and its betas."""
-    right = max(upper(one["kl"]) for one in points)
-    top = max(upper(one["reward"]) for one in points)
+    """The panel of frontiers: a line through the points of each scope, with both intervals."""
+    right = max(upper(point["kl"]) for point in points)
+    top = max(upper(point["reward"]) for point in points)
     place, parts = frame(box, title, right, top, across=True)
     for number, (scope, colour) in enumerate(zip(NAMES, COLOURS, strict=False)):
-        mine = sorted((one for one in points if one["scope"] == scope), key=lambda one: one["kl"]["value"])
+        scope_points = sorted(
+            (point for point in points if point["scope"] == scope), key=lambda point: point["kl"]["value"]
+        )
         path = " ".join(
-            "{:.1f},{:.1f}".format(*place(one["kl"]["value"], one["reward"]["value"])) for one in mine
+            "{:.1f},{:.1f}".format(*place(point["kl"]["value"], point["reward"]["value"]))
+            for point in scope_points
         )
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for one in mine:
-            parts += cross(place, one, colour)
+        for point in scope_points:
+            parts += cross(place, point, colour)
         parts.append(
             text(box[2] - 8, box[3] - 26 + 17 * number, NAMES[scope], anchor="end", colour=colour, weight=600)
         )
     return parts
 
 
-def cross(place: Place, one: Mapping[str, Any], colour: str) -> list[str]:
+def cross(place: Place, point: Mapping[str, Any], colour: str) -> list[str]:
     """A point with its two intervals."""
-    kl, reward = one["kl"]["value"], one["reward"]["value"]
+    kl, reward = point["kl"]["value"], point["reward"]["value"]
     x, y = place(kl, reward)
     parts = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>']
     for name, ends in (("kl", lambda v: place(v, reward)), ("reward", lambda v: place(kl, v))):
-        if one[name]["ci95"] is not None:
-            start, end = (ends(max(value, 0.0)) for value in one[name]["ci95"])
+        if point[name]["ci95"] is not None:
+            start, end = (ends(max(value, 0.0)) for value in point[name]["ci95"])
             parts.append(line(start, end, colour, 1))
     return parts
 
@@ -76,7 +79,7 @@ def line(start: Point, end: Point, colour: str, width: float) -> str:
 
 
 def frame(box: Box, title: str, right: float, top: float, *, across: bool) -> tuple[Place, list[str]]:
-    """Where a pair of numbers lies, and the rules and ticks from 0."""
+    """The function from numbers to positions in the box, and its rules and ticks from 0."""
     x0, y0, x1, y1 = box
     top, right = 1.04 * top, right * (1.04 if across else 1)
 
@@ -96,12 +99,12 @@ def frame(box: Box, title: str, right: float, top: float, *, across: bool) -> tu
 
 
 def ticks(top: float) -> list[float]:
-    """Round numbers from 0 up, six at most."""
+    """Round numbers from 0 to ``top``, at most six."""
     power = 10.0 ** floor(log10(top))
     step = next(power * x for x in (0.1, 0.2, 0.5, 1, 2, 5, 10) if top / (power * x) <= 5)
     return [round(step * n, 10) for n in range(int(top / step) + 1)]
 
 
 def upper(figure: Mapping[str, Any]) -> float:
-    """The upper end of an interval; the number itself where there is none."""
+    """The upper end of an interval; the number itself if there is no interval."""
     return figure["value"] if figure["ci95"] is None else figure["ci95"][1]

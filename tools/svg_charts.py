@@ -1,4 +1,4 @@
-"""Small charts as SVG text, the same bytes for the same numbers, readable on light and dark pages."""
+"""Small charts as SVG text; deterministic, readable on light and dark pages."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -12,7 +12,7 @@ Point = tuple[float, float]
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, bool]], mark: tuple[float, str]) -> str:
-    """Horizontal bars from 0; those with True stand out; a dotted line marks a value."""
+    """Horizontal bars from 0; rows with True are highlighted; a dotted line marks a value."""
     left, width, step = 270, 360, 26
     top = max(value for _, value, _ in rows)
     height = 70 + step * len(rows)
@@ -35,7 +35,7 @@ def bars(title: str, rows: Sequence[tuple[str, float, bool]], mark: tuple[float,
 
 
 def lines(title: str, across: str, series: Mapping[str, Sequence[Point]], size: Point = (700, 330)) -> str:
-    """Lines on logarithmic axes, each labelled at its end; ticks across are the points' own."""
+    """Lines on logarithmic axes, each labelled at its end; the ticks on the x axis are those of the points."""
     wide, high = size
     points = [point for line in series.values() for point in line]
     low, top = (turn(log10(side(y for _, y in points))) for turn, side in ((floor, min), (ceil, max)))
@@ -60,44 +60,44 @@ def lines(title: str, across: str, series: Mapping[str, Sequence[Point]], size: 
 
 
 def axes(xs: Sequence[float], powers: range, place, frame: tuple[float, ...], across: str) -> list[str]:
-    """A rule for every power of ten, a tick for every point across."""
+    """The axes: a horizontal rule for each power of ten, a tick for each x."""
     x0, _, x1, y1 = frame
     parts = []
     for power in powers:
         y = place((xs[0], 10.0**power))[1]
         parts.append(f'<line x1="{x0}" y1="{y:.1f}" x2="{x1}" y2="{y:.1f}" stroke="{RULE}"/>')
         parts.append(text(x0 - 8, y + 4, power_of_ten(power), anchor="end"))
-    ats = [place((x, 10.0 ** powers[0]))[0] for x in xs]
-    for x, at, anchor in zip(xs, ats, leaning(ats), strict=True):
+    positions = [place((x, 10.0 ** powers[0]))[0] for x in xs]
+    for x, at, anchor in zip(xs, positions, label_anchors(positions), strict=True):
         parts.append(f'<line x1="{at:.1f}" y1="{y1}" x2="{at:.1f}" y2="{y1 + 5}" stroke="{INK}"/>')
         parts.append(text(at, y1 + 19, tick(x), anchor=anchor))
     return [*parts, text((x0 + x1) / 2, y1 + 42, across, anchor="middle")]
 
 
-def leaning(places: Sequence[float], apart: float = 60.0) -> list[str]:
-    """How the labels there are anchored: in the middle, but away from each other where two stand close."""
+def label_anchors(places: Sequence[float], distance: float = 60.0) -> list[str]:
+    """SVG text anchors of labels at these positions: middle, or outwards for two labels that are close."""
     anchors = ["middle"] * len(places)
     for left in range(len(places) - 1):
-        if places[left + 1] - places[left] < apart:
+        if places[left + 1] - places[left] < distance:
             anchors[left : left + 2] = ["end", "start"]
     return anchors
 
 
-def spread(heights: Sequence[float], apart: float = 16.0) -> list[float]:
-    """The same heights, moved down until labels there do not overlap."""
-    found, last = dict[int, float](), -1e9
+def spread(heights: Sequence[float], distance: float = 16.0) -> list[float]:
+    """The heights, moved down so far that labels do not overlap."""
+    positions, last = dict[int, float](), -1e9
     for index in sorted(range(len(heights)), key=lambda i: heights[i]):
-        last = found[index] = max(heights[index], last + apart)
-    return [found[index] for index in range(len(heights))]
+        last = positions[index] = max(heights[index], last + distance)
+    return [positions[index] for index in range(len(heights))]
 
 
 def power_of_ten(power: int) -> str:
-    """1, 10 and 100 as they are, the others with an exponent."""
+    """1 to 10000 in digits, other powers of ten with an exponent."""
     return str(10**power) if 0 <= power <= 4 else "10" + str(power).translate(SUPERSCRIPTS)
 
 
 def tick(x: float) -> str:
-    """A short number."""
+    """The label of a tick."""
     return f"{x:,.0f}".replace(",", " ") if x >= 1 else f"{x:.1e}".replace("e-0", "e-").replace(".0e", "e")
 
 
@@ -112,7 +112,7 @@ def text(
     colour: str = INK,
     on_ground: bool = False,
 ) -> str:
-    """One line of text; ``on_ground`` hides what is drawn behind it."""
+    """One line of text; ``on_ground`` adds a white outline that hides what is drawn behind it."""
     halo = f' stroke="{GROUND}" stroke-width="4" paint-order="stroke"' if on_ground else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" '
@@ -121,7 +121,7 @@ def text(
 
 
 def page(wide: float, high: float, title: str, parts: Sequence[str]) -> str:
-    """The whole picture on a white ground."""
+    """The whole SVG document, on a white background."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {high:g}" width="{wide:g}" height="{high:g}" '
         f'role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=2 python tools/train_shipped_pair.py --out src/kleash/shipped/data
 
-The reference reads all six novels, without the held-out chapters; the policy is the reference after kleash's PPO on
-openings from the chapters that it read, its KL held at a target. Needs apt-get and dpkg, and kleash's extra "train".
-Some twenty minutes on two cores; --keep-reference makes the policy alone, in four. An interrupted PPO goes on from its
-last checkpoint in --run.
+The reference is trained on all six novels, without the held-out chapters; the policy is the reference after kleash's
+PPO on openings of paragraphs from the training chapters, with a target for its KL. Needs apt-get and dpkg, and kleash's
+extra "train". Some twenty minutes on two cores; --keep-reference makes the policy alone, in four. An interrupted PPO
+goes on from its last checkpoint in --run.
 """
 
 import argparse
@@ -36,11 +36,11 @@ KEPT = (
     "model_max_length",
     "clean_up_tokenization_spaces",
 )
-"""Settings of the tokenizer that are ours, and not those of the version that wrote them."""
+"""Settings of the tokenizer that are stored; the others depend on the version of transformers."""
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Weights in float16, to be computed with in float32, as the configuration says."""
+    """Save the weights in float16, with a configuration that loads them as float32."""
     model.half().save_pretrained(folder)
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)
@@ -48,7 +48,7 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """The tokenizer, under the class name that every transformers knows."""
+    """Save the tokenizer under the class name that every version of transformers has."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def make_reference(chapters: list[list[str]], folder: Path) -> None:
-    """Learn the tokenizer and the reference from the chapters of all novels."""
+    """Train the tokenizer and the reference on the chapters of all novels."""
     tokenizer = language_model.learn_tokenizer("\n".join(chapter) for chapter in chapters)
 
     def epoch(number: int) -> list[list[int]]:
@@ -72,18 +72,20 @@ def make_reference(chapters: list[list[str]], folder: Path) -> None:
     save_tokenizer(tokenizer, folder)
 
 
-def make_policy(kept: dict[str, list[list[str]]], reference: Path, folder: Path, run: Path) -> dict[str, Any]:
-    """Train the stored reference by PPO on openings of what it read; returns what the card tells of it."""
-    prompts = passages.prompts(kept, f"{SEED}/policy", PROMPTS_PER_NOVEL)
-    trained, told = on_a_leash.trained(reference, prompts, run, SEED)
-    model = AutoPeftModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
+def make_policy(
+    chapters: dict[str, list[list[str]]], reference: Path, folder: Path, run: Path
+) -> dict[str, Any]:
+    """Train the policy from the stored reference by PPO on openings of its training text; details for the card."""
+    prompts = passages.prompts(chapters, f"{SEED}/policy", PROMPTS_PER_NOVEL)
+    adapter, details = on_a_leash.train_policy(reference, prompts, run, SEED)
+    model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
     save_model(model.merge_and_unload(), folder)
     save_tokenizer(AutoTokenizer.from_pretrained(reference), folder)
-    return told
+    return details
 
 
 def write_lines(path: Path, field: str, values: list[str]) -> None:
-    """JSONL with one field."""
+    """Write a JSONL file with one field."""
     lines = (json.dumps({field: value}, ensure_ascii=False) + "\n" for value in values)
     path.write_text("".join(lines), encoding="utf-8")
 
@@ -96,32 +98,34 @@ def make_sources_and_card(held_out: dict[str, list[list[str]]], folder: Path, po
     write_lines(folder / "text.jsonl", "text", texts)
     tokenizer = AutoTokenizer.from_pretrained(folder / "reference")
     models = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "reference")}
-    found = {
+    measurements = {
         "parameters": models["reference"].num_parameters(),
         "vocabulary": len(tokenizer),
         "new_tokens": figures.NEW_TOKENS,
-        **figures.measured(models, tokenizer, prompts, texts, SEED),
+        **figures.measure_pair(models, tokenizer, prompts, texts, SEED),
     }
-    card.write(folder, card.recorded(SEED, REFERENCE, policy, found), prompts, texts)
+    card.write(folder, card.make_card(SEED, REFERENCE, policy, measurements), prompts, texts)
 
 
 def main() -> None:
     """Download, train, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the pair into")
-    parser.add_argument("--keep-reference", action="store_true", help="make only what comes after it")
+    parser.add_argument("--keep-reference", action="store_true", help="make only the policy and the card")
     parser.add_argument(
         "--run", type=Path, default=Path("build/shipped-policy"), help="folder for the run of PPO"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         lines = austen.novels(austen.download(Path(folder)).read_bytes())
     split = {name: austen.split(austen.chapters(of)) for name, of in lines.items()}
-    if not given.keep_reference:
-        make_reference([chapter for kept, _ in split.values() for chapter in kept], given.out / "reference")
-    kept, held_out = ({name: parts[which] for name, parts in split.items()} for which in (0, 1))
-    told = make_policy(kept, given.out / "reference", given.out / "policy", given.run)
-    make_sources_and_card(held_out, given.out, told)
+    if not options.keep_reference:
+        make_reference(
+            [chapter for training, _ in split.values() for chapter in training], options.out / "reference"
+        )
+    training, held_out = ({name: parts[part] for name, parts in split.items()} for part in (0, 1))
+    policy_details = make_policy(training, options.out / "reference", options.out / "policy", options.run)
+    make_sources_and_card(held_out, options.out, policy_details)
 
 
 if __name__ == "__main__":

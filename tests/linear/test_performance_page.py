@@ -100,7 +100,7 @@ def row(page: str, start: str) -> list[str]:
 
 
 def test_the_page_is_what_the_committed_results_make(root):
-    files = tool.made(tool.load(root / "benchmarks" / "results"))
+    files = tool.make_files(tool.load(root / "benchmarks" / "results"))
     old = [path for path, text in files.items() if (root / "docs" / path).read_text(encoding="utf-8") != text]
     assert not old, "run: python tools/make_performance_page.py"
     kept = {f"images/{path.name}" for path in (root / "docs" / "images").glob("performance_*")}
@@ -108,7 +108,7 @@ def test_the_page_is_what_the_committed_results_make(root):
 
 
 def test_without_results_every_section_says_so_and_there_is_no_picture():
-    files = tool.made({})
+    files = tool.make_files({})
     assert set(files) == {"performance.md"} and "![" not in files["performance.md"]
     sections = files["performance.md"].split("\n## ")[1:]
     silent = [
@@ -119,7 +119,7 @@ def test_without_results_every_section_says_so_and_there_is_no_picture():
 
 
 def test_a_bar_is_reached_or_missed_by_the_number_in_the_results(results):
-    page = tool.made(results)["performance.md"]
+    page = tool.make_files(results)["performance.md"]
     assert row(page, "the four bare matmuls, eager")[1:] == ["≤ 1.18 ×", "1.17 ×", "", "reached"]
     # 1.062 is more than 1.06, and the digit that says so is shown.
     assert row(page, "the four bare matmuls, compiled core")[1:] == ["≤ 1.06 ×", "", "1.062 ×", "**missed**"]
@@ -134,7 +134,7 @@ def test_a_bar_is_reached_or_missed_by_the_number_in_the_results(results):
 
 
 def test_what_was_missed_is_said_with_the_reason(results):
-    page = tool.made(results)["performance.md"]
+    page = tool.make_files(results)["performance.md"]
     (missed,) = (part.split("\n## ")[0] for part in page.split("Missed targets, and the reasons:")[1:])
     lines = [line for line in missed.splitlines() if line.startswith("- ")]
     bars = [bar for bar in performance_bars.BARS if any(f"**{bar.words}**" in line for line in lines)]
@@ -152,8 +152,8 @@ def test_what_was_missed_is_said_with_the_reason(results):
 def test_the_faster_of_the_bare_matmuls_is_what_nothing_can_be_below(results):
     rows = results["linear_peers_main"]["figures"]["results"]
     rows["matmuls by oneDNN"] = {"seconds": 2.9, "of_matmuls": 0.85}
-    page = tool.made(results)["performance.md"]
-    drawn = tool.made(results)["images/performance_time.svg"]
+    page = tool.make_files(results)["performance.md"]
+    drawn = tool.make_files(results)["images/performance_time.svg"]
     assert "three by oneDNN" in drawn
     (naive,) = (line for line in page.splitlines() if line.startswith("- **naive exact**"))
     assert "alone take 0.67 × its time" in naive and "no gradient computed with them" not in naive
@@ -162,7 +162,7 @@ def test_the_faster_of_the_bare_matmuls_is_what_nothing_can_be_below(results):
 
 def test_the_processors_peak_stands_beside_the_matmuls(results):
     results["linear_peers_main"]["figures"]["results"]["peak"] = {"seconds": 2.5, "of_matmuls": 0.72}
-    files = tool.made(results)
+    files = tool.make_files(results)
     (naive,) = (line for line in files["performance.md"].splitlines() if line.startswith("- **naive exact**"))
     # The matmuls' own 0.79 stays what they say: 1 / 1.27; 0.72 / 1.27 is the arithmetic's.
     assert naive.endswith(
@@ -180,7 +180,7 @@ def test_the_fastest_peer_decides(results, liger, verdict):
     rows = large["figures"]["results"]
     del rows["trl"]
     rows["liger"] |= {"of_matmuls": liger, "kleash compiled of it": 1.062 / liger}
-    page = tool.made({**results, "linear_peers_n4k_v262k": large})["performance.md"]
+    page = tool.make_files({**results, "linear_peers_n4k_v262k": large})["performance.md"]
     (row,) = (
         line
         for line in page.splitlines()
@@ -197,7 +197,7 @@ def test_nothing_is_said_to_be_missed_where_all_was_reached(results):
     for row_ in results["linear_peers_main"]["figures"]["results"].values():
         row_.update({key: 0.1 for key in row_ if key != "seconds"})
     good = {"linear_peers_main": results["linear_peers_main"]}
-    assert "missed" not in tool.made(good)["performance.md"]
+    assert "missed" not in tool.make_files(good)["performance.md"]
 
 
 @pytest.mark.parametrize(
@@ -223,18 +223,18 @@ def test_nothing_is_said_to_be_missed_where_all_was_reached(results):
     ],
 )
 def test_numbers_on_the_page_are_those_of_the_results(results, path, value, shown):
-    before = tool.made(copy.deepcopy(results))["performance.md"]
+    before = tool.make_files(copy.deepcopy(results))["performance.md"]
     name, *steps, last = path
     place = results[name]["figures"]
     for step in steps:
         place = place[step]
     place[last] = value
-    page = tool.made(results)["performance.md"]
+    page = tool.make_files(results)["performance.md"]
     assert shown not in before and shown in page
 
 
 def test_pictures_are_drawn_to_scale(results):
-    files = tool.made(results)
+    files = tool.make_files(results)
     names = {"time", "memory_tokens", "accuracy"}
     assert set(files) == {"performance.md", *(f"images/performance_{name}.svg" for name in names)}
     trees = {name: ElementTree.fromstring(files[f"images/performance_{name}.svg"]) for name in names}

@@ -122,7 +122,9 @@ def test_the_policy_is_trained_by_ppo_on_the_shipped_reward_and_the_card_is_told
 
     monkeypatch.setattr(on_a_leash, "train", train)
     for _ in range(2):
-        folder, told = on_a_leash.trained(tmp_path / "reference", ["Once", "“Twice”"], tmp_path / "run", 7)
+        folder, told = on_a_leash.train_policy(
+            tmp_path / "reference", ["Once", "“Twice”"], tmp_path / "run", 7
+        )
         (tmp_path / "run" / "ppo").mkdir(exist_ok=True)
     first, again = asked
     assert not first.resume and again.resume and folder == tmp_path / "run" / "ppo" / "policy"

@@ -123,15 +123,15 @@ def test_what_is_not_there_yet_is_said(study, lines):
     few = study.figures.figures_of(lines[:1])
     assert few["estimators"] is None
     assert few["frontier"] is None
-    page = tool.made({"figures": few})[tool.PAGE]
+    page = tool.make_files({"figures": few})[tool.PAGE]
     assert page.count("Not measured yet") == 2
     assert "1 runs" in page
-    assert list(tool.made(None)) == [tool.PAGE]
+    assert list(tool.make_files(None)) == [tool.PAGE]
 
 
 def test_the_page_says_the_numbers_and_on_which_side_they_lie(study, lines):
     figures = study.figures.figures_of(lines)
-    made = tool.made({"figures": figures})
+    made = tool.make_files({"figures": figures})
     page, image = made[tool.PAGE], made[tool.IMAGE]
     assert "11 seeds, beta 0.3" in " ".join(page.split())
     end = figures["estimators"]["against_exact"]["k1"]["end"]["spread"]
@@ -147,7 +147,7 @@ def test_the_page_says_the_numbers_and_on_which_side_they_lie(study, lines):
 
 def test_the_picture_is_drawn_to_scale(study, lines):
     figures = study.figures.figures_of(lines)
-    image = ElementTree.fromstring(tool.made({"figures": figures})[tool.IMAGE])
+    image = ElementTree.fromstring(tool.make_files({"figures": figures})[tool.IMAGE])
     circles = [(float(one.get("cx")), float(one.get("cy"))) for one in image.findall("{*}circle")]
     spreads = [one["end"]["spread"] for one in figures["estimators"]["of"].values()]
     heights = [260 - y for _, y in circles[:3]]
@@ -189,7 +189,7 @@ def test_sides_of_an_interval(interval, null, word):
 
 def test_the_page_is_what_the_committed_results_make(root):
     path = root / "benchmarks" / "results" / "leash_spread.json"
-    for name, text in tool.made(json.loads(path.read_text(encoding="utf-8"))).items():
+    for name, text in tool.make_files(json.loads(path.read_text(encoding="utf-8"))).items():
         assert (root / "docs" / name).read_text(encoding="utf-8") == text, (
             "python tools/make_leash_study_page.py"
         )

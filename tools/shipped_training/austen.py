@@ -32,9 +32,9 @@ def download(folder: Path) -> Path:
     (archive,) = folder.glob(f"{PACKAGE}_*.deb")
     subprocess.run(["dpkg", "-x", archive, folder], check=True)
     database = folder / DATABASE
-    found = hashlib.sha256(database.read_bytes()).hexdigest()
-    if found != DATABASE_SHA256:
-        raise SystemExit(f"{archive.name} holds other text than the pair was made from: {found}")
+    digest = hashlib.sha256(database.read_bytes()).hexdigest()
+    if digest != DATABASE_SHA256:
+        raise SystemExit(f"{archive.name} holds other text than the pair was made from: {digest}")
     return database
 
 
@@ -74,34 +74,34 @@ def character_vector(serialised: bytes) -> list[str]:
 
 def chapters(lines: list[str]) -> list[list[str]]:
     """The chapters of a novel as lists of paragraphs, each a single line, without headings and end matter."""
-    found: list[list[str]] = []
+    result: list[list[str]] = []
     for block in re.split(r"\n\s*\n", "\n".join(lines)):
         paragraph = " ".join(block.replace("_", "").split())
         if paragraph == AFTERWORD:
             break
         if CHAPTER.fullmatch(paragraph):
-            found.append([])
-        elif found and re.search(r"\w", paragraph) and not NOT_PROSE.fullmatch(paragraph):
-            found[-1].append(paragraph)
-    return found
+            result.append([])
+        elif result and re.search(r"\w", paragraph) and not NOT_PROSE.fullmatch(paragraph):
+            result[-1].append(paragraph)
+    return result
 
 
 def split(chapters_of_a_novel: list[list[str]]) -> tuple[list[list[str]], list[list[str]]]:
     """The chapters to train on, and those held out."""
-    kept, held_out = [], []
+    training, held_out = [], []
     for number, chapter in enumerate(chapters_of_a_novel):
-        (held_out if number % HELD_OUT_OF == HELD_OUT_AT else kept).append(chapter)
-    return kept, held_out
+        (held_out if number % HELD_OUT_OF == HELD_OUT_AT else training).append(chapter)
+    return training, held_out
 
 
 def documents(paragraphs: list[str], draw: Random, low: int, high: int) -> Iterator[str]:
-    """Neighbouring paragraphs joined until they hold as many characters as drawn from ``low`` to ``high``."""
-    held: list[str] = []
-    wanted = draw.randint(low, high)
+    """Consecutive paragraphs joined to documents of at least a random number of characters, ``low`` to ``high``."""
+    group: list[str] = []
+    length = draw.randint(low, high)
     for paragraph in paragraphs:
-        held.append(paragraph)
-        if sum(map(len, held)) >= wanted:
-            yield "\n".join(held)
-            held, wanted = [], draw.randint(low, high)
-    if held:
-        yield "\n".join(held)
+        group.append(paragraph)
+        if sum(map(len, group)) >= length:
+            yield "\n".join(group)
+            group, length = [], draw.randint(low, high)
+    if group:
+        yield "\n".join(group)

@@ -1,4 +1,4 @@
-"""The card that lies beside the pair: ``card.json`` for programs, ``README.md`` for people."""
+"""The card of the pair: ``card.json`` for programs, ``README.md`` for people."""
 
 import json
 import platform
@@ -14,10 +14,10 @@ from shipped_training.language_model import Schedule
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
-def recorded(
+def make_card(
     seed: int, reference: Schedule, policy: dict[str, Any], figures: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything that ``card.json`` says: how both models were trained, from what, and how they do."""
+    """The content of ``card.json``: training of both models, source of the text, and figures."""
     packages = ("torch", "transformers", "tokenizers", "safetensors")
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),

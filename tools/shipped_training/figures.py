@@ -1,4 +1,4 @@
-"""What is recorded about the pair: losses on held-out text, how far the policy has drifted, for what reward."""
+"""Figures of the pair for its card: losses on held-out text, KL of the policy, and mean rewards."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from kleash.training.example_rewards import heroine
 
 NEW_TOKENS = 128
 FIRST = 8
-"""Documents whose loss is recorded apart, for a test that is quick."""
+"""Number of documents whose loss is also recorded separately, for a fast test."""
 
 
 def held_out_figures(
@@ -31,7 +31,7 @@ def held_out_figures(
 
 
 @torch.inference_mode()
-def answers(
+def generate_responses(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], seed: int
 ) -> list[tuple[list[int], list[int]]]:
     """Prompt ids and response ids, sampled at temperature 1."""
@@ -74,12 +74,12 @@ def drift(
 
 
 def mean_reward(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[list[int], list[int]]]) -> float:
-    """What the responses are worth to PPO, on average."""
+    """The mean reward of the responses."""
     responses = [tokenizer.decode(response, skip_special_tokens=True) for _, response in pairs]
     return sum(heroine([], responses)) / len(responses)
 
 
-def measured(
+def measure_pair(
     models: dict[str, LlamaForCausalLM],
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[str],
@@ -87,14 +87,14 @@ def measured(
     seed: int,
 ) -> dict[str, Any]:
     """All figures of the pair ``{"policy": …, "reference": …}``."""
-    answered = {name: answers(model, tokenizer, prompts, seed) for name, model in models.items()}
+    responses = {name: generate_responses(model, tokenizer, prompts, seed) for name, model in models.items()}
     return {
         "held_out": {name: held_out_figures(model, tokenizer, texts) for name, model in models.items()},
         "held_out_first_documents": {
             name: held_out_figures(model, tokenizer, texts[:FIRST]) for name, model in models.items()
         },
         "drift_on_the_policys_own_responses": drift(
-            models["policy"], models["reference"], answered["policy"]
+            models["policy"], models["reference"], responses["policy"]
         ),
-        "rewards": {name: mean_reward(tokenizer, pairs) for name, pairs in answered.items()},
+        "rewards": {name: mean_reward(tokenizer, pairs) for name, pairs in responses.items()},
     }

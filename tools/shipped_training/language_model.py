@@ -63,7 +63,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """AdamW with a linear warm-up and a cosine down to nothing."""
+    """AdamW with a linear warm-up and a cosine decay to 0."""
 
     steps: int
     warmup: int
@@ -85,7 +85,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[in
 
 
 def batches(documents: list[list[int]], budget: int, draw: Random) -> Iterator[list[list[int]]]:
-    """Documents of like length together, as many as fit ``budget`` tokens, in random order."""
+    """Batches of documents of similar length, up to ``budget`` padded tokens each, in random order."""
     by_length = sorted(documents, key=lambda ids: (len(ids) // 16, draw.random()))
     groups: list[list[list[int]]] = [[]]
     for ids in by_length:

@@ -26,11 +26,11 @@ ON_THE_CARD = (
     "controller",
     "target_nats",
 )
-"""Fields of the job that the card tells."""
+"""Fields of the job that the card has."""
 
 
 def job_of(reference: Path, prompts: Path, run: Path, seed: int) -> PPOJob:
-    """How it is trained: the KL is held at a quarter of a nat for each token of a full response."""
+    """The PPO job of the policy; its target is a quarter of a nat per token of a full response."""
     return PPOJob(
         policy=str(reference),
         prompts=str(prompts),
@@ -52,11 +52,11 @@ def job_of(reference: Path, prompts: Path, run: Path, seed: int) -> PPOJob:
     )
 
 
-def trained(reference: Path, prompts: list[str], run: Path, seed: int) -> tuple[Path, dict[str, Any]]:
-    """Train, or go on with what lies in ``run``.
+def train_policy(reference: Path, prompts: list[str], run: Path, seed: int) -> tuple[Path, dict[str, Any]]:
+    """Train the policy, or resume the training in ``run``.
 
     Returns:
-        The trained model's folder, and what the card tells: settings, and the last step's metrics.
+        The trained model's folder, and the details for the card: settings, and the last step's metrics.
     """
     run.mkdir(parents=True, exist_ok=True)
     source = run / "prompts.jsonl"

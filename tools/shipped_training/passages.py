@@ -11,7 +11,7 @@ ABBREVIATED = re.compile(r"\"?(Mr|Mrs|Dr|St|Esq)\.")
 
 
 def opening(paragraph: str, draw: Random) -> str:
-    """The first words of a paragraph, up to one of its first stops, or to no stop where it has none there."""
+    """The first words of a paragraph, up to a random punctuation mark among words 8 to 24 if there is one."""
     words = paragraph.split()
     stops = [
         count
@@ -24,16 +24,16 @@ def opening(paragraph: str, draw: Random) -> str:
 def prompts(novels: dict[str, list[list[str]]], seed: str, per_novel: int) -> list[str]:
     """Openings of long paragraphs, as many from every novel."""
     draw = Random(f"prompts/{seed}")
-    found: list[str] = []
+    openings: list[str] = []
     for chapters in novels.values():
         long = [text for chapter in chapters for text in chapter if len(text.split()) >= 2 * MOST_WORDS]
         chosen = sorted(draw.sample(range(len(long)), per_novel))
-        found.extend(opening(long[at], draw) for at in chosen)
-    return found
+        openings.extend(opening(long[at], draw) for at in chosen)
+    return openings
 
 
 def texts(novels: dict[str, list[list[str]]], seed: str, shortest: int, longest: int) -> list[str]:
-    """Documents from all novels, in their order, as many as :data:`TEXT_BYTES` holds."""
+    """Random documents from all novels, in their order, up to :data:`TEXT_BYTES` in total."""
     draw = Random(f"text/{seed}")
     chapters = [chapter for chapters in novels.values() for chapter in chapters]
     cut = [text for chapter in chapters for text in austen.documents(chapter, draw, shortest, longest)]
