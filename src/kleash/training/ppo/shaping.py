@@ -55,7 +55,7 @@ def learning_signals(signals: RewardSignals, job: PPOJob, beta: float) -> Learni
     On several processes a collective.
 
     Args:
-        said: this process's responses; the number of steps is the same on all processes.
+        signals: this process's responses; the number of steps is the same on all processes.
         job: placement, scope and estimator of the KL term.
         beta: the current beta.
     """
