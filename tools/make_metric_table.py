@@ -22,7 +22,7 @@ def table() -> str:
         f"{_spelt(metric.trl)} |"
         for name, metric in METRICS.items()
     ]
-    head = ["| name | unit | what it is | verl | TRL |", "|---|---|---|---|---|"]
+    head = ["| name | unit | meaning | verl | TRL |", "|---|---|---|---|---|"]
     return "\n".join([*head, *rows]) + "\n"
 
 

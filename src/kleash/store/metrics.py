@@ -1,4 +1,4 @@
-"""What a training run tells about every step: names, units and meanings, and how verl and TRL spell them."""
+"""The metrics of a training step: names, units, meanings, and the names of verl and TRL."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from types import MappingProxyType
 from kleash.registry import look_up
 
 PART = "reward/part/"
-"""Before the name of one of several rewards."""
+"""Prefix of the name of one of several rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,25 +17,25 @@ class Metric:
     unit: str
     """"nats", "probability", "tokens", "seconds" or "none"; rewards have the unit of the reward."""
     meaning: str
-    """What it is, its direction and what it is per."""
+    """Definition, direction of a divergence, and what it is averaged over."""
     verl: str | None = None
-    """verl's name of the same, where it has one."""
+    """verl's name, or None."""
     trl: str | None = None
-    """TRL's name of the same, where it has one."""
+    """TRL's name, or None."""
 
 
-_BEFORE = "of the policy that answered, before the step's updates"
+_BEFORE = "of the policy that generated, before the step's updates"
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         "reward/score": Metric(
             unit="reward",
-            meaning="mean over responses of what was rewarded, before any KL is taken from it",
+            meaning="mean reward of a response, without a KL penalty",
             verl="critic/score/mean",
             trl="reward",
         ),
         "reward/score_error": Metric(
-            unit="reward", meaning="standard error of reward/score, prompts being the clusters"
+            unit="reward", meaning="standard error of reward/score, clustered by prompt"
         ),
         "reward/score_std": Metric(
             unit="reward", meaning="standard deviation of the score over responses", trl="reward_std"
@@ -51,7 +51,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             f"response, mean over responses; {_BEFORE}",
         ),
         "kl/exact_per_sequence_error": Metric(
-            unit="nats", meaning="standard error of kl/exact_per_sequence, prompts being the clusters"
+            unit="nats", meaning="standard error of kl/exact_per_sequence, clustered by prompt"
         ),
         "kl/exact_per_token": Metric(
             unit="nats",
@@ -60,22 +60,23 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             trl="kl",
         ),
         "kl/exact_per_token_error": Metric(
-            unit="nats", meaning="standard error of kl/exact_per_token, prompts being the clusters"
+            unit="nats", meaning="standard error of kl/exact_per_token, clustered by prompt"
         ),
         "kl/k1": Metric(
-            unit="nats", meaning="KL(policy ‖ reference) per token as log p − log q of the sampled tokens say"
+            unit="nats", meaning="KL(policy ‖ reference) per token by k1 of the sampled tokens: log p − log q"
         ),
         "kl/k2": Metric(
-            unit="nats", meaning="half the square of log p − log q, per token: biased as a KL, never negative"
+            unit="nats",
+            meaning="k2 of the sampled tokens, half the square of log p − log q, per token: biased, never negative",
         ),
         "kl/k3": Metric(unit="nats", meaning="KL(policy ‖ reference) per token by k3 of the sampled tokens"),
         "kl/top_percent_share": Metric(
             unit="probability",
-            meaning="share of all tokens' KL(policy ‖ reference) that the 1 % of tokens with the most of it hold",
+            meaning="share of the total KL(policy ‖ reference) that is in the 1 % of tokens with the largest KL",
         ),
         "kl/max_token": Metric(unit="nats", meaning="the largest exact KL(policy ‖ reference) of one token"),
         "kl/target": Metric(
-            unit="nats", meaning="the KL that beta is steered to, per sequence or per token as asked"
+            unit="nats", meaning="target KL of the beta controller, per sequence or per token"
         ),
         "kl/update": Metric(
             unit="nats",
@@ -84,7 +85,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "beta": Metric(
             unit="none",
-            meaning="reward that one nat of KL(policy ‖ reference) costs in this step",
+            meaning="cost of one nat of KL(policy ‖ reference) in this step, in units of reward",
             verl="actor/reward_kl_penalty_coeff",
             trl="beta",
         ),
@@ -98,9 +99,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             trl="entropy",
         ),
         "policy/ratio_mean": Metric(
-            unit="none", meaning="probability of a sampled token now over then, mean over tokens and updates"
+            unit="none",
+            meaning="probability of a sampled token under the current over that under the generating policy, mean over "
+            "tokens and updates",
         ),
-        "policy/ratio_max": Metric(unit="none", meaning="the largest such ratio of the step"),
+        "policy/ratio_max": Metric(unit="none", meaning="largest probability ratio of the step"),
         "policy/clip_share": Metric(
             unit="probability",
             meaning="share of tokens whose ratio was clipped, mean over updates",
@@ -109,19 +112,20 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "policy/gradient_norm": Metric(
             unit="none",
-            meaning="length of the gradient before it was scaled down, mean over updates",
+            meaning="norm of the gradient before clipping, mean over updates",
             verl="actor/grad_norm",
             trl="grad_norm",
         ),
         "policy/learning_rate": Metric(
-            unit="none", meaning="of the step's updates", verl="actor/lr", trl="learning_rate"
+            unit="none", meaning="learning rate of the step's updates", verl="actor/lr", trl="learning_rate"
         ),
         "policy/updates": Metric(
-            unit="none", meaning="updates in the step; fewer than asked if it was ended early"
+            unit="none",
+            meaning="number of updates in the step; fewer than configured if it was stopped early",
         ),
         "value/loss": Metric(
             unit="reward",
-            meaning="squared error of the values, clipped, halved, mean over tokens and updates",
+            meaning="half the squared error of the values, clipped, mean over tokens and updates",
             verl="critic/vf_loss",
         ),
         "value/clip_share": Metric(
@@ -134,61 +138,60 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "response/length": Metric(
             unit="tokens",
-            meaning="tokens of a response, its end token counted, mean over responses",
+            meaning="tokens of a response, including its end token, mean over responses",
             verl="response_length/mean",
             trl="completions/mean_length",
         ),
         "response/prompts": Metric(
             unit="none",
-            meaning="prompts that were answered: the independent clusters behind the errors of the step",
+            meaning="number of prompts: the clusters of the standard errors",
         ),
         "response/cut_share": Metric(
             unit="probability",
-            meaning="share of responses that were cut off at --max-new-tokens",
+            meaning="share of responses that were truncated at --max-new-tokens",
             verl="response_length/clip_ratio",
             trl="completions/clipped_ratio",
         ),
         "response/repetition": Metric(
             unit="probability",
-            meaning="share of three-word runs that occurred before in the same response, over all responses",
+            meaning="share of three-word sequences that occurred before in the same response, over all responses",
         ),
         "response/distinct": Metric(
             unit="probability",
-            meaning="different three-word runs over all of them, in all responses of the step together",
+            meaning="distinct three-word sequences divided by all, over all responses of the step",
         ),
         "sampling/k3": Metric(
             unit="nats",
-            meaning="KL(as generated ‖ as trained) per token by k3: the same weights, computed twice",
+            meaning="KL(policy in generation ‖ policy in training) per token by k3, with the same weights",
             verl="rollout_corr/k3_kl",
         ),
         "pairs/accuracy": Metric(
             unit="probability",
-            meaning="share of pairs whose chosen answer gained more against the reference than the rejected one",
+            meaning="share of pairs in which the chosen response has a larger log ratio to the reference than the "
+            "rejected one",
             trl="rewards/accuracies",
         ),
         "pairs/margin": Metric(
             unit="nats",
-            meaning="beta · (gain of the chosen − gain of the rejected answer), mean over pairs",
+            meaning="beta · (log ratio of the chosen − log ratio of the rejected response), mean over pairs",
             trl="rewards/margins",
         ),
         "teacher/divergence": Metric(
             unit="nats",
-            meaning="the divergence that is learned from, exact, mean over the tokens of all responses",
+            meaning="exact divergence from the teacher that is minimised, mean over the tokens of all responses",
         ),
         "time/rollout": Metric(
-            unit="seconds", meaning="of generating, rewarding and scoring the step's responses"
+            unit="seconds", meaning="generating, rewarding and scoring the step's responses"
         ),
-        "time/update": Metric(unit="seconds", meaning="of the step's updates"),
-        "time/step": Metric(
-            unit="seconds", meaning="of the whole step", verl="perf/time_per_step", trl="step_time"
-        ),
+        "time/update": Metric(unit="seconds", meaning="updates of the step"),
+        "time/step": Metric(unit="seconds", meaning="whole step", verl="perf/time_per_step", trl="step_time"),
     }
 )
-"""Name → what it is. ``reward/part/<name>`` stands beside them for each of several rewards."""
+"""Name -> metric. With several rewards, each also has ``reward/part/<name>`` (``metric_of``)."""
 
 
 def metric_of(name: str) -> Metric:
-    """What the metric called ``name`` is.
+    """The metric called ``name``, also for one of several rewards.
 
     Raises:
         UnknownNameError: if there is none.
@@ -204,6 +207,6 @@ def metric_of(name: str) -> Metric:
 
 
 def spelt(name: str, spelling: str) -> str:
-    """A metric's name as "kleash", "verl" or "trl" spell it; kleash's own where they have none."""
+    """The name of a metric in "kleash", "verl" or "trl"; kleash's if they have none."""
     metric = metric_of(name)
     return {"verl": metric.verl, "trl": metric.trl}.get(spelling) or name
