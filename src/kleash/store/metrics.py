@@ -184,7 +184,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             unit="seconds", meaning="generating, rewarding and scoring the step's responses"
         ),
         "time/update": Metric(unit="seconds", meaning="the updates of the step"),
-        "time/step": Metric(unit="seconds", meaning="the whole step", verl="perf/time_per_step", trl="step_time"),
+        "time/step": Metric(
+            unit="seconds", meaning="the whole step", verl="perf/time_per_step", trl="step_time"
+        ),
     }
 )
 """Name -> metric. With several rewards, each also has ``reward/part/<name>`` (``metric_of``)."""
