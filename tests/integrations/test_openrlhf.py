@@ -264,7 +264,7 @@ def test_requests_that_mean_nothing(theirs, unhooked):
         compute_approx_kl(*[torch.zeros(2, 3)] * 2, torch.zeros(2, 1), unbiased_gradient=True)
     with pytest.raises(UnknownNameError, match="no beta controller is called 'pd'"):
         install(controller={"kind": "pd"})
-    with pytest.raises(OptionError, match="beta is OpenRLHF's to give; leave it out of the controller"):
+    with pytest.raises(OptionError, match="OpenRLHF sets beta; leave it out of the controller"):
         install(controller={"kind": "pid", "beta": 0.5})
     with pytest.raises(
         CannotRunError, match=r"the installed openrlhf lacks .*: argument 'cap' of openrlhf\.models"

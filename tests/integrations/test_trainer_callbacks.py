@@ -253,7 +253,7 @@ def test_monitors_that_mean_nothing(folder, asked, reason):
 
 def test_a_monitor_needs_a_reference_and_a_temperature(training, folder):
     trainer = training()
-    with pytest.raises(OptionError, match="the trainer holds no reference"):
+    with pytest.raises(OptionError, match="the trainer has no reference"):
         monitor(folder, reference=None).attach(trainer).measure()
     with pytest.raises(OptionError, match="a temperature above 0"):
         monitor(folder, sampling=Sampling(temperature=0.0)).attach(trainer).measure()

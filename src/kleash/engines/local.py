@@ -23,63 +23,62 @@ from kleash.models import (
 )
 
 CPU_BUFFER_BYTES = 96 * 2**20
-"""For the logits of a chunk of tokens on a CPU: with what reading and writing files takes, a run stays within 256 MB
-beside the models and a batch."""
+"""Memory for the logits of a chunk of tokens on a CPU: a run then needs at most 256 MB besides models and a batch."""
 
 
 def _ignore(*_: int) -> None:
-    """What an engine calls where nobody wants to know."""
+    """Do nothing: the default of ``generated``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A part of a run that is done, and kept, as a whole."""
+    """A part of a run whose result is written whole or not at all."""
 
     index: int
     prompts: tuple[Prompt, ...] = ()
-    """To be answered by the policy first."""
+    """Prompts to which the policy generates responses, which are then scored."""
     sequences: tuple[TokenSequence, ...] = ()
-    """To be scored as they are."""
+    """Sequences that are scored without generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardResult:
-    """The columns of ``tokens/`` and of ``sequences/`` of one shard, in the order of its sequences."""
+    """The columns of ``tokens/`` and ``sequences/`` of a shard, in the order of its sequences."""
 
     tokens: dict[str, Any]
     sequences: dict[str, Any]
     likeliest: dict[str, np.ndarray]
-    """Ids and probabilities of both models' likeliest tokens, with a row for each token."""
+    """Ids and probabilities of the likeliest tokens of both models, with a row for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEngine:
-    """Runs shards one after the other, on the devices on which the pair lies."""
+    """Runs shards one after the other, on the devices of the pair."""
 
     pair: Pair
     job: MeasureJob
     cache: ReferenceCache | None = None
     generated: Callable[[int], None] = _ignore
-    """Called with the number of tokens drawn since the last call."""
+    """Called with the number of tokens generated since the last call."""
     top: int = 5
-    """Of how many of each model's likeliest tokens a shard's result tells."""
+    """Number of likeliest tokens of each model in a shard's result."""
 
     @property
     def temperature(self) -> float:
-        """At which both models are scored: greedy responses at 1."""
+        """The temperature at which both models are scored: the job's, or 1 for greedy responses."""
         return self.job.temperature if self.job.temperature > 0 else 1.0
 
     @property
     def runs_below_float32(self) -> bool:
-        """Whether ``float32_gap`` loads the reference once more."""
+        """Whether ``float32_gap`` loads the reference a second time."""
         reference = self.pair.reference
         return reference.stored is None and reference.dtype not in (torch.float32, torch.float64)
 
     def run(self, shard: Shard) -> ShardResult:
-        """Answer the prompts of ``shard``, if it has some, and score all of its sequences.
+        """Generate responses to the prompts of ``shard``, if it has any, and score its sequences.
 
         Raises:
-            NonFiniteError: if a model's numbers are NaN or infinite, naming it and the prompt.
+            NonFiniteError: if an output of a model is NaN or infinite, naming the model and the prompt.
         """
         sequences = shard.sequences or tuple(self._answer(shard.prompts))
         tokens: dict[str, Any] = score(
@@ -97,10 +96,9 @@ class LocalEngine:
         return ShardResult(tokens=tokens, sequences=_sequence_columns(sequences), likeliest=likeliest)
 
     def noise(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
-        """The token columns of the reference in batches against the reference with each sequence alone.
+        """Token columns of the reference in batches compared with the reference with one sequence at a time.
 
-        Of a stored reference, those that were taken when it was stored; None if that was at another
-        temperature.
+        For a stored reference, the columns that were computed when it was stored; None if its temperature differs.
         """
         stored = self.pair.reference.stored
         if stored is not None:
@@ -110,9 +108,9 @@ class LocalEngine:
         )
 
     def float32_gap(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
-        """The token columns of the reference as it runs against itself in float32; None if that is how it runs.
+        """Token columns of the reference in its dtype compared with itself in float32; None if it runs in float32.
 
-        Of a stored reference as ``noise``.
+        For a stored reference as ``noise``.
         """
         stored = self.pair.reference.stored
         if stored is not None:
@@ -123,7 +121,7 @@ class LocalEngine:
 
     @property
     def _buffer_bytes(self) -> int | None:
-        """Memory for the logits of a chunk; None, on a GPU, is chosen by the linear functions from what is free."""
+        """Memory for the logits of a chunk; None on a GPU: the linear functions choose from the free memory."""
         return CPU_BUFFER_BYTES if self.pair.policy.device.type == "cpu" else None
 
     def _answer(self, prompts: Sequence[Prompt]) -> list[TokenSequence]:
@@ -137,7 +135,7 @@ class LocalEngine:
             min_p=job.min_p,
             seed=job.seed,
         )
-        # What the policy writes the reference has to read: the shorter context of the two binds both.
+        # The reference scores what the policy generates, so the shorter context of the two applies.
         policy = replace(self.pair.policy, context_length=self.pair.context_length)
         return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens, drawn=self.generated)
 

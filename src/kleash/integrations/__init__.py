@@ -1,3 +1,3 @@
-"""kleash inside other frameworks, one module for each; none knows another."""
+"""Integrations with other frameworks, a module or package for each; they do not import each other."""
 
 __all__: list[str] = []

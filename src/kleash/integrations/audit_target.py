@@ -1,4 +1,4 @@
-"""kleash's own KL code as an audit target: losses and estimators of lower floors, and the drop-in for verl.
+"""kleash's own KL code as an audit target: losses, estimators, and the replacement of verl's penalty.
 
 Registered as the entry point ``kleash`` of the group ``kleash.audit_targets``.
 """
@@ -17,13 +17,13 @@ from kleash.losses import kl_loss
 def weighted_kl_loss(
     token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor, mask: Tensor, *, estimator: str = "k3"
 ) -> Tensor:
-    """``kl_loss`` with token weights from ``importance_weights``, as off-policy training calls it."""
+    """``kl_loss`` with the token weights of off-policy training, from ``importance_weights``."""
     weights = importance_weights(token_logp, behaviour_logp, mask).values
     return kl_loss(token_logp, token_logq, mask, estimator=estimator, weights=weights)
 
 
 def verl_kl_penalty(token_logp: Tensor, token_logq: Tensor, *, name: str = "low_var_kl+") -> Tensor:
-    """kleash's drop-in for verl's ``kl_penalty``."""
+    """kleash's replacement of verl's ``kl_penalty``."""
     return kl_penalty(token_logp, token_logq, name)
 
 

@@ -1,46 +1,47 @@
-"""What steers the beta of a transformers ``Trainer`` while it runs."""
+"""A callback that adjusts the beta of a transformers ``Trainer`` to a target KL."""
 
 import logging
 from typing import Any
 
 from kleash.errors import OptionError
-from kleash.integrations.trainer.attached import Attached, ExportableState
+from kleash.integrations.trainer.callback import AttachedCallback
+from kleash.integrations.trainer.compat import ExportableState
 from kleash.leash import Leash, beta_from_dict, beta_reason
 
 LOG = logging.getLogger(__name__)
 
 
-class BetaController(Attached, ExportableState):
-    """Steers ``trainer.beta`` while training runs, by any of ``kleash.leash``'s controllers.
+class BetaController(AttachedCallback, ExportableState):
+    """Adjusts ``trainer.beta`` during training by a controller of ``kleash.leash``.
 
-    Whenever the trainer logs ``metric`` (its own ``kl``, or what a DriftMonitor logs), the controller is told and
-    the next beta set; trainers that read ``self.beta`` at each step (TRL's GRPO, RLOO, DPO …) follow at
-    once. ``beta`` is logged after each change, ``beta/event`` is 1 where the controller bounded or ignored
-    something, and the words go to the log. Its state is part of the checkpoint, and is there again on resume.
+    Each time the trainer logs ``metric`` (its own ``kl``, or a metric of a DriftMonitor), the controller is updated and
+    its new beta is set on the trainer, where trainers that read ``self.beta`` at each step (TRL's GRPO, RLOO, DPO …)
+    use it at once. ``beta`` is logged after each update; ``beta/event`` is 1 if the controller bounded or ignored the
+    measurement, and the Python log says why. The state is part of the checkpoint and restored on resume.
 
-    In a run of several processes the metric must be the same on all of them, as what trainers log is.
+    With several processes the metric must be the same on all of them, as logged metrics are.
     """
 
     def __init__(self, controller: Leash, *, metric: str, attribute: str = "beta") -> None:
-        """Say what steers, and by which of the logged numbers.
+        """Create the callback; ``attach`` adds it to a trainer.
 
         Args:
-            controller: where it starts; the trainer's beta is set to its beta.
-            metric: the name under which the KL is logged, per what ``controller.per`` says.
-            attribute: what the trainer calls its beta.
+            controller: the initial controller; the trainer's beta is set to its beta.
+            metric: name of the logged KL, in nats per token or per sequence as ``controller.per``.
+            attribute: name of the trainer's attribute that is its beta.
         """
         self.controller, self.metric, self.attribute = controller, metric, attribute
         self._since = 0
         self._changed = False
         self.reason: str | None = None
-        """Why beta was last moved, in words; None where the last measurement left it alone."""
+        """The reason for the last change of beta; None if the last measurement did not change it."""
 
     def attach(self, trainer: Any) -> "BetaController":
-        """Join the trainer's callbacks and set its beta; returns itself.
+        """Add this callback to the trainer and set its beta; returns itself.
 
         Raises:
-            OptionError: if the trainer has no beta, or one of 0, without a reference; if it has a
-                BetaController already; or if it would rebuild its callbacks on resume.
+            OptionError: if the trainer has no beta, or a beta of 0 and so no reference; if it has a BetaController
+                already; or if it would recreate its callbacks on resume.
         """
         beta = getattr(trainer, self.attribute, None)
         if not isinstance(beta, int | float):
@@ -62,11 +63,11 @@ class BetaController(Attached, ExportableState):
         return self
 
     def state(self) -> dict[str, Any]:
-        """What the checkpoint holds of it."""
+        """The state that is saved in the checkpoint."""
         return {"args": {}, "attributes": {"controller": self.controller.to_dict(), "since": self._since}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Go on where the checkpoint was written, if training resumes from one."""
+        """Restore the state from the checkpoint if training resumes."""
         super().on_train_begin(args, state, control, **more)
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0 and isinstance(saved, dict):
@@ -77,16 +78,16 @@ class BetaController(Attached, ExportableState):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Tell the controller what was measured."""
-        measured = (logs or {}).get(self.metric)
-        if measured is None or state.global_step == self._since:
+        """Update the controller with the logged KL."""
+        kl = (logs or {}).get(self.metric)
+        if kl is None or state.global_step == self._since:
             return
         steps = state.global_step - self._since
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        sequences = round(steps * batch / getattr(args, "num_iterations", 1))  # TRL learns from each so often
+        sequences = round(steps * batch / getattr(args, "num_iterations", 1))  # TRL uses each so many times
         before = self.controller
-        self.controller = before.after(measured, sequences=max(1, sequences))
-        self.reason = beta_reason(before, self.controller, measured)
+        self.controller = before.after(kl, sequences=max(1, sequences))
+        self.reason = beta_reason(before, self.controller, kl)
         if self.reason is not None:
             LOG.info("step %d: %s", state.global_step, self.reason)
         self._since, self._changed = state.global_step, True
@@ -95,14 +96,14 @@ class BetaController(Attached, ExportableState):
             LOG.warning("beta at step %d: %s", state.global_step, self.controller.event)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log the beta of the steps to come."""
+        """Log beta after a change."""
         if self._changed:
             self._changed = False
             event = float(self.controller.event is not None)
-            self.say(control, {"beta": self.controller.beta, "beta/event": event})
+            self.log_metrics(control, {"beta": self.controller.beta, "beta/event": event})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say so if the metric never came."""
+        """Warn if the metric was never logged."""
         if state.global_step > 0 and self._since == 0:
             logged = sorted({name for entry in state.log_history for name in entry})
             LOG.warning(

@@ -1,4 +1,4 @@
-"""How far a policy drifts while a transformers ``Trainer`` trains it."""
+"""A callback that measures KL(policy || reference) while a transformers ``Trainer`` trains."""
 
 import logging
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from kleash.errors import ModelError, OptionError
 from kleash.extras import import_extra
-from kleash.integrations.trainer.attached import Attached
+from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.measuring import Drift, DriftPart, draw_drift, drift_of
 from kleash.models import (
     Loading,
@@ -26,19 +26,19 @@ from kleash.models import (
 LOG = logging.getLogger(__name__)
 
 
-class DriftMonitor(Attached):
-    """Measures KL(policy || reference) on fixed prompts, every so many steps of a training, and logs it.
+class DriftMonitor(AttachedCallback):
+    """Measures KL(policy || reference) on fixed prompts at regular steps of a training, and logs it.
 
-    The policy as it is then answers the prompts; both models score each answer, over the whole vocabulary. The
-    draws are the same at every step, so that steps differ by the policy alone. Training does not notice: modes,
-    adapters and random states are put back, and the trajectory is bit for bit what it is without the monitor.
+    The current policy generates responses to the prompts, and both models score them over the whole vocabulary. The
+    random numbers are the same at every step, so that differences between steps come from the policy. Training is not
+    affected: modes, adapters and random states are restored, and the run is bit for bit the same without the monitor.
 
-    Logged are ``drift/kl_per_token``, ``drift/kl_per_sequence``, each with ``_error`` (standard error, prompts
-    being the clusters), and ``drift/tokens_per_sequence``; ``last`` holds the whole Drift with its warnings. In a
-    run of several processes each answers its share of the prompts; all see the same numbers.
+    Logged are ``drift/kl_per_token``, ``drift/kl_per_sequence``, each with ``_error`` (standard error with prompts as
+    clusters), and ``drift/tokens_per_sequence``; ``last`` is the whole Drift with its warnings. With several processes
+    each generates for a part of the prompts; all get the same numbers.
     """
 
-    # More arguments than elsewhere: they are options of a measurement, all by name.
+    # Many arguments, since they are options of a measurement; all by keyword.
     def __init__(
         self,
         *,
@@ -52,22 +52,22 @@ class DriftMonitor(Attached):
         batch_tokens: int = 4096,
         name: str = "drift",
     ) -> None:
-        """Say what is measured and when.
+        """Create the callback; ``attach`` adds it to a trainer.
 
         Args:
-            prompts: a file as ``kleash measure --prompts`` reads it, "shipped:prompts", texts, or lists of messages.
-            reference: a folder, hub id or "shipped:…"; a model in memory; or None for what the trainer
-                compares with: the base with its adapters off, the adapter "ref", or its ``ref_model``.
-            every: steps between measurements; also before the first step and after the last.
-            sampling: how answers are drawn; 64 new tokens at temperature 1 if not given.
-            limit: the most prompts.
-            stop_at_nats: training stops when the KL has passed this budget.
-            per: what the budget is per: "sequence" or "token".
-            batch_tokens: the most tokens that a model reads at once.
-            name: before the slash in what is logged; give another to a second monitor.
+            prompts: a file in a format of ``kleash measure --prompts``, "shipped:prompts", texts, or lists of messages.
+            reference: a folder, hub id or "shipped:…"; a model in memory; or None for the trainer's reference: the base
+                with adapters disabled, the adapter "ref", or its ``ref_model``.
+            every: steps between measurements. The KL is also measured before the first step and after the last.
+            sampling: sampling of the responses; by default 64 new tokens at temperature 1.
+            limit: largest number of prompts.
+            stop_at_nats: stop training when the KL is above this budget.
+            per: unit of the budget: "sequence" or "token".
+            batch_tokens: largest number of tokens in a forward pass.
+            name: prefix of the metrics; a second monitor needs another one.
 
         Raises:
-            OptionError: if an option means nothing.
+            OptionError: if an option is out of range.
         """
         _check(every, per, stop_at_nats)
         self.prompts, self.reference, self.limit, self.name = prompts, reference, limit, name
@@ -76,44 +76,46 @@ class DriftMonitor(Attached):
         self.stop_at_nats, self.per = stop_at_nats, per
         self.last: Drift | None = None
         self.stopped: str | None = None
-        self._loaded: Pair | None = None
+        self._loaded_pair: Pair | None = None
         self._parsed_prompts: list[Prompt] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Measure where training starts, unless it goes on."""
+        """Measure before the first step, unless training resumes."""
         super().on_train_begin(args, state, control, **more)
         if state.global_step == 0:
             self._measure_and_log(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measure every so many steps and after the last one, and stop training where the budget is spent."""
+        """Measure every ``every`` steps and after the last, and stop training if the KL is above the budget."""
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._measure_and_log(control)
 
     def measure(self) -> Drift:
-        """The drift as it is now.
+        """Measure the drift of the current policy.
 
         Raises:
-            OptionError: if it was attached to no trainer, or there is no reference.
+            OptionError: if the callback is not attached, or there is no reference.
             ModelError: if the two models cannot be compared, or the weights are sharded.
             NonFiniteError: if a model gives NaN or infinities.
         """
         self.require_trainer()
         network = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        other = self._other_network()
-        with at_rest(network, *([] if other is None else [other])):
-            pair = self._pair(network, other)
+        reference = self._reference_network()
+        with at_rest(network, *([] if reference is None else [reference])):
+            pair = self._pair(network, reference)
             if self._parsed_prompts is None:
                 self._parsed_prompts = self._read(pair)
-            rank, ranks = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
-            mine = self._parsed_prompts[rank::ranks]
-            part = draw_drift(pair, mine, self.sampling, batch_tokens=self.batch_tokens) if mine else None
+            rank, world_size = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
+            prompts = self._parsed_prompts[rank::world_size]
+            part = (
+                draw_drift(pair, prompts, self.sampling, batch_tokens=self.batch_tokens) if prompts else None
+            )
         parts: list[DriftPart | None] = import_extra("accelerate.utils", "models").gather_object([part])
         return drift_of([part for part in parts if part is not None])
 
     def _measure_and_log(self, control: Any) -> None:
         self.last = drift = self.measure()
-        self.say(
+        self.log_metrics(
             control,
             {
                 f"{self.name}/kl_per_token": drift.per_token.value,
@@ -123,45 +125,45 @@ class DriftMonitor(Attached):
                 f"{self.name}/tokens_per_sequence": drift.tokens / drift.sequences,
             },
         )
-        spent = drift.per(self.per).value
-        if self.stop_at_nats is not None and spent > self.stop_at_nats:
+        kl = drift.per(self.per).value
+        if self.stop_at_nats is not None and kl > self.stop_at_nats:
             self.stopped = (
-                f"KL(policy || reference) is {spent:.4g} nats per {self.per}, beyond the budget of "
+                f"KL(policy || reference) is {kl:.4g} nats per {self.per}, beyond the budget of "
                 f"{self.stop_at_nats:g}; training stops"
             )
             LOG.warning(self.stopped)
             control.should_training_stop = True
 
-    def _other_network(self) -> Any:
-        """The reference that is in memory beside the policy, if one is."""
+    def _reference_network(self) -> Any:
+        """The reference if it is a separate network in memory; otherwise None."""
         if self.reference is not None:
             return None if isinstance(self.reference, str) else self.reference
         ref_model = getattr(self.trainer, "ref_model", None)
         return None if ref_model is None else self.trainer.accelerator.unwrap_model(ref_model)
 
-    def _pair(self, network: Any, other: Any) -> Pair:
+    def _pair(self, network: Any, reference_network: Any) -> Pair:
         tokenizer = _tokenizer(self.trainer)
         policy = live_model(network, tokenizer)
         if isinstance(self.reference, str):
             reference = self._load(policy, self.reference).reference
-        elif other is not None:
-            reference = live_model(other, tokenizer, role="reference")
+        elif reference_network is not None:
+            reference = live_model(reference_network, tokenizer, role="reference")
         elif policy.adapters is not None:
             adapter = "ref" if "ref" in policy.adapters.peft_config else None
             reference = live_model(network, tokenizer, role="reference", adapter=adapter)
         else:
             raise OptionError(
-                "the trainer holds no reference (no adapter, no ref_model); give DriftMonitor a reference: the "
+                "the trainer has no reference (no adapter, no ref_model); give DriftMonitor a reference: the "
                 "folder or hub id that training started from"
             )
         return pair_models(policy, reference, ())
 
     def _load(self, policy: Model, name: str) -> Pair:
-        if self._loaded is None:
-            how = Loading(dtype=str(policy.dtype).removeprefix("torch."), device=str(policy.device))
-            self._loaded = load_reference(name, None, how)
-            compare_tokenizers(policy.tokenizer, self._loaded.tokenizer)
-        return self._loaded
+        if self._loaded_pair is None:
+            loading = Loading(dtype=str(policy.dtype).removeprefix("torch."), device=str(policy.device))
+            self._loaded_pair = load_reference(name, None, loading)
+            compare_tokenizers(policy.tokenizer, self._loaded_pair.tokenizer)
+        return self._loaded_pair
 
     def _read(self, pair: Pair) -> list[Prompt]:
         if isinstance(self.prompts, str):

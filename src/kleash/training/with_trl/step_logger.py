@@ -8,7 +8,8 @@ from typing import Any
 from kleash.errors import NonFiniteError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
-from kleash.integrations.trainer.attached import Attached
+from kleash.integrations.trainer.callback import AttachedCallback
+from kleash.integrations.trainer.compat import halve_learning_rate
 from kleash.jobs import TrainJob
 from kleash.store import Sample, read_steps
 from kleash.store.checksums import seal_folder
@@ -45,7 +46,7 @@ class Outcome:
     stopped: str | None = None
 
 
-class StepLogger(Attached):
+class StepLogger(AttachedCallback):
     """Writes each step into the run_log, on the first process, and carries out the response to alerts, on all."""
 
     def __init__(
@@ -163,12 +164,7 @@ class StepLogger(Attached):
                 self.outcome.stopped = stopped_by(advice.alerts, self.outcome.step)
                 control.should_training_stop = control.should_save = True
             case "halve-lr":
-                scheduler = self.trainer.lr_scheduler
-                scheduler = getattr(scheduler, "scheduler", scheduler)
-                scheduler.base_lrs = [rate / 2 for rate in scheduler.base_lrs]
-                scheduler._last_lr = [rate / 2 for rate in scheduler._last_lr]  # what is logged
-                for group in self.trainer.optimizer.param_groups:
-                    group["lr"] /= 2
+                halve_learning_rate(self.trainer)
             case "tighten":
                 self._tighten()
             case _:

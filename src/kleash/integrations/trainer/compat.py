@@ -1,0 +1,49 @@
+"""transformers' Trainer beyond its documented interface: the versions known, and what is read and changed.
+
+Known: transformers 4.57 to 5; another version is a warning. Importing this module checks the methods and arguments that
+are used; one that is missing is a ``CannotRunError`` that names it. Of torch, ``LRScheduler._last_lr`` is changed, the
+learning rate that transformers logs; without it, only the logged value would be wrong.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kleash.extras import import_extra, require_attributes, warn_if_untested
+
+import_extra("transformers.trainer", "models")
+warn_if_untested("transformers", at_least="4.57", below="6")
+require_attributes(
+    "transformers",
+    {
+        "transformers:Trainer.log": ("logs",),
+        "transformers:Trainer.add_callback": ("callback",),
+        "transformers.trainer_callback:ExportableState.state": (),
+        "transformers.trainer_callback:TrainerState": ("stateful_callbacks", "log_history"),
+    },
+)
+
+from transformers import Trainer, TrainerCallback  # noqa: E402 (after the check)
+from transformers.trainer_callback import ExportableState  # noqa: E402
+
+__all__ = ["ExportableState", "TrainerCallback", "halve_learning_rate", "log_metrics"]
+
+
+def log_metrics(trainer: Any, control: Any, metrics: Mapping[str, float]) -> None:
+    """Log through the ``log`` method of transformers' own ``Trainer``.
+
+    A subclass's ``log`` (TRL's) would also log, and clear, the metrics that it has collected for its next log.
+    ``control.should_log`` is left as it was.
+    """
+    should_log = control.should_log
+    Trainer.log(trainer, dict(metrics))
+    control.should_log = should_log
+
+
+def halve_learning_rate(trainer: Any) -> None:
+    """Halve the learning rate of the optimiser and of the scheduler, also the one that is logged."""
+    scheduler = trainer.lr_scheduler
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # inside Accelerate's
+    scheduler.base_lrs = [rate / 2 for rate in scheduler.base_lrs]
+    scheduler._last_lr = [rate / 2 for rate in scheduler._last_lr]
+    for group in trainer.optimizer.param_groups:
+        group["lr"] /= 2
