@@ -214,7 +214,7 @@ def details(audit: Audit, shared: Sequence[str]) -> list[str]:
     if audit.arguments:
         lines[-1] += f" With {', '.join(f'`{key}={value}`' for key, value in audit.arguments.items())}."
     own_notes = [note.rstrip(".") for note in audit.notes if note not in shared]
-    lines[-1] += f" How: {'; '.join(own_notes)}." if own_notes else ""
+    lines[-1] += f" Notes: {'; '.join(own_notes)}." if own_notes else ""
     findings = {finding.sentence: finding for finding in audit.findings}
     return [*lines, "", *(f"- {with_severity(line, findings)}" for line in audit.verdict), ""]
 
@@ -225,7 +225,7 @@ def with_severity(line: str, findings: Mapping[str, Finding]) -> str:
     if finding is None or finding.severity == "note":
         return line
     mark = "**wrong**" if finding.severity == "wrong" else "*fragile*"
-    return f"{mark}: {line} To change: {finding.remedy}."
+    return f"{mark}: {line} Remedy: {finding.remedy}."
 
 
 def says_the_same(old: str, new: str) -> bool:
