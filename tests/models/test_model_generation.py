@@ -409,11 +409,11 @@ def test_nan_names_the_prompt(folders, unhooked):
     [
         ({"samples_per_prompt": 0}, "samples_per_prompt is 0; it is at least 1"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"temperature": -1.0}, "a temperature of -1.0 means nothing"),
-        ({"temperature": float("inf")}, "a temperature of inf means nothing"),
+        ({"temperature": -1.0}, "temperature is -1.0; it is a finite number from 0"),
+        ({"temperature": float("inf")}, "temperature is inf; it is a finite number from 0"),
     ],
 )
-def test_samplings_that_mean_nothing(options, message):
+def test_invalid_sampling_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         Sampling(**options)
 

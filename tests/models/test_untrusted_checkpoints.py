@@ -249,7 +249,7 @@ def test_tables_that_are_computed_are_bounded_too(tmp_path):
 @pytest.mark.parametrize("end", [-1, "x", 1.5, [[1]], 10**9, True, [1, None]])
 def test_end_tokens_that_are_none(model, end):
     change(model / "generation_config.json", eos_token_id=end)
-    refused(model, r"is no token id from 0 to 319; mend eos_token_id|cannot be loaded")
+    refused(model, r"is no token id from 0 to 319; correct eos_token_id|cannot be loaded")
 
 
 @pytest.mark.parametrize("limit", ["x", [1], True])

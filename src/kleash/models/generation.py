@@ -18,11 +18,11 @@ from kleash.models.keyed_draws import draw
 from kleash.models.pair import Model
 from kleash.models.sequences import Prompt, TokenSequence, batch_by_length
 
-CACHED_PER_READ = 8
-"""Tokens kept in the key-value cache for each token of the budget: they take less room than tokens being
-read."""
-DROP_BELOW = 7 / 8
-"""Share of a batch still going below which the finished rows are dropped from it."""
+CACHED_TOKENS_PER_BATCH_TOKEN = 8
+"""Tokens in the key-value cache for each token of the batch budget: a cached token takes less memory than one in a
+forward pass."""
+MAX_ACTIVE_FRACTION = 7 / 8
+"""Finished responses are removed from a batch when at most this fraction of it is unfinished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,13 @@ class Sampling:
     samples_per_prompt: int = 1
     max_new_tokens: int = 256
     temperature: float = 1.0
-    """Divides the logits; 0 means greedy decoding, whatever the other options."""
+    """Divides the logits; 0 means greedy decoding, and then the other options have no effect."""
     top_p: float | None = None
+    """Smallest total probability of the likeliest tokens that are sampled from; None for all tokens."""
     top_k: int | None = None
+    """Number of likeliest tokens that are sampled from; None for all tokens."""
     min_p: float | None = None
+    """Smallest probability of a sampled token, relative to the likeliest; None for no limit."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -48,7 +51,7 @@ class Sampling:
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}; it is at least 1")
         if not 0 <= self.temperature < float("inf"):
-            raise OptionError(f"a temperature of {self.temperature} means nothing; it is a number from 0 on")
+            raise OptionError(f"temperature is {self.temperature}; it is a finite number from 0")
 
 
 def generate(
@@ -61,65 +64,69 @@ def generate(
 ) -> list[TokenSequence]:
     """Draw ``samples_per_prompt`` responses to each prompt.
 
-    Sample ``s`` of the ``c``-th copy of a prompt draws as sample ``c · samples_per_prompt + s`` of it, with
-    Gumbel-max noise keyed by (seed, the prompt's tokens, that number, the position). So what is drawn
-    depends on no batch, shard or machine, but for rounding: logits that differ in the last bit can turn a
-    draw that was within that bit of another.
+    Sample ``s`` of the ``c``-th copy of a prompt is drawn as its sample ``c · samples_per_prompt + s``, with Gumbel-max
+    noise keyed by (seed, the prompt's tokens, that number, the position). So the responses depend neither on batches
+    and shards nor on the machine, except for rounding: a difference in the last bit of a logit can change a draw.
 
-    A response ends with the model's end token, which belongs to it ("stop"), or at ``max_new_tokens`` or the
-    model's context ("length").
+    A response ends with the model's end token, which is part of it ("stop"), or at ``max_new_tokens`` or the model's
+    context length ("length").
 
     Args:
         model: the policy.
-        prompts: not longer than its context.
-        sampling: how to draw.
-        batch_tokens: the most prompt tokens, padding included, that are read at once; the key-value cache of
-            a batch holds at most eight times as many.
+        prompts: not longer than the model's context.
+        sampling: options of sampling.
+        batch_tokens: largest number of prompt tokens in a batch, padding included; the key-value cache of a batch holds
+            at most eight times as many.
         drawn: called after each step with the number of tokens drawn in it.
 
     Returns:
-        The samples of the first prompt, then those of the second, and so on; ``logp_sampled`` under the
-        distribution that was drawn from, temperature and truncation included (0 where it is greedy).
+        The samples of the first prompt, then those of the second, and so on. ``logp_sampled`` is under the sampling
+        distribution, temperature and truncation included (0 for greedy decoding).
 
     Raises:
-        NonFiniteError: if the model gives NaN or infinities, naming the prompt.
+        NonFiniteError: if the model gives NaN or infinities, with the prompt.
         OptionError: if a truncation option is out of its range.
     """
-    rows = [_Row(prompt=prompt, sample=s) for prompt in prompts for s in range(sampling.samples_per_prompt)]
-    for row in rows:
-        room = sampling.max_new_tokens
+    responses = [
+        _Response(prompt=prompt, sample=s) for prompt in prompts for s in range(sampling.samples_per_prompt)
+    ]
+    for response in responses:
+        max_tokens = sampling.max_new_tokens
         if model.context_length is not None:
-            room = min(room, model.context_length - len(row.prompt.token_ids) + 1)
-        row.room = room
-    lengths = [len(row.prompt.token_ids) for row in rows]
+            max_tokens = min(max_tokens, model.context_length - len(response.prompt.token_ids) + 1)
+        response.max_tokens = max_tokens
+    lengths = [len(response.prompt.token_ids) for response in responses]
     longest = max(lengths, default=0) + sampling.max_new_tokens
-    at_once = max(1, CACHED_PER_READ * batch_tokens // longest)
-    for batch in batch_by_length(lengths, batch_tokens, max_sequences=at_once):
+    max_sequences = max(1, CACHED_TOKENS_PER_BATCH_TOKEN * batch_tokens // longest)
+    for batch in batch_by_length(lengths, batch_tokens, max_sequences=max_sequences):
         with suppress_library_output():
-            _answer(model, [rows[index] for index in batch], sampling, drawn)
-    return [row.sequence(model.tokenizer) for row in rows]
+            _generate_batch(model, [responses[index] for index in batch], sampling, drawn)
+    return [response.as_sequence(model.tokenizer) for response in responses]
 
 
 @dataclass(kw_only=True)
-class _Row:
+class _Response:
     """A response that is being generated."""
 
     prompt: Prompt
     sample: int
-    room: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
+    max_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list[int])
+    logp: list[float] = field(default_factory=list[float])
     finish_reason: str | None = None
+    """"stop" or "length"; None while it is unfinished."""
 
-    def take(self, token: int, logp: float, ends: tuple[int, ...]) -> None:
+    def append(self, token: int, logp: float, eos_token_ids: tuple[int, ...]) -> None:
+        """Append a token, and set ``finish_reason`` if it is the last."""
         self.token_ids.append(token)
         self.logp.append(logp)
-        if token in ends:
+        if token in eos_token_ids:
             self.finish_reason = "stop"
-        elif len(self.token_ids) == self.room:
+        elif len(self.token_ids) == self.max_tokens:
             self.finish_reason = "length"
 
-    def sequence(self, tokenizer: Any) -> TokenSequence:
+    def as_sequence(self, tokenizer: Any) -> TokenSequence:
+        """The finished response as a ``TokenSequence``."""
         return TokenSequence(
             prompt_id=self.prompt.prompt_id,
             sample_id=self.sample,
@@ -136,66 +143,75 @@ class _Row:
         )
 
 
-def _answer(
-    model: Model, rows: list[_Row], sampling: Sampling, drawn: Callable[[int], object] | None
+def _generate_batch(
+    model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int], object] | None
 ) -> None:
     """Generate one batch of responses until all have ended."""
     with torch.inference_mode(), model.activate_adapter():
-        writer = IncrementalDecoder(model, [row.prompt.token_ids for row in rows])
-        hidden = writer.start()
+        decoder = IncrementalDecoder(model, [response.prompt.token_ids for response in responses])
+        hidden = decoder.start()
         while True:
-            tokens, logp = _draw(model, hidden, rows, sampling)
-            writing = [row.finish_reason is None for row in rows]
-            for row, token, value, still in zip(rows, tokens.tolist(), logp.tolist(), writing, strict=True):
-                if still:
-                    row.take(token, value, model.eos_token_ids)
+            tokens, logp = _draw(model, hidden, responses, sampling)
+            active = [response for response in responses if response.finish_reason is None]
+            for response, token, token_logp in zip(responses, tokens.tolist(), logp.tolist(), strict=True):
+                if response.finish_reason is None:
+                    response.append(token, token_logp, model.eos_token_ids)
             if drawn is not None:
-                drawn(sum(writing))
-            going = [place for place, row in enumerate(rows) if row.finish_reason is None]
-            if not going:
+                drawn(len(active))
+            active_rows = [row for row, response in enumerate(responses) if response.finish_reason is None]
+            if not active_rows:
                 return
-            if len(going) <= DROP_BELOW * len(rows):
-                rows, tokens = [rows[place] for place in going], tokens[going]
-                writer.keep(going)
-            hidden = writer.step(tokens)
+            if len(active_rows) <= MAX_ACTIVE_FRACTION * len(responses):
+                responses, tokens = [responses[row] for row in active_rows], tokens[active_rows]
+                decoder.select_rows(active_rows)
+            hidden = decoder.step(tokens)
 
 
 def _draw(
-    model: Model, hidden: Float[Tensor, "rows dim"], rows: list[_Row], sampling: Sampling
+    model: Model, hidden: Float[Tensor, "rows dim"], responses: list[_Response], sampling: Sampling
 ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
-    """The next token of each row, and its log-probability under the distribution it was drawn from."""
+    """The next token of each response, and its log-probability under the sampling distribution."""
     logp = log_probabilities(hidden, model.head, temperature=sampling.temperature or 1.0)
     if sampling.temperature == 0:
         best = logp.max(-1)
-        _refuse_non_finite(best.values, rows)
-        return best.indices.cpu().numpy(), np.zeros(len(rows))
+        _check_finite_logp(best.values, responses)
+        return best.indices.cpu().numpy(), np.zeros(len(responses))
     if (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None):
         logp = truncate(logp, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).logp
     samples = sampling.samples_per_prompt
     keys = [
-        (row.prompt.prompt_hash, row.prompt.copy * samples + row.sample, len(row.token_ids)) for row in rows
+        (
+            response.prompt.prompt_hash,
+            response.prompt.copy * samples + response.sample,
+            len(response.token_ids),
+        )
+        for response in responses
     ]
     tokens, token_logp = draw(logp, sampling.seed, keys)
-    _refuse_non_finite(token_logp, rows)
+    _check_finite_logp(token_logp, responses)
     return tokens.cpu().numpy(), token_logp.double().cpu().numpy()
 
 
-def _refuse_non_finite(token_logp: Float[Tensor, " rows"], rows: list[_Row]) -> None:
-    """Check that every row has a finite log-probability; NaN or infinite logits leave none."""
-    bad = ~token_logp.isfinite().cpu()
-    if bad.any():
-        row = rows[int(bad.int().argmax())]
+def _check_finite_logp(token_logp: Float[Tensor, " rows"], responses: list[_Response]) -> None:
+    """Check that the log-probabilities of drawn tokens are finite; with NaN or infinite logits they are not.
+
+    Raises:
+        NonFiniteError: with the first prompt for which one is not.
+    """
+    non_finite = ~token_logp.isfinite().cpu()
+    if non_finite.any():
+        response = responses[int(non_finite.int().argmax())]
+        prompt = response.prompt
         raise NonFiniteError(
-            f"the policy gives NaN or infinite logits for prompt {row.prompt.prompt_id}, sample {row.sample} "
-            f"({row.prompt.location}), response token {len(row.token_ids)}; try --dtype float32, or look at the "
+            f"the policy gives NaN or infinite logits for prompt {prompt.prompt_id}, sample {response.sample} "
+            f"({prompt.location}), response token {len(response.token_ids)}; try --dtype float32, or look at the "
             "checkpoint"
         )
 
 
-ROUNDING = 1e-3
-"""Relative difference of hidden states that two ways of reading the same text may have in float32."""
-
-COARSE_ROUNDING = 5e-2
+PADDING_TOLERANCE = 1e-3
+"""Largest relative difference between hidden states with and without left padding that is rounding, in float32."""
+PADDING_TOLERANCE_HALF = 5e-2
 """The same in half precision."""
 
 
@@ -203,93 +219,92 @@ class IncrementalDecoder:
     """Runs a network one token at a time, with the key-value cache if the network has one.
 
     Prompts are padded on the left, so that the last column holds the newest token of every row. For a network without
-    a key-value cache, or whose output changes with left padding, the whole text is run again for each token.
+    a key-value cache, or whose output changes with left padding, the whole texts are run again for each token.
     """
 
     def __init__(self, model: Model, prompts: list[tuple[int, ...]]) -> None:
-        """Start from the token ids of the prompts; the caller has activated the model's adapter."""
+        """Prepare the decoding of prompts, given as token ids; the caller has activated the model's adapter."""
         self.model = model
-        whole = model.head.weight is None
-        self.network = model.network if whole else model.backbone
-        known = inspect.signature(self.network.forward).parameters
-        self.positions = "position_ids" in known
-        self.cached = "past_key_values" in known
-        self.past: Any = None
-        self.texts = [list(prompt) for prompt in prompts]
+        self.network = model.network if model.head.weight is None else model.backbone
+        parameters = inspect.signature(self.network.forward).parameters
+        self.takes_position_ids = "position_ids" in parameters
+        self.uses_cache = "past_key_values" in parameters
+        self.past_key_values: Any = None
+        self.token_ids = [list(prompt) for prompt in prompts]
 
     def start(self) -> Float[Tensor, "rows dim"]:
         """The hidden state after each prompt."""
-        if not self.cached:
-            return self._all_again()
-        longest = max(len(text) for text in self.texts)
-        # Another token than the shortest prompt's own, where ``_reads_alike`` looks.
-        padding = int(0 in min(self.texts, key=len))
-        ids = torch.full((len(self.texts), longest), padding)
+        if not self.uses_cache:
+            return self._run_without_cache(self.token_ids)
+        longest = max(len(sequence) for sequence in self.token_ids)
+        # A padding token that the shortest prompt does not contain, so that ``_is_padding_ignored`` detects its effect.
+        padding = int(0 in min(self.token_ids, key=len))
+        ids = torch.full((len(self.token_ids), longest), padding)
         mask = torch.zeros_like(ids)
-        for row, text in enumerate(self.texts):
-            ids[row, longest - len(text) :] = torch.tensor(text)
-            mask[row, longest - len(text) :] = 1
+        for row, sequence in enumerate(self.token_ids):
+            ids[row, longest - len(sequence) :] = torch.tensor(sequence)
+            mask[row, longest - len(sequence) :] = 1
         self.mask = mask.to(self.model.device)
-        hidden = self._run(ids.to(self.model.device))
-        if self.cached and self._reads_alike(hidden):
+        hidden = self._run_with_cache(ids.to(self.model.device))
+        if self.uses_cache and self._is_padding_ignored(hidden):
             return hidden
-        self.cached, self.past = False, None
-        return self._all_again()
+        self.uses_cache, self.past_key_values = False, None
+        return self._run_without_cache(self.token_ids)
 
     def step(self, tokens: Int[np.ndarray, " rows"]) -> Float[Tensor, "rows dim"]:
-        """The hidden state after one more token each."""
-        if not self.cached:
-            for text, token in zip(self.texts, tokens.tolist(), strict=True):
-                text.append(token)
-            return self._all_again()
+        """The hidden state of each row after one more token."""
+        if not self.uses_cache:
+            for sequence, token in zip(self.token_ids, tokens.tolist(), strict=True):
+                sequence.append(token)
+            return self._run_without_cache(self.token_ids)
         ids = torch.from_numpy(tokens)[:, None].to(self.model.device)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
-        return self._run(ids)
+        return self._run_with_cache(ids)
 
-    def keep(self, places: list[int]) -> None:
-        """Drop the rows that are not in ``places``."""
-        self.texts = [self.texts[place] for place in places]
-        if self.cached:
-            chosen = torch.tensor(places, device=self.model.device)
-            self.mask = self.mask[chosen]
-            self.past.reorder_cache(chosen)
+    def select_rows(self, rows: list[int]) -> None:
+        """Drop all rows except ``rows``."""
+        self.token_ids = [self.token_ids[row] for row in rows]
+        if self.uses_cache:
+            indices = torch.tensor(rows, device=self.model.device)
+            self.mask = self.mask[indices]
+            self.past_key_values.reorder_cache(indices)
 
-    def _run(self, ids: Int[Tensor, "rows new"]) -> Float[Tensor, "rows dim"]:
-        where = {"position_ids": (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]}
-        out = self.network(
+    def _run_with_cache(self, ids: Int[Tensor, "rows new"]) -> Float[Tensor, "rows dim"]:
+        """Hidden states after new tokens, with the key-value cache of the earlier ones."""
+        positions = {"position_ids": (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]}
+        output = self.network(
             input_ids=ids,
             attention_mask=self.mask,
-            past_key_values=self.past,
+            past_key_values=self.past_key_values,
             use_cache=True,
-            **(where if self.positions else {}),
+            **(positions if self.takes_position_ids else {}),
         )
-        self.past = getattr(out, "past_key_values", None)
-        self.cached = self.past is not None
-        return self._last(out)[:, -1]
+        self.past_key_values = getattr(output, "past_key_values", None)
+        self.uses_cache = self.past_key_values is not None
+        return self._hidden_states(output)[:, -1]
 
-    def _last(self, out: Any) -> Float[Tensor, "rows time dim"]:
+    def _hidden_states(self, output: Any) -> Float[Tensor, "rows time dim"]:
+        """What the model's head takes as input: the last hidden states, or the logits if the head has no weight."""
         if self.model.head.weight is None:
-            return out.logits[..., : self.model.vocab_size]
-        return out.last_hidden_state
+            return output.logits[..., : self.model.vocab_size]
+        return output.last_hidden_state
 
-    def _reads_alike(self, hidden: Float[Tensor, "rows dim"]) -> bool:
+    def _is_padding_ignored(self, hidden: Float[Tensor, "rows dim"]) -> bool:
         """Whether the shortest prompt has the same hidden state with left padding as without.
 
         Some recurrent networks process the padding, and some compute positions without the mask.
         """
-        shortest = min(range(len(self.texts)), key=lambda row: len(self.texts[row]))
-        alone = self._read([self.texts[shortest]])[0]
-        slack = ROUNDING if hidden.dtype in (torch.float32, torch.float64) else COARSE_ROUNDING
-        return bool((hidden[shortest] - alone).abs().max() <= slack * alone.abs().max())
+        shortest = min(range(len(self.token_ids)), key=lambda row: len(self.token_ids[row]))
+        unpadded = self._run_without_cache([self.token_ids[shortest]])[0]
+        is_half = hidden.dtype not in (torch.float32, torch.float64)
+        tolerance = PADDING_TOLERANCE_HALF if is_half else PADDING_TOLERANCE
+        return bool((hidden[shortest] - unpadded).abs().max() <= tolerance * unpadded.abs().max())
 
-    def _all_again(self) -> Float[Tensor, "rows dim"]:
-        return self._read(self.texts)
-
-    def _read(self, texts: list[list[int]]) -> Float[Tensor, "rows dim"]:
-        """Hidden states after complete texts, padded on the right."""
-        ends = [len(text) - 1 for text in texts]
-        ids = torch.zeros(len(texts), max(ends) + 1, dtype=torch.long)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = torch.tensor(text)
-        out = self.network(input_ids=ids.to(self.model.device), use_cache=False)
-        return self._last(out)[torch.arange(len(ends)), ends]
+    def _run_without_cache(self, sequences: list[list[int]]) -> Float[Tensor, "rows dim"]:
+        """Hidden states after complete sequences, padded on the right."""
+        last = [len(sequence) - 1 for sequence in sequences]
+        ids = torch.zeros(len(sequences), max(last) + 1, dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = torch.tensor(sequence)
+        output = self.network(input_ids=ids.to(self.model.device), use_cache=False)
+        return self._hidden_states(output)[torch.arange(len(last)), last]

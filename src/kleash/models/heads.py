@@ -13,7 +13,8 @@ from kleash.linear import Head
 from kleash.models.compat import effective_weight_and_bias
 from kleash.precision import at_least_float32
 
-ULPS = 4
+TOLERANCE_ULPS = 4
+"""Units in the last place of the largest logit by which two logits may differ."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,10 +34,10 @@ def extract_head(
 ) -> ExtractedHead:
     """Find the head that maps the backbone's hidden states to the network's logits.
 
-    The configuration says how logits are scaled and capped, but the same key means different things in different
+    The configuration states how logits are scaled and capped, but the same key has different meanings in different
     architectures ("logits_scaling" divides in one and multiplies in another). So each candidate is tried on a probe,
-    the most common first, and the first whose logits agree with the network's within rounding
-    (``logit_discrepancy``) is returned. If none does, the network's logits are used directly.
+    the most common first; the first whose logits agree with the network's within rounding (``logit_discrepancy``) is
+    returned. If none agrees, the network's logits are used directly.
 
     Args:
         network: a transformers causal language model with the adapter to be measured active.
@@ -82,11 +83,11 @@ def logit_discrepancy(
         return torch.inf
     logits = head_logits(hidden, head)
     dtype = torch.promote_types(at_least_float32(network_logits).dtype, logits.dtype)
-    largest = torch.where(network_logits.isfinite(), network_logits, 0).abs().amax(-1, keepdim=True).to(dtype)
-    ulp = largest * torch.finfo(network_logits.dtype).eps
+    max_logit = torch.where(network_logits.isfinite(), network_logits, 0).abs().amax(-1, keepdim=True)
+    ulp = max_logit.to(dtype) * torch.finfo(network_logits.dtype).eps
     terms = at_least_float32(hidden).abs() @ at_least_float32(head.weight).abs().T.to(hidden.device)
     unit = torch.finfo(at_least_float32(hidden).dtype).eps
-    tolerance = ULPS * ulp + hidden.shape[-1] ** 0.5 * unit * terms.to(dtype) * abs(head.scale)
+    tolerance = TOLERANCE_ULPS * ulp + hidden.shape[-1] ** 0.5 * unit * terms.to(dtype) * abs(head.scale)
     difference = (network_logits.to(dtype) - logits.to(dtype)).abs()
     equal = (network_logits == logits.to(network_logits.dtype)) | (network_logits.isnan() & logits.isnan())
     excess = torch.where(equal, 0, difference / tolerance)
@@ -114,7 +115,7 @@ def truncate_head(head: Head, vocab_size: int) -> Head:
 
 
 def _plain_head(network: Any, vocab_size: int) -> Head | None:
-    """The output embedding as weight and bias, adapters merged; None if it is no dense floating-point matrix."""
+    """The output embedding as a ``Head`` with adapters merged; None if it is not a dense floating-point matrix."""
     layer = network.get_output_embeddings()
     if layer is None:
         return None
@@ -130,7 +131,12 @@ def _plain_head(network: Any, vocab_size: int) -> Head | None:
 
 
 def candidate_heads(config: Any, plain_head: Head) -> Iterator[Head]:
-    """The heads that a configuration may describe, the most common interpretation first."""
+    """Iterate over the heads that a configuration may describe, the most common interpretation first.
+
+    Args:
+        config: a transformers configuration.
+        plain_head: the output embedding, without scale and softcap.
+    """
     text_config = config.get_text_config(decoder=True)
     caps = [getattr(text_config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
     scales: list[float] = []
@@ -157,14 +163,14 @@ def _check_causal(network: Any, probe: Tensor, network_logits: Tensor, subject: 
     Raises:
         ModelError: if it does not.
     """
-    changed = probe.clone()
-    changed[:, -1] = probe[:, 0]
-    if torch.equal(changed, probe):
+    other_probe = probe.clone()
+    other_probe[:, -1] = probe[:, 0]
+    if torch.equal(other_probe, probe):
         return
-    before, after = network_logits[:, :-1], network(input_ids=changed, use_cache=False).logits[:, :-1]
+    before, after = network_logits[:, :-1], network(input_ids=other_probe, use_cache=False).logits[:, :-1]
     difference = torch.where(before.isfinite() & after.isfinite(), before - after, 0).abs().amax()
-    largest = torch.where(before.isfinite(), before, 0).abs().amax()
-    if difference > 64 * torch.finfo(network_logits.dtype).eps * largest:
+    max_logit = torch.where(before.isfinite(), before, 0).abs().amax()
+    if difference > 64 * torch.finfo(network_logits.dtype).eps * max_logit:
         raise ModelError(
             f"{subject} ({type(network).__name__}) lets later tokens change the logits of earlier ones, by up to "
             f"{float(difference):.3g}; kleash measures causal language models"

@@ -22,38 +22,38 @@ DrawKey = tuple[str, int, int]
 def draw(
     logp: Float[Tensor, "rows vocab"], seed: int, keys: Sequence[DrawKey]
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """One token of each row, drawn exactly from ``logp``, and its log-probability.
+    """Draw one token for each row exactly from ``logp``; return the tokens and their log-probabilities.
 
-    The Gumbel-max trick in two stages, over groups of ``GROUP`` consecutive ids and then within the group that won:
+    The Gumbel-max trick in two stages, over groups of ``GROUP`` consecutive ids and then within the drawn group:
 
         group = argmax_g  log P(g) - log E(-1 - g),    P(g) = sum of the probabilities of its tokens
         token = argmax_i  log p(i) - log E(i),         i in that group
 
     with standard exponential ``E`` keyed by (seed, key, counter). The probability of a token is
-    P(g) · p(i) / P(g) = p(i), as with noise for every token, at the price of vocab/512 + 512 random numbers instead of
-    vocab. A change of the logits that turns a share of the draws of plain Gumbel-max turns at most twice that share
-    here, whatever the distribution (the inverse of a cumulative sum turns up to a hundred times as many).
+    P(g) · p(i) / P(g) = p(i), as with noise for every token, but with vocab/512 + 512 random numbers instead of vocab.
+    If a change of the logits changes a fraction of the draws of plain Gumbel-max, it changes at most twice that
+    fraction here, for any distribution (for draws by the inverse cumulative sum, up to a hundred times).
 
     A token of probability 0 is never drawn. A row with NaN, or without any token of probability above 0, gives a
-    log-probability that is not finite. Nothing of the vocabulary's size leaves the device.
+    log-probability that is not finite. No tensor of the vocabulary's size leaves the device.
 
     Args:
-        logp: normalised log-probabilities; -inf where a token is ruled out.
+        logp: normalised log-probabilities; -inf for excluded tokens.
         seed: from 0 to 2^64 - 1.
-        keys: of each row, what it is drawn for.
+        keys: of each row, its prompt hash, sample number and position.
 
     References:
         Maddison et al. (2014), "A* Sampling", https://arxiv.org/abs/1411.0030
     """
-    marks = _marks(seed, keys).to(logp.device)
-    masses = _group_masses(logp)
-    groups = torch.arange(masses.shape[-1], device=logp.device)
-    group = (masses.log() - _exponentials(marks, -1 - groups).log()).argmax(-1, keepdim=True)
+    key_hashes = _hash_keys(seed, keys).to(logp.device)
+    group_probs = _group_probabilities(logp)
+    groups = torch.arange(group_probs.shape[-1], device=logp.device)
+    group = (group_probs.log() - _exponentials(key_hashes, -1 - groups).log()).argmax(-1, keepdim=True)
     ids = group * GROUP + torch.arange(GROUP, device=logp.device)
-    last = logp.shape[-1] - 1
-    scores = logp.gather(-1, ids.clamp(max=last)).double() - _exponentials(marks, ids).log()
-    best = scores.masked_fill(ids > last, -torch.inf).argmax(-1, keepdim=True)
-    tokens = ids.gather(-1, best).clamp(max=last)
+    last_id = logp.shape[-1] - 1
+    scores = logp.gather(-1, ids.clamp(max=last_id)).double() - _exponentials(key_hashes, ids).log()
+    best = scores.masked_fill(ids > last_id, -torch.inf).argmax(-1, keepdim=True)
+    tokens = ids.gather(-1, best).clamp(max=last_id)
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 
@@ -65,47 +65,48 @@ def exponentials(seed: int, keys: Sequence[DrawKey], vocabulary: int) -> Float[T
         x = mix(b ^ mix(a + c · golden))    mod 2^64,
 
     ``mix`` and ``golden`` are SplitMix64's, and (a, b) is the BLAKE2b hash (16 bytes, little-endian) of the text
-    "seed prompt_hash sample position". So a number is the same whoever else is in the batch, on which device, and in
-    which version of PyTorch. This will not change: an interrupted run goes on with it.
+    "seed prompt_hash sample position". So a number depends neither on the batch, nor on the device, nor on the version
+    of PyTorch. This algorithm will not change, since interrupted runs are resumed with it.
 
     References:
         Steele, Lea & Flood (2014), "Fast splittable pseudorandom number generators".
     """
-    return _exponentials(_marks(seed, keys), torch.arange(vocabulary))
+    return _exponentials(_hash_keys(seed, keys), torch.arange(vocabulary))
 
 
-def _marks(seed: int, keys: Sequence[DrawKey]) -> Int[Tensor, "rows 2"]:
+def _hash_keys(seed: int, keys: Sequence[DrawKey]) -> Int[Tensor, "rows 2"]:
     """A 128-bit hash of the seed and each key, as two 64-bit numbers."""
     texts = (f"{seed % 2**64} {prompt_hash} {sample} {position}" for prompt_hash, sample, position in keys)
-    raw = b"".join(blake2b(text.encode(), digest_size=16).digest() for text in texts)
-    return torch.from_numpy(np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(-1, 2))
+    digests = b"".join(blake2b(text.encode(), digest_size=16).digest() for text in texts)
+    return torch.from_numpy(np.frombuffer(digests, dtype="<i8").astype(np.int64).reshape(-1, 2))
 
 
 def _exponentials(
-    marks: Int[Tensor, "rows 2"], counters: Int[Tensor, "*rows numbers"]
+    key_hashes: Int[Tensor, "rows 2"], counters: Int[Tensor, "*rows numbers"]
 ) -> Float[Tensor, "rows numbers"]:
-    bits = _mix(marks[:, 1:] ^ _mix(marks[:, :1] + counters * GOLDEN))
-    uniform = ((_shift(bits, 11)).double() + 0.5) * 2.0**-53
+    """The exponential noise of each key at the given counters, in float64: see ``exponentials``."""
+    bits = _mix(key_hashes[:, 1:] ^ _mix(key_hashes[:, :1] + counters * GOLDEN))
+    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-53))
 
 
 def _mix(x: Int[Tensor, "*numbers"]) -> Int[Tensor, "*numbers"]:
-    """SplitMix64's bijection of the 64-bit numbers; products wrap around."""
-    x = (x ^ _shift(x, 30)) * FIRST
-    x = (x ^ _shift(x, 27)) * SECOND
-    return x ^ _shift(x, 31)
+    """SplitMix64's bijection of the 64-bit numbers, modulo 2^64."""
+    x = (x ^ _shift_right(x, 30)) * FIRST
+    x = (x ^ _shift_right(x, 27)) * SECOND
+    return x ^ _shift_right(x, 31)
 
 
-def _shift(x: Int[Tensor, "*numbers"], by: int) -> Int[Tensor, "*numbers"]:
-    """``x >> by`` of an unsigned number: torch repeats the sign."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
+def _shift_right(x: Int[Tensor, "*numbers"], bits: int) -> Int[Tensor, "*numbers"]:
+    """``x >> bits`` of unsigned numbers; torch's shift is signed and repeats the highest bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _group_masses(logp: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows groups"]:
-    """The probability of each group of consecutive tokens; the last may be smaller."""
+def _group_probabilities(logp: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows groups"]:
+    """The probability of each group of consecutive tokens, in float64; the last group may be smaller."""
     probs = logp.exp()
-    whole = logp.shape[-1] // GROUP * GROUP
-    parts = [probs[:, :whole].unflatten(-1, (-1, GROUP)).sum(-1)] if whole else []
-    if whole < logp.shape[-1]:
-        parts.append(probs[:, whole:].sum(-1, keepdim=True))
+    in_full_groups = logp.shape[-1] // GROUP * GROUP
+    parts = [probs[:, :in_full_groups].unflatten(-1, (-1, GROUP)).sum(-1)] if in_full_groups else []
+    if in_full_groups < logp.shape[-1]:
+        parts.append(probs[:, in_full_groups:].sum(-1, keepdim=True))
     return torch.cat(parts, -1).double()

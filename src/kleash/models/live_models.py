@@ -3,28 +3,21 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from kleash.errors import ModelError
-from kleash.linear import Head
-from kleash.models.adapters.peft_adapters import require_unchanged_base, trained_base_tensors
+from kleash.models.adapters.peft_adapters import require_unchanged_base, trainable_base_parameters
 from kleash.models.adapters.rules import find_rule
 from kleash.models.compat import loaded_from
+from kleash.models.model_building import build_model
 from kleash.models.pair import Model
-from kleash.models.pair_loading import (
-    DTYPES,
-    check_vocab_size,
-    extract_model_head,
-    read_context_length,
-    read_eos_token_ids,
-)
+from kleash.models.pair_loading import DTYPES
 
 ACTIVE_ADAPTER = "the one in use"
-"""Stands for the adapter that is active in the PEFT model."""
+"""Value of ``adapter`` for the adapter that is active in the PEFT model."""
 
 
 def live_model(
@@ -37,82 +30,77 @@ def live_model(
 ) -> Model:
     """Wrap a transformers or PEFT model in memory as a ``Model`` for a ``Pair``.
 
-    Nothing is copied: it is measured with the weights that it has at that moment. An adapter on the
-    output embedding is the exception, which is merged when this is called; so call it anew for each
-    measurement. The network must be in evaluation mode (``at_rest``), since dropout would be measured too.
+    The weights are not copied, so a measurement uses them as they are at that time. Only an adapter on the output
+    embedding is merged into a copy when this is called; so call it again for each measurement. The network must be in
+    evaluation mode (``at_rest``), since dropout would be measured too.
 
     Args:
         network: not wrapped for distribution (``accelerator.unwrap_model``).
-        tokenizer: its own.
+        tokenizer: of the network.
         role: "policy" or "reference", for errors.
-        adapter: of a PEFT model, the name of the adapter that counts; None for its base, all adapters off.
-        name: what it is called in errors and records; the name it was loaded by, if not given.
+        adapter: of a PEFT model, the name of the adapter to measure; None for the base with all adapters disabled.
+        name: the model's name in errors and records; None for the name that it was loaded by.
 
     Raises:
-        ModelError: if it is no causal language model of text, is in training mode, or is sharded over processes; if
-            an adapter has changed the base that is asked for, or acts through a forward pass of its own.
+        ModelError: if it is not a causal language model of text, is in training mode, or is sharded over processes; if
+            an adapter has changed the base to be measured, or needs a forward pass of PEFT's.
     """
     adapters = network if hasattr(network, "get_base_model") else None
-    inner = network if adapters is None else adapters.get_base_model()
-    chosen = _adapter(adapters, adapter, role)
-    _check_at_rest(inner, role)
+    base = network if adapters is None else adapters.get_base_model()
+    adapter_name = _resolve_adapter(adapters, adapter, role)
+    _check_at_rest(base, role)
     if adapters is not None:
-        _check_adapters(adapters, chosen, role)
-    model = Model(
+        _check_adapters(adapters, adapter_name, role)
+    model, _ = build_model(
+        base,
+        tokenizer,
         role=role,
-        path=name or loaded_from(inner) or type(inner).__name__,
+        path=name or loaded_from(base) or type(base).__name__,
         revision=None,
-        dtype=inner.dtype,
-        device=inner.get_input_embeddings().weight.device,
-        parameters=sum(p.numel() for p in inner.parameters()),
-        vocab_size=0,
-        context_length=read_context_length(inner),
-        eos_token_ids=read_eos_token_ids(inner, tokenizer),
-        head=Head(weight=None),
         fingerprint="",
-        tokenizer=tokenizer,
-        network=inner,
-        backbone=inner.base_model,
+        parameters=sum(p.numel() for p in base.parameters()),
         adapters=adapters,
-        adapter=chosen,
+        adapter=adapter_name,
     )
-    check_vocab_size(model, len(inner.get_input_embeddings().weight), "embeddings")
-    anatomy = extract_model_head(model)
-    return replace(model, head=anatomy.head, vocab_size=anatomy.vocab_size)
+    return model
 
 
 @contextmanager
 def at_rest(*networks: Any) -> Iterator[None]:
     """Context with the networks in evaluation mode; on exit the state of training is restored.
 
-    Put back are the mode of every module by itself (some may have been frozen into evaluation on purpose), which
-    adapter is active and which parameters are trained, and the random states of Python, NumPy, and PyTorch on
-    the CPU and on the devices of the networks: a training that was looked at goes on bit for bit as one
-    that was not.
+    Restored are the mode of each module (some may have been set to evaluation on purpose), the active adapter, which
+    parameters require gradients, and the random states of Python, NumPy, and PyTorch on the CPU and on the devices of
+    the networks. So a measurement during training does not change its further course by a bit.
     """
     modes = [(module, module.training) for network in networks for module in network.modules()]
-    trained = [(p, p.requires_grad) for network in networks for p in network.parameters()]
-    active = [(n, n.active_adapter) for n in networks if isinstance(getattr(n, "active_adapter", None), str)]
+    gradient_flags = [(p, p.requires_grad) for network in networks for p in network.parameters()]
+    active_adapters = [
+        (network, network.active_adapter)
+        for network in networks
+        if isinstance(getattr(network, "active_adapter", None), str)
+    ]
     devices = {p.device for network in networks for p in network.parameters() if p.device.type == "cuda"}
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what others draw from)
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002 (the global generator, which other libraries use)
     with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
         try:
             for network in networks:
                 network.eval()
             yield
         finally:
-            for network, adapter in active:
+            for network, adapter in active_adapters:
                 if network.active_adapter != adapter:
                     network.set_adapter(adapter)
             for module, training in modes:
                 module.training = training
-            for parameter, requires_grad in trained:
+            for parameter, requires_grad in gradient_flags:
                 parameter.requires_grad_(requires_grad)
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
+def _resolve_adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
     """The name of the adapter to measure; None for the base."""
     if adapters is None:
         if adapter not in (ACTIVE_ADAPTER, None):
@@ -122,37 +110,36 @@ def _adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
         return adapter
     active = adapters.active_adapter
     if not isinstance(active, str):
-        raise ModelError(
-            f"the {role} has {len(active)} adapters at work at once; name the one to be measured"
-        )
+        raise ModelError(f"the {role} has {len(active)} adapters active at once; name the one to be measured")
     return active
 
 
-def _check_adapters(adapters: Any, chosen: str | None, role: str) -> None:
-    """Check that a base is unchanged by its adapters, and that a chosen adapter acts by weights alone."""
+def _check_adapters(adapters: Any, adapter: str | None, role: str) -> None:
+    """Check that the adapters leave the base unchanged, if it is measured, or that the adapter is of a known kind."""
     instead = "name a reference that is loaded by itself"
-    if chosen is None:
+    if adapter is None:
         require_unchanged_base(adapters, role, instead=instead)
         return
-    rule = find_rule(adapters.peft_config[chosen].to_dict())
+    rule = find_rule(adapters.peft_config[adapter].to_dict())
     if rule is not None and rule.treatment == "refused" and not rule.changes_base:
-        raise ModelError(f"the adapter {chosen!r} of the {role} {rule.reason}; {rule.advice}")
-    trained = trained_base_tensors(adapters)
-    if trained and chosen != adapters.active_adapter:
+        raise ModelError(f"the adapter {adapter!r} of the {role} {rule.reason}; {rule.advice}")
+    trainable = trainable_base_parameters(adapters)
+    if trainable and adapter != adapters.active_adapter:
         raise ModelError(
-            f"the {role} would be the adapter {chosen!r} beside one that is trained, but {len(trained)} tensors under "
-            f"both are trained too, such as {trained[0]}; freeze them, or {instead}"
+            f"the {role} would be the adapter {adapter!r} beside one that is trained, but {len(trainable)} tensors "
+            f"under both are trained too, such as {trainable[0]}; freeze them, or {instead}"
         )
 
 
 def _check_at_rest(network: Any, role: str) -> None:
+    """Check that a network is in evaluation mode, whole on this process, and in a supported dtype."""
     if network.training:
         raise ModelError(
             f"the {role} is in training mode, so that dropout would be measured; put it at_rest first"
         )
     embedding = network.get_input_embeddings().weight
-    whole = embedding.dim() == 2 and embedding.numel() > 0 and not hasattr(embedding, "device_mesh")
-    if not whole or hasattr(embedding, "ds_id"):
+    is_matrix = embedding.dim() == 2 and embedding.numel() > 0
+    if not is_matrix or hasattr(embedding, "device_mesh") or hasattr(embedding, "ds_id"):
         raise ModelError(
             f"the weights of the {role} are sharded over processes, of which each holds a part; a live network is "
             "measured where every process holds it whole (one process, or DistributedDataParallel)"

@@ -96,8 +96,8 @@ class Model:
         mask = None if attention_mask is None else attention_mask.to(self.device)
         with torch.inference_mode(), self.activate_adapter():
             if self.head.weight is None:
-                out = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
-                return out.logits[..., : self.vocab_size]
+                output = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
+                return output.logits[..., : self.vocab_size]
             return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
     def is_same_as(self, other: "Model") -> bool:
@@ -133,8 +133,8 @@ class Pair:
     def is_one_model(self) -> bool:
         """Whether both are known to be the same model: the same network, or the same fingerprint and dtype."""
         policy, reference = self.policy, self.reference
-        identities = (policy.fingerprint, policy.dtype), (reference.fingerprint, reference.dtype)
-        return policy.is_same_as(reference) or (policy.fingerprint != "" and identities[0] == identities[1])
+        has_same_files = policy.fingerprint != "" and policy.fingerprint == reference.fingerprint
+        return policy.is_same_as(reference) or (has_same_files and policy.dtype == reference.dtype)
 
     @property
     def vocab_size(self) -> int:

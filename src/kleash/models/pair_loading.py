@@ -1,20 +1,19 @@
-"""Loading policy and reference, extracting their heads, and checking that they can be compared."""
+"""Loading policy and reference, and checking that they can be compared."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
-from kleash.linear import Head
-from kleash.models.adapters.shared_base import LoadedNetwork
+from kleash.errors import CannotRunError, OptionError
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.models.compat import summarise_error, suppress_library_output
-from kleash.models.heads import ExtractedHead, extract_head, truncate_head
+from kleash.models.heads import truncate_head
+from kleash.models.model_building import build_model, check_vocab_size
 from kleash.models.network_loading import load_networks
 from kleash.models.pair import Model, Pair
-from kleash.models.tokenizers import PROBES, compare_tokenizers, load_tokenizer, token_count
+from kleash.models.tokenizers import compare_tokenizers, load_tokenizer, token_count
 from kleash.store.checksums import UNCHECKED
 
 DTYPES = {
@@ -24,25 +23,25 @@ DTYPES = {
     "float64": torch.float64,
 }
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Ways of transformers to spread a model; any other map is the name of a device."""
+"""Device maps of transformers; any other value of ``device_map`` is the name of a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options of loading that policy and reference share."""
+    """Options of loading that apply to policy and reference alike."""
 
     dtype: str = "auto"
-    """"auto" is float32 on a CPU and the checkpoint's own on an accelerator; or "float32", "bfloat16",
-    "float16", "float64"."""
+    """"float32", "bfloat16", "float16" or "float64"; "auto" is float32 on a CPU and the checkpoint's dtype on an
+    accelerator."""
     device: str = "auto"
     """"auto" is the first GPU, or else the CPU."""
     device_map: str | None = None
     """How transformers spreads a model over devices; then ``device`` stays "auto"."""
     trust_remote_code: bool = False
-    """Let the checkpoint bring Python code and run it."""
+    """Whether Python code of the checkpoint may run."""
 
 
-# More arguments than elsewhere: they are the job's options of the same names.
+# The arguments are the options of the same names of a measurement.
 def load_pair(
     policy: str,
     reference: str,
@@ -56,101 +55,75 @@ def load_pair(
 ) -> Pair:
     """Load policy and reference, and check that they can be compared.
 
-    An adapter's folder means the adapter over its base. PairReaders that share a base, or are the same, share its
-    weights in memory. Heads with more rows than there are tokens are left as they are where both have the
-    same number, and are otherwise cut to the tokens.
+    An adapter's folder stands for the adapter over its base. Two models with one base share its weights in memory if
+    the adapters allow it. Heads with more rows than there are tokens stay as they are if both have the same number of
+    rows; otherwise both are truncated to the tokens.
 
     Args:
         policy: folder, hub id, adapter's folder, or "shipped:policy".
-        reference: likewise.
-        revision_policy: branch, tag or commit, for a hub id.
-        revision_reference: likewise.
-        dtype: "auto" is float32 on a CPU and the checkpoint's own on an accelerator; or "float32",
-            "bfloat16", "float16", "float64".
+        reference: folder, hub id, adapter's folder, or "shipped:reference".
+        revision_policy: branch, tag or commit of a hub id.
+        revision_reference: branch, tag or commit of a hub id.
+        dtype: "float32", "bfloat16", "float16" or "float64"; "auto" is float32 on a CPU and the checkpoint's dtype on
+            an accelerator.
         device: "auto" is the first GPU, or else the CPU.
         device_map: how transformers spreads a model over devices; then ``device`` stays "auto".
-        trust_remote_code: let the checkpoint bring Python code and run it.
+        trust_remote_code: whether Python code of the checkpoints may run.
 
     Raises:
-        ModelError: if one cannot be loaded, or the two do not put probability on the same tokens.
-        OptionError: if dtype or device mean nothing.
-        CannotRunError: if the device is not there.
+        ModelError: if a model cannot be loaded, or the two do not put probability on the same tokens.
+        OptionError: if dtype or device is unknown.
+        CannotRunError: if the device is not available.
     """
-    how = Loading(dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
-    sides = {
+    loading = Loading(dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code)
+    checkpoints = {
         "policy": find_checkpoint(policy, revision_policy),
         "reference": find_checkpoint(reference, revision_reference),
     }
     with suppress_library_output():
-        tokenizers = {role: load_tokenizer(side, role, trust_remote_code) for role, side in sides.items()}
-        notes = [*compare_tokenizers(tokenizers["policy"], tokenizers["reference"]), *_adapters_taken(sides)]
-        models, said = load_models(sides, tokenizers, how)
-    return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *said])))
+        tokenizers = {
+            role: load_tokenizer(checkpoint, role, trust_remote_code)
+            for role, checkpoint in checkpoints.items()
+        }
+        notes = [
+            *compare_tokenizers(tokenizers["policy"], tokenizers["reference"]),
+            *_adapter_notes(checkpoints),
+        ]
+        models, loading_notes = _load_models(checkpoints, tokenizers, loading)
+    return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys([*notes, *loading_notes])))
 
 
-def load_models(
-    sides: dict[str, Checkpoint], tokenizers: dict[str, Any], loading: Loading
+def _load_models(
+    checkpoints: dict[str, Checkpoint], tokenizers: dict[str, Any], loading: Loading
 ) -> tuple[dict[str, Model], list[str]]:
-    """The models of these sides, and what is to be said about them."""
-    place = resolve_device(loading.device, loading.device_map)
-    loaded, sharing = load_networks(
-        sides,
-        dtype=resolve_dtype(loading.dtype, place),
-        device=place,
+    """Load the model of each role; also return notes for the user."""
+    device = resolve_device(loading.device, loading.device_map)
+    networks, sharing_notes = load_networks(
+        checkpoints,
+        dtype=resolve_dtype(loading.dtype, device),
+        device=device,
         device_map=loading.device_map,
         trust_remote_code=loading.trust_remote_code,
     )
     models: dict[str, Model] = {}
-    notes = list(sharing)
-    for role, side in sides.items():
-        model, said = _model(role, side, tokenizers[role], loaded[role])
-        models[role] = replace(
-            model, device_map=loading.device_map, trust_remote_code=loading.trust_remote_code
+    notes = list(sharing_notes)
+    for role, checkpoint in checkpoints.items():
+        loaded = networks[role]
+        models[role], head_note = build_model(
+            loaded.network,
+            tokenizers[role],
+            role=role,
+            path=checkpoint.name,
+            revision=checkpoint.revision,
+            fingerprint=checkpoint.fingerprint(),
+            parameters=loaded.parameters,
+            adapters=loaded.adapters,
+            adapter=loaded.adapter,
+            device_map=loading.device_map,
+            trust_remote_code=loading.trust_remote_code,
         )
-        notes += said
+        notes += [*loaded.notes, *([head_note] if head_note else [])]
     return models, notes
-
-
-def _model(role: str, side: Checkpoint, tokenizer: Any, loaded: LoadedNetwork) -> tuple[Model, list[str]]:
-    """One side, and what is to be said about it."""
-    network, adapters = loaded.network, loaded.adapters
-    model = Model(
-        role=role,
-        path=side.name,
-        revision=side.revision,
-        dtype=network.dtype,
-        device=network.get_input_embeddings().weight.device,
-        parameters=loaded.parameters,
-        vocab_size=0,
-        context_length=read_context_length(network),
-        eos_token_ids=read_eos_token_ids(network, tokenizer),
-        head=Head(weight=None),
-        fingerprint=side.fingerprint(),
-        tokenizer=tokenizer,
-        network=network,
-        backbone=network.base_model,
-        adapters=adapters,
-        adapter=loaded.adapter,
-    )
-    check_vocab_size(model, len(network.get_input_embeddings().weight), "embeddings")
-    anatomy = extract_model_head(model)
-    said = [*loaded.notes, *([anatomy.note] if anatomy.note else [])]
-    return replace(model, head=anatomy.head, vocab_size=anatomy.vocab_size), said
-
-
-def extract_model_head(model: Model) -> ExtractedHead:
-    """What the network of ``model`` comes apart into, tried on a few tokens."""
-    probe = model.tokenizer(" ".join(PROBES), add_special_tokens=False, verbose=False)["input_ids"][:24]
-    with model.activate_adapter():
-        ids = torch.tensor([probe, probe[::-1]], device=model.device)
-        try:
-            return extract_head(model.network, model.backbone, ids, f"the {model.role}")
-        except KleashError:
-            raise
-        except Exception as error:  # settings decide what goes wrong, and where
-            raise ModelError(
-                f"the {model.role} {model.path} cannot be run on a few tokens: {summarise_error(error)}"
-            ) from error
 
 
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
@@ -161,11 +134,11 @@ def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair
     if policy.vocab_size != reference.vocab_size:
         rows = f"the heads have {policy.vocab_size} (policy) and {reference.vocab_size} (reference) rows"
         notes += (f"{rows} for {tokens} tokens; both are cut to the tokens and normalised over them",)
-        policy, reference = _cut(policy, tokens), _cut(reference, tokens)
+        policy, reference = _truncate(policy, tokens), _truncate(reference, tokens)
     elif policy.vocab_size > tokens:
-        padding = policy.vocab_size - tokens
+        padding_rows = policy.vocab_size - tokens
         notes += (
-            f"both heads have {policy.vocab_size} rows for {tokens} tokens; the {padding} others are kept",
+            f"both heads have {policy.vocab_size} rows for {tokens} tokens; the {padding_rows} others are kept",
         )
     warnings = ()
     if policy.dtype != reference.dtype:
@@ -175,79 +148,26 @@ def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair
     )
 
 
-def check_vocab_size(model: Model, rows: int, what: str) -> None:
-    """Check that the tokenizer has at most ``rows`` tokens.
-
-    Raises:
-        ModelError: if not.
-    """
-    tokens = token_count(model.tokenizer)
-    if rows < tokens:
-        raise ModelError(
-            f"the {model.role} {model.path} has {rows} {what} for a tokenizer of {tokens} tokens; use the "
-            "tokenizer it was trained with"
-        )
-
-
-def _cut(model: Model, tokens: int) -> Model:
+def _truncate(model: Model, tokens: int) -> Model:
+    """The model with its head restricted to the first ``tokens`` rows."""
     return replace(model, head=truncate_head(model.head, tokens), vocab_size=tokens)
 
 
-def _adapters_taken(sides: dict[str, Checkpoint]) -> list[str]:
-    """In words, which sides are adapters over which bases."""
+def _adapter_notes(checkpoints: dict[str, Checkpoint]) -> list[str]:
+    """A note for each role whose model is an adapter, with the name of its base."""
     return [
-        f"the {role} is the adapter {side.name} over {side.base}"
-        for role, side in sides.items()
-        if side.adapter is not None
+        f"the {role} is the adapter {checkpoint.name} over {checkpoint.base}"
+        for role, checkpoint in checkpoints.items()
+        if checkpoint.adapter is not None
     ]
 
 
-def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The end tokens of a network: from its generation config, its config, or the tokenizer.
-
-    Raises:
-        ModelError: if one that is named is no token of the network.
-    """
-    generation = getattr(network, "generation_config", None)
-    ends = getattr(generation, "eos_token_id", None)
-    if ends is None:
-        ends = network.config.get_text_config(decoder=True).eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    if ends is None:
-        return ()
-    rows = len(network.get_input_embeddings().weight)
-    tokens = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-    for token in tokens:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < rows:
-            raise ModelError(
-                f"{getattr(network, 'name_or_path', '') or 'the model'} names the end token {str(token)[:40]!r}, which "
-                f"is no token id from 0 to {rows - 1}; mend eos_token_id in generation_config.json or config.json"
-            )
-    return tokens
-
-
-def read_context_length(network: Any) -> int | None:
-    """The context length of a network's configuration; None if there is no limit.
-
-    Raises:
-        ModelError: if what it says is no number of tokens.
-    """
-    context = getattr(network.config, "max_position_embeddings", None)
-    if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
-        raise ModelError(
-            f"{getattr(network, 'name_or_path', '') or 'the model'} has the max_position_embeddings "
-            f"{str(context)[:40]!r}; mend config.json"
-        )
-    return context
-
-
 def resolve_device(device: str, device_map: str | None) -> torch.device:
-    """The device of a ``--device`` or ``--device-map`` option.
+    """The device that the options ``--device`` and ``--device-map`` name.
 
     Raises:
-        OptionError: if both are given, or the map means nothing.
-        CannotRunError: if the device is not there, or computes nothing.
+        OptionError: if both are given.
+        CannotRunError: if the device is unknown or not available.
     """
     if device_map is not None and device != "auto":
         raise OptionError(f"--device {device} and --device-map {device_map} cannot both be given; choose one")
@@ -256,21 +176,21 @@ def resolve_device(device: str, device_map: str | None) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
-        torch.ones(2, device=place).sum().item()
-    except Exception as error:  # each backend has its own
+        resolved = torch.device(device)
+        torch.ones(2, device=resolved).sum().item()
+    except Exception as error:  # the exception type depends on the backend
         raise CannotRunError(f"device {device} cannot be used here: {summarise_error(error)}") from error
-    return place
+    return resolved
 
 
-def resolve_dtype(name: str, place: torch.device) -> torch.dtype | str:
-    """The dtype called ``name``; "auto" for the checkpoint's own.
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """The dtype called ``name``; for "auto", float32 on a CPU and "auto" (the checkpoint's dtype) elsewhere.
 
     Raises:
         OptionError: if there is none.
     """
     if name == "auto":
-        return torch.float32 if place.type == "cpu" else "auto"
+        return torch.float32 if device.type == "cpu" else "auto"
     if name not in DTYPES:
         raise OptionError(f"no dtype is called {name!r}; there are auto, {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -282,14 +202,14 @@ def load_reference(name: str, revision: str | None, loading: Loading) -> Pair:
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
     """
-    side = find_checkpoint(name, revision)
+    checkpoints = {"reference": find_checkpoint(name, revision)}
     with suppress_library_output():
-        tokenizer = load_tokenizer(side, "reference", loading.trust_remote_code)
-        models, said = load_models({"reference": side}, {"reference": tokenizer}, loading)
-    taken = (f"the reference is the adapter {side.name} over {side.base}",) if side.adapter else ()
+        tokenizer = load_tokenizer(checkpoints["reference"], "reference", loading.trust_remote_code)
+        models, loading_notes = _load_models(checkpoints, {"reference": tokenizer}, loading)
     model = models["reference"]
     check_vocab_size(model, model.vocab_size, "logits")
-    return Pair(policy=model, reference=model, tokenizer=tokenizer, notes=(*taken, *said))
+    notes = (*_adapter_notes(checkpoints), *loading_notes)
+    return Pair(policy=model, reference=model, tokenizer=tokenizer, notes=notes)
 
 
 def load_beside(
@@ -304,21 +224,20 @@ def load_beside(
     """Load a policy and pair it with a reference that is read from its cache.
 
     Raises:
-        ModelError: if the cache is another reference's, or the two do not put probability on the same tokens.
+        ModelError: if the cache is of another reference, or the two do not put probability on the same tokens.
         OptionError, CannotRunError: as ``load_pair``.
     """
-    kind = resolve_dtype(loading.dtype, resolve_device(loading.device, loading.device_map))
-    stored.check_reference(reference, revision_reference, str(kind).removeprefix("torch."))
-    side = find_checkpoint(policy, revision_policy)
+    dtype = resolve_dtype(loading.dtype, resolve_device(loading.device, loading.device_map))
+    stored.check_reference(reference, revision_reference, str(dtype).removeprefix("torch."))
+    checkpoints = {"policy": find_checkpoint(policy, revision_policy)}
     with suppress_library_output():
-        ours = load_tokenizer(side, "policy", loading.trust_remote_code)
-        theirs = stored.tokenizer(loading.trust_remote_code)
-        notes = compare_tokenizers(ours, theirs)
-        models, said = load_models({"policy": side}, {"policy": ours}, loading)
-    taken = [f"the policy is the adapter {side.name} over {side.base}"] if side.adapter else []
-    taken.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
-    model = stored.as_model(models["policy"].device, theirs)
-    pair = pair_models(models["policy"], model, (*notes, *taken, *said, *stored.contents.notes))
+        tokenizer = load_tokenizer(checkpoints["policy"], "policy", loading.trust_remote_code)
+        stored_tokenizer = stored.tokenizer(loading.trust_remote_code)
+        notes = [*compare_tokenizers(tokenizer, stored_tokenizer), *_adapter_notes(checkpoints)]
+        models, loading_notes = _load_models(checkpoints, {"policy": tokenizer}, loading)
+    notes.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
+    reference_model = stored.as_model(models["policy"].device, stored_tokenizer)
+    pair = pair_models(models["policy"], reference_model, (*notes, *loading_notes, *stored.contents.notes))
     if stored.checksums.exists:
         return pair
     return replace(pair, warnings=(*pair.warnings, f"{stored.folder}: {UNCHECKED}"))

@@ -32,7 +32,7 @@ STATISTICS = {
     "top1_probability_reference": "top1_probability_q",
     "rank_reference": "rank_q",
 }
-"""Columns of a run's token table → fields of ``token_statistics``."""
+"""Columns of a run's token table, and the fields of ``TokenStatistics`` that they hold."""
 
 HiddenStateReader = Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
 """Returns the final hidden states at the scored positions of a batch, sequences concatenated."""
@@ -129,13 +129,13 @@ def checked_reader(model: Model) -> HiddenStateReader:
     """``hidden_state_reader`` with a check that the hidden states are finite.
 
     Raises:
-        NonFiniteError: by the reader, naming the sequence with NaN or infinities.
+        NonFiniteError: raised by the reader, with the sequence that has NaN or infinities.
     """
-    plain = hidden_state_reader(model)
+    unchecked_read = hidden_state_reader(model)
 
     def read(batch: Sequence[TokenSequence]) -> Tensor:
         with suppress_library_output():
-            hidden = plain(batch)
+            hidden = unchecked_read(batch)
         _check_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
         return hidden
 
@@ -157,9 +157,9 @@ def score_with_readers(
     ends = np.cumsum(counts, dtype=np.int64)
     columns = _columns_of_sequences(sequences, counts)
     for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
-        chosen = [sequences[index] for index in batch]
+        batch_sequences = [sequences[index] for index in batch]
         with suppress_library_output():
-            batch_columns = _statistics(readers, chosen, temperature, options, top)
+            batch_columns = _columns_of_models(readers, batch_sequences, temperature, options, top)
         rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
         for name, values in batch_columns.items():
             shape = (sum(counts), *values.shape[1:])
@@ -170,7 +170,7 @@ def score_with_readers(
 def _columns_of_sequences(sequences: Sequence[TokenSequence], counts: list[int]) -> dict[str, np.ndarray]:
     """The columns that need no model: ids, positions, tokens and sampling log-probabilities."""
     empty = np.empty(0)
-    sampled = [
+    sampling_logps = [
         np.full(count, np.nan) if sequence.logp_sampled is None else sequence.logp_sampled
         for sequence, count in zip(sequences, counts, strict=True)
     ]
@@ -181,11 +181,11 @@ def _columns_of_sequences(sequences: Sequence[TokenSequence], counts: list[int])
         "token_id": np.concatenate([empty, *(sequence.response_ids for sequence in sequences)]).astype(
             np.int32
         ),
-        "logp_sampled": np.concatenate([empty, *sampled]).astype(np.float32),
+        "logp_sampled": np.concatenate([empty, *sampling_logps]).astype(np.float32),
     }
 
 
-def _statistics(
+def _columns_of_models(
     readers: PairReaders,
     batch: list[TokenSequence],
     temperature: float,
@@ -199,7 +199,7 @@ def _statistics(
     tokens = torch.tensor(
         [token for sequence in batch for token in sequence.response_ids], device=hidden_p.device
     )
-    models = (
+    inputs = (
         hidden_p,
         _head_on_device(policy.head, hidden_p),
         hidden_q,
@@ -208,14 +208,14 @@ def _statistics(
     columns: dict[str, np.ndarray] = {}
     with torch.inference_mode():
         if top:
-            statistics, *tops = token_statistics_and_top(
-                *models, tokens, top=top, temperature=temperature, options=options
+            statistics, *top_of_models = token_statistics_and_top(
+                *inputs, tokens, top=top, temperature=temperature, options=options
             )
-            for role, likeliest in zip(("policy", "reference"), tops, strict=True):
-                columns[f"top_token_id_{role}"] = _to_numpy(likeliest.token_ids)
-                columns[f"top_probability_{role}"] = _to_numpy(likeliest.probability)
+            for role, top_tokens in zip(("policy", "reference"), top_of_models, strict=True):
+                columns[f"top_token_id_{role}"] = _to_numpy(top_tokens.token_ids)
+                columns[f"top_probability_{role}"] = _to_numpy(top_tokens.probability)
         else:
-            statistics = token_statistics(*models, tokens, temperature=temperature, options=options)
+            statistics = token_statistics(*inputs, tokens, temperature=temperature, options=options)
     columns |= {name: _to_numpy(getattr(statistics, field)) for name, field in STATISTICS.items()}
     for model, role in ((policy, "policy"), (reference, "reference")):
         _check_finite(model.role, np.isfinite(columns[f"logp_{role}"]), batch)
@@ -237,6 +237,11 @@ def _to_numpy(values: Tensor) -> np.ndarray:
 def _check_finite(
     role: str, finite: np.ndarray, batch: Sequence[TokenSequence], quantity: str = "logits"
 ) -> None:
+    """Check that every element of ``finite``, one for each scored token, is true.
+
+    Raises:
+        NonFiniteError: with the sequence and position of the first that is not.
+    """
     if finite.all():
         return
     position = int(np.flatnonzero(~finite)[0])

@@ -48,7 +48,7 @@ class TokenSequence:
     logp_sampled: Float[np.ndarray, " response"] | None = None
     """Log-probabilities under the distribution that was sampled from, in nats; None if unknown."""
     prompt_hash: str = ""
-    """Hash of the prompt's tokens, or of the whole window's for text. It pairs the sequences of two runs."""
+    """Hash of the prompt's tokens, or of all tokens of a window of text. It pairs the sequences of two runs."""
     temperature: float | None = None
     """Sampling temperature that the source states for the response; None if unknown."""
     retokenised: bool = False
@@ -81,9 +81,8 @@ def retokenisation_warnings(sequences: int, retokenised: int) -> tuple[str, ...]
     if not retokenised:
         return ()
     warning = (
-        f"{retokenised} of {sequences} responses came as text and were tokenised again: where they were "
-        "drawn as other tokens, the numbers are of tokens that nobody drew; give response_token_ids to be "
-        "sure"
+        f"{retokenised} of {sequences} responses came as text and were tokenised again: where they were drawn as "
+        "other tokens, the numbers are of tokens that were not drawn; give response_token_ids to be sure"
     )
     return (warning,)
 
@@ -93,8 +92,8 @@ def batch_by_length(
 ) -> list[list[int]]:
     """Group sequences of similar length into batches of at most ``batch_tokens`` tokens, padding included.
 
-    The longest come first, so that a lack of memory shows in the first batch. A sequence longer than the budget is a
-    batch of its own. The order of equal lengths is kept, so equal lengths always give equal batches.
+    The longest sequences come first, so that a lack of memory shows in the first batch. A sequence longer than the
+    budget is alone in a batch. Sequences of equal length keep their order, so equal lengths always give equal batches.
 
     Args:
         lengths: number of tokens of each sequence.
@@ -109,8 +108,8 @@ def batch_by_length(
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         longest = lengths[batches[-1][0]] if batches else 0
-        full = not batches or longest * (len(batches[-1]) + 1) > batch_tokens
-        if full or (max_sequences is not None and len(batches[-1]) >= max_sequences):
+        is_full = not batches or longest * (len(batches[-1]) + 1) > batch_tokens
+        if is_full or (max_sequences is not None and len(batches[-1]) >= max_sequences):
             batches.append([])
         batches[-1].append(index)
     return batches

@@ -1,4 +1,4 @@
-"""How many threads a CPU gives to small models: one, since two spend more time on meeting than on work."""
+"""The number of CPU threads for small models: one, since synchronising two takes longer than the work."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,96 +12,99 @@ from kleash.models.pair import Pair
 from kleash.models.pair_loading import resolve_device
 
 SMALL_BYTES = 100_000_000
-"""Weights of a model, as they lie on disk, below which its matrices are too small to be shared out to threads."""
+"""Largest size on disk of the weights of a small model, whose matrices are too small to split among threads."""
 TINY_BYTES = 16_000_000
-"""Weights of a model in memory, up to which scoring takes one thread. Lower than ``SMALL_BYTES``: scoring reads
-thousands of tokens at once, which threads share out well on an idle machine unless the matrices are tiny."""
-CHOSEN_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that say how many threads torch takes; where one is set, it stays."""
+"""Largest size in memory of a model that is scored with one thread. Lower than ``SMALL_BYTES``: scoring reads
+thousands of tokens at once, a load that threads split well on an idle machine unless the matrices are tiny."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables that set torch's number of threads; if one is set, the number is not changed."""
 
 
 @contextmanager
 def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str | None]:
-    """Inside, torch takes one thread if all these models are small and run on a CPU; afterwards as many as before.
+    """Context with one torch thread if all these models are small and run on a CPU; restores the number on exit.
 
-    With two threads, every operation of a small model waits for the slower one; beside another busy process,
-    which takes a core away from one of them, that is four times the work. Left as it is where the environment
-    says a number, or where ``torch.set_num_threads`` was called with another number than torch's own.
+    With two threads, every operation of a small model waits for the slower thread; with another busy process on the
+    same cores, that takes four times the processor time. The number is not changed if the environment sets it, or if
+    ``torch.set_num_threads`` was called with another number than torch's default.
 
     Args:
         names: paths or hub ids of the models.
         device: of the job.
 
     Yields:
-        A sentence for the user, where the number was changed; None otherwise.
+        A note for the user if the number was changed; None otherwise.
 
     Raises:
         ModelError: if there is no such model.
-        CannotRunError: if the device is not there.
+        CannotRunError: if the device is not available.
     """
-    ours = _is_ours_to_choose(torch.get_num_threads())
-    with _one_thread_if(ours and resolve_device(device, None).type == "cpu" and _are_small(names)) as note:
+    is_default = _is_default_number(torch.get_num_threads())
+    with _one_thread_if(
+        is_default and resolve_device(device, None).type == "cpu" and _are_small(names)
+    ) as note:
         yield note
 
 
 @contextmanager
 def threads_for_scoring(pair: Pair) -> Iterator[str | None]:
-    """As ``threads_for``, for scoring and generating with two models that are loaded: one thread if both are tiny.
+    """``threads_for`` for scoring and generating with a loaded pair: one thread if both models are tiny.
 
-    The shipped pair took 5 times the processor time and 4.5 times the wall time with two threads beside other busy
-    processes. The numbers are the same up to rounding.
+    With two threads beside other busy processes, the shipped pair took 5 times the processor time and 4.5 times the
+    wall time. The results are the same up to rounding.
 
     Args:
         pair: the two models.
 
     Yields:
-        A sentence for the user, where the number was changed; None otherwise.
+        A note for the user if the number was changed; None otherwise.
     """
     models = (pair.policy, pair.reference)
-    on_cpu = all(model.device.type == "cpu" and model.device_map is None for model in models)
-    tiny = all(model.parameters * model.dtype.itemsize <= TINY_BYTES for model in models)
-    with _one_thread_if(on_cpu and tiny and _is_ours_to_choose(torch.get_num_threads())) as note:
+    are_on_cpu = all(model.device.type == "cpu" and model.device_map is None for model in models)
+    are_tiny = all(model.parameters * model.dtype.itemsize <= TINY_BYTES for model in models)
+    with _one_thread_if(are_on_cpu and are_tiny and _is_default_number(torch.get_num_threads())) as note:
         yield note
 
 
 @contextmanager
-def _one_thread_if(applies: bool) -> Iterator[str | None]:
-    """Inside, one thread, with a sentence for the user; nothing where it does not apply."""
-    if not applies:
+def _one_thread_if(condition: bool) -> Iterator[str | None]:
+    """Context with one torch thread and a note for the user; changes nothing if the condition is false."""
+    if not condition:
         yield None
         return
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield f"one CPU thread: the models are small (set {CHOSEN_BY_USER[0]} to choose another number)"
+        yield f"one CPU thread: the models are small (set {THREAD_VARIABLES[0]} to choose another number)"
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
-def _is_ours_to_choose(threads: int) -> bool:
-    """Whether nobody has chosen a number of threads: torch takes one for each core, or each two of them."""
-    if threads == 1 or any(os.environ.get(name) for name in CHOSEN_BY_USER):
+def _is_default_number(threads: int) -> bool:
+    """Whether a number of threads is torch's default: one for each core, or for every two cores."""
+    if threads == 1 or any(os.environ.get(name) for name in THREAD_VARIABLES):
         return False
     cores = _cores()
     return threads in (cores, cores // 2, os.cpu_count(), (os.cpu_count() or 0) // 2)
 
 
 def _cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _are_small(names: Sequence[str]) -> bool:
-    """Whether the weights of each of these models, its adapter included, are few."""
+    """Whether the weights of each model, with its adapter, are at most ``SMALL_BYTES``."""
     for name in dict.fromkeys(names):
-        found = find_checkpoint(name)
-        folders = [folder for folder in (found.folder, found.adapter) if folder is not None]
-        if sum(_weights(folder) for folder in folders) > SMALL_BYTES:
+        checkpoint = find_checkpoint(name)
+        folders = [folder for folder in (checkpoint.folder, checkpoint.adapter) if folder is not None]
+        if sum(_weight_bytes(folder) for folder in folders) > SMALL_BYTES:
             return False
     return True
 
 
-def _weights(folder: Path) -> int:
+def _weight_bytes(folder: Path) -> int:
+    """Total size of the safetensors files in a folder."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -9,7 +9,7 @@ from kleash.extras import import_extra
 from kleash.models.checkpoints.resolution import Checkpoint
 from kleash.models.compat import summarise_error
 
-ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
     "The quick brown fox isn't quick; it jumps over 12345.678 lazy dogs.",
     "  two  spaces\n\n\ttabs, newline\r\nand a trailing space ",
@@ -18,7 +18,10 @@ PROBES = (
     "中文字符 日本語のテキスト 한국어 русский العربية हिन्दी 🙂👩‍👩‍👧",
     "<s></s><|endoftext|><|im_start|>user [INST] <pad>",
 )
+"""Texts on which two tokenizers must agree: numbers, whitespace, code, combined characters, other scripts."""
 MAX_SHOWN_DIFFERENCES = 3
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
+"""File patterns; every tokenizer has a file of at least one."""
 
 
 class TokenizerMismatchError(ModelError):
@@ -28,29 +31,30 @@ class TokenizerMismatchError(ModelError):
 def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
     """Check that two tokenizers are interchangeable; return notes on differences that do not matter.
 
-    Compared are the vocabularies with added tokens, which tokens are special, the merges, and the tokens of a
-    few awkward texts. A normaliser or pre-tokeniser that is written differently and cuts those texts alike
-    is a note; so are a different chat template and different roles (the policy's are used).
+    Compares the vocabularies with added tokens, the special tokens, the merges, and the tokens of the texts in
+    ``PROBES``. A normaliser or pre-tokeniser with another definition that gives these texts the same tokens is a note;
+    so are a different chat template and a different end, padding, begin or unknown token (the policy's are used).
 
     Raises:
-        TokenizerMismatchError: naming the first differences and how many there are, if the two are not the same.
+        TokenizerMismatchError: if they are not interchangeable, with the number of differences and the first ones.
     """
     _check_equal("tokens", _vocabulary(policy), _vocabulary(reference))
-    _check_equal("special tokens", _special(policy), _special(reference))
-    ours, theirs = _backend(policy), _backend(reference)
-    _check_equal("merges", _merges(ours), _merges(theirs))
+    _check_equal("special tokens", _special_tokens(policy), _special_tokens(reference))
+    policy_backend, reference_backend = _backend(policy), _backend(reference)
+    _check_equal("merges", _merges(policy_backend), _merges(reference_backend))
     for text in PROBES:
         _check_probe(text, _encode(policy, text), _encode(reference, text))
     notes = [
         f"the tokenizers' {part} are written differently, but cut {len(PROBES)} awkward texts alike"
         for part in ("normalizer", "pre_tokenizer")
-        if ours.get(part) != theirs.get(part)
+        if policy_backend.get(part) != reference_backend.get(part)
     ]
-    for role in ROLES:
-        names = getattr(policy, role, None), getattr(reference, role, None)
-        if names[0] != names[1]:
+    for kind in NAMED_TOKENS:
+        policy_token, reference_token = getattr(policy, kind, None), getattr(reference, kind, None)
+        if policy_token != reference_token:
             notes.append(
-                f"the policy's {role} is {names[0]!r} and the reference's {names[1]!r}; the policy's is used"
+                f"the policy's {kind} is {policy_token!r} and the reference's {reference_token!r}; the policy's is "
+                "used"
             )
     if getattr(policy, "chat_template", None) != getattr(reference, "chat_template", None):
         notes.append("the chat templates differ; messages are written with the policy's for both")
@@ -58,9 +62,9 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
 
 
 def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """The text of each token by itself; a token that is part of a character shows as a replacement character.
+    """The text of each token decoded by itself; part of a character becomes a replacement character.
 
-    Rows of a padded head without a token are written as ``<token 151700>``.
+    An id beyond the tokenizer, from the padding of a head, becomes ``<token 151700>``.
     """
     count = token_count(tokenizer)
     texts = {
@@ -77,33 +81,43 @@ def token_count(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _check_equal(what: str, ours: dict[Any, Any], theirs: dict[Any, Any]) -> None:
-    if ours == theirs:
+def _check_equal(what: str, policy: dict[str, int], reference: dict[str, int]) -> None:
+    """Check that two tables from tokens to ids, or from merges to ranks, are equal.
+
+    Raises:
+        TokenizerMismatchError: with the first differences.
+    """
+    if policy == reference:
         return
-    differing = sorted(
-        (key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)),
-        key=lambda key: (min(ours.get(key, 1 << 62), theirs.get(key, 1 << 62)), key),
+    differences = sorted(
+        (key for key in policy.keys() | reference.keys() if policy.get(key) != reference.get(key)),
+        key=lambda key: (min(policy.get(key, 1 << 62), reference.get(key, 1 << 62)), key),
     )
-    shown = "; ".join(
-        f"{key!r} is {ours.get(key, 'absent')} in the policy's and {theirs.get(key, 'absent')} in the "
+    examples = "; ".join(
+        f"{key!r} is {policy.get(key, 'absent')} in the policy's and {reference.get(key, 'absent')} in the "
         "reference's"
-        for key in differing[:MAX_SHOWN_DIFFERENCES]
+        for key in differences[:MAX_SHOWN_DIFFERENCES]
     )
     raise TokenizerMismatchError(
-        f"the tokenizers differ in {len(differing)} {what} (the policy's has {len(ours)}, the reference's "
-        f"{len(theirs)}): {shown}; a KL between them means nothing, so compare models of one tokenizer"
+        f"the tokenizers differ in {len(differences)} {what} (the policy's has {len(policy)}, the reference's "
+        f"{len(reference)}): {examples}; a KL between them means nothing, so compare models of one tokenizer"
     )
 
 
-def _check_probe(text: str, ours: list[int], theirs: list[int]) -> None:
-    if ours != theirs:
+def _check_probe(text: str, policy_ids: list[int], reference_ids: list[int]) -> None:
+    """Check that two tokenizers give a text the same token ids.
+
+    Raises:
+        TokenizerMismatchError: with the index of the first different token.
+    """
+    if policy_ids != reference_ids:
         index = next(
-            (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-            min(len(ours), len(theirs)),
+            (n for n, (a, b) in enumerate(zip(policy_ids, reference_ids, strict=False)) if a != b),
+            min(len(policy_ids), len(reference_ids)),
         )
         raise TokenizerMismatchError(
-            f"the tokenizers have the same tokens and cut text differently: {text!r} is {len(ours)} "
-            f"tokens in the policy's and {len(theirs)} in the reference's, different from token {index} on; "
+            f"the tokenizers have the same tokens and cut text differently: {text!r} is {len(policy_ids)} "
+            f"tokens in the policy's and {len(reference_ids)} in the reference's, different from token {index} on; "
             "compare models of one tokenizer"
         )
 
@@ -112,17 +126,19 @@ def _vocabulary(tokenizer: Any) -> dict[str, int]:
     return dict(tokenizer.get_vocab())
 
 
-def _special(tokenizer: Any) -> dict[str, int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token.content: number for number, token in added.items() if token.special}
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token.content: token_id for token_id, token in added_tokens.items() if token.special}
 
 
 def _backend(tokenizer: Any) -> dict[str, Any]:
+    """The settings of a fast tokenizer, as tokenizer.json has them; empty for a slow one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {} if backend is None else json.loads(backend.to_str())
 
 
 def _merges(backend: dict[str, Any]) -> dict[str, int]:
+    """The merges of a byte-pair encoding, with their ranks."""
     merges = (backend.get("model") or {}).get("merges") or []
     return {" ".join(pair) if isinstance(pair, list) else pair: rank for rank, pair in enumerate(merges)}
 
@@ -131,29 +147,25 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
-"""File patterns; every tokenizer has a file of at least one."""
-
-
 def load_tokenizer(checkpoint: Checkpoint, role: str, trust_remote_code: bool) -> Any:
     """Load the tokenizer of a checkpoint: the adapter's if its folder has one, else the base's.
 
     Raises:
-        ModelError: if there is none.
+        ModelError: if there is none, or it cannot be loaded.
     """
     transformers = import_extra("transformers", "models")
     folder = tokenizer_folder(checkpoint)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        limit = tokenizer.model_max_length
-        if not isinstance(limit, int | float) or isinstance(limit, bool):
+        max_length = tokenizer.model_max_length
+        if not isinstance(max_length, int | float) or isinstance(max_length, bool):
             raise ValueError(
-                f"tokenizer_config.json has the model_max_length {str(limit)[:40]!r}, which is no number"
+                f"tokenizer_config.json has the model_max_length {str(max_length)[:40]!r}, which is no number"
             )
         tokenizer("a", add_special_tokens=True, verbose=False)
         return tokenizer
-    except Exception as error:  # tokenizers raise bare Exceptions, and every other kind
-        if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+    except Exception as error:  # tokenizers raise exceptions of every type, Exception itself included
+        if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
             raise ModelError(
                 f"the {role} {checkpoint.name} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
                 "tokenizer's files of the model it was made from into that folder"

@@ -11,9 +11,10 @@ CHUNK_BYTES = 1 << 25
 """Bytes of a tensor per checksum step; a step takes at most twice this in memory."""
 
 COLUMNS = 1 << 12
+"""64-bit integers in a row of a checksum's table."""
 
 PROBE_TOKENS = 64
-"""Tokens of the probe spread over the vocabulary; a row of the probe holds twice as many."""
+"""Number of the probe's tokens that are spread over the vocabulary; a row of the probe holds twice as many."""
 
 MAX_REQUIRED_TOKENS = 512
 """Largest number of tokens with trained embeddings in the probe."""
@@ -42,8 +43,8 @@ class NetworkState:
         if self.checksums is None:
             return UNREADABLE
         present = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
-        for (name, tensor), total in zip(self.tensors, self.checksums, strict=True):
-            if id(tensor) not in present or checksum(tensor) != total:
+        for (name, tensor), checksum_before in zip(self.tensors, self.checksums, strict=True):
+            if id(tensor) not in present or checksum(tensor) != checksum_before:
                 return f"changes {name} of its base"
         return (
             None
@@ -60,11 +61,11 @@ def record_state(network: Any, tokens: tuple[int, ...] = ()) -> NetworkState:
         tokens: token ids that the probe must contain.
     """
     tensors = (*network.named_parameters(), *network.named_buffers())
-    readable = not any(tensor.is_meta for _, tensor in tensors)
+    is_readable = not any(tensor.is_meta for _, tensor in tensors)
     probe = make_probe(network, tokens)
     return NetworkState(
         tensors=tensors,
-        checksums=tuple(checksum(tensor) for _, tensor in tensors) if readable else None,
+        checksums=tuple(checksum(tensor) for _, tensor in tensors) if is_readable else None,
         probe=probe,
         logits=probe_logits(network, probe),
     )
@@ -75,8 +76,9 @@ def make_probe(network: Any, tokens: tuple[int, ...] = ()) -> Int[Tensor, "rows 
     embedding = network.get_input_embeddings().weight
     vocab_size = len(embedding)
     step = max(1, round(vocab_size * 0.382))  # the golden ratio spreads consecutive ids
-    required = [token for token in dict.fromkeys(tokens) if 0 <= token < vocab_size][:MAX_REQUIRED_TOKENS]
-    ids = [*required, *((17 + index * step) % vocab_size for index in range(PROBE_TOKENS))]
+    required_ids = [token for token in dict.fromkeys(tokens) if 0 <= token < vocab_size]
+    spread_ids = [(17 + index * step) % vocab_size for index in range(PROBE_TOKENS)]
+    ids = [*required_ids[:MAX_REQUIRED_TOKENS], *spread_ids]
     context = getattr(network.config, "max_position_embeddings", None)
     length = min(
         len(ids), 2 * PROBE_TOKENS, context if isinstance(context, int) and context > 0 else len(ids)
@@ -108,19 +110,20 @@ def checksum(tensor: Tensor) -> int:
     flat = (
         tensor.detach().reshape(-1).contiguous().view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
     )
-    columns, rows = (_random_weights(kind, tensor.device) for kind in (0, 1))
+    column_weights, row_weights = (_random_weights(stream, tensor.device) for stream in (0, 1))
     for number, start in enumerate(range(0, flat.numel(), CHUNK_BYTES)):
         part = flat[start : start + CHUNK_BYTES]
-        missing = -part.numel() % (8 * COLUMNS)
-        if missing or part.storage_offset() % 8:
-            part = torch.nn.functional.pad(part, (0, missing))
+        padding = -part.numel() % (8 * COLUMNS)
+        if padding or part.storage_offset() % 8:
+            part = torch.nn.functional.pad(part, (0, padding))
         table = part.view(torch.int64).view(-1, COLUMNS)
-        sums = table @ columns if table.device.type == "cpu" else (table * columns).sum(-1)
-        value = int((sums * rows[: len(sums)]).sum())
+        sums = table @ column_weights if table.device.type == "cpu" else (table * column_weights).sum(-1)
+        value = int((sums * row_weights[: len(sums)]).sum())
         total = (total * 0x9E3779B97F4A7C15 + value + number) % 2**64
     return total
 
 
-def _random_weights(kind: int, device: torch.device) -> Int[Tensor, "columns"]:
-    generator = torch.Generator().manual_seed(20_240_607 + kind)
+def _random_weights(stream: int, device: torch.device) -> Int[Tensor, "columns"]:
+    """Random odd numbers, the same at each call with one ``stream``."""
+    generator = torch.Generator().manual_seed(20_240_607 + stream)
     return (torch.randint(-(2**62), 2**62, (COLUMNS,), generator=generator) | 1).to(device)

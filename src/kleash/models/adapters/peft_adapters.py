@@ -50,17 +50,17 @@ def require_unchanged_base(wrapper: Any, role: str, *, instead: str) -> None:
                 f"the {role} would be the base with its adapters switched off, but the adapter {name!r} {rule.reason}; "
                 f"{instead}"
             )
-    trained = trained_base_tensors(wrapper)
-    if trained:
+    trainable = trainable_base_parameters(wrapper)
+    if trainable:
         raise ModelError(
-            f"the {role} would be the base with its adapters switched off, but {len(trained)} tensors of it are "
-            f"trained, such as {trained[0]}; freeze them, or {instead}"
+            f"the {role} would be the base with its adapters switched off, but {len(trainable)} tensors of it are "
+            f"trained, such as {trainable[0]}; freeze them, or {instead}"
         )
 
 
-def trained_base_tensors(wrapper: Any) -> list[str]:
+def trainable_base_parameters(wrapper: Any) -> list[str]:
     """Names of the trainable parameters of a PEFT model that belong to none of its adapters."""
-    adapters = set(wrapper.peft_config)  # an adapter's name is part of the path of each of its parameters
+    adapters = set(wrapper.peft_config)  # the path of an adapter's parameter contains the adapter's name
     return [
         path
         for path, parameter in wrapper.named_parameters()
@@ -125,17 +125,18 @@ def _is_pattern(text: Any) -> TypeGuard[str]:
 def _check_fits(wrapper: Any, checkpoint: Checkpoint, role: str, subject: str) -> None:
     """Check that the tensors of the adapter's file are exactly those of the attached adapter."""
     peft = import_extra("peft", "models")
-    stored = set(_header(checkpoint))
-    accepted, required = (
+    stored_names = set(_header(checkpoint))
+    accepted_names, required_names = (
         set(peft.get_peft_model_state_dict(wrapper, adapter_name=role, save_embedding_layers=embeddings))
         for embeddings in (True, False)
     )
-    unexpected, missing = sorted(stored - accepted), sorted(required - stored)
-    if unexpected or missing:
+    unexpected_names = sorted(stored_names - accepted_names)
+    missing_names = sorted(required_names - stored_names)
+    if unexpected_names or missing_names:
         raise ModelError(
-            f"{subject} does not fit {checkpoint.base}: {len(unexpected)} of its {len(stored)} tensors have no place "
-            f"there and {len(missing)} places no tensor, such as {(unexpected + missing)[0]}; give it the base "
-            "it was trained on"
+            f"{subject} does not fit {checkpoint.base}: {len(unexpected_names)} of its {len(stored_names)} tensors "
+            f"have no place there and {len(missing_names)} places no tensor, such as "
+            f"{(unexpected_names + missing_names)[0]}; give it the base it was trained on"
         )
 
 
@@ -158,8 +159,8 @@ def check_acts_by_weights(wrapper: Any, network: Any, checkpoint: Checkpoint, ro
         raise ModelError(f"{subject} cannot be run on {checkpoint.base}: {summarise_error(error)}") from error
     if not bitwise_equal(inner_logits, outer_logits):
         raise ModelError(
-            f"{subject} gives other logits through PEFT's forward pass than through the network's, so that it does not "
-            "act by weights alone; merge it into its base and give that folder"
+            f"{subject} gives other logits through PEFT's forward pass than through the network's, so it does not act "
+            "through weights alone; merge it into its base and give that folder"
         )
 
 
@@ -187,13 +188,12 @@ def trained_token_ids(checkpoints: Mapping[str, Checkpoint]) -> tuple[int, ...]:
 
 def count_adapter_parameters(checkpoint: Checkpoint) -> int:
     """Elements in the adapter's file; 0 without an adapter."""
-    return (
-        0
-        if checkpoint.adapter is None
-        else sum(prod(entry["shape"]) for entry in _header(checkpoint).values())
-    )
+    if checkpoint.adapter is None:
+        return 0
+    return sum(prod(entry["shape"]) for entry in _header(checkpoint).values())
 
 
 def _header(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The header of the adapter's weights file."""
     assert checkpoint.adapter is not None
     return read_safetensors_header(checkpoint.adapter / ADAPTER_WEIGHTS)

@@ -76,20 +76,21 @@ def load_over_one_base(
         return _load_on_one_base(checkpoints, load_base), ""
     reason = _reason_from_settings(checkpoints, settings)
     if reason is None:
-        shared = "two adapters over one base" if len(settings) > 1 else "an adapter and its base"
+        relation = "two adapters over one base" if len(settings) > 1 else "an adapter and its base"
         try:
-            loaded = _load_on_one_base(checkpoints, load_base)
+            networks = _load_on_one_base(checkpoints, load_base)
         except _ChangedBaseError as error:
             reason = str(error)
         else:
-            return loaded, f"policy and reference are {shared}, which is loaded once and switched"
+            return networks, f"policy and reference are {relation}, which is loaded once and switched"
         gc.collect()  # the discarded PEFT model has reference cycles
-    loaded = {}
+    networks = {}
     for roles in roles_by_adapter.values():
-        loaded |= _load_on_one_base({role: checkpoints[role] for role in roles}, load_base)
-    size = sum(p.numel() * p.element_size() for p in loaded[next(iter(checkpoints))].network.parameters())
+        networks |= _load_on_one_base({role: checkpoints[role] for role in roles}, load_base)
+    parameters = networks[next(iter(checkpoints))].network.parameters()
+    size = sum(p.numel() * p.element_size() for p in parameters)
     times = f"{len(roles_by_adapter)} times ({len(roles_by_adapter)} x {_format_bytes(size)})"
-    return loaded, f"policy and reference have one base, which is in memory {times}, since {reason}"
+    return networks, f"policy and reference have one base, which is in memory {times}, since {reason}"
 
 
 def _roles_by_adapter(checkpoints: Mapping[str, Checkpoint]) -> dict[Path | None, list[str]]:
@@ -127,7 +128,7 @@ def _load_on_one_base(
     """
     roles_by_adapter = _roles_by_adapter(checkpoints)
     base = load_base(next(iter(checkpoints)))
-    network, tied = base.network, has_tied_embeddings(base.network)
+    network, is_tied = base.network, has_tied_embeddings(base.network)
     before = record_state(network, trained_token_ids(checkpoints)) if len(roles_by_adapter) > 1 else None
     wrapper: Any = None
     names: dict[Path | None, str] = {}
@@ -139,21 +140,21 @@ def _load_on_one_base(
         wrapper = attach_adapter(network, wrapper, checkpoint, role)
         wrapper.eval()
         names[folder] = role
-        check_acts_by_weights(wrapper, network, checkpoint, role, tied)
+        check_acts_by_weights(wrapper, network, checkpoint, role, is_tied)
         if before is not None:
             _check_unchanged(before, wrapper, network, checkpoint, adapter_logits)
             adapter_logits[role] = probe_logits(network, before.probe)
-    loaded = {}
+    networks = {}
     for role, checkpoint in checkpoints.items():
         name = None if checkpoint.adapter is None else names[checkpoint.adapter.resolve()]
-        loaded[role] = LoadedNetwork(
+        networks[role] = LoadedNetwork(
             network=network,
             adapters=wrapper,
             adapter=name,
             parameters=base.parameters + count_adapter_parameters(checkpoint),
             notes=base.notes,
         )
-    return loaded
+    return networks
 
 
 def _check_unchanged(
@@ -184,5 +185,6 @@ def _check_unchanged(
 
 
 def _format_bytes(size_bytes: int) -> str:
+    """A number of bytes in words, such as "1.23 GB"."""
     unit = next((unit for unit, size in UNITS.items() if size_bytes >= size), "kB")
     return f"{size_bytes / UNITS[unit]:.3g} {unit}"

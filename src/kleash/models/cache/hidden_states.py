@@ -33,11 +33,11 @@ def sequence_key(sequence: TokenSequence) -> bytes:
 
 
 class HiddenStateStore:
-    """The files ``part-*.safetensors`` of a folder: the hidden states of many sequences each, end to end.
+    """The files ``part-*.safetensors`` of a folder, each with the concatenated hidden states of many sequences.
 
-    A file holds ``hidden`` [tokens, dim] and, for each of its sequences, a row of ``keys`` and of
-    ``lengths``. Opening the folder reads these two. Hidden states are memory-mapped on access, one file at a
-    time. The index takes about 200 bytes of memory per sequence.
+    A file holds ``hidden`` [tokens, dim] and, for each of its sequences, a row of ``keys`` and of ``lengths``. Only
+    keys and lengths are read when the folder is opened; hidden states are memory-mapped on access, one file at a time.
+    The index takes about 200 bytes of memory per sequence.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,12 +45,13 @@ class HiddenStateStore:
 
         Raises:
             ModelError: if a file is damaged, naming it.
-            RunFolderError: if a file is not what was written, or one is missing.
+            RunFolderError: if a file differs from its checksum, or is missing.
         """
         self._folder = folder
         self._paths: list[Path] = []
         self._index: dict[bytes, int] = {}
-        self._open: tuple[int, Tensor] | None = None
+        self._open_file: tuple[int, Tensor] | None = None
+        """Number and hidden states of the file that was read last."""
         self.tokens = 0
         """Total number of positions."""
         checksums = cache_checksums(folder)
@@ -77,11 +78,11 @@ class HiddenStateStore:
 
     def get(self, key: bytes, length: int) -> Float[Tensor, "tokens dim"]:
         """The hidden states of a sequence, on the CPU, in the stored dtype."""
-        place = self._index[key]
-        number, start = place >> START_BITS, place & ((1 << START_BITS) - 1)
-        if self._open is None or self._open[0] != number:
-            self._open = number, _tensors(self._paths[number], ("hidden",))["hidden"]
-        return self._open[1][start : start + length]
+        entry = self._index[key]
+        number, start = entry >> START_BITS, entry & ((1 << START_BITS) - 1)
+        if self._open_file is None or self._open_file[0] != number:
+            self._open_file = number, _read_tensors(self._paths[number], ("hidden",))["hidden"]
+        return self._open_file[1][start : start + length]
 
     def write(self, parts: Mapping[bytes, Float[Tensor, "_ dim"]]) -> None:
         """Write the hidden states of sequences to one new file, atomically.
@@ -89,8 +90,8 @@ class HiddenStateStore:
         Raises:
             RunFolderError: if it cannot be written.
         """
-        names = blake2b(b"".join(sorted(parts)), digest_size=8).hexdigest()
-        path = self._folder / f"part-{names}.safetensors"
+        content_hash = blake2b(b"".join(sorted(parts)), digest_size=8).hexdigest()
+        path = self._folder / f"part-{content_hash}.safetensors"
         save_tensors(
             path,
             {
@@ -103,9 +104,14 @@ class HiddenStateStore:
         self._add_to_index(path)
 
     def _add_to_index(self, path: Path) -> None:
+        """Index the sequences of a file.
+
+        Raises:
+            ModelError: if the file is damaged.
+        """
         try:
             header = read_safetensors_header(path)
-            tensors = _tensors(path, ("keys", "lengths"))
+            tensors = _read_tensors(path, ("keys", "lengths"))
             lengths = tensors["lengths"].tolist()
             rows = header["hidden"]["shape"][0]
             keys = tensors["keys"].numpy()
@@ -153,7 +159,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = 
         write_checked(root, path, save)
 
 
-def _tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
+def _read_tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """Some tensors of a safetensors file, on the CPU."""
     safetensors = import_extra("safetensors", "models")
     try:
         with safetensors.safe_open(path, framework="pt") as file:

@@ -65,19 +65,20 @@ class ReferenceCache:
         self.states = HiddenStateStore(folder)
         """The hidden states on disk."""
         self._device = model.device
-        self._new: dict[bytes, Tensor] = {}
+        self._unsaved: dict[bytes, Tensor] = {}
+        """Hidden states that are not on disk yet, by key."""
         self.hits = 0
         """Number of sequences read from the folder."""
 
     def __contains__(self, sequence: TokenSequence) -> bool:
         """Whether the hidden states of a sequence are in the cache."""
         key = sequence_key(sequence)
-        return key in self._new or key in self.states
+        return key in self._unsaved or key in self.states
 
     def cached_reader(
         self, read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
     ) -> Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]:
-        """``read`` with this cache: only sequences that are not in the folder are computed."""
+        """Wrap ``read`` with this cache, so that it is called only for sequences that are not in the folder."""
 
         def read_with_cache(batch: Sequence[TokenSequence]) -> Tensor:
             missing = [sequence for sequence in batch if sequence not in self]
@@ -101,16 +102,16 @@ class ReferenceCache:
         if all(sequence in self for sequence in sequences):
             return
         for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
-            chosen = [sequences[index] for index in batch]
-            self.add(chosen, read(chosen))
+            batch_sequences = [sequences[index] for index in batch]
+            self.add(batch_sequences, read(batch_sequences))
         self.save()
 
     def add(self, batch: Sequence[TokenSequence], hidden: Float[Tensor, "tokens dim"]) -> None:
-        """Hold hidden states in memory until ``save``."""
+        """Keep the hidden states of a batch in memory until ``save``."""
         parts = hidden.cpu().split([len(sequence.response_ids) for sequence in batch])
         for sequence, part in zip(batch, parts, strict=True):
             if sequence not in self:
-                self._new[sequence_key(sequence)] = part
+                self._unsaved[sequence_key(sequence)] = part
 
     def save(self) -> None:
         """Write the hidden states added since the last call to one file, atomically.
@@ -118,13 +119,15 @@ class ReferenceCache:
         Raises:
             RunFolderError: if it cannot be written.
         """
-        if self._new:
-            self.states.write(self._new)
-            self._new = {}
+        if self._unsaved:
+            self.states.write(self._unsaved)
+            self._unsaved = {}
 
     def _get(self, sequence: TokenSequence) -> Tensor:
         key = sequence_key(sequence)
-        return self._new[key] if key in self._new else self.states.get(key, len(sequence.response_ids))
+        return (
+            self._unsaved[key] if key in self._unsaved else self.states.get(key, len(sequence.response_ids))
+        )
 
 
 def check_cache_folder(folder: Path) -> None:
@@ -138,7 +141,7 @@ def check_cache_folder(folder: Path) -> None:
         is_file = folder.exists() and not folder.is_dir()
         is_labelled = is_file or not folder.exists() or (folder / LABEL).is_file()
         names = [] if is_labelled else [path.name for path in folder.iterdir()]
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+    except OSError as error:  # a name that is too long, or a folder without permission
         raise cannot_write(folder, error) from error
     if is_file:
         raise RunFolderError(f"{folder} is a file, and a reference cache is a folder; give another name")
@@ -170,7 +173,12 @@ def check_same_model(folder: Path, label: CacheLabel, name: str, fingerprint: st
 
 
 def _merge_labels(folder: Path, stored: CacheLabel, label: CacheLabel) -> CacheLabel | None:
-    """The label to write; None if the stored label stays."""
+    """The label to write to the folder of a cache that has one; None if the stored label stays.
+
+    Raises:
+        ModelError: if the stored label is of another model.
+        RunFolderError: if it is of another source.
+    """
     reference = label.reference
     check_same_model(folder, stored, reference.path, reference.fingerprint, reference.dtype)
     if label.source is None:

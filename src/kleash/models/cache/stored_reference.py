@@ -117,12 +117,10 @@ class StoredReference:
             ModelError: if the head is damaged.
         """
         cached, contents = self.label.reference, self.contents
-        safetensors, safetensors_torch = (
-            import_extra("safetensors", "models"),
-            import_extra("safetensors.torch", "models"),
-        )
+        safetensors = import_extra("safetensors", "models")
+        load_file = import_extra("safetensors.torch", "models").load_file
         try:
-            tensors = safetensors_torch.load_file(self.folder / HEAD, device=str(device))
+            tensors = load_file(self.folder / HEAD, device=str(device))
             weight = tensors["weight"]
         except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
             raise ModelError(
@@ -173,13 +171,13 @@ class StoredReference:
 
     def count_missing(self, sequences: Iterable[TokenSequence]) -> tuple[int, int, str]:
         """Number of ``sequences`` not in the cache, number of all, and the name of the first missing one."""
-        missing, total, first = 0, 0, ""
+        num_missing, total, first_missing = 0, 0, ""
         for sequence in sequences:
             total += 1
             if sequence_key(sequence) not in self.states:
-                first = first or sequence.name
-                missing += 1
-        return missing, total, first
+                first_missing = first_missing or sequence.name
+                num_missing += 1
+        return num_missing, total, first_missing
 
     def rounding_columns(self, kind: str, temperature: float) -> dict[str, np.ndarray] | None:
         """The token columns of the "noise" floor or the dtype "gap", computed when the cache was made.

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: where a name leads, what their files hold, and the checks before anything is built."""
+"""Checkpoints on disk: resolving names, reading their files, and checks before a network is built."""

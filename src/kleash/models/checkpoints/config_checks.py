@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's settings: no foreign code, no files outside its folder, no sizes beyond its weights."""
+"""Checks of a checkpoint's settings: no code to fetch, no files outside its folder, no sizes beyond its weights."""
 
 import re
 import threading
@@ -22,19 +22,20 @@ from kleash.models.checkpoints.files import (
 from kleash.models.compat import summarise_error
 
 MEGATRON = "megatron.core"
-"""PEFT writes this into every adapter's settings, and imports it only with a megatron_config."""
+"""Module name that PEFT writes into every adapter's settings and imports only with a megatron_config."""
 MAX_SHOWN_CHARACTERS = 80
 COUNT_SETTINGS = re.compile(r"layers?$|layers?_|blocks?$|depth|stages?$|experts?")
-"""Settings that say how many modules are built."""
+"""Names of settings that are numbers of modules."""
 NON_SIZE_SETTINGS = re.compile(
     r"position|length|seq|token|theta|window|factor|alpha|beta|scal|seed|key|step|indices|version|eps|tinit|tfinal|deltat|_id"
 )
-"""Settings whose numbers size no tensor."""
+"""Names of settings whose numbers do not determine the size of a tensor."""
 RANK_SETTINGS = re.compile(r"(^|_)r$|rank")
+"""Names of settings that are ranks of adapters."""
 ALWAYS_ALLOWED_COUNT, ALWAYS_ALLOWED_SIZE, ALWAYS_ALLOWED_RANK = 256, 1 << 16, 512
-"""Values up to these cost little and are accepted whatever the weights are."""
+"""Largest numbers of modules, sizes and ranks that are accepted for any weights, since they take little memory."""
 ALWAYS_ALLOWED_BUFFER_ELEMENTS = 1 << 26
-"""Elements of buffers (computed tables that no file stores) that are accepted whatever the weights are."""
+"""Number of elements of buffers (computed tables, which no file stores) that is accepted for any weights."""
 MAX_RATIO, MAX_QUANTISED_RATIO = 2, 64
 """Largest ratio of a network's parameters to the elements in its files. Quantised files pack several weights into one
 element."""
@@ -93,32 +94,33 @@ def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> No
             "run; set megatron_config to null and megatron_core to 'megatron.core' in adapter_config.json"
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = (folder / "adapter_model.bin").exists()
+        has_pickle = (folder / "adapter_model.bin").exists()
         raise ModelError(
             f"the adapter {name} has no {ADAPTER_WEIGHTS}"
-            + (", only adapter_model.bin, a pickle that can run code when opened" if pickled else "")
+            + (", only adapter_model.bin, a pickle that can run code when opened" if has_pickle else "")
             + "; where you trust it, load it with PEFT and save it again with save_pretrained"
         )
 
 
 def iterate_settings(settings: Any) -> Iterator[tuple[str, Any]]:
     """Iterate over the leaf values of nested settings, each with the name of its key."""
-    pending = [("", settings)]
-    while pending:
-        name, value = pending.pop()
+    stack = [("", settings)]
+    while stack:
+        name, value = stack.pop()
         if isinstance(value, dict):
-            # Keys below an implementation or pattern setting are module names: the setting's name is kept with them.
-            pending += [
+            # The keys of an implementation or pattern setting are module names, so the setting's name is added.
+            stack += [
                 (f"{key} of {name}" if "implementation" in name or "pattern" in name else str(key), child)
                 for key, child in value.items()
             ]
         elif isinstance(value, list):
-            pending += [(name, item) for item in value]
+            stack += [(name, item) for item in value]
         else:
             yield name, value
 
 
 def _abbreviate(value: Any) -> str:
+    """The first 80 characters of a value's ``repr``, for errors."""
     return repr(value)[:MAX_SHOWN_CHARACTERS]
 
 
@@ -127,7 +129,7 @@ class _TooManyModulesError(Exception):
 
 
 def check_config_sizes(subject: str, folder: Path) -> None:
-    """Check that no number in config.json is larger than the weights in the same folder can explain.
+    """Check that no number in config.json is too large for the weights in the same folder.
 
     Raises:
         ModelError: naming the setting and its value.
@@ -142,7 +144,7 @@ def check_config_sizes(subject: str, folder: Path) -> None:
         if not abs(value) <= limit and not NON_SIZE_SETTINGS.search(name):
             raise ModelError(
                 f"{subject} has {name} {value:.6g} in its config.json, and its weights are {len(shapes)} tensors of "
-                f"{elements} numbers; mend config.json, or fetch the checkpoint again"
+                f"{elements} numbers; correct config.json, or fetch the checkpoint again"
             )
 
 
@@ -161,32 +163,32 @@ def check_network_size(subject: str, folder: Path, config: Any, build: Any) -> N
     headers = [read_safetensors_header(path) for path in list_weight_files(folder)]
     tensors = sum(len(header) for header in headers)
     elements = sum(prod(entry["shape"]) for header in headers for entry in header.values())
-    quantised = getattr(config, "quantization_config", None) is not None
+    is_quantised = getattr(config, "quantization_config", None) is not None
     try:
         with torch.device("meta"), _limit_registrations(4096 + 32 * tensors):
             network = build(deepcopy(config))
     except _TooManyModulesError as error:
         raise ModelError(
             f"{subject} describes in its config.json a network of {error} parts and more, and its files hold {tensors} "
-            "tensors; mend config.json, or fetch the checkpoint again"
+            "tensors; correct config.json, or fetch the checkpoint again"
         ) from error
-    except Exception as error:  # a configuration decides what is raised
+    except Exception as error:  # the exception type depends on the configuration
         hint = "; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else ""
         raise ModelError(f"{subject} cannot be loaded: {summarise_error(error)}{hint}") from error
     parameters = sum(parameter.numel() for parameter in network.parameters())
     buffer_elements = sum(buffer.numel() for buffer in network.buffers())
-    max_ratio = MAX_QUANTISED_RATIO if quantised else MAX_RATIO
+    max_ratio = MAX_QUANTISED_RATIO if is_quantised else MAX_RATIO
     if parameters > max_ratio * elements or buffer_elements > max(
         ALWAYS_ALLOWED_BUFFER_ELEMENTS, 4 * elements
     ):
         raise ModelError(
             f"{subject} describes in its config.json a network of {parameters} weights and tables of {buffer_elements} "
-            f"numbers, and its files hold {elements} numbers; mend config.json, or fetch the checkpoint again"
+            f"numbers, and its files hold {elements} numbers; correct config.json, or fetch the checkpoint again"
         )
 
 
 def check_adapter_sizes(subject: str, adapter: Path, base: Path) -> None:
-    """Check that no number in adapter_config.json is larger than the adapter's and the base's weights can explain.
+    """Check that no number in adapter_config.json is too large for the weights of the adapter and its base.
 
     Raises:
         ModelError: naming the setting and its value.
@@ -212,20 +214,22 @@ def check_adapter_sizes(subject: str, adapter: Path, base: Path) -> None:
         if not abs(value) <= limit and not NON_SIZE_SETTINGS.search(name):
             raise ModelError(
                 f"{subject} has {name} {value:.6g} in its adapter_config.json, and no tensor of it has a size above "
-                f"{largest}; mend adapter_config.json, or fetch the adapter again"
+                f"{largest}; correct adapter_config.json, or fetch the adapter again"
             )
-    ranges = settings.get("layer_replication") or []
-    spans = (
-        [part for part in ranges if isinstance(part, list) and len(part) == 2]
-        if isinstance(ranges, list)
-        else []
-    )
-    layers = sum(abs(end - start) for start, end in spans if type(start) is int and type(end) is int)
+    layers = _count_replicated_layers(settings.get("layer_replication"))
     if layers > max(ALWAYS_ALLOWED_COUNT, len(shapes)):
         raise ModelError(
-            f"{subject} makes {layers} layers by its layer_replication, and holds {len(shapes)} tensors; mend "
+            f"{subject} makes {layers} layers by its layer_replication, and holds {len(shapes)} tensors; correct "
             "adapter_config.json, or fetch the adapter again"
         )
+
+
+def _count_replicated_layers(ranges: Any) -> int:
+    """The number of layers that the setting ``layer_replication`` makes, a list of [start, end]."""
+    if not isinstance(ranges, list):
+        return 0
+    spans = [span for span in ranges if isinstance(span, list) and len(span) == 2]
+    return sum(abs(end - start) for start, end in spans if type(start) is int and type(end) is int)
 
 
 def _iterate_numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -237,15 +241,15 @@ def _iterate_numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def _limit_registrations(limit: int) -> Iterator[None]:
-    """Context in which building a network in this thread fails beyond ``limit`` registered modules and parameters."""
-    thread, registered = threading.get_ident(), 0
+    """Context in which this thread cannot register more than ``limit`` modules and parameters of networks."""
+    thread, num_registered = threading.get_ident(), 0
 
     def count(*_: Any) -> None:
-        nonlocal registered
+        nonlocal num_registered
         if threading.get_ident() == thread:
-            registered += 1
-            if registered > limit:
-                raise _TooManyModulesError(registered)
+            num_registered += 1
+            if num_registered > limit:
+                raise _TooManyModulesError(num_registered)
 
     handles = [
         torch_modules.register_module_parameter_registration_hook(count),

@@ -30,36 +30,39 @@ MAX_THREADS = 16
 def hash_files(paths: Sequence[Path]) -> list[str]:
     """Hash files: for each, the SHA-256 of its size and of the SHA-256 of its pieces of 64 MiB, as hex digits.
 
-    The first time, every byte is read, on several threads. The hash is cached in the user's cache folder
+    A file is read whole the first time, on several threads. Its hash is cached in the user's cache folder
     (``file-hashes.json``) under path, size, modification and change time (in ns), inode and device; a file that agrees
-    in all of them is not read again. A file that changed less than two seconds ago is not cached. If the cache is
-    damaged, or another user could have written it, it is ignored and every file is read.
+    in all of them is not read again. The hash of a file that changed less than two seconds ago is not cached. If the
+    cache is damaged, or another user could have written it, it is ignored and every file is read.
 
     Raises:
         ModelError: if a file cannot be read.
     """
     try:
-        before = [_identity(path) for path in paths]
+        keys = [_cache_key(path) for path in paths]
         cacheable = [_is_cacheable(path) for path in paths]
         cache = _load_cache() if any(cacheable) else {}
-        hashes = [cache.get(key) if usable else None for key, usable in zip(before, cacheable, strict=True)]
-        missing = [index for index, value in enumerate(hashes) if value is None]
-        computed = _compute_hashes([paths[index] for index in missing])
-        for index, value in zip(missing, computed, strict=True):
+        hashes = [cache.get(key) if usable else None for key, usable in zip(keys, cacheable, strict=True)]
+        to_compute = [index for index, value in enumerate(hashes) if value is None]
+        new_hashes = dict(
+            zip(to_compute, _compute_hashes([paths[index] for index in to_compute]), strict=True)
+        )
+        for index, value in new_hashes.items():
             hashes[index] = value
-        new = {
-            before[index]: value
-            for index, value in zip(missing, computed, strict=True)
-            if cacheable[index] and _identity(paths[index]) == before[index]
+        new_entries = {
+            keys[index]: value
+            for index, value in new_hashes.items()
+            if cacheable[index] and _cache_key(paths[index]) == keys[index]
         }
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be read: {error.strerror or error}") from error
-    if new:
-        _update_cache(new)
+    if new_entries:
+        _update_cache(new_entries)
     return [str(value) for value in hashes]
 
 
 def _compute_hashes(paths: Sequence[Path]) -> list[str]:
+    """Read and hash files, in pieces on several threads."""
     sizes = [path.stat().st_size for path in paths]
     pieces = [(index, start) for index, size in enumerate(sizes) for start in range(0, max(size, 1), PIECE)]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:  # hashlib releases the GIL
@@ -71,17 +74,18 @@ def _compute_hashes(paths: Sequence[Path]) -> list[str]:
 
 
 def _hash_piece(path: Path, start: int) -> bytes:
-    digest, remaining = sha256(), PIECE
+    """The SHA-256 of at most ``PIECE`` bytes of a file."""
+    digest, bytes_left = sha256(), PIECE
     block = memoryview(bytearray(BLOCK))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while remaining and (count := file.readinto(block[: min(BLOCK, remaining)])):
+        while bytes_left and (count := file.readinto(block[: min(BLOCK, bytes_left)])):
             digest.update(block[:count])
-            remaining -= count
+            bytes_left -= count
     return digest.digest()
 
 
-def _identity(path: Path) -> str:
+def _cache_key(path: Path) -> str:
     """The cache key of a file: size, times, inode, device and path."""
     status = path.stat()
     numbers = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
@@ -91,8 +95,8 @@ def _identity(path: Path) -> str:
 def _is_cacheable(path: Path) -> bool:
     """Whether a file is large enough, and its last change old enough, for its hash to be cached."""
     status = path.stat()
-    changed = max(status.st_mtime_ns, status.st_ctime_ns)
-    return status.st_size >= MIN_CACHED_BYTES and time.time_ns() - changed > SETTLED_NS
+    last_change = max(status.st_mtime_ns, status.st_ctime_ns)
+    return status.st_size >= MIN_CACHED_BYTES and time.time_ns() - last_change > SETTLED_NS
 
 
 def _load_cache() -> dict[str, str]:
@@ -113,15 +117,17 @@ def _load_cache() -> dict[str, str]:
         return {}
 
 
-def _update_cache(new: Mapping[str, str]) -> None:
+def _update_cache(new_hashes: Mapping[str, str]) -> None:
+    """Add hashes to the cache file; the oldest are removed beyond ``MAX_CACHED_HASHES``."""
     folder = user_cache_folder()
     if folder is None:
         return
-    hashes = {**_load_cache(), **new}
+    hashes = {**_load_cache(), **new_hashes}
     hashes = dict(list(hashes.items())[-MAX_CACHED_HASHES:])
     with suppress(OSError, RunFolderError):
         write_atomically(folder / CACHE_FILE, json.dumps({"hashes": hashes, "check": _checksum(hashes)}))
 
 
 def _checksum(hashes: Mapping[str, Any]) -> str:
+    """A checksum of the cache's content."""
     return sha256(json.dumps(hashes, sort_keys=True).encode("utf-8", "backslashreplace")).hexdigest()

@@ -45,7 +45,7 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: if a check fails, naming the file.
     """
-    entries, size, start = _read(path)
+    entries, size, start = _parse_header(path)
     end = 0
     for name, begin, stop in sorted(
         ((name, *_offsets(path, name, entry)) for name, entry in entries.items()), key=lambda row: row[1:]
@@ -60,7 +60,7 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
     return entries
 
 
-def _read(path: Path) -> tuple[dict[str, Any], int, int]:
+def _parse_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """Entries of the header, size of the file, and offset of the first tensor."""
     try:
         if not path.is_file():
@@ -81,6 +81,7 @@ def _read(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON's pairs; raises ``ValueError`` if a key is repeated."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a name is there twice")
@@ -108,12 +109,14 @@ def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
 
 
 def _is_list_of_sizes(values: Any) -> bool:
+    """Whether a value is a list of integers from 0 below 2^63."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def _damaged_error(path: Path, reason: str = "") -> ModelError:
-    because = f" ({reason})" if reason else ""
-    return ModelError(f"{path} is not a safetensors file{because}; fetch or make it again")
+    """The error about a damaged safetensors file."""
+    explanation = f" ({reason})" if reason else ""
+    return ModelError(f"{path} is not a safetensors file{explanation}; fetch or make it again")
 
 
 def read_json(path: Path) -> dict[str, Any]:

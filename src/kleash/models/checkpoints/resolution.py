@@ -1,4 +1,4 @@
-"""Resolves a model's name to a checkpoint: a folder with configuration and safetensors, perhaps with an adapter."""
+"""Resolving a model's name to a checkpoint: a folder with configuration and safetensors, and one of an adapter."""
 
 import re
 from collections.abc import Iterable
@@ -154,6 +154,7 @@ def resolve_commit(name: str, revision: str | None) -> str:
 
 
 def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
+    """The folder of a model, downloaded if necessary, and the commit of a hub id."""
     if name.startswith("shipped:"):
         return shipped_folder(name), None
     path = Path(name).expanduser()
@@ -185,6 +186,7 @@ def _find_base(base: str, revision: str | None, adapter: Path) -> tuple[Path, st
 
 
 def _fetch(name: str, revision: str | None) -> tuple[Path, str | None]:
+    """Download a model from the hub; return its folder and commit."""
     hub = import_extra("huggingface_hub", "models")
     try:
         with suppress_library_output():
@@ -194,14 +196,15 @@ def _fetch(name: str, revision: str | None) -> tuple[Path, str | None]:
                 )
             )
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        at = f" at revision {revision}" if revision else ""
+        version = f" at revision {revision}" if revision else ""
         raise ModelError(
-            f"{name} is not a folder here, and the hub did not give it out{at}: {summarise_error(error)}"
+            f"{name} is not a folder here, and the hub did not give it out{version}: {summarise_error(error)}"
         ) from error
     return folder, folder.name
 
 
 def _check_model_folder(name: str, folder: Path) -> None:
+    """Check that a folder has a configuration and safetensors, and that the settings pass the checks."""
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{name} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
@@ -213,6 +216,7 @@ def _check_model_folder(name: str, folder: Path) -> None:
 
 
 def _check_weights(name: str, folder: Path) -> None:
+    """Check that a folder has valid safetensors files."""
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
         read_safetensors_header(path)

@@ -99,18 +99,19 @@ class SandboxProcess:
         try:
             process.stdin.write(request)
             process.stdin.flush()
-            received = process.stdout.readline()
+            line = process.stdout.readline()
         except OSError:
-            received = b""
+            line = b""
         finally:
             timer.cancel()
-        if not received.endswith(b"\n"):
+        if not line.endswith(b"\n"):
             raise SandboxLimitError(
                 f"it does not end within {CPU_SECONDS} s of computing, or takes too much memory"
             )
-        return json.loads(received.decode("utf-8", "surrogatepass"))
+        return json.loads(line.decode("utf-8", "surrogatepass"))
 
     def _ensure_started(self) -> "subprocess.Popen[bytes]":
+        """The running worker process; started if there is none."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             one_thread = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
@@ -155,7 +156,7 @@ def check_patterns(subject: str, patterns: Iterable[str], names: Iterable[str]) 
         SANDBOX.run("match", request)
     except (SandboxLimitError, SandboxTaskError) as error:
         raise ModelError(
-            f"{subject} has a pattern in its adapter_config.json that cannot be used ({error}); mend it, such as by "
+            f"{subject} has a pattern in its adapter_config.json that cannot be used ({error}); correct it, such as by "
             "naming the modules in a list"
         ) from error
 

@@ -13,7 +13,7 @@ CPU_SECONDS = int(sys.argv[-1])
 """CPU time for one request; then the operating system ends the process."""
 IMPORT_SECONDS = 60
 MEMORY_BYTES = 1 << 30
-"""In addition to what the process uses after its imports."""
+"""Memory that a request may take in addition to that of the process after its imports."""
 MAX_TEXT_CHARACTERS = 1 << 24
 """A context of a million tokens is a quarter of this."""
 
@@ -36,8 +36,8 @@ def limit_time(seconds: int = CPU_SECONDS) -> None:
     try:
         import resource
 
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime) + seconds
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        limit = int(usage.ru_utime + usage.ru_stime) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
     except (ImportError, OSError, ValueError):
         return
@@ -56,10 +56,10 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
 def match(request: dict[str, Any]) -> dict[str, Any]:
     """Match each pattern against each name, to see that it compiles and ends within the limits."""
     for pattern in request["patterns"]:
-        compiled = re.compile(pattern)
+        expression = re.compile(pattern)
         for name in request["names"]:
-            compiled.fullmatch(name)
-            compiled.search(name)
+            expression.fullmatch(name)
+            expression.search(name)
     return {"result": []}
 
 

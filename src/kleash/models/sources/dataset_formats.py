@@ -1,12 +1,11 @@
-"""The formats of data sets that TRL documents: which fields of a record are prompt, response and text.
+"""The data set formats of TRL: which fields of a record are prompt, response and text.
 
-    prompt only      {"prompt": P}
+    prompt only            {"prompt": P}
     prompt and completion  {"prompt": P, "completion": C}
-    preference       {"prompt": P, "chosen": C, "rejected": C}, or without "prompt", which is then what the two
-                     begin with alike
+    preference             {"prompt": P, "chosen": C, "rejected": C}; without "prompt", P is the common beginning
     language modelling     {"text": T} or {"messages": M}
 
-P, C are texts or lists of messages. References: "Dataset formats and types",
+P and C are texts or lists of messages. Reference: "Dataset formats and types",
 https://huggingface.co/docs/trl/dataset_formats.
 """
 
@@ -33,20 +32,20 @@ class Preference(NamedTuple):
 
 
 def text_or_messages(record: SourceRecord, name: str) -> TextOrMessages | None:
-    """The field ``name`` of a record, a text or a list of messages; None if it has none.
+    """The field ``name`` of a record, a text or a list of messages; None if it is missing or null.
 
     Raises:
-        SourceError: if it is of another kind, or a message is none.
+        SourceError: if it has another type, or a message lacks its role or content.
     """
     value = get_field(record, name, (str, list), "text or a list of messages")
     return check_messages(record, name, value) if isinstance(value, list) else value
 
 
 def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list[dict[str, Any]]:
-    """``messages``, if each has a role and content.
+    """Check that there are messages and that each has a role and content; return them.
 
     Raises:
-        SourceError: if not, or there are none.
+        SourceError: if the list is empty, or a message lacks its role or content.
     """
     if not messages:
         raise SourceError(f"{record.location}: {name!r} is empty; it needs at least one message")
@@ -64,10 +63,10 @@ def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list
 
 
 def parse_preference(record: SourceRecord) -> Preference:
-    """The preference pair of a record; a prompt that is not given is what chosen and rejected begin with alike.
+    """The preference pair of a record; without "prompt", the prompt is the common beginning of the two answers.
 
     Raises:
-        SourceError: if a part is missing, empty or of another kind than the others, or the answers are equal.
+        SourceError: if a part is missing or empty, if the parts differ in type, or if the answers are equal.
     """
     fields = record.fields or {}
     names = [name for name in ("prompt", "chosen", "rejected") if name != "prompt" or name in fields]
@@ -81,16 +80,16 @@ def parse_preference(record: SourceRecord) -> Preference:
         raise SourceError(f"{record.location}: 'chosen' and 'rejected' are the same; leave the line out")
     if prompt is not None:
         return Preference(prompt, chosen, rejected)
-    # Of texts the characters are compared, of lists the messages.
-    shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
-    if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
-        shared -= 1  # the space belongs to the answer's first word
-    if not shared or shared in (len(chosen), len(rejected)):
+    # Length of the common beginning, in characters of texts or in messages of lists.
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
+        length -= 1  # the space belongs to the first word of the answer
+    if not length or length in (len(chosen), len(rejected)):
         raise SourceError(
             f"{record.location}: expected 'prompt', 'chosen' and 'rejected', and without 'prompt' the other two to "
             "begin alike and to go on differently"
         )
-    return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
+    return Preference(chosen[:length], chosen[length:], rejected[length:])
 
 
 def is_preference(record: SourceRecord) -> bool:
@@ -100,9 +99,9 @@ def is_preference(record: SourceRecord) -> bool:
 
 
 def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
-    """The responses of a record, each as a record with a prompt and a response: two of a preference pair.
+    """The responses of a record, each as a record with "prompt" and "response"; a preference pair gives two.
 
-    Messages that end with the assistant's are a prompt and the response to it.
+    Messages that end with one of the assistant are a prompt and the response to it.
 
     Raises:
         SourceError: if the record cannot be read as one of the formats.
@@ -149,13 +148,13 @@ def _with_response(
 
 
 def document_text(record: SourceRecord, tokenizer: Any) -> str | None:
-    """The text of a record: "text", "messages" through the chat template, or a prompt and its completion.
+    """The text of a record: "text", the rendered "messages", or "prompt" and "completion" joined.
 
     Returns:
-        None if the record has none of these.
+        The text; None if the record has none of these fields.
 
     Raises:
-        SourceError: if they cannot be read as text.
+        SourceError: if prompt and completion differ in type, or the messages cannot be rendered.
     """
     text = get_field(record, "text", str, "text")
     if text is not None:
@@ -179,53 +178,54 @@ def document_text(record: SourceRecord, tokenizer: Any) -> str | None:
 def render_answer(
     record: SourceRecord, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tokenizer: Any
 ) -> str:
-    """The text that the chat template adds to a prompt for the answer's messages, up to the token that ends it.
+    """The text that the chat template adds to a prompt for an answer, up to and including the end token.
 
     Raises:
-        SourceError: if the template writes the prompt in another way once it is answered.
+        SourceError: if the template renders the prompt differently when the answer follows.
     """
-    before = render_messages(record, prompt, tokenizer, "prompt", generate=True)
-    after = render_messages(record, prompt + answer, tokenizer, "completion")
-    if not after.startswith(before):
+    prompt_text = render_messages(record, prompt, tokenizer, "prompt", generate=True)
+    whole_text = render_messages(record, prompt + answer, tokenizer, "completion")
+    if not whole_text.startswith(prompt_text):
         raise SourceError(
             f"{record.location}: the chat template writes the prompt in another way once it is answered, so the answer "
             "cannot be told from it; give 'prompt_token_ids' and 'response_token_ids'"
         )
-    text, end = after[len(before) :], tokenizer.eos_token
-    if end and end in text and not text[text.rindex(end) + len(end) :].strip():
-        return text[: text.rindex(end) + len(end)]
+    text, eos = whole_text[len(prompt_text) :], tokenizer.eos_token
+    if eos and eos in text and not text[text.rindex(eos) + len(eos) :].strip():
+        return text[: text.rindex(eos) + len(eos)]
     return text
 
 
 def render_messages(
     record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str, *, generate: bool = False
 ) -> str:
-    """Messages as the chat template writes them.
+    """The text of messages, rendered by the tokenizer's chat template.
 
     Args:
-        line: where they stand, for errors.
-        messages: checked ones.
-        tokenizer: whose template is taken.
+        record: the record that they come from, for errors.
+        messages: as ``check_messages`` returns them.
+        tokenizer: its chat template is used.
         name: the field that they come from, for errors.
-        generate: end where the assistant begins to speak; a last message of the assistant's is left open then.
+        generate: whether to end where the assistant continues: after the generation prompt, or within the last message
+            if it is the assistant's.
 
     Raises:
-        SourceError: if there is no template, or it refuses the messages.
+        SourceError: if there is no template, or it raises an error.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise SourceError(
             f"{record.location}: it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
             "'prompt' as text, or a tokenizer that has one"
         )
-    speaking = generate and messages[-1]["role"] == "assistant"
+    continues_last = generate and messages[-1]["role"] == "assistant"
     try:
         text = render_chat(
             tokenizer,
             messages,
-            add_generation_prompt=generate and not speaking,
-            continue_final_message=speaking,
+            add_generation_prompt=generate and not continues_last,
+            continue_final_message=continues_last,
         )
-    except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
+    except Exception as error:  # a template is code of the checkpoint and can raise any exception
         raise SourceError(
             f"{record.location}: the chat template refuses the messages: {summarise_error(error)}"
         ) from error

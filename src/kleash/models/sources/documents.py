@@ -13,32 +13,32 @@ from kleash.models.sources.prompts import describe_fields, encode_text
 from kleash.models.sources.records import SourceRecord
 from kleash.models.sources.source_files import read_documents, source_path
 
-WINDOW = 2048
+DEFAULT_WINDOW = 2048
 
 
 def read_text(
     name: str, pair: Pair, *, window: int | None = None, stride: int | None = None, limit: int | None = None
 ) -> Iterator[TokenSequence]:
-    """The windows of a source's documents: records with "text", or plain text with a blank line between
-    documents.
+    """Read the documents of a source as windows: records with "text", or plain text with blank lines between.
 
-    Window ``k`` of a document reads its tokens ``k·stride`` to ``k·stride + window - 1`` and so predicts the
-    one after each. It scores those that no window before it has: every token but the first of a document is
-    scored exactly once, and after the first ``window`` of them with at least ``window - stride`` tokens of
-    context. ``prompt_id`` is the document, ``sample_id`` the window, ``prompt_hash`` stands for all the
-    window's tokens. Documents of fewer than two tokens have nothing to score and keep their number.
+    Window ``k`` of a document reads the tokens ``k·stride`` to ``k·stride + window - 1`` and predicts the token after
+    each. It scores the tokens that no earlier window scored: every token of a document except the first is scored
+    exactly once, and those after the first ``window`` with at least ``window - stride`` tokens of context.
+    ``prompt_id`` is the document, ``sample_id`` the window, and ``prompt_hash`` the hash of all tokens of the window.
+    A document of fewer than two tokens has no windows, but is counted in ``prompt_id``.
 
     Args:
         name: the file, of JSONL, a JSON array, CSV, Parquet or plain text; "-" for standard input; or
             "shipped:text". One document at a time is held in memory (of a JSON array, all). A record without "text"
-            may have "messages", written with the chat template, or "prompt" and "completion", which are joined.
-        pair: whose tokenizer and context count.
-        window: tokens a model reads at once; None is 2048, or the context where that is shorter.
-        stride: tokens from one window to the next, at most ``window``; None is ``window``.
-        limit: the most documents to read; None for all.
+            may have "messages", rendered by the chat template, or "prompt" and "completion", which are joined.
+        pair: the models, whose tokenizer and context length are used.
+        window: number of tokens that a model reads at once; None is 2048, or the context length if that is shorter.
+        stride: number of tokens from the start of a window to the start of the next, at most ``window``; None is
+            ``window``.
+        limit: largest number of documents to read; None for all.
 
     Raises:
-        OptionError: if window or stride cannot be.
+        OptionError: if the window is longer than the context, or the stride is not from 1 to the window.
         SourceError: if a line cannot be read as a document, or there is nothing to score.
     """
     window, stride = resolve_window(pair, window, stride)
@@ -46,12 +46,12 @@ def read_text(
 
 
 def resolve_window(pair: Pair, window: int | None, stride: int | None) -> tuple[int, int]:
-    """What ``read_text`` takes where they are None.
+    """The window and stride of ``read_text``, with its defaults for None.
 
     Raises:
-        OptionError: if they cannot be.
+        OptionError: if the window is longer than the context, or the stride is not from 1 to the window.
     """
-    window = min(filter(None, (WINDOW, pair.context_length))) if window is None else window
+    window = min(filter(None, (DEFAULT_WINDOW, pair.context_length))) if window is None else window
     stride = window if stride is None else stride
     if pair.context_length is not None and window > pair.context_length:
         raise OptionError(
@@ -66,12 +66,12 @@ def resolve_window(pair: Pair, window: int | None, stride: int | None) -> tuple[
 
 
 def count_documents(name: str, tokenizer: Any = None, *, limit: int | None = None) -> int:
-    """How many documents ``read_text`` will find: each line is read and none is tokenised.
+    """The number of documents of a source that ``read_text`` would read; nothing is tokenised.
 
     Args:
         name: as in ``read_text``.
-        tokenizer: whose chat template writes records of messages; not needed where there are none.
-        limit: the most documents to read; None for all.
+        tokenizer: its chat template renders records of messages; None if there are none.
+        limit: largest number of documents to count; None for all.
 
     Raises:
         SourceError: if a line cannot be read as a document.
@@ -81,36 +81,36 @@ def count_documents(name: str, tokenizer: Any = None, *, limit: int | None = Non
 
 def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[TokenSequence]:
     path = source_path(name)
-    empty = True
+    has_windows = False
     for document, record in enumerate(islice(_documents(path, pair.tokenizer), limit)):
-        token_ids = tuple(encode_text(pair.tokenizer, record.text, special=True))
-        for sample, (start, first, stop) in enumerate(window_spans(len(token_ids), window, stride)):
-            empty = False
+        token_ids = tuple(encode_text(pair.tokenizer, record.text, special_tokens=True))
+        for index, (start, score_start, stop) in enumerate(window_spans(len(token_ids), window, stride)):
+            has_windows = True
             yield TokenSequence(
                 prompt_id=document,
-                sample_id=sample,
-                prompt_ids=token_ids[start:first],
-                response_ids=token_ids[first:stop],
-                prompt_text=pair.tokenizer.decode(list(token_ids[start:first])),
-                response_text=pair.tokenizer.decode(list(token_ids[first:stop])),
+                sample_id=index,
+                prompt_ids=token_ids[start:score_start],
+                response_ids=token_ids[score_start:stop],
+                prompt_text=pair.tokenizer.decode(list(token_ids[start:score_start])),
+                response_text=pair.tokenizer.decode(list(token_ids[score_start:stop])),
                 prompt_hash=hash_tokens(token_ids[start:stop]),
                 location=record.location,
             )
-    if empty:
+    if not has_windows:
         raise SourceError(f"{name} holds no document of two tokens or more, so there is nothing to score")
 
 
 def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Where each window starts, where its scored tokens start, and where it stops, in a document of
-    ``tokens``."""
-    scored, start = 1, 0
-    while scored < tokens:
+    """Index of the first token, of the first scored token, and the end of each window of a document of ``tokens``."""
+    score_start, start = 1, 0
+    while score_start < tokens:
         stop = min(start + window + 1, tokens)
-        yield start, scored, stop
-        scored, start = stop, start + stride
+        yield start, score_start, stop
+        score_start, start = stop, start + stride
 
 
 def _documents(path: Path, tokenizer: Any) -> Iterator[SourceRecord]:
+    """The documents of a source as records of plain text."""
     for record in read_documents(path):
         if record.fields is None:
             yield record

@@ -20,57 +20,56 @@ from kleash.models.sources.source_files import read_records, source_path
 
 
 def read_prompts(name: str, pair: Pair, *, limit: int | None = None, columns: bool = False) -> list[Prompt]:
-    """The prompts of a source: records with "prompt" or "messages", or plain text with a prompt a line.
+    """Read the prompts of a source: records with "prompt" or "messages", or plain text with a prompt on each line.
 
-    Plain text is tokenised with the special tokens the tokenizer puts in front of it; messages are written
-    with the chat template, up to where the assistant speaks. Blank lines are no prompts.
+    Plain text is tokenised with the special tokens that the tokenizer puts in front of it. Messages are rendered by
+    the chat template, up to the start of the assistant's turn. Blank lines are skipped.
 
     Args:
         name: the file, of JSONL, a JSON array, CSV, Parquet or plain text; "-" for standard input; or
-            "shipped:prompts". "prompt" is a text or a list of messages; of a preference pair without one it is what
-            "chosen" and "rejected" begin with alike.
-        pair: whose tokenizer and context count.
-        limit: the most prompts to read; None for all.
-        columns: whether each prompt keeps all that its line says, for rewards.
+            "shipped:prompts". "prompt" is a text or a list of messages; in a preference pair without "prompt", it is
+            the common beginning of "chosen" and "rejected".
+        pair: the models, whose tokenizer and context length are used.
+        limit: largest number of prompts to read; None for all.
+        columns: whether each prompt keeps all fields of its record, for reward functions.
 
     Raises:
-        SourceError: if a line cannot be read as a prompt, is empty, or is longer than a model can read; or if
-            there is no prompt at all.
+        SourceError: if a record is not a prompt, or its prompt is empty or longer than a model can read; or if there
+            is no prompt at all.
     """
-    prompts = _prompts(_lines(name, limit), pair, columns=columns)
+    prompts = _prompts(_records(name, limit), pair, columns=columns)
     if not prompts:
         raise SourceError(f"{name} holds no prompt, only blank lines")
     return prompts
 
 
 def count_columns(name: str, limit: int | None = None) -> Counter[str]:
-    """How many of a source's prompts have each column, in the order in which the columns appear.
+    """The number of a source's prompts that have each column, in the order in which the columns appear.
 
-    Loads no model. Plain text has none.
+    Loads no model. Plain text has no columns.
 
     Raises:
         SourceError: if a line cannot be read.
     """
-    return Counter(column for record in _lines(name, limit) for column in record.fields or ())
+    return Counter(column for record in _records(name, limit) for column in record.fields or ())
 
 
-def _lines(name: str, limit: int | None) -> Iterable[SourceRecord]:
-    """The lines of a source of prompts."""
-    path = source_path(name)
-    return islice(read_records(path), limit)
+def _records(name: str, limit: int | None) -> Iterable[SourceRecord]:
+    """The first ``limit`` records of a source of prompts."""
+    return islice(read_records(source_path(name)), limit)
 
 
-def tokenise_prompts(given: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
-    """Prompts that are at hand: texts, or lists of messages; tokenised as ``read_prompts`` does it.
+def tokenise_prompts(prompts: Iterable[str | list[dict[str, Any]]], pair: Pair) -> list[Prompt]:
+    """Tokenise prompts in memory, texts or lists of messages, as ``read_prompts`` does.
 
     Raises:
         SourceError: as ``read_prompts``.
     """
     records = [
-        SourceRecord(number=number, location=f"prompt {number}", text=one)
-        if isinstance(one, str)
-        else SourceRecord(number=number, location=f"prompt {number}", text="", fields={"messages": one})
-        for number, one in enumerate(given, start=1)
+        SourceRecord(number=number, location=f"prompt {number}", text=prompt)
+        if isinstance(prompt, str)
+        else SourceRecord(number=number, location=f"prompt {number}", text="", fields={"messages": prompt})
+        for number, prompt in enumerate(prompts, start=1)
     ]
     if not records:
         raise SourceError("there is no prompt among those given")
@@ -78,38 +77,38 @@ def tokenise_prompts(given: Iterable[str | list[dict[str, Any]]], pair: Pair) ->
 
 
 def _prompts(records: Iterable[SourceRecord], pair: Pair, *, columns: bool = False) -> list[Prompt]:
+    """The prompts of records; equal prompts are numbered by ``copy``."""
     copies: Counter[str] = Counter()
     prompts: list[Prompt] = []
     for record in records:
         token_ids, text = tokenise_prompt(record, pair)
         check_length(record, "prompt", len(token_ids), pair)
-        key = hash_tokens(token_ids)
+        prompt_hash = hash_tokens(token_ids)
         prompts.append(
             Prompt(
                 prompt_id=len(prompts),
                 token_ids=token_ids,
                 text=text,
-                prompt_hash=key,
-                copy=copies[key],
+                prompt_hash=prompt_hash,
+                copy=copies[prompt_hash],
                 location=record.location,
                 messages=_messages(record),
                 columns=record.fields or {} if columns else {},
             )
         )
-        copies[key] += 1
+        copies[prompt_hash] += 1
     return prompts
 
 
 def tokenise_prompt(record: SourceRecord, pair: Pair) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of the prompt that a line holds: ids win over text.
+    """Token ids and text of the prompt of a record; token ids take precedence over text.
 
     Raises:
-        SourceError: if it holds none, or an empty one.
+        SourceError: if the record has no prompt, or an empty one.
     """
     if record.fields is None:
-        return _from_text(
-            record, check_unicode(record, "the prompt", record.text), pair.tokenizer
-        ), record.text
+        text = check_unicode(record, "the prompt", record.text)
+        return _from_text(record, text, pair.tokenizer), text
     values = get_field(record, "prompt_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
@@ -127,15 +126,15 @@ def tokenise_prompt(record: SourceRecord, pair: Pair) -> tuple[tuple[int, ...], 
             f"{record.location}: expected a field 'prompt' or 'messages' and found {describe_fields(record)}"
         )
     if isinstance(prompt, list):
-        return _from_turns(record, prompt, pair.tokenizer, "prompt")
+        return _render_and_encode(record, prompt, pair.tokenizer, "prompt")
     return _from_text(record, prompt, pair.tokenizer), prompt
 
 
 def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: Pair) -> tuple[int, ...]:
-    """``values`` as token ids that both models have.
+    """``values`` as token ids, after checking that both models have them.
 
     Raises:
-        SourceError: if one is not, or there are none.
+        SourceError: if a value is not a token id of the models, or there are none.
     """
     if not values:
         raise SourceError(
@@ -151,10 +150,10 @@ def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: Pa
 
 
 def check_length(record: SourceRecord, what: str, tokens: int, pair: Pair) -> None:
-    """See that the models can read ``tokens`` tokens.
+    """Check that a text of ``tokens`` tokens is not longer than the models' context.
 
     Raises:
-        SourceError: if they cannot, naming both lengths.
+        SourceError: if it is, with both lengths.
     """
     if pair.context_length is not None and tokens > pair.context_length:
         raise SourceError(
@@ -164,22 +163,23 @@ def check_length(record: SourceRecord, what: str, tokens: int, pair: Pair) -> No
 
 
 def describe_fields(record: SourceRecord) -> str:
-    """The names of a line's fields, for errors."""
+    """The names of a record's fields, for errors."""
     return ", ".join(repr(name) for name in record.fields) if record.fields else "an empty object"
 
 
-def encode_text(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    """Token ids of ``text``, with or without what the tokenizer puts around it."""
-    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+def encode_text(tokenizer: Any, text: str, *, special_tokens: bool) -> list[int]:
+    """Token ids of ``text``, with or without the special tokens that the tokenizer adds around a text."""
+    return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
 
 
 def _from_text(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer makes of plain text, without an end token: the prompt is to be continued."""
+    """Token ids of a prompt of plain text, without an end token that the tokenizer appended."""
     if not text:
         raise SourceError(f"{record.location}: the prompt is empty")
-    token_ids, bare = encode_text(tokenizer, text, special=True), encode_text(tokenizer, text, special=False)
-    ended = len(token_ids) > len(bare) and token_ids[-1] == tokenizer.eos_token_id
-    if ended and (not bare or bare[-1] != tokenizer.eos_token_id):
+    token_ids = encode_text(tokenizer, text, special_tokens=True)
+    text_ids = encode_text(tokenizer, text, special_tokens=False)
+    ends_with_eos = len(token_ids) > len(text_ids) and token_ids[-1] == tokenizer.eos_token_id
+    if ends_with_eos and (not text_ids or text_ids[-1] != tokenizer.eos_token_id):
         token_ids.pop()
     if not token_ids:
         raise SourceError(f"{record.location}: the prompt {shorten(text)} has no tokens")
@@ -187,7 +187,7 @@ def _from_text(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ..
 
 
 def _messages(record: SourceRecord) -> tuple[dict[str, Any], ...] | None:
-    """The messages that a prompt is made from, if it is."""
+    """The messages of a record's prompt; None if the prompt is text or token ids."""
     fields = record.fields or {}
     if fields.get("prompt_token_ids") is not None:
         return None
@@ -200,20 +200,21 @@ def _messages(record: SourceRecord) -> tuple[dict[str, Any], ...] | None:
 def _from_messages(
     record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any
 ) -> tuple[tuple[int, ...], str]:
-    """A conversation to be answered."""
+    """Token ids and text of a conversation that the assistant is to answer."""
     if messages[-1]["role"] == "assistant":
         raise SourceError(
             f"{record.location}: the last of 'messages' is the assistant's; leave it out to have the conversation "
             "answered, or call the field 'prompt' to have it continued"
         )
-    return _from_turns(record, messages, tokenizer, "messages")
+    return _render_and_encode(record, messages, tokenizer, "messages")
 
 
-def _from_turns(
+def _render_and_encode(
     record: SourceRecord, messages: list[dict[str, Any]], tokenizer: Any, name: str
 ) -> tuple[tuple[int, ...], str]:
+    """Token ids and text of messages, up to the start of the assistant's turn."""
     text = render_messages(record, messages, tokenizer, name, generate=True)
-    token_ids = encode_text(tokenizer, text, special=False)
+    token_ids = encode_text(tokenizer, text, special_tokens=False)
     if not token_ids:
         raise SourceError(f"{record.location}: the chat template makes nothing of the messages")
     return tuple(token_ids), text

@@ -10,22 +10,23 @@ from typing import Any
 from kleash.errors import SourceError
 from kleash.models.compat import summarise_error
 
-SHOWN = 60
+MAX_SHOWN_CHARACTERS = 60
 COPY_OF_STANDARD_INPUT = "kleash-standard-input"
 """File name of the copy of standard input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecord:
-    """One record of a source: a line of JSONL, a row of a table, a line or a document of plain text."""
+    """A record of a source: a line of JSONL, a row of a table, or a line or document of plain text."""
 
     number: int
-    """From 1."""
+    """Number of its line, row or entry in the file, from 1."""
     location: str
     """File and line, for errors."""
     text: str
+    """The plain text; not used if the record has fields."""
     fields: dict[str, Any] | None = None
-    """The fields of a record; None in plain text."""
+    """Values by name; None in plain text."""
 
 
 def read_jsonl(path: Path) -> Iterator[SourceRecord]:
@@ -67,68 +68,76 @@ def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
 
 
 def read_plain_documents(path: Path) -> Iterator[SourceRecord]:
-    """Read documents separated by blank lines, one at a time."""
-    held: list[str] = []
+    """Read the documents of plain text, which blank lines separate, one at a time."""
+    lines: list[str] = []
     first = 0
     for number, text in read_text_lines(path):
         if text.strip():
-            first = first if held else number
-            held.append(text)
-        elif held:
+            first = first if lines else number
+            lines.append(text)
+        elif lines:
             yield SourceRecord(
-                number=first, location=f"{source_label(path)}, line {first}", text="\n".join(held)
+                number=first, location=f"{source_label(path)}, line {first}", text="\n".join(lines)
             )
-            held = []
-    if held:
-        yield SourceRecord(number=first, location=f"{source_label(path)}, line {first}", text="\n".join(held))
+            lines = []
+    if lines:
+        yield SourceRecord(
+            number=first, location=f"{source_label(path)}, line {first}", text="\n".join(lines)
+        )
 
 
-def get_field(record: SourceRecord, name: str, kind: type | tuple[type, ...], what: str) -> Any:
-    """The field ``name`` of a record, checked; None if the record has none or null.
+def get_field(record: SourceRecord, name: str, types: type | tuple[type, ...], expected: str) -> Any:
+    """The field ``name`` of a record, with its type checked; None if it is missing or null.
+
+    Args:
+        record: with fields.
+        name: of the field.
+        types: the accepted types; bool is not accepted as a number.
+        expected: these types in words, for the error.
 
     Raises:
-        SourceError: if it is of another kind than ``what`` says, or text with half a character in it.
+        SourceError: if it has another type, or is text with a lone surrogate.
     """
     assert record.fields is not None
     value = record.fields.get(name)
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if isinstance(value, str) and str in kinds:
+    accepted = types if isinstance(types, tuple) else (types,)
+    if isinstance(value, str) and str in accepted:
         return check_unicode(record, repr(name), value)
-    if value is None or (isinstance(value, kinds) and not isinstance(value, bool)):
+    if value is None or (isinstance(value, accepted) and not isinstance(value, bool)):
         return value
-    raise SourceError(f"{record.location}: expected {name!r} to be {what} and found {show_value(value)}")
+    raise SourceError(f"{record.location}: expected {name!r} to be {expected} and found {show_value(value)}")
 
 
 def check_unicode(record: SourceRecord, what: str, text: str) -> str:
-    """``text``, if it is made of whole characters: JSON can also write half of one, such as "\\ud83d".
+    """Check that ``text`` has no lone surrogate such as "\\ud83d", which JSON can hold; return it.
 
     Raises:
-        SourceError: if it is not; no tokenizer takes it.
+        SourceError: if it has one, which no tokenizer accepts.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
+        surrogate = f"\\u{ord(text[error.start]):04x}"
         raise SourceError(
-            f"{record.location}: {what} holds half a character, {half}, at place {error.start}: something cut it in "
-            "two; leave the half out"
+            f"{record.location}: {what} holds half a character, {surrogate}, at place {error.start}: something cut it "
+            "in two; leave the half out"
         ) from error
     return text
 
 
 def shorten(text: str) -> str:
-    """The start of ``text``, quoted, for error messages."""
+    """The first 60 characters of ``text``, quoted, for error messages."""
     text = text.strip()
-    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
+    return repr(text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…")
 
 
 def show_value(value: Any) -> str:
-    """The start of a field's value as JSON, for error messages."""
+    """The first 60 characters of a value as JSON, for error messages."""
     return shorten(json.dumps(value, default=str))
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether a field's value is a number that a float can hold; JSON also writes whole numbers of any length."""
+    """Whether a value is a finite number that fits a float; integers in JSON can be too large for one."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(float(value))
     except OverflowError:
@@ -140,12 +149,12 @@ def source_label(path: Path) -> str:
     return "standard input" if path.name == COPY_OF_STANDARD_INPUT else str(path)
 
 
-def read_text_lines(path: Path, *, ends: bool = False) -> Iterator[tuple[int, str]]:
-    """Number and text of each line of a UTF-8 file; a byte-order mark is not part of the text.
+def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
+    """Number and text of each line of a UTF-8 file, without a byte-order mark.
 
     Args:
         path: the file.
-        ends: keep the characters that end a line.
+        keep_ends: whether to keep the line endings.
 
     Raises:
         SourceError: if the file cannot be read, is not UTF-8, or holds NUL bytes.
@@ -162,7 +171,7 @@ def read_text_lines(path: Path, *, ends: bool = False) -> Iterator[tuple[int, st
                         "UTF-8"
                     )
                 text = line.decode("utf-8")
-                yield number, text if ends else text.removesuffix("\n").removesuffix("\r")
+                yield number, text if keep_ends else text.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise SourceError(
             f"{label}, line {number}: expected UTF-8 and found byte 0x{error.object[error.start]:02x}; "

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field as default
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 import numpy as np
@@ -22,31 +21,32 @@ from kleash.models.sources.prompts import (
 from kleash.models.sources.records import SourceRecord, get_field, is_finite_number, show_value, source_label
 from kleash.models.sources.source_files import detect_format, read_records, source_path
 
-LARGEST_ID = 2**31 - 1
+MAX_ID = 2**31 - 1
 ROUNDING_NATS = 1e-3
-"""A log-probability may be so far above 0 by rounding; it counts as 0."""
+"""Largest log-probability above 0 that is taken for a rounding error and replaced by 0."""
 IMPOSSIBLE_NATS = 80.0
-"""A probability below exp(-80) = 2e-35 is not met, whatever the number of tokens drawn."""
+"""An event of probability below exp(-80) = 2e-35 is taken for an error in the data."""
 
 
 def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterator[TokenSequence]:
-    """The responses of a source of records, each with its prompt; one record at a time is held in memory.
+    """Read responses with their prompts from a source of records, one record at a time.
 
-    A record has ``prompt``, ``messages`` or ``prompt_token_ids``, and ``response`` or ``response_token_ids``;
-    ids win over text. It may have ``prompt_id`` and ``sample_id`` (otherwise equal prompts share a number,
-    in the order of appearance), ``finish_reason``, ``logprobs`` (one for each response token, in nats, under
-    the distribution it was drawn from) and ``temperature``. Text is tokenised apart from the prompt; the end
-    token is added to it only where ``finish_reason`` is "stop". TRL's formats are read too: ``completion`` is a
-    response, a preference pair two of them (chosen, rejected), and messages that end with the assistant's are a prompt
-    and its response. A response of messages is what the chat template adds to the prompt, up to the end token.
+    A record has ``prompt``, ``messages`` or ``prompt_token_ids``, and ``response`` or ``response_token_ids``; token
+    ids take precedence over text. It may have ``prompt_id`` and ``sample_id`` (by default equal prompts get equal
+    numbers, in order of appearance), ``finish_reason``, ``logprobs`` (one for each response token, in nats, under the
+    distribution that it was drawn from) and ``temperature``. The text of a response is tokenised separately from the
+    prompt; the end token is appended only if ``finish_reason`` is "stop". TRL's formats are read too: ``completion`` is
+    a response, a preference pair is two responses (chosen, rejected), and messages that end with one of the assistant
+    are a prompt and its response. A response of messages is the text that the chat template adds to the prompt, up to
+    the end token.
 
     Args:
         name: the file, of JSONL, a JSON array, CSV or Parquet, or "-" for standard input.
-        pair: whose tokenizer, vocabulary and context count.
-        limit: the most responses to read; None for all.
+        pair: the models, whose tokenizer, vocabulary and context length are used.
+        limit: largest number of responses to read; None for all.
 
     Raises:
-        SourceError: at the first line that is not such a response, saying what was expected.
+        SourceError: at the first record that is not a response, with what was expected.
     """
     path = source_path(name)
     if detect_format(path) == "plain text":
@@ -54,59 +54,68 @@ def read_responses(name: str, pair: Pair, *, limit: int | None = None) -> Iterat
             f"{source_label(path)} is not JSONL; responses come as records with their prompts: JSONL, a JSON array, "
             "CSV or Parquet"
         )
-    numbering, empty = _Numbering(), True
+    assigner, is_empty = _IdAssigner(), True
     responses = (response for record in read_records(path) for response in expand_responses(record))
     for record in islice(responses, limit):
-        empty = False
-        yield _response(record, pair, numbering)
-    if empty:
+        is_empty = False
+        yield _response(record, pair, assigner)
+    if is_empty:
         raise SourceError(f"{name} holds no response, only blank lines")
 
 
 @dataclass
-class _Numbering:
-    """Which prompt and sample numbers have been given, and to what."""
+class _IdAssigner:
+    """Assigns prompt and sample ids to responses, and checks those that records state."""
 
-    prompts: dict[str, int] = default(default_factory=dict)
-    hashes: dict[int, tuple[str, str]] = default(default_factory=dict)
-    samples: dict[int, set[int]] = default(default_factory=dict)
-    free: dict[int, int] = default(default_factory=dict)
-    """Of each prompt: no smaller sample number is free."""
-    given: bool | None = None
+    prompt_ids: dict[str, int] = field(default_factory=dict[str, int])
+    """Assigned prompt ids by the hash of the prompt."""
+    prompts: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    """Hash of the prompt, and location of its first record, by prompt id."""
+    sample_ids: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    """Sample ids in use, by prompt id."""
+    next_sample_ids: dict[int, int] = field(default_factory=dict[int, int])
+    """By prompt id: every smaller sample id is in use."""
+    has_prompt_ids: bool | None = None
+    """Whether the records state prompt ids; None before the first."""
 
-    def number(self, record: SourceRecord, prompt_hash: str) -> tuple[int, int]:
-        """The ids of a line, its own or the next free ones."""
-        prompt, sample = (_identity(record, name) for name in ("prompt_id", "sample_id"))
-        if self.given is None:
-            self.given = prompt is not None
-        if self.given is not (prompt is not None):
+    def assign(self, record: SourceRecord, prompt_hash: str) -> tuple[int, int]:
+        """Prompt id and sample id of a record: those that it states, or the next free ones.
+
+        Raises:
+            SourceError: if a prompt id stands for two prompts, or a sample id is used twice.
+        """
+        prompt, sample = (_read_id(record, name) for name in ("prompt_id", "sample_id"))
+        if self.has_prompt_ids is None:
+            self.has_prompt_ids = prompt is not None
+        if self.has_prompt_ids is not (prompt is not None):
             raise SourceError(
                 f"{record.location}: expected every line to have a 'prompt_id', or none of them"
             )
         if prompt is None:
-            prompt = self.prompts.setdefault(prompt_hash, len(self.prompts))
-        known, location = self.hashes.setdefault(prompt, (prompt_hash, record.location))
-        if known != prompt_hash:
+            prompt = self.prompt_ids.setdefault(prompt_hash, len(self.prompt_ids))
+        first_hash, first_location = self.prompts.setdefault(prompt, (prompt_hash, record.location))
+        if first_hash != prompt_hash:
             raise SourceError(
-                f"{record.location}: 'prompt_id' {prompt} stands for another prompt at {location}"
+                f"{record.location}: 'prompt_id' {prompt} stands for another prompt at {first_location}"
             )
-        taken = self.samples.setdefault(prompt, set())
+        used = self.sample_ids.setdefault(prompt, set())
         if sample is None:
-            sample = next(free for free in count(self.free.get(prompt, 0)) if free not in taken)
-            self.free[prompt] = sample
-        if sample in taken:
+            sample = next(index for index in count(self.next_sample_ids.get(prompt, 0)) if index not in used)
+            self.next_sample_ids[prompt] = sample
+        if sample in used:
             raise SourceError(f"{record.location}: sample {sample} of prompt {prompt} has been there before")
-        taken.add(sample)
+        used.add(sample)
         return prompt, sample
 
 
-def _response(record: SourceRecord, pair: Pair, numbering: _Numbering) -> TokenSequence:
+def _response(record: SourceRecord, pair: Pair, assigner: _IdAssigner) -> TokenSequence:
+    """The token sequence of one response."""
     prompt_ids, prompt_text = tokenise_prompt(record, pair)
     finish_reason = get_field(record, "finish_reason", str, "text")
     response_ids, response_text, retokenised = _answer(record, pair, finish_reason)
     check_length(record, "prompt with its response", len(prompt_ids) + len(response_ids) - 1, pair)
     prompt_hash = hash_tokens(prompt_ids)
-    prompt_id, sample_id = numbering.number(record, prompt_hash)
+    prompt_id, sample_id = assigner.assign(record, prompt_hash)
     return TokenSequence(
         prompt_id=prompt_id,
         sample_id=sample_id,
@@ -135,19 +144,19 @@ def _answer(record: SourceRecord, pair: Pair, finish_reason: str | None) -> tupl
             f"{record.location}: expected a field 'response' or 'response_token_ids' and found "
             f"{describe_fields(record)}"
         )
-    made = encode_text(pair.tokenizer, text, special=False)
-    end = pair.tokenizer.eos_token_id
-    if finish_reason == "stop" and end is not None and made[-1:] != [end]:
-        made.append(end)
-    if not made:
+    token_ids = encode_text(pair.tokenizer, text, special_tokens=False)
+    eos = pair.tokenizer.eos_token_id
+    if finish_reason == "stop" and eos is not None and token_ids[-1:] != [eos]:
+        token_ids.append(eos)
+    if not token_ids:
         raise SourceError(
             f"{record.location}: the response has no tokens, so there is nothing to score; leave the line out"
         )
-    return tuple(made), text, True
+    return tuple(token_ids), text, True
 
 
 def _response_text(record: SourceRecord, pair: Pair) -> str | None:
-    """The text of the response; of messages, what the chat template makes of them."""
+    """The text of the response; messages are rendered by the chat template. None if the record has no text."""
     response = text_or_messages(record, "response")
     if not isinstance(response, list):
         return response
@@ -161,12 +170,15 @@ def _response_text(record: SourceRecord, pair: Pair) -> str | None:
 
 
 def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray | None:
-    """The log-probabilities under which the response was drawn, in nats; None if the record has none.
+    """The log-probabilities with which the response was drawn, in nats; None if the record has none.
 
     The expectation of ``exp(-logp)`` of a drawn token is at most ``vocab_size``, and of the product over a response of
     n tokens at most ``vocab_size**n``. So by Markov's inequality the sum of ``-logp`` is above ``n·log(vocab_size) +
-    IMPOSSIBLE_NATS`` with a probability below ``exp(-IMPOSSIBLE_NATS)``: such numbers are placeholders, or of other
-    tokens than those of the response.
+    IMPOSSIBLE_NATS`` with a probability below ``exp(-IMPOSSIBLE_NATS)``: such values are placeholders, or belong to
+    other tokens.
+
+    Raises:
+        SourceError: if their number is not ``tokens``, or they cannot be log-probabilities of drawn tokens.
     """
     values = get_field(record, "logprobs", list, "a list of numbers")
     if values is None:
@@ -194,6 +206,7 @@ def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray 
 
 
 def _temperature(record: SourceRecord) -> float | None:
+    """The sampling temperature of a record, from 0; None if it has none."""
     value = get_field(record, "temperature", (int, float), "a number")
     if value is not None and not (is_finite_number(value) and value >= 0):
         raise SourceError(
@@ -202,10 +215,11 @@ def _temperature(record: SourceRecord) -> float | None:
     return None if value is None else float(value)
 
 
-def _identity(record: SourceRecord, name: str) -> int | None:
+def _read_id(record: SourceRecord, name: str) -> int | None:
+    """The prompt or sample id of a record; None if it has none."""
     value = get_field(record, name, int, "a whole number")
-    if value is not None and not 0 <= value <= LARGEST_ID:
+    if value is not None and not 0 <= value <= MAX_ID:
         raise SourceError(
-            f"{record.location}: expected {name!r} to be from 0 to {LARGEST_ID} and found {show_value(value)}"
+            f"{record.location}: expected {name!r} to be from 0 to {MAX_ID} and found {show_value(value)}"
         )
     return value

@@ -30,7 +30,7 @@ SourceFormat = Literal["jsonl", "json array", "csv", "parquet", "plain text"]
 STANDARD_INPUT = "-"
 SHIPPED = {"shipped:prompts": shipped_prompts, "shipped:text": shipped_text}
 ACCEPTED_FORMATS = "JSONL, a JSON array, CSV, Parquet or plain text"
-SUFFIXES: dict[str, SourceFormat] = {
+FORMAT_BY_SUFFIX: dict[str, SourceFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
@@ -39,17 +39,22 @@ SUFFIXES: dict[str, SourceFormat] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-"""What a suffix says of a file, whatever its content looks like."""
+"""Formats of files by suffix, which takes precedence over their content."""
 FIELDS = frozenset(
     {
         *("prompt", "messages", "prompt_token_ids", "text", "response", "response_token_ids"),
         *("completion", "chosen", "rejected"),
     }
 )
-"""Names of fields that are read from a record, by which the header of a table is known."""
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-"""How packed files begin."""
-REFUSED_STARTS = {
+"""Names of fields that are read from a record; the header of a table contains at least one."""
+COMPRESSION_BY_START = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+}
+"""Compression programs by the first bytes of their files."""
+REFUSED_BY_START = {
     b"PK\x03\x04": "a zip archive (as .xlsx, .docx and .npz are)",
     b"ARROW1": "an Arrow file",
     b"ORC": "an ORC file",
@@ -66,25 +71,25 @@ REFUSED_STARTS = {
     b"\xff\xfe": "UTF-16 text",
     b"\xfe\xff": "UTF-16 text",
 }
-"""How files begin that are neither text nor a table that is read."""
-REFUSED_SUFFIXES = {
+"""Formats that cannot be read, by the first bytes of their files."""
+REFUSED_BY_SUFFIX = {
     **dict.fromkeys((".yaml", ".yml"), "YAML"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "a spreadsheet"),
     **dict.fromkeys((".arrow", ".feather", ".ipc"), "an Arrow file"),
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth"), "a pickle"),
     **dict.fromkeys((".xml", ".toml", ".ini", ".ipynb"), "a structured file of another kind"),
 }
-"""Suffixes of files that hold records in a form that is not read."""
+"""Formats that cannot be read, by suffix."""
 
 
 def source_path(name: str) -> Path:
-    """The file called ``name``, one that ships with kleash, or a copy of standard input.
+    """The path of a source: the file ``name``, a shipped file, or a copy of standard input.
 
     Args:
         name: a path, "shipped:prompts", "shipped:text", or "-" for standard input.
 
     Raises:
-        SourceError: if there is no such file, or nothing in it, or it cannot be read twice.
+        SourceError: if there is no such file, or it is empty, or it cannot be read twice.
     """
     if name == STANDARD_INPUT:
         return _standard_input()
@@ -93,7 +98,7 @@ def source_path(name: str) -> Path:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise SourceError(f"there is no file {name}") from error
-    except (OSError, ValueError) as error:  # a whole prompt is too long a name; no name holds a NUL
+    except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         reason = getattr(error, "strerror", None) or error
         raise SourceError(
             f"{shorten(name)} cannot be read ({reason}); give the name of a file of {ACCEPTED_FORMATS}"
@@ -111,65 +116,65 @@ def source_path(name: str) -> Path:
 
 
 def read_records(path: Path) -> Iterator[SourceRecord]:
-    """The records of a source whose plain text is a record a line.
+    """Read the records of a source; in plain text, each line is a record.
 
     Raises:
-        SourceError: if the file is of a kind that is not read, or where it is damaged.
+        SourceError: if the file is damaged, or its format cannot be read.
     """
     return _read(path, documents=False)
 
 
 def read_documents(path: Path) -> Iterator[SourceRecord]:
-    """The records of a source whose plain text is documents with blank lines between them.
+    """Read the records of a source; in plain text, blank lines separate records.
 
     Raises:
-        SourceError: if the file is of a kind that is not read, or where it is damaged.
+        SourceError: if the file is damaged, or its format cannot be read.
     """
     return _read(path, documents=True)
 
 
 def detect_format(path: Path) -> SourceFormat:
-    """The kind of a source: by how its bytes begin, its suffix, or the first line that is not blank.
+    """The format of a source, by its first bytes, its suffix, or its first line that is not blank.
 
-    A .txt file is plain text, a .jsonl file is JSONL and a .csv file a table whatever they hold.
+    A .txt file is plain text, a .jsonl file is JSONL and a .csv file is a table, whatever their content.
 
     Raises:
-        SourceError: if it is of a kind that is not read, which the error names.
+        SourceError: if the format cannot be read, with its name.
     """
-    start, suffix, label = _start(path), path.suffix.lower(), source_label(path)
+    start, suffix, label = _first_bytes(path), path.suffix.lower(), source_label(path)
     if start.startswith(b"PAR1"):
         return "parquet"
-    for packed, packer in PACKED.items():
-        if start.startswith(packed):
-            raise SourceError(f"{label} is packed by {packer}; unpack it first")
-    for begins, what in REFUSED_STARTS.items():
-        if start.startswith(begins):
-            raise SourceError(f"{label} is {what}; give {ACCEPTED_FORMATS}, in UTF-8")
-    if suffix in REFUSED_SUFFIXES:
+    for prefix, program in COMPRESSION_BY_START.items():
+        if start.startswith(prefix):
+            raise SourceError(f"{label} is packed by {program}; unpack it first")
+    for prefix, refused_format in REFUSED_BY_START.items():
+        if start.startswith(prefix):
+            raise SourceError(f"{label} is {refused_format}; give {ACCEPTED_FORMATS}, in UTF-8")
+    if suffix in REFUSED_BY_SUFFIX:
         raise SourceError(
-            f"{label} is {REFUSED_SUFFIXES[suffix]} by its suffix; give {ACCEPTED_FORMATS} "
+            f"{label} is {REFUSED_BY_SUFFIX[suffix]} by its suffix; give {ACCEPTED_FORMATS} "
             "(a .txt file is read as plain text)"
         )
-    if SUFFIXES.get(suffix) == "parquet":
+    if FORMAT_BY_SUFFIX.get(suffix) == "parquet":
         raise SourceError(f"{label} is not a Parquet file, which begins with PAR1; make or fetch it again")
-    return SUFFIXES.get(suffix) or _kind_by_content(path, suffix)
+    return FORMAT_BY_SUFFIX.get(suffix) or _format_by_content(path, suffix)
 
 
 def _read(path: Path, *, documents: bool) -> Iterator[SourceRecord]:
-    kind = detect_format(path)
-    if kind == "jsonl":
+    source_format = detect_format(path)
+    if source_format == "jsonl":
         return read_jsonl(path)
-    if kind == "json array":
+    if source_format == "json array":
         return read_json_array(path)
-    if kind == "csv":
+    if source_format == "csv":
         return read_csv(path, FIELDS)
-    if kind == "parquet":
+    if source_format == "parquet":
         return read_parquet(path)
     return read_plain_documents(path) if documents else read_plain_lines(path)
 
 
-def _kind_by_content(path: Path, suffix: str) -> SourceFormat:
-    """The kind of a file whose suffix says nothing, or only that it is JSON of some form."""
+def _format_by_content(path: Path, suffix: str) -> SourceFormat:
+    """The format of a file whose suffix is unknown or ".json", by its first line that is not blank."""
     for _, text in read_text_lines(path):
         if not text.strip():
             continue
@@ -196,7 +201,8 @@ def _is_array_of_objects(path: Path) -> bool:
     return isinstance(content, list) and bool(content) and all(isinstance(entry, dict) for entry in content)
 
 
-def _start(path: Path) -> bytes:
+def _first_bytes(path: Path) -> bytes:
+    """The first 16 bytes of a file."""
     try:
         with path.open("rb") as file:
             return file.read(16)
@@ -206,7 +212,7 @@ def _start(path: Path) -> bytes:
 
 @lru_cache(maxsize=1)
 def _standard_input() -> Path:
-    """A copy of standard input, which can be read only once; it is deleted when the process ends."""
+    """Copy standard input to a file, since it can be read only once; the file is deleted when the process ends."""
     stream = getattr(sys.stdin, "buffer", None)
     try:
         if stream is None:

@@ -21,29 +21,29 @@ JSON_COLUMNS = frozenset(
     }
 )
 """Columns of a CSV whose cells are JSON: lists and numbers."""
-CONVERSATIONS = frozenset({"prompt", "completion", "chosen", "rejected"})
-"""Columns whose cells may be a list of messages, as JSON, or text."""
+TEXT_OR_MESSAGES_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected"})
+"""Columns whose cells are text, or a list of messages as JSON."""
 PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(role|content)'")
-NAME = re.compile(r"(\w[\w.-]*)?")
-"""A column's name, or the empty one of an index."""
-ROWS = 256
-"""Rows of a Parquet file that are held at once."""
+COLUMN_NAME = re.compile(r"(\w[\w.-]*)?")
+"""A column's name; empty for an index that pandas writes."""
+PARQUET_BATCH_ROWS = 256
+"""Rows of a Parquet file that are held in memory at once."""
 
 
 def find_delimiter(text: str, known: Collection[str], *, names_only: bool = False) -> str | None:
-    """The delimiter of a CSV's first line; None if no cell of it is the name of a known field.
+    """The delimiter of a CSV's header; None if no cell of it is the name of a known field.
 
     Args:
         text: the first line.
         known: names of fields.
-        names_only: every cell must look like a name, so that a sentence with a known name in it is no header.
+        names_only: whether every cell must look like a name, so that a sentence with a known name is no header.
     """
     for delimiter in DELIMITERS:
         try:
             cells = next(csv.reader([text], delimiter=delimiter, strict=True), [])
         except csv.Error:
             continue
-        if names_only and not all(NAME.fullmatch(cell) for cell in cells):
+        if names_only and not all(COLUMN_NAME.fullmatch(cell) for cell in cells):
             continue
         if any(cell.strip() in known for cell in cells):
             return delimiter
@@ -51,24 +51,24 @@ def find_delimiter(text: str, known: Collection[str], *, names_only: bool = Fals
 
 
 def read_csv(path: Path, known: Collection[str]) -> Iterator[SourceRecord]:
-    """The rows of a CSV with a header, each a record of text by column.
+    """Read the rows of a CSV with a header, each as a record of text by column.
 
-    Cells of ``JSON_COLUMNS`` are read as JSON. Empty cells of these are null. Columns without a name, such as the
-    index that pandas writes, are left out.
+    Cells of ``JSON_COLUMNS`` are parsed as JSON; empty ones are null. Columns without a name, such as the index that
+    pandas writes, are left out.
 
     Args:
-        path: the file; the delimiter is a comma, a semicolon, a tab or a bar: the one that gives a known field.
-        known: names of fields, of which the header holds at least one.
+        path: the file. The delimiter is a comma, a semicolon, a tab or a bar: the one that gives a known field.
+        known: names of fields; the header must contain at least one.
 
     Raises:
-        SourceError: if the header names no known field or one twice, at the first row that has more or fewer cells,
-            or where the file is not UTF-8.
+        SourceError: if the header contains no known field or one twice, if a row has another number of cells than the
+            header, or if the file is not UTF-8.
     """
     csv.field_size_limit(
         min(sys.maxsize, 2**31 - 1)
     )  # the default refuses documents above 131 072 characters
     label = source_label(path)
-    lines = (text for _, text in read_text_lines(path, ends=True))
+    lines = (text for _, text in read_text_lines(path, keep_ends=True))
     first = next((text for text in lines if text.strip()), "")
     delimiter = find_delimiter(first.rstrip("\r\n"), known)
     if delimiter is None:
@@ -77,19 +77,18 @@ def read_csv(path: Path, known: Collection[str]) -> Iterator[SourceRecord]:
             f"{', '.join(sorted(known))}, or name the file .txt if it is plain text"
         )
     header = [cell.strip() for cell in next(csv.reader([first], delimiter=delimiter))]
-    repeated = sorted({name for name in header if name and header.count(name) > 1})
-    if repeated:
-        raise SourceError(f"{label} has the column {repeated[0]!r} more than once; keep one")
-    skipped = next(number for number, text in read_text_lines(path) if text.strip())
+    duplicate_names = sorted({name for name in header if name and header.count(name) > 1})
+    if duplicate_names:
+        raise SourceError(f"{label} has the column {duplicate_names[0]!r} more than once; keep one")
+    header_line = next(number for number, text in read_text_lines(path) if text.strip())
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    number = skipped
     while True:
-        number = skipped + reader.line_num + 1
+        number = header_line + reader.line_num + 1
         try:
             cells = next(reader, None)
         except csv.Error as error:
             raise SourceError(
-                f"{label}, line {skipped + reader.line_num}: it is not CSV ({error})"
+                f"{label}, line {header_line + reader.line_num}: it is not CSV ({error})"
             ) from error
         if cells is None:
             return
@@ -105,7 +104,7 @@ def read_csv(path: Path, known: Collection[str]) -> Iterator[SourceRecord]:
 
 
 def read_parquet(path: Path) -> Iterator[SourceRecord]:
-    """The rows of a Parquet file, each a record by column; a few hundred are held at once.
+    """Read the rows of a Parquet file as records by column, a few hundred at a time.
 
     Raises:
         SourceError: if the file is damaged.
@@ -122,10 +121,10 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
     label, number = source_label(path), 0
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=ROWS):
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    fields = {name: _without_nulls(value) for name, value in row.items()}
+                    fields = {name: _drop_null_keys(value) for name, value in row.items()}
                     yield SourceRecord(
                         number=number, location=f"{label}, row {number}", text="", fields=fields
                     )
@@ -136,10 +135,10 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
 
 
 def read_json_array(path: Path) -> Iterator[SourceRecord]:
-    """The entries of a JSON array: objects are records, texts are plain text. The file is held whole.
+    """Read the entries of a JSON array: objects are records, strings are plain text. Holds the whole file in memory.
 
     Raises:
-        SourceError: if the file holds something else.
+        SourceError: if the file is not an array of objects and strings.
     """
     label = source_label(path)
     text = "\n".join(line for _, line in read_text_lines(path))
@@ -167,7 +166,7 @@ def read_json_array(path: Path) -> Iterator[SourceRecord]:
 
 
 def _cell(name: str, cell: str, location: str) -> Any:
-    """The value of a CSV's cell."""
+    """The value of a cell of a CSV: JSON, a list of messages, text, or None."""
     if name in JSON_COLUMNS:
         if not cell.strip():
             return None
@@ -177,7 +176,7 @@ def _cell(name: str, cell: str, location: str) -> Any:
             raise SourceError(
                 f"{location}: expected {name!r} to be JSON and found {shorten(cell)} ({summarise_error(error)})"
             ) from error
-    if name in CONVERSATIONS and cell.lstrip().startswith("["):
+    if name in TEXT_OR_MESSAGES_COLUMNS and cell.lstrip().startswith("["):
         if PYTHON_MESSAGES.match(cell):
             raise SourceError(
                 f"{location}: {name!r} is a list of messages as Python prints it, {shorten(cell)}; save the data as "
@@ -187,22 +186,20 @@ def _cell(name: str, cell: str, location: str) -> Any:
             value = json.loads(cell)
         except (ValueError, RecursionError):
             return cell
-        if (
-            isinstance(value, list)
-            and value
-            and all(isinstance(entry, dict) and "role" in entry for entry in value)
-        ):
+        if _is_message_list(value):
             return value
     return cell if cell or name != "finish_reason" else None
 
 
-def _without_nulls(value: Any) -> Any:
-    """A column's value, without the keys that a table adds to each of its messages with null in them."""
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(entry, dict) and "role" in entry for entry in value)
-    ):
+def _is_message_list(value: Any) -> bool:
+    """Whether a value is a list of messages: objects with a role."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(entry, dict) and "role" in entry for entry in value)
+
+
+def _drop_null_keys(value: Any) -> Any:
+    """A column's value; null keys of messages, which Parquet adds, are removed except "content"."""
+    if _is_message_list(value):
         return [
             {name: part for name, part in entry.items() if part is not None or name == "content"}
             for entry in value
