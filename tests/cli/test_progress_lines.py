@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from kleash.cli.numbers import cells, with_error
-from kleash.cli.progress import Progress, in_words
+from kleash.cli.progress import Progress, format_duration
 from kleash.cli.terminal import Terminal
 from kleash.records import Number
 
@@ -83,7 +83,7 @@ def test_a_number_without_an_error_is_not_followed_by_nan() -> None:
 
 
 def test_lengths_of_time() -> None:
-    assert [in_words(seconds) for seconds in (4.2, 89, 91, 3600, 7200)] == [
+    assert [format_duration(seconds) for seconds in (4.2, 89, 91, 3600, 7200)] == [
         "4 s",
         "89 s",
         "2 min",

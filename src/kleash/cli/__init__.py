@@ -1,4 +1,4 @@
-"""The command line, nothing else."""
+"""The command line: parsing, progress, summaries and errors."""
 
 from kleash.cli.entry import main
 

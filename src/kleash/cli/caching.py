@@ -1,4 +1,4 @@
-"""``kleash cache``, carried out, and what is said at its end."""
+"""Running ``kleash cache`` and printing its summary."""
 
 import shlex
 import sys
@@ -13,10 +13,10 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def run_cache(job: CacheJob) -> int:
-    """Do what ``job`` says; 0 when it is done.
+    """Run ``kleash cache`` and return its exit code, 0.
 
     Raises:
-        KleashError: if it cannot be done.
+        KleashError: if the job fails.
     """
     from kleash.measuring import NullProgressReporter, cache_reference, default_cache
 
@@ -24,7 +24,7 @@ def run_cache(job: CacheJob) -> int:
     if job.quiet:
         contents = cache_reference(job, NullProgressReporter())
     else:
-        with Progress(doing="caching", step="reading") as progress:
+        with Progress(activity="caching", step="reading") as progress:
             contents = cache_reference(job, progress)
     if job.json:
         sys.stdout.write(contents.to_json())
@@ -34,22 +34,22 @@ def run_cache(job: CacheJob) -> int:
 
 
 def print_cache(contents: CacheContents, job: CacheJob) -> None:
-    """How much there is, how much smaller than logits, and how it is used."""
+    """Print the size of a cache, its ratio to that of the logits, and the command that uses it."""
     console = Terminal()
-    times = contents.logits_bytes / contents.hidden_bytes
+    ratio = contents.logits_bytes / contents.hidden_bytes
     say(
         console,
         f"{contents.tokens:,} tokens in {contents.sequences:,} sequences are cached in {job.out}: "
-        f"{in_bytes(contents.hidden_bytes)} of hidden states, {times:.0f} times less than their logits, and a head "
-        f"of {in_bytes(contents.head_bytes)}",
+        f"{format_bytes(contents.hidden_bytes)} of hidden states, {ratio:.0f} times less than their logits, and a "
+        f"head of {format_bytes(contents.head_bytes)}",
     )
-    say(console, f"use it with: {usage(job)}")
+    say(console, f"use it with: {measure_command(job)}")
 
 
-def usage(job: CacheJob) -> str:
-    """The command that measures a candidate against the cache."""
+def measure_command(job: CacheJob) -> str:
+    """The command that measures a policy against the cache, with the options that must agree."""
     kind, path = job.measurement().source
-    same = (
+    shared_options = (
         "revision_reference",
         "dtype",
         "device_map",
@@ -59,16 +59,24 @@ def usage(job: CacheJob) -> str:
         "limit",
         "temperature",
     )
-    plain = CacheJob()
-    changed_options = [name for name in same if getattr(job, name) != getattr(plain, name)]
-    more = [
+    default_job = CacheJob()
+    changed_options = [name for name in shared_options if getattr(job, name) != getattr(default_job, name)]
+    option_words = [
         word for name in changed_options for word in (f"--{name.replace('_', '-')}", str(getattr(job, name)))
     ]
-    words = ["--reference", job.reference, f"--{kind}", path, *more, "--reference-cache", str(job.out)]
+    words = [
+        "--reference",
+        job.reference,
+        f"--{kind}",
+        path,
+        *option_words,
+        "--reference-cache",
+        str(job.out),
+    ]
     return f"kleash measure --policy POLICY {shlex.join(words)}"
 
 
-def in_bytes(size: int) -> str:
-    """A size in words."""
-    unit, name = next((unit_and_size for unit_and_size in UNITS if size >= unit_and_size[0]), UNITS[-1])
-    return f"{size / unit:,.1f} {name}"
+def format_bytes(size: int) -> str:
+    """A number of bytes in words, such as "1.2 GB"."""
+    unit_bytes, unit = next((row for row in UNITS if size >= row[0]), UNITS[-1])
+    return f"{size / unit_bytes:,.1f} {unit}"

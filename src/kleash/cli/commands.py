@@ -39,12 +39,12 @@ RECORDS: Mapping[str, type[Command]] = {
 DESCRIPTIONS: Mapping[str, str] = {
     **{name: inspect.getdoc(record) or "" for name, record in RECORDS.items()},
     "": "KL divergence between language models: measured exactly and with error bars.",
-    "train": "Train a language model on a leash to its reference.\n\n"
-    "Without an algorithm: a demonstration of what the leash does, in two minutes.",
+    "train": "Train a language model with a KL penalty to its reference.\n\n"
+    "Without an algorithm, runs a demonstration of the penalty's effect, in two minutes.",
 }
 EPILOGS: Mapping[str, str] = {
     "": "kleash COMMAND --help explains a command. Without options, measure, cache, audit and train work on the small "
     "models that ship with kleash.",
-    "train": "kleash train ALGORITHM --help shows the options of each; those of the demonstration may follow "
-    '"kleash train" at once.',
+    "train": "kleash train ALGORITHM --help shows the options of an algorithm. The options of the demonstration may "
+    'also directly follow "kleash train".',
 }

@@ -1,4 +1,4 @@
-"""Each command, carried out."""
+"""Runs each command: measure, report, compare and audit here, the rest in modules of their own."""
 
 import json
 import shlex
@@ -21,14 +21,14 @@ SHIPPED_PAIR = (
     "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
     "take others"
 )
-"""What is said at once where a source is given and no model."""
+"""Note of a measurement of the shipped models."""
 
 
 def run(command: Command) -> int:
-    """Do what ``command`` says; 0 when it is done.
+    """Run a command and return its exit code.
 
     Raises:
-        KleashError: if it cannot be done.
+        KleashError: if the command fails.
     """
     match command:
         case MeasureJob():
@@ -89,42 +89,42 @@ def _compare(command: CompareJob) -> int:
 
 def _audit(command: AuditJob) -> int:
     from kleash.auditing import audits_of, cases_of, require_kinds
-    from kleash.cli.verdicts import print_audit, print_failures, print_whole
+    from kleash.cli.verdicts import print_audit, print_audit_counts, print_failures
     from kleash.reports import write_audits
     from kleash.store.codec import encode
 
     fail_on = [kind for words in command.fail_on for kind in words.split(",") if kind]
     require_kinds(fail_on)
     audits: list[Any] = []
-    with redirect_stdout(sys.stderr):  # what the audited code prints is no output of the audit
-        coming = audits_of(cases_of(command.target, command.convention, command.set))
+    with redirect_stdout(sys.stderr):  # audited code may print; that is not output of the audit
+        pending_audits = audits_of(cases_of(command.target, command.convention, command.set))
     while True:
         with redirect_stdout(sys.stderr):
-            result = next(coming, None)
-        if result is None:
+            audit = next(pending_audits, None)
+        if audit is None:
             break
-        audits.append(result)
+        audits.append(audit)
         if not command.quiet and not command.json:
-            print_audit(result)
-    page, missing = None, ""
+            print_audit(audit)
+    page, page_error = None, ""
     try:
-        page = write_audits(command.out.expanduser(), audits, _words(command))
+        page = write_audits(command.out.expanduser(), audits, _audit_command(command))
     except MissingExtraError as error:
-        missing = str(error)
+        page_error = str(error)
     if command.json:
         text = json.dumps({"audits": encode(audits)}, indent=2, allow_nan=False, ensure_ascii=False)
         sys.stdout.write(text + "\n")
     elif not command.quiet:
-        print_whole(audits, page)
-    if missing and not command.quiet:
-        print(f"kleash: no page was made: {missing}", file=sys.stderr)
+        print_audit_counts(audits, page)
+    if page_error and not command.quiet:
+        print(f"kleash: no page was made: {page_error}", file=sys.stderr)
     failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
     print_failures(failures)
     return 1 if failures else 0
 
 
-def _words(command: AuditJob) -> str:
-    """The command line that makes the same audits."""
+def _audit_command(command: AuditJob) -> str:
+    """The command line that repeats the audits."""
     words: Sequence[str] = [
         *("kleash", "audit", command.target),
         *(("--convention", command.convention) if command.convention else ()),

@@ -1,4 +1,4 @@
-"""From the words of the command line to an exit code."""
+"""The entry point ``main``: runs a command line and returns its exit code."""
 
 import codecs
 import sys
@@ -8,72 +8,74 @@ from io import TextIOWrapper
 from kleash.cli.streams import command_streams, json_escape
 from kleash.errors import KleashError
 
-DONE, FAILED, CANNOT, INTERRUPTED, UNHEARD = 0, 1, 2, 130, 141
+EXIT_SUCCESS, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 2, 130, 141
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run ``kleash``.
 
     Args:
-        words: the arguments; those of the process if not given.
+        words: the arguments; None for those of the process.
 
     Returns:
-        0 done, 1 a check failed, 2 the request cannot be met, 130 interrupted, 141 nobody reads the output
-        any more.
+        0 for success, 1 if a check failed or training stopped early, 2 for an error in the request, 130 if interrupted,
+        141 if the reader of standard output is gone.
     """
     arguments = list(sys.argv[1:] if words is None else words)
-    _print_whatever_comes()
+    _escape_unencodable_characters()
     with command_streams():
-        return _main(arguments)
+        return _exit_code(arguments)
 
 
-def _main(arguments: list[str]) -> int:
+def _exit_code(arguments: list[str]) -> int:
+    """Run the command, print an error as one sentence, and return the exit code."""
     try:
         code = _run(arguments)
         sys.stdout.flush()
         return code
     except KleashError as error:
-        _say(str(error))
-        return CANNOT
+        _print_error(str(error))
+        return EXIT_ERROR
     except KeyboardInterrupt as stop:
-        _say(str(stop) or "interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:  # of "kleash … | head"
-        return UNHEARD
+        _print_error(str(stop) or "interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # such as "kleash … | head"
+        return EXIT_BROKEN_PIPE
     except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # rich's way to end then
-            return UNHEARD
-        return stop.code if isinstance(stop.code, int) else DONE
+        if isinstance(stop.__context__, BrokenPipeError):  # rich exits after a broken pipe
+            return EXIT_BROKEN_PIPE
+        return stop.code if isinstance(stop.code, int) else EXIT_SUCCESS
 
 
-def _say(sentence: str) -> None:
-    """Print an error; what another's text broke into lines does not begin where kleash's own lines do."""
-    print("kleash: " + sentence.replace("\n", "\n  "), file=sys.stderr)
+def _print_error(message: str) -> None:
+    """Print an error message; its further lines are indented, so that they cannot pass for messages of kleash."""
+    print("kleash: " + message.replace("\n", "\n  "), file=sys.stderr)
 
 
-def _print_whatever_comes() -> None:
-    """Where the terminal's encoding lacks a character, write it as JSON does, and do not stop the run for it."""
-    codecs.register_error("kleash.escape", _escaped)
+def _escape_unencodable_characters() -> None:
+    """Let standard streams write characters that their encoding lacks as JSON escapes, instead of raising."""
+    codecs.register_error("kleash.escape", _escape)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="kleash.escape")
 
 
-def _escaped(error: UnicodeError) -> tuple[str, int]:
-    """``\\u00b1`` for a character that cannot be encoded; two of these where JSON takes two."""
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    """The JSON escapes of characters that cannot be encoded, such as ``\\u00b1``, and where to continue."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json_escape(error.object[error.start : error.end]), error.end
 
 
 def _run(arguments: list[str]) -> int:
+    """Parse and run the command; what it needs is imported only then."""
     from kleash.cli.parsing import read_words
     from kleash.cli.requirements import require_packages
 
     try:
         command = read_words(arguments)
     except SystemExit:  # help, the version or a completion script was printed
-        return DONE if arguments else CANNOT
+        return EXIT_SUCCESS if arguments else EXIT_ERROR
     require_packages(command)
     from kleash.cli import dispatch
 

@@ -1,4 +1,4 @@
-"""The fields of a command's record as the arguments of its parser."""
+"""Makes the arguments of a command's parser from the fields of its record."""
 
 import ast
 import inspect
@@ -27,7 +27,7 @@ METAVARS: Mapping[str, str] = {
 }
 METAVARS_OF_TYPES: Mapping[Any, str] = {int: "N", float: "X", str: "WORD", Path: "FILE"}
 PATHS = frozenset({"FILE", "FOLDER", "MODEL"})
-"""Metavars of values that a shell completes as paths."""
+"""Metavars of values that are completed as paths."""
 GROUPS: Mapping[str, str] = {
     "essentials": "policy reference teacher prompts text responses pairs reward steps out",
     "how much is read": "limit until_relative_error prompts_per_step pairs_per_step",
@@ -41,7 +41,7 @@ GROUPS: Mapping[str, str] = {
     "loading": "revision_policy revision_reference trust_remote_code",
     "running and output": "resume checkpoint_every on_hacking report_to metric_names json quiet",
 }
-"""Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
+"""Headings of the help and the fields under each, in order. Other fields are listed under "options"."""
 LARGEST_INTEGER = 2**63
 
 
@@ -52,7 +52,7 @@ class StoreOnce(Action):
         """Store ``values``.
 
         Raises:
-            ArgumentError: if the option was there before.
+            ArgumentError: if the option was given before.
         """
         if hasattr(namespace, self.dest):
             first = getattr(namespace, self.dest)
@@ -61,58 +61,60 @@ class StoreOnce(Action):
 
 
 def arguments_of(record: type) -> list[tuple[str, str, dict[str, Any]]]:
-    """The fields of a record in the order of its help: heading, flag or name, settings for ``add_argument``."""
+    """The fields of a record in the order of the help: heading, flag or name, keyword arguments of ``add_argument``."""
     hints, docstrings = get_type_hints(record, include_extras=True), field_docstrings(record)
     groups = {name: title for title, names in GROUPS.items() for name in names.split()}
-    places = {name: place for place, name in enumerate([*POSITIONAL, *groups])}
-    ordered = sorted(fields(record), key=lambda field: places.get(field.name, len(places)))
+    ranks = {name: rank for rank, name in enumerate([*POSITIONAL, *groups])}
+    fields_in_order = sorted(fields(record), key=lambda field: ranks.get(field.name, len(ranks)))
     return [
         _argument(field, hints[field.name], docstrings.get(field.name, ""), groups.get(field.name, "options"))
-        for field in ordered
+        for field in fields_in_order
     ]
 
 
 def _argument(field: "Field[Any]", hint: Any, docstring: str, group: str) -> tuple[str, str, dict[str, Any]]:
+    """Heading, flag or name, and keyword arguments of ``add_argument`` for one field."""
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
-    optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
-    if optional:
+    is_optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
+    if is_optional:
         (hint,) = (inner for inner in get_args(hint) if inner is not NoneType)
-    several = get_origin(hint) is tuple
-    kind = get_args(hint)[0] if several else hint
-    shown = field.default not in (None, False, True, MISSING, ())
-    settings: dict[str, Any] = {
-        "help": " ".join([*docstring.split(), *([f"[{field.default}]"] if shown else [])]).replace("%", "%%")
-    }
+    is_list = get_origin(hint) is tuple
+    value_type = get_args(hint)[0] if is_list else hint
+    shows_default = field.default not in (None, False, True, MISSING, ())
+    help_words = [*docstring.split(), *([f"[{field.default}]"] if shows_default else [])]
+    settings: dict[str, Any] = {"help": " ".join(help_words).replace("%", "%%")}
     flag = "--" + field.name.replace("_", "-")
-    if kind is bool:
+    if value_type is bool:
         flag = flag.replace("--", "--no-", 1) if field.default else flag
         settings |= {"dest": field.name, "action": "store_false" if field.default else "store_true"}
         return group, flag, settings
     settings |= {
-        "type": _converter(kind, optional),
-        "metavar": METAVARS.get(field.name, METAVARS_OF_TYPES.get(kind, "WORD")),
+        "type": _converter(value_type, is_optional),
+        "metavar": METAVARS.get(field.name, METAVARS_OF_TYPES.get(value_type, "WORD")),
     }
     if field.name in POSITIONAL:
-        settings |= {"nargs": "+"} if several else {}
+        settings |= {"nargs": "+"} if is_list else {}
         settings |= {"nargs": "?", "default": field.default} if field.default is not MISSING else {}
         return "arguments", field.name, settings
-    if kind is Path:
+    if value_type is Path:
         settings["metavar"] = METAVARS_OF_TYPES[Path]
-    settings |= {"nargs": "*", "action": "extend"} if several else {"action": StoreOnce}
+    settings |= {"nargs": "*", "action": "extend"} if is_list else {"action": StoreOnce}
     return group, flag, settings
 
 
-def _converter(kind: Any, optional: bool) -> Callable[[str], Any]:
+def _converter(value_type: Any, is_optional: bool) -> Callable[[str], Any]:
+    """The function that argparse calls to convert a word of the command line."""
+
     def convert(word: str) -> Any:
-        if optional and word == "None":
+        if is_optional and word == "None":
             return None
         try:
-            value = kind(word)
+            value = value_type(word)
         except ValueError as error:
-            what = "a whole number" if kind is int else "a number"
-            raise ArgumentTypeError(f"takes {what}; it is {word!r}") from error
-        if kind is int and not -LARGEST_INTEGER <= value < LARGEST_INTEGER:
+            expected = "a whole number" if value_type is int else "a number"
+            raise ArgumentTypeError(f"takes {expected}; it is {word!r}") from error
+        if value_type is int and not -LARGEST_INTEGER <= value < LARGEST_INTEGER:
             raise ArgumentTypeError(f"must be a whole number below 2^63; it is {word}")
         return value
 
@@ -121,13 +123,13 @@ def _converter(kind: Any, optional: bool) -> Callable[[str], Any]:
 
 @cache
 def field_docstrings(record: type) -> dict[str, str]:
-    """The docstring under each field of a record and of its base classes."""
+    """The docstrings under the fields of a record and of its base classes, by field name."""
     docstrings: dict[str, str] = {}
     for base in reversed(record.__mro__[1:-1]):
         docstrings |= field_docstrings(base)
     try:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
-    except OSError:  # installed without its source: help then lists names alone
+    except OSError:  # the source is not installed; help then has names only
         return docstrings
     for field, text in zip(getattr(body, "body", []), getattr(body, "body", [])[1:], strict=False):
         match field, text:

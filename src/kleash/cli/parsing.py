@@ -1,4 +1,4 @@
-"""The command line, read by argparse; an error is one sentence with the nearest word and where to look."""
+"""Parsing of the command line by argparse; an error is one sentence with the nearest word and a help command."""
 
 import re
 import shutil
@@ -39,19 +39,20 @@ SYNONYMS = {
     "--max-steps": "--steps",
     "--kl-coef": "--beta",
 }
-"""What other programs call an option, and what it is called here."""
+"""Names of options in other programs, and kleash's names for them."""
 COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
-"""What zsh needs before it completes anything."""
+"""First line of a zsh script, which starts the completion system if it is not running."""
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
-WIDEST = 100
+MAX_HELP_COLUMNS = 100
 
 
 class ParagraphFormatter(HelpFormatter):
-    """Help of at most ``WIDEST`` columns that keeps the paragraphs of a description."""
+    """Formats help in at most ``MAX_HELP_COLUMNS`` columns and keeps the paragraphs of a description."""
 
     def __init__(self, prog: str) -> None:
         """Format the help of ``prog``."""
-        super().__init__(prog, max_help_position=26, width=min(shutil.get_terminal_size().columns, WIDEST))
+        width = min(shutil.get_terminal_size().columns, MAX_HELP_COLUMNS)
+        super().__init__(prog, max_help_position=26, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -62,7 +63,7 @@ class CommandParser(ArgumentParser):
     """The parser of one command, or of ``kleash`` itself, whose name is empty."""
 
     def __init__(self, name: str) -> None:
-        """Take the options of the command's record; those of "train" alone are not in its help."""
+        """Add the options of the command's record; the help of "train" does not show those of the demonstration."""
         super().__init__(
             prog=f"kleash {name}".strip(),
             description=DESCRIPTIONS[name],
@@ -74,8 +75,8 @@ class CommandParser(ArgumentParser):
             argument_default=SUPPRESS,
         )
         self.name = name
-        self.color = False  # Python 3.14 would write control sequences, which kleash escapes
-        self._negative_number_matcher = NEGATIVE_NUMBER  # -1e-3 as well
+        self.color = False  # Python 3.14 would write control sequences, which the streams escape
+        self._negative_number_matcher = NEGATIVE_NUMBER  # argparse's does not match -1e-3
         self.options: dict[str, Action] = {}
         """The options of the record by option string."""
         self.positionals: list[Action] = []
@@ -103,7 +104,7 @@ class CommandParser(ArgumentParser):
             )
 
     def group(self, title: str) -> Any:
-        """The arguments under one heading of help."""
+        """The group of arguments under one heading of the help, created on first use."""
         if title not in self.groups:
             self.groups[title] = self.add_argument_group(title)
         return self.groups[title]
@@ -126,22 +127,25 @@ class CommandParser(ArgumentParser):
             OptionError: if a word cannot be read.
         """
         try:
-            namespace, rest = self.parse_known_intermixed_args(words)
+            namespace, extra_words = self.parse_known_intermixed_args(words)
         except ArgumentError as error:
-            self.error(self._sentence(error))
-        unknown = [word for word in rest if re.match("-.", word) and not NEGATIVE_NUMBER.match(word)]
-        if unknown or (rest and not self.name):
-            self.error(self._no_option((unknown or rest)[0].partition("=")[0].replace("_", "-")))
-        if rest:
-            takes = "no further" if self.positionals else "no"
-            self.error(f"{self.name} takes {takes} word without an option, and was given {rest[0]!r}")
+            self.error(self._argument_message(error))
+        unknown = [word for word in extra_words if re.match("-.", word) and not NEGATIVE_NUMBER.match(word)]
+        if unknown or (extra_words and not self.name):
+            option = (unknown or extra_words)[0].partition("=")[0].replace("_", "-")
+            self.error(self._unknown_option_message(option))
+        if extra_words:
+            allowed = "no further" if self.positionals else "no"
+            self.error(
+                f"{self.name} takes {allowed} word without an option, and was given {extra_words[0]!r}"
+            )
         return {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in vars(namespace).items()
         }
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line.
+        """Raise an error about the command line.
 
         Raises:
             OptionError: with ``message`` and the command that shows the help.
@@ -149,19 +153,21 @@ class CommandParser(ArgumentParser):
         message = message.replace("the following arguments are required:", f"{self.name} needs")
         raise OptionError(f"{message}{'' if message.endswith(('?', '.')) else '.'} See {self.prog} --help")
 
-    def _sentence(self, error: ArgumentError) -> str:
-        """What argparse says of an argument, as a sentence."""
+    def _argument_message(self, error: ArgumentError) -> str:
+        """argparse's message about an argument, as a sentence."""
         name = error.argument_name or ""
         if error.message.startswith("expected"):
             return f"{name} needs a value: {name} {self._option_string_actions[name].metavar}"
         argument = error.message.removeprefix("ignored explicit argument ")
         return f"{name} {error.message if argument == error.message else f'takes no value; it was given {argument}'}"
 
-    def _no_option(self, option: str) -> str:
-        """That there is no such option, and which may have been meant."""
+    def _unknown_option_message(self, option: str) -> str:
+        """The message about an unknown option, with the nearest known one."""
         if not self.name:
-            near = _nearest(option, self._option_string_actions)
-            hint = f"did you mean {near}?" if near else "a command comes first, and its options after it"
+            nearest = _nearest(option, self._option_string_actions)
+            hint = (
+                f"did you mean {nearest}?" if nearest else "a command comes first, and its options after it"
+            )
             return f"there is no option {option} before a command; {hint}"
         if self.name in SUBCOMMANDS:
             return (
@@ -169,49 +175,49 @@ class CommandParser(ArgumentParser):
                 f"{', '.join(ALGORITHMS)}"
             )
         synonym = SYNONYMS.get(option)
-        near = synonym if synonym in self.options else _nearest(option, self.options)
-        if near is None and option.startswith("--no-"):
-            near = _nearest(option.replace("--no-", "--", 1), self.options)
+        nearest = synonym if synonym in self.options else _nearest(option, self.options)
+        if nearest is None and option.startswith("--no-"):
+            nearest = _nearest(option.replace("--no-", "--", 1), self.options)
         names = [name for name in RECORDS if name not in SUBCOMMANDS and option in parser_of(name).options]
-        if near is None and names:
+        if nearest is None and names:
             return f"{self.name} has no option {option}; {', '.join(names)} {'has' if len(names) == 1 else 'have'} it"
-        return f"{self.name} has no option {option}" + (f"; did you mean {near}?" if near else "")
+        return f"{self.name} has no option {option}" + (f"; did you mean {nearest}?" if nearest else "")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write help; argparse's own would pass over standard output that cannot be written."""
+        """Write help to standard output; argparse's version ignores errors of writing."""
         (file or sys.stdout).write(message)
 
 
 class ShowCompletion(Action):
-    """Print the completion script of a shell and end."""
+    """The action that prints the completion script of a shell and exits."""
 
     def __call__(
         self, parser: ArgumentParser, namespace: Any, values: Any, option_string: Any = None
     ) -> None:
-        """Print the script of the shell ``values``."""
+        """Print the script of the shell named ``values``."""
         sys.stdout.write(completion_script(values))
         parser.exit()
 
 
 @cache
 def parser_of(name: str) -> CommandParser:
-    """The parser of a command, "train ppo"; of ``kleash`` itself if ``name`` is empty."""
+    """The parser of a command such as "train ppo"; of ``kleash`` itself if ``name`` is empty."""
     return CommandParser(name)
 
 
 def read_words(words: Sequence[str]) -> Command:
-    """The command that the words after "kleash" ask for.
+    """Parse the words after "kleash" into a command's record.
 
     Raises:
-        OptionError: naming the word that cannot be read, the nearest that can, and the help to look into.
-        SystemExit: once help, the version or a completion script has been printed.
+        OptionError: with the invalid word, the nearest valid one, and the command that shows the help.
+        SystemExit: after help, the version or a completion script has been printed.
     """
     name, rest = "", [*words[1:], "--help"] if not words or words[0] == "help" else list(words)
     while rest and name in SUBCOMMANDS and not rest[0].startswith("-"):
         name = _subcommand(name, rest.pop(0))
     values = parser_of(name).read(rest)
     if values.get("resume") and values.get("out") is None:
-        raise OptionError("--resume goes on with the run in a folder: give it as --out")
+        raise OptionError("--resume continues the run in a folder; give the folder as --out")
     return RECORDS[name](**values)
 
 
@@ -226,27 +232,28 @@ def _subcommand(name: str, word: str) -> str:
         return f"{name} {word}".strip()
     if not name and word in ALGORITHMS:
         raise OptionError(f"{word} is a way to train: kleash train {word}")
-    near = _nearest(word, words if name else (*words, *ALGORITHMS, "--version", "--help"))
-    near = f"train {near}" if not name and near in ALGORITHMS else near
-    hint = f"did you mean {near}?" if near else f"there are {', '.join(words)}"
-    what = f"{name} knows no algorithm" if name else "there is no command"
-    parser_of(name).error(f"{what} {word!r}; {hint}")
+    nearest = _nearest(word, words if name else (*words, *ALGORITHMS, "--version", "--help"))
+    nearest = f"train {nearest}" if not name and nearest in ALGORITHMS else nearest
+    hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(words)}"
+    problem = f"{name} knows no algorithm" if name else "there is no command"
+    parser_of(name).error(f"{problem} {word!r}; {hint}")
 
 
 def _summary(name: str) -> str:
-    """The first paragraph of what a command does."""
+    """The first paragraph of a command's description, on one line."""
     return " ".join(DESCRIPTIONS[name.strip()].split("\n\n")[0].split())
 
 
 def _nearest(word: str, words: Iterable[str]) -> str | None:
+    """The most similar of ``words``; None if none is similar."""
     return next(iter(get_close_matches(word, list(words), n=1)), None)
 
 
 def completion_script(shell: str) -> str:
-    """A script that completes commands, options and paths in ``shell``, made by shtab.
+    """A script by shtab that completes commands, options and paths in ``shell``.
 
     Raises:
-        OptionError: if ``shell`` is no shell that kleash knows.
+        OptionError: if ``shell`` is not one of ``SHELLS``.
         MissingExtraError: if shtab is not installed.
     """
     if shell not in SHELLS:
@@ -267,4 +274,4 @@ def completion_script(shell: str) -> str:
         if name in SUBCOMMANDS:
             commands[name] = copy.add_subparsers()
     script: str = shtab.complete(root, shell, preamble={"zsh": COMPINIT})
-    return script.replace('"(*):', '"*:')  # zsh would complete the first folder only
+    return script.replace('"(*):', '"*:')  # otherwise zsh completes only the first folder

@@ -1,4 +1,4 @@
-"""Which optional packages a command needs: all that are missing are named at once, before anything is done."""
+"""Checks that the optional packages of a command are installed, before it starts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,22 +10,22 @@ from kleash.jobs import CacheJob, DemonstrationJob, MeasureJob, PPOJob, TrainJob
 PAGES = ("jinja2", "plotly")
 MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)
 ADAPTERS = "peft"
-SPREADING = "accelerate"
+DEVICE_MAPS = "accelerate"
 TRACKER_MODULES = ("wandb", "trackio", "mlflow")
-"""Trackers that no extra of kleash brings."""
+"""Packages of experiment trackers, which no extra of kleash installs."""
 
 
 def require_packages(command: Command) -> None:
-    """See that the packages are there that ``command`` needs with its options.
+    """Check that the packages are installed that ``command`` needs with its options.
 
     Raises:
-        MissingExtraError: naming all that are not.
+        MissingExtraError: with all that are missing.
     """
     match command:
         case MeasureJob() | CacheJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
         case DemonstrationJob():
-            require_installed(("rich", *MODELS, SPREADING, ADAPTERS), "'kleash[train]'")
+            require_installed(("rich", *MODELS, DEVICE_MAPS, ADAPTERS), "'kleash[train]'")
         case TrainJob():
             _require_for_training(command)
         case ReportJob() | CompareJob():
@@ -35,32 +35,34 @@ def require_packages(command: Command) -> None:
 
 
 def _for_loading(command: MeasureJob | CacheJob) -> Iterator[str]:
-    """What loading the models needs beyond transformers: as far as the options and the folders say."""
+    """The packages beyond transformers that loading the models needs, by the options and the folders."""
     names = [command.reference, *([command.policy] if isinstance(command, MeasureJob) else [])]
     if any(is_adapter(name) for name in names):
         yield ADAPTERS
     if command.device_map is not None:
-        yield SPREADING
+        yield DEVICE_MAPS
 
 
 def _require_for_training(job: TrainJob) -> None:
-    ours = isinstance(job, PPOJob)
-    needed = ["rich", *MODELS, SPREADING, *([] if ours else ["trl", "datasets"])]
-    named = [job.policy, job.reference or "", getattr(job, "teacher", None) or ""]
-    if job.lora_rank > 0 or any(is_adapter(name) for name in named):
-        needed.append(ADAPTERS)
+    """Check the packages of a training run: kleash's PPO, or TRL."""
+    uses_trl = not isinstance(job, PPOJob)
+    packages = ["rich", *MODELS, DEVICE_MAPS, *(["trl", "datasets"] if uses_trl else [])]
+    model_names = [job.policy, job.reference or "", getattr(job, "teacher", None) or ""]
+    if job.lora_rank > 0 or any(is_adapter(name) for name in model_names):
+        packages.append(ADAPTERS)
     if "tensorboard" in job.report_to:
-        needed.append("tensorboard")
-    tracker_names = [name for name in job.report_to if name in TRACKER_MODULES]
-    missing = " ".join(name for name in tracker_names if not is_installed(name))
-    extra = "train" if ours else "trl"
-    whole = all(is_installed(module) for module in needed)
-    require_installed((*needed, *tracker_names), missing if whole else f"'kleash[{extra}]' {missing}".strip())
+        packages.append("tensorboard")
+    trackers = [name for name in job.report_to if name in TRACKER_MODULES]
+    missing_trackers = " ".join(name for name in trackers if not is_installed(name))
+    extra = "'kleash[trl]'" if uses_trl else "'kleash[train]'"
+    has_extra = all(is_installed(package) for package in packages)
+    to_install = missing_trackers if has_extra else f"{extra} {missing_trackers}".strip()
+    require_installed((*packages, *trackers), to_install)
 
 
 def is_adapter(name: str) -> bool:
     """Whether ``name`` is the folder of a PEFT adapter."""
     try:
         return (Path(name).expanduser() / "adapter_config.json").exists()
-    except (OSError, ValueError, RuntimeError):  # a name that no file can have
+    except (OSError, ValueError, RuntimeError):  # not a valid name of a file
         return False

@@ -1,4 +1,4 @@
-"""How training is going, on the terminal, while it goes."""
+"""Progress of training on standard error: a table of the last steps on a terminal, elsewhere a line for each step."""
 
 import math
 from collections import deque
@@ -11,10 +11,10 @@ from rich.table import Table
 from kleash.cli.terminal import Terminal, can_redraw, remark, say
 from kleash.store import Number, StepRecord
 
-SHOWN = 12
-"""Steps that a terminal shows at once."""
-WIDTH = 11
-"""Characters that a column takes, more or less."""
+MAX_ROWS = 12
+"""Steps in the table on a terminal."""
+COLUMN_WIDTH = 11
+"""Approximate width of a column in characters."""
 COLUMNS = (
     ("reward", "reward/score", "reward/score_error"),
     ("adjusted", "reward/adjusted", None),
@@ -29,22 +29,22 @@ COLUMNS = (
     ("divergence", "teacher/divergence", None),
     ("repeated", "response/repetition", None),
 )
-"""Heading, metric, and its error; those that a run does not have are left out."""
+"""Heading, metric, and metric of its standard error; columns that a run does not have are left out."""
 
 
 class Steps:
-    """Shows every step on standard error: a table that rolls on a terminal, elsewhere a line for each."""
+    """Shows training steps on standard error: a table of the last ones on a terminal, elsewhere a line for each."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
-        """Draw nothing before the first of so many ``steps``; on standard error, or another console."""
+        """Prepare the display of ``steps`` steps on a console; None for standard error."""
         self._steps = steps
         self._console = console if console is not None else Terminal(stderr=True)
         self._draws = can_redraw(self._console)
-        self._recent: deque[StepRecord] = deque(maxlen=SHOWN)
+        self._recent: deque[StepRecord] = deque(maxlen=MAX_ROWS)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "Steps":
-        """Begin to draw."""
+        """Start drawing."""
         if self._draws:
             self._live.start()
         return self
@@ -52,18 +52,18 @@ class Steps:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the last steps standing."""
+        """Stop drawing; the last steps stay on the terminal."""
         if self._draws:
             self._live.stop()
             if self._recent:
                 self._console.print(self._table())
 
     def note(self, sentence: str) -> None:
-        """Print the sentence above the table."""
+        """Print a sentence above the table."""
         say(self._console, sentence, style="dim")
 
     def stepped(self, record: StepRecord) -> None:
-        """Show a step, and what is to be said about it."""
+        """Show a step with its events and alerts."""
         self._recent.append(record)
         for event in record.events:
             say(self._console, f"step {record.step}: {event}", style="dim")
@@ -72,34 +72,35 @@ class Steps:
         if self._draws:
             self._live.update(self._table(), refresh=True)
         else:
-            say(self._console, f"step {record.step}/{self._steps}: {_in_a_line(record)}")
+            say(self._console, f"step {record.step}/{self._steps}: {_metrics_line(record)}")
 
     def _table(self) -> Table:
+        """The table of the last steps, with as many columns as the terminal's width allows."""
         table = Table(box=None, pad_edge=False)
-        there = [column for column in COLUMNS if any(column[1] in record.metrics for record in self._recent)]
-        there = there[
-            : max(2, self._console.width // WIDTH - 1)
-        ]  # the last ones give way on a narrow terminal
+        columns = [
+            column for column in COLUMNS if any(column[1] in record.metrics for record in self._recent)
+        ]
+        columns = columns[: max(2, self._console.width // COLUMN_WIDTH - 1)]
         table.add_column(f"step of {self._steps}", justify="right")
-        for heading, _, _ in there:
+        for heading, _, _ in columns:
             table.add_column(heading, justify="right", no_wrap=True)
         for record in self._recent:
-            table.add_row(str(record.step), *(_cell(record, name, error) for _, name, error in there))
+            table.add_row(str(record.step), *(_cell(record, name, error) for _, name, error in columns))
         return table
 
 
-def _in_a_line(record: StepRecord) -> str:
-    there = [
-        (heading, _cell(record, name, error)) for heading, name, error in COLUMNS if name in record.metrics
-    ]
-    return ", ".join(f"{heading} {cell}" for heading, cell in there)
+def _metrics_line(record: StepRecord) -> str:
+    """The metrics of a step on one line."""
+    columns = [column for column in COLUMNS if column[1] in record.metrics]
+    return ", ".join(f"{heading} {_cell(record, name, error)}" for heading, name, error in columns)
 
 
 def _cell(record: StepRecord, name: str, error: str | None) -> str:
+    """A metric of a step with its standard error, if it has one; empty if the step lacks the metric."""
     value = record.metrics.get(name)
     if value is None:
         return ""
-    uncertain = record.metrics.get(error) if error else None
-    if uncertain is None or not math.isfinite(uncertain) or uncertain <= 0:
+    standard_error = record.metrics.get(error) if error else None
+    if standard_error is None or not math.isfinite(standard_error) or standard_error <= 0:
         return f"{value:.3g}"
-    return str(Number.with_error(value, uncertain))
+    return str(Number.with_error(value, standard_error))

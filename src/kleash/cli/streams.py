@@ -1,7 +1,7 @@
-"""Standard output and standard error of a command: control characters are escaped, and failures are sentences.
+"""Standard output and standard error of a command: escapes control characters and reports errors of writing.
 
-Names of files and tensors, prompts, and the errors of other people's code can hold anything, a terminal's
-control sequences included. Whatever is printed while a command runs passes through here, once.
+Names of files and tensors, prompts, and error messages of other packages can contain any characters, including control
+sequences of the terminal. Everything that is printed while a command runs passes through these streams once.
 """
 
 import errno
@@ -23,42 +23,46 @@ STREAMS = {1: "standard output", 2: "standard error"}
 
 
 class OutputError(KleashError, OSError):
-    """Standard output that cannot be written."""
+    """Standard output cannot be written."""
 
 
 def printable(text: str) -> str:
-    """``text`` with each control character as JSON escapes it, ``\\u001b``; line breaks and tabs stay."""
+    """``text`` with control characters as JSON escapes such as ``\\u001b``, except line breaks and tabs."""
     return CONTROLS.sub(lambda match: json_escape(match.group()), text)
 
 
 def json_escape(characters: str) -> str:
-    """Each character as ``\\u`` and four digits, two of these where JSON takes two."""
+    """The JSON escape of each character: ``\\u`` and four digits for each of its UTF-16 units."""
     units = characters.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[n : n + 2].hex()}" for n in range(0, len(units), 2))
 
 
 class CommandStream:
-    """A standard stream for the time of a command.
+    """A standard stream while a command runs.
 
-    What standard output refuses (a full device, a closed descriptor) raises ``OutputError``; a reader that has
-    gone away raises ``BrokenPipeError``, as ever. What standard error refuses is lost: a run does not end
-    because its progress cannot be shown.
+    An error of writing to standard output (a full device, a closed descriptor) raises ``OutputError``, or
+    ``BrokenPipeError`` if its reader is gone. An error of writing to standard error is ignored, so that a run continues
+    when its progress cannot be shown.
     """
 
     def __init__(self, stream: Any, number: int, *, escapes: bool = True) -> None:
-        """Write to ``stream``, the process's file ``number``.
+        """Wrap a standard stream.
 
-        It is whatever stands in ``sys.stdout``, in a notebook no file of Python's; None is one that is closed.
+        Args:
+            stream: the value of ``sys.stdout`` or ``sys.stderr``, which in a notebook is not a file; None if it is
+                closed.
+            number: 1 for standard output, 2 for standard error.
+            escapes: whether to escape control characters.
         """
         self._stream, self._number, self._escapes = stream, number, escapes
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else a stream has."""
+        """Other attributes of the stream."""
         return getattr(self._stream, name)
 
     @property
     def styled(self) -> "CommandStream":
-        """The same stream for a writer that escapes by itself, and whose colours are meant."""
+        """The stream without escaping, for rich, which writes colours and escapes the texts."""
         return CommandStream(self._stream, self._number, escapes=False)
 
     @property
@@ -67,14 +71,14 @@ class CommandStream:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Whether the stream is a terminal."""
         try:
             return self._stream is not None and self._stream.isatty()
-        except ValueError:  # closed meanwhile
+        except ValueError:  # it was closed
             return False
 
     def write(self, text: str) -> int:
-        """Write ``text``, its control characters escaped.
+        """Write ``text`` with control characters escaped.
 
         Raises:
             OutputError: if standard output cannot be written.
@@ -84,7 +88,7 @@ class CommandStream:
                 raise OSError(errno.EBADF, "it is closed")
             self._stream.write(printable(text) if self._escapes else text)
         except (OSError, ValueError) as error:
-            self._failed(error)
+            self._handle_error(error)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -93,7 +97,7 @@ class CommandStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write what is still buffered.
+        """Write buffered text.
 
         Raises:
             OutputError: if standard output cannot be written.
@@ -102,14 +106,15 @@ class CommandStream:
             if self._stream is not None:
                 self._stream.flush()
         except (OSError, ValueError) as error:
-            self._failed(error)
+            self._handle_error(error)
 
-    def _failed(self, error: OSError | ValueError) -> None:
+    def _handle_error(self, error: OSError | ValueError) -> None:
+        """Raise an error of standard output; ignore one of standard error."""
         if isinstance(error, UnicodeError):
             raise error
         if self._stream is not None:
             with suppress(OSError, ValueError):
-                lead_nowhere(self._stream.fileno())
+                redirect_to_null(self._stream.fileno())
         if isinstance(error, BrokenPipeError) and self._number == 1:
             raise error
         if self._number == 1:
@@ -119,24 +124,24 @@ class CommandStream:
             ) from error
 
 
-def lead_nowhere(number: int) -> None:
-    """Let what is still buffered for a file of the process go nowhere, so that Python does not fail at its end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere != number:
-        os.dup2(nowhere, number)
-        os.close(nowhere)
+def redirect_to_null(number: int) -> None:
+    """Redirect a file descriptor to the null device, so that Python can flush its buffer at exit without an error."""
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    if null_device != number:
+        os.dup2(null_device, number)
+        os.close(null_device)
 
 
 @contextmanager
 def command_streams() -> Generator[None]:
-    """Inside, ``sys.stdout`` and ``sys.stderr`` are command streams; afterwards they are as they were."""
-    before = sys.stdout, sys.stderr
-    for number, stream in ((1, before[0]), (2, before[1])):
-        if stream is None:  # a closed descriptor, whose number the next file to be opened would get
+    """Context in which ``sys.stdout`` and ``sys.stderr`` are ``CommandStream``s; restores them on exit."""
+    stdout, stderr = sys.stdout, sys.stderr
+    for number, stream in ((1, stdout), (2, stderr)):
+        if stream is None:  # a closed descriptor, whose number the next opened file would get
             with suppress(OSError):
-                lead_nowhere(number)
-    sys.stdout, sys.stderr = CommandStream(before[0], 1), CommandStream(before[1], 2)
+                redirect_to_null(number)
+    sys.stdout, sys.stderr = CommandStream(stdout, 1), CommandStream(stderr, 2)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = stdout, stderr

@@ -1,4 +1,4 @@
-"""``kleash train``, carried out, and what is said at its end."""
+"""Running ``kleash train`` and printing its result."""
 
 import sys
 from dataclasses import replace
@@ -11,10 +11,10 @@ from kleash.store import TrainingResult
 
 
 def run_train(job: TrainJob) -> int:
-    """Do what ``job`` says; 0 when it is done, 1 when the run was stopped before its last step.
+    """Run a training job and return its exit code: 0, or 1 if it stopped before its last step.
 
     Raises:
-        KleashError: if it cannot be done.
+        KleashError: if the job fails.
     """
     from kleash.training import train
     from kleash.training.runner import is_first
@@ -38,13 +38,13 @@ def run_train(job: TrainJob) -> int:
 
 
 def print_result(result: TrainingResult) -> None:
-    """What a run came to, and where it lies."""
+    """Print the metrics of a run's last step and the paths of its policy and report."""
     console = Terminal()
     if result.stopped is not None:
         remark(console, "stopped", result.stopped)
     metrics_text = ", ".join(
-        f"{what} {result.metrics[name]:.4g}{unit}"
-        for what, name, unit in (
+        f"{label} {result.metrics[name]:.4g}{unit}"
+        for label, name, unit in (
             ("reward", "reward/score", ""),
             ("KL(policy || reference)", "kl/exact_per_sequence", " nats per sequence"),
             ("beta", "beta", ""),
@@ -62,21 +62,21 @@ def print_result(result: TrainingResult) -> None:
 
 
 def run_demonstration(job: DemonstrationJob) -> int:
-    """Do what ``job`` says; 0 when it is done.
+    """Run the demonstration and return its exit code, 0.
 
     Raises:
-        KleashError: if it cannot be done.
+        KleashError: if the job fails.
     """
     from kleash.measuring import default_out
     from kleash.training.demonstration import DemonstrationSettings, demonstrate
 
     job = replace(job, out=job.out if job.out is not None else default_out())
-    setting = DemonstrationSettings()
+    settings = DemonstrationSettings()
     if job.quiet:
-        demonstration = demonstrate(job, None, setting)
+        demonstration = demonstrate(job, None, settings)
     else:
-        with Steps(setting.steps) as steps:
-            demonstration = demonstrate(job, steps, setting)
+        with Steps(settings.steps) as steps:
+            demonstration = demonstrate(job, steps, settings)
     if job.json:
         sys.stdout.write(demonstration.to_json())
     elif not job.quiet:

@@ -1,4 +1,4 @@
-"""What a person reads of an audit on the terminal."""
+"""Printing of audits on the terminal: verdicts, counts and failures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from kleash.store import Audit, Finding
 
 
 def print_audit(audit: Audit) -> None:
-    """One function's verdict, and the kinds of findings behind it."""
+    """Print the verdict on one function, and the kinds of its findings."""
     console = Terminal(markup=True)
-    bound = ", ".join(f"{name}={value}" for name, value in audit.arguments.items())
+    arguments = ", ".join(f"{name}={value}" for name, value in audit.arguments.items())
     console.print()
     console.print(
-        f"[bold]{escape(audit.target)}[/bold]{escape(f'({bound})') if bound else ''}", soft_wrap=True
+        f"[bold]{escape(audit.target)}[/bold]{escape(f'({arguments})') if arguments else ''}", soft_wrap=True
     )
     console.print(f"{escape(audit.summary)}, taken as a {audit.place}", style="dim", soft_wrap=True)
     for line in audit.verdict:
@@ -31,21 +31,21 @@ def print_audit(audit: Audit) -> None:
         console.print(f"  change {kind}: {escape(remedy)}", soft_wrap=True)
 
 
-def print_whole(audits: Sequence[Audit], page: Path | None) -> None:
-    """How many there were, and where the tables are, if a page was made."""
+def print_audit_counts(audits: Sequence[Audit], page: Path | None) -> None:
+    """Print how many functions were audited and have faults, and the path of the page, if there is one."""
     console = Terminal(markup=True)
-    faulty = sum(bool(audit.faults) for audit in audits)
-    wrong = sum(bool(audit.failing({"wrong"})) for audit in audits)
+    num_faulty = sum(bool(audit.faults) for audit in audits)
+    num_wrong = sum(bool(audit.failing({"wrong"})) for audit in audits)
     functions = f"{len(audits)} function{'s' if len(audits) > 1 else ''} audited"
     console.print()
-    which = f": {wrong} wrong, {faulty - wrong} only fragile" if faulty else ""
-    console.print(f"{functions}, {faulty} with faults{which}")
+    severities = f": {num_wrong} wrong, {num_faulty - num_wrong} only fragile" if num_faulty else ""
+    console.print(f"{functions}, {num_faulty} with faults{severities}")
     if page is not None:
         console.print(f"page: {escape(str(page))}", soft_wrap=True)
 
 
 def print_failures(failures: Sequence[tuple[Audit, Finding]]) -> None:
-    """What made the command fail, for whoever reads a log from its end."""
+    """Print the findings that made the command fail, at the end of its output."""
     console = Terminal(stderr=True, markup=True)
     for audit, finding in failures:
         console.print(
@@ -54,5 +54,6 @@ def print_failures(failures: Sequence[tuple[Audit, Finding]]) -> None:
 
 
 def _sentence_of(finding: Finding) -> str:
-    where = f" ({finding.where})" if finding.where else ""
-    return f"{finding.kind}: {finding.sentence}{where}"
+    """The kind of a finding, its sentence, and where it was seen."""
+    place = f" ({finding.where})" if finding.where else ""
+    return f"{finding.kind}: {finding.sentence}{place}"

@@ -6,45 +6,45 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class ReportJob:
-    """Rebuild the report of a run from its files."""
+    """Write the report of a run again from its files."""
 
     folder: Path
-    """The run's folder, as given to "kleash measure --out"."""
+    """The run's folder, as in "kleash measure --out"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareJob:
-    """Compare runs on the same prompts: differences from the first one, with intervals, and a picture."""
+    """Compare runs on the same prompts: differences from the first run with intervals, as a table and a page."""
 
     folders: tuple[Path, ...]
-    """Two or more folders of finished runs; the others are compared with the first."""
+    """Two or more folders of finished runs; each is compared with the first."""
     out: Path = Path("comparison.html")
-    """The page that is written."""
+    """File of the page."""
     json: bool = False
     """Print the comparison as JSON instead of a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditJob:
-    """Say what a KL function really estimates and differentiates, anyone's, by exact enumeration.
+    """Test what a KL function estimates and what it differentiates, by exact enumeration.
 
-    Without arguments: kleash's own.
+    Without arguments, kleash's functions are audited.
     """
 
     target: str = "kleash"
-    """package.module:function; or kleash, liger, openrlhf, trl or verl, all the KL code that is known of
-    that package; or one case of it, "verl:low_var_kl"."""
+    """package.module:function; or kleash, liger, openrlhf, trl or verl for all known KL functions of that package; or
+    one case of these, such as "verl:low_var_kl"."""
     convention: str | None = None
-    """How package.module:function is called and what it returns: "loss", "reward", "logits" ...; without it,
-    the most usual are explained and all are listed."""
+    """How package.module:function is called and what it returns: "loss", "reward", "logits" ...; without it, an error
+    explains the most common conventions and lists all."""
     set: tuple[str, ...] = ()
     """Keyword arguments to call it with."""
     out: Path = Path("audit.html")
-    """The page that is written."""
+    """File of the page."""
     json: bool = False
     """Print the audits as JSON instead of the verdicts."""
     fail_on: tuple[str, ...] = ()
-    """Exit with 1 if there is a finding of one of these kinds; "wrong" (trains on or reports something else in ordinary
-    use), "fragile" (only at extremes), "note" stand for all such, "fault" for wrong and fragile."""
+    """Exit with 1 if there is a finding of one of these kinds or severities: "wrong" (trains on or reports something
+    else in ordinary use), "fragile" (only at extremes), "note", or "fault" for wrong and fragile."""
     quiet: bool = False
-    """Print nothing but what fails."""
+    """Print only failures."""
