@@ -20,7 +20,7 @@ from kleash.records import CacheJob, MeasureJob
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine of two cores on which nothing is chosen."""
     before = torch.get_num_threads()
-    for name in threads.CHOSEN_BY_USER:
+    for name in threads.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(threads, "_cores", lambda: 2)
     torch.set_num_threads(2)
@@ -55,7 +55,7 @@ def test_large_models_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert inside(name) == (2, None)
 
 
-@pytest.mark.parametrize("name", threads.CHOSEN_BY_USER)
+@pytest.mark.parametrize("name", threads.THREAD_VARIABLES)
 def test_what_the_environment_says_stays(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "2")
     assert inside(str(save_tiny(tmp_path / "tiny"))) == (2, None)
