@@ -56,7 +56,7 @@ def failing(capsys: Any, *words: str) -> str:
         ("measure stray", "was given 'stray'", "kleash measure --help"),
         ("report", "needs FOLDER", "kleash report --help"),
         ("report a b", "was given 'b'", "kleash report --help"),
-        ("measure --resume", "give it as --out", ""),
+        ("measure --resume", "give the folder as --out", ""),
         ("measure --text a --prompts b", "not --prompts and --text", ""),
         ("cache --text a --responses b", "not --text and --responses", ""),
         ("--completion tcsh", "takes bash, zsh, fish", ""),

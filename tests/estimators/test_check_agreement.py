@@ -60,7 +60,7 @@ def test_a_truncated_behaviour_and_a_full_policy(positions, trained):
     agreement = positions.check(policy, positions.cut.logp, positions.cut.logp)
     assert (
         len(agreement.findings) == 1
-        and "the behaviour was cut to tokens that hold only so much" in agreement.findings[0]
+        and "the behaviour was truncated to tokens that hold only so much" in agreement.findings[0]
     )
     kept = restrict(policy, positions.cut.kept).log_kept_mass.exp().mean().item()
     assert agreement.weight.value == pytest.approx(kept, abs=0.02)

@@ -31,7 +31,7 @@ class MarkovModel:
         return self.next_logp(tokens).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     def moved(self, seed: int, apart: float) -> "MarkovModel":
-        """Return a model with ``apart`` times standard normal noise added to every logit."""
+        """Return a model with standard normal noise times ``apart`` added to every logit."""
         generator = torch.Generator().manual_seed(seed)
 
         def perturb(logp: Tensor) -> Tensor:
@@ -116,6 +116,7 @@ class _Moments(NamedTuple):
 def _add_earlier_token(logp: Tensor, logq: Tensor, later: _Moments) -> _Moments:
     """Moments of both totals with one more token in front, which adds ``log_ratio`` and ``exact``."""
     probs, log_ratio, exact = logp.exp(), logp - logq, kl(logp, logq)
+    # u and d are the means of the totals of later tokens, uu, dd and ud the means of their products.
     u, d, uu, dd, ud = later
 
     def mean(per_token: Tensor) -> Tensor:

@@ -54,16 +54,17 @@ def _log_probs(name: str, values: Any) -> Tensor:
             "for log-probabilities use kl"
         )
     sums = probs.sum(-1, keepdim=True)
-    unnormalised = (sums - 1).abs() > SUM_TOLERANCE
-    if unnormalised.any():
+    is_off = (sums - 1).abs() > SUM_TOLERANCE
+    if is_off.any():
         raise NotProbabilitiesError(
-            f"{name} sums to {sums[unnormalised][0].item():.6g}, not to 1; divide it by its sum first"
+            f"{name} sums to {sums[is_off][0].item():.6g}, not to 1; divide it by its sum first"
         )
     positive = probs > 0
     return torch.where(positive, torch.where(positive, probs, 1.0).log(), -torch.inf) - sums.log()
 
 
 def _as_float64(name: str, values: Any) -> Tensor:
+    """Convert a list, array or dense real tensor to a float64 tensor."""
     if isinstance(values, Tensor):
         if values.is_complex() or values.layout != torch.strided or values.device.type == "meta":
             raise NotProbabilitiesError(

@@ -205,6 +205,7 @@ def jensen_shannon_record(weight: float, normalised: bool = False) -> Divergence
 
 
 def _require_share(name: str, value: float) -> None:
+    """Raise OptionError unless the value is from 0 to 1."""
     if not 0 <= value <= 1:
         raise OptionError(f"{name} is {value}; it is a share, from 0 to 1")
 
@@ -224,7 +225,7 @@ def alpha_record(alpha: float) -> Divergence:
 
 
 def _alpha_side(a: float, rest: float) -> Side:
-    """``rest`` is ``1 - a``; it is an argument because that difference is rounded if ``a`` is close to 1."""
+    """One side of the alpha divergence. ``rest`` is ``1 - a``, an argument because the difference would be rounded."""
     return Side(
         of=_alpha_above_one(a, -rest)
         if rest < 0
@@ -238,10 +239,12 @@ def _alpha_side(a: float, rest: float) -> Side:
 
 
 def _alpha_above_one(a: float, growth: float) -> Elementwise:
+    """The generator for a > 1; ``growth`` is ``a - 1``."""
     return lambda gap: (psi(growth * gap) + growth * torch.exp(-growth * gap) * phi(gap)) / (a * growth)
 
 
 def _alpha_below_zero(b: float) -> Elementwise:
+    """The generator for a = -b < 0."""
     return lambda gap: (torch.exp(-gap) * phi(b * gap) + b * psi(gap)) / (b * (1 + b))
 
 

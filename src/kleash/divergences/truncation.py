@@ -76,15 +76,15 @@ def truncate(
     """
     require_valid_limits(top_k, top_p, min_p)
     logp = at_least_float32(logp)
-    detached = logp.detach()
-    kept = detached > -torch.inf
+    constant_logp = logp.detach()
+    mask = constant_logp > -torch.inf
     if top_k is not None:
-        kept = kept & _in_top_k(detached, top_k)
+        mask = mask & _in_top_k(constant_logp, top_k)
     if top_p is not None:
-        kept = kept & _in_top_p(torch.where(kept, detached, -torch.inf), top_p)
+        mask = mask & _in_top_p(torch.where(mask, constant_logp, -torch.inf), top_p)
     if min_p is not None:
-        kept = kept & _above_min_p(torch.where(kept, detached, -torch.inf), min_p)
-    return restrict(logp, kept)
+        mask = mask & _above_min_p(torch.where(mask, constant_logp, -torch.inf), min_p)
+    return restrict(logp, mask)
 
 
 @validated
@@ -106,32 +106,35 @@ def restrict(logp: Float[Tensor, "*batch vocab"], kept: Bool[Tensor, "*batch voc
 
 
 def _in_top_k(logp: Tensor, top_k: int) -> Tensor:
+    """Which tokens are among the ``top_k`` likeliest, ties with the last included."""
     threshold = logp.topk(min(top_k, logp.shape[-1]), -1).values[..., -1:]
     return logp >= threshold
 
 
 def _in_top_p(logp: Tensor, top_p: float) -> Tensor:
-    ascending, order = torch.sort(logp, dim=-1, stable=True)
-    removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-    removed[..., -1] = False
-    return ~torch.zeros_like(removed).scatter(-1, order, removed)
+    """Which tokens are in the smallest set of likeliest tokens whose mass exceeds ``top_p``."""
+    sorted_logp, order = torch.sort(logp, dim=-1, stable=True)
+    is_removed = sorted_logp.softmax(-1).cumsum(-1) <= 1 - top_p
+    is_removed[..., -1] = False
+    return ~torch.zeros_like(is_removed).scatter(-1, order, is_removed)
 
 
 def _above_min_p(logp: Tensor, min_p: float) -> Tensor:
+    """Which tokens are at least ``min_p`` times as likely as the likeliest."""
     probs = logp.softmax(-1)
     largest = probs.amax(-1, keepdim=True)
     return probs >= min_p * largest
 
 
-def _log_mass(logp: Tensor, kept: Tensor) -> Tensor:
-    """Log of the mass of ``kept``, computed from the smaller of both masses; exactly 0 if all tokens remain."""
+def _log_mass(logp: Tensor, mask: Tensor) -> Tensor:
+    """Log of the mass where ``mask`` is true, from the smaller of both masses; exactly 0 if it is true everywhere."""
     probs = logp.exp()
-    inside, outside = torch.where(kept, probs, 0.0).sum(-1), torch.where(kept, 0.0, probs).sum(-1)
-    small = outside < 0.5
+    inside, outside = torch.where(mask, probs, 0.0).sum(-1), torch.where(mask, 0.0, probs).sum(-1)
+    is_small = outside < 0.5
     return torch.where(
-        small,
-        torch.log1p(-torch.where(small, outside, 0.0)),
-        torch.log(torch.where(small, 1.0, inside)),
+        is_small,
+        torch.log1p(-torch.where(is_small, outside, 0.0)),
+        torch.log(torch.where(is_small, 1.0, inside)),
     )
 
 

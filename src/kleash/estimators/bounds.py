@@ -160,11 +160,13 @@ def shared_head(
 
 
 def _upper_bound_outside(logp: Tensor, inside: Tensor) -> Tensor:
+    """Upper bound on the log-probability of tokens that are not ``inside``, with rounding."""
     logp = logp + rounding_nats(logp)
     return torch.maximum(torch.where(inside, -inf, logp).amax(-1), logp.amin(-1))
 
 
 def _interval(logp: Tensor, error_nats: float | None) -> _Interval:
+    """The log-probabilities plus and minus their largest errors, in float64."""
     error = (
         rounding_nats(logp) if error_nats is None else torch.full_like(logp, error_nats, dtype=torch.float64)
     )
@@ -226,6 +228,7 @@ def _times(mass: Tensor, contribution: Tensor) -> Tensor:
 
 
 def _require_heads(head_logp: Tensor, head_logq: Tensor) -> None:
+    """Raise ShapeError unless both are floating-point and of one shape."""
     for name, values in (("head_logp", head_logp), ("head_logq", head_logq)):
         if not values.is_floating_point() or values.ndim == 0:
             raise ShapeError(

@@ -35,5 +35,5 @@ def leave_one_out_weights(
     deviation_u, deviation_d = u - mean_u.unsqueeze(-1), d - mean_d.unsqueeze(-1)
     variance = (is_other * deviation_d.square()).sum(-1)
     covariance = (is_other * deviation_u * deviation_d).sum(-1)
-    fitted = (n >= MIN_OTHER_SEQUENCES) & (variance > 0) & usable
-    return torch.where(fitted, covariance / torch.where(fitted, variance, 1.0), 1.0)
+    can_fit = (n >= MIN_OTHER_SEQUENCES) & (variance > 0) & usable
+    return torch.where(can_fit, covariance / torch.where(can_fit, variance, 1.0), 1.0)

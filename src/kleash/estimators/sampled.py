@@ -138,8 +138,8 @@ def log_ratio_and_k3(
     twenty.
     """
     p, q = token_logp.detach(), token_logq.detach()
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
-    if traced or p.device.type != "cpu" or (p.dtype, q.dtype) != (torch.float32, torch.float32):
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
+    if is_traced or p.device.type != "cpu" or (p.dtype, q.dtype) != (torch.float32, torch.float32):
         u = torch.where(counts, p - q, 0.0)
         return u, continued_k3(u)
     u, value = (torch.empty_like(p, memory_format=torch.contiguous_format) for _ in range(2))

@@ -83,9 +83,9 @@ def require_same_semantics(**sides: Semantics) -> None:
     Raises:
         OptionError: naming the first two that differ, and what to do.
     """
-    named = list(sides.items())
-    for name, other in named[1:]:
-        first_name, first = named[0]
+    names_and_semantics = list(sides.items())
+    for name, other in names_and_semantics[1:]:
+        first_name, first = names_and_semantics[0]
         difference = f"{first_name} is {first} and {name} {other}"
         if first.temperature != other.temperature:
             raise OptionError(
@@ -118,8 +118,8 @@ def to_truncated(
         ShapeError: if the shapes differ.
     """
     _require_same_shape(token_logp, log_kept_mass, kept)
-    truncated = token_logp - log_kept_mass
-    return truncated if kept is None else torch.where(kept, truncated, -torch.inf)
+    truncated_logp = token_logp - log_kept_mass
+    return truncated_logp if kept is None else torch.where(kept, truncated_logp, -torch.inf)
 
 
 @validated
@@ -141,8 +141,8 @@ def _require_same_shape(token_logp: Tensor, log_kept_mass: Tensor, kept: Tensor 
     shapes = [tuple(x.shape) for x in (token_logp, log_kept_mass, kept) if x is not None]
     if len(set(shapes)) > 1:
         names = ("token_logp", "log_kept_mass", "kept")
-        listing = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=False))
-        raise ShapeError(f"the tokens do not fit together: {listing}; give one number per token in each")
+        description = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=False))
+        raise ShapeError(f"the tokens do not fit together: {description}; give one number per token in each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,37 +225,44 @@ def _regression_slope(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> Est
 
 
 def _with_interval(estimate: Estimate) -> str:
+    """The value with its 95 % interval as text."""
     return f"{estimate.value:.3f} (95 %: {estimate.ci95[0]:.3f} to {estimate.ci95[1]:.3f})"
 
 
 def _weight_finding(weight: Estimate) -> str:
+    """The inconsistency shown by the mean importance weight; empty if it is 1 within its interval."""
     mean = f"the weights policy / behaviour average {_with_interval(weight)} instead of 1: "
     if weight.ci95[1] < 1 - WEIGHT_TOLERANCE:
         return mean + (
-            "the behaviour was cut to tokens that hold only so much of the policy, as by top-p, and the policy "
-            "was not; cut both to the same tokens"
+            "the behaviour was truncated to tokens that hold only so much of the policy, as by top-p, and the policy "
+            "was not; truncate both to the same tokens"
         )
     if weight.ci95[0] > 1 + WEIGHT_TOLERANCE:
         return mean + (
-            "the behaviour's numbers are not of the distribution that the tokens were drawn from, as where an engine "
-            "returns them from before the temperature or the cut; ask it for processed log-probabilities"
+            "the behaviour's log-probabilities are not of the distribution that the tokens were drawn from, for "
+            "example from before temperature and truncation; configure the engine to return processed log-probabilities"
         )
     return ""
 
 
 def _slope_finding(slope: Estimate) -> str:
+    """The inconsistency shown by the regression slope; empty if it is 1 within its interval."""
     low, high = slope.ci95
     if not (low > 1 + SLOPE_TOLERANCE or high < 1 - SLOPE_TOLERANCE):
         return ""
     return (
-        f"the policy's log-probability moves {_with_interval(slope)} nats for each of the behaviour's: it is the "
-        f"{'flatter' if slope.value < 1 else 'sharper'} one, as where the two were taken at different temperatures; "
-        "divide both sides' logits by the one that was sampled with, unless the policy was trained far away"
+        f"the policy's log-probability changes by {_with_interval(slope)} nats for each nat of the behaviour's: it is "
+        f"the {'flatter' if slope.value < 1 else 'sharper'} one, as at different temperatures; divide the logits of "
+        "both by the sampling temperature, unless training has moved the policy far from the behaviour"
     )
 
 
 def _ruled_out_finding(ruled_out: int) -> str:
+    """The inconsistency shown by drawn tokens of probability 0; empty if there are none."""
     if ruled_out == 0:
         return ""
     noun = "token has" if ruled_out == 1 else "tokens have"
-    return f"{ruled_out} drawn {noun} no probability under the policy; cut it to the behaviour's tokens, not to its own"
+    return (
+        f"{ruled_out} drawn {noun} no probability under the policy; truncate the policy to the behaviour's tokens, not "
+        "to those of its own truncation"
+    )
