@@ -9,10 +9,10 @@ import pytest
 
 from kleash.cli import main
 from kleash.cli.commands import RECORDS
-from kleash.cli.options import GROUPS
 from kleash.cli.parsing import SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
 from kleash.jobs import AuditJob, CompareJob, DemonstrationJob, MeasureJob, PPOJob
+from kleash.jobs.option_groups import OPTION_HEADINGS
 
 
 def failing(capsys: Any, *words: str) -> str:
@@ -173,7 +173,7 @@ def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(
 def test_the_tables_name_nothing_that_is_not_there() -> None:
     parsers = [parser_of(name) for name in RECORDS]
     there = {action.dest for parser in parsers for action in parser.options.values()}
-    grouped = [name for names in GROUPS.values() for name in names.split()]
+    grouped = [name for names in OPTION_HEADINGS.values() for name in names.split()]
     assert set(grouped) <= there and len(set(grouped)) == len(grouped)
     assert set(SYNONYMS.values()) <= {option for parser in parsers for option in parser.options}
     for parser in parsers:

@@ -103,7 +103,7 @@ def test_the_watch_s_words_and_the_events_are_told(hostile: Text) -> None:
 
 def test_the_command_repeats_the_run(hostile: Text) -> None:
     assert (
-        f"kleash train ppo --policy '{EVIL}' --steps 60 --prompts x --reward 'a:b{EVIL}' '0.5*c:d' "
+        f"kleash train ppo --policy '{EVIL}' --prompts x --reward 'a:b{EVIL}' '0.5*c:d' --steps 60 "
         "--controller pid --target-nats 6.0"
     ) in hostile.text
 
@@ -138,7 +138,7 @@ def test_a_dpo_run_shows_its_own_metrics(tmp_path: Path) -> None:
     assert tuple(page.figures) == ("pairs",)
     assert "Preference accuracy 0.530 0.510 in the first step" in page.text
     assert "Steps 3 running or interrupted" in page.text
-    assert "kleash train dpo --steps 3 --pairs p.jsonl" in page.text
+    assert "kleash train dpo --pairs p.jsonl --steps 3" in page.text
     assert "No reward hacking alerts." in page.text
     assert "learns from given pairs of responses" in page.text and "samples new responses" not in page.text
 
@@ -175,7 +175,7 @@ def test_disabled_switches_are_part_of_the_command(tmp_path: Path) -> None:
         tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
     )
     text = Text(write_training_report(folder).read_text(encoding="utf-8")).text
-    assert "kleash train ppo --steps 3 --trust-remote-code --clip-range-value None --no-whiten" in text
+    assert "kleash train ppo --steps 3 --no-whiten --clip-range-value None --trust-remote-code" in text
 
 
 def test_a_run_without_a_step_raises(tmp_path: Path) -> None:

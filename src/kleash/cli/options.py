@@ -5,13 +5,14 @@ import inspect
 import textwrap
 from argparse import Action, ArgumentError, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-POSITIONAL = ("target", "folder", "folders")
+from kleash.jobs.option_groups import OPTION_HEADINGS, POSITIONAL, in_order_of_help
+
 METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("policy", "reference", "teacher"), "MODEL"),
     **dict.fromkeys(("prompts", "text", "responses", "pairs"), "FILE"),
@@ -27,21 +28,7 @@ METAVARS: Mapping[str, str] = {
 }
 METAVARS_OF_TYPES: Mapping[Any, str] = {int: "N", float: "X", str: "WORD", Path: "FILE"}
 PATHS = frozenset({"FILE", "FOLDER", "MODEL"})
-"""Metavars of values that are completed as paths."""
-GROUPS: Mapping[str, str] = {
-    "essentials": "policy reference teacher prompts text responses pairs reward steps out",
-    "how much is read": "limit until_relative_error prompts_per_step pairs_per_step",
-    "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
-    "beta_max early_stop_nats",
-    "sampling": "samples_per_prompt max_new_tokens temperature top_p top_k min_p seed",
-    "text that is read": "window stride max_tokens",
-    "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
-    "vf_coef clip_range_value ent_coef",
-    "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
-    "loading": "revision_policy revision_reference trust_remote_code",
-    "running and output": "resume checkpoint_every on_hacking report_to metric_names json quiet",
-}
-"""Headings of the help and the fields under each, in order. Other fields are listed under "options"."""
+"""Metavars of values that a shell completes as paths."""
 LARGEST_INTEGER = 2**63
 
 
@@ -63,12 +50,12 @@ class StoreOnce(Action):
 def arguments_of(record: type) -> list[tuple[str, str, dict[str, Any]]]:
     """The fields of a record in the order of the help: heading, flag or name, keyword arguments of ``add_argument``."""
     hints, docstrings = get_type_hints(record, include_extras=True), field_docstrings(record)
-    groups = {name: title for title, names in GROUPS.items() for name in names.split()}
-    ranks = {name: rank for rank, name in enumerate([*POSITIONAL, *groups])}
-    fields_in_order = sorted(fields(record), key=lambda field: ranks.get(field.name, len(ranks)))
+    headings = {name: title for title, names in OPTION_HEADINGS.items() for name in names.split()}
     return [
-        _argument(field, hints[field.name], docstrings.get(field.name, ""), groups.get(field.name, "options"))
-        for field in fields_in_order
+        _argument(
+            field, hints[field.name], docstrings.get(field.name, ""), headings.get(field.name, "options")
+        )
+        for field in in_order_of_help(record)
     ]
 
 

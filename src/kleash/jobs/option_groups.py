@@ -5,8 +5,8 @@ the string under its field, and a job that gives an option another default repea
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from kleash.errors import OptionError
@@ -20,6 +20,21 @@ SHIPPED_TEXT = "shipped:text"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 OUTPUT_OPTIONS = frozenset({"out", "resume", "quiet", "json"})
 """Options that change where a result goes and not what it is."""
+POSITIONAL = ("target", "folder", "folders")
+OPTION_HEADINGS: Mapping[str, str] = {
+    "essentials": "policy reference teacher prompts text responses pairs reward steps out",
+    "how much is read": "limit until_relative_error prompts_per_step pairs_per_step",
+    "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
+    "beta_max early_stop_nats",
+    "sampling": "samples_per_prompt max_new_tokens temperature top_p top_k min_p seed",
+    "text that is read": "window stride max_tokens",
+    "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
+    "vf_coef clip_range_value ent_coef",
+    "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
+    "loading": "revision_policy revision_reference trust_remote_code",
+    "running and output": "resume checkpoint_every on_hacking report_to metric_names json quiet",
+}
+"""Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +159,13 @@ class GenerationOptions(SeedOption):
         """Check types and values; raises OptionError."""
         super().__post_init__()
         self._at_least_1("samples_per_prompt", "max_new_tokens")
+
+
+def in_order_of_help(job: type) -> list["Field[Any]"]:
+    """The fields of a job in the order of its help, which is also that of the commands in reports."""
+    names = [*POSITIONAL, *(name for names in OPTION_HEADINGS.values() for name in names.split())]
+    places = {name: place for place, name in enumerate(names)}
+    return sorted(fields(job), key=lambda field: places.get(field.name, len(places)))
 
 
 def flag(name: str) -> str:

@@ -4,11 +4,12 @@ import math
 import shlex
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import in_order_of_help
 from kleash.store import Number
 from kleash.store.codec import encode
 
@@ -155,7 +156,7 @@ def measure_command(job: Mapping[str, Any]) -> str:
     Args:
         job: the settings of its ``MeasureJob``.
     """
-    return command_line(("kleash", "measure"), fields(MeasureJob), job)
+    return command_line(("kleash", "measure"), in_order_of_help(MeasureJob), job)
 
 
 def command_line(command: Sequence[str], options: Sequence[Field[Any]], settings: Mapping[str, Any]) -> str:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import RunFolderError
 from kleash.jobs import DistillJob, DPOJob, GRPOJob, PPOJob, RLOOJob, TrainJob
+from kleash.jobs.option_groups import in_order_of_help
 from kleash.reports.formatting import command_line, format_value, typographic
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import run_charts
@@ -175,4 +175,6 @@ def rerun_command(header: RunHeader, history: Sequence[StepRecord]) -> str:
     """The command that repeats the run."""
     algorithm = str(header.settings.get("algorithm", "ppo"))
     settings: dict[str, Any] = {**header.settings, "steps": history[-1].step}
-    return command_line(("kleash", "train", algorithm), fields(JOBS.get(algorithm, PPOJob)), settings)
+    return command_line(
+        ("kleash", "train", algorithm), in_order_of_help(JOBS.get(algorithm, PPOJob)), settings
+    )

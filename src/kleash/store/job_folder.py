@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import TEMPORARY, cannot_write, remove_leftovers, require_utf8
+from kleash.store.atomic import TEMPORARY, cannot_write, remove_leftovers
 from kleash.store.checksums import Checksums, begin_checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.locks import folder_lock
@@ -172,7 +172,6 @@ class JobFolder:
         Raises:
             RunFolderError: if not.
         """
-        require_utf8(self.root)
         try:
             check_root(self.root, resume=resume, begun=self.begun, leftovers=self.leftovers)
         except RunFolderError:

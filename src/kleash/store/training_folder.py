@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import cannot_write
+from kleash.store.atomic import cannot_write, require_utf8
 from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
 from kleash.store.codec import to_json
 from kleash.store.job_folder import JobFolder
@@ -54,6 +54,15 @@ class TrainingFolder(JobFolder):
     """
 
     leftovers: ClassVar[frozenset[str]] = frozenset({".lock", CHECKSUMS})
+
+    def check(self, *, resume: bool) -> None:
+        """Check, without changing anything, that a run may be written here; safetensors opens only names in UTF-8.
+
+        Raises:
+            RunFolderError: if not.
+        """
+        require_utf8(self.root)
+        super().check(resume=resume)
 
     @property
     def begun(self) -> bool:
