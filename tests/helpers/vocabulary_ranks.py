@@ -542,7 +542,7 @@ def what_does_not_fit_is_refused_on_every_rank(split):
         f"hold {sizes} rows of p's head and ": lambda: linear_kl(hp, p, hq, Head(moved, vocabulary_group=group)),
         "p have 5 dimensions and its head 4"
         if first
-        else "of the vocabulary_group refuses what it was given": lambda: linear_kl(
+        else "of the vocabulary_group refuses its arguments": lambda: linear_kl(
             hp, Head(wp[:, :4] if first else wp, vocabulary_group=group), hq, q
         ),
         "disagree on the tokens: [10, 11": lambda: linear_kl(hp[first:], p, hq[first:], q),

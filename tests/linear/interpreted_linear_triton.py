@@ -22,8 +22,7 @@ from kleash.linear import (
     token_statistics,
     token_statistics_and_top,
 )
-from kleash.linear.impl.triton import fused
-from kleash.linear.impl.triton import rows as triton_rows
+from kleash.linear.impl.triton import fused, launch
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = [
@@ -40,8 +39,8 @@ FLOATS = [name for name in TokenStatistics._fields if name not in ("top1_p", "to
 @pytest.fixture(autouse=True)
 def narrow_tiles(monkeypatch):
     """Rows of several tiles, the last of them not full; and few programs, for each costs time here."""
-    monkeypatch.setattr(triton_rows, "WIDTH", 64)
-    monkeypatch.setitem(triton_rows.HEIGHTS, "cpu", 64)
+    monkeypatch.setattr(launch, "WIDTH", 64)
+    monkeypatch.setitem(launch.HEIGHTS, "cpu", 64)
 
 
 @pytest.mark.parametrize("apart", [2.0, 0.05, 0.002], ids=["far", "near", "nearer"])
@@ -98,9 +97,7 @@ def test_without_logits_every_kind_of_head_and_share(monkeypatch):
 
 def test_the_fused_kernel_is_taken_where_memory_is_for_few_tokens(monkeypatch):
     case, seen = head_case(torch.bfloat16, 0.5), []
-    monkeypatch.setattr(
-        fused, "divergence", lambda pair: seen.append(pair.tokens) or torch.zeros(pair.tokens)
-    )
+    monkeypatch.setattr(fused, "kl_values", lambda pair: seen.append(pair.tokens) or torch.zeros(pair.tokens))
     assert case.kl(TRITON).min() > 0 and not seen
     case.kl(SMALL)
     assert seen == [37]
@@ -491,7 +488,7 @@ def test_ties_go_to_the_first_and_do_not_lower_the_rank():
 def test_a_program_of_one_row_finds_what_one_of_many_does(monkeypatch):
     case = head_case(torch.float32, 0.3, tokens=(3,), bias=True)
     many = case.statistics(TRITON), gradients(case, TRITON)
-    monkeypatch.setitem(triton_rows.HEIGHTS, "cpu", 1)
+    monkeypatch.setitem(launch.HEIGHTS, "cpu", 1)
     one = case.statistics(TRITON), gradients(case, TRITON)
     for a, b in zip([*many[0], *many[1]], [*one[0], *one[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

@@ -6,8 +6,8 @@ from linear_cases import head_case
 
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
 from kleash.linear.impl import buffer
-from kleash.linear.impl.loop import plan
-from kleash.linear.impl.pair import HeadInputs, HeadPair
+from kleash.linear.impl.base import HeadInputs, HeadPair
+from kleash.linear.impl.loop import plan_chunks
 
 pytestmark = pytest.mark.usefixtures("unhooked")  # a stand-in for a GPU is no tensor
 
@@ -57,7 +57,7 @@ def test_a_gpu_gets_1024_tokens_a_chunk(gpu, words, dtype, buffers):
     """Under 128 MiB a chunk was of 110 tokens at 151 936 words, each of which read all weights."""
     pair = pair_of(words, 4096, dtype)
     options = buffer.with_buffer(LinearOptions(), pair)
-    assert plan(pair, options, buffers).chunk == 1024
+    assert plan_chunks(pair, options, buffers).chunk_tokens == 1024
     assert options.chunk_bytes <= 60 * GIB // 8 and gpu["asked"] == 1
 
 
@@ -66,7 +66,7 @@ def test_less_free_memory_halves_the_chunk_and_a_little_changes_nothing(gpu):
     for free in (60 * GIB, 59 * GIB, 14 * GIB, 13 * GIB, 6 * GIB, 2 * GIB, GIB, 0):
         gpu["free"] = free
         options = buffer.with_buffer(LinearOptions(), pair)
-        sizes.append(plan(pair, options, 1).chunk)
+        sizes.append(plan_chunks(pair, options, 1).chunk_tokens)
         assert options.chunk_bytes <= max(free // 8, buffer.bytes_for(1, pair))
     assert sizes[:4] == [1024, 1024, 1024, 512 if sizes[3] == 512 else 1024]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] >= 1
@@ -100,11 +100,7 @@ def test_a_call_and_its_backward_pass_ask_once(monkeypatch):
     """What is free has changed by the backward pass, which cuts the tokens as the forward pass did."""
     asked = []
     monkeypatch.setattr(
-        "kleash.linear.api.with_buffer",
-        lambda options, pair: asked.append(1) or LinearOptions(buffer_bytes=3000),
-    )
-    monkeypatch.setattr(
-        "kleash.linear.training.with_buffer",
+        "kleash.linear.impl.choice.with_buffer",
         lambda options, pair: asked.append(1) or LinearOptions(buffer_bytes=3000),
     )
     case = head_case(tokens=(9,), words=11)
@@ -115,11 +111,11 @@ def test_a_call_and_its_backward_pass_ask_once(monkeypatch):
 
 
 def test_a_compiled_call_chooses_when_it_runs(monkeypatch):
-    from kleash.linear import packing
+    from kleash.linear.impl import choice
 
     seen = []
     monkeypatch.setattr(
-        packing, "with_buffer", lambda options, pair: seen.append(options.buffer_bytes) or options
+        choice, "with_buffer", lambda options, pair: seen.append(options.buffer_bytes) or options
     )
     case = head_case(tokens=(5,), words=11)
     found = torch.compile(lambda h: linear_kl(h, *case.models[1:]), backend="eager", fullgraph=True)(

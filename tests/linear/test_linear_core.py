@@ -112,8 +112,8 @@ def test_the_core_saturates_without_overflow():
 def test_the_core_leaves_the_logits_as_they_were():
     zp, zq = torch.randn(2, 4, 50).unbind()
     before = zp.clone(), zq.clone()
-    room = [torch.empty(4, 50) for _ in range(11)]
-    assert torch.equal(kl_rows(zp, zq, room)[0], kl_rows(zp, zq)[0])
+    buffers = [torch.empty(4, 50) for _ in range(11)]
+    assert torch.equal(kl_rows(zp, zq, buffers)[0], kl_rows(zp, zq)[0])
     assert torch.equal(zp, before[0]) and torch.equal(zq, before[1])
 
 

@@ -61,14 +61,14 @@ def test_chunks_of_chosen_tokens_are_full():
     weights = torch.zeros(40)
     weights[::8] = 1.0
     seen = []
-    original = gradient.in_place
+    original = gradient.run_chunk
 
     def watched(chunk, *rest):
         seen.append(len(chunk.zp))
         return original(chunk, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient, "in_place", watched)
+        patch.setattr(gradient, "run_chunk", watched)
         linear_kl_loss(*case.models, weights=weights, options=CHUNKED)
     assert seen == [5]
 

@@ -30,8 +30,8 @@ from kleash.linear import (
 )
 from kleash.linear.checks import checked_pair
 from kleash.linear.impl import compiling
-from kleash.linear.impl.loop import plan
-from kleash.linear.impl.native import building, rows
+from kleash.linear.impl.loop import plan_chunks
+from kleash.linear.impl.native import building, row_functions
 from kleash.user_cache import is_private_file
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -51,7 +51,7 @@ def anew():
 @pytest.fixture
 def calls(monkeypatch):
     """The functions of the library that were called."""
-    seen, call = [], rows.call
+    seen, call = [], row_functions.call
 
     def noted(name, *given):
         seen.append(name)
@@ -71,8 +71,8 @@ def row_pair(kind, rows=6, words=2500):
     return zp.double(), more.double()
 
 
-def room_of(words):
-    return rows.scratch(words, torch.get_num_threads())
+def scratch_for(words):
+    return row_functions.scratch(words, torch.get_num_threads())
 
 
 def row_logits(rows=6):
@@ -97,7 +97,7 @@ def test_the_facts_of_rows(kind, apart):
         -(zp.softmax(-1) * zp.log_softmax(-1)).sum(-1),
     )
     second = more if apart else zq
-    found = rows.facts(zp.float(), second.float(), room_of(zp.shape[1]), apart=apart)
+    found = row_functions.row_summary(zp.float(), second.float(), scratch_for(zp.shape[1]), q_is_delta=apart)
     assert (right[0] > 0).all() and ((right[0] < 1e-15).all() == (kind == "faint"))
     for number, (exact, ours) in enumerate(zip(right, found.unbind(1), strict=True)):
         # KL is of second order in what rounding leaves of phi near 0.
@@ -108,7 +108,7 @@ def test_the_facts_of_rows(kind, apart):
 def test_logits_that_are_larger_by_the_same_everywhere_are_those_of_the_same_model(by):
     """The mean of a constant rounds away from it, and KL is of second order in that."""
     zp, _ = row_logits(rows=40)
-    found = rows.facts(zp, torch.full_like(zp, by), room_of(2500), apart=True)
+    found = row_functions.row_summary(zp, torch.full_like(zp, by), scratch_for(2500), q_is_delta=True)
     assert (found[:, 0] >= 0).all() and (found[:, 0] < 1e-20).all()
     torch.testing.assert_close(found[:, 2], torch.full((40,), by, dtype=torch.float64), rtol=1e-6, atol=0)
 
@@ -128,7 +128,7 @@ def test_gradients_of_rows(kind, wanted, in_place):
     outs = tuple(
         (x if in_place else torch.full_like(x, 7.0)) if w else None for x, w in zip(z, wanted, strict=True)
     )
-    kl = rows.kl_gradient_(*z, weight.float(), outs, room_of(2500), apart=False)
+    kl = row_functions.kl_gradient_(*z, weight.float(), outs, scratch_for(2500), q_is_delta=False)
     torch.testing.assert_close(kl.double(), value.detach(), rtol=1e-6, atol=0)
     for ours, exact in zip(outs, right, strict=True):
         if ours is not None:
@@ -140,7 +140,7 @@ def test_what_has_next_to_no_probability_gets_no_gradient_at_all():
     zp, zq = row_logits()
     zp[:, 7] = zp.amax(-1) - 120
     zq[:, 7] = zq.amax(-1) - 110
-    rows.kl_gradient_(zp, zq, torch.ones(6), (zp, zq), room_of(2500), apart=False)
+    row_functions.kl_gradient_(zp, zq, torch.ones(6), (zp, zq), scratch_for(2500), q_is_delta=False)
     assert (zp[:, 7] == 0).all() and (zq[:, 7] == 0).all() and (zp[:, 8] != 0).all()
 
 
@@ -151,7 +151,7 @@ def test_rows_that_it_cannot_do_are_left_as_they_are():
     zp[4, 7] = zq[4, 7] = -torch.inf
     zq[5, 8] = zp[5].max() + 300  # q is all there, where p has next to nothing
     before = zp.clone(), zq.clone()
-    kl = rows.kl_gradient_(zp, zq, torch.ones(7), (zp, zq), room_of(2500), apart=False)
+    kl = row_functions.kl_gradient_(zp, zq, torch.ones(7), (zp, zq), scratch_for(2500), q_is_delta=False)
     assert kl[:6].isnan().all() and kl[6].isfinite()
     for old, new in zip(before, (zp, zq), strict=True):
         torch.testing.assert_close(new[:6], old[:6], rtol=0, atol=0, equal_nan=True)
@@ -207,7 +207,7 @@ def test_an_objective_and_its_gradients(calls, apart, one_head, both):
             *each.models[:2], each.tokens, *each.models[2:], objective, options=options
         )
         found.append([x.detach() for x in terms] + list(torch.autograd.grad(loss, leaves)))
-    assert {"kleash_facts", "kleash_pull"} <= set(calls)
+    assert {"kleash_summary", "kleash_objective_gradient"} <= set(calls)
     for exact, plain, ours in zip(*found, strict=True):
         error = relative_rms(ours, exact)
         assert error <= 1.5 * relative_rms(plain, exact) + 1e-6 and error < 1e-3
@@ -248,7 +248,7 @@ def test_statistics_of_models_so_near_that_the_shift_between_them_has_to_be_kept
     right = (p * (torch.expm1(-u) + u)).sum(-1)
     assert (right < 1e-13).all()
     tokens = torch.zeros(6, dtype=torch.int64)
-    found = rows.statistics_rows(zp.float(), zq.float(), tokens, room=room_of(4000))
+    found = row_functions.statistics_rows(zp.float(), zq.float(), tokens, scratch=scratch_for(4000))
     for divergence, number in zip(found[2:5], (right, right, right / 4), strict=True):
         torch.testing.assert_close(divergence.double(), number, rtol=5e-2, atol=0)
 
@@ -286,10 +286,10 @@ def test_what_the_threads_work_in_is_part_of_the_budget(monkeypatch):
     case = head_case(torch.float32, tokens=(3000,), words=5000)
     both = checked_pair(case.models[:2], case.models[2:], 1.0)
     for nbytes in (2**20, 2**24, 2**27):
-        cut = plan(both, LinearOptions(buffer_bytes=nbytes), 0, native=True)
-        assert cut.threads == max(1, min(64, nbytes // 8 // (2 * 5000 * 4)))
-        taken = 4 * 5000 * (2 * cut.chunk + 2 * cut.threads)
-        assert taken <= nbytes and cut.rows >= min(cut.threads, cut.chunk)
+        plan = plan_chunks(both, LinearOptions(buffer_bytes=nbytes), 0, native=True)
+        assert plan.threads == max(1, min(64, nbytes // 8 // (2 * 5000 * 4)))
+        taken = 4 * 5000 * (2 * plan.chunk_tokens + 2 * plan.threads)
+        assert taken <= nbytes and plan.block_rows >= min(plan.threads, plan.chunk_tokens)
 
 
 def test_it_is_taken_for_large_calls_in_float32_and_never_where_that_is_forbidden(calls, monkeypatch):

@@ -230,7 +230,7 @@ def test_a_second_backward_raises():
 
 def test_what_is_refused(unhooked):
     case = head_case(torch.float32, tokens=(4,))
-    with pytest.raises(ShapeError, match=r"was given 4 tokens and gave losses of shape \(\)"):
+    with pytest.raises(ShapeError, match=r"was given 4 tokens and returned losses of shape \(\)"):
         run(case, lambda terms, rows: terms.kl.mean(), CHUNKED)
     case.tokens = torch.tensor([0, 1, 2, 101])
     with pytest.raises(VocabularyMismatchError, match="from 0 to 101 and the heads cover 101"):

@@ -9,7 +9,7 @@ from linear_cases import NATIVE, SMALL, TINY, head_case, in_float64, relative_rm
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
 from kleash.linear.checks import checked_pair
 from kleash.linear.impl import onednn
-from kleash.linear.impl.loop import ENOUGH_TOKENS, plan
+from kleash.linear.impl.loop import ENOUGH_TOKENS, plan_chunks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
@@ -21,7 +21,7 @@ def machine(monkeypatch):
     """Sets whether oneDNN is the faster one here."""
 
     def sets(faster: bool) -> None:
-        monkeypatch.setattr(onednn, "faster_here", lambda: faster)
+        monkeypatch.setattr(onednn, "is_faster_on_this_machine", lambda: faster)
 
     return sets
 
@@ -70,11 +70,11 @@ def test_every_row_of_the_weight_is_multiplied_once(machine, products):
     machine(True)
     case = head_case(words=101)
     linear_kl(*case.models, options=SMALL)
-    cut = plan(checked_pair(case.models[:2], case.models[2:], 1.0), SMALL, 0)
-    assert 1 < cut.tile < 101
+    plan = plan_chunks(checked_pair(case.models[:2], case.models[2:], 1.0), SMALL, 0)
+    assert 1 < plan.tile_rows < 101
     words = sum(made[2] for made in products)
     assert words == 2 * 101 * -(-len(case.tokens) // max(made[0] for made in products))
-    assert {made[2] for made in products} == {cut.tile, 101 % cut.tile}
+    assert {made[2] for made in products} == {plan.tile_rows, 101 % plan.tile_rows}
 
 
 @pytest.mark.parametrize("hidden, words", [(64, 200_000), (1024, 32_768), (4096, 32_768), (8, 1_000)])
@@ -83,15 +83,20 @@ def test_a_tile_and_its_product_are_within_the_budget(machine, hidden, words):
     x, weight = torch.empty(4096, hidden), torch.empty(words, hidden)
     pair = checked_pair((x, Head(weight)), (x, Head(weight)), 1.0)
     machine(False)
-    plain = plan(pair, options, 6)
+    plain = plan_chunks(pair, options, 6)
     machine(True)
-    cut = plan(pair, options, 6)
-    assert cut.tile * max(hidden, ENOUGH_TOKENS) * 4 <= options.buffer_bytes // 8
-    logits, blocks = 2 * cut.chunk * words, cut.rows * 6 * words
-    both = logits + blocks + 2 * cut.chunk * 2 * hidden + cut.tile * (2 * cut.chunk + hidden)
+    plan = plan_chunks(pair, options, 6)
+    assert plan.tile_rows * max(hidden, ENOUGH_TOKENS) * 4 <= options.buffer_bytes // 8
+    logits, blocks = 2 * plan.chunk_tokens * words, plan.block_rows * 6 * words
+    both = (
+        logits
+        + blocks
+        + 2 * plan.chunk_tokens * 2 * hidden
+        + plan.tile_rows * (2 * plan.chunk_tokens + hidden)
+    )
     assert 4 * both <= options.buffer_bytes
     assert plain.tile == 1
-    assert plain.chunk >= cut.chunk > 0.7 * plain.chunk
+    assert plain.chunk_tokens >= plan.chunk_tokens > 0.7 * plain.chunk_tokens
 
 
 def test_where_products_are_made_so(monkeypatch, tmp_path):

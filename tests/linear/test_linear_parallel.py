@@ -21,7 +21,7 @@ from kleash.linear import (
     linear_objective,
     token_statistics,
 )
-from kleash.linear.impl.vocab_shards import ShardedVocab
+from kleash.linear.vocab_shards import ShardedVocab
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 

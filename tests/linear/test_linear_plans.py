@@ -24,10 +24,10 @@ from kleash.linear import (
     linear_kl_loss,
     linear_objective,
 )
-from kleash.linear.impl import chunked, loop
-from kleash.linear.impl import kl_fast as lean
-from kleash.linear.impl.fallback import fallback_gradient_, fallback_kl
-from kleash.linear.impl.project import narrow
+from kleash.linear.impl import kl_fast, loop
+from kleash.linear.impl.chunked import ChunkedBackend
+from kleash.linear.impl.fallback import fallback_kl, replace_failed_gradients_
+from kleash.linear.impl.project import has_bfloat16_gradient
 from kleash.linear.impl.row_statistics import gradient_rows
 
 
@@ -50,9 +50,9 @@ def test_the_lean_core_and_the_steady_one_agree(apart):
     zp, zq = logits(apart)
     weight = torch.linspace(-1, 2, 9)
     exact, steady = truth(zp, zq, weight), gradient_rows(zp, zq, weight)
-    found = lean.kl_gradient_rows(zp, zq, weight)
-    fallback_gradient_(found, zp, zq, weight, apart=False)
-    (value,) = lean.kl_rows(zp, zq)
+    found = kl_fast.kl_gradient_rows(zp, zq, weight)
+    replace_failed_gradients_(found, zp, zq, weight, q_is_delta=False)
+    (value,) = kl_fast.kl_rows(zp, zq)
     value = torch.where(value.isfinite(), value, fallback_kl(zp, zq)[0])
     for number, (right, theirs, ours) in enumerate(zip(exact, steady, found, strict=True)):
         assert relative_rms(ours, right) <= 1.5 * relative_rms(theirs, right) + 1e-6, number
@@ -67,7 +67,7 @@ def test_the_lean_core_says_what_it_cannot_do():
     zq = torch.tensor(
         [[0.0, 1.0, 2.0], [0.0, 0.0, 0.0], [0.0, never, 0.0], [0.0, 1.0, 2.000001], [1.0, 0.5, 2.0]]
     )
-    (found,) = lean.kl_rows(zp, zq)
+    (found,) = kl_fast.kl_rows(zp, zq)
     assert found[0] == 0 and found[1].isnan() and found[2].isnan() and found[3] == -torch.inf and found[4] > 0
     (mended,) = fallback_kl(zp, zq)
     right = truth(zp, zq, torch.ones(5))[0]
@@ -82,12 +82,12 @@ def test_a_difference_serves_as_well_as_logits(apart):
     ahead = zq - zp
     weight = torch.linspace(-1, 2, 9)
     exact = truth(zp, zq, weight)
-    found = lean.kl_gradient_rows(zp.float(), ahead.float(), weight, apart=True)
-    fallback_gradient_(found, zp.float(), ahead.float(), weight, apart=True)
+    found = kl_fast.kl_gradient_rows(zp.float(), ahead.float(), weight, q_is_delta=True)
+    replace_failed_gradients_(found, zp.float(), ahead.float(), weight, q_is_delta=True)
     for right, ours in zip(exact, found, strict=True):
         assert relative_rms(ours, right) < 3e-6
-    (value,) = lean.kl_rows(zp.float(), ahead.float(), apart=True)
-    value = torch.where(value.isfinite(), value, fallback_kl(zp.float(), ahead.float(), apart=True)[0])
+    (value,) = kl_fast.kl_rows(zp.float(), ahead.float(), q_is_delta=True)
+    value = torch.where(value.isfinite(), value, fallback_kl(zp.float(), ahead.float(), q_is_delta=True)[0])
     assert relative_rms(value, exact[0]) < 3e-6
 
 
@@ -153,7 +153,7 @@ def test_with_frozen_heads_the_backward_pass_makes_no_products(name, monkeypatch
         total = torch.where(weights != 0, values * weights, 0.0).sum()
         with monkeypatch.context() as patch:
             if options is SMALL:
-                patch.setattr(chunked, "gradients", None)
+                patch.setattr(ChunkedBackend, "value_and_grad", None)
             grads.append(torch.autograd.grad(total, hidden))
     read = weights != 0
     for a, b in zip(*grads, strict=True):
@@ -226,11 +226,11 @@ def test_which_gradients_are_taken_in_bfloat16():
 
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     both = torch.bfloat16
-    assert narrow(model(both, Head(torch.zeros(5, 3, dtype=both)))) is fast
-    assert not narrow(model(both, Head(torch.zeros(5, 3))))
-    assert not narrow(model(torch.float32, Head(torch.zeros(5, 3, dtype=both))))
-    assert not narrow(model(torch.float16, Head(torch.zeros(5, 3, dtype=torch.float16))))
-    assert not narrow(model(both, Head(None)))
+    assert has_bfloat16_gradient(model(both, Head(torch.zeros(5, 3, dtype=both)))) is fast
+    assert not has_bfloat16_gradient(model(both, Head(torch.zeros(5, 3))))
+    assert not has_bfloat16_gradient(model(torch.float32, Head(torch.zeros(5, 3, dtype=both))))
+    assert not has_bfloat16_gradient(model(torch.float16, Head(torch.zeros(5, 3, dtype=torch.float16))))
+    assert not has_bfloat16_gradient(model(both, Head(None)))
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -375,8 +375,8 @@ def test_the_last_chunk_is_kept_whole_where_it_would_be_cut_by_itself(name, size
     """Fewer tokens are given more rows of an upcast weight at a time, and so less memory for logits."""
     case = head_case(torch.bfloat16, 0.5, tokens=(40,), words=101, bias=True)
     weights, found = torch.linspace(-1, 2, 40), []
-    lean = ((case, LinearOptions(buffer_bytes=size, compile="never")) for size in sizes)
-    for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), *lean):
+    kl_fast = ((case, LinearOptions(buffer_bytes=size, compile="never")) for size in sizes)
+    for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), *kl_fast):
         tensors, of = leaves_of(each, name)
         found.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
     for right, plain, *ours in zip(*found, strict=True):

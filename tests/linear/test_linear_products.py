@@ -38,7 +38,7 @@ def calls(monkeypatch):
         call(name, *tensors)
 
     monkeypatch.setattr(products, "call", recorded)
-    monkeypatch.setattr(products, "faster_here", lambda: True)
+    monkeypatch.setattr(products, "is_faster_on_this_machine", lambda: True)
     return seen
 
 
@@ -205,7 +205,11 @@ def test_values_and_gradients(calls, what, traits, unhooked):
     case = large_case(**traits)
     exact = results_of(in_float64(case), what, REFERENCE)
     ours = results_of(case, what, ROOM)
-    assert {name for name, _ in calls} == {"kleash_logits", "kleash_into_weight", "kleash_into_hidden"}
+    assert {name for name, _ in calls} == {
+        "kleash_logits",
+        "kleash_weight_gradient",
+        "kleash_hidden_gradient",
+    }
     assert len({tokens for _, tokens in calls}) > 1 or len(calls) > 6, "more than one chunk"
     for right, result in zip(exact, ours, strict=True):
         assert relative_rms(result, right) < 5e-6
@@ -230,17 +234,17 @@ def test_which_calls_have_their_products_made_in_c(calls):
 
 def test_other_processors_keep_their_products(monkeypatch):
     monkeypatch.setattr(products.onednn, "is_amd_with_avx512", lambda: False)
-    products.faster_here.cache_clear()
+    products.is_faster_on_this_machine.cache_clear()
     case = large_case()
     assert not products.supports(checked_pair(case.models[:2], case.models[2:], 1.0))
-    products.faster_here.cache_clear()
+    products.is_faster_on_this_machine.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("tokens", "chunk"), [(1024, 112), (1024, 96), (4096, 64), (100, 112), (17, 16), (1, 16)]
 )
 def test_chunks_differ_by_at_most_one_vector(tokens, chunk):
-    slices = list(loop.chunk_slices(tokens, loop.Plan(chunk, 8, 0, 0)))
+    slices = list(loop.chunk_slices(tokens, loop.ChunkPlan(chunk, 8, 0, 0)))
     assert [part.start for part in slices] == [0, *(part.stop for part in slices[:-1])]
     assert slices[-1].stop == tokens and len(slices) == -(-tokens // chunk)
     sizes = [-(-(part.stop - part.start) // 16) for part in slices]
@@ -248,15 +252,15 @@ def test_chunks_differ_by_at_most_one_vector(tokens, chunk):
 
 
 def test_the_plan_is_within_the_budget(monkeypatch):
-    monkeypatch.setattr(products, "faster_here", lambda: True)
+    monkeypatch.setattr(products, "is_faster_on_this_machine", lambda: True)
     for tokens, dim, words in [(1024, 1024, 151_936), (4096, 4096, 32_768), (4096, 64, 2000)]:
         hidden, weight = torch.empty(tokens, dim), torch.empty(words, dim)
         pair = checked_pair((hidden, Head(weight)), (hidden, Head(weight)), 1.0)
         options = LinearOptions(buffer_bytes=(budget := 128 << 20))
-        cut = loop.plan(pair, options, 0, native=True)
-        assert cut.tile == 0
-        workspace = products.exact_workspace_floats(cut.chunk, dim, torch.get_num_threads())
-        scratch = 2 * cut.threads * words
-        assert 4 * (2 * cut.chunk * words + cut.chunk * dim + scratch + workspace) <= budget
-        if cut.chunk < tokens:
-            assert cut.chunk % products.LANES == 0
+        plan = loop.plan_chunks(pair, options, 0, native=True)
+        assert plan.tile_rows == 0
+        workspace = products.exact_workspace_floats(plan.chunk_tokens, dim, torch.get_num_threads())
+        scratch = 2 * plan.threads * words
+        assert 4 * (2 * plan.chunk_tokens * words + plan.chunk_tokens * dim + scratch + workspace) <= budget
+        if plan.chunk_tokens < tokens:
+            assert plan.chunk_tokens % products.LANES == 0

@@ -12,10 +12,11 @@ from kleash.linear import (
     linear_kl_loss,
     linear_objective,
     ops,
+    packing,
     token_statistics,
 )
 from kleash.linear.impl import skipping
-from kleash.linear.impl.skipping import cut
+from kleash.linear.impl.skipping import keep_mask
 
 WEIGHTS = torch.linspace(-1, 2.1, 150, dtype=torch.float64)
 KINDS = pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_every_plan_leaves_out_the_same(buffer_bytes, plan):
         values = linear_kl(hp, heads[0], hq, heads[1], options=options)
         found = torch.autograd.grad((values * weights).sum(), tensors)
     else:
-        given = ops.given((hp, Head(wp, bp)), (hq, Head(wq, bq)), 1.0, options)
+        given = packing.pack((hp, Head(wp, bp)), (hq, Head(wq, bq)), 1.0, options)
         found = ops.linear_divergence_gradient(*given, "kl", weights, [True] * 6)[2]
     for a, b in zip(right, found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
@@ -273,7 +274,7 @@ def test_rows_of_any_kind_keep_to_the_bound(words, below):
     rows[6, ::5] = 0.0
     rows[7, ::16] = 1e9
     before = rows.clone()
-    kept, left = cut(rows, below, torch.float64)
+    kept, left = keep_mask(rows, below, torch.float64)
     small = kept == 0
     assert torch.equal(rows.nan_to_num(), before.nan_to_num())
     total = rows.abs().sum(-1)
@@ -290,4 +291,4 @@ def test_rows_of_any_kind_keep_to_the_bound(words, below):
 def test_inside_a_compiled_caller_nothing_can_be_reported():
     case = head_case(torch.float32, tokens=(2,), words=5)
     with pytest.raises(CannotRunError, match=r"inside torch\.compile nothing can be reported"):
-        ops.given(case.models[:2], case.models[2:], 1.0, skipped(0.1, []))
+        packing.pack(case.models[:2], case.models[2:], 1.0, skipped(0.1, []))

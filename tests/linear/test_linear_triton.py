@@ -15,6 +15,8 @@ from kleash.errors import CannotRunError
 from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl_loss
 from kleash.linear.checks import checked_pair
 from kleash.linear.impl import choice
+from kleash.linear.impl.base import KL, Request
+from kleash.linear.impl.triton import backend
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 TRITON = LinearOptions(impl="triton")
@@ -27,9 +29,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kleash.linear.impl.triton import fused, kernels
 
-FLAGS = {"apart": False, "height": 1, "width": 2048, "depth": 64, "widen": False}
-TYPES = {"tokens": "*i64", "places": "*i32", "in_p": "*bf16", "in_q": "*bf16", "inner_p": "fp32", "inner_q": "fp32"}
-COUNTS = ("rows", "words", "share", "shares", "dim_p", "dim_q", "row_stride", "found_stride", "stride_p", "stride_q")
+FLAGS = {"q_is_delta": False, "height": 1, "width": 2048, "depth": 64, "widen": False}
+TYPES = {"tokens": "*i64", "integers": "*i32", "in_p": "*bf16", "in_q": "*bf16", "inner_p": "fp32", "inner_q": "fp32"}
+SIZES = ("rows", "vocab_size", "share", "shares", "dim_p", "dim_q")
+COUNTS = (*SIZES, "row_stride", "fields_stride", "stride_p", "stride_q")
 
 def of(name, kernel, absent):
     if name in FLAGS or name in absent:
@@ -48,12 +51,12 @@ def build(kernel, absent=(), **flags):
     )
     print(kernel.__name__, len(made.asm["cubin"]))
 
-build(kernels.measure_kernel, ("tokens", "inner_p", "inner_q", "bias_p", "bias_q"), apart=True)
-build(kernels.compare_kernel)
+build(kernels.summary_kernel, ("tokens", "inner_p", "inner_q", "bias_p", "bias_q"), q_is_delta=True)
+build(kernels.statistics_kernel)
 build(kernels.gradient_kernel)
 build(kernels.gradient_kernel, ("tokens", "c_logp", "c_logq", "c_entropy", "in_q", "inner_p", "inner_q", "bias_p"))
 build(fused.share_kernel, height=128, width=64)
-build(fused.join_kernel, height=128)
+build(fused.combine_kernel, height=128)
 """
 
 
@@ -94,13 +97,20 @@ def test_in_the_interpreter():
 
 
 class OnAGpu:
-    """As much of a pair on a GPU as the choice looks at."""
+    """The attributes of a pair on a GPU that decide the backend."""
 
     def __init__(self, case: Case):
         pair = checked_pair(case.models[:2], case.models[2:], 1.0)
-        self.dtype, self.head, self.across = pair.p.dtype, pair.p.head, pair.across
+        self.dtype, self.head, self.is_sharded = pair.p.dtype, pair.p.head, pair.is_sharded
         self.hidden, self.device, self.type = self, self, "cuda"
         self.p = self.q = self
+
+
+def backend_name(options, pair, divergence=KL):
+    """The name of the backend that is selected."""
+    selected = choice.select_backend(Request(pair=pair, options=options, divergence=divergence))
+    (name,) = (name for name, each in choice.BACKENDS.items() if each is selected)
+    return name
 
 
 @needs_triton
@@ -108,26 +118,27 @@ class OnAGpu:
 def test_auto_takes_triton_for_what_it_can_do_on_a_gpu():
     auto, kl, js = LinearOptions(), DIVERGENCES["kl"], DIVERGENCES["jensen_shannon"]
     half, wide = OnAGpu(head_case(torch.bfloat16)), OnAGpu(head_case(torch.float64))
-    assert [choice.chosen(auto, half, x) for x in (kl, DIVERGENCES["reverse_kl"], None)] == ["triton"] * 3
-    assert choice.chosen(auto, half, js) == choice.chosen(auto, wide, kl) == "chunked"
-    assert choice.chosen(LinearOptions(impl="chunked"), half, kl) == "chunked"
-    for pair, record, says in (
+    assert backend_name(auto, half) == "triton"
+    assert backend_name(auto, half, DIVERGENCES["reverse_kl"]) == "triton"
+    assert backend_name(auto, half, js) == backend_name(auto, wide, kl) == "chunked"
+    assert backend_name(LinearOptions(impl="chunked"), half, kl) == "chunked"
+    for pair, divergence, says in (
         (half, js, "no other divergence; ask for"),
-        (wide, None, "given is torch.float64; ask for"),
+        (wide, kl, "given is torch.float64; ask for"),
     ):
         with pytest.raises(CannotRunError, match=says):
-            choice.chosen(TRITON, pair, record)
+            backend_name(TRITON, pair, divergence)
 
 
 @pytest.mark.usefixtures("unhooked")
 def test_without_triton_auto_does_without_and_its_name_is_refused(monkeypatch):
     pair = OnAGpu(head_case(torch.bfloat16))
-    monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    assert choice.chosen(LinearOptions(), pair, None) == "chunked"
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    assert backend_name(LinearOptions(), pair) == "chunked"
     with pytest.raises(
         CannotRunError, match="impl='triton' needs triton, which is not installed; ask for 'chunked'"
     ):
-        choice.chosen(TRITON, pair, None)
+        backend_name(TRITON, pair)
 
 
 def test_on_a_cpu_auto_takes_chunked_and_triton_is_refused(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from kleash.divergences import entropy, kl
 from kleash.divergences.enumeration import MarkovModel, random_markov
-from kleash.linear.statistics import TokenTerms
+from kleash.linear import TokenTerms
 from kleash.records import PPOJob
 from kleash.training.ppo.losses import RolloutTokens, policy_objective, value_losses
 from kleash.training.ppo.shaping import (

@@ -1,4 +1,4 @@
-"""Divergences from hidden states: exact over the whole vocabulary, without ever holding its logits."""
+"""Exact divergences over the whole vocabulary from hidden states, computed without storing the logits."""
 
 from kleash.linear.api import (
     linear_divergence,
@@ -9,8 +9,8 @@ from kleash.linear.api import (
 )
 from kleash.linear.head import Head
 from kleash.linear.options import LinearOptions, Skipped
-from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
-from kleash.linear.training import LinearLoss, linear_divergence_loss, linear_kl_loss, linear_objective
+from kleash.linear.training import linear_divergence_loss, linear_kl_loss, linear_objective
+from kleash.linear.types import LinearLoss, StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
 
 __all__ = [
     "Head",

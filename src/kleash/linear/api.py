@@ -1,4 +1,4 @@
-"""The public doors to values: they check what they are given, and choose who computes it."""
+"""The public functions that return values per token: they check the arguments and call a backend."""
 
 import torch
 from jaxtyping import Float, Int
@@ -6,29 +6,29 @@ from torch import Tensor
 
 from kleash.arguments import validated_types
 from kleash.autodiff import uncompiled_in_transforms
-from kleash.divergences import DIVERGENCES, Divergence
+from kleash.divergences import Divergence
 from kleash.errors import CannotRunError, OptionError
 from kleash.linear import autograd
 from kleash.linear.checks import (
+    as_divergence,
+    check_has_data,
     check_ids,
-    check_numbers,
-    check_side,
+    check_model,
     check_temperature,
     check_tokens,
     check_transforms,
     checked_pair,
     common_dtype,
-    in_a_row,
+    flat_temperature,
 )
 from kleash.linear.head import Head, gathered
-from kleash.linear.impl.buffer import with_buffer
-from kleash.linear.impl.choice import implementation
-from kleash.linear.impl.pair import HeadInputs
+from kleash.linear.impl.base import HeadInputs
+from kleash.linear.impl.choice import prepare
 from kleash.linear.impl.project import logits, normalised
-from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
+from kleash.linear.impl.reference import REFERENCE
 from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TopTokens
-from kleash.registry import look_up
+from kleash.linear.packing import divergence_name, pack
+from kleash.linear.types import StatisticsAndTop, TokenStatistics, TopTokens
 
 
 @uncompiled_in_transforms
@@ -46,36 +46,36 @@ def linear_kl(
 
         KL(p || q) = sum_x p(x) phi(log p(x) - log q(x)),    phi(u) = expm1(-u) + u
 
-    The first model is the one averaged over. Exact over the whole vocabulary, of which the logits of
-    a few tokens exist at a time. Differentiable once in whatever requires a gradient: hidden states,
-    weights, biases. If a weight or bias does, the backward pass computes the logits again (use
-    ``linear_kl_loss`` where the weights of the tokens are known beforehand: it does not); if only hidden
-    states do, their gradient is formed along with the value. With ``impl="reference"`` it has derivatives of every
-    order, forward mode and the transforms of ``torch.func``, all of which the others refuse. A token whose
-    incoming gradient is 0 contributes 0, whatever its hidden states hold.
+    The average is over the first model, p. The sum is exact over the whole vocabulary; the logits of only a few
+    tokens exist at a time. The result is differentiable once in the hidden states, weights and biases that require a
+    gradient. If a weight or bias does, the backward pass computes the logits again; ``linear_kl_loss``, which takes
+    the weights of the tokens, does not. If only hidden states do, their gradient is computed with the value.
+    ``impl="reference"`` supports derivatives of every order, forward mode and the transforms of ``torch.func``; the
+    other implementations refuse them. A token whose incoming gradient is 0 adds 0 to every gradient, even if its
+    hidden states are NaN.
 
-    Every ``options.impl`` means the same number; they differ in memory and speed. Logits are float32
-    whatever the dtype of what is given, float64 if any of it is. Never negative; exactly 0 for the
-    same tensors on both sides; ``inf`` where p has mass on tokens that q forbids; NaN for a token
-    whose hidden states hold NaN, and for no other.
+    All values of ``options.impl`` return the same number; they differ in memory and speed. Logits are float32, or
+    float64 if any tensor is float64. The result is never negative, exactly 0 if both models have the same tensors,
+    ``inf`` where p gives mass to tokens with probability 0 under q, and NaN for exactly the tokens whose hidden
+    states contain NaN.
 
     Args:
         hidden_p: final hidden states under p, after the last norm.
-        head_p: the head that makes them logits.
+        head_p: the head that maps them to logits.
         hidden_q: hidden states of the same tokens under q; their dimension may differ.
-        head_q: the head for those; it covers the same tokens as head_p.
-        temperature: divides the logits of both; a number, or one for each token (whose values are not checked).
+        head_q: the head for those; its vocabulary is that of head_p.
+        temperature: divides the logits of both models; a number, or one for each token (whose values are not checked).
         options: implementation, memory, compilation.
 
     Returns:
-        A number for each token, float32 (or float64).
+        KL in nats for each token, float32 (or float64).
 
     Raises:
-        ShapeError: if shapes do not fit together, or something is not floating-point.
-        VocabularyMismatchError: if the heads cover different numbers of tokens.
+        ShapeError: if shapes do not match, or a tensor is not floating-point.
+        VocabularyMismatchError: if the heads have vocabularies of different sizes.
         OptionError: if the temperature is not a positive number.
-        CannotRunError: if tensors are on different devices, the options ask for what is not there, or
-            a second or forward-mode derivative is asked for.
+        CannotRunError: if tensors are on different devices, an option is unsupported or its dependency missing, or
+            a second or forward-mode derivative is taken.
     """
     return linear_divergence(hidden_p, head_p, hidden_q, head_q, temperature=temperature, options=options)
 
@@ -96,12 +96,12 @@ def linear_divergence(
 
     Args:
         hidden_p: final hidden states under p, after the last norm.
-        head_p: the head that makes them logits.
+        head_p: the head that maps them to logits.
         hidden_q: hidden states of the same tokens under q.
         head_q: the head for those.
         divergence: a name of ``DIVERGENCES``, or a record: ``jensen_shannon_record(0.1)``,
-            ``skew_kl_record``, ``alpha_record`` ... or your own.
-        temperature: divides the logits of both.
+            ``skew_kl_record``, ``alpha_record`` or your own.
+        temperature: divides the logits of both models.
         options: implementation, memory, compilation.
 
     Raises:
@@ -111,20 +111,20 @@ def linear_divergence(
     if torch.compiler.is_compiling():
         from kleash.linear import ops
 
-        x = ops.given((hidden_p, head_p), (hidden_q, head_q), temperature, options)
-        return ops.linear_divergence(*x, ops.named(divergence))
-    record = as_record(divergence)
+        x = pack((hidden_p, head_p), (hidden_q, head_q), temperature, options)
+        return ops.linear_divergence(*x, divergence_name(divergence))
+    divergence = as_divergence(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    options = with_buffer(options or LinearOptions(), pair)
-    if options.impl != "reference" or pair.across is not LOCAL_VOCAB:
+    options = options or LinearOptions()
+    if options.impl != "reference" or pair.is_sharded:
         check_transforms("linear_divergence", (hidden_p, head_p), (hidden_q, head_q), temperature)
-    engine = implementation(options, pair, record)
+    backend, request = prepare(pair, options, divergence)
     with torch.autocast(hidden_p.device.type, enabled=False):
-        if options.impl == "reference" or not autograd.wanted(pair):
-            found = engine.divergence(pair, record, options)
+        if backend is REFERENCE or not autograd.requires_gradient(pair):
+            values = backend.values(request)
         else:
-            found = autograd.differentiable(engine, pair, record, options)
-    return found.reshape(hidden_p.shape[:-1])
+            values = autograd.differentiable_values(backend, request)
+    return values.reshape(hidden_p.shape[:-1])
 
 
 @uncompiled_in_transforms
@@ -139,23 +139,23 @@ def token_statistics(
     temperature: float | Float[Tensor, "*tokens"] = 1.0,
     options: LinearOptions | None = None,
 ) -> TokenStatistics:
-    """All that a measurement wants to know about each token, in one pass and without a gradient.
+    """The divergences, entropies, log-probabilities and ranks of each token, in one pass and without a gradient.
 
-    KL(p || q), KL(q || p), Jensen-Shannon, total variation and both entropies over the whole
-    vocabulary; log-probability of the token under both; the likeliest token of both with its
-    probability; the token's rank under q. Meaning and edge cases as in ``linear_kl``.
+    KL(p || q), KL(q || p), Jensen-Shannon, total variation and both entropies over the whole vocabulary; the
+    log-probability of the token under both models; the likeliest token of both with its probability; the token's
+    rank under q. Definitions and edge cases are those of ``linear_kl``.
 
     Args:
         hidden_p: final hidden states under p, at the positions that predict the tokens.
-        head_p: the head that makes them logits.
+        head_p: the head that maps them to logits.
         hidden_q: hidden states of the same positions under q.
         head_q: the head for those.
-        tokens: the ids that follow.
-        temperature: divides the logits of both.
+        tokens: the ids that follow these positions.
+        temperature: divides the logits of both models.
         options: implementation, memory, compilation.
 
     Returns:
-        A TokenStatistics of detached tensors shaped like ``tokens``; float32 (or float64) and int64.
+        A TokenStatistics of detached tensors with the shape of ``tokens``; float32 (or float64) and int64.
 
     Raises:
         ShapeError, OptionError, CannotRunError: as ``linear_kl``.
@@ -164,20 +164,19 @@ def token_statistics(
     if torch.compiler.is_compiling():
         from kleash.linear import ops
 
-        x = ops.given((hidden_p, head_p), (hidden_q, head_q), temperature, options)
-        return TokenStatistics(
-            *ops.token_statistics(*(t.detach() if isinstance(t, Tensor) else t for t in x), tokens)
-        )
+        x = pack((hidden_p, head_p), (hidden_q, head_q), temperature, options)
+        detached = (t.detach() if isinstance(t, Tensor) else t for t in x)
+        return TokenStatistics(*ops.token_statistics(*detached, tokens))
     check_transforms("token_statistics", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
     with torch.no_grad():
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         check_tokens(tokens, hidden_p)
-        check_ids(tokens, pair.words)
+        check_ids(tokens, pair.vocab_size)
         flat = tokens.reshape(-1).to(torch.int64)
-        options = with_buffer(options or LinearOptions(), pair)
-        found = implementation(options, pair).token_statistics(pair, flat, options)
-    return TokenStatistics(*(numbers.reshape(tokens.shape) for numbers in found))
+        backend, request = prepare(pair, options)
+        statistics = backend.statistics(request, flat)
+    return TokenStatistics(*(column.reshape(tokens.shape) for column in statistics))
 
 
 @uncompiled_in_transforms
@@ -195,17 +194,16 @@ def token_statistics_and_top(
 ) -> StatisticsAndTop:
     """``token_statistics``, and the ``top`` likeliest tokens of both models with their probabilities.
 
-    The logits that the statistics are made of are looked at once more while they are there, so that this costs a few
-    hundredths more than ``token_statistics`` alone.
+    Both come from the same logits, so that this takes a few percent longer than ``token_statistics`` alone.
 
     Args:
-        hidden_p: as in ``token_statistics``, and so the others.
-        head_p: the head that makes them logits.
+        hidden_p: final hidden states under p, at the positions that predict the tokens.
+        head_p: the head that maps them to logits.
         hidden_q: hidden states of the same positions under q.
         head_q: the head for those.
-        tokens: the ids that follow.
-        top: how many; at most the vocabulary's size are given.
-        temperature: divides the logits of both.
+        tokens: the ids that follow these positions.
+        top: how many tokens of each model; at most the vocabulary's size.
+        temperature: divides the logits of both models.
         options: implementation, memory, compilation.
 
     Raises:
@@ -218,18 +216,20 @@ def token_statistics_and_top(
     check_transforms("token_statistics_and_top", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens)
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-        if pair.across is not LOCAL_VOCAB:
+        if pair.is_sharded:
             raise CannotRunError(
-                "the likeliest tokens are sought among all words and these heads are split over a vocabulary_group; "
+                "token_statistics_and_top needs all rows of the heads, and these are split over a vocabulary_group; "
                 "give heads of all rows"
             )
         check_tokens(tokens, hidden_p)
-        check_ids(tokens, pair.words)
+        check_ids(tokens, pair.vocab_size)
         flat = tokens.reshape(-1).to(torch.int64)
-        options = with_buffer(options or LinearOptions(), pair)
-        found, *tops = implementation(options, pair).statistics_and_top(pair, flat, options, top)
-    shaped = TokenStatistics(*(numbers.reshape(tokens.shape) for numbers in found))
-    top_p, top_q = (TopTokens(*(x.reshape(*tokens.shape, x.shape[-1]) for x in one)) for one in tops)
+        backend, request = prepare(pair, options)
+        statistics, *tops = backend.statistics_and_top(request, flat, top)
+    shaped = TokenStatistics(*(column.reshape(tokens.shape) for column in statistics))
+    top_p, top_q = (
+        TopTokens(*(x.reshape(*tokens.shape, x.shape[-1]) for x in likeliest)) for likeliest in tops
+    )
     return StatisticsAndTop(shaped, top_p, top_q)
 
 
@@ -242,15 +242,15 @@ def log_probabilities(
 ) -> Float[Tensor, "*tokens vocab"]:
     """Natural log-probabilities of the whole vocabulary: ``log_softmax(head(hidden) / temperature)``.
 
-    Holds all of them, so it is meant for few tokens: to draw the next one, to list the likeliest.
+    The result holds the whole vocabulary for every token, so this is meant for few tokens.
 
     Args:
         hidden: final hidden states, after the last norm.
-        head: the head that makes them logits.
+        head: the head that maps them to logits.
         temperature: divides the logits.
 
     Returns:
-        float32 (or float64, if anything given is).
+        float32 (or float64, if any tensor is float64).
 
     Raises:
         ShapeError, OptionError, CannotRunError: as ``linear_kl``.
@@ -262,17 +262,14 @@ def log_probabilities(
         )
     head, _ = gathered(head, head)
     check_temperature(temperature, hidden)
-    check_side("the model", hidden, head)
-    check_numbers(hidden)
+    check_model("the model", hidden, head)
+    check_has_data(hidden)
     dtype = common_dtype((hidden, head.weight, head.bias))
-    divisor = in_a_row(temperature, dtype)
     flat = HeadInputs(
-        hidden=hidden.reshape(-1, hidden.shape[-1]), head=head, temperature=divisor, dtype=dtype
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        head=head,
+        temperature=flat_temperature(temperature, dtype),
+        dtype=dtype,
     )
     with torch.autocast(hidden.device.type, enabled=False):
         return normalised(logits(flat)).reshape(*hidden.shape[:-1], -1)
-
-
-def as_record(divergence: str | Divergence) -> Divergence:
-    """The record of a divergence that may be given by its name."""
-    return look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence

@@ -1,4 +1,4 @@
-"""What the public doors refuse, and what they make of the rest."""
+"""Checks of the public functions' arguments, and the ``HeadPair`` that they are turned into."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,110 +10,127 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.autodiff import refuse_transforms
+from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, gathered
-from kleash.linear.impl.pair import HeadInputs, HeadPair
-from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab
-from kleash.linear.sharding import WHOLE, common_group, exchange_specs
+from kleash.linear.impl.base import HeadInputs, HeadPair
+from kleash.linear.sharding import UNSHARDED, common_group, exchange_specs
+from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab
+from kleash.registry import look_up
 
-INSTEAD = "take linear_divergence with impl='reference', uncompiled, or the functions of kleash.divergences"
+ALTERNATIVE = (
+    "take linear_divergence with impl='reference', uncompiled, or the functions of kleash.divergences"
+)
 
 
 def checked_pair(
     p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Float[Tensor, "*tokens"]
 ) -> HeadPair:
-    """Both sides with their tokens in a row, if they fit together."""
+    """Both models with their tokens flattened.
+
+    Raises:
+        ShapeError, VocabularyMismatchError, OptionError, CannotRunError: if the arguments do not fit together.
+    """
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     head_p, head_q = gathered(head_p, head_q)
     group = common_group(head_p.vocabulary_group, head_q.vocabulary_group)
-    across: LocalVocab = LOCAL_VOCAB
+    vocab_shards: LocalVocab = LOCAL_VOCAB
     if group is None:
         check_each((hidden_p, head_p), (hidden_q, head_q), temperature)
     else:
-        across = over_ranks(group, (hidden_p, head_p), (hidden_q, head_q), temperature)
-        hidden_p, head_p = part("p", hidden_p, head_p, across)
-        hidden_q, head_q = part("q", hidden_q, head_q, across)
-    check_words(head_p.vocabulary(hidden_p), head_q.vocabulary(hidden_q))
+        vocab_shards = checked_shards(group, (hidden_p, head_p), (hidden_q, head_q), temperature)
+        hidden_p, head_p = local_part("p", hidden_p, head_p, vocab_shards)
+        hidden_q, head_q = local_part("q", hidden_q, head_q, vocab_shards)
+    check_same_vocab_size(head_p.vocabulary(hidden_p), head_q.vocabulary(hidden_q))
     dtype = common_dtype((hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias))
     flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
     flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
-    divisor = in_a_row(temperature, dtype)
+    divisor = flat_temperature(temperature, dtype)
     return HeadPair(
-        p=HeadInputs(hidden=flat_p, head=head_p, temperature=divisor, dtype=dtype, across=across),
-        q=HeadInputs(hidden=flat_q, head=head_q, temperature=divisor, dtype=dtype, across=across),
+        p=HeadInputs(hidden=flat_p, head=head_p, temperature=divisor, dtype=dtype, vocab_shards=vocab_shards),
+        q=HeadInputs(hidden=flat_q, head=head_q, temperature=divisor, dtype=dtype, vocab_shards=vocab_shards),
     )
 
 
 def check_each(p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor) -> None:
-    """Refuse either side by itself, or hidden states that are not of the same tokens."""
+    """Check each model, the temperature, and that the hidden states are of the same tokens."""
     check_temperature(temperature, p[0])
-    check_side("p", *p)
-    check_side("q", *q)
-    check_fit(p[0], q[0])
-    check_numbers(p[0])
+    check_model("p", *p)
+    check_model("q", *q)
+    check_same_tokens(p[0], q[0])
+    check_has_data(p[0])
 
 
-def over_ranks(
+def checked_shards(
     group: Any, p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor
 ) -> ShardedVocab:
-    """The ranks that p's head or q's is split over, if all of them were given what fits together."""
-    problem, facts = None, [0, 0, 0, 0, 0]
+    """The ranks that share the vocabulary, if the arguments of all of them agree."""
+    error, specs = None, [0, 0, 0, 0, 0]
     try:
         check_each(p, q, temperature)
         tensors = [x for hidden, head in (p, q) for x in (hidden, head.weight, head.bias)]
         needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
-        facts = [
-            *(WHOLE if head.vocabulary_group is None else head.vocabulary(hidden) for hidden, head in (p, q)),
+        specs = [
+            *(
+                UNSHARDED if head.vocabulary_group is None else head.vocabulary(hidden)
+                for hidden, head in (p, q)
+            ),
             p[0].numel() // max(1, p[0].shape[-1]),
             common_dtype(tensors).itemsize,
-            sum(needs << n for n, needs in enumerate(needed)),
+            sum(flag << bit for bit, flag in enumerate(needed)),
         ]
-    except KleashError as error:
-        problem = error
-    return exchange_specs(group, p[0].device, facts, problem)
+    except KleashError as local_error:
+        error = local_error
+    return exchange_specs(group, p[0].device, specs, error)
 
 
-def part(name: str, hidden: Tensor, head: Head, across: ShardedVocab) -> tuple[Tensor, Head]:
-    """A side as it is, or, if it is whole, the words of it that this rank has of the other."""
+def local_part(name: str, hidden: Tensor, head: Head, vocab_shards: ShardedVocab) -> tuple[Tensor, Head]:
+    """A sharded head as it is; of a head that is not sharded, the rows that this rank has of the other head.
+
+    Raises:
+        VocabularyMismatchError: if its vocabulary is not that of the sharded head.
+        CannotRunError: if it requires a gradient, which each rank would compute for its rows only.
+    """
     if head.vocabulary_group is not None:
         return hidden, head
-    check_words_of(name, head.vocabulary(hidden), across)
+    check_sharded_vocab_size(name, head.vocabulary(hidden), vocab_shards)
     trained = (hidden, head.bias) if head.weight is None else (head.weight, head.bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained):
         raise CannotRunError(
             f"the head of {name} is whole and requires a gradient, of which each rank would form its own "
-            f"{across.here} of {across.vocab_size} rows; split it over the vocabulary_group, too, or detach it"
+            f"{vocab_shards.local_size} of {vocab_shards.vocab_size} rows; split it over the vocabulary_group, too, or "
+            "detach it"
         )
-    words = slice(across.offset, across.offset + across.here)
-    weight = None if head.weight is None else head.weight[words]
-    bias = None if head.bias is None else head.bias[words]
-    return hidden[..., words] if weight is None else hidden, replace(head, weight=weight, bias=bias)
+    rows = slice(vocab_shards.offset, vocab_shards.offset + vocab_shards.local_size)
+    weight = None if head.weight is None else head.weight[rows]
+    bias = None if head.bias is None else head.bias[rows]
+    return hidden[..., rows] if weight is None else hidden, replace(head, weight=weight, bias=bias)
 
 
-def in_a_row(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """A number, or one for each token: a copy, since a backward pass to come reads it again."""
+def flat_temperature(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """The temperature as a number, or as one number for each token: a copy, since the backward pass reads it again."""
     if not isinstance(temperature, Tensor):
         return float(temperature)
     return temperature.reshape(-1).to(dtype, copy=True)
 
 
 def check_transforms(
-    name: str, p: tuple[Tensor, Head], q: tuple[Tensor, Head], *others: object, inside: bool = True
+    name: str, p: tuple[Tensor, Head], q: tuple[Tensor, Head], *more: object, inside: bool = True
 ) -> None:
-    """Refuse tensors of forward mode or of ``torch.func``, whose derivatives would be 0 in silence."""
+    """Refuse tensors of forward mode or of ``torch.func``, whose derivatives would silently be 0."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
-    tensors = (hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias, *others)
-    refuse_transforms(name, INSTEAD, *(x for x in tensors if isinstance(x, Tensor)), inside=inside)
+    tensors = (hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias, *more)
+    refuse_transforms(name, ALTERNATIVE, *(x for x in tensors if isinstance(x, Tensor)), inside=inside)
 
 
 def common_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
-    """float64 if any of them is, else float32."""
+    """float64 if any tensor is float64, else float32."""
     wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
 
 def check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
-    """Refuse what logits cannot be divided by; the values of a tensor are the caller's."""
+    """Check the temperature; the values of a tensor are not checked."""
     if not isinstance(temperature, Tensor):
         if not (isfinite(temperature) and temperature > 0):
             raise OptionError(f"a temperature is a positive number, not {temperature}")
@@ -131,8 +148,8 @@ def check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
         raise CannotRunError("a temperature gets no gradient here; detach it")
 
 
-def check_side(name: str, hidden: Tensor, head: Head) -> None:
-    """Refuse hidden states that are not for this head."""
+def check_model(name: str, hidden: Tensor, head: Head) -> None:
+    """Check that hidden states and head have matching shapes, floating-point dtypes and one device."""
     if hidden.dim() == 0:
         raise ShapeError(f"hidden states of {name} are [..., dim], and a single number was given")
     for what, tensor in (("hidden states", hidden), ("weight", head.weight), ("bias", head.bias)):
@@ -155,14 +172,14 @@ def check_side(name: str, hidden: Tensor, head: Head) -> None:
         raise ShapeError(f"the head of {name} covers no token at all")
 
 
-def check_numbers(hidden: Tensor) -> None:
-    """Refuse hidden states without numbers."""
+def check_has_data(hidden: Tensor) -> None:
+    """Refuse hidden states on the meta device, which have no data."""
     if hidden.device.type == "meta":
         raise CannotRunError("hidden states are on the meta device and hold no numbers; give some that do")
 
 
-def check_fit(hidden_p: Tensor, hidden_q: Tensor) -> None:
-    """Refuse two sides that are not about the same tokens."""
+def check_same_tokens(hidden_p: Tensor, hidden_q: Tensor) -> None:
+    """Check that both models have hidden states of the same tokens on the same device."""
     if hidden_p.shape[:-1] != hidden_q.shape[:-1]:
         raise ShapeError(
             f"hidden states are of {tuple(hidden_p.shape[:-1])} tokens under p and "
@@ -172,26 +189,27 @@ def check_fit(hidden_p: Tensor, hidden_q: Tensor) -> None:
         raise CannotRunError(f"p is on {hidden_p.device} and q on {hidden_q.device}; move one of them")
 
 
-def check_words(words_p: int, words_q: int) -> None:
-    """Refuse two vocabularies."""
-    if words_p != words_q:
+def check_same_vocab_size(vocab_size_p: int, vocab_size_q: int) -> None:
+    """Check that both heads have vocabularies of the same size."""
+    if vocab_size_p != vocab_size_q:
         raise VocabularyMismatchError(
-            f"the head of p covers {words_p} tokens and that of q {words_q}; cut the rows that are padding, "
+            f"the head of p covers {vocab_size_p} tokens and that of q {vocab_size_q}; cut the rows that are padding, "
             "or project one onto the other's vocabulary"
         )
 
 
-def check_words_of(name: str, words: int, across: ShardedVocab) -> None:
-    """Refuse a whole head that covers another vocabulary than one that is split."""
-    if words != across.vocab_size:
+def check_sharded_vocab_size(name: str, vocab_size: int, vocab_shards: ShardedVocab) -> None:
+    """Check that a head that is not sharded has the vocabulary size of the one that is."""
+    if vocab_size != vocab_shards.vocab_size:
         raise VocabularyMismatchError(
-            f"the head of {name} is whole and covers {words} tokens, and the ranks of the other's vocabulary_group "
-            f"hold {across.vocab_size} rows together; give it the vocabulary_group if it is split, too"
+            f"the head of {name} is whole and covers {vocab_size} tokens, and the ranks of the other's "
+            f"vocabulary_group hold {vocab_shards.vocab_size} rows together; give it the vocabulary_group if it is "
+            "split, too"
         )
 
 
 def check_tokens(tokens: Tensor, hidden: Tensor) -> None:
-    """Refuse ids that are not one for each hidden state."""
+    """Check that there is one integer id for each hidden state."""
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise ShapeError(f"tokens are {tokens.dtype}; give ids as integers")
     if tokens.shape != hidden.shape[:-1]:
@@ -204,12 +222,38 @@ def check_tokens(tokens: Tensor, hidden: Tensor) -> None:
         )
 
 
-def check_ids(tokens: Tensor, words: int) -> None:
-    """Refuse ids that are not in the vocabulary."""
+def check_ids(tokens: Tensor, vocab_size: int) -> None:
+    """Check that all ids are in the vocabulary."""
     if tokens.numel() == 0:
         return
     least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= words:
+    if least < 0 or most >= vocab_size:
         raise VocabularyMismatchError(
-            f"token ids run from {least} to {most} and the heads cover {words}: ids from 0 to {words - 1}"
+            f"token ids run from {least} to {most} and the heads cover {vocab_size}: ids from 0 to {vocab_size - 1}"
         )
+
+
+def check_weights(weights: Tensor, hidden: Tensor) -> None:
+    """Check that there is one floating-point weight for each token, without a gradient."""
+    if weights.shape != hidden.shape[:-1] or not weights.is_floating_point():
+        raise ShapeError(
+            f"weights are {weights.dtype} of shape {tuple(weights.shape)} for tokens of shape "
+            f"{tuple(hidden.shape[:-1])}; give a floating-point one for each token"
+        )
+    if weights.device != hidden.device:
+        raise CannotRunError(
+            f"weights are on {weights.device} and hidden states on {hidden.device}; move one of them"
+        )
+    if weights.requires_grad:
+        raise CannotRunError(
+            "the weights of a loss get no gradient; detach them, or weigh linear_kl's values"
+        )
+
+
+def as_divergence(divergence: str | Divergence) -> Divergence:
+    """The divergence of a name of ``DIVERGENCES``, or the record itself.
+
+    Raises:
+        UnknownNameError: if there is no such divergence.
+    """
+    return look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence

@@ -1,4 +1,4 @@
-"""The last layer of a language model: from a hidden state to the logits."""
+"""The head of a language model, which maps a hidden state to logits, as its parts."""
 
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -14,21 +14,20 @@ from kleash.linear.sharding import check_group, local_rows
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """How a model turns a hidden state into logits ``z``, taken apart so that they need not be kept.
+    """The head of a model as weight, bias, scale and softcap, which map a hidden state to logits ``z``.
 
         y = scale (hidden W^T + bias)
         z = softcap tanh(y / softcap), or y without a softcap
         log p = log_softmax(z / temperature); the temperature belongs to the call
 
-    ``weight=None`` means that the hidden states already are ``hidden W^T``: the slower way, for a
-    model whose head cannot be taken apart. A weight that is sharded over ranks (a ``DTensor``) is
-    gathered when it is used, unless a ``vocabulary_group`` says that its rows stay where they are.
-    Two heads are equal only if they are the same object.
+    ``weight=None`` means that the hidden states already are ``hidden W^T``; this is slower, for a model whose head
+    has no such parts. A weight that is sharded over ranks (a ``DTensor``) is gathered when it is used, unless
+    ``vocabulary_group`` is set: then each rank uses its own rows. Two heads are equal only if they are one object.
 
     Raises:
         ShapeError: if weight is not a matrix, bias not a vector, or the two differ in length.
         OptionError: if the scale is not finite or the softcap not positive.
-        OptionError, CannotRunError: if the ``vocabulary_group`` is none, or this process is not in it.
+        OptionError, CannotRunError: if ``vocabulary_group`` is not a process group, or this process is not in it.
     """
 
     weight: Float[Tensor, "vocab dim"] | None
@@ -36,17 +35,17 @@ class Head:
     bias: Float[Tensor, " vocab"] | None = None
     """Added to the product; ``-inf`` forbids a token."""
     scale: float = 1.0
-    """What product and bias are multiplied by (Cohere's logit scale, Granite's inverse logits scaling)."""
+    """Factor of product and bias (Cohere's logit scale; the inverse of Granite's logits scaling)."""
     softcap: float | None = None
-    """The size that no logit exceeds (Gemma 2)."""
+    """Bound on the absolute value of the logits, applied by tanh (Gemma 2)."""
     vocabulary_group: Any = None
-    """The ranks that each hold some rows of weight and bias for the *same* tokens: their process group, or a
-    device mesh of one dimension. Ranks hold runs of the vocabulary, in the order of the ranks, as many rows each as
-    they like. Each gives the same hidden states (or, if weight is None, its own words' logits), gets the same
-    results, and its own rows' gradients; hidden states get the sum over the ranks."""
+    """The ranks that share the vocabulary of the *same* tokens (vocabulary parallelism): a process group, or a device
+    mesh of one dimension. Each rank has consecutive rows of weight and bias, in the order of the ranks; their numbers
+    may differ. Each rank passes the same hidden states (or, if weight is None, the logits of its rows), and gets the
+    same results and the gradients of its rows; the gradient of the hidden states is the sum over the ranks."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no head."""
+        """Check shapes, numbers and the group."""
         for what, tensor in (("weight", self.weight), ("bias", self.bias)):
             if tensor is None or hasattr(tensor, "full_tensor"):
                 continue
@@ -70,12 +69,12 @@ class Head:
             check_group(self.vocabulary_group)
 
     def vocabulary(self, hidden: Float[Tensor, "*tokens dim"]) -> int:
-        """How many tokens these hidden states give a logit to, of those that this rank has."""
+        """The number of logits that this rank computes for each hidden state."""
         return hidden.shape[-1] if self.weight is None else self.weight.shape[0]
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether a value is one number, and finite."""
+    """Whether a value is a single finite number."""
     try:
         return isfinite(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -83,27 +82,30 @@ def is_finite_number(value: Any) -> bool:
 
 
 def gathered(first: Head, second: Head) -> tuple[Head, Head]:
-    """Both heads' tensors as plain ones, whole or a rank's own rows; what the two share is gathered once."""
+    """Both heads with DTensors gathered, or with the local rows of sharded ones; a shared tensor stays shared."""
     alike = (first.vocabulary_group is None) == (second.vocabulary_group is None)
     weight, bias = (_plain(x, first.vocabulary_group) for x in (first.weight, first.bias))
     weight_2, bias_2 = (
-        mine if alike and its is other else _plain(its, second.vocabulary_group)
-        for mine, its, other in ((weight, second.weight, first.weight), (bias, second.bias, first.bias))
+        plain if alike and tensor is original else _plain(tensor, second.vocabulary_group)
+        for plain, original, tensor in (
+            (weight, first.weight, second.weight),
+            (bias, first.bias, second.bias),
+        )
     )
-    return _with(first, weight, bias), _with(second, weight_2, bias_2)
+    return _with_tensors(first, weight, bias), _with_tensors(second, weight_2, bias_2)
 
 
-def _with(head: Head, weight: Tensor | None, bias: Tensor | None) -> Head:
+def _with_tensors(head: Head, weight: Tensor | None, bias: Tensor | None) -> Head:
     same = weight is head.weight and bias is head.bias
     return head if same else replace(head, weight=weight, bias=bias)
 
 
 def _plain(tensor: Tensor | None, group: Any) -> Tensor | None:
-    return _whole(tensor) if group is None else local_rows(tensor, group)
+    return _full(tensor) if group is None else local_rows(tensor, group)
 
 
-def _whole(tensor: Tensor | None) -> Tensor | None:
-    """A DTensor's full tensor, whose gradient is the sum of those that the ranks' own tokens give it."""
+def _full(tensor: Tensor | None) -> Tensor | None:
+    """A DTensor's full tensor, whose gradient is the sum over the ranks; any other tensor as it is."""
     full_tensor: Any = getattr(tensor, "full_tensor", None)
     if full_tensor is None or tensor is None:
         return tensor

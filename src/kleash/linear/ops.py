@@ -1,8 +1,8 @@
-"""What a caller that is being compiled sees: one opaque operation for each public function.
+"""The custom operations that stand for the public functions inside ``torch.compile``.
 
-Registered with torch as ``kleash::...``, so that ``torch.compile(fullgraph=True)`` takes them as they are and
-does not unroll the chunks. Everything an operation is given is a tensor, a number or a name; it is put together,
-checked and handed to an implementation when it runs. Eager callers do not come here.
+Registered with torch as ``kleash::...``, so that a caller compiled with ``fullgraph=True`` sees one operation and not
+the loop over chunks. An operation unpacks its arguments, checks them and calls a backend when it runs. Eager callers
+do not use these.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,99 +13,66 @@ from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
 from kleash.errors import CannotRunError
-from kleash.linear.checks import INSTEAD, check_ids, common_dtype
-from kleash.linear.impl.results import combined, gradient_dtype
-from kleash.linear.packing import COMMON, COUNT, SHARED, Given, as_usual, given, named, needed, together
-from kleash.linear.statistics import TokenStatistics, TokenTerms
+from kleash.linear.checks import ALTERNATIVE, check_ids, common_dtype
+from kleash.linear.impl.base import NOTHING_NEEDED, per_tensor, weighted_terms
+from kleash.linear.packing import (
+    COUNT,
+    SCHEMA,
+    SHARED,
+    TENSORS,
+    Packed,
+    empty_gradients,
+    empty_per_token,
+    pack_gradients,
+    unpack,
+    unpack_gradients,
+    without_autograd_dispatch,
+)
+from kleash.linear.types import INTEGER_FIELDS, TokenStatistics, TokenTerms
 
-__all__ = [
-    "given",
-    "linear_divergence",
-    "linear_divergence_gradient",
-    "named",
-    "needed",
-    "token_statistics",
-    "token_terms",
-]
-
-
-def separate(needs: Sequence[bool], shared: Sequence[bool]) -> list[bool]:
-    """Which gradients there are: that of one tensor that is both models' is whole in p's."""
-    return [
-        needed and not (place >= 3 and shared[place - 3] and needs[place - 3])
-        for place, needed in enumerate(needs)
-    ]
-
-
-def answered(gradients: Sequence[Tensor | None], given: Given, needs: Sequence[bool]) -> list[Tensor]:
-    """The gradients as an operation may return them: nothing is an empty tensor."""
-    kept, there = list(gradients), separate(needs, given[SHARED])
-    for place in range(3):
-        if needs[place + 3] and not there[place + 3]:
-            parts = [g for g in (kept[place], kept[place + 3]) if g is not None]
-            kept[place] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    rows = zip(kept, given[:6], there, strict=True)
-    return [g.reshape(x.shape) if n and g is not None else given[0].new_empty(0) for g, x, n in rows]
-
-
-def returned(
-    gradients: Sequence[Tensor], needs: Sequence[bool], shared: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients as autograd wants them."""
-    return [g if there else None for g, there in zip(gradients, separate(needs, shared), strict=True)]
+__all__ = ["linear_divergence", "linear_divergence_gradient", "token_statistics", "token_terms"]
 
 
 def operation(name: str, more: str, result: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function as ``kleash::name``."""
-    schema = f"({COMMON}{more}) -> {result}"
+    """A decorator that registers a function as ``kleash::name``; ``more`` extends the common schema."""
+    schema = f"({SCHEMA}{more}) -> {result}"
 
     def register(function: Callable[..., Any]) -> Any:
-        make = cast("Any", torch.library.custom_op)
-        made = make(f"kleash::{name}", function, mutates_args=(), schema=schema)
-        made.register_fake(fake)
-        return made
+        custom_op = cast("Any", torch.library.custom_op)
+        registered = custom_op(f"kleash::{name}", function, mutates_args=(), schema=schema)
+        registered.register_fake(fake)
+        return registered
 
     return register
 
 
-def per_token(*x: Any) -> Tensor:
-    """An empty number for each token."""
-    return x[0].new_empty(x[0].shape[:-1], dtype=common_dtype(x[:6]))
-
-
-def for_each(needs: Sequence[bool], x: Sequence[Any]) -> list[Tensor]:
-    """Empty gradients."""
-    return [
-        torch.empty_like(t, dtype=gradient_dtype(t)) if n else x[0].new_empty(0)
-        for t, n in zip(x[:6], separate(needs, x[SHARED]), strict=True)
-    ]
-
-
-@operation("linear_divergence", ", str divergence", "Tensor", lambda *x: per_token(*x))
+@operation("linear_divergence", ", str divergence", "Tensor", lambda *x: empty_per_token(x))
 def linear_divergence(*x: Any) -> Tensor:
-    """Values per token."""
-    record = DIVERGENCES[x[COUNT]]
-    pair, options, engine = together(x[:COUNT], record)
-    with as_usual(x):
-        return engine.divergence(pair, record, options).reshape(x[0].shape[:-1])
+    """The divergence of each token."""
+    backend, request = unpack(x[:COUNT], DIVERGENCES[x[COUNT]])
+    with without_autograd_dispatch(x):
+        return backend.values(request).reshape(x[0].shape[:-1])
 
 
 @operation(
     "linear_divergence_gradient",
     ", str divergence, Tensor weights, bool[] needed",
     "(Tensor, Tensor, Tensor[])",
-    lambda *x: (x[0].new_empty((), dtype=common_dtype(x[:6])), per_token(*x), for_each(x[COUNT + 2], x)),
+    lambda *x: (
+        x[0].new_empty((), dtype=common_dtype(x[:TENSORS])),
+        empty_per_token(x),
+        empty_gradients(x[COUNT + 2], x),
+    ),
 )
 def linear_divergence_gradient(*x: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The weighted sum, values per token, and the gradients of the sum."""
-    name, weights, needs = x[COUNT:]
-    record = DIVERGENCES[name]
-    pair, options, engine = together(x[:COUNT], record)
-    with as_usual(x):
-        formed = engine.gradients(pair, record, weights.reshape(-1), tuple(needs), options)
-    shares = torch.where(weights != 0, weights.to(formed.per_token.dtype), 0.0)
-    values = formed.per_token.reshape(weights.shape)
-    return (values * shares).sum(), values, answered(formed.gradients, x, needs)
+    """The weighted sum, the divergence of each token, and the gradients of the sum."""
+    name, weights, needed = x[COUNT:]
+    backend, request = unpack(x[:COUNT], DIVERGENCES[name])
+    with without_autograd_dispatch(x):
+        result = backend.value_and_grad(request, weights.reshape(-1), per_tensor(needed))
+    factors = torch.where(weights != 0, weights.to(result.per_token.dtype), 0.0)
+    values = result.per_token.reshape(weights.shape)
+    return (values * factors).sum(), values, pack_gradients(result.gradients, x, needed)
 
 
 @operation(
@@ -113,22 +80,22 @@ def linear_divergence_gradient(*x: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     ", Tensor tokens",
     "Tensor[]",
     lambda *x: [
-        per_token(*x).to(torch.int64 if name in ("top1_p", "top1_q", "rank_q") else common_dtype(x[:6]))
+        empty_per_token(x).to(torch.int64 if name in INTEGER_FIELDS else common_dtype(x[:TENSORS]))
         for name in TokenStatistics._fields
     ],
 )
 def token_statistics(*x: Any) -> list[Tensor]:
     """The fields of TokenStatistics."""
     tokens = x[COUNT]
-    pair, options, engine = together(x[:COUNT])
-    check_ids(tokens, pair.words)
-    with as_usual(x):
-        found = engine.token_statistics(pair, tokens.reshape(-1).to(torch.int64), options)
-    return [numbers.reshape(tokens.shape) for numbers in found]
+    backend, request = unpack(x[:COUNT])
+    check_ids(tokens, request.pair.vocab_size)
+    with without_autograd_dispatch(x):
+        statistics = backend.statistics(request, tokens.reshape(-1).to(torch.int64))
+    return [column.reshape(tokens.shape) for column in statistics]
 
 
-def nothing(terms: TokenTerms, rows: slice) -> Tensor:
-    """An objective that wants nothing."""
+def zero_objective(terms: TokenTerms, rows: slice) -> Tensor:
+    """A loss of 0 for each token."""
     return torch.zeros_like(terms.kl)
 
 
@@ -136,95 +103,100 @@ def nothing(terms: TokenTerms, rows: slice) -> Tensor:
     "token_terms",
     ", Tensor tokens",
     "(Tensor, Tensor, Tensor, Tensor)",
-    lambda *x: tuple(per_token(*x) for _ in range(4)),
+    lambda *x: tuple(empty_per_token(x) for _ in TokenTerms._fields),
 )
 def token_terms(*x: Any) -> tuple[Tensor, ...]:
     """The fields of TokenTerms."""
     tokens = x[COUNT]
-    pair, options, engine = together(x[:COUNT])
-    check_ids(tokens, pair.words)
+    backend, request = unpack(x[:COUNT])
+    check_ids(tokens, request.pair.vocab_size)
     flat = tokens.reshape(-1).to(torch.int64)
-    with as_usual(x):
-        found = engine.evaluate_objective(pair, flat, nothing, (False,) * 6, options)
-    return tuple(numbers.reshape(tokens.shape) for numbers in found.terms)
+    with without_autograd_dispatch(x):
+        result = backend.objective(request, flat, zero_objective, NOTHING_NEEDED)
+    return tuple(term.reshape(tokens.shape) for term in result.terms)
 
 
 @operation(
     "token_terms_gradient",
     ", Tensor tokens, Tensor c_logp, Tensor c_logq, Tensor c_kl, Tensor c_entropy, bool[] needed",
     "Tensor[]",
-    lambda *x: for_each(x[COUNT + 5], x),
+    lambda *x: empty_gradients(x[COUNT + 5], x),
 )
 def token_terms_gradient(*x: Any) -> list[Tensor]:
-    """The gradients of the sum of the terms times their coefficients."""
-    tokens, *coefficients, needs = x[COUNT:]
-    pair, options, engine = together(x[:COUNT])
+    """The gradients of the sum over all tokens of coefficient times term."""
+    tokens, *coefficients, needed = x[COUNT:]
+    backend, request = unpack(x[:COUNT])
     flat = TokenTerms(*(c.reshape(-1) for c in coefficients))
 
     def objective(terms: TokenTerms, rows: slice) -> Tensor:
-        return combined(terms, TokenTerms(*(c[rows] for c in flat)))
+        return weighted_terms(terms, TokenTerms(*(c[rows] for c in flat)))
 
     ids = tokens.reshape(-1).to(torch.int64)
-    with as_usual(x):
-        found = engine.evaluate_objective(pair, ids, objective, tuple(needs), options)
-    return answered(found.gradients, x, needs)
+    with without_autograd_dispatch(x):
+        result = backend.objective(request, ids, objective, per_tensor(needed))
+    return pack_gradients(result.gradients, x, needed)
 
 
-def keep(ctx: Any, inputs: Given, output: Any) -> None:
-    """Keep what an operation was given."""
+def save_inputs(ctx: Any, inputs: Packed, output: Any) -> None:
+    """Store an operation's inputs for its backward pass."""
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
     ctx.inputs = tuple(None if isinstance(x, Tensor) else x for x in inputs)
-    ctx.tensors = tuple(isinstance(x, Tensor) for x in inputs)
+    ctx.is_tensor = tuple(isinstance(x, Tensor) for x in inputs)
 
 
-def kept(ctx: Any) -> Given:
-    """What ``keep`` kept."""
-    saved = iter(ctx.saved_tensors)
+def saved_inputs(ctx: Any) -> Packed:
+    """The inputs that ``save_inputs`` stored."""
+    tensors = iter(ctx.saved_tensors)
     return tuple(
-        next(saved) if is_tensor else x for is_tensor, x in zip(ctx.tensors, ctx.inputs, strict=True)
+        next(tensors) if is_tensor else x for is_tensor, x in zip(ctx.is_tensor, ctx.inputs, strict=True)
     )
 
 
 def refuse_create_graph() -> None:
-    """Raise in a backward pass that is to be differentiated again: what an operation returns is a constant then."""
+    """Raise in a backward pass with ``create_graph``: the result of an operation would be a constant in it."""
     if torch.is_grad_enabled():
         raise CannotRunError(
-            f"a compiled linear function can be differentiated once; leave create_graph off, or {INSTEAD}"
+            f"a compiled linear function can be differentiated once; leave create_graph off, or {ALTERNATIVE}"
         )
 
 
-def pull_values(ctx: Any, weights: Tensor) -> tuple[Any, ...]:
-    """The gradient of values per token: the logits again."""
+def padded(gradients: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
+    """The gradients, and None for each further input of an operation with ``count`` inputs."""
+    return *gradients, *(None for _ in range(count - TENSORS))
+
+
+def values_backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of values per token, from the logits computed again."""
     refuse_create_graph()
-    x, needs = kept(ctx), list(ctx.needs_input_grad[:6])
-    found = linear_divergence_gradient(*x, weights, needs)[2]
-    return *returned(found, needs, x[SHARED]), *(None for _ in x[6:])
+    x, needed = saved_inputs(ctx), list(ctx.needs_input_grad[:TENSORS])
+    gradients = linear_divergence_gradient(*x, weights, needed)[2]
+    return padded(unpack_gradients(gradients, needed, x[SHARED]), len(x))
 
 
-def keep_gradients(ctx: Any, inputs: Given, output: Any) -> None:
-    """Keep the gradients that came with the loss."""
+def save_gradients(ctx: Any, inputs: Packed, output: Any) -> None:
+    """Store the gradients that were computed with a loss."""
     ctx.save_for_backward(*output[2])
     ctx.count, ctx.shared = len(inputs), inputs[SHARED]
 
 
-def pull_loss(ctx: Any, weight: Tensor, *others: Any) -> tuple[Any, ...]:
-    """The gradient of a loss, which is there already."""
+def loss_backward(ctx: Any, weight: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+    """The stored gradient of a loss, times the incoming gradient."""
     refuse_create_graph()
-    found = [g * weight for g in ctx.saved_tensors]
-    return *returned(found, ctx.needs_input_grad[:6], ctx.shared), *(None for _ in range(ctx.count - 6))
+    gradients = [g * weight for g in ctx.saved_tensors]
+    return padded(unpack_gradients(gradients, ctx.needs_input_grad[:TENSORS], ctx.shared), ctx.count)
 
 
-def pull_terms(ctx: Any, *coefficients: Tensor) -> tuple[Any, ...]:
-    """The gradient of terms per token: the logits again."""
+def terms_backward(ctx: Any, *coefficients: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of terms per token, from the logits computed again."""
     refuse_create_graph()
-    x, needs = kept(ctx), list(ctx.needs_input_grad[:6])
-    found = token_terms_gradient(*x, *coefficients, needs)
-    return *returned(found, needs, x[SHARED]), *(None for _ in x[6:])
+    x, needed = saved_inputs(ctx), list(ctx.needs_input_grad[:TENSORS])
+    gradients = token_terms_gradient(*x, *coefficients, needed)
+    return padded(unpack_gradients(gradients, needed, x[SHARED]), len(x))
 
 
-for made, pull, keeps in (
-    (linear_divergence, pull_values, keep),
-    (linear_divergence_gradient, pull_loss, keep_gradients),
-    (token_terms, pull_terms, keep),
+for registered, backward, setup_context in (
+    (linear_divergence, values_backward, save_inputs),
+    (linear_divergence_gradient, loss_backward, save_gradients),
+    (token_terms, terms_backward, save_inputs),
 ):
-    made.register_autograd(pull, setup_context=keeps)
+    registered.register_autograd(backward, setup_context=setup_context)

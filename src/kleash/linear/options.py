@@ -1,4 +1,4 @@
-"""How the numbers are computed, which changes their cost and not their meaning."""
+"""The options of the linear functions, which change time and memory but not the results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ from kleash.registry import look_up
 IMPLS = MappingProxyType(
     {
         "auto": "triton where it can run on a GPU, else chunked",
-        "reference": "all logits at once, in a few lines: what the others have to equal",
+        "reference": "all logits at once, by plain torch: the specification of the others",
         "chunked": "a few tokens at a time, within buffer_bytes",
-        "triton": "the same with kernels for CUDA tensors",
+        "triton": "as chunked, with kernels for CUDA tensors",
     }
 )
-COMPILE = MappingProxyType({"auto": "where it pays", "always": "or an error", "never": "eager"})
+COMPILE = MappingProxyType({"auto": "where it saves time", "always": "or an error", "never": "eager"})
 
 CPU_BYTES = 128 * 2**20
-"""Memory for chunks on a CPU, where larger chunks are no faster."""
+"""The default of ``buffer_bytes`` on a CPU, where larger chunks are no faster."""
 
 
 class Skipped(NamedTuple):
-    """What ``skip_below`` left out of a gradient, for all tokens in a row.
+    """The part of a gradient that ``skip_below`` left out, for all flattened tokens.
 
-    With W the weight and h the hidden states of p (of q likewise), what is missing from the gradient in a token's
-    hidden states is no longer than ``left_out_p`` times the longest row of W, and what is missing from the gradient
-    in W no longer, all its numbers taken together, than the sum over the tokens of ``left_out_p`` times h's length.
+    With W the weight and h the hidden states of p (and likewise of q), the norm of the error of the gradient in a
+    token's hidden states is at most ``left_out_p`` times the largest row norm of W, and the Frobenius norm of the
+    error of the gradient in W is at most the sum over the tokens of ``left_out_p`` times the norm of h.
     """
 
     left_out_p: Float[Tensor, " tokens"] | None
-    """Sizes of all entries left out of the gradient in p's ``hidden W^T``, added up, in nats; of the token's
-    loss, or of its value where what comes in for it is not known yet. None if no product was needed."""
+    """The sum of the absolute values of the skipped entries of the gradient in p's ``hidden W^T``, in nats, for each
+    token: of its loss, or of its value where the incoming gradient is not known yet. None if no product was needed."""
     left_out_q: Float[Tensor, " tokens"] | None
     """The same for q."""
     multiplied: float
-    """The share of the entries that were multiplied, with hidden states and weight; 1 is all of them."""
+    """The fraction of the entries that were multiplied with hidden states and weight; 1 is all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,36 +47,36 @@ class LinearOptions:
     """Implementation, memory and compilation of the functions that start from hidden states.
 
     Raises:
-        UnknownNameError: if there is no such implementation or way to compile.
-        OptionError: if ``buffer_bytes`` is not positive, or ``skip_below`` not a share below 1.
+        UnknownNameError: if ``impl`` or ``compile`` is not one of its values.
+        OptionError: if ``buffer_bytes`` is not positive, or ``skip_below`` not in [0, 1).
     """
 
     impl: str = "auto"
-    """Which implementation: auto, reference, chunked or triton. All mean the same number; auto takes triton for
-    what it can do of CUDA tensors, chunked otherwise. A triton that cannot run is an error."""
+    """The implementation: auto, reference, chunked or triton. All return the same number. auto takes triton for CUDA
+    tensors where triton supports the call, and chunked otherwise; impl="triton" raises where it does not."""
     buffer_bytes: int | None = None
-    """Memory for the logits of a chunk of tokens, of both models together; a chunk is one token at least. None is
-    chosen by device: 128 MiB on a CPU; on a GPU enough for 1024 tokens a chunk, as far as an eighth of the free memory
-    goes."""
+    """Memory for the logits of a chunk of tokens, of both models together; a chunk has at least one token. None
+    chooses by device: 128 MiB on a CPU; on a GPU enough for 1024 tokens in a chunk, within an eighth of the free
+    memory."""
     compile: Literal["auto", "always", "never"] | bool = "auto"
-    """Whether the elementwise work of KL (values, losses, objectives) and of token statistics is compiled. On a CPU,
-    float32 is done by a library in C that is built once on a machine, in two seconds; the rest is compiled by
-    torch, in about 10 seconds in each process. auto asks for the library from 10^6 logits on, and for torch's compiler
-    where this call alone wins its seconds back; always is an error where there is neither."""
+    """Whether the elementwise work of KL (values, losses, objectives) and of token statistics is compiled. float32 on a
+    CPU uses a library in C that is built once on a machine, in two seconds; the rest is compiled by torch, in about 10
+    seconds in each process. auto uses the library from 10^6 logits on, and torch's compiler where this call alone
+    saves more time than compiling takes; always raises where neither is available."""
     skip_below: float = 0.0
-    """Share of a token's gradient in the logits, by the sum of its entries' sizes, that may be left out of the
+    """The fraction of a token's gradient in the logits, by the sum of absolute values, that may be left out of the
     products with weight and hidden states: its smallest entries, nearly as many as fit. Values stay exact.
-    0 leaves nothing out. Only chunked can: triton and reference refuse."""
+    0 leaves nothing out. Only chunked supports it; triton and reference raise."""
     report: Callable[[Skipped], None] | None = None
-    """Called with what each gradient left out, if ``skip_below`` is above 0."""
+    """Called with a ``Skipped`` for each gradient, if ``skip_below`` is above 0."""
 
     @property
     def chunk_bytes(self) -> int:
-        """``buffer_bytes``; what a CPU takes where that is None, and no device has been asked yet."""
+        """``buffer_bytes``, or the default of a CPU if it is None."""
         return CPU_BYTES if self.buffer_bytes is None else self.buffer_bytes
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing or is not here yet."""
+        """Check the values."""
         look_up(IMPLS, self.impl, "implementation of the linear functions")
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "always" if self.compile else "never")

@@ -1,4 +1,4 @@
-"""Heads whose rows are spread over the ranks of a group: whose rows they are, and whether all ask for the same."""
+"""Process groups of sharded heads: checks of the group, the rows of each rank, and the agreement between ranks."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -8,21 +8,21 @@ import torch.distributed
 from torch import Tensor
 
 from kleash.errors import CannotRunError, KleashError, OptionError, VocabularyMismatchError
-from kleash.linear.impl.vocab_shards import ShardedVocab
+from kleash.linear.vocab_shards import ShardedVocab
 
 dist: Any = torch.distributed
 MESH: Any = getattr(dist, "DeviceMesh", ())
-FACTS = "refusals", "rows of p", "rows of q", "tokens", "bytes a logit", "tensors that require a gradient"
-"""What each rank tells the others before anything is computed, as whole numbers."""
-WHOLE = -1
-"""The rows of a head that is not split."""
+SPECS = "errors", "rows of p", "rows of q", "tokens", "bytes a logit", "tensors that require a gradient"
+"""The integers that the ranks exchange before a call."""
+UNSHARDED = -1
+"""The number of rows that stands for a head that is not sharded."""
 
 
 def check_group(group: Any) -> None:
-    """Refuse what is no group of ranks.
+    """Check that a value is a process group or a device mesh of one dimension.
 
     Raises:
-        OptionError: if it is something else, or a device mesh of several dimensions.
+        OptionError: if it is not.
         CannotRunError: if this process is not in it.
     """
     if isinstance(group, MESH):
@@ -46,25 +46,25 @@ def check_group(group: Any) -> None:
 
 
 def process_group(group: Any) -> Any:
-    """The process group that was given, or that a device mesh is of; None for none."""
+    """The process group of a group or device mesh; None for None."""
     return group.get_group() if isinstance(group, MESH) else group
 
 
 def name_of(group: Any) -> str:
-    """The name under which torch.distributed knows a group; empty for none."""
+    """The name of a group in torch.distributed; empty for None."""
     return "" if group is None else process_group(group).group_name
 
 
 def named_group(name: str) -> Any:
-    """The group of that name."""
+    """The group of a name; None for an empty name."""
     return dist.distributed_c10d._resolve_process_group(name) if name else None
 
 
 def ranks_of(group: Any) -> list[int]:
-    """The ranks in the group.
+    """The global ranks of the group.
 
     Raises:
-        CannotRunError: if torch.distributed does not know it, or not any more.
+        CannotRunError: if torch.distributed does not know the group (any more).
     """
     try:
         return list(dist.get_process_group_ranks(group))
@@ -76,28 +76,28 @@ def ranks_of(group: Any) -> list[int]:
 
 
 def common_group(first: Any, second: Any) -> Any:
-    """The process group that p's head or q's is split over, or both; None if neither is.
+    """The process group of two heads, either of which may have none; None if neither has one.
 
     Raises:
         OptionError: if the two are split over different ranks.
     """
-    one, other = process_group(first), process_group(second)
-    if one is None or other is None or one is other:
-        return other if one is None else one
-    ours, theirs = ranks_of(one), ranks_of(other)
-    if ours != theirs:
+    group_p, group_q = process_group(first), process_group(second)
+    if group_p is None or group_q is None or group_p is group_q:
+        return group_q if group_p is None else group_p
+    ranks_p, ranks_q = ranks_of(group_p), ranks_of(group_q)
+    if ranks_p != ranks_q:
         raise OptionError(
-            f"p's head is split over ranks {ours} and q's over {theirs}; split both over the same ranks, or leave "
+            f"p's head is split over ranks {ranks_p} and q's over {ranks_q}; split both over the same ranks, or leave "
             "a frozen one whole"
         )
-    return one
+    return group_p
 
 
 def local_rows(tensor: Tensor | None, group: Any) -> Tensor | None:
-    """The rows of a DTensor that this rank has; any other tensor as it is.
+    """The rows of a DTensor on this rank; any other tensor as it is.
 
     Raises:
-        OptionError: if its first dimension is not what is spread over the group, or not only that.
+        OptionError: if the DTensor is not sharded by rows over exactly this group.
     """
     placements: Any = getattr(tensor, "placements", None)
     if tensor is None or placements is None:
@@ -113,63 +113,63 @@ def local_rows(tensor: Tensor | None, group: Any) -> Tensor | None:
 
 
 def exchange_specs(
-    group: Any, device: torch.device, facts: Sequence[int], problem: KleashError | None
+    group: Any, device: torch.device, specs: Sequence[int], error: KleashError | None
 ) -> ShardedVocab:
-    """Where this rank stands among the others, once all have told each other what they were given.
+    """The sharded vocabulary, once the arguments of all ranks have been found to agree.
 
-    A rank that refuses what it was given says so, lest the others wait for it.
+    A rank with an error takes part too, so that the others do not wait for it.
 
     Args:
         group: the ranks.
-        device: where they exchange numbers.
-        facts: the numbers of ``FACTS`` but the first.
-        problem: what is wrong with what this rank was given.
+        device: the device of the exchange.
+        specs: the numbers of ``SPECS`` after the first.
+        error: the error in this rank's arguments.
 
     Raises:
-        KleashError: the problem, if there is one.
-        CannotRunError: if another rank has one, or is asked for something else.
-        VocabularyMismatchError: if a rank has no rows, or not as many of both heads.
+        KleashError: ``error``, if there is one.
+        CannotRunError: if another rank has an error, or other arguments.
+        VocabularyMismatchError: if a rank has no rows, or different numbers of rows of the two heads.
     """
     ranks = ranks_of(group)
-    own = torch.tensor([int(problem is not None), *facts], device=device)
-    told = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(told, own, group=group)
-    table = cast("list[list[int]]", cast("Any", torch.stack(told).T).tolist())
-    if problem is not None:
-        raise problem
-    refusing = [rank for rank, refused in zip(ranks, table[0], strict=True) if refused]
-    if refusing:
+    local = torch.tensor([int(error is not None), *specs], device=device)
+    gathered = [torch.empty_like(local) for _ in ranks]
+    dist.all_gather(gathered, local, group=group)
+    table = cast("list[list[int]]", cast("Any", torch.stack(gathered).T).tolist())
+    if error is not None:
+        raise error
+    failed = [rank for rank, has_error in zip(ranks, table[0], strict=True) if has_error]
+    if failed:
         raise CannotRunError(
-            f"rank {refusing[0]} of the vocabulary_group refuses what it was given, and its own message says why"
+            f"rank {failed[0]} of the vocabulary_group refuses its arguments; its own error message says why"
         )
-    for what, numbers in zip(FACTS[3:], table[3:], strict=True):
+    for what, numbers in zip(SPECS[3:], table[3:], strict=True):
         if len(set(numbers)) > 1:
             raise CannotRunError(
                 f"the ranks of the vocabulary_group disagree on the {what}: {numbers}; give all of them the same"
             )
-    return ShardedVocab(group, counted(table[1], table[2]), dist.get_rank(group), device)
+    return ShardedVocab(group, rows_by_rank(table[1], table[2]), dist.get_rank(group), device)
 
 
-def counted(rows_p: list[int], rows_q: list[int]) -> list[int]:
-    """How many words each rank has, if p and q are split alike.
+def rows_by_rank(rows_p: list[int], rows_q: list[int]) -> list[int]:
+    """The number of vocabulary rows of each rank.
 
     Raises:
-        VocabularyMismatchError: if they are not, or a rank has none.
-        OptionError: if a head is split on some ranks only.
+        VocabularyMismatchError: if the two heads are sharded differently, or a rank has no rows.
+        OptionError: if a head is sharded on some ranks only.
     """
-    split = [rows for rows in (rows_p, rows_q) if set(rows) != {WHOLE}]
-    if any(WHOLE in rows for rows in split):
+    sharded = [rows for rows in (rows_p, rows_q) if set(rows) != {UNSHARDED}]
+    if any(UNSHARDED in rows for rows in sharded):
         raise OptionError(
-            f"the ranks of the vocabulary_group hold {rows_p} rows of p's head and {rows_q} of q's, where {WHOLE} is "
-            "a head without the group; give it to a head on all of them or on none"
+            f"the ranks of the vocabulary_group hold {rows_p} rows of p's head and {rows_q} of q's, where "
+            f"{UNSHARDED} is a head without the group; give it to a head on all of them or on none"
         )
-    if len(split) == 2 and rows_p != rows_q:
+    if len(sharded) == 2 and rows_p != rows_q:
         raise VocabularyMismatchError(
             f"the ranks of the vocabulary_group hold {rows_p} rows of p's head and {rows_q} of q's; split both "
             "after the same tokens"
         )
-    if 0 in split[0]:
+    if 0 in sharded[0]:
         raise VocabularyMismatchError(
-            f"the ranks of the vocabulary_group hold {split[0]} rows; leave one that has none out of the group"
+            f"the ranks of the vocabulary_group hold {sharded[0]} rows; leave one that has none out of the group"
         )
-    return split[0]
+    return sharded[0]

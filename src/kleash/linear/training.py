@@ -1,7 +1,6 @@
-"""The public doors to losses: a scalar whose gradient is formed while its logits are there."""
+"""The public functions that return a loss: a scalar whose gradient is computed in the forward pass."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -10,24 +9,21 @@ from torch import Tensor
 from kleash.arguments import validated_types
 from kleash.autodiff import uncompiled_in_transforms
 from kleash.divergences import Divergence
-from kleash.errors import CannotRunError, OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.linear import autograd
-from kleash.linear.api import as_record
-from kleash.linear.checks import check_ids, check_tokens, check_transforms, checked_pair
+from kleash.linear.checks import (
+    as_divergence,
+    check_ids,
+    check_tokens,
+    check_transforms,
+    check_weights,
+    checked_pair,
+)
 from kleash.linear.head import Head
-from kleash.linear.impl.buffer import with_buffer
-from kleash.linear.impl.choice import implementation
+from kleash.linear.impl.choice import prepare
 from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import TokenTerms
-
-
-class LinearLoss(NamedTuple):
-    """A loss, and what it is made of."""
-
-    loss: Float[Tensor, ""]
-    """The weighted sum; backpropagate it once."""
-    per_token: Float[Tensor, "*tokens"]
-    """The divergence of each token, detached; 0 where the weight is 0, for such a token was not read."""
+from kleash.linear.packing import divergence_name, pack, requires_grad_flags
+from kleash.linear.types import LinearLoss, TokenTerms
 
 
 @uncompiled_in_transforms
@@ -42,22 +38,22 @@ def linear_kl_loss(
     temperature: float | Float[Tensor, "*tokens"] = 1.0,
     options: LinearOptions | None = None,
 ) -> LinearLoss:
-    """The sum of ``weights KL(p || q)`` over all tokens, its gradient formed in the forward pass.
+    """The sum of ``weights KL(p || q)`` over all tokens, with its gradient computed in the forward pass.
 
-    Four matmuls where ``linear_kl`` with a trained head needs six, because the weights are known while the
-    logits are there. The gradients wait in memory until the backward pass hands them out, multiplied by
-    what the loss was multiplied by; a second backward pass raises. Weight gradients are summed in float32.
+    This takes four matmuls where ``linear_kl`` with a trained head takes six, since the weights are known while the
+    logits are in memory. The gradients are stored until the backward pass, which returns them times the incoming
+    gradient; a second backward pass raises. Weight gradients are summed in float32.
 
-    A token of weight 0 is not read: it costs nothing, and its hidden states may be NaN. So a mask goes into
-    the weights (``mask / mask.sum()`` for a mean over the tokens that count).
+    A token of weight 0 is not read: it costs no time, and its hidden states may be NaN. Put a mask into the weights
+    (``mask / mask.sum()`` for a mean over the unmasked tokens).
 
     Args:
         hidden_p: final hidden states under p, after the last norm.
-        head_p: the head that makes them logits.
+        head_p: the head that maps them to logits.
         hidden_q: hidden states of the same tokens under q.
         head_q: the head for those.
-        weights: what each token's KL is multiplied by; a constant to the gradient.
-        temperature: divides the logits of both.
+        weights: one factor for each token; constants for the gradient.
+        temperature: divides the logits of both models.
         options: implementation, memory, compilation.
 
     Raises:
@@ -86,12 +82,12 @@ def linear_divergence_loss(
 
     Args:
         hidden_p: final hidden states under p, after the last norm.
-        head_p: the head that makes them logits.
+        head_p: the head that maps them to logits.
         hidden_q: hidden states of the same tokens under q.
         head_q: the head for those.
-        weights: what each token's divergence is multiplied by; a constant to the gradient.
+        weights: one factor for each token; constants for the gradient.
         divergence: a name of ``DIVERGENCES``, or a record.
-        temperature: divides the logits of both.
+        temperature: divides the logits of both models.
         options: implementation, memory, compilation.
 
     Raises:
@@ -101,20 +97,18 @@ def linear_divergence_loss(
     if torch.compiler.is_compiling():
         from kleash.linear import ops
 
-        x = ops.given((hidden_p, head_p), (hidden_q, head_q), temperature, options)
-        found = ops.linear_divergence_gradient(*x, ops.named(divergence), weights.detach(), ops.needed(x))
-        return LinearLoss(found[0], found[1].detach())
-    record = as_record(divergence)
-    given = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
-    check_transforms("linear_divergence_loss", *given, inside=False)
+        x = pack((hidden_p, head_p), (hidden_q, head_q), temperature, options)
+        needed = requires_grad_flags(x)
+        results = ops.linear_divergence_gradient(*x, divergence_name(divergence), weights.detach(), needed)
+        return LinearLoss(results[0], results[1].detach())
+    divergence = as_divergence(divergence)
+    arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
+    check_transforms("linear_divergence_loss", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_weights(weights, hidden_p)
-    options = with_buffer(options or LinearOptions(), pair)
+    backend, request = prepare(pair, options, divergence)
     with torch.autocast(hidden_p.device.type, enabled=False):
-        flat = weights.reshape(-1)
-        loss, per_token = autograd.weighted(
-            implementation(options, pair, record), pair, record, flat, options
-        )
+        loss, per_token = autograd.weighted_sum(backend, request, weights.reshape(-1))
     return LinearLoss(loss, per_token.reshape(weights.shape))
 
 
@@ -133,33 +127,33 @@ def linear_objective(
 ) -> tuple[Float[Tensor, ""], TokenTerms]:
     """Policy loss, entropy bonus and exact KL of a training step from one pass over the vocabulary.
 
-    ``objective(terms, rows)`` is called for one chunk of tokens after the other. ``terms`` are their
-    ``(token_logp, token_logq, kl, entropy)``, ``rows`` the slice of the flattened tokens that they are:
-    index what else the loss needs with it (``advantages.reshape(-1)[rows]``). It returns a loss for each
-    token; autograd tells its derivative ``c`` in each term, and the gradient in p's logits is
+    ``objective(terms, rows)`` is called for one chunk of tokens after another. ``terms`` are the chunk's
+    ``(token_logp, token_logq, kl, entropy)``; ``rows`` is the slice of the flattened tokens, by which the objective
+    indexes its other data (``advantages.reshape(-1)[rows]``). It returns a loss for each token. Autograd computes the
+    derivative ``c`` of the losses in each term, and the gradient in p's logits is
 
         c_logp (1_x - p) + c_kl p (u - KL) - c_entropy p (log p + H),    u = log p - log q
 
-    which with two products for the logits makes four matmuls. Gradients reach hidden states, weights and
-    biases only, not what else the objective reads. A token none of whose terms have a derivative (select
-    with ``torch.where``; never multiply by a mask) adds 0 to the gradient, whatever its hidden states hold.
+    With two products for the logits this takes four matmuls. Gradients reach hidden states, weights and biases, but
+    not the other tensors that the objective reads. A token none of whose terms has a derivative adds 0 to the gradient,
+    even if its hidden states are NaN: select with ``torch.where``, never multiply by a mask.
 
-    Chunks end anywhere. A loss in which a token's share depends on other tokens' terms (a sequence's
-    likelihood ratio, say) cannot be made of one pass: take the values first (``token_statistics``, two
-    more matmuls) and let the objective index them. Means want their denominator beforehand, too.
+    Chunks may end anywhere. A loss in which a token's share depends on the terms of other tokens (for example on a
+    sequence's likelihood ratio) cannot be computed in one pass: compute these values first (``token_statistics``, two
+    more matmuls) and let the objective index them. The same holds for the denominator of a mean.
 
     Args:
         hidden_p: final hidden states under p, at the positions that predict the tokens.
-        head_p: the head that makes them logits.
-        tokens: the ids that follow; any id of the vocabulary where there is only padding.
+        head_p: the head that maps them to logits.
+        tokens: the ids that follow these positions; any valid id where there is padding.
         hidden_q: hidden states of the same positions under q.
         head_q: the head for those.
-        objective: from terms and rows to a loss for each of these tokens.
-        temperature: divides the logits of both.
+        objective: maps terms and rows to a loss for each of these tokens.
+        temperature: divides the logits of both models.
         options: implementation, memory, compilation.
 
     Returns:
-        The sum of all losses, to be backpropagated once, and all terms, detached.
+        The sum of all losses, to be backpropagated once, and the terms of all tokens, detached.
 
     Raises:
         ShapeError: also if the objective does not return one loss for each token.
@@ -170,36 +164,17 @@ def linear_objective(
     if torch.compiler.is_compiling():
         from kleash.linear import ops
 
-        x = ops.given((hidden_p, head_p), (hidden_q, head_q), temperature, options)
+        x = pack((hidden_p, head_p), (hidden_q, head_q), temperature, options)
         terms = TokenTerms(*ops.token_terms(*x, tokens))
         losses = objective(TokenTerms(*(t.reshape(-1) for t in terms)), slice(0, tokens.numel()))
         return losses.sum(), TokenTerms(*(t.detach() for t in terms))
-    given = (hidden_p, head_p), (hidden_q, head_q), temperature, tokens
-    check_transforms("linear_objective", *given, inside=False)
+    arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, tokens
+    check_transforms("linear_objective", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_tokens(tokens, hidden_p)
-    check_ids(tokens, pair.words)
-    options = with_buffer(options or LinearOptions(), pair)
+    check_ids(tokens, pair.vocab_size)
+    backend, request = prepare(pair, options)
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)
-        loss, terms = autograd.evaluate_objective(
-            implementation(options, pair), pair, flat, objective, options
-        )
+        loss, terms = autograd.objective_loss(backend, request, flat, objective)
     return loss, TokenTerms(*(x.reshape(tokens.shape) for x in terms))
-
-
-def check_weights(weights: Tensor, hidden: Tensor) -> None:
-    """Refuse weights that are not one number for each token."""
-    if weights.shape != hidden.shape[:-1] or not weights.is_floating_point():
-        raise ShapeError(
-            f"weights are {weights.dtype} of shape {tuple(weights.shape)} for tokens of shape "
-            f"{tuple(hidden.shape[:-1])}; give a floating-point one for each token"
-        )
-    if weights.device != hidden.device:
-        raise CannotRunError(
-            f"weights are on {weights.device} and hidden states on {hidden.device}; move one of them"
-        )
-    if weights.requires_grad:
-        raise CannotRunError(
-            "the weights of a loss get no gradient; detach them, or weigh linear_kl's values"
-        )

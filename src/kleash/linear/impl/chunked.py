@@ -1,110 +1,146 @@
-"""A chunk of tokens at a time, the elementwise work a few rows at a time: no ``[tokens, vocab]`` ever."""
+"""The chunked backend: the logits of a few tokens at a time, within ``buffer_bytes``; never ``[tokens, vocab]``."""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.divergences import Divergence
-from kleash.linear.impl import divergence_rows, kl_fast
-from kleash.linear.impl import row_statistics as rows
-from kleash.linear.impl.fallback import KL, fallback_kl
-from kleash.linear.impl.forward_saved import SavedForward, SavedGradient
-from kleash.linear.impl.gradient import REVERSE_KL, beginning, gradients, walked
-from kleash.linear.impl.loop import Core, RowCore, per_token
-from kleash.linear.impl.native import rows as native_rows
-from kleash.linear.impl.objective import evaluate_objective
-from kleash.linear.impl.pair import HeadPair
+from kleash.linear.impl import divergence_rows, kl_fast, row_statistics
+from kleash.linear.impl.base import (
+    KL,
+    REVERSE_KL,
+    Backend,
+    Needed,
+    Objective,
+    ObjectiveResult,
+    Request,
+    SavedForward,
+    ValueAndGrad,
+)
+from kleash.linear.impl.fallback import fallback_kl
+from kleash.linear.impl.forward_saved import SavedGradient
+from kleash.linear.impl.gradient import chunk_planner, run_chunks, value_and_grad
+from kleash.linear.impl.loop import RowCallable, RowFunction, evaluate_rows
+from kleash.linear.impl.native import row_functions as native
+from kleash.linear.impl.objective import objective_result
 from kleash.linear.impl.reference import divergence_of_logits, statistics_of_logits
-from kleash.linear.impl.results import Needed
-from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
-from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import StatisticsAndTop, TokenStatistics
+from kleash.linear.impl.sums import GradientSumsPair
+from kleash.linear.types import StatisticsAndTop, TokenStatistics
+from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
 
-__all__ = [
-    "divergence",
-    "evaluate_objective",
-    "gradients",
-    "statistics_and_top",
-    "token_statistics",
-    "values_saving_forward",
-]
+KL_ROWS = RowFunction(
+    kl_fast.kl_rows,
+    fallback_kl,
+    slice(0, 1),
+    kl_fast.NUM_BUFFERS,
+    native=native.kl_rows,
+    accepts_delta=True,
+)
+STATISTICS_ROWS = RowFunction(
+    row_statistics.statistics_rows,
+    statistics_of_logits,
+    slice(2, 4),
+    row_statistics.NUM_BUFFERS,
+    native=native.statistics_rows,
+)
 
 
-def plainly(record: Divergence) -> RowCore:
-    """The record's divergence, by the specification."""
+def reference_rows(record: Divergence) -> RowCallable:
+    """A divergence of each row by the reference."""
 
-    def rows(zp: Tensor, zq: Tensor, across: LocalVocab = LOCAL_VOCAB) -> tuple[Tensor]:
-        return (divergence_of_logits(record, zp, zq, across),)
+    def rows(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab = LOCAL_VOCAB) -> tuple[Tensor]:
+        return (divergence_of_logits(record, zp, zq, vocab_shards),)
 
     return rows
 
 
-KL_CORE = Core(
-    kl_fast.kl_rows, fallback_kl, slice(0, 1), kl_fast.NUM_BUFFERS, native=native_rows.kl_rows, apart=True
-)
-STATISTICS = Core(
-    rows.statistics_rows,
-    statistics_of_logits,
-    slice(2, 4),
-    rows.NUM_BUFFERS,
-    native=native_rows.statistics_rows,
-)
+class ChunkedBackend:
+    """Computes chunk by chunk, with elementwise work by torch or by the library in C, compiled where that is faster."""
+
+    def unsupported(self, request: Request) -> str | None:
+        """Why this backend cannot do the call; None if it can."""
+        if request.pair.is_sharded and request.options.skip_below != 0.0:
+            return (
+                f"cannot skip entries of a head with a vocabulary_group, and skip_below is "
+                f"{request.options.skip_below}; leave it at 0"
+            )
+        return None
+
+    def values(self, request: Request) -> Float[Tensor, " tokens"]:
+        """The divergence of each token."""
+        if request.divergence == REVERSE_KL:
+            return self.values(request.swapped)
+        if request.divergence == KL:
+            return evaluate_rows(KL_ROWS, request.pair, request.options)[0]
+        function = RowFunction(
+            divergence_rows.record_rows(request.divergence),
+            reference_rows(request.divergence),
+            slice(0, 1),
+            divergence_rows.NUM_BUFFERS,
+            compiles=False,
+        )
+        return evaluate_rows(function, request.pair, request.options)[0]
+
+    def values_saving_forward(
+        self, request: Request, needed: Needed
+    ) -> tuple[Float[Tensor, " tokens"], SavedForward | None]:
+        """The divergence of each token, and the gradient of the last chunk's; sharded heads save nothing."""
+        if request.divergence == REVERSE_KL:
+            return self.values_saving_forward(request.swapped, needed.swapped)
+        pair = request.pair
+        if pair.is_sharded or pair.tokens == 0:
+            return self.values(request), None
+        plan, step = chunk_planner(request, needed)(pair.tokens)
+        start = (pair.tokens - 1) // plan.chunk_tokens * plan.chunk_tokens
+        first, last = pair.select(slice(0, start)), pair.select(slice(start, None))
+        first_request = Request(pair=first, options=request.options, divergence=request.divergence)
+        values = [self.values(first_request)] if start else []
+        saved = SavedGradient(any(needed.p)), SavedGradient(any(needed.q))
+        ones = torch.ones(last.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
+        # With the plan of all tokens: a plan of the last ones could make two chunks, and only one can be saved.
+        last_values = run_chunks(
+            last, ones, GradientSumsPair(*saved), lambda _: (plan, step), q_is_delta=request.divergence == KL
+        )
+        gradients = saved[0].gradient, saved[1].gradient
+        forward = SavedForward(start=start, last=last, gradients=gradients, tile_rows=plan.tile_rows)
+        return torch.cat([*values, last_values]), forward
+
+    def value_and_grad(
+        self,
+        request: Request,
+        weights: Float[Tensor, " tokens"],
+        needed: Needed,
+        saved: SavedForward | None = None,
+    ) -> ValueAndGrad:
+        """The divergence of each token, and the gradient of the weighted sum."""
+        if request.divergence == REVERSE_KL:
+            result = self.value_and_grad(request.swapped, weights, needed.swapped, saved)
+            return ValueAndGrad(result.per_token, result.gradients.swapped)
+        planner, is_kl = chunk_planner(request, needed), request.divergence == KL
+        return value_and_grad(request, weights, needed, planner, q_is_delta=is_kl, saved=saved)
+
+    def objective(
+        self, request: Request, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed
+    ) -> ObjectiveResult:
+        """The sum of the objective's losses, the terms of each token, and the gradients of the sum."""
+        return objective_result(request, tokens, objective, needed)
+
+    def statistics(self, request: Request, tokens: Int[Tensor, " tokens"]) -> TokenStatistics:
+        """The statistics of each token."""
+        return TokenStatistics(*evaluate_rows(STATISTICS_ROWS, request.pair, request.options, tokens))
+
+    def statistics_and_top(
+        self, request: Request, tokens: Int[Tensor, " tokens"], top: int
+    ) -> StatisticsAndTop:
+        """The statistics of each token, and the likeliest tokens of both models, from the same logits."""
+
+        def of_logits(zp: Tensor, zq: Tensor) -> tuple[Tensor, ...]:
+            return *row_statistics.top_rows(zp, top), *row_statistics.top_rows(zq, top)
+
+        *columns, zp, ids_p, zq, ids_q = evaluate_rows(
+            STATISTICS_ROWS, request.pair, request.options, tokens, of_logits=of_logits
+        )
+        return row_statistics.with_top(TokenStatistics(*columns), (zp, ids_p), (zq, ids_q))
 
 
-def divergence(pair: HeadPair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
-    """The divergence of each token."""
-    if record == REVERSE_KL:
-        return divergence(pair.swapped, KL, options)
-    if record == KL:
-        return per_token(KL_CORE, pair, options)[0]
-    core = Core(
-        divergence_rows.record_rows(record),
-        plainly(record),
-        slice(0, 1),
-        divergence_rows.NUM_BUFFERS,
-        compiles=False,
-    )
-    return per_token(core, pair, options)[0]
-
-
-def values_saving_forward(
-    pair: HeadPair, record: Divergence, needed: Needed, options: LinearOptions
-) -> tuple[Float[Tensor, " tokens"], SavedForward | None]:
-    """The divergence of each token, and of those of the last chunk the gradient too, for ``gradients`` to weigh.
-
-    Ranks that share a vocabulary keep nothing.
-    """
-    if record == REVERSE_KL:
-        return values_saving_forward(pair.swapped, KL, needed[3:] + needed[:3], options)
-    if pair.across is not LOCAL_VOCAB or pair.tokens == 0:
-        return divergence(pair, record, options), None
-    planned = beginning(pair, record, needed, options)(pair.tokens)
-    cut, _ = planned
-    start = (pair.tokens - 1) // cut.chunk * cut.chunk
-    first, last = pair.at(slice(0, start)), pair.at(slice(start, None))
-    values = [divergence(first, record, options)] if start else []
-    keep = SavedGradient(any(needed[:3])), SavedGradient(any(needed[3:]))
-    ones = torch.ones(last.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
-    # Cut as all tokens are: by themselves the last might become two chunks, of which only one could be kept.
-    values.append(walked(last, ones, keep, lambda _: planned, record == KL))
-    kept = SavedForward(start=start, last=last, gradients=(keep[0].gradient, keep[1].gradient), tile=cut.tile)
-    return torch.cat(values), kept
-
-
-def token_statistics(
-    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions
-) -> TokenStatistics:
-    """The statistics of each token."""
-    return TokenStatistics(*per_token(STATISTICS, pair, options, tokens))
-
-
-def statistics_and_top(
-    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
-) -> StatisticsAndTop:
-    """The statistics of each token, and both models' likeliest tokens there, from the same logits."""
-
-    def tops(zp: Tensor, zq: Tensor) -> tuple[Tensor, ...]:
-        return *rows.top_rows(zp, top), *rows.top_rows(zq, top)
-
-    *numbers, zp, ids_p, zq, ids_q = per_token(STATISTICS, pair, options, tokens, of_logits=tops)
-    return rows.with_top(TokenStatistics(*numbers), (zp, ids_p), (zq, ids_q))
+CHUNKED: Backend = ChunkedBackend()

@@ -1,4 +1,4 @@
-"""When the elementwise work is worth compiling, by which compiler, and whether it can be."""
+"""Decides whether a call's elementwise work is compiled, and by which compiler."""
 
 import os
 import sysconfig
@@ -12,34 +12,33 @@ import torch
 from torch import Tensor
 
 from kleash.errors import CannotRunError
+from kleash.linear.impl.base import HeadPair
 from kleash.linear.impl.native.building import CannotBuildError, library
-from kleash.linear.impl.pair import HeadPair
-from kleash.linear.impl.vocab_shards import LOCAL_VOCAB
 from kleash.linear.options import LinearOptions
 
 PAYS_FROM = 5 * 10**9
-"""Logits of one model from which on compiling (about 10 s) is cheaper than not (about 2 ns a logit)."""
+"""Logits of one model above which compiling by torch (about 10 s) saves time (about 2 ns a logit)."""
 NATIVE_PAYS_FROM = 2**20
-"""Logits of one model from which on the library in C is asked for: it is built in two seconds, once on a machine."""
+"""Logits of one model above which the library in C is used; it is built once on a machine, in two seconds."""
 
 
-def goes_native(pair: HeadPair, options: LinearOptions) -> bool:
-    """Whether this call's elementwise work is done by the library in C, where there is a function for it.
+def uses_native(pair: HeadPair, options: LinearOptions) -> bool:
+    """Whether the library in C does this call's elementwise work, where it has a function for it.
 
-    It depends on the call alone, and on what is installed.
+    This depends on the call and the installation only.
     """
-    if options.compile == "never" or pair.across is not LOCAL_VOCAB:
+    if options.compile == "never" or pair.is_sharded:
         return False
     if pair.p.hidden.device.type != "cpu" or {pair.p.dtype, pair.q.dtype} != {torch.float32}:
         return False
-    if options.compile == "auto" and pair.tokens * pair.p.vocabulary < NATIVE_PAYS_FROM:
+    if options.compile == "auto" and pair.tokens * pair.local_vocab_size < NATIVE_PAYS_FROM:
         return False
     return missing_for_native() is None
 
 
 @cache
 def missing_for_native() -> str | None:
-    """What is needed for the library in C and not there; None if nothing."""
+    """What the library in C needs and is missing; None if nothing is."""
     try:
         library()
     except CannotBuildError as error:
@@ -47,17 +46,17 @@ def missing_for_native() -> str | None:
     return None
 
 
-def wanted(pair: HeadPair, options: LinearOptions) -> bool:
-    """Whether this call has torch compile its core.
+def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
+    """Whether torch compiles this call's row functions.
 
-    It depends on the call alone, so that a number never depends on what was computed before it.
+    This depends on the call and the installation only, so that a number never depends on earlier calls.
 
     Raises:
-        CannotRunError: if it has to and something is missing.
+        CannotRunError: if ``compile="always"`` and something is missing.
     """
     if options.compile == "never":
         return False
-    if pair.across is not LOCAL_VOCAB:
+    if pair.is_sharded:
         if options.compile == "always":
             raise CannotRunError(
                 "compile='always' cannot compile what the ranks of a vocabulary_group exchange; ask for 'auto'"
@@ -70,12 +69,12 @@ def wanted(pair: HeadPair, options: LinearOptions) -> bool:
                 f"compile='always' needs {missing}; install it, or ask for 'auto' or 'never'"
             )
         return True
-    return missing is None and pair.tokens * pair.p.vocabulary >= PAYS_FROM
+    return missing is None and pair.tokens * pair.local_vocab_size >= PAYS_FROM
 
 
 @cache
 def missing_for(device: str) -> str | None:
-    """What is not installed and needed to compile for this kind of device; None if nothing."""
+    """What torch's compiler needs for this type of device and is missing; None if nothing is."""
     if device != "cpu":
         return None
     compiler = os.environ.get("CXX", "g++")
@@ -86,6 +85,6 @@ def missing_for(device: str) -> str | None:
 
 
 @cache
-def compiled(core: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """``core`` compiled: for the first size of vocabulary it meets, then once more for all others."""
-    return cast("Any", torch).compile(core, fullgraph=True)
+def compiled(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function compiled by torch: for the first vocabulary size, then once more for all other sizes."""
+    return cast("Any", torch).compile(function, fullgraph=True)

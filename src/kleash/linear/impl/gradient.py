@@ -1,4 +1,4 @@
-"""Value and gradient of a divergence in one go: the logits of a chunk become their gradient where they are."""
+"""Value and gradient of a divergence in one pass: a chunk's logits become their gradient in place."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -7,191 +7,174 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.divergences import DIVERGENCES, Divergence
-from kleash.linear.impl.compiling import goes_native
+from kleash.divergences import Divergence
+from kleash.linear.impl.base import KL, HeadPair, Needed, Request, SavedForward, ValueAndGrad
+from kleash.linear.impl.compiling import uses_native
 from kleash.linear.impl.divergence_rows import NUM_BUFFERS as DIVERGENCE_BUFFERS
-from kleash.linear.impl.divergence_rows import plain_rows, record_gradient_rows
-from kleash.linear.impl.fallback import KL, fallback_gradient_, replace_rows_
-from kleash.linear.impl.forward_saved import SavedForward
+from kleash.linear.impl.divergence_rows import record_gradient_rows, reference_gradient_rows
+from kleash.linear.impl.fallback import replace_failed_gradients_, replace_rows_
+from kleash.linear.impl.forward_saved import add_saved_gradient
 from kleash.linear.impl.kl_fast import NUM_BUFFERS, kl_gradient_rows
-from kleash.linear.impl.loop import Chunk, Plan, blocks, chunks, in_room, plan
-from kleash.linear.impl.native.rows import kl_gradient_, scratch
-from kleash.linear.impl.pair import HeadPair
-from kleash.linear.impl.project import narrow, pull_back_
-from kleash.linear.impl.results import Needed, ValueAndGrad
-from kleash.linear.impl.skipping import flipped, tell
-from kleash.linear.impl.sums import WHOLE, GradientSums, both_sums
-from kleash.linear.impl.vocab_shards import LocalVocab
+from kleash.linear.impl.loop import Chunk, ChunkPlan, chunks, logit_blocks, plan_chunks, with_buffers
+from kleash.linear.impl.native.row_functions import kl_gradient_, new_scratch
+from kleash.linear.impl.project import has_bfloat16_gradient, logits_backward_
+from kleash.linear.impl.sums import GradientSumsPair, new_gradient_sums
 from kleash.linear.options import LinearOptions
+from kleash.linear.vocab_shards import LocalVocab
 
-Turn: TypeAlias = Callable[["Chunk", Tensor, "tuple[GradientSums, GradientSums]"], Tensor]
-"""Makes a chunk's logits the gradient of these weights' sum, has it taken in, and returns the values."""
-Step: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
-"""From a few rows of both logits, their weights, and whether q's are a difference, to each row's value and
-the gradients of ``weight value`` in both logits. Where the logits are it writes their own gradient, or nothing."""
-Begin: TypeAlias = Callable[[int], "tuple[Plan, Turn]"]
-"""How so many tokens are cut, and what is done to a chunk of them."""
-REVERSE_KL = DIVERGENCES["reverse_kl"]
-
-
-def gradients(
-    pair: HeadPair,
-    record: Divergence,
-    weights: Float[Tensor, " tokens"],
-    needed: Needed,
-    options: LinearOptions,
-    kept: SavedForward | None = None,
-) -> ValueAndGrad:
-    """The divergence of each token, and the gradient of ``sum weights D``.
-
-    Of tokens whose gradient was ``kept``, and of those of weight 0, 0 is said and not the divergence.
-    """
-    if record == REVERSE_KL:
-        formed = gradients(pair.swapped, KL, weights, needed[3:] + needed[:3], flipped(options), kept)
-        return ValueAndGrad(formed.per_token, formed.gradients[3:] + formed.gradients[:3])
-    begin = beginning(pair, record, needed, options)
-    return formed_by(pair, weights, needed, begin, apart=record == KL, options=options, kept=kept)
+ChunkStep: TypeAlias = Callable[["Chunk", Tensor, "GradientSumsPair"], Tensor]
+"""Turns a chunk's logits into the gradient of the weighted sum of its values, adds that to the sums, and returns the
+values."""
+RowStep: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
+"""From the logits of a few rows under p and under q, the weights of the rows and ``q_is_delta`` to each row's value and
+the gradients of ``weight value`` in both logits, None where not needed. A gradient may overwrite its own logits."""
+Planner: TypeAlias = Callable[[int], "tuple[ChunkPlan, ChunkStep]"]
+"""From the number of tokens to the sizes of their chunks, and the step of each chunk."""
 
 
-def beginning(pair: HeadPair, record: Divergence, needed: Needed, options: LinearOptions) -> Begin:
-    """How so many tokens are cut, and what is done to a chunk."""
-    needs = any(needed[:3]), any(needed[3:])
+def chunk_planner(request: Request, needed: Needed) -> Planner:
+    """The planner of a divergence other than reverse KL."""
+    pair, options, divergence = request.pair, request.options, request.divergence
+    needs = any(needed.p), any(needed.q)
 
-    def begin(tokens: int) -> tuple[Plan, Turn]:
-        if record == KL and goes_native(pair, options):
-            cut = plan(pair, options, 0 if replaceable(pair) else 2, tokens, native=True)
-            step = native_kl_step(pair, cut, needs)
-        elif record == KL:
-            cut = plan(pair, options, NUM_BUFFERS + 1, tokens)
-            step = kl_step(pair, cut, options, needs)
+    def planner(tokens: int) -> tuple[ChunkPlan, ChunkStep]:
+        if divergence == KL and uses_native(pair, options):
+            num_buffers = 0 if can_overwrite_logits(pair) else 2
+            plan = plan_chunks(pair, options, num_buffers, tokens, native=True)
+            row_step = native_kl_step(pair, plan, needs)
+        elif divergence == KL:
+            plan = plan_chunks(pair, options, NUM_BUFFERS + 1, tokens)
+            row_step = kl_step(pair, plan, options, needs)
         else:
-            cut = plan(pair, options, DIVERGENCE_BUFFERS, tokens)
-            step = record_step(record, needs, pair.across)
-        return cut, lambda chunk, weights, sums: in_place(chunk, step, weights, cut, sums)
+            plan = plan_chunks(pair, options, DIVERGENCE_BUFFERS, tokens)
+            row_step = record_step(divergence, needs, pair.vocab_shards)
+        return plan, lambda chunk, weights, sums: run_chunk(chunk, row_step, weights, plan, sums)
 
-    return begin
+    return planner
 
 
-def formed_by(
-    pair: HeadPair,
+def value_and_grad(
+    request: Request,
     weights: Float[Tensor, " tokens"],
     needed: Needed,
-    begin: Begin,
+    planner: Planner,
     *,
-    apart: bool,
-    options: LinearOptions = WHOLE,
-    kept: SavedForward | None = None,
+    q_is_delta: bool,
+    saved: SavedForward | None = None,
 ) -> ValueAndGrad:
-    """What ``begin`` makes of each chunk, and what was kept, weighed; sums of weights in float32."""
-    sums = both_sums(pair, needed, options)
-    weights = weights.detach().to(pair.p.dtype)
-    if kept is not None:
-        weights = kept.pour_(weights, sums)
-    per_token = walked(pair, weights, sums, begin, apart)
-    tell(options, needed, (sums[0].cutter, sums[1].cutter))
-    return ValueAndGrad(per_token, sums[0].done + sums[1].done)
+    """The divergence of each token and the gradient of the weighted sum; gradients of weights are summed in float32."""
+    sums = new_gradient_sums(request.pair, needed, request.options)
+    weights = weights.detach().to(request.pair.p.dtype)
+    if saved is not None:
+        weights = add_saved_gradient(saved, weights, sums)
+    per_token = run_chunks(request.pair, weights, sums, planner, q_is_delta=q_is_delta)
+    sums.report_skipped(request.options)
+    return ValueAndGrad(per_token, sums.gradients)
 
 
-def walked(
+def run_chunks(
     pair: HeadPair,
     weights: Float[Tensor, " tokens"],
-    sums: tuple[GradientSums, GradientSums],
-    begin: Begin,
-    apart: bool,
+    sums: GradientSumsPair,
+    planner: Planner,
+    *,
+    q_is_delta: bool,
 ) -> Float[Tensor, " tokens"]:
-    """The divergence of each token, whose gradients are taken in by the sums.
+    """The divergence of each token, whose gradients are added to the sums.
 
-    A token of weight 0 is not read: 0 is what is said of it, and what its hidden states get.
+    A token of weight 0 is not read; its value and its gradient are 0.
     """
     read = weights != 0
     positions = None if bool(read.all()) else read.nonzero()[:, 0]
-    cut, turn = begin(pair.tokens if positions is None else len(positions))
+    plan, step = planner(pair.tokens if positions is None else len(positions))
     per_token = torch.zeros_like(weights)
-    for chunk in chunks(pair, cut, positions=positions, apart=apart):
-        per_token[chunk.where] = turn(chunk, weights[chunk.where], sums)
+    for chunk in chunks(pair, plan, positions=positions, q_is_delta=q_is_delta):
+        per_token[chunk.positions] = step(chunk, weights[chunk.positions], sums)
     return per_token
 
 
-def in_place(
+def run_chunk(
     chunk: Chunk,
-    step: Step,
+    row_step: RowStep,
     weights: Float[Tensor, " chunk"],
-    cut: Plan,
-    sums: tuple[GradientSums, GradientSums],
+    plan: ChunkPlan,
+    sums: GradientSumsPair,
 ) -> Float[Tensor, " chunk"]:
-    """Replace a chunk's logits by their gradient, take it in, and return the values."""
+    """The ``ChunkStep`` that applies a row step to one block of rows after another."""
     values = torch.empty_like(weights)
-    room_p, room_q = sums[0].room(chunk.zp), sums[1].room(chunk.zq)
+    out_p, out_q = sums.p.gradient_buffer(chunk.zp), sums.q.gradient_buffer(chunk.zq)
     p, q = chunk.pair.p, chunk.pair.q
-    for here in blocks(chunk, cut.rows):
-        zp, zq = chunk.zp[here], chunk.zq[here]
-        values[here], in_p, in_q = step(zp, zq, weights[here], chunk.apart)
+    for rows in logit_blocks(chunk, plan.block_rows):
+        zp, zq = chunk.zp[rows], chunk.zq[rows]
+        values[rows], in_p, in_q = row_step(zp, zq, weights[rows], chunk.q_is_delta)
         if in_p is not None:
-            pull_back_(in_p, zp, p.head, p.divisor(here))
+            logits_backward_(in_p, zp, p.head, p.divisor(rows))
         if in_q is not None:
-            pull_back_(in_q, zq, q.head, q.divisor(here))
-            put_(room_q[here], in_q)
+            logits_backward_(in_q, zq, q.head, q.divisor(rows))
+            copy_unless_in_place_(out_q[rows], in_q)
         if in_p is not None:
-            put_(room_p[here], in_p)
-    if sums[0].wanted:
-        sums[0].add(chunk.where, room_p, p.hidden, cut.tile)
-    if sums[1].wanted:
-        sums[1].add(chunk.where, room_q, q.hidden, cut.tile)
+            copy_unless_in_place_(out_p[rows], in_p)
+    if sums.p.needed:
+        sums.p.add(chunk.positions, out_p, p.hidden, plan.tile_rows)
+    if sums.q.needed:
+        sums.q.add(chunk.positions, out_q, q.hidden, plan.tile_rows)
     return values
 
 
-def put_(room: Float[Tensor, "rows vocab"], gradient: Float[Tensor, "rows vocab"]) -> None:
-    """Copy the gradient into the room, unless that is where it is."""
-    if room.data_ptr() != gradient.data_ptr() or room.dtype != gradient.dtype:
-        room.copy_(gradient)
+def copy_unless_in_place_(out: Float[Tensor, "rows vocab"], gradient: Float[Tensor, "rows vocab"]) -> None:
+    """Copy the gradient into ``out``, unless it is there already."""
+    if out.data_ptr() != gradient.data_ptr() or out.dtype != gradient.dtype:
+        out.copy_(gradient)
 
 
-def replaceable(pair: HeadPair) -> bool:
-    """Whether gradients may take the place of their logits at once: nothing after needs those, nor is narrower."""
-    return all(model.head.softcap is None and not narrow(model) for model in (pair.p, pair.q))
+def can_overwrite_logits(pair: HeadPair) -> bool:
+    """Whether gradients may be written over their logits: no softcap needs those again, and none is bfloat16."""
+    return all(model.head.softcap is None and not has_bfloat16_gradient(model) for model in (pair.p, pair.q))
 
 
-def native_kl_step(pair: HeadPair, cut: Plan, needs: tuple[bool, bool]) -> Step:
-    """The library in C, and for rows that it cannot do the careful functions."""
-    words, in_place = pair.p.vocabulary, replaceable(pair)
-    room = scratch(words, cut.threads)
-    outs = [torch.empty(cut.rows, words) if needed and not in_place else None for needed in needs]
+def native_kl_step(pair: HeadPair, plan: ChunkPlan, needs: tuple[bool, bool]) -> RowStep:
+    """KL by the library in C, and by the fallback for rows that it cannot compute."""
+    vocab_size, in_place = pair.local_vocab_size, can_overwrite_logits(pair)
+    scratch = new_scratch(vocab_size, plan.threads)
+    outs = [torch.empty(plan.block_rows, vocab_size) if needed and not in_place else None for needed in needs]
 
     def step(
-        zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
+        zp: Tensor, zq: Tensor, weight: Tensor, q_is_delta: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        free = [z if out is None else out[: len(z)] for z, out in zip((zp, zq), outs, strict=True)]
-        in_p, in_q = (z if needed else None for z, needed in zip(free, needs, strict=True))
-        found = kl_gradient_(zp, zq, weight, (in_p, in_q), room, apart=apart), in_p, in_q
-        fallback_gradient_(found, zp, zq, weight, apart)
-        return found
+        targets = [z if out is None else out[: len(z)] for z, out in zip((zp, zq), outs, strict=True)]
+        in_p, in_q = (z if needed else None for z, needed in zip(targets, needs, strict=True))
+        value = kl_gradient_(zp, zq, weight, (in_p, in_q), scratch, q_is_delta=q_is_delta)
+        results = value, in_p, in_q
+        replace_failed_gradients_(results, zp, zq, weight, q_is_delta)
+        return results
 
     return step
 
 
-def kl_step(pair: HeadPair, cut: Plan, options: LinearOptions, needs: tuple[bool, bool]) -> Step:
-    """The fast core, and for rows that it cannot do the careful ones."""
-    core = in_room(kl_gradient_rows, pair, cut, options)
+def kl_step(pair: HeadPair, plan: ChunkPlan, options: LinearOptions, needs: tuple[bool, bool]) -> RowStep:
+    """KL by ``kl_fast``, and by the fallback for rows that it cannot compute."""
+    function = with_buffers(kl_gradient_rows, pair, plan, options)
 
     def step(
-        zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
+        zp: Tensor, zq: Tensor, weight: Tensor, q_is_delta: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        found = core(zp, zq, weight, apart=apart, needs=needs)
-        fallback_gradient_(found, zp, zq, weight, apart, pair.across)
-        return found[0], found[1], found[2]
+        results = function(zp, zq, weight, q_is_delta=q_is_delta, needs=needs)
+        replace_failed_gradients_(results, zp, zq, weight, q_is_delta, pair.vocab_shards)
+        return results[0], results[1], results[2]
 
     return step
 
 
-def record_step(record: Divergence, needs: tuple[bool, bool], across: LocalVocab) -> Step:
-    """The core made from the record, and the specification for rows that it cannot do."""
+def record_step(record: Divergence, needs: tuple[bool, bool], vocab_shards: LocalVocab) -> RowStep:
+    """Any divergence by ``divergence_rows``, and by the reference for rows that it cannot compute."""
 
     def step(
-        zp: Tensor, zq: Tensor, weight: Tensor, apart: bool
+        zp: Tensor, zq: Tensor, weight: Tensor, q_is_delta: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        found = record_gradient_rows(record, zp, zq, weight, needs, across)
-        for rare in across.row_parts(~found[0].isfinite(), zp.shape[1]):
-            replace_rows_(found, rare, plain_rows(record, zp[rare], zq[rare], weight[rare], across))
-        return found
+        results = record_gradient_rows(record, zp, zq, weight, needs, vocab_shards)
+        for part in vocab_shards.row_parts(~results[0].isfinite(), zp.shape[1]):
+            replacement = reference_gradient_rows(record, zp[part], zq[part], weight[part], vocab_shards)
+            replace_rows_(results, part, replacement)
+        return results
 
     return step

@@ -1,4 +1,4 @@
-"""A chunk of tokens at a time, the elementwise work a few rows at a time: no ``[tokens, vocab]`` ever."""
+"""The loop over chunks of tokens: a chunk's logits exist together, and are processed a few rows at a time."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,53 +10,64 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl import onednn
-from kleash.linear.impl.compiling import compiled, goes_native, wanted
+from kleash.linear.impl.base import HeadPair, TokenIndex
+from kleash.linear.impl.compiling import compiled, should_compile, uses_native
 from kleash.linear.impl.native import products
-from kleash.linear.impl.native.rows import SCRATCH_ROWS, scratch, threads_within
-from kleash.linear.impl.pair import HeadPair, Where
-from kleash.linear.impl.project import finish_, multiply_, stretch_, tiles
-from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
+from kleash.linear.impl.native.row_functions import SCRATCH_ROWS, new_scratch, threads_within
+from kleash.linear.impl.project import finish_logits_, multiply_, needs_tiles, scale_
 from kleash.linear.options import LinearOptions
+from kleash.linear.vocab_shards import LocalVocab
 
-RowCore: TypeAlias = Callable[..., tuple[Any, ...]]
-"""From the logits of a few rows to a tuple of numbers for each row."""
+RowCallable: TypeAlias = Callable[..., tuple[Any, ...]]
+"""From the logits of a few rows to a tuple of tensors with an entry for each row."""
 ROW_BLOCK = 2**18
-"""Logits of one model whose elementwise work is done at once: 1 MiB, half of it a core's on two cores."""
+"""Logits of one model in a block of rows: 1 MiB of float32, half of a core's cache on two cores."""
 NATIVE_BLOCK = 2**20
-"""The same for the library in C, which goes row by row itself: enough for many cores, and still in a cache."""
+"""The same for the library in C, which works row by row: enough rows for many cores, and still in a cache."""
 
 ENOUGH_TOKENS = 1024
-"""Tokens in a chunk beyond which a matmul gets no faster, however much memory the budget leaves."""
+"""The most tokens in a chunk: a matmul gets no faster with more."""
 
-REDONE = 5
-"""Buffers like the logits for rows that are done again, where they are not just a few."""
+FALLBACK_BUFFERS = 5
+"""Buffers of a chunk's size that the fallback needs where ranks share a vocabulary."""
 
 
-class Plan(NamedTuple):
-    """How the work is cut."""
+class ChunkPlan(NamedTuple):
+    """The sizes of chunks, row blocks and weight tiles."""
 
-    chunk: int
+    chunk_tokens: int
     """Tokens whose logits exist together."""
-    rows: int
+    block_rows: int
     """Tokens whose elementwise work is done together."""
-    tile: int
-    """Rows of a weight that are upcast together; 0 where the library in C makes the products."""
-    rooms: int
-    """Buffers for the elementwise work."""
+    tile_rows: int
+    """Rows of a weight that are upcast together; 0 where the library in C computes the products."""
+    num_buffers: int
+    """Buffers of a block's size for the elementwise work."""
     threads: int = 0
-    """Of the library in C; 0 where torch does the elementwise work."""
+    """Threads of the library in C; 0 where torch does the elementwise work."""
 
 
-def plan(
-    pair: HeadPair, options: LinearOptions, rooms: int, tokens: int | None = None, *, native: bool = False
-) -> Plan:
-    """As many tokens a chunk as help and as the budget allows after the other buffers, all chunks nearly equal.
+def plan_chunks(
+    pair: HeadPair,
+    options: LinearOptions,
+    num_buffers: int,
+    tokens: int | None = None,
+    *,
+    native: bool = False,
+) -> ChunkPlan:
+    """The largest chunks that the memory allows beside the other buffers, all of nearly equal size.
 
-    ``rows`` depends on the vocabulary and the budget alone, so that few shapes are ever compiled.
-    ``tokens`` is how many of the pair's are read; all of them if it is left out. ``native``: for the library in C.
+    ``block_rows`` depends on the vocabulary and the memory only, so that torch compiles few shapes.
+
+    Args:
+        pair: the two models.
+        options: the memory.
+        num_buffers: buffers of a block's size for the elementwise work.
+        tokens: how many of the pair's tokens are read; None for all.
+        native: whether the library in C does the elementwise work.
     """
     tokens = pair.tokens if tokens is None else tokens
-    size, budget, words = pair.p.dtype.itemsize, options.chunk_bytes, pair.p.vocabulary
+    size, budget, vocab_size = pair.p.dtype.itemsize, options.chunk_bytes, pair.local_vocab_size
     if options.skip_below:
         budget -= options.chunk_bytes // 8
     dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
@@ -70,209 +81,245 @@ def plan(
         tile = 1
         for model in (pair.p, pair.q):
             weight = model.head.weight
-            if weight is not None and tiles(model):
+            if weight is not None and needs_tiles(model):
                 # Neither a tile of the weight nor the product with it is larger than this share of the budget.
                 longest = max(weight.shape[1], min(ENOUGH_TOKENS, tokens), 1) * size
                 tile = max(tile, min(len(weight), options.chunk_bytes // 8 // longest))
                 if weight.dtype != model.dtype:
                     budget -= tile * weight.shape[1] * size // 2
-    if tile and onednn.pays(pair.p.dtype, pair.p.hidden.device):
-        # It packs a tile of the weight, and one of the gradient; and there is the product with a tile.
+    if tile and onednn.is_faster(pair.p.dtype, pair.p.hidden.device):
+        # oneDNN packs a tile of the weight and one of the gradient, and there is the product with a tile.
         budget -= tile * max(pair.p.hidden.shape[1], pair.q.hidden.shape[1]) * size
         dims += tile
-    if pair.across is not LOCAL_VOCAB:
-        # A message is for many tokens: the elementwise work of a whole chunk is done at once.
-        most = min(ENOUGH_TOKENS, max(1, budget // (((2 + rooms + REDONE) * words + 2 * dims) * size)))
-        most = pair.across.agreed_chunk(most, tokens)
+    if pair.is_sharded:
+        # One message serves many tokens: the elementwise work of a whole chunk is done at once.
+        row = (2 + num_buffers + FALLBACK_BUFFERS) * vocab_size + 2 * dims
+        most = min(ENOUGH_TOKENS, max(1, budget // (row * size)))
+        most = pair.vocab_shards.agreed_chunk(most, tokens)
         even = max(1, -(-tokens // max(1, -(-tokens // most))))
-        return Plan(even, even, tile, rooms)
-    block, threads = ROW_BLOCK // words, 0
+        return ChunkPlan(even, even, tile, num_buffers)
+    block, threads = ROW_BLOCK // vocab_size, 0
     if native:
-        threads = threads_within(words, options.chunk_bytes // 8)
-        budget -= SCRATCH_ROWS * threads * words * size
-        block = max(NATIVE_BLOCK // words, threads)
-    rows = max(1, min(block, budget // 4 // (max(rooms, 1) * words * size)))
-    budget -= rows * rooms * words * size
-    most = min(ENOUGH_TOKENS, max(1, budget // ((2 * words + 2 * dims) * size)))
+        threads = threads_within(vocab_size, options.chunk_bytes // 8)
+        budget -= SCRATCH_ROWS * threads * vocab_size * size
+        block = max(NATIVE_BLOCK // vocab_size, threads)
+    rows = max(1, min(block, budget // 4 // (max(num_buffers, 1) * vocab_size * size)))
+    budget -= rows * num_buffers * vocab_size * size
+    most = min(ENOUGH_TOKENS, max(1, budget // ((2 * vocab_size + 2 * dims) * size)))
     rows = min(rows, most)
     multiple = products.LANES if tile == 0 and most >= products.LANES else rows
     most -= most % multiple
     even = -(-tokens // max(1, -(-tokens // most)))
-    return Plan(max(1, min(-(-even // multiple) * multiple, tokens)), rows, tile, rooms, threads)
+    chunk_tokens = max(1, min(-(-even // multiple) * multiple, tokens))
+    return ChunkPlan(chunk_tokens, rows, tile, num_buffers, threads)
 
 
 def has_native_products(pair: HeadPair, options: LinearOptions) -> bool:
-    """Whether the library in C makes the products of this call."""
-    if not goes_native(pair, options) or not products.supports(pair):
+    """Whether the library in C computes the matrix products of this call."""
+    if not uses_native(pair, options) or not products.supports(pair):
         return False
     dim = max(pair.p.hidden.shape[1], pair.q.hidden.shape[1])
     _, workspace = products.workspace_floats(dim, torch.get_num_threads())
     return workspace * pair.p.dtype.itemsize <= options.chunk_bytes // 8
 
 
-def chunk_slices(tokens: int, cut: Plan) -> Iterator[slice]:
-    """The tokens of each chunk.
+def chunk_slices(tokens: int, plan: ChunkPlan) -> Iterator[slice]:
+    """The slice of the tokens of each chunk.
 
-    Where the library in C makes the products, chunks differ by at most a vector of tokens: a short chunk at the end
+    Where the library in C computes the products, chunks differ by at most a vector of tokens: a short chunk at the end
     would read the heads for few tokens.
     """
-    if cut.tile or cut.chunk % products.LANES:
-        for start in range(0, tokens, cut.chunk):
-            yield slice(start, min(start + cut.chunk, tokens))
+    if plan.tile_rows or plan.chunk_tokens % products.LANES:
+        for start in range(0, tokens, plan.chunk_tokens):
+            yield slice(start, min(start + plan.chunk_tokens, tokens))
         return
-    count, vectors = -(-tokens // cut.chunk), -(-tokens // products.LANES)
+    count, vectors = -(-tokens // plan.chunk_tokens), -(-tokens // products.LANES)
     ends = [vectors * (number + 1) // count * products.LANES for number in range(count)]
     for start, end in pairwise([0, *ends]):
         yield slice(start, min(end, tokens))
 
 
 class Chunk(NamedTuple):
-    """Some tokens, and the room where their logits are."""
+    """A chunk of tokens and the memory of its logits."""
 
-    where: Where
-    """Which they are."""
+    positions: TokenIndex
+    """Which of the call's tokens these are."""
     pair: HeadPair
-    """The two models on them."""
+    """The two models on these tokens."""
     zp: Float[Tensor, "chunk vocab"]
     zq: Float[Tensor, "chunk vocab"]
-    """The logits under q, or, if ``apart``, by how much they are larger than those under p."""
-    apart: bool
+    """The logits under q, or, if ``q_is_delta``, their difference from the logits under p."""
+    q_is_delta: bool
 
 
 def chunks(
-    pair: HeadPair, cut: Plan, *, positions: Int[Tensor, " some"] | None = None, apart: bool = False
+    pair: HeadPair,
+    plan: ChunkPlan,
+    *,
+    positions: Int[Tensor, " some"] | None = None,
+    q_is_delta: bool = False,
 ) -> Iterator[Chunk]:
-    """The products of hidden states and weights, chunk after chunk in the same memory.
+    """Each chunk, with ``hidden W^T`` in place of its logits; all chunks use the same memory.
 
-    Of the tokens at ``positions``; of all if there are none. ``apart``: where one head serves both models,
-    the difference of their logits comes as the product of the difference of their hidden states.
+    Args:
+        pair: the two models.
+        plan: the sizes.
+        positions: the tokens to read; None for all.
+        q_is_delta: whether q's logits may come as their difference from p's, which is the product of the difference of
+            the hidden states, where both models have one head.
     """
-    shape = (cut.chunk, pair.p.vocabulary)
-    room_p, room_q = (torch.empty(shape, dtype=m.dtype, device=m.hidden.device) for m in (pair.p, pair.q))
+    shape = (plan.chunk_tokens, pair.local_vocab_size)
+    buffer_p, buffer_q = (torch.empty(shape, dtype=m.dtype, device=m.hidden.device) for m in (pair.p, pair.q))
     tokens = pair.tokens if positions is None else len(positions)
-    for run in chunk_slices(tokens, cut):
-        where = run if positions is None else positions[run]
-        count = run.stop - run.start
+    for rows in chunk_slices(tokens, plan):
+        index = rows if positions is None else positions[rows]
+        count = rows.stop - rows.start
         chunk = Chunk(
-            where,
-            pair.at(where),
-            room_p[:count],
-            room_q[:count],
-            apart and pair.one_head,
+            index,
+            pair.select(index),
+            buffer_p[:count],
+            buffer_q[:count],
+            q_is_delta and pair.has_shared_head,
         )
-        fill_(chunk, cut.tile)
+        multiply_chunk_(chunk, plan.tile_rows)
         yield chunk
 
 
-def fill_(chunk: Chunk, tile: int) -> None:
-    """Make the products."""
+def multiply_chunk_(chunk: Chunk, tile: int) -> None:
+    """Write ``hidden W^T`` of both models into the chunk."""
     p, q = chunk.pair.p, chunk.pair.q
     multiply_(chunk.zp, p, p.hidden, tile)
-    if chunk.apart:
+    if chunk.q_is_delta:
         multiply_(chunk.zq, q, q.hidden.to(q.dtype) - p.hidden.to(p.dtype), tile)
-    elif chunk.pair.one_product:
+    elif chunk.pair.has_shared_product:
         chunk.zq.copy_(chunk.zp)
     else:
         multiply_(chunk.zq, q, q.hidden, tile)
 
 
-def blocks(chunk: Chunk, rows: int) -> Iterator[slice]:
-    """Where in the chunk the next few rows stand, made logits just before they are used."""
+def logit_blocks(chunk: Chunk, block_rows: int) -> Iterator[slice]:
+    """The row blocks of a chunk; the rows of a block become logits just before it is yielded."""
     p, q = chunk.pair.p, chunk.pair.q
-    for here in runs(chunk, rows):
-        finish_(chunk.zp[here], p.head, p.divisor(here))
-        if chunk.apart:
-            stretch_(chunk.zq[here], q.head.scale, q.divisor(here))
+    for rows in row_blocks(chunk, block_rows):
+        finish_logits_(chunk.zp[rows], p.head, p.divisor(rows))
+        if chunk.q_is_delta:
+            scale_(chunk.zq[rows], q.head.scale, q.divisor(rows))
         else:
-            finish_(chunk.zq[here], q.head, q.divisor(here))
-        yield here
+            finish_logits_(chunk.zq[rows], q.head, q.divisor(rows))
+        yield rows
 
 
-def runs(chunk: Chunk, rows: int) -> Iterator[slice]:
-    """Where in the chunk the next few rows stand."""
-    for start in range(0, len(chunk.zp), rows):
-        yield slice(start, start + rows)
+def row_blocks(chunk: Chunk, block_rows: int) -> Iterator[slice]:
+    """The row blocks of a chunk."""
+    for start in range(0, len(chunk.zp), block_rows):
+        yield slice(start, start + block_rows)
 
 
-class Core(NamedTuple):
-    """What is asked of a few rows of logits: a tuple with a number for each row, one tuple per question."""
+class RowFunction(NamedTuple):
+    """A function of rows of logits, in its fast versions and its fallback.
 
-    fast: RowCore
-    """The usual way; where its ``decisive`` numbers are not finite, nothing it said counts."""
-    careful: RowCore
-    """For logits of any kind, on whatever rank: the keyword ``across``; if ``apart``, it takes that, too."""
-    decisive: slice
-    """Which of the numbers tell whether the usual way worked."""
-    rooms: int
-    """How many buffers the usual way works in."""
-    native: RowCore | None = None
-    """The usual way by the library in C: its keyword ``room`` is what that works in."""
+    Each version takes the logits under p and under q, further tensors with an entry for each row, and keywords; it
+    returns a tuple of tensors with an entry for each row.
+    """
+
+    fast: RowCallable
+    """By torch. A row with a ``checked`` result that is not finite goes to the fallback. Keyword: ``buffers``."""
+    fallback: RowCallable
+    """For all logits. Keywords: ``vocab_shards``, and ``q_is_delta`` if ``accepts_delta``."""
+    checked: slice
+    """The results that show whether the fast version could compute a row."""
+    num_buffers: int
+    """The number of ``buffers``."""
+    native: RowCallable | None = None
+    """By the library in C. Keyword: ``scratch``."""
     compiles: bool = True
-    """Whether torch may compile the usual way."""
-    apart: bool = False
-    """Whether it can do with the difference of the logits: it takes the keyword ``apart`` then."""
+    """Whether torch may compile the fast version."""
+    accepts_delta: bool = False
+    """Whether q's logits may be their difference from p's; all versions take the keyword ``q_is_delta`` then."""
 
 
-def per_token(
-    core: Core,
+def evaluate_rows(
+    function: RowFunction,
     pair: HeadPair,
     options: LinearOptions,
-    *given: Tensor,
+    *inputs: Tensor,
     of_logits: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """What ``core`` says about each token; ``given`` is known about them beforehand.
+    """The results of a row function for each token.
 
-    ``of_logits``: makes more tensors, with a row for each token, from the logits of a few rows of both models.
+    Args:
+        function: the row function.
+        pair: the two models.
+        options: memory and compilation.
+        inputs: its further arguments, with an entry for each token.
+        of_logits: computes more tensors, with an entry for each row, from the logits of a few rows of both models.
     """
-    native = core.native is not None and goes_native(pair, options)
-    cut = plan(pair, options, 0 if native else core.rooms, native=native)
-    none = torch.empty((0, pair.p.vocabulary), dtype=pair.p.dtype, device=pair.p.hidden.device)
-    kinds = *core.careful(none, none, *(x[:0] for x in given)), *(of_logits(none, none) if of_logits else ())
-    out = tuple(numbers.new_empty((pair.tokens, *numbers.shape[1:])) for numbers in kinds)
-    fast = fast_way(core, pair, cut, options)
-    for chunk in chunks(pair, cut, apart=core.apart):
-        traits = {"apart": chunk.apart} if core.apart else {}
-        known, result = ([x[chunk.where] for x in xs] for xs in (given, out))
-        for here in blocks(chunk, cut.rows):
-            rows = chunk.zp[here], chunk.zq[here], *(x[here] for x in known)
-            found = checked(core, fast(*rows, **traits), rows, chunk.apart, pair.across)
-            found = *found, *(of_logits(rows[0], rows[1]) if of_logits else ())
-            for numbers, new in zip(result, found, strict=True):
-                numbers[here] = new
-    return out
+    native = function.native is not None and uses_native(pair, options)
+    plan = plan_chunks(pair, options, 0 if native else function.num_buffers, native=native)
+    none = torch.empty((0, pair.local_vocab_size), dtype=pair.p.dtype, device=pair.p.hidden.device)
+    empty = (
+        *function.fallback(none, none, *(x[:0] for x in inputs)),
+        *(of_logits(none, none) if of_logits else ()),
+    )
+    results = tuple(x.new_empty((pair.tokens, *x.shape[1:])) for x in empty)
+    fast = fast_version(function, pair, plan, options)
+    for chunk in chunks(pair, plan, q_is_delta=function.accepts_delta):
+        keywords = {"q_is_delta": chunk.q_is_delta} if function.accepts_delta else {}
+        chunk_inputs, chunk_results = ([x[chunk.positions] for x in xs] for xs in (inputs, results))
+        for block in logit_blocks(chunk, plan.block_rows):
+            rows = chunk.zp[block], chunk.zq[block], *(x[block] for x in chunk_inputs)
+            computed = replace_failed_rows(
+                function, fast(*rows, **keywords), rows, chunk.q_is_delta, pair.vocab_shards
+            )
+            computed = *computed, *(of_logits(rows[0], rows[1]) if of_logits else ())
+            for result, new in zip(chunk_results, computed, strict=True):
+                result[block] = new
+    return results
 
 
-def fast_way(core: Core, pair: HeadPair, cut: Plan, options: LinearOptions) -> RowCore:
-    """What does ``core``'s work: the library in C if it was planned, or what torch compiles, or torch's functions."""
-    if core.native is not None and cut.threads:
-        return partial(core.native, room=scratch(pair.p.vocabulary, cut.threads))
-    return in_room(core.fast, pair, cut, options, compiles=core.compiles)
+def fast_version(
+    function: RowFunction, pair: HeadPair, plan: ChunkPlan, options: LinearOptions
+) -> RowCallable:
+    """The version that the plan is for: by the library in C, compiled by torch, or by torch's functions."""
+    if function.native is not None and plan.threads:
+        return partial(function.native, scratch=new_scratch(pair.local_vocab_size, plan.threads))
+    return with_buffers(function.fast, pair, plan, options, compiles=function.compiles)
 
 
-def in_room(
-    core: RowCore, pair: HeadPair, cut: Plan, options: LinearOptions, *, compiles: bool = True
-) -> RowCore:
-    """``core`` with memory to work in, which the next call uses again; or compiled, for blocks that are full."""
-    shape = (cut.rooms, min(cut.rows, cut.chunk), pair.p.vocabulary)
-    room = torch.empty(shape, dtype=pair.p.dtype, device=pair.p.hidden.device).unbind()
+def with_buffers(
+    function: RowCallable, pair: HeadPair, plan: ChunkPlan, options: LinearOptions, *, compiles: bool = True
+) -> RowCallable:
+    """The function with buffers that all blocks share; if compiled, full blocks use the compiled version instead."""
+    shape = (plan.num_buffers, min(plan.block_rows, plan.chunk_tokens), pair.local_vocab_size)
+    buffers = torch.empty(shape, dtype=pair.p.dtype, device=pair.p.hidden.device).unbind()
 
-    traits = {} if pair.across is LOCAL_VOCAB else {"across": pair.across}
+    shards = {"vocab_shards": pair.vocab_shards} if pair.is_sharded else {}
 
-    def run(*rows: Tensor, **more: Any) -> tuple[Any, ...]:
-        return core(*rows, room=[buffer[: len(rows[0])] for buffer in room], **traits, **more)
+    def run(*rows: Tensor, **keywords: Any) -> tuple[Any, ...]:
+        return function(*rows, buffers=[buffer[: len(rows[0])] for buffer in buffers], **shards, **keywords)
 
-    if not (compiles and wanted(pair, options)):
+    if not (compiles and should_compile(pair, options)):
         return run
-    quick = compiled(core)
-    return lambda *x, **traits: quick(*x, **traits) if len(x[0]) == cut.rows else run(*x, **traits)
+    quick = compiled(function)
+    return lambda *x, **keywords: (
+        quick(*x, **keywords) if len(x[0]) == plan.block_rows else run(*x, **keywords)
+    )
 
 
-def checked(
-    core: Core, found: tuple[Tensor, ...], rows: tuple[Tensor, ...], apart: bool, across: LocalVocab
+def replace_failed_rows(
+    function: RowFunction,
+    results: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    q_is_delta: bool,
+    vocab_shards: LocalVocab,
 ) -> tuple[Tensor, ...]:
-    """What the fast way says, or the careful one about the rows that it cannot do."""
-    traits: dict[str, Any] = {"across": across, "apart": apart} if core.apart else {"across": across}
-    for rare in across.row_parts(~torch.stack(found[core.decisive]).isfinite().all(0), rows[0].shape[1]):
-        for numbers, right in zip(found, core.careful(*(x[rare] for x in rows), **traits), strict=True):
-            numbers[rare] = right
-    return found
+    """The results of the fast version, with those of the fallback for the rows that it could not compute."""
+    keywords: dict[str, Any] = {"vocab_shards": vocab_shards}
+    if function.accepts_delta:
+        keywords["q_is_delta"] = q_is_delta
+    failed = ~torch.stack(results[function.checked]).isfinite().all(0)
+    for part in vocab_shards.row_parts(failed, rows[0].shape[1]):
+        replacements = function.fallback(*(x[part] for x in rows), **keywords)
+        for result, replacement in zip(results, replacements, strict=True):
+            result[part] = replacement
+    return results

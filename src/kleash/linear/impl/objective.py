@@ -1,4 +1,4 @@
-"""A loss made of token terms: a chunk's terms first, then its gradient from what the loss says about them."""
+"""The objective of the chunked backend: a chunk's terms, the losses and their derivatives, and the gradient."""
 
 import torch
 from jaxtyping import Float, Int
@@ -6,160 +6,178 @@ from torch import Tensor
 
 from kleash.divergences import entropy
 from kleash.linear.impl import kl_fast
-from kleash.linear.impl.compiling import goes_native
+from kleash.linear.impl.base import Needed, Objective, ObjectiveResult, Request, objective_value_and_grad
+from kleash.linear.impl.compiling import uses_native
 from kleash.linear.impl.fallback import fallback_kl
-from kleash.linear.impl.kl_fast import generator, moments, summed
+from kleash.linear.impl.kl_fast import kl_terms, moments, phi_of_residual
 from kleash.linear.impl.loop import (
     Chunk,
-    Core,
-    Plan,
-    blocks,
-    checked,
+    ChunkPlan,
+    RowFunction,
     chunks,
-    fast_way,
-    plan,
-    runs,
+    fast_version,
+    logit_blocks,
+    plan_chunks,
+    replace_failed_rows,
+    row_blocks,
 )
-from kleash.linear.impl.native import rows as native_rows
+from kleash.linear.impl.native import row_functions as native
 from kleash.linear.impl.objective_grad import (
+    LogitGradient,
     ObjectiveRows,
-    Pull,
+    TermRows,
     closed_form_gradient,
     native_gradient,
     objective_gradient_rows,
 )
-from kleash.linear.impl.pair import HeadPair
-from kleash.linear.impl.project import pull_back_
-from kleash.linear.impl.results import Needed, Objective, ObjectiveResult, objective_value_and_grad
+from kleash.linear.impl.project import logits_backward_
 from kleash.linear.impl.row_statistics import Buffers
-from kleash.linear.impl.skipping import tell
-from kleash.linear.impl.sums import GradientSums, both_sums
-from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
-from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import TokenTerms
+from kleash.linear.impl.sums import GradientSumsPair, new_gradient_sums
+from kleash.linear.types import TokenTerms
+from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
 
 
 def terms_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     tokens: Int[Tensor, " rows"],
-    room: Buffers = kl_fast.NO_BUFFERS,
+    buffers: Buffers = kl_fast.NO_BUFFERS,
     *,
-    apart: bool = False,
-    across: LocalVocab = LOCAL_VOCAB,
+    q_is_delta: bool = False,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
-    """The fields of TokenTerms, the log-sum-exp of p's logits, and by how much q's is larger."""
-    x = moments(zp, zq, room, apart, across)
-    (largest,) = across.all_reduce_max(x.mass.amax(-1, keepdim=True))
-    gaps = generator(x, room).mul_(x.mass).sum(-1, keepdim=True)
-    below = torch.sub(x.top, zp, out=room[2]).mul_(x.mass).sum(-1, keepdim=True)
-    slack = x.ahead.mul_(x.mass).sum(-1, keepdim=True)
-    gaps, slack, below, token_zp, token_zq = across.all_reduce_sum(
-        gaps, slack, below, across.gather_local(zp, tokens), across.gather_local(zq, tokens)
+    """The fields of TermRows for each row, by ``kl_fast``; KL or entropy is not finite where it fails."""
+    x = moments(zp, zq, buffers, q_is_delta, vocab_shards)
+    (largest,) = vocab_shards.all_reduce_max(x.mass.amax(-1, keepdim=True))
+    phi_sum = phi_of_residual(x, buffers).mul_(x.mass).sum(-1, keepdim=True)
+    below = torch.sub(x.top, zp, out=buffers[2]).mul_(x.mass).sum(-1, keepdim=True)
+    residual_sum = x.residual.mul_(x.mass).sum(-1, keepdim=True)
+    phi_sum, residual_sum, below, token_zp, token_zq = vocab_shards.all_reduce_sum(
+        phi_sum,
+        residual_sum,
+        below,
+        vocab_shards.gather_local(zp, tokens),
+        vocab_shards.gather_local(zq, tokens),
     )
-    found = summed(x, gaps, slack)
+    terms = kl_terms(x, phi_sum, residual_sum)
     # The largest mass is 1 but for the rounding of exp's argument, which all of a row's masses share.
     log_total = (x.total / largest).log()
-    excess = torch.log1p(found.excess)
+    log_excess = torch.log1p(terms.excess)
     token_logp = token_zp - x.top - log_total
-    ahead = token_zq if apart else token_zq - token_zp
-    token_logq = token_logp + (ahead - x.shift - excess)
-    numbers = token_logp, token_logq, log_total + below / x.total, x.top + log_total, x.shift + excess
-    logp, logq, entropies, sums, more = (n[:, 0] for n in numbers)
-    return logp, logq, found.kl, entropies, sums, more
+    token_delta = token_zq if q_is_delta else token_zq - token_zp
+    token_logq = token_logp + (token_delta - x.shift - log_excess)
+    columns = (
+        token_logp,
+        token_logq,
+        log_total + below / x.total,
+        x.top + log_total,
+        x.shift + log_excess,
+    )
+    logp, logq, entropies, log_sum_p, log_sum_delta = (column[:, 0] for column in columns)
+    return logp, logq, terms.kl, entropies, log_sum_p, log_sum_delta
 
 
 def fallback_terms_rows(
-    zp: Tensor, zq: Tensor, tokens: Tensor, *, apart: bool = False, across: LocalVocab = LOCAL_VOCAB
+    zp: Tensor,
+    zq: Tensor,
+    tokens: Tensor,
+    *,
+    q_is_delta: bool = False,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
-    """The same for rows of any kind."""
-    (kl,) = fallback_kl(zp, zq, apart=apart, across=across)
-    zq = zp + zq if apart else zq
-    sum_p, sum_q = across.log_sum_exp(zp, zq)
+    """The fields of TermRows for each row, for all logits."""
+    (kl,) = fallback_kl(zp, zq, q_is_delta=q_is_delta, vocab_shards=vocab_shards)
+    zq = zp + zq if q_is_delta else zq
+    sum_p, sum_q = vocab_shards.log_sum_exp(zp, zq)
     logp = zp - sum_p
-    own = across.gather_local(logp, tokens)[:, 0], across.gather_local(zq - sum_q, tokens)[:, 0]
-    token_logp, token_logq, entropies = across.all_reduce_sum(*own, entropy(logp))
+    local_logp = vocab_shards.gather_local(logp, tokens)[:, 0]
+    local_logq = vocab_shards.gather_local(zq - sum_q, tokens)[:, 0]
+    token_logp, token_logq, entropies = vocab_shards.all_reduce_sum(local_logp, local_logq, entropy(logp))
     return token_logp, token_logq, kl, entropies, sum_p[:, 0], (sum_q - sum_p)[:, 0]
 
 
-TERMS = Core(
+TERMS_ROWS = RowFunction(
     terms_rows,
     fallback_terms_rows,
     slice(2, 4),
     kl_fast.NUM_BUFFERS,
-    native=native_rows.terms_rows,
-    apart=True,
+    native=native.terms_rows,
+    accepts_delta=True,
 )
 
 
-def evaluate_objective(
-    pair: HeadPair,
-    tokens: Int[Tensor, " tokens"],
-    objective: Objective,
-    needed: Needed,
-    options: LinearOptions,
+def objective_result(
+    request: Request, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed
 ) -> ObjectiveResult:
-    """The sum of the objective's losses, the terms, and the gradients that are needed."""
-    native = goes_native(pair, options)
-    cut = plan(pair, options, 2 if native else kl_fast.NUM_BUFFERS + 1, native=native)
-    fast, pull = fast_way(TERMS, pair, cut, options), native_gradient if native else closed_form_gradient
-    sums = both_sums(pair, needed, options)
+    """The sum of the objective's losses, the terms of each token, and the gradients of the sum."""
+    pair, options = request.pair, request.options
+    use_native = uses_native(pair, options)
+    num_buffers = 2 if use_native else kl_fast.NUM_BUFFERS + 1
+    plan = plan_chunks(pair, options, num_buffers, native=use_native)
+    fast = fast_version(TERMS_ROWS, pair, plan, options)
+    logit_gradient = native_gradient if use_native else closed_form_gradient
+    sums = new_gradient_sums(pair, needed, options)
     dtype, device = pair.p.dtype, pair.p.hidden.device
     loss = torch.zeros((), dtype=dtype, device=device)
-    found = TokenTerms(*(torch.empty(pair.tokens, dtype=dtype, device=device) for _ in TokenTerms._fields))
-    for chunk in chunks(pair, cut, apart=True):
-        where = chunk.where
-        assert isinstance(where, slice)
-        ids = tokens[where]
-        known = [x[where] for x in found] + [found[0].new_empty(len(ids)) for _ in range(2)]
-        for here in blocks(chunk, cut.rows):
-            rows = chunk.zp[here], chunk.zq[here], ids[here]
-            new = checked(TERMS, fast(*rows, apart=chunk.apart), rows, chunk.apart, pair.across)
-            for numbers, part in zip(known, new, strict=True):
-                numbers[here] = part
-        part, coefficients = objective_value_and_grad(objective, TokenTerms(*known[:4]), where)
-        loss += part
+    terms = TokenTerms(*(torch.empty(pair.tokens, dtype=dtype, device=device) for _ in TokenTerms._fields))
+    for chunk in chunks(pair, plan, q_is_delta=True):
+        index = chunk.positions
+        assert isinstance(index, slice)
+        ids = tokens[index]
+        log_sums = [terms.kl.new_empty(len(ids)) for _ in range(2)]
+        known = TermRows(*(x[index] for x in terms), *log_sums)
+        for block in logit_blocks(chunk, plan.block_rows):
+            rows = chunk.zp[block], chunk.zq[block], ids[block]
+            computed = fast(*rows, q_is_delta=chunk.q_is_delta)
+            computed = replace_failed_rows(TERMS_ROWS, computed, rows, chunk.q_is_delta, pair.vocab_shards)
+            for result, new in zip(known, computed, strict=True):
+                result[block] = new
+        chunk_loss, coefficients = objective_value_and_grad(objective, known.terms, index)
+        loss += chunk_loss
         if any(needed):
-            turn_(chunk, ids, known, coefficients, cut, sums, pull)
-    tell(options, needed, (sums[0].cutter, sums[1].cutter))
-    return ObjectiveResult(loss, found, sums[0].done + sums[1].done)
+            add_chunk_gradient_(chunk, ids, known, coefficients, plan, sums, logit_gradient)
+    sums.report_skipped(options)
+    return ObjectiveResult(loss, terms, sums.gradients)
 
 
-def turn_(
+def add_chunk_gradient_(
     chunk: Chunk,
-    ids: Tensor,
-    known: list[Tensor],
+    ids: Int[Tensor, " chunk"],
+    known: TermRows,
     c: TokenTerms,
-    cut: Plan,
-    sums: tuple[GradientSums, GradientSums],
-    pull: Pull,
+    plan: ChunkPlan,
+    sums: GradientSumsPair,
+    logit_gradient: LogitGradient,
 ) -> None:
-    """Replace a chunk's logits by their gradient and take it in."""
-    rooms = sums[0].room(chunk.zp), sums[1].room(chunk.zq)
-    needs = sums[0].wanted, sums[1].wanted
-    models = chunk.pair.p, chunk.pair.q
+    """Replace a chunk's logits by the gradient of its losses, and add the gradients that follow to the sums."""
+    outs = sums.p.gradient_buffer(chunk.zp), sums.q.gradient_buffer(chunk.zq)
+    needs, models = sums.needed, (chunk.pair.p, chunk.pair.q)
     with_entropy = bool((c.entropy != 0).any())
     unused = (c.token_logp == 0) & (c.token_logq == 0) & (c.kl == 0) & (c.entropy == 0)
-    # Memory that is allocated anew for each block costs more than the arithmetic.
-    spare = torch.empty_like(chunk.zp[: cut.rows]), torch.empty_like(chunk.zp[: cut.rows])
-    for here in runs(chunk, cut.rows):
-        zp, zq = chunk.zp[here], chunk.zq[here]
-        zq = zp + zq if chunk.apart and needs[1] else zq
-        local = TokenTerms(*(x[here] for x in c))
-        apart = chunk.apart and not needs[1]
-        facts = [x[here] for x in known]
-        rows = ObjectiveRows(zp, zq, ids[here], facts, local, apart, with_entropy)
-        found = objective_gradient_rows(rows, needs, chunk.pair.across, spare, pull)
-        for side, gradient in enumerate(found):
+    # Allocating memory for each block would take longer than the arithmetic.
+    buffers = torch.empty_like(chunk.zp[: plan.block_rows]), torch.empty_like(chunk.zp[: plan.block_rows])
+    for block in row_blocks(chunk, plan.block_rows):
+        zp, zq = chunk.zp[block], chunk.zq[block]
+        zq = zp + zq if chunk.q_is_delta and needs[1] else zq
+        rows = ObjectiveRows(
+            zp,
+            zq,
+            ids[block],
+            TermRows(*(x[block] for x in known)),
+            TokenTerms(*(x[block] for x in c)),
+            q_is_delta=chunk.q_is_delta and not needs[1],
+            with_entropy=with_entropy,
+        )
+        gradients = objective_gradient_rows(rows, needs, chunk.pair.vocab_shards, buffers, logit_gradient)
+        for gradient, z, model in zip(gradients, (zp, zq), models, strict=True):
             if gradient is not None:
-                pull_back_(gradient, (zp, zq)[side], models[side].head, models[side].divisor(here))
-                gradient[unused[here]] = 0.0  # last: a softcap's slope at NaN, times 0, would be NaN
-        for side, gradient in enumerate(found):
+                logits_backward_(gradient, z, model.head, model.divisor(block))
+                gradient[unused[block]] = 0.0  # last: a softcap's slope at NaN, times 0, would be NaN
+        for gradient, out in zip(gradients, outs, strict=True):
             if gradient is not None:
-                rooms[side][here] = gradient
-    for side in (0, 1):
-        if needs[side]:
-            hidden = models[side].hidden
+                out[block] = gradient
+    for model, out, total in zip(models, outs, sums, strict=True):
+        if total.needed:
             # A row of zeros times a hidden state that is NaN would still be NaN.
-            hidden = hidden.masked_fill(unused[:, None], 0.0) if bool(unused.any()) else hidden
-            sums[side].add(chunk.where, rooms[side], hidden, cut.tile)
+            hidden = model.hidden.masked_fill(unused[:, None], 0.0) if bool(unused.any()) else model.hidden
+            total.add(chunk.positions, out, hidden, plan.tile_rows)

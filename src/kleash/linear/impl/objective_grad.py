@@ -1,6 +1,6 @@
-"""The gradient of a loss that is made of token terms, in the logits of a few rows.
+"""The gradient of an objective in the logits of a few rows.
 
-With the coefficients ``c`` that the loss has in each term, the gradient in p's logits is
+With the derivatives ``c`` of the losses in the terms, the gradient in p's logits is
 
     c_logp (1_x - p) + c_kl p (u - KL) - c_H p (log p + H),    u = log p - log q
 
@@ -14,122 +14,140 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.linear.impl.base import weighted_terms
 from kleash.linear.impl.fallback import replace_rows_
-from kleash.linear.impl.native import rows as native_rows
+from kleash.linear.impl.native import row_functions as native
 from kleash.linear.impl.reference import terms_of_logits
-from kleash.linear.impl.results import combined
 from kleash.linear.impl.row_statistics import LOG2_E
-from kleash.linear.impl.vocab_shards import LocalVocab
-from kleash.linear.statistics import TokenTerms
+from kleash.linear.types import TokenTerms
+from kleash.linear.vocab_shards import LocalVocab
+
+
+class TermRows(NamedTuple):
+    """The results of ``objective.terms_rows`` for some rows."""
+
+    token_logp: Float[Tensor, " rows"]
+    token_logq: Float[Tensor, " rows"]
+    kl: Float[Tensor, " rows"]
+    entropy: Float[Tensor, " rows"]
+    """Entropy of p."""
+    log_sum_p: Float[Tensor, " rows"]
+    """Log-sum-exp of p's logits."""
+    log_sum_delta: Float[Tensor, " rows"]
+    """Log-sum-exp of q's logits minus that of p's."""
+
+    @property
+    def terms(self) -> TokenTerms:
+        """The terms that the objective reads."""
+        return TokenTerms(*self[: len(TokenTerms._fields)])
 
 
 class ObjectiveRows(NamedTuple):
-    """Some rows whose gradient is asked for."""
+    """Some rows of logits, their terms, and the derivatives of their losses."""
 
     zp: Float[Tensor, "rows vocab"]
     zq: Float[Tensor, "rows vocab"]
-    """q's logits, or, if ``apart``, by how much they are larger."""
+    """q's logits, or, if ``q_is_delta``, their difference from p's."""
     ids: Int[Tensor, " rows"]
-    known: list[Tensor]
-    """What ``terms_rows`` says."""
-    asked: TokenTerms
-    """The loss's coefficients."""
-    apart: bool
+    known: TermRows
+    coefficients: TokenTerms
+    """The derivatives of the losses in the terms."""
+    q_is_delta: bool
     with_entropy: bool
-    """Whether any coefficient in the entropy is not 0."""
+    """Whether any coefficient of the entropy is not 0."""
 
 
-Pull: TypeAlias = Callable[
+LogitGradient: TypeAlias = Callable[
     [ObjectiveRows, tuple[bool, bool], LocalVocab, tuple[Tensor, Tensor]],
     tuple[Tensor | None, Tensor | None, Tensor],
 ]
-"""The gradients in both logits where they are needed, in the spare rooms or in others, and which rows could be done."""
+"""From rows, whether the gradients in p's and q's logits are needed, the vocabulary's ranks and two buffers to the
+gradients, which may lie in the buffers, and which rows could be computed."""
 
 
 def objective_gradient_rows(
     rows: ObjectiveRows,
     needs: tuple[bool, bool],
-    across: LocalVocab,
-    spare: tuple[Tensor, Tensor],
-    pull: Pull,
+    vocab_shards: LocalVocab,
+    buffers: tuple[Tensor, Tensor],
+    logit_gradient: LogitGradient,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients in both logits, by the closed form, or by autograd for rows that it cannot do."""
-    in_p, in_q, done = pull(rows, needs, across, spare)
-    for some in across.row_parts(~done, rows.zp.shape[1]):
-        theirs = rows.zp[some] + rows.zq[some] if rows.apart else rows.zq[some]
-        asked = TokenTerms(*(x[some] for x in rows.asked))
-        right = fallback_gradient_rows(rows.zp[some], theirs, rows.ids[some], asked, across)
-        replace_rows_((in_p, in_q), some, right)
+    """The gradients in both logits, where needed; by autograd for rows that ``logit_gradient`` cannot compute."""
+    in_p, in_q, done = logit_gradient(rows, needs, vocab_shards, buffers)
+    for part in vocab_shards.row_parts(~done, rows.zp.shape[1]):
+        zq = rows.zp[part] + rows.zq[part] if rows.q_is_delta else rows.zq[part]
+        coefficients = TokenTerms(*(x[part] for x in rows.coefficients))
+        replacement = reference_gradient_rows(rows.zp[part], zq, rows.ids[part], coefficients, vocab_shards)
+        replace_rows_((in_p, in_q), part, replacement)
     return in_p, in_q
 
 
 def closed_form_gradient(
-    rows: ObjectiveRows, needs: tuple[bool, bool], across: LocalVocab, spare: tuple[Tensor, Tensor]
+    rows: ObjectiveRows, needs: tuple[bool, bool], vocab_shards: LocalVocab, buffers: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """By torch's functions."""
+    """A ``LogitGradient`` by torch's functions."""
     in_p = in_q = None
     done = torch.ones(len(rows.zp), dtype=torch.bool, device=rows.zp.device)
     if needs[0]:
-        in_p = into_p(rows, across, spare)
+        in_p = gradient_in_p(rows, vocab_shards, buffers)
         done &= in_p.sum(-1).isfinite()
     if needs[1]:
-        in_q = into_q(rows, across)
+        in_q = gradient_in_q(rows, vocab_shards)
         done &= in_q.sum(-1).isfinite()
     return in_p, in_q, done
 
 
 def native_gradient(
-    rows: ObjectiveRows, needs: tuple[bool, bool], across: LocalVocab, spare: tuple[Tensor, Tensor]
+    rows: ObjectiveRows, needs: tuple[bool, bool], vocab_shards: LocalVocab, buffers: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """By the library in C."""
-    _, _, kl, entropies, sum_p, more = rows.known
-    known, asked = torch.stack([kl, entropies, sum_p, more], -1), torch.stack(rows.asked, -1)
-    in_p, in_q = (x[: len(rows.zp)] if needed else None for x, needed in zip(spare, needs, strict=True))
-    done = native_rows.pull_(
+    """A ``LogitGradient`` by the library in C."""
+    known = rows.known
+    in_p, in_q = (x[: len(rows.zp)] if needed else None for x, needed in zip(buffers, needs, strict=True))
+    done = native.objective_gradient_(
         rows.zp,
         rows.zq,
         rows.ids,
-        asked,
-        known,
+        torch.stack(rows.coefficients, -1),
+        torch.stack([known.kl, known.entropy, known.log_sum_p, known.log_sum_delta], -1),
         (in_p, in_q),
-        apart=rows.apart,
+        q_is_delta=rows.q_is_delta,
         with_entropy=rows.with_entropy,
     )
     return in_p, in_q, done
 
 
-def into_p(rows: ObjectiveRows, across: LocalVocab, spare: tuple[Tensor, Tensor]) -> Tensor:
-    """``c_logp (1_x - p) + p (c_kl (u - KL) - c_H (log p + H))``, in the first ``spare`` room."""
+def gradient_in_p(rows: ObjectiveRows, vocab_shards: LocalVocab, buffers: tuple[Tensor, Tensor]) -> Tensor:
+    """``c_logp (1_x - p) + p (c_kl (u - KL) - c_H (log p + H))``, in the first buffer."""
     zp, zq = rows.zp, rows.zq
-    by, room = (x[: len(zp)] for x in spare)
-    _, _, kl, entropies, sum_p, more = (x[:, None] for x in rows.known)
-    c_logp, _, c_kl, c_entropy = (x[:, None] for x in rows.asked)
-    by = torch.neg(zq, out=by) if rows.apart else torch.sub(zp, zq, out=by)
-    by.add_(more - kl).mul_(c_kl).sub_(c_logp)
+    gradient, buffer = (x[: len(zp)] for x in buffers)
+    _, _, kl, entropies, sum_p, delta = (x[:, None] for x in rows.known)
+    c_logp, _, c_kl, c_entropy = (x[:, None] for x in rows.coefficients)
+    gradient = torch.neg(zq, out=gradient) if rows.q_is_delta else torch.sub(zp, zq, out=gradient)
+    gradient.add_(delta - kl).mul_(c_kl).sub_(c_logp)
     if rows.with_entropy:
-        by.sub_(torch.sub(zp, sum_p - entropies, out=room).mul_(c_entropy))
-    by.mul_(torch.add(sum_p * -LOG2_E, zp, alpha=LOG2_E, out=room).exp2_())
-    return across.scatter_add_local_(by, rows.ids, c_logp)
+        gradient.sub_(torch.sub(zp, sum_p - entropies, out=buffer).mul_(c_entropy))
+    gradient.mul_(torch.add(sum_p * -LOG2_E, zp, alpha=LOG2_E, out=buffer).exp2_())
+    return vocab_shards.scatter_add_local_(gradient, rows.ids, c_logp)
 
 
-def into_q(rows: ObjectiveRows, across: LocalVocab) -> Tensor:
-    """``c_logq (1_x - q) + c_kl (q - p)``; the difference as ``max(p, q) (1 - exp(-|u|))`` with its sign."""
-    zp, zq, c = rows.zp, rows.zq, rows.asked
-    sum_p, more = (x[:, None] for x in rows.known[4:])
-    logp, logq = zp - sum_p, zq - (sum_p + more)
-    u = zp.sub(zq).add_(more)
+def gradient_in_q(rows: ObjectiveRows, vocab_shards: LocalVocab) -> Tensor:
+    """``c_logq (1_x - q) + c_kl (q - p)``; ``q - p`` as ``max(p, q) (1 - exp(-|u|))`` with its sign."""
+    zp, zq, c = rows.zp, rows.zq, rows.coefficients
+    sum_p, delta = rows.known.log_sum_p[:, None], rows.known.log_sum_delta[:, None]
+    logp, logq = zp - sum_p, zq - (sum_p + delta)
+    u = zp.sub(zq).add_(delta)
     larger = torch.maximum(logp, logq).mul_(LOG2_E).exp2_()
-    by = torch.expm1(u.abs().neg_()).mul_(larger).mul_(u.sign_()).mul_(c.kl[:, None])
-    by.sub_(logq.mul_(LOG2_E).exp2_().mul_(c.token_logq[:, None]))
-    return across.scatter_add_local_(by, rows.ids, c.token_logq[:, None])
+    gradient = torch.expm1(u.abs().neg_()).mul_(larger).mul_(u.sign_()).mul_(c.kl[:, None])
+    gradient.sub_(logq.mul_(LOG2_E).exp2_().mul_(c.token_logq[:, None]))
+    return vocab_shards.scatter_add_local_(gradient, rows.ids, c.token_logq[:, None])
 
 
-def fallback_gradient_rows(
-    zp: Tensor, zq: Tensor, ids: Tensor, c: TokenTerms, across: LocalVocab
+def reference_gradient_rows(
+    zp: Tensor, zq: Tensor, ids: Tensor, coefficients: TokenTerms, vocab_shards: LocalVocab
 ) -> tuple[Tensor, Tensor]:
-    """The same by the specification and autograd; a term whose coefficient is 0 is left out."""
+    """The gradients in both logits by the reference and autograd; a term with coefficient 0 is not read."""
     with torch.enable_grad():
-        rows = zp.detach().requires_grad_(), zq.detach().requires_grad_()
-        total = combined(terms_of_logits(*rows, ids, across), c).sum()
-        in_p, in_q = torch.autograd.grad(total, rows, allow_unused=True, materialize_grads=True)
+        leaf_p, leaf_q = zp.detach().requires_grad_(), zq.detach().requires_grad_()
+        total = weighted_terms(terms_of_logits(leaf_p, leaf_q, ids, vocab_shards), coefficients).sum()
+        in_p, in_q = torch.autograd.grad(total, (leaf_p, leaf_q), allow_unused=True, materialize_grads=True)
     return in_p, in_q

@@ -1,9 +1,9 @@
-"""Products in float32 by oneDNN, where torch's own are slower.
+"""Matrix products in float32 by oneDNN, on processors where it is faster than torch's own product.
 
-On a processor of AMD with AVX-512, torch multiplies float32 matrices by MKL, which keeps its AVX-512 functions to
-Intel's own processors; oneDNN, which torch has for other things, asks only what a processor can do. That pays for the
-logits and for their gradient times the weight (``benchmarks/linear_peers.py`` has both ways), the more so the fewer
-tokens there are; a weight's gradient stays with MKL, which is faster at factors that lie that way.
+On AMD processors with AVX-512, torch multiplies float32 matrices by MKL, which uses AVX-512 only on Intel's processors;
+oneDNN, which torch has for other operations, uses what the processor supports. It is faster for the logits and for
+their gradient times the weight (``benchmarks/linear_peers.py`` measures both), the more so the fewer tokens there are.
+A weight's gradient is computed by MKL, which is faster at factors with that layout.
 """
 
 from functools import cache
@@ -14,28 +14,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-PROCESSORS = Path("/proc/cpuinfo")
-MAKER = "AuthenticAMD"
+CPUINFO = Path("/proc/cpuinfo")
+AMD_VENDOR_ID = "AuthenticAMD"
 
 
-def pays(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of such factors are made here: a question of their kind and of the machine."""
-    ours = dtype == torch.float32 and device.type == "cpu"
-    return ours and torch.backends.mkldnn.enabled and faster_here()
+def is_faster(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of factors of this dtype on this device are computed by oneDNN."""
+    is_float32_on_cpu = dtype == torch.float32 and device.type == "cpu"
+    return is_float32_on_cpu and torch.backends.mkldnn.enabled and is_faster_on_this_machine()
 
 
 @cache
-def faster_here() -> bool:
-    """Whether this is a processor where oneDNN is the faster one, and torch has it."""
+def is_faster_on_this_machine() -> bool:
+    """Whether oneDNN is the faster one on this processor, and torch has its function."""
     return hasattr(torch.ops.mkldnn, "_linear_pointwise") and is_amd_with_avx512()
 
 
 def is_amd_with_avx512() -> bool:
-    """Whether MKL keeps to AVX2 on this processor, which could do more."""
+    """Whether this processor has AVX-512 that MKL does not use."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
-        return MAKER in PROCESSORS.read_text(encoding="utf-8", errors="replace")
+        return AMD_VENDOR_ID in CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
 
@@ -46,5 +46,5 @@ def product(
     """``a b^T``."""
     if torch.compiler.is_compiling():  # the compiler takes oneDNN's function with constants only
         return a @ b.T
-    made = cast("Any", torch.ops.mkldnn)._linear_pointwise(a, b, None, "none", [], "")
-    return cast("Tensor", made)
+    result = cast("Any", torch.ops.mkldnn)._linear_pointwise(a, b, None, "none", [], "")
+    return cast("Tensor", result)

@@ -1,4 +1,8 @@
-"""From hidden states to logits, in float32 whatever the weights are kept in, and back."""
+"""The head's formula, from hidden states to logits and back, and the matrix products that it needs.
+
+Products are computed by the library in C, by oneDNN or by torch, whichever is fastest for the call and the machine.
+Logits are float32, or float64 if any tensor is, for every dtype of the weights.
+"""
 
 from collections.abc import Iterator
 
@@ -8,17 +12,17 @@ from torch import Tensor
 
 from kleash.linear.head import Head
 from kleash.linear.impl import onednn
+from kleash.linear.impl.base import HeadInputs, TokenIndex
 from kleash.linear.impl.native import products
-from kleash.linear.impl.pair import HeadInputs, Where
-from kleash.linear.impl.vocab_shards import LocalVocab
+from kleash.linear.vocab_shards import LocalVocab
 
 
 def logits(model: HeadInputs) -> Float[Tensor, "*tokens vocab"]:
-    """All logits at once, over the temperature."""
+    """All logits at once, divided by the temperature."""
     head, dtype = model.head, model.dtype
     z = model.hidden.to(dtype)
     if head.weight is not None:
-        z = model.across.replicate(z) @ head.weight.to(dtype).T
+        z = model.vocab_shards.replicate(z) @ head.weight.to(dtype).T
     if head.bias is not None:
         z = z + head.bias.to(dtype)
     z = head.scale * z
@@ -29,24 +33,24 @@ def logits(model: HeadInputs) -> Float[Tensor, "*tokens vocab"]:
 
 
 def normalised(z: Float[Tensor, "*tokens vocab"]) -> Float[Tensor, "*tokens vocab"]:
-    """log_softmax, whose float32 version errs by 4e-6 on 32 000 tokens: it sums one after another."""
+    """Log-probabilities; torch's log_softmax in float32 errs by 4e-6 on 32 000 tokens, since it sums sequentially."""
     return z - z.logsumexp(-1, keepdim=True)
 
 
 def both_normalised(
-    zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"], across: LocalVocab
+    zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"], vocab_shards: LocalVocab
 ) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of the words here, among all words on whatever rank."""
-    sum_p, sum_q = across.log_sum_exp(zp, zq)
+    """The log-probabilities of this rank's part of the vocabulary, normalised over all ranks."""
+    sum_p, sum_q = vocab_shards.log_sum_exp(zp, zq)
     return zp - sum_p, zq - sum_q
 
 
 def multiply_(
     out: Float[Tensor, "tokens vocab"], model: HeadInputs, hidden: Float[Tensor, "tokens dim"], tile: int
 ) -> None:
-    """Write ``hidden W^T`` into ``out``, for ``tile`` rows of the weight at a time if that ``tiles``.
+    """Write ``hidden W^T`` into ``out``, ``tile`` rows of the weight at a time if the product ``needs_tiles``.
 
-    A tile of 0 rows, here and below: by the library in C.
+    Here and in the functions below, a ``tile`` of 0 means the library in C.
     """
     weight = model.head.weight
     if weight is not None and widens(hidden, weight, out):
@@ -57,88 +61,92 @@ def multiply_(
         out.copy_(hidden)
     elif tile == 0:
         products.write_logits_(out, hidden, weight)
-    elif not tiles(model):
+    elif not needs_tiles(model):
         torch.mm(hidden, weight.T, out=out)
     else:
-        for start, rows in upcast(weight, model.dtype, tile):
-            here = out[:, start : start + tile]
-            if onednn.pays(out.dtype, out.device):
-                here.copy_(onednn.product(hidden, rows))
+        for start, rows in upcast_tiles(weight, model.dtype, tile):
+            columns = out[:, start : start + tile]
+            if onednn.is_faster(out.dtype, out.device):
+                columns.copy_(onednn.product(hidden, rows))
             else:
-                torch.mm(hidden, rows.T, out=here)
+                torch.mm(hidden, rows.T, out=columns)
 
 
-def upcast(
+def upcast_tiles(
     weight: Float[Tensor, "vocab dim"], dtype: torch.dtype, tile: int
 ) -> Iterator[tuple[int, Float[Tensor, "some dim"]]]:
-    """Where the next ``tile`` rows start, and these rows in another dtype, all of them in the same memory."""
-    as_it_is = weight.dtype == dtype
-    room = weight if as_it_is else weight.new_empty(weight[:tile].shape, dtype=dtype)
+    """Each ``tile`` rows of the weight in another dtype, and where they start; all tiles share one buffer."""
+    has_dtype = weight.dtype == dtype
+    buffer = weight if has_dtype else weight.new_empty(weight[:tile].shape, dtype=dtype)
     for start in range(0, len(weight), tile):
         rows = weight[start : start + tile]
-        yield start, rows if as_it_is else room[: len(rows)].copy_(rows)
+        yield start, rows if has_dtype else buffer[: len(rows)].copy_(rows)
 
 
-def tiles(model: HeadInputs) -> bool:
-    """Whether products with the weight are made for some of its rows at a time: these are upcast, or it is faster."""
+def needs_tiles(model: HeadInputs) -> bool:
+    """Whether products with the weight are computed by tiles of its rows: to upcast them, or because it is faster."""
     weight = model.head.weight
-    return weight is not None and (weight.dtype != model.dtype or onednn.pays(model.dtype, weight.device))
+    return weight is not None and (
+        weight.dtype != model.dtype or onednn.is_faster(model.dtype, weight.device)
+    )
 
 
-def finish_(z: Float[Tensor, "rows vocab"], head: Head, divisor: float | Float[Tensor, "rows 1"]) -> None:
-    """Make ``hidden W^T`` the logits over the temperature, in place."""
+def finish_logits_(
+    z: Float[Tensor, "rows vocab"], head: Head, divisor: float | Float[Tensor, "rows 1"]
+) -> None:
+    """Turn ``hidden W^T`` into logits divided by the temperature, in place."""
     factor = head.scale
     if head.bias is not None:
         z.add_(head.bias)
     if head.softcap is not None:
         z.mul_(factor / head.softcap).tanh_()
         factor = head.softcap
-    stretch_(z, factor, divisor)
+    scale_(z, factor, divisor)
 
 
-def stretch_(z: Tensor, factor: float, divisor: float | Float[Tensor, "rows 1"]) -> None:
-    """``z`` times the factor over the divisor, in place."""
+def scale_(z: Tensor, factor: float, divisor: float | Float[Tensor, "rows 1"]) -> None:
+    """Multiply ``z`` by ``factor / divisor``, in place."""
     if isinstance(divisor, Tensor) or factor != divisor:
         z.mul_(factor / divisor)
 
 
-def pull_back_(
+def logits_backward_(
     gradient: Float[Tensor, "rows vocab"],
     z: Float[Tensor, "rows vocab"],
     head: Head,
     divisor: float | Float[Tensor, "rows 1"],
 ) -> None:
-    """From the gradient in the finished logits ``z`` to that in ``hidden W^T + bias``, in place."""
+    """Turn the gradient in the logits ``z`` into that in ``hidden W^T + bias``, in place."""
     if head.softcap is not None:
-        steepness = z.mul(divisor / head.softcap).square_().neg_().add_(1.0)
-        gradient.mul_(steepness)
-    stretch_(gradient, head.scale, divisor)
+        slope = z.mul(divisor / head.softcap).square_().neg_().add_(1.0)
+        gradient.mul_(slope)
+    scale_(gradient, head.scale, divisor)
 
 
-def into_hidden(
+def hidden_gradient(
     gradient: Float[Tensor, "tokens vocab"], model: HeadInputs, tile: int
 ) -> Float[Tensor, "tokens dim"]:
-    """``gradient W`` of all ranks: at once if the weight has its dtype, unless that ``tiles``."""
+    """``gradient W``, summed over the ranks; by tiles where the product ``needs_tiles``."""
     weight = model.head.weight
     if weight is None:
         return gradient
     if tile == 0:
         total = gradient.new_zeros(len(gradient), weight.shape[1])
         products.add_to_hidden_(total, gradient, weight)
-        return model.across.all_reduce_gradient(total)
-    if weight.dtype == gradient.dtype and not onednn.pays(gradient.dtype, gradient.device):
-        return model.across.all_reduce_gradient(gradient @ weight)
+        return model.vocab_shards.all_reduce_gradient(total)
+    if weight.dtype == gradient.dtype and not onednn.is_faster(gradient.dtype, gradient.device):
+        return model.vocab_shards.all_reduce_gradient(gradient @ weight)
     total = gradient.new_zeros(len(gradient), weight.shape[1])
-    for start, rows in upcast(weight, gradient.dtype, tile):
-        some = gradient[:, start : start + tile]
-        if onednn.pays(gradient.dtype, gradient.device):
-            total.add_(onednn.product(some, rows.T))
+    for start, rows in upcast_tiles(weight, gradient.dtype, tile):
+        columns = gradient[:, start : start + tile]
+        if onednn.is_faster(gradient.dtype, gradient.device):
+            total.add_(onednn.product(columns, rows.T))
         else:
-            total.addmm_(some, rows)
-    return model.across.all_reduce_gradient(total)
+            total.addmm_(columns, rows)
+    return model.vocab_shards.all_reduce_gradient(total)
 
 
-def into_weight_(
+def add_weight_gradient_(
     total: Float[Tensor, "vocab dim"],
     gradient: Float[Tensor, "tokens vocab"],
     hidden: Float[Tensor, "tokens dim"],
@@ -152,7 +160,7 @@ def into_weight_(
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
         return
-    # Until torch 2.10, addmm could not add what it widens to what is float32 already.
+    # Until torch 2.10, addmm could not add a product that it widens to a sum that is float32 already.
     if widens(gradient, hidden, total) and torch.__version__ >= "2.10":
         torch.addmm(total, gradient.T, hidden, out_dtype=total.dtype, out=total)
         return
@@ -160,23 +168,23 @@ def into_weight_(
         total[start : start + tile].add_(gradient[:, start : start + tile].T @ hidden)
 
 
-def add_rows_(
-    total: Float[Tensor, "tokens dim"], where: Where, rows: Float[Tensor, "some dim"], *, shared: bool
+def set_rows_(
+    total: Float[Tensor, "tokens dim"], index: TokenIndex, rows: Float[Tensor, "some dim"], *, add: bool
 ) -> None:
-    """Put a chunk's rows where they belong; add them to what the other model may have put there, if it is shared."""
-    total[where] = total[where] + rows if shared else rows.to(total.dtype)
+    """Write a chunk's rows to their tokens; if ``add``, add them to the rows of the other model."""
+    total[index] = total[index] + rows if add else rows.to(total.dtype)
 
 
 def widens(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the device multiplies these two as they are and adds up, and gives out, in float32."""
+    """Whether the device multiplies these half-precision factors with sums and result in float32."""
     half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
     return half and out.dtype == torch.float32 and out.device.type == "cuda"
 
 
-def narrow(model: HeadInputs) -> bool:
-    """Whether the gradient's products may be taken in bfloat16: both factors are, and the device is fast at it.
+def has_bfloat16_gradient(model: HeadInputs) -> bool:
+    """Whether the gradient's products are taken in bfloat16: both factors are, and the device is fast at it.
 
-    What comes out of them is bfloat16 anyway; the logits, whose rounding would drown a small KL, never are.
+    Their result is bfloat16 in any case. The logits never are, since their rounding would exceed a small KL.
     """
     bf16 = torch.bfloat16
     if model.hidden.dtype != bf16 or model.head.weight is None or model.head.weight.dtype != bf16:

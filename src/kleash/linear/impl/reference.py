@@ -1,4 +1,4 @@
-"""The specification: all logits at once, and the divergences of kleash.divergences."""
+"""The reference backend: all logits at once, and the functions of kleash.divergences. It is the specification."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,30 +11,38 @@ from torch import Tensor
 from kleash.autodiff import is_transformed
 from kleash.divergences import Divergence, entropy, jensen_shannon, kl, total_variation
 from kleash.divergences.functions import contributions
-from kleash.linear.impl.pair import HeadInputs, HeadPair
-from kleash.linear.impl.project import both_normalised, logits
-from kleash.linear.impl.results import (
+from kleash.linear.impl.base import (
+    Backend,
+    Gradients,
+    HeadInputs,
+    HeadPair,
     Needed,
     Objective,
     ObjectiveResult,
+    PerModel,
+    Request,
+    SavedForward,
     ValueAndGrad,
-    combined,
     gradient_dtype,
     objective_value_and_grad,
+    per_tensor,
+    weighted_terms,
 )
-from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
-from kleash.linear.options import LinearOptions
-from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
+from kleash.linear.impl.project import both_normalised, logits
+from kleash.linear.types import StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
+from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
 
 
 def divergence_of_logits(
     record: Divergence,
     zp: Float[Tensor, "tokens vocab"],
     zq: Float[Tensor, "tokens vocab"],
-    across: LocalVocab = LOCAL_VOCAB,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
 ) -> Float[Tensor, " tokens"]:
-    """D(p || q) per token."""
-    (total,) = across.all_reduce_sum(contributions(record, *both_normalised(zp, zq, across)).sum(-1))
+    """D(p || q) of each row of logits."""
+    (total,) = vocab_shards.all_reduce_sum(
+        contributions(record, *both_normalised(zp, zq, vocab_shards)).sum(-1)
+    )
     return record.finish(total)
 
 
@@ -42,77 +50,155 @@ def statistics_of_logits(
     zp: Float[Tensor, "tokens vocab"],
     zq: Float[Tensor, "tokens vocab"],
     tokens: Int[Tensor, " tokens"],
-    across: LocalVocab = LOCAL_VOCAB,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
 ) -> TokenStatistics:
-    """The statistics of each token."""
-    logp, logq = both_normalised(zp, zq, across)
-    tops = across.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
-    top1_p, top1_q = across.argmax((zp, zq), (zp.argmax(-1), zq.argmax(-1)), tops)
-    (token_zq,) = across.all_reduce_sum(across.gather_local(zq, tokens))
-    sums = {
-        "token_logp": across.gather_local(logp, tokens)[:, 0],
-        "token_logq": across.gather_local(logq, tokens)[:, 0],
+    """The statistics of each row of logits and its token."""
+    logp, logq = both_normalised(zp, zq, vocab_shards)
+    tops = vocab_shards.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
+    top1_p, top1_q = vocab_shards.argmax((zp, zq), (zp.argmax(-1), zq.argmax(-1)), tops)
+    (token_zq,) = vocab_shards.all_reduce_sum(vocab_shards.gather_local(zq, tokens))
+    local = {
+        "token_logp": vocab_shards.gather_local(logp, tokens)[:, 0],
+        "token_logq": vocab_shards.gather_local(logq, tokens)[:, 0],
         "kl_pq": kl(logp, logq),
         "kl_qp": kl(logq, logp),
         "jensen_shannon": jensen_shannon(logp, logq),
         "total_variation": total_variation(logp, logq),
         "entropy_p": entropy(logp),
         "entropy_q": entropy(logq),
-        "top1_probability_p": across.gather_local(logp.exp(), top1_p)[:, 0],
-        "top1_probability_q": across.gather_local(logq.exp(), top1_q)[:, 0],
+        "top1_probability_p": vocab_shards.gather_local(logp.exp(), top1_p)[:, 0],
+        "top1_probability_q": vocab_shards.gather_local(logq.exp(), top1_q)[:, 0],
         "rank_q": torch.gt(zq, token_zq).sum(-1),
     }
-    found = dict(zip(sums, across.all_reduce_sum(*sums.values()), strict=True))
-    return TokenStatistics(top1_p=top1_p, top1_q=top1_q, **found)
+    sums = dict(zip(local, vocab_shards.all_reduce_sum(*local.values()), strict=True))
+    return TokenStatistics(top1_p=top1_p, top1_q=top1_q, **sums)
 
 
 def terms_of_logits(
     zp: Float[Tensor, "tokens vocab"],
     zq: Float[Tensor, "tokens vocab"],
     tokens: Int[Tensor, " tokens"],
-    across: LocalVocab = LOCAL_VOCAB,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
 ) -> TokenTerms:
-    """What an objective is made of."""
-    logp, logq = both_normalised(zp, zq, across)
-    token_logp, token_logq = (across.gather_local(x, tokens)[:, 0] for x in (logp, logq))
-    return TokenTerms(*across.all_reduce_sum(token_logp, token_logq, kl(logp, logq), entropy(logp)))
+    """The terms of each row of logits and its token."""
+    logp, logq = both_normalised(zp, zq, vocab_shards)
+    token_logp, token_logq = (vocab_shards.gather_local(x, tokens)[:, 0] for x in (logp, logq))
+    return TokenTerms(*vocab_shards.all_reduce_sum(token_logp, token_logq, kl(logp, logq), entropy(logp)))
 
 
-def divergence(pair: HeadPair, record: Divergence, options: LinearOptions) -> Float[Tensor, " tokens"]:
-    """D(p || q) per token, with autograd's gradient; of a token that cannot be read, NaN if any comes in for it."""
-    pair = widened(pair)
+class ReferenceBackend:
+    """Computes all logits at once and differentiates by autograd."""
+
+    def unsupported(self, request: Request) -> str | None:
+        """Why this backend cannot do the call; None if it can."""
+        if request.options.skip_below != 0.0:
+            return f"leaves nothing out and skip_below is {request.options.skip_below}; ask for 'chunked'"
+        return None
+
+    def values(self, request: Request) -> Float[Tensor, " tokens"]:
+        """The divergence of each token, differentiable by autograd.
+
+        Tokens whose logits are not finite get a gradient of NaN if their incoming gradient is not 0.
+        """
+        return values_of_pair(request.pair, request.divergence)
+
+    def values_saving_forward(
+        self, request: Request, needed: Needed
+    ) -> tuple[Float[Tensor, " tokens"], None]:
+        """The divergence of each token; nothing is saved."""
+        return self.values(request), None
+
+    def value_and_grad(
+        self,
+        request: Request,
+        weights: Float[Tensor, " tokens"],
+        needed: Needed,
+        saved: SavedForward | None = None,
+    ) -> ValueAndGrad:
+        """The divergence of each token of a weight other than 0, and the gradient of the weighted sum."""
+        pair = request.pair
+        leaves = detached_leaves(pair)
+        read = weights != 0
+        per_token = torch.zeros_like(weights, dtype=pair.p.dtype)
+        with torch.enable_grad():
+            values = values_of_pair(leaves.select(read.nonzero()[:, 0]), request.divergence)
+            total = (values * weights[read].to(values.dtype)).sum()
+            gradients = gradients_of(total, leaves, pair, needed)
+        per_token[read] = values.detach()
+        return ValueAndGrad(per_token, gradients)
+
+    def objective(
+        self, request: Request, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed
+    ) -> ObjectiveResult:
+        """The sum of the objective's losses, the terms of each token, and the gradients of the sum."""
+        pair = request.pair
+        terms = terms_of_logits(logits(pair.p), logits(pair.q), tokens, pair.vocab_shards)
+        loss, coefficients = objective_value_and_grad(objective, terms, slice(0, pair.tokens))
+        used = torch.stack([c != 0 for c in coefficients]).any(0).nonzero()[:, 0]
+        leaves = detached_leaves(pair)
+        with torch.enable_grad():
+            read = leaves.select(used)
+            used_terms = terms_of_logits(logits(read.p), logits(read.q), tokens[used], pair.vocab_shards)
+            total = weighted_terms(used_terms, TokenTerms(*(c[used] for c in coefficients))).sum()
+            gradients = gradients_of(total, leaves, pair, needed)
+        return ObjectiveResult(loss, terms, gradients)
+
+    def statistics(self, request: Request, tokens: Int[Tensor, " tokens"]) -> TokenStatistics:
+        """The statistics of each token."""
+        pair = request.pair
+        return statistics_of_logits(logits(pair.p), logits(pair.q), tokens, pair.vocab_shards)
+
+    def statistics_and_top(
+        self, request: Request, tokens: Int[Tensor, " tokens"], top: int
+    ) -> StatisticsAndTop:
+        """The statistics of each token, and the likeliest tokens of both models."""
+        pair = request.pair
+        zp, zq = logits(pair.p), logits(pair.q)
+        statistics = statistics_of_logits(zp, zq, tokens, pair.vocab_shards)
+        top_p, top_q = (
+            TopTokens(*reversed(z.log_softmax(-1).exp().topk(min(top, z.shape[-1]), -1))) for z in (zp, zq)
+        )
+        return StatisticsAndTop(statistics, top_p, top_q)
+
+
+REFERENCE: Backend = ReferenceBackend()
+
+
+def values_of_pair(pair: HeadPair, record: Divergence) -> Float[Tensor, " tokens"]:
+    """D(p || q) per token, differentiable; see ``ReferenceBackend.values``."""
+    pair = in_logit_dtype(pair)
     zp, zq = logits(pair.p), logits(pair.q)
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in pair.tensors)
     if not differentiated or any(is_transformed(x) for x in pair.tensors):
-        return divergence_of_logits(record, zp, zq, pair.across)
-    bad = unreadable(pair, zp.detach(), zq.detach())
+        return divergence_of_logits(record, zp, zq, pair.vocab_shards)
+    bad = has_nan_gradient(pair, zp.detach(), zq.detach())
     if not bad.any():
-        return divergence_of_logits(record, zp, zq, pair.across)
+        return divergence_of_logits(record, zp, zq, pair.vocab_shards)
     good, rest = (rows.nonzero()[:, 0] for rows in (~bad, bad))
     with torch.no_grad():
-        unread = divergence_of_logits(record, zp[rest], zq[rest], pair.across)
-    read = pair.at(good)
-    values = divergence_of_logits(record, logits(read.p), logits(read.q), pair.across)
-    values = torch.cat([values, cast("Any", _Unreadable).apply(unread, rest, *pair.tensors)])
+        bad_values = divergence_of_logits(record, zp[rest], zq[rest], pair.vocab_shards)
+    read = pair.select(good)
+    values = divergence_of_logits(record, logits(read.p), logits(read.q), pair.vocab_shards)
+    values = torch.cat([values, cast("Any", _NaNGradient).apply(bad_values, rest, *pair.tensors)])
     return values.index_select(0, torch.cat([good, rest]).argsort())
 
 
-def unreadable(
+def has_nan_gradient(
     pair: HeadPair, zp: Float[Tensor, "tokens vocab"], zq: Float[Tensor, "tokens vocab"]
 ) -> Bool[Tensor, " tokens"]:
-    """The tokens that leave NaN in the gradient of all they are multiplied with, even where what comes in is 0."""
-    tops = pair.across.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
-    found = ~torch.cat(tops, -1).isfinite().all(-1)
+    """Which tokens autograd gives a NaN gradient even for an incoming gradient of 0: something is not finite."""
+    tops = pair.vocab_shards.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
+    bad = ~torch.cat(tops, -1).isfinite().all(-1)
     for model in (pair.p, pair.q):
         if model.head.weight is not None:
-            found |= ~model.hidden.isfinite().all(-1)
+            bad |= ~model.hidden.isfinite().all(-1)
         if isinstance(model.temperature, Tensor):
-            found |= ~model.temperature.isfinite()
-    return found
+            bad |= ~model.temperature.isfinite()
+    return bad
 
 
-class _Unreadable(torch.autograd.Function):
-    """Values whose gradient is NaN where any comes in for them, and 0 where none does."""
+class _NaNGradient(torch.autograd.Function):
+    """Values whose gradient is NaN where the incoming gradient is not 0, and 0 where it is."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -123,116 +209,65 @@ class _Unreadable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        counted = weight != 0
-        gradients: list[Tensor | None] = []
-        for place, (shape, needs) in enumerate(zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)):
-            gradient = weight.new_zeros(shape) if needs else None
-            if gradient is not None and place % 3 == 0:  # hidden states: those of the token itself
-                gradient[ctx.rows[counted]] = torch.nan
-            elif gradient is not None:
-                gradient.masked_fill_(counted.any(), torch.nan)
-            gradients.append(gradient)
-        return None, None, *gradients
+        used = weight != 0
+        zeros: Gradients = per_tensor(
+            weight.new_zeros(shape) if needed else None
+            for shape, needed in zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)
+        )
+        for model in (zeros.p, zeros.q):
+            if model.hidden is not None:
+                model.hidden[ctx.rows[used]] = torch.nan
+            for gradient in (model.weight, model.bias):
+                if gradient is not None:
+                    gradient.masked_fill_(used.any(), torch.nan)
+        return None, None, *zeros
 
 
-def widened(pair: HeadPair) -> HeadPair:
-    """The same in the dtype of the logits: a tensor of both models is converted once, and its gradient rounded once."""
-    known: dict[int, Tensor] = {}
-    return converted(pair, lambda x: known.setdefault(id(x), x.to(pair.p.dtype)))
+def in_logit_dtype(pair: HeadPair) -> HeadPair:
+    """The pair in the dtype of its logits; a tensor of both models is converted once, to round its gradient once."""
+    converted: dict[int, Tensor] = {}
+    return with_tensors(pair, lambda x: converted.setdefault(id(x), x.to(pair.p.dtype)))
 
 
-def converted(pair: HeadPair, convert: Callable[[Tensor], Tensor]) -> HeadPair:
-    """The same two models with other tensors."""
+def with_tensors(pair: HeadPair, convert: Callable[[Tensor], Tensor]) -> HeadPair:
+    """The pair with each of its tensors converted."""
 
-    def one(model: HeadInputs) -> HeadInputs:
+    def with_converted(model: HeadInputs) -> HeadInputs:
         hidden, weight, bias = (x if x is None else convert(x) for x in model.tensors)
         assert hidden is not None
         return replace(model, hidden=hidden, head=replace(model.head, weight=weight, bias=bias))
 
-    return HeadPair(p=one(pair.p), q=one(pair.q))
+    return HeadPair(p=with_converted(pair.p), q=with_converted(pair.q))
 
 
-def token_statistics(
-    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions
-) -> TokenStatistics:
-    """The statistics of each token."""
-    return statistics_of_logits(logits(pair.p), logits(pair.q), tokens, pair.across)
-
-
-def statistics_and_top(
-    pair: HeadPair, tokens: Int[Tensor, " tokens"], options: LinearOptions, top: int
-) -> StatisticsAndTop:
-    """The statistics of each token, and both models' likeliest tokens there."""
-    zp, zq = logits(pair.p), logits(pair.q)
-    found = statistics_of_logits(zp, zq, tokens, pair.across)
-    top_p, top_q = (
-        TopTokens(*reversed(z.log_softmax(-1).exp().topk(min(top, z.shape[-1]), -1))) for z in (zp, zq)
-    )
-    return StatisticsAndTop(found, top_p, top_q)
-
-
-def gradients(
-    pair: HeadPair,
-    record: Divergence,
-    weights: Float[Tensor, " tokens"],
-    needed: Needed,
-    options: LinearOptions,
-) -> ValueAndGrad:
-    """The divergence of each token of a weight other than 0, and the gradient of their weighted sum."""
-    leaves, given = detached(pair)
-    read = weights != 0
-    per_token = torch.zeros_like(weights, dtype=pair.p.dtype)
-    with torch.enable_grad():
-        values = divergence(leaves.at(read.nonzero()[:, 0]), record, options)
-        found = derived((values * weights[read].to(values.dtype)).sum(), given, pair, needed)
-    per_token[read] = values.detach()
-    return ValueAndGrad(per_token, found)
-
-
-def evaluate_objective(
-    pair: HeadPair,
-    tokens: Int[Tensor, " tokens"],
-    objective: Objective,
-    needed: Needed,
-    options: LinearOptions,
-) -> ObjectiveResult:
-    """The sum of the objective's losses, the terms, and the gradients that are needed."""
-    seen = terms_of_logits(logits(pair.p), logits(pair.q), tokens, pair.across)
-    loss, coefficients = objective_value_and_grad(objective, seen, slice(0, pair.tokens))
-    used = torch.stack([c != 0 for c in coefficients]).any(0).nonzero()[:, 0]
-    leaves, given = detached(pair)
-    with torch.enable_grad():
-        read = leaves.at(used)
-        terms = terms_of_logits(logits(read.p), logits(read.q), tokens[used], pair.across)
-        total = combined(terms, TokenTerms(*(c[used] for c in coefficients))).sum()
-        found = derived(total, given, pair, needed)
-    return ObjectiveResult(loss, seen, found)
-
-
-def detached(pair: HeadPair) -> tuple[HeadPair, tuple[Tensor | None, ...]]:
-    """The same numbers as leaves of a graph of their own, in the dtype of the logits, and those leaves."""
-    known: dict[int, Tensor] = {}
+def detached_leaves(pair: HeadPair) -> HeadPair:
+    """The pair with each tensor replaced by a leaf of a new graph, in the dtype of the logits."""
+    leaves: dict[int, Tensor] = {}
 
     def leaf(x: Tensor) -> Tensor:
-        return known.setdefault(id(x), x.detach().to(pair.p.dtype, copy=True).requires_grad_())
+        return leaves.setdefault(id(x), x.detach().to(pair.p.dtype, copy=True).requires_grad_())
 
-    leaves = converted(pair, leaf)
-    return leaves, leaves.tensors
+    return with_tensors(pair, leaf)
 
 
-def derived(
-    total: Tensor, given: tuple[Tensor | None, ...], pair: HeadPair, needed: Needed
-) -> tuple[Tensor | None, ...]:
-    """The gradient of ``total`` in what is needed of the given leaves; of what both models have, all of it is p's."""
-    both = [place >= 3 and x is given[place - 3] and needed[place - 3] for place, x in enumerate(given)]
-    asked_of = [
-        x if needs and not there else None for x, needs, there in zip(given, needed, both, strict=True)
+def gradients_of(total: Tensor, leaves: HeadPair, pair: HeadPair, needed: Needed) -> Gradients:
+    """The gradients of ``total`` in the leaves; for a tensor of both models, p's place has the whole gradient."""
+
+    def inputs(model: HeadInputs, flags: PerModel[bool]) -> list[Tensor | None]:
+        return [x if flag else None for x, flag in zip(model.tensors, flags, strict=True)]
+
+    inputs_p = inputs(leaves.p, needed.p)
+    inputs_q = [
+        None if x is not None and x is in_p else x
+        for x, in_p in zip(inputs(leaves.q, needed.q), inputs_p, strict=True)
     ]
-    leaves = [x for x in asked_of if x is not None]
-    if not leaves:
-        return (None,) * len(given)
-    found = iter(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
-    return tuple(
-        None if x is None or original is None else next(found).to(gradient_dtype(original))
-        for x, original in zip(asked_of, pair.tensors, strict=True)
+    flat = [*inputs_p, *inputs_q]
+    present = [x for x in flat if x is not None]
+    computed: list[Tensor] = []
+    if present:
+        computed = list(torch.autograd.grad(total, present, allow_unused=True, materialize_grads=True))
+    remaining = iter(computed)
+    return per_tensor(
+        None if x is None or original is None else next(remaining).to(gradient_dtype(original))
+        for x, original in zip(flat, pair.tensors, strict=True)
     )

@@ -1,4 +1,4 @@
-"""The elementwise core: from the logits of a few tokens to their statistics.
+"""Statistics, KL and KL's gradient of rows of logits, for logits however near or far, as long as they are finite.
 
 Everything follows from ``d = log p - log q`` and ``t = tanh(d/2) = (p - q)/(p + q)``. With
 ``w = (p + q)/2``, half of the two masses together,
@@ -6,14 +6,12 @@ Everything follows from ``d = log p - log q`` and ``t = tanh(d/2) = (p - q)/(p +
     KL(p || q) = sum w (t d + (d - 2t))        KL(q || p) = sum w (t d - (d - 2t))
     TV = sum w |t|                             JS = sum w (t d/2 + log(1 - t^2)/2)
 
-``t d`` has no cancellation, ``d - 2t`` is of third order, and all factors are bounded or grow like
-``d``: no overflow however far apart the two are, no lost digits however near. An error in the two
-log-sum-exps enters KL at second order only. The terms are kleash.divergences.phi and its like in other
-clothes: ``w (t d + d - 2t) = p phi(d)``.
+``t d`` has no cancellation, ``d - 2t`` is of third order, and all factors are bounded or grow like ``d``: no overflow
+for far distributions and no lost digits for near ones. An error in the two log-sum-exps enters KL at second order. The
+terms are those of kleash.divergences.phi, written differently: ``w (t d + d - 2t) = p phi(d)``.
 
-Every operation works on rows that stay in the cache and writes where it is told to: memory that is
-allocated anew for each block costs more than the arithmetic. Compiled, the same functions are told
-nothing and fuse.
+Every operation works on rows that stay in the cache and writes to a given buffer, since allocating memory for each
+block takes longer than the arithmetic. Compiled, the same functions take no buffers, and the compiler fuses them.
 """
 
 from collections.abc import Sequence
@@ -26,18 +24,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
-from kleash.linear.impl.vocab_shards import LOCAL_VOCAB, LocalVocab
-from kleash.linear.statistics import StatisticsAndTop, TokenStatistics, TopTokens
+from kleash.linear.types import StatisticsAndTop, TokenStatistics, TopTokens
+from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
 
 Buffers: TypeAlias = Sequence[Tensor | None]
-"""NUM_BUFFERS tensors shaped like the logits, to write into; or None that often, to leave it to the compiler."""
+"""NUM_BUFFERS tensors of the logits' shape to write to, or as many None, to allocate."""
 NUM_BUFFERS = 11
 NO_BUFFERS: Buffers = (None,) * NUM_BUFFERS
 LOG2_E = 1 / log(2)
 SERIES_BELOW = 0.3
-"""|d| from which on closed forms are used: below, they would cancel."""
+"""|d| above which closed forms are used; below, they would cancel, and series are used."""
 SATURATED = 80.0
-"""|d| from which on tanh(d/2) is +-1 in float64 too."""
+"""|d| above which tanh(d/2) is +-1 in float64 too."""
 TANH = (1, Fraction(-1, 3), Fraction(2, 15), Fraction(-17, 315), Fraction(62, 2835),
         Fraction(-1382, 155925), Fraction(21844, 6081075), Fraction(-929569, 638512875))  # fmt: skip
 """tanh x = x (1 - x^2/3 + 2 x^4/15 - ...)."""
@@ -47,11 +45,11 @@ EVEN = tuple(float(c * Fraction(2 * n + 1, 2 * n + 2) / 4 ** (n + 1)) for n, c i
 """(d/2 tanh(d/2) - log cosh(d/2))/d^2 in powers of d^2."""
 _hardshrink: Any = torch.ops.aten.hardshrink.out
 BLOCK = 256
-"""Columns among which the largest is sought first."""
+"""Columns of a block: the largest logit is searched among the maxima of blocks first."""
 
 
 class LogitStatistics(NamedTuple):
-    """One distribution on some rows; the numbers are columns."""
+    """The unnormalised masses of one model's rows; the numbers are columns."""
 
     top: Float[Tensor, "rows 1"]
     """The largest logit."""
@@ -62,24 +60,24 @@ class LogitStatistics(NamedTuple):
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp(x) in place; uncompiled by way of exp2, which torch runs on all cores in a third of the time."""
+    """exp(x) in place; uncompiled by exp2, which torch computes on all cores in a third of the time."""
     return x.exp_() if torch.compiler.is_compiling() else x.mul_(LOG2_E).exp2_()
 
 
-def side(z: Float[Tensor, "rows vocab"], out: Tensor | None) -> LogitStatistics:
-    """The masses of the tokens, which divided by their total are probabilities."""
+def softmax_sums(z: Float[Tensor, "rows vocab"], out: Tensor | None) -> LogitStatistics:
+    """The masses of the tokens and their total; mass / total is the probability."""
     top = z.amax(-1, keepdim=True)
     mass = exp_(torch.sub(z, top, out=out))
     return LogitStatistics(top, mass, mass.sum(-1, keepdim=True))
 
 
-def both_sides(
-    zp: Tensor, zq: Tensor, room: Buffers, across: LocalVocab
+def both_softmax_sums(
+    zp: Tensor, zq: Tensor, buffers: Buffers, vocab_shards: LocalVocab
 ) -> tuple[LogitStatistics, LogitStatistics]:
-    """``side`` of p's logits and of q's, of all words on whatever rank."""
-    tops = across.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
-    masses = [exp_(torch.sub(z, top, out=out)) for z, top, out in zip((zp, zq), tops, room, strict=True)]
-    totals = across.all_reduce_sum(*(mass.sum(-1, keepdim=True) for mass in masses))
+    """``softmax_sums`` of both models, with maxima and totals over all ranks."""
+    tops = vocab_shards.all_reduce_max(zp.amax(-1, keepdim=True), zq.amax(-1, keepdim=True))
+    masses = [exp_(torch.sub(z, top, out=out)) for z, top, out in zip((zp, zq), tops, buffers, strict=True)]
+    totals = vocab_shards.all_reduce_sum(*(mass.sum(-1, keepdim=True) for mass in masses))
     return LogitStatistics(tops[0], masses[0], totals[0]), LogitStatistics(tops[1], masses[1], totals[1])
 
 
@@ -92,7 +90,7 @@ def log_ratio(
 
 
 def half_masses(p: LogitStatistics, q: LogitStatistics, out: Tensor | None) -> Float[Tensor, "rows vocab"]:
-    """w = (p + q)/2; ``out`` may be where the masses of p are."""
+    """w = (p + q)/2; ``out`` may be the memory of p's masses."""
     return torch.mul(p.mass, 0.5 / p.total, out=out).addcmul_(q.mass, 0.5 / q.total)
 
 
@@ -110,35 +108,35 @@ def unless_small(d: Tensor, out: Tensor | None) -> Tensor:
 
 
 class Tanh(NamedTuple):
-    """t = tanh(d/2), and what is left of d beyond 2t, without cancellation."""
+    """t = tanh(d/2), d - 2t without cancellation, and the parts that they are computed from."""
 
     t: Float[Tensor, "rows vocab"]
     rest: Float[Tensor, "rows vocab"]
-    """d - 2t, to a relative error of roundings."""
+    """d - 2t, accurate to a few roundings."""
     square: Float[Tensor, "rows vocab"]
     """d^2 where the series are used, else 0."""
     far: Float[Tensor, "rows vocab"]
-    """d where it is too large for them, else 0; made finite by saturation."""
+    """d where it is too large for the series, clamped to +-SATURATED, else 0."""
     decay: Float[Tensor, "rows vocab"]
     """exp(-far)."""
     above: Float[Tensor, "rows vocab"]
     """1 + decay."""
 
 
-def tanh_half(d: Float[Tensor, "rows vocab"], room: Buffers) -> Tanh:
-    """t and its companions, each the sum of a part for small and a part for large |d|.
+def tanh_half(d: Float[Tensor, "rows vocab"], buffers: Buffers) -> Tanh:
+    """The fields of ``Tanh``, each the sum of a part for small and a part for large |d|.
 
-    A sum of two parts of which one is 0, and not ``torch.where``, which costs as much as all else.
+    One of the two parts is 0. A sum is used since ``torch.where`` takes as long as everything else.
     """
     terms = 7 if d.dtype == torch.float64 else 3
-    rest = unless_small(d, room[0])
-    near = torch.sub(d, rest, out=room[1])
-    square = torch.mul(near, near, out=room[2])
-    beyond = polynomial(square, ODD[:terms], room[3]).mul_(near)
-    far = torch.clamp(rest, -SATURATED, SATURATED, out=room[4])
-    decay = exp_(torch.neg(far, out=room[5]))
-    above = torch.add(decay, 1, out=room[6])
-    t = torch.neg(decay, out=room[7]).add_(1).div_(above)
+    rest = unless_small(d, buffers[0])
+    near = torch.sub(d, rest, out=buffers[1])
+    square = torch.mul(near, near, out=buffers[2])
+    beyond = polynomial(square, ODD[:terms], buffers[3]).mul_(near)
+    far = torch.clamp(rest, -SATURATED, SATURATED, out=buffers[4])
+    decay = exp_(torch.neg(far, out=buffers[5]))
+    above = torch.add(decay, 1, out=buffers[6])
+    t = torch.neg(decay, out=buffers[7]).add_(1).div_(above)
     rest.sub_(t, alpha=2).sub_(beyond, alpha=2)
     t.add_(near, alpha=0.5).add_(beyond)
     return Tanh(t, rest, square, far, decay, above)
@@ -147,26 +145,26 @@ def tanh_half(d: Float[Tensor, "rows vocab"], room: Buffers) -> Tanh:
 def kl_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
-    room: Buffers = NO_BUFFERS,
-    across: LocalVocab = LOCAL_VOCAB,
+    buffers: Buffers = NO_BUFFERS,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
-    """KL(p || q) of each row, alone in its tuple; not finite where a logit or the KL is not."""
-    p, q = both_sides(zp, zq, room[:2], across)
-    d = log_ratio(p, q, zp, zq, room[2])
-    w = half_masses(p, q, room[0])
-    x = tanh_half(d, (room[1], *room[3:10]))
-    return across.all_reduce_sum(x.t.mul_(d).add_(x.rest).mul_(w).sum(-1))
+    """KL(p || q) of each row, as a tuple of one tensor; not finite where a logit or the KL is not."""
+    p, q = both_softmax_sums(zp, zq, buffers[:2], vocab_shards)
+    d = log_ratio(p, q, zp, zq, buffers[2])
+    w = half_masses(p, q, buffers[0])
+    x = tanh_half(d, (buffers[1], *buffers[3:10]))
+    return vocab_shards.all_reduce_sum(x.t.mul_(d).add_(x.rest).mul_(w).sum(-1))
 
 
 def jensen_shannon_terms_(x: Tanh) -> Float[Tensor, "rows vocab"]:
-    """(t d + log(1 - t^2))/2, where ``above`` was; far and decay are taken to pieces."""
+    """(t d + log(1 - t^2))/2, in the memory of ``above``; overwrites ``far`` and ``decay``."""
     terms = 8 if x.t.dtype == torch.float64 else 4
     closed = x.far.mul_(x.decay).div_(x.above).add_(x.decay.sub_(1).mul_(0.5).log1p_())
     return polynomial(x.square, EVEN[:terms], x.above).sub_(closed)
 
 
 def largest(z: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
-    """The index of the first largest logit; uncompiled, of its block first, then within the block."""
+    """The index of the first largest logit; uncompiled, the block is found first, then the index within it."""
     if torch.compiler.is_compiling():
         return z.argmax(-1)
     whole = z.shape[-1] // BLOCK * BLOCK
@@ -186,74 +184,79 @@ def largest(z: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
 def top_rows(
     z: Float[Tensor, "rows vocab"], top: int
 ) -> tuple[Float[Tensor, "rows top"], Int[Tensor, "rows top"]]:
-    """The largest logits of each row, largest first, and their ids; at most as many as there are.
+    """The largest logits of each row, largest first, and their ids; at most the vocabulary's size.
 
-    The blocks with the largest maxima first, then within them: each of the largest logits is in one of these.
+    They are searched within the blocks with the largest maxima, which contain all of them.
     """
-    words = z.shape[-1]
-    whole, top = words // BLOCK * BLOCK, min(top, words)
+    vocab_size = z.shape[-1]
+    whole, top = vocab_size // BLOCK * BLOCK, min(top, vocab_size)
     if whole < 2 * top * BLOCK:
-        found = z.topk(top, -1)
-        return found.values, found.indices
+        largest = z.topk(top, -1)
+        return largest.values, largest.indices
     blocks = z[:, :whole].reshape(len(z), whole // BLOCK, BLOCK)
     best = blocks.amax(-1).topk(top, -1).indices
     ids = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=z.device)).flatten(1)
-    ids = torch.cat([ids, torch.arange(whole, words, device=z.device).expand(len(z), -1)], -1)
-    found = z.gather(-1, ids).topk(top, -1)
-    return found.values, ids.gather(-1, found.indices)
+    ids = torch.cat([ids, torch.arange(whole, vocab_size, device=z.device).expand(len(z), -1)], -1)
+    largest = z.gather(-1, ids).topk(top, -1)
+    return largest.values, ids.gather(-1, largest.indices)
 
 
-def with_top(found: TokenStatistics, p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor]) -> StatisticsAndTop:
-    """The statistics with the likeliest tokens, whose largest logits and ids are given for both models."""
+def with_top(
+    statistics: TokenStatistics, p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor]
+) -> StatisticsAndTop:
+    """The statistics with the likeliest tokens, from the largest logits of both models and their ids."""
     tops = (
         TopTokens(ids, (z - z[:, :1]).exp() * likeliest[:, None])
-        for (z, ids), likeliest in ((p, found.top1_probability_p), (q, found.top1_probability_q))
+        for (z, ids), likeliest in (
+            (p, statistics.top1_probability_p),
+            (q, statistics.top1_probability_q),
+        )
     )
-    return StatisticsAndTop(found, *tops)
+    return StatisticsAndTop(statistics, *tops)
 
 
-def beneath(
-    z: Float[Tensor, "rows vocab"], one: LogitStatistics, out: Tensor | None
+def sum_below_top(
+    z: Float[Tensor, "rows vocab"], x: LogitStatistics, out: Tensor | None
 ) -> Float[Tensor, "rows 1"]:
-    """The sum of the masses times how far below the largest logit they are: of it, the entropy is made."""
-    return torch.sub(one.top, z, out=out).mul_(one.mass).sum(-1, keepdim=True)
+    """The sum of ``mass (top - z)``; the entropy is ``log(total)`` plus this over the total."""
+    return torch.sub(x.top, z, out=out).mul_(x.mass).sum(-1, keepdim=True)
 
 
 def statistics_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     tokens: Int[Tensor, " rows"],
-    room: Buffers = NO_BUFFERS,
-    across: LocalVocab = LOCAL_VOCAB,
+    buffers: Buffers = NO_BUFFERS,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
-    """The fields of TokenStatistics for each row, in one pass; the divergences as in ``kl_rows``."""
-    p, q = both_sides(zp, zq, room[:2], across)
-    below = beneath(zp, p, room[2]), beneath(zq, q, room[2])
-    token_zp, token_zq, *below = across.all_reduce_sum(
-        across.gather_local(zp, tokens), across.gather_local(zq, tokens), *below
+    """The fields of TokenStatistics for each row, in one pass; not finite where ``kl_rows`` is not."""
+    p, q = both_softmax_sums(zp, zq, buffers[:2], vocab_shards)
+    below = sum_below_top(zp, p, buffers[2]), sum_below_top(zq, q, buffers[2])
+    token_zp, token_zq, *below = vocab_shards.all_reduce_sum(
+        vocab_shards.gather_local(zp, tokens), vocab_shards.gather_local(zq, tokens), *below
     )
     token_logp = (token_zp - p.top - p.total.log())[:, 0]
     token_logq = (token_zq - q.top - q.total.log())[:, 0]
     entropies = [(x.total.log() + b / x.total)[:, 0] for x, b in zip((p, q), below, strict=True)]
-    likeliest = across.argmax((zp, zq), (largest(zp), largest(zq)), (p.top, q.top))
+    likeliest = vocab_shards.argmax((zp, zq), (largest(zp), largest(zq)), (p.top, q.top))
     tops = *likeliest, 1 / p.total[:, 0], 1 / q.total[:, 0]
-    rank = greater(zq, token_zq, room[2])
-    d = log_ratio(p, q, zp, zq, room[2])
-    w = half_masses(p, q, room[0])
-    x = tanh_half(d, (room[1], *room[3:10]))
+    rank = count_greater(zq, token_zq, buffers[2])
+    d = log_ratio(p, q, zp, zq, buffers[2])
+    w = half_masses(p, q, buffers[0])
+    x = tanh_half(d, (buffers[1], *buffers[3:10]))
     jensen_shannon = jensen_shannon_terms_(x).mul_(w).sum(-1)
     total_variation = torch.abs(x.t, out=x.far).mul_(w).sum(-1)
     even = x.t.mul_(d)
     kl_qp = torch.sub(even, x.rest, out=x.far).mul_(w).sum(-1)
     kl_pq = even.add_(x.rest).mul_(w).sum(-1)
-    *divergences, rank = across.all_reduce_sum(kl_pq, kl_qp, jensen_shannon, total_variation, rank)
+    *divergences, rank = vocab_shards.all_reduce_sum(kl_pq, kl_qp, jensen_shannon, total_variation, rank)
     return (token_logp, token_logq, *divergences, *entropies, *tops, rank)
 
 
-def greater(
+def count_greater(
     z: Float[Tensor, "rows vocab"], than: Float[Tensor, "rows 1"], out: Tensor | None
 ) -> Int[Tensor, " rows"]:
-    """How many logits of each row are greater; a count in float32 is exact below 2^24."""
+    """The number of greater logits in each row; a count in float32 is exact below 2^24."""
     return torch.gt(z, than, out=out).sum(-1).to(torch.int64)
 
 
@@ -261,18 +264,18 @@ def gradient_rows(
     zp: Float[Tensor, "rows vocab"],
     zq: Float[Tensor, "rows vocab"],
     weight: Float[Tensor, " rows"],
-    room: Buffers = NO_BUFFERS,
-    across: LocalVocab = LOCAL_VOCAB,
+    buffers: Buffers = NO_BUFFERS,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
 ) -> tuple[Tensor, ...]:
     """KL(p || q) of each row, and the gradients of ``weight KL`` in both logits.
 
-    weight p (d - KL) and weight (q - p), the latter as -2 w t: no difference of two softmaxes.
+    They are ``weight p (d - KL)`` and ``weight (q - p)``; the latter as ``-2 weight w t``, so that nothing cancels.
     """
-    p, q = both_sides(zp, zq, room[:2], across)
-    d = log_ratio(p, q, zp, zq, room[2])
-    w = half_masses(p, q, room[10])
-    x = tanh_half(d, (room[1], *room[3:10]))
-    (kl,) = across.all_reduce_sum(torch.mul(x.t, d, out=x.far).add_(x.rest).mul_(w).sum(-1))
+    p, q = both_softmax_sums(zp, zq, buffers[:2], vocab_shards)
+    d = log_ratio(p, q, zp, zq, buffers[2])
+    w = half_masses(p, q, buffers[10])
+    x = tanh_half(d, (buffers[1], *buffers[3:10]))
+    (kl,) = vocab_shards.all_reduce_sum(torch.mul(x.t, d, out=x.far).add_(x.rest).mul_(w).sum(-1))
     in_q = x.t.mul_(w).mul_(-2 * weight[:, None])
     in_p = d.sub_(kl[:, None]).mul_(p.mass).mul_((weight / p.total[:, 0])[:, None])
     return kl, in_p, in_q

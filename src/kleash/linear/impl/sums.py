@@ -1,85 +1,141 @@
-"""The gradients of tensors, while they are being added up chunk by chunk."""
+"""The gradients of the tensors of a call, summed chunk by chunk."""
+
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.linear.impl.pair import HeadInputs, HeadPair, Where
-from kleash.linear.impl.project import add_rows_, into_hidden, into_weight_, narrow
-from kleash.linear.impl.results import Needed, gradient_dtype, summed_in_p
-from kleash.linear.impl.skipping import Cutter
+from kleash.linear.impl.base import (
+    Gradients,
+    HeadInputs,
+    HeadPair,
+    Needed,
+    PerModel,
+    PerTensor,
+    TokenIndex,
+    gradient_dtype,
+)
+from kleash.linear.impl.project import (
+    add_weight_gradient_,
+    has_bfloat16_gradient,
+    hidden_gradient,
+    set_rows_,
+)
+from kleash.linear.impl.skipping import SkippingProducts, report_skipped
 from kleash.linear.options import LinearOptions
 
-WHOLE = LinearOptions()
+DEFAULT = LinearOptions()
+NOT_SHARED = PerModel(hidden=False, weight=False, bias=False)
 
 
 class GradientSums:
-    """The gradients of one model's tensors, while they are being added up."""
+    """The sums of one model's gradients."""
 
     def __init__(
         self,
         model: HeadInputs,
-        needed: Needed,
+        needed: PerModel[bool],
         options: LinearOptions,
-        shared: tuple[bool, ...] = (False,) * 3,
+        shared: PerModel[bool] = NOT_SHARED,
         first: "GradientSums | None" = None,
     ) -> None:
-        """Zeros where a gradient is needed; of what is ``shared``, the sums of the ``first`` model to go on with."""
+        """Start at 0, or, for a tensor that is ``shared``, go on with the sum of the ``first`` model."""
+        self.model, self.shared, self.is_first = model, shared, first is None
+        self.needed = any(needed)
+        # The gradients that two models give to one tensor nearly cancel where the models nearly agree.
+        self.is_bfloat16 = self.needed and has_bfloat16_gradient(model) and not any(shared)
+        hidden_dtype = model.dtype if shared.hidden else gradient_dtype(model.hidden)
+        dtypes = PerModel(hidden=hidden_dtype, weight=model.dtype, bias=model.dtype)
+        of_first = PerModel(None, None, None) if first is None else first.sums
 
-        def zeros(place: int, dtype: torch.dtype) -> Tensor | None:
-            tensor = model.tensors[place]
-            return torch.zeros_like(tensor, dtype=dtype) if needed[place] and tensor is not None else None
+        def start(
+            tensor: Tensor | None, flag: bool, dtype: torch.dtype, both: bool, first_sum: Tensor | None
+        ) -> Tensor | None:
+            if first is not None and both:
+                return first_sum
+            return torch.zeros_like(tensor, dtype=dtype) if flag and tensor is not None else None
 
-        self.model, self.wanted, self.shared, self.first = model, any(needed), shared, first is None
-        # What both models give to one tensor nearly cancels where they nearly agree.
-        self.narrow = self.wanted and narrow(model) and not any(shared)
-        dtypes = model.dtype if shared[0] else gradient_dtype(model.hidden), model.dtype, model.dtype
-        self.hidden, self.weight, self.bias = (
-            first.sums[place] if first is not None and shared[place] else zeros(place, dtypes[place])
-            for place in range(3)
-        )
-        multiplied = model.head.weight is not None and any(needed[:2])
-        self.cutter = Cutter(options, model) if options.skip_below and multiplied else None
+        rows = zip(model.tensors, needed, dtypes, shared, of_first, strict=True)
+        self.sums: PerModel[Tensor | None] = PerModel(*(start(*row) for row in rows))
+        multiplied = model.head.weight is not None and (needed.hidden or needed.weight)
+        self.skipping = SkippingProducts(options, model) if options.skip_below and multiplied else None
 
-    def room(self, z: Float[Tensor, "chunk vocab"]) -> Float[Tensor, "chunk vocab"]:
-        """Where a chunk's gradient is put: where its logits are, as narrow as may be."""
-        if not self.narrow:
+    def gradient_buffer(self, z: Float[Tensor, "chunk vocab"]) -> Float[Tensor, "chunk vocab"]:
+        """Where a chunk's gradient is written: over its logits, in bfloat16 if its products are."""
+        if not self.is_bfloat16:
             return z
-        # Row n of the narrow gradient lies on row n/2 of the logits, which has been read by then.
+        # Row n of the bfloat16 gradient lies on row n/2 of the logits, which has been read before it is written.
         return z.view(torch.bfloat16).flatten()[: z.numel()].view(z.shape)
 
-    def add(self, where: Where, gradient: Float[Tensor, "chunk vocab"], hidden: Tensor, tile: int) -> None:
-        """Take in the gradient in a chunk's ``hidden W^T + bias``; of its products only what counts."""
-        if self.bias is not None:
-            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
-        if self.cutter is not None and self.cutter.add_(
-            where, gradient, hidden, (self.hidden, self.weight), shared=self.shared[0]
+    def add(
+        self, index: TokenIndex, gradient: Float[Tensor, "chunk vocab"], hidden: Tensor, tile: int
+    ) -> None:
+        """Add the gradients that follow from that in a chunk's ``hidden W^T + bias``; ``skip_below`` applies."""
+        sums = self.sums
+        if sums.bias is not None:
+            sums.bias.add_(gradient.sum(0, dtype=sums.bias.dtype))
+        if self.skipping is not None and self.skipping.add_(
+            index, gradient, hidden, (sums.hidden, sums.weight), shared=self.shared.hidden
         ):
             return
-        if self.hidden is not None:
-            add_rows_(self.hidden, where, into_hidden(gradient, self.model, tile), shared=self.shared[0])
-        if self.weight is not None:
-            into_weight_(self.weight, gradient, hidden, tile)
+        if sums.hidden is not None:
+            rows = hidden_gradient(gradient, self.model, tile)
+            set_rows_(sums.hidden, index, rows, add=self.shared.hidden)
+        if sums.weight is not None:
+            add_weight_gradient_(sums.weight, gradient, hidden, tile)
 
     @property
-    def sums(self) -> tuple[Tensor | None, ...]:
-        """Those of hidden states, weight and bias."""
-        return self.hidden, self.weight, self.bias
+    def gradients(self) -> PerModel[Tensor | None]:
+        """The gradients, each in its tensor's ``gradient_dtype``; a shared one is with the first model only."""
+        return PerModel(
+            *(
+                None
+                if total is None or tensor is None or (both and not self.is_first)
+                else total.to(gradient_dtype(tensor))
+                for total, tensor, both in zip(self.sums, self.model.tensors, self.shared, strict=True)
+            )
+        )
+
+
+class GradientSumsPair(NamedTuple):
+    """The sums of both models' gradients."""
+
+    p: GradientSums
+    q: GradientSums
 
     @property
-    def done(self) -> tuple[Tensor | None, ...]:
-        """The gradients, each in its tensor's ``gradient_dtype``; what is shared is with the first model."""
-        kept = (s if self.first or not both else None for s, both in zip(self.sums, self.shared, strict=True))
-        pairs = zip(kept, self.model.tensors, strict=True)
-        return tuple(None if s is None or x is None else s.to(gradient_dtype(x)) for s, x in pairs)
+    def needed(self) -> tuple[bool, bool]:
+        """Whether any gradient of p is needed, and of q."""
+        return self.p.needed, self.q.needed
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of both models."""
+        return PerTensor(self.p.gradients, self.q.gradients)
+
+    def report_skipped(self, options: LinearOptions) -> None:
+        """Call ``options.report`` with what ``skip_below`` left out, if it is set and a gradient is needed."""
+        report_skipped(options, any(self.needed), (self.p.skipping, self.q.skipping))
 
 
-def both_sums(
-    pair: HeadPair, needed: Needed, options: LinearOptions = WHOLE
-) -> tuple[GradientSums, GradientSums]:
-    """For p and for q; one weight that is both heads' is summed once, as p's, and so is what is ``summed_in_p``."""
-    one = pair.p.head.weight is pair.q.head.weight and needed[1] and needed[4]
-    hidden, bias = (summed_in_p(place, pair.tensors, needed) for place in (0, 2))
-    shared = hidden, one, bias
-    sums_p = GradientSums(pair.p, needed[:3], options, shared)
-    return sums_p, GradientSums(pair.q, needed[3:], options, shared, sums_p)
+def new_gradient_sums(pair: HeadPair, needed: Needed, options: LinearOptions = DEFAULT) -> GradientSumsPair:
+    """Sums for both models; where one weight is both heads', or ``is_summed_once`` holds, both add to p's sum."""
+    p, q = pair.tensors.p, pair.tensors.q
+    shared = PerModel(
+        hidden=is_summed_once(p.hidden, q.hidden, needed.p.hidden and needed.q.hidden),
+        weight=p.weight is q.weight and needed.p.weight and needed.q.weight,
+        bias=is_summed_once(p.bias, q.bias, needed.p.bias and needed.q.bias),
+    )
+    sums_p = GradientSums(pair.p, needed.p, options, shared)
+    return GradientSumsPair(sums_p, GradientSums(pair.q, needed.q, options, shared, sums_p))
+
+
+def is_summed_once(tensor_p: Tensor | None, tensor_q: Tensor | None, needed: bool) -> bool:
+    """Whether the two models have one half-precision tensor, whose gradient is summed in float32 and rounded once.
+
+    Where the models nearly agree, their gradients nearly cancel, and rounding each of them would lose the sum.
+    """
+    if tensor_p is None or tensor_p is not tensor_q:
+        return False
+    return needed and tensor_p.dtype in (torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.jobs import PPOJob
-from kleash.linear.statistics import TokenTerms
+from kleash.linear import TokenTerms
 from kleash.losses import kl_loss
 from kleash.training.ppo.policy import Objective
 

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.linear import Head, linear_kl, linear_objective
-from kleash.linear.statistics import TokenTerms
+from kleash.linear import Head, TokenTerms, linear_kl, linear_objective
 from kleash.models import TokenSequence
 from kleash.models.scoring import pad_batch
 

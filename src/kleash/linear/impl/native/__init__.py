@@ -1,1 +1,1 @@
-"""The elementwise work on a CPU's float32 rows, in C: built once for a machine, where a C compiler is there."""
+"""The library in C for float32 on a CPU: row functions and matrix products, built once on a machine."""

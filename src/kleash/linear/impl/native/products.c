@@ -224,7 +224,7 @@ void kleash_logits(const float *hidden, int64_t hidden_stride, const float *weig
 }
 
 /* ``total`` += gradient^T hidden. */
-void kleash_into_weight(const float *gradient, int64_t gradient_stride, const float *hidden, int64_t hidden_stride,
+void kleash_weight_gradient(const float *gradient, int64_t gradient_stride, const float *hidden, int64_t hidden_stride,
                         int64_t tokens, int64_t words, int64_t dim, int64_t threads, float *work, float *total,
                         int64_t total_stride) {
     const int64_t panels = parts(dim, WIDE), deep = parts(tokens, DEPTH), depth = parts(tokens, deep ? deep : 1);
@@ -269,7 +269,7 @@ void kleash_into_weight(const float *gradient, int64_t gradient_stride, const fl
 }
 
 /* ``out`` += gradient weight. */
-void kleash_into_hidden(const float *gradient, int64_t gradient_stride, const float *weight, int64_t weight_stride,
+void kleash_hidden_gradient(const float *gradient, int64_t gradient_stride, const float *weight, int64_t weight_stride,
                         int64_t tokens, int64_t words, int64_t dim, int64_t threads, float *work, float *out,
                         int64_t out_stride) {
     const int64_t panels = parts(dim, WIDE), tiles = parts(tokens, TALL), tall = parts(tokens, tiles ? tiles : 1);

@@ -1,12 +1,12 @@
 """Matrix products in float32 by ``products.c``, where they are faster than those of torch and of oneDNN.
 
-That is on a processor of AMD with AVX-512: torch multiplies there by MKL, which keeps its AVX-512 functions to Intel's
-own processors, and neither MKL nor oneDNN fetches the next part of a weight during the arithmetic on the last one. A
-chunk of 100 tokens reads the heads twice and reads and writes the whole weight gradient once, so that this is worth 10
-to 15 % of the time of each product (``benchmarks/linear_peers.py``). Other processors have not been measured.
+That is on AMD processors with AVX-512: torch multiplies by MKL, which uses AVX-512 only on Intel's processors, and
+neither MKL nor oneDNN prefetches the next part of a weight during the arithmetic. A chunk of 100 tokens reads the heads
+twice and reads and writes the whole weight gradient once, so that this saves 10 to 15 % of the time of each product
+(``benchmarks/linear_peers.py``). Other processors have not been measured.
 
-No sum depends on the number of threads, nor on the other tokens of the chunk, except the weight gradient's, which is a
-sum over chunks.
+No sum depends on the number of threads. Only the weight gradient, a sum over tokens, depends on the other tokens of a
+chunk.
 """
 
 import ctypes
@@ -17,28 +17,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.impl import onednn
+from kleash.linear.impl.base import HeadInputs, HeadPair
 from kleash.linear.impl.native.building import library
-from kleash.linear.impl.pair import HeadInputs, HeadPair
 
 LANES = 16
-"""Tokens of a chunk come in multiples of this, where there are enough of them: a vector of logits has so many."""
+"""Tokens in a vector register; chunks are multiples of it, if they have that many tokens."""
 BLOCK, STRIDE, WIDE, DEPTH = 112, 272, 32, 256
-"""The sizes of products.c's packed parts, for a bound on the memory that it works in."""
+"""The sizes of the packed parts in products.c, for a bound on its workspace."""
 
 
 @cache
-def faster_here() -> bool:
-    """Whether this is a processor where these products are the faster ones, and the library has them."""
+def is_faster_on_this_machine() -> bool:
+    """Whether these products are the faster ones on this processor, and the library has them."""
     return onednn.is_amd_with_avx512() and hasattr(library(), "kleash_logits")
 
 
 def supports(pair: HeadPair) -> bool:
-    """Whether the products with both weights can be made here, and are faster so. The library is there."""
-    return all(supports_model(model) for model in (pair.p, pair.q)) and faster_here()
+    """Whether the library computes the products with both weights, and is faster; it has to be built already."""
+    return all(supports_model(model) for model in (pair.p, pair.q)) and is_faster_on_this_machine()
 
 
 def supports_model(model: HeadInputs) -> bool:
-    """Whether the weight is float32 and each of its rows contiguous."""
+    """Whether the weight is float32 on a CPU, with contiguous rows."""
     weight = model.head.weight
     if weight is None or {weight.dtype, model.dtype} != {torch.float32}:
         return False
@@ -46,12 +46,12 @@ def supports_model(model: HeadInputs) -> bool:
 
 
 def has_contiguous_rows(x: Float[Tensor, "rows columns"]) -> bool:
-    """Whether the numbers of a row lie side by side, and rows follow each other."""
+    """Whether the entries of each row are contiguous, and rows do not overlap."""
     return (x.shape[1] <= 1 or x.stride(1) == 1) and (len(x) <= 1 or x.stride(0) >= x.shape[1])
 
 
 def workspace_floats(dim: int, threads: int) -> tuple[int, int]:
-    """Bounds on the numbers that products work in: for each token, and beside that."""
+    """Bounds on the workspace in float32 numbers: for each token, and in addition."""
     per_thread = 2 * BLOCK * STRIDE + WIDE * (BLOCK + DEPTH)
     return dim + WIDE + threads * 2 * BLOCK, WIDE * dim + threads * per_thread + LANES
 
@@ -74,7 +74,7 @@ def add_to_weight_(
     hidden: Float[Tensor, "tokens dim"],
 ) -> None:
     """Add ``gradient^T hidden`` to ``total``."""
-    call("kleash_into_weight", gradient, hidden, total)
+    call("kleash_weight_gradient", gradient, hidden, total)
 
 
 def add_to_hidden_(
@@ -83,34 +83,34 @@ def add_to_hidden_(
     weight: Float[Tensor, "vocab dim"],
 ) -> None:
     """Add ``gradient weight`` to ``total``."""
-    call("kleash_into_hidden", gradient, weight, total)
+    call("kleash_hidden_gradient", gradient, weight, total)
 
 
-def call(name: str, tokens_by: Tensor, other: Tensor, out: Tensor) -> None:
-    """A product of the library: ``tokens_by`` has a row for each token."""
-    factors = [x if has_contiguous_rows(x) else x.contiguous() for x in (tokens_by, other)]
+def call(name: str, first: Tensor, other: Tensor, out: Tensor) -> None:
+    """Call a product of the library; ``first`` has a row for each token."""
+    factors = [x if has_contiguous_rows(x) else x.contiguous() for x in (first, other)]
     assert has_contiguous_rows(out)
-    tokens, threads = len(tokens_by), ctypes.c_int64(torch.get_num_threads())
-    words, dim = {
+    tokens, threads = len(first), ctypes.c_int64(torch.get_num_threads())
+    vocab_size, dim = {
         "kleash_logits": other.shape,
-        "kleash_into_weight": out.shape,
-        "kleash_into_hidden": other.shape,
+        "kleash_weight_gradient": out.shape,
+        "kleash_hidden_gradient": other.shape,
     }[name]
-    sizes = ctypes.c_int64(tokens), ctypes.c_int64(words), ctypes.c_int64(dim)
-    work = torch.empty(exact_workspace_floats(tokens, dim, threads.value))
+    sizes = ctypes.c_int64(tokens), ctypes.c_int64(vocab_size), ctypes.c_int64(dim)
+    workspace = torch.empty(exact_workspace_floats(tokens, dim, threads.value))
     matrices = [y for x in factors for y in (pointer(x), ctypes.c_int64(x.stride(0)))]
     stride = ctypes.c_int64(out.stride(0))
-    getattr(library(), name)(*matrices, *sizes, threads, pointer(work), pointer(out), stride)
+    getattr(library(), name)(*matrices, *sizes, threads, pointer(workspace), pointer(out), stride)
 
 
 def exact_workspace_floats(tokens: int, dim: int, threads: int) -> int:
-    """How many numbers the products of so many tokens work in."""
+    """The workspace of the products of so many tokens, in float32 numbers."""
     count = library().kleash_workspace
     count.restype = ctypes.c_int64
     return int(count(*map(ctypes.c_int64, (tokens, dim, threads))))
 
 
 def pointer(x: Tensor) -> ctypes.c_void_p:
-    """Where the tensor's numbers are."""
+    """The address of a tensor's data."""
     assert x.dtype == torch.float32 and x.device.type == "cpu"
     return ctypes.c_void_p(x.data_ptr())

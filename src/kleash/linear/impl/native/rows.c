@@ -168,7 +168,7 @@ static struct row measured(const float *zp, const float *zq, int64_t apart, int6
 }
 
 /* KL(p || q); log-sum-exp of p's logits; by how much q's is larger; p's entropy. ``work``: 2 rows for each thread. */
-void kleash_facts(const float *zp, const float *zq, int64_t apart, int64_t rows, int64_t words, float *work,
+void kleash_summary(const float *zp, const float *zq, int64_t apart, int64_t rows, int64_t words, float *work,
                   int64_t threads, double *facts) {
 #pragma omp parallel for num_threads((int)threads) schedule(static)
     for (int64_t i = 0; i < rows; i++) {
@@ -246,7 +246,7 @@ INLINE int pulled(const float *zp, const float *zq, int apart, int with_entropy,
 /* The gradients in both logits of what a loss asks of each row (``asked``: c_logp, c_logq, c_kl, c_entropy), where
    they are wanted (not NULL); ``known``: KL, p's entropy, log-sum-exp of p's logits, by how much q's is larger.
    ``done``: whether this could be done. */
-void kleash_pull(const float *zp, const float *zq, int64_t apart, int64_t with_entropy, int64_t rows, int64_t words,
+void kleash_objective_gradient(const float *zp, const float *zq, int64_t apart, int64_t with_entropy, int64_t rows, int64_t words,
                  int64_t threads, const int64_t *tokens, const float *asked, const float *known, float *in_p, float *in_q,
                  uint8_t *done) {
 #pragma omp parallel for num_threads((int)threads) schedule(static)

@@ -1,9 +1,9 @@
 # pyright: basic, reportInvalidTypeForm=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
-"""KL without logits: the products of hidden states and weights never leave the program that makes them.
+"""KL in one kernel fused with the products of hidden states and weights, which are never written to memory.
 
-A program has a tile of tokens and a share of the vocabulary, walks along it, and keeps eight numbers for each token.
-The shares' numbers join exactly. Slower than the vendor's matmuls where those get as many tokens as they need at
-once; faster where the memory is for fewer, because a weight is read once for ``HEIGHT`` tokens and not for those.
+A program processes a tile of tokens and a share of the vocabulary, and keeps a state of eight numbers for each token.
+A second kernel combines the states of all shares. This is slower than the vendor's matmuls where those get enough
+tokens at once, and faster where the memory is for fewer, since a weight is read once for ``HEIGHT`` tokens.
 """
 
 from typing import Any, cast
@@ -14,16 +14,23 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.linear.impl.pair import HeadInputs, HeadPair
-from kleash.linear.impl.triton.arithmetic import both_logits, concluded, empty, joined, offset, tile_sums
-from kleash.linear.impl.triton.rows import factors
+from kleash.linear.impl.base import HeadInputs, HeadPair
+from kleash.linear.impl.triton.arithmetic import (
+    both_logits,
+    combine,
+    empty_state,
+    load_bias,
+    summary,
+    tile_sums,
+)
+from kleash.linear.impl.triton.launch import head_factors
 
 HEIGHT, WIDTH, DEPTH = 128, 64, 64
-"""Tokens, words and dimensions that a program multiplies at a time."""
+"""Tokens, columns of the vocabulary and dimensions that a program multiplies at a time."""
 SHARE = 4096
-"""Words that a program walks along."""
+"""Columns of the vocabulary that a program processes."""
 STATE = 8
-"""Numbers that it keeps for a token."""
+"""Numbers of a token's state."""
 
 
 @triton.jit
@@ -31,14 +38,14 @@ def product(
     hidden, weight, row, used, columns, inside, dim, hidden_stride, weight_stride,
     height: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, widen: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``hidden W^T``, added up in float32."""
+    """A tile of ``hidden W^T``, summed in float32."""
     total = tl.zeros([height, width], tl.float32)
     rows_at = hidden + row.to(tl.int64)[:, None] * hidden_stride
-    words_at = weight + columns.to(tl.int64)[None, :] * weight_stride
+    columns_at = weight + columns.to(tl.int64)[None, :] * weight_stride
     for start in range(0, dim, depth):
         k = start + tl.arange(0, depth)
         h = tl.load(rows_at + k[None, :], mask=used[:, None] & (k < dim)[None, :], other=0.0)
-        w = tl.load(words_at + k[:, None], mask=inside[None, :] & (k < dim)[:, None], other=0.0)
+        w = tl.load(columns_at + k[:, None], mask=inside[None, :] & (k < dim)[:, None], other=0.0)
         if widen:
             h, w = h.to(tl.float32), w.to(tl.float32)
         total = tl.dot(h, w, total, input_precision="ieee")
@@ -48,16 +55,16 @@ def product(
 @triton.jit
 def share_kernel(
     hidden_p, hidden_q, weight_p, weight_q, outer_p, outer_q, inner_p, inner_q, bias_p, bias_q, states,
-    rows, words, share, dim_p, dim_q, hidden_stride_p, hidden_stride_q, weight_stride_p, weight_stride_q,
+    rows, vocab_size, share, dim_p, dim_q, hidden_stride_p, hidden_stride_q, weight_stride_p, weight_stride_q,
     height: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, widen: tl.constexpr,
 ):  # fmt: skip
     """The state of some tokens over a share of the vocabulary."""
     row = tl.program_id(0) * height + tl.arange(0, height)
     used = row < rows
     first = tl.program_id(1) * share
-    last = min(first + share, words)
+    last = min(first + share, vocab_size)
     of_p, of_q = tl.load(outer_p + row, mask=used, other=0), tl.load(outer_q + row, mask=used, other=0)
-    top, s, c, a, y, below, top_q, s_q = empty(height)
+    top, s, c, a, y, below, top_q, s_q = empty_state(height)
     for start in range(first, last, width):
         columns = start + tl.arange(0, width)
         inside = columns < last
@@ -70,11 +77,11 @@ def share_kernel(
                 hidden_q, weight_q, row, used, columns, inside, dim_q, hidden_stride_q, weight_stride_q,
                 height, width, depth, widen,
             ),
-            offset(bias_p, columns, inside)[None, :], offset(bias_q, columns, inside)[None, :],
+            load_bias(bias_p, columns, inside)[None, :], load_bias(bias_q, columns, inside)[None, :],
             inside[None, :] & (row >= 0)[:, None], inner_p, inner_q, of_p[:, None], of_q[:, None], False,
         )  # fmt: skip
         top_t, s_t, c_t, a_t, y_t, below_t, top_qt, s_qt = tile_sums(zp, zq, d)
-        top, s, c, a, y, below, top_q, s_q = joined(
+        top, s, c, a, y, below, top_q, s_q = combine(
             top, s, c, a, y, below, top_q, s_q, top_t, s_t, c_t, a_t, y_t, below_t, top_qt, s_qt
         )
     at = states + tl.program_id(1).to(tl.int64) * 8 * rows + row
@@ -89,44 +96,44 @@ def share_kernel(
 
 
 @triton.jit
-def join_kernel(states, found, rows, shares, height: tl.constexpr):
+def combine_kernel(states, values, rows, shares, height: tl.constexpr):
     """KL of some tokens from the states of all shares."""
     row = tl.program_id(0) * height + tl.arange(0, height)
     used = row < rows
-    top, s, c, a, y, below, top_q, s_q = empty(height)
+    top, s, c, a, y, below, top_q, s_q = empty_state(height)
     for share in range(shares):
         at = states + tl.cast(share, tl.int64) * 8 * rows + row
-        top, s, c, a, y, below, top_q, s_q = joined(
+        top, s, c, a, y, below, top_q, s_q = combine(
             top, s, c, a, y, below, top_q, s_q,
             tl.load(at, mask=used, other=0.0), tl.load(at + rows, mask=used, other=0.0),
             tl.load(at + 2 * rows, mask=used, other=0.0), tl.load(at + 3 * rows, mask=used, other=0.0),
             tl.load(at + 4 * rows, mask=used, other=0.0), tl.load(at + 5 * rows, mask=used, other=0.0),
             tl.load(at + 6 * rows, mask=used, other=0.0), tl.load(at + 7 * rows, mask=used, other=0.0),
         )  # fmt: skip
-    kl, _, _, _, _, _ = concluded(top, s, c, a, y, below, top_q, s_q)
-    tl.store(found + row, kl, mask=used)
+    kl, _, _, _, _, _ = summary(top, s, c, a, y, below, top_q, s_q)
+    tl.store(values + row, kl, mask=used)
 
 
-def possible(pair: HeadPair) -> bool:
-    """Whether both models' hidden states and weights are of one dtype, and there are weights."""
+def supports(pair: HeadPair) -> bool:
+    """Whether hidden states and weights of both models have one dtype, and there are weights."""
     weights = pair.p.head.weight, pair.q.head.weight
-    given = (pair.p.hidden, pair.q.hidden, *weights)
-    return len({None if x is None else x.dtype for x in given}) == 1
+    tensors = (pair.p.hidden, pair.q.hidden, *weights)
+    return len({None if x is None else x.dtype for x in tensors}) == 1
 
 
-def divergence(pair: HeadPair) -> Float[Tensor, " tokens"]:
-    """KL of each token; beyond it, memory for 8 numbers a token and share of the vocabulary."""
-    count, words, device = pair.tokens, pair.p.vocabulary, pair.p.hidden.device
-    found = torch.empty(count, dtype=torch.float32, device=device)
+def kl_values(pair: HeadPair) -> Float[Tensor, " tokens"]:
+    """KL of each token; it needs memory for a state for each token and share of the vocabulary."""
+    count, vocab_size, device = pair.tokens, pair.local_vocab_size, pair.p.hidden.device
+    values = torch.empty(count, dtype=torch.float32, device=device)
     if count == 0:
-        return found
-    shares = -(-words // SHARE)
+        return values
+    shares = -(-vocab_size // SHARE)
     states = torch.empty((shares, STATE, count), dtype=torch.float32, device=device)
-    p, q = factors(pair.p, count), factors(pair.q, count)
+    p, q = head_factors(pair.p, count), head_factors(pair.q, count)
     (hidden_p, weight_p), (hidden_q, weight_q) = matrices(pair.p), matrices(pair.q)
     cast("Any", share_kernel)[(-(-count // HEIGHT), shares)](
         *(hidden_p, hidden_q, weight_p, weight_q, p.outer, q.outer, p.inner, q.inner, p.bias, q.bias, states),
-        *(count, words, SHARE, hidden_p.shape[1], hidden_q.shape[1]),
+        *(count, vocab_size, SHARE, hidden_p.shape[1], hidden_q.shape[1]),
         *(x.stride(0) for x in (hidden_p, hidden_q, weight_p, weight_q)),
         height=HEIGHT,
         width=WIDTH,
@@ -135,14 +142,14 @@ def divergence(pair: HeadPair) -> Float[Tensor, " tokens"]:
         num_warps=8,
         enable_fp_fusion=False,
     )
-    cast("Any", join_kernel)[(-(-count // HEIGHT),)](
-        states, found, count, shares, height=HEIGHT, enable_fp_fusion=False
+    cast("Any", combine_kernel)[(-(-count // HEIGHT),)](
+        states, values, count, shares, height=HEIGHT, enable_fp_fusion=False
     )
-    return found
+    return values
 
 
 def matrices(model: HeadInputs) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight, each row in one piece."""
+    """Hidden states and weight with contiguous rows."""
     weight = model.head.weight
     assert weight is not None
     hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (model.hidden, weight))

@@ -1,4 +1,4 @@
-"""What is known about one position of a text under two models."""
+"""The results of the linear functions for each token, as named tuples."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class TokenStatistics(NamedTuple):
-    """Per position: the token that stands there, and the two whole distributions it came from.
+    """Statistics of one position: the token there, and the distributions of both models over the vocabulary.
 
-    All numbers are detached; nats where they are logarithms, entropies or divergences.
+    All tensors are detached. Logarithms, entropies and divergences are in nats.
     """
 
     token_logp: Float[Tensor, "*tokens"]
@@ -37,7 +37,11 @@ class TokenStatistics(NamedTuple):
     top1_probability_q: Float[Tensor, "*tokens"]
     """q of ``top1_q``."""
     rank_q: Int[Tensor, "*tokens"]
-    """How many tokens q finds strictly likelier than this one; 0 is the likeliest."""
+    """The number of tokens that q gives a larger probability than this one; 0 is the likeliest."""
+
+
+INTEGER_FIELDS = ("top1_p", "top1_q", "rank_q")
+"""The fields of TokenStatistics that are int64."""
 
 
 class TopTokens(NamedTuple):
@@ -56,7 +60,7 @@ class StatisticsAndTop(NamedTuple):
 
 
 class TokenTerms(NamedTuple):
-    """What an objective may be made of, for each token; nats."""
+    """The terms of each token that an objective is a function of; nats."""
 
     token_logp: Float[Tensor, "*tokens"]
     """Log-probability of the token under p."""
@@ -66,3 +70,12 @@ class TokenTerms(NamedTuple):
     """KL(p || q) over the whole vocabulary."""
     entropy: Float[Tensor, "*tokens"]
     """-sum p log p."""
+
+
+class LinearLoss(NamedTuple):
+    """A loss and the divergences that it is the weighted sum of."""
+
+    loss: Float[Tensor, ""]
+    """The weighted sum; backpropagate it once."""
+    per_token: Float[Tensor, "*tokens"]
+    """The divergence of each token, detached; 0 where the weight is 0, since such a token is not read."""
