@@ -5,7 +5,7 @@ import torch
 from linear_cases import head_case
 
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
-from kleash.linear.impl import buffer
+from kleash.linear.impl import buffer, choice
 from kleash.linear.impl.base import HeadInputs, HeadPair
 from kleash.linear.impl.loop import plan_chunks
 
@@ -110,16 +110,13 @@ def test_a_call_and_its_backward_pass_ask_once(monkeypatch):
     assert len(asked) == 2
 
 
-def test_a_compiled_call_chooses_when_it_runs(monkeypatch):
-    from kleash.linear.impl import choice
-
+def test_a_compiled_call_chooses_its_memory_when_it_runs(monkeypatch):
+    case = head_case(tokens=(5,), words=11)
+    eager = linear_kl(*case.models)
     seen = []
     monkeypatch.setattr(
         choice, "with_buffer", lambda options, pair: seen.append(options.buffer_bytes) or options
     )
-    case = head_case(tokens=(5,), words=11)
-    found = torch.compile(lambda h: linear_kl(h, *case.models[1:]), backend="eager", fullgraph=True)(
-        case.hidden_p
-    )
-    torch.testing.assert_close(found, linear_kl(*case.models))
+    compiled = torch.compile(lambda h: linear_kl(h, *case.models[1:]), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(case.hidden_p), eager)
     assert seen == [None]
