@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from kleash.divergences import phi
 from kleash.linear import Head, LinearOptions, linear_kl_loss, token_statistics
 from kleash.linear.impl import onednn
-from kleash.linear.impl.native.building import build, usual_command
+from kleash.linear.impl.native.building import build, compile_command
 
 
 @dataclass
@@ -137,7 +137,7 @@ def build_library(source: str, *more: str) -> ctypes.CDLL:
     """Compile a C source of this folder as kleash compiles its library, and load it."""
     with tempfile.TemporaryDirectory() as folder:
         path = (Path(folder) / source).with_suffix(".so")
-        build(path, (*usual_command(), *more), Path(__file__).with_name(source))
+        build(path, (*compile_command(), *more), Path(__file__).with_name(source))
         return ctypes.CDLL(str(path))
 
 

@@ -43,7 +43,7 @@ from linear_methods import (
 from kleash.linear.impl import onednn
 
 BARE: dict[str, Callable[[Inputs], Callable[[], Any]]] = {"matmuls": bare}
-if onednn.faster_here():
+if onednn.is_faster_on_this_machine():
     BARE["matmuls by oneDNN"] = bare_by_onednn
 MATMULS = tuple(BARE)
 BARE["peak"] = at_peak

@@ -21,27 +21,27 @@ from torch import Tensor
 from kleash.divergences import phi
 from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
 from kleash.linear.checks import checked_pair
-from kleash.linear.impl.loop import Core, per_token, plan
+from kleash.linear.impl.loop import RowFunction, evaluate_rows, plan_chunks
 from kleash.linear.impl.project import normalised
-from kleash.linear.impl.row_statistics import NO_BUFFERS, NUM_BUFFERS, Buffers, side
+from kleash.linear.impl.row_statistics import NO_BUFFERS, NUM_BUFFERS, Buffers, softmax_sums
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def k3_rows(zp: Tensor, zq: Tensor, tokens: Tensor, room: Buffers = NO_BUFFERS) -> tuple[Tensor, ...]:
+def k3_rows(zp: Tensor, zq: Tensor, tokens: Tensor, buffers: Buffers = NO_BUFFERS) -> tuple[Tensor, ...]:
     """k3 of each row: both log-sum-exps, and phi of one log ratio."""
-    p, q, column = side(zp, room[0]), side(zq, room[1]), tokens[:, None]
+    p, q, column = softmax_sums(zp, buffers[0]), softmax_sums(zq, buffers[1]), tokens[:, None]
     logp = zp.gather(-1, column) - p.top - p.total.log()
     logq = zq.gather(-1, column) - q.top - q.total.log()
     return (phi(logp - logq)[:, 0],)
 
 
-def k3_carefully(zp: Tensor, zq: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+def fallback_k3_rows(zp: Tensor, zq: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
     logp, logq = (normalised(z).gather(-1, tokens[:, None]) for z in (zp, zq))
     return (phi(logp - logq)[:, 0],)
 
 
-K3 = Core(k3_rows, k3_carefully, slice(0, 1), NUM_BUFFERS)
+K3 = RowFunction(k3_rows, fallback_k3_rows, slice(0, 1), NUM_BUFFERS)
 
 
 def candidates(args: argparse.Namespace):
@@ -54,7 +54,7 @@ def candidates(args: argparse.Namespace):
     ids = torch.randint(args.vocabulary, (args.tokens,))
     models = hidden_p, head_p, hidden_q, head_q
     pair = checked_pair(models[:2], models[2:], 1.0)
-    chunk = plan(pair, LinearOptions(), 3).chunk
+    chunk = plan_chunks(pair, LinearOptions(), 3).chunk_tokens
     buffers = torch.empty(chunk, args.vocabulary)
 
     def bare() -> None:
@@ -67,7 +67,7 @@ def candidates(args: argparse.Namespace):
     for way, choice in (("eager", "never"), ("compiled", "always")):
         if way == "eager" or args.compile:
             options = LinearOptions(compile=choice)
-            runs[f"k3 {way}"] = lambda o=options: per_token(K3, pair, o, ids)
+            runs[f"k3 {way}"] = lambda o=options: evaluate_rows(K3, pair, o, ids)
             runs[f"kl {way}"] = lambda o=options: linear_kl(*models, options=o)
             runs[f"statistics {way}"] = lambda o=options: token_statistics(*models, ids, options=o)
     return runs

@@ -27,12 +27,12 @@ from torch import Tensor
 from kleash.divergences import phi
 from kleash.linear import LinearOptions, linear_kl
 from kleash.linear.checks import checked_pair
-from kleash.linear.impl.gradient import both_sums
+from kleash.linear.impl.base import HeadPair, per_tensor
 from kleash.linear.impl.kl_fast import NUM_BUFFERS
-from kleash.linear.impl.loop import Chunk, blocks, chunks, plan
-from kleash.linear.impl.pair import HeadPair
+from kleash.linear.impl.loop import Chunk, ChunkPlan, chunks, logit_blocks, plan_chunks
 from kleash.linear.impl.project import multiply_
-from kleash.linear.impl.row_statistics import side
+from kleash.linear.impl.row_statistics import softmax_sums
+from kleash.linear.impl.sums import new_gradient_sums
 
 BESIDE = {
     "exact eager": ("matmuls", "k3 eager", "naive exact", "naive k3"),
@@ -46,7 +46,7 @@ BESIDE = {
     "exact bf16": ("exact eager",),
     "exact bf16, compiled": ("exact compiled",),
 }
-P_ONLY = (True, True, False, False, False, False)
+P_ONLY = per_tensor([True, True, False, False, False, False])
 
 
 def pair(x: Inputs) -> HeadPair:
@@ -57,19 +57,19 @@ def pair(x: Inputs) -> HeadPair:
 def k3_values(x: Inputs) -> Tensor:
     """The derivative of k3 in log p of each token: the value pass of the recomputed k3."""
     both, slopes = pair(x), torch.empty(len(x.ids))
-    cut = plan(both, LinearOptions(), NUM_BUFFERS)
-    buffers = torch.empty(2, cut.rows, both.p.vocabulary)
-    for chunk in chunks(both, cut):
-        for rows in blocks(chunk, cut.rows):
-            slopes[chunk.where][rows] = k3_rows(chunk, rows, x, buffers)[1]
+    plan = plan_chunks(both, LinearOptions(), NUM_BUFFERS)
+    buffers = torch.empty(2, plan.block_rows, both.local_vocab_size)
+    for chunk in chunks(both, plan):
+        for rows in logit_blocks(chunk, plan.block_rows):
+            slopes[chunk.positions][rows] = k3_rows(chunk, rows, x, buffers)[1]
     return slopes
 
 
 def k3_rows(chunk, rows: slice, x: Inputs, buffers: Tensor):
-    column = x.ids[chunk.where][rows][:, None]
+    column = x.ids[chunk.positions][rows][:, None]
     sides = []
     for z, out in ((chunk.zp[rows], buffers[0]), (chunk.zq[rows], buffers[1])):
-        part = side(z, out[: len(z)])
+        part = softmax_sums(z, out[: len(z)])
         sides.append((part, z.gather(-1, column) - part.top - part.total.log()))
     log_ratio = sides[0][1] - sides[1][1]
     assert phi(log_ratio).min() >= 0
@@ -80,53 +80,53 @@ def k3_rows(chunk, rows: slice, x: Inputs, buffers: Tensor):
 def k3_at_once(x: Inputs, slopes: Tensor | None = None) -> None:
     """k3 and its gradient from logits that are computed once; with the slopes known, p's logits suffice."""
     both = pair(x)
-    cut = plan(both, LinearOptions(), NUM_BUFFERS)
-    buffers = torch.empty(2, cut.rows, both.p.vocabulary)
-    sums, _ = both_sums(both, P_ONLY)
-    for chunk in p_chunks(x, cut) if slopes is not None else chunks(both, cut):
-        for rows in blocks(chunk, cut.rows):
+    plan = plan_chunks(both, LinearOptions(), NUM_BUFFERS)
+    buffers = torch.empty(2, plan.block_rows, both.local_vocab_size)
+    sums, _ = new_gradient_sums(both, P_ONLY)
+    for chunk in p_chunks(x, plan) if slopes is not None else chunks(both, plan):
+        for rows in logit_blocks(chunk, plan.block_rows):
             if slopes is None:
                 p_side, slope, column = k3_rows(chunk, rows, x, buffers)
             else:
-                z, column = chunk.zp[rows], x.ids[chunk.where][rows][:, None]
-                p_side, slope = side(z, buffers[0, : len(z)]), slopes[chunk.where][rows]
+                z, column = chunk.zp[rows], x.ids[chunk.positions][rows][:, None]
+                p_side, slope = softmax_sums(z, buffers[0, : len(z)]), slopes[chunk.positions][rows]
             c = slope[:, None] / len(x.ids)
             torch.mul(p_side.mass, -c / p_side.total, out=chunk.zp[rows])
             chunk.zp[rows].scatter_add_(-1, column, c)
-        sums.add(chunk.where, chunk.zp, chunk.pair.p.hidden, cut.tile)
-    x.hidden_p.grad, x.weight_p.grad = sums.done[:2]
+        sums.add(chunk.positions, chunk.zp, chunk.pair.p.hidden, plan.tile_rows)
+    x.hidden_p.grad, x.weight_p.grad = sums.gradients.hidden, sums.gradients.weight
 
 
 @torch.no_grad()
 def k3_compiled(x: Inputs, library: ctypes.CDLL) -> Tensor:
     """k3 of each token; its gradient is stored in the inputs. The elementwise work is done in C."""
     both, values = pair(x), torch.empty(len(x.ids))
-    cut = plan(both, LinearOptions(), 0, native=True)
-    buffers = torch.empty(cut.threads, both.p.vocabulary)
+    plan = plan_chunks(both, LinearOptions(), 0, native=True)
+    buffers = torch.empty(plan.threads, both.local_vocab_size)
     weights = torch.full((len(x.ids),), 1 / len(x.ids))
-    sums, _ = both_sums(both, P_ONLY)
-    for chunk in chunks(both, cut):
-        for rows in blocks(chunk, cut.rows):
+    sums, _ = new_gradient_sums(both, P_ONLY)
+    for chunk in chunks(both, plan):
+        for rows in logit_blocks(chunk, plan.block_rows):
             zp, zq = chunk.zp[rows], chunk.zq[rows]
-            row_values, *row_inputs = (y[chunk.where][rows] for y in (values, x.ids, weights))
+            row_values, *row_inputs = (y[chunk.positions][rows] for y in (values, x.ids, weights))
             sizes = (ctypes.c_int64(n) for n in zp.shape)
-            threads = ctypes.c_int64(cut.threads)
+            threads = ctypes.c_int64(plan.threads)
             pointers = [ctypes.c_void_p(y.data_ptr()) for y in (zp, zq, buffers, *row_inputs, row_values)]
             library.k3_gradient(*pointers[:2], *sizes, pointers[2], threads, *pointers[3:])
-        sums.add(chunk.where, chunk.zp, chunk.pair.p.hidden, cut.tile)
-    x.hidden_p.grad, x.weight_p.grad = sums.done[:2]
+        sums.add(chunk.positions, chunk.zp, chunk.pair.p.hidden, plan.tile_rows)
+    x.hidden_p.grad, x.weight_p.grad = sums.gradients.hidden, sums.gradients.weight
     return values
 
 
-def p_chunks(x: Inputs, cut):
+def p_chunks(x: Inputs, plan: ChunkPlan):
     """Chunks with p's logits only."""
-    buffer = torch.empty(cut.chunk, len(x.weight_p))
-    tiny = torch.zeros(cut.chunk, 1)
-    for start in range(0, len(x.ids), cut.chunk):
-        where = slice(start, min(start + cut.chunk, len(x.ids)))
-        chunk_pair = pair(x).at(where)
+    buffer = torch.empty(plan.chunk_tokens, len(x.weight_p))
+    tiny = torch.zeros(plan.chunk_tokens, 1)
+    for start in range(0, len(x.ids), plan.chunk_tokens):
+        where = slice(start, min(start + plan.chunk_tokens, len(x.ids)))
+        chunk_pair = pair(x).select(where)
         z = buffer[: where.stop - start]
-        multiply_(z, chunk_pair.p, chunk_pair.p.hidden, cut.tile)
+        multiply_(z, chunk_pair.p, chunk_pair.p.hidden, plan.tile_rows)
         yield Chunk(where, chunk_pair, z, tiny[: len(z)], False)
 
 

@@ -57,7 +57,7 @@ def calls(monkeypatch):
         seen.append(name)
         call(name, *given)
 
-    monkeypatch.setattr(rows, "call", noted)
+    monkeypatch.setattr(row_functions, "call", noted)
     return seen
 
 
@@ -72,7 +72,7 @@ def row_pair(kind, rows=6, words=2500):
 
 
 def scratch_for(words):
-    return row_functions.scratch(words, torch.get_num_threads())
+    return row_functions.new_scratch(words, torch.get_num_threads())
 
 
 def row_logits(rows=6):
@@ -84,7 +84,7 @@ def row_logits(rows=6):
     ("kind", "apart"),
     [("near", False), ("usual", False), ("far", False), ("near", True), ("faint", True), ("far", True)],
 )
-def test_the_facts_of_rows(kind, apart):
+def test_the_summary_of_rows(kind, apart):
     zp, more = row_pair(kind)
     zq = zp + more
     # Differences of log-probabilities whose digits are not those of the logits' sum: the KL of "faint" is 5e-17.

@@ -95,7 +95,7 @@ def test_a_tile_and_its_product_are_within_the_budget(machine, hidden, words):
         + plan.tile_rows * (2 * plan.chunk_tokens + hidden)
     )
     assert 4 * both <= options.buffer_bytes
-    assert plain.tile == 1
+    assert plain.tile_rows == 1
     assert plain.chunk_tokens >= plan.chunk_tokens > 0.7 * plain.chunk_tokens
 
 
@@ -104,16 +104,16 @@ def test_where_products_are_made_so(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     found = {}
     for name, text in {"amd": "vendor_id\t: AuthenticAMD\n", "intel": "vendor_id\t: GenuineIntel\n"}.items():
-        monkeypatch.setattr(onednn, "PROCESSORS", tmp_path / name)
-        onednn.PROCESSORS.write_text(text)
-        onednn.faster_here.cache_clear()
+        monkeypatch.setattr(onednn, "CPUINFO", tmp_path / name)
+        onednn.CPUINFO.write_text(text)
+        onednn.is_faster_on_this_machine.cache_clear()
         found[name] = onednn.pays(*kind)
     assert found == {"amd": True, "intel": False}
-    monkeypatch.setattr(onednn, "PROCESSORS", Path("/nowhere/cpuinfo"))
-    onednn.faster_here.cache_clear()
+    monkeypatch.setattr(onednn, "CPUINFO", Path("/nowhere/cpuinfo"))
+    onednn.is_faster_on_this_machine.cache_clear()
     assert not onednn.pays(*kind)
-    monkeypatch.setattr(onednn, "PROCESSORS", tmp_path / "amd")
-    onednn.faster_here.cache_clear()
+    monkeypatch.setattr(onednn, "CPUINFO", tmp_path / "amd")
+    onednn.is_faster_on_this_machine.cache_clear()
     assert onednn.pays(*kind)
     assert not onednn.pays(torch.float64, kind[1])
     assert not onednn.pays(kind[0], torch.device("meta"))
@@ -123,9 +123,9 @@ def test_where_products_are_made_so(monkeypatch, tmp_path):
     finally:
         torch.backends.mkldnn.set_flags(True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    onednn.faster_here.cache_clear()
+    onednn.is_faster_on_this_machine.cache_clear()
     assert not onednn.pays(*kind)
-    onednn.faster_here.cache_clear()
+    onednn.is_faster_on_this_machine.cache_clear()
 
 
 def test_one_row_that_is_not_a_number_spoils_no_other(machine, products):
