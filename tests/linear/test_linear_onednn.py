@@ -107,24 +107,24 @@ def test_where_products_are_made_so(monkeypatch, tmp_path):
         monkeypatch.setattr(onednn, "CPUINFO", tmp_path / name)
         onednn.CPUINFO.write_text(text)
         onednn.is_faster_on_this_machine.cache_clear()
-        found[name] = onednn.pays(*kind)
+        found[name] = onednn.is_faster(*kind)
     assert found == {"amd": True, "intel": False}
     monkeypatch.setattr(onednn, "CPUINFO", Path("/nowhere/cpuinfo"))
     onednn.is_faster_on_this_machine.cache_clear()
-    assert not onednn.pays(*kind)
+    assert not onednn.is_faster(*kind)
     monkeypatch.setattr(onednn, "CPUINFO", tmp_path / "amd")
     onednn.is_faster_on_this_machine.cache_clear()
-    assert onednn.pays(*kind)
-    assert not onednn.pays(torch.float64, kind[1])
-    assert not onednn.pays(kind[0], torch.device("meta"))
+    assert onednn.is_faster(*kind)
+    assert not onednn.is_faster(torch.float64, kind[1])
+    assert not onednn.is_faster(kind[0], torch.device("meta"))
     torch.backends.mkldnn.set_flags(False)
     try:
-        assert not onednn.pays(*kind)
+        assert not onednn.is_faster(*kind)
     finally:
         torch.backends.mkldnn.set_flags(True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     onednn.is_faster_on_this_machine.cache_clear()
-    assert not onednn.pays(*kind)
+    assert not onednn.is_faster(*kind)
     onednn.is_faster_on_this_machine.cache_clear()
 
 
