@@ -10,6 +10,7 @@ hook=--jaxtyping-packages=kleash,beartype.beartype
 step() { printf '\n== %s\n' "$*"; "$@"; }
 step $bin/ruff format --check src tests benchmarks tools examples
 step $bin/ruff check src tests benchmarks tools examples
+step $bin/python tools/check_undefined_names.py
 step $bin/python tools/check_names.py --report --summary  # a report, until the code obeys it
 step $bin/pyright
 step $bin/lint-imports --no-cache

@@ -1,4 +1,4 @@
-"""Fails on names that say nothing, on classes and modules of one name, and on old names that came back.
+"""Fails on names without a meaning, on classes and modules of one name, and on old names that came back.
 
 python tools/check_names.py [FOLDER ...]     src, benchmarks, tools and examples; exit 1 if a rule is broken
     --tests      tests, too
@@ -24,11 +24,13 @@ from name_rules import (
     MOST_EXEMPTIONS,
     NOUNS,
     OLD_NAMES,
+    SHARED_NOUNS,
     SHARED_ROLES,
     SHORT_MODULES,
     SHORTEST,
     STOP_WORDS,
     Exemption,
+    SharedNoun,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,6 +150,16 @@ def repeated(names: Iterable[Definition], rule: str, *, allowed: Iterable[str] =
                 )
 
 
+def repeated_modules(modules: Sequence[Definition], nouns: Iterable[SharedNoun]) -> Iterator[Hit]:
+    """Modules of one name that are neither the same role nor the same noun in each package."""
+    packages = {noun.name: noun.packages for noun in nouns}
+    counts = Counter((module.name, top_level(module.path)) for module in modules)
+    for hit in repeated(modules, "module-twice", allowed={*SHARED_ROLES, *FORBIDDEN_MODULES}):
+        name, package = hit.definition.name, top_level(hit.definition.path)
+        if package not in packages.get(name, ()) or counts[name, package] > 1:
+            yield hit
+
+
 def sizes(texts: dict[str, str]) -> Iterator[Hit]:
     """Modules of the package that are short without a stated reason, or long."""
     for path, text in texts.items():
@@ -174,7 +186,7 @@ def hits_of(texts: dict[str, str]) -> list[Hit]:
         *stop_words([*names, *modules]),
         *old_names([*names, *modules]),
         *repeated(classes, "class-twice"),
-        *repeated(modules, "module-twice", allowed={*SHARED_ROLES, *FORBIDDEN_MODULES}),
+        *repeated_modules(modules, SHARED_NOUNS),
         *(Hit("module-name", m, "name what it holds") for m in modules if m.name in FORBIDDEN_MODULES),
         *sizes(texts),
     ]
@@ -189,9 +201,13 @@ def covers(exemption: Exemption, hit: Hit) -> bool:
 
 
 def table_errors(
-    hits: Sequence[Hit], exemptions: Sequence[Exemption], texts: dict[str, str], short: dict[str, str]
+    hits: Sequence[Hit],
+    exemptions: Sequence[Exemption],
+    texts: dict[str, str],
+    short: dict[str, str],
+    nouns: Sequence[SharedNoun] = (),
 ) -> list[str]:
-    """What is wrong with the tables: exemptions that exempt nothing, that give no reason, or that are too many."""
+    """What is wrong with the tables: entries that apply to nothing, entries without a reason, too many exemptions."""
     folders = {Path(path).parts[0] for path in texts}
     errors = []
     for entry in exemptions:
@@ -207,6 +223,12 @@ def table_errors(
             errors.append(f"{path} is listed as short and is not; remove it")
         if not reason.strip():
             errors.append(f"{path} is listed as short without a reason")
+    modules = {(module.name, top_level(module.path)) for module in modules_of(texts)}
+    for entry in nouns if modules else ():
+        if absent := [package for package in entry.packages if (entry.name, package) not in modules]:
+            errors.append(f"shared noun {entry.name}: no such module in {', '.join(absent)}")
+        if len(entry.packages) < 2 or not entry.noun.strip():
+            errors.append(f"shared noun {entry.name} has no two packages, or no reason")
     return errors
 
 
@@ -265,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     every = hits_of(texts)
     hits = [hit for hit in every if not any(covers(entry, hit) for entry in EXEMPTIONS)]
-    errors = table_errors(every, EXEMPTIONS, texts, SHORT_MODULES)
+    errors = table_errors(every, EXEMPTIONS, texts, SHORT_MODULES, SHARED_NOUNS)
     broken = [hit for hit in hits if hit.rule in ENFORCED]
     if options.summary:
         print(summary(hits))

@@ -5,7 +5,7 @@ from pathlib import Path
 import check_names
 import name_rules
 import pytest
-from name_rules import Exemption
+from name_rules import Exemption, SharedNoun
 
 PLANTED = {
     "src/kleash/__init__.py": '"""All."""\n',
@@ -91,6 +91,40 @@ def test_classes_and_modules_of_one_name(tree: Path) -> None:
     assert hits(tree, "module-name") == {("module", "running", "training/running.py")}
 
 
+def test_modules_of_one_noun_may_share_a_name_in_the_packages_of_the_table(tree: Path) -> None:
+    (tree / "src/kleash/losses").mkdir()
+    (tree / "src/kleash/losses/lean.py").write_text("")
+    texts = check_names.read_files(tree, ["src"])
+    modules = list(check_names.modules_of(texts))
+
+    def outside(*packages: str) -> set[str]:
+        nouns = [SharedNoun("lean", "one noun", packages)]
+        return {
+            check_names.top_level(h.definition.path) for h in check_names.repeated_modules(modules, nouns)
+        }
+
+    assert outside() == {"linear", "leash", "losses"}
+    assert outside("linear", "leash") == {"losses"}
+    assert outside("linear", "leash", "losses") == set()
+    texts["src/kleash/leash/impl/lean.py"] = ""
+    modules = list(check_names.modules_of(texts))
+    assert outside("linear", "leash", "losses") == {"leash"}, "two in one package"
+
+
+def test_shared_nouns_must_be_there_and_reasoned(tree: Path) -> None:
+    texts = check_names.read_files(tree, ["src"])
+
+    def errors(name: str, noun: str, *packages: str) -> list[str]:
+        return check_names.table_errors([], [], texts, {}, [SharedNoun(name, noun, packages)])
+
+    assert errors("lean", "one noun", "linear", "leash") == []
+    assert errors("lean", "one noun", "linear", "losses") == ["shared noun lean: no such module in losses"]
+    assert len(errors("lean", " ", "linear", "leash")) == len(errors("lean", "one noun", "linear")) == 1
+    assert (
+        check_names.table_errors([], [], {}, {}, [SharedNoun("lean", "one noun", ("linear", "leash"))]) == []
+    )
+
+
 def test_short_and_long_modules(tree: Path) -> None:
     assert {path for _, _, path in hits(tree, "short-module")} == {
         "linear/lean.py",
@@ -127,6 +161,7 @@ def test_the_command_fails_and_the_report_does_not(
 ) -> None:
     monkeypatch.setattr(check_names, "SHORT_MODULES", {})
     monkeypatch.setattr(check_names, "EXEMPTIONS", ())
+    monkeypatch.setattr(check_names, "SHARED_NOUNS", ())
     assert check_names.main(["--root", str(tree)]) == 1
     assert "src/kleash/linear/lean.py:3: stop-word: attribute given" in capsys.readouterr().out
     assert check_names.main(["--root", str(tree), "--report"]) == 0
