@@ -16,7 +16,7 @@ class Advantages(NamedTuple):
     """Advantages for the policy loss and returns for the critic; both are detached."""
 
     advantages: Float[Tensor, "sequences steps"]
-    """How much better each token was than expected; 0 where masked."""
+    """Advantage of each token over the critic's value; 0 where masked."""
     returns: Float[Tensor, "sequences steps"]
     """The critic's targets, advantages + values; 0 where masked."""
 
@@ -30,26 +30,25 @@ def generalised_advantages(
     gamma: float = 1.0,
     gae_lambda: float = 0.95,
 ) -> Advantages:
-    """Generalised advantage estimation (GAE) over the tokens that count.
+    """Generalised advantage estimation (GAE) over unmasked tokens.
 
         delta_t = reward_t + gamma value_next(t) - value_t
         advantage_t = delta_t + gamma gae_lambda advantage_next(t),    return_t = advantage_t + value_t
 
-    ``next(t)`` is the next token that *counts*: tool output in the middle of a response is no step, takes
-    no gamma and needs no value; credit passes over it. After the last one the value is 0: the response
-    is over, also where a length limit cut it.
+    ``next(t)`` is the next *unmasked* token: tool output within a response is not a step, is not discounted and needs
+    no value. The value after the last token is 0, also for a response that was truncated by a length limit.
 
-    gae_lambda 1 is the return less the value, whose gradient is unbiased whatever the critic says; below 1, a critic
-    that is wrong biases it. gae_lambda 0 trusts the critic about everything after the next token.
+    With gae_lambda 1 the advantage is the return minus the value, and the gradient is unbiased for every critic. Below
+    1, errors of the critic bias it; with 0, all rewards after the next token come from the critic.
 
-    Where masked, rewards and values are not read (NaN), and the results are 0.
+    Masked rewards and values are not read (NaN), and the results are 0 there.
 
     Args:
         rewards: one per token (``shape_rewards``).
-        values: what the critic expected of the rest, before each token was drawn.
-        mask: true (or 1) for the tokens that the policy chose.
-        gamma: gamma, 0 to 1.
-        gae_lambda: lambda, 0 to 1.
+        values: the critic's expected return before each token.
+        mask: true (or 1) for the tokens that the policy generated.
+        gamma: discount factor, 0 to 1.
+        gae_lambda: lambda of GAE, 0 to 1.
 
     Raises:
         OptionError: if ``gamma`` or ``gae_lambda`` is outside 0 to 1.
@@ -75,11 +74,11 @@ def rewards_to_go(
     *,
     gamma: float = 1.0,
 ) -> Float[Tensor, "sequences steps"]:
-    """The discounted sum of rewards from each token on; masked tokens are no steps.
+    """The discounted sum of rewards from each token on; masked tokens are not steps.
 
         to_go_t = reward_t + gamma to_go_next(t)
 
-    Detached; 0 where masked, where nothing is read.
+    Detached. Masked rewards are not read, and the result is 0 there.
 
     Raises:
         OptionError: if ``gamma`` is outside 0 to 1.
@@ -92,10 +91,10 @@ def rewards_to_go(
 
 
 def _discounted_sum(values: Tensor, counts: Tensor, factor: float) -> Tensor:
-    """``x_t = gains_t + (factor if t counts else 1) * x_t+1``, and 0 where nothing counts.
+    """``x_t = values_t + (factor if t counts else 1) * x_t+1`` for unmasked t, and 0 for masked t.
 
-    By doubling: after each round an entry holds twice as many steps, and ``reach`` what the next ones still
-    weigh; so 8192 steps are 13 rounds over the whole batch, and not 8192 small ones.
+    By doubling: each round doubles the number of steps that an entry of ``total`` sums; ``decay`` is the factor on the
+    steps after them. 8192 steps take 13 rounds over the whole batch instead of 8192.
     """
     total, decay = values, torch.ones_like(values).masked_fill(counts, factor)
     steps, stride = values.shape[-1], 1
@@ -118,10 +117,12 @@ def _next_value(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _unmasked(values: Tensor, counts: Tensor) -> Tensor:
+    """The values detached, in at least float32, with 0 where masked."""
     return torch.where(counts, at_least_float32(values.detach()), 0.0)
 
 
 def _require_steps(**tensors: Tensor) -> None:
+    """Raise ShapeError unless all tensors are [sequences, steps] of one shape."""
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         description = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -131,6 +132,7 @@ def _require_steps(**tensors: Tensor) -> None:
 
 
 def _require_unit_interval(**fractions: float) -> None:
+    """Raise OptionError unless all numbers are from 0 to 1."""
     for name, value in fractions.items():
         if not 0 <= value <= 1:
             raise OptionError(f"{name} is {value}; give a number from 0 to 1")

@@ -1,14 +1,13 @@
 """The KL of best-of-n sampling from the reference: exact, its upper bound, and estimates from draws.
 
-Best of n draws n responses and keeps the one with the highest reward; of several with that reward each is as
-likely to be kept. With F the share of the reference at or below a reward, G the share below it and m = F - G:
-
-    a reward is that of the winner with probability F^n - G^n, and
+Best of n draws n responses and returns the one with the highest reward; ties are broken at random. Let F be the
+reference's probability of a reward at most r, G that of a reward below r, and m = F - G. Then the winner has reward r
+with probability F^n - G^n, and
 
     KL(best of n || reference) = sum over rewards of (F^n - G^n) log((F^n - G^n) / m)
 
-Between responses of equal reward nothing is preferred, so the distribution of the *rewards* decides. No tie, and
-no response with a probability worth speaking of: then it is the integral of n x^(n-1) log(n x^(n-1)), the bound.
+Responses of equal reward keep their proportions, so only the distribution of the *rewards* matters. Without ties, and
+with a negligible probability of each response, the sum is the integral of n x^(n-1) log(n x^(n-1)), the upper bound.
 """
 
 import math
@@ -26,17 +25,17 @@ from kleash.uncertainty import Estimate, clustered_mean
 
 Array = NDArray[np.float64]
 SUM_TOLERANCE = 1e-5
-LOWEST_LOG = -1e4
-"""Stands for log 0: its exponential is 0, and so is 0 times it."""
+LOG_OF_ZERO = -1e4
+"""Finite replacement of log 0, whose exponential is 0 and whose product with 0 is 0."""
 DRAWS_PER_N = 4
 """The recommended number of draws per prompt, as a multiple of n."""
 
 
 def best_of_n_bound(n: int) -> float:
-    """The upper bound log n - (n - 1) / n nats of the KL of best-of-n, exact where rewards never tie.
+    """The upper bound log n - (n - 1) / n nats of the KL of best-of-n, exact if rewards never tie.
 
-    Often quoted as the KL itself. It is that only if no single response is likely and no two responses
-    have one reward; with K outcomes in all the KL cannot exceed the log of the rarest one's 1/probability.
+    It is often quoted as the KL itself. The two are equal only if no single response is likely and no two responses
+    have the same reward; over finitely many outcomes the KL is at most -log of the smallest probability.
 
     Raises:
         OptionError: if ``n`` is below 1.
@@ -53,18 +52,17 @@ def best_of_n_bound(n: int) -> float:
 def best_of_n_kl(probs: Any, rewards: Any, n: int) -> float:
     """KL(best of n || reference) in nats, exactly, for a finite set of outcomes.
 
-    Outcomes of equal reward keep their proportions: a tie among the n draws is settled at random. (If one of
-    them were always preferred, they would have different rewards.) Outcomes of probability 0 are never
-    drawn and do not count.
+    Outcomes of equal reward keep their proportions, since ties among the n draws are broken at random. (If one of them
+    were always preferred, their rewards would differ.) Outcomes of probability 0 are ignored.
 
     Args:
         probs: the reference's probability of each outcome; array-like, divided by their sum.
-        rewards: the reward of each; any numbers but NaN.
-        n: how many are drawn, at least 1.
+        rewards: the reward of each outcome; any numbers but NaN.
+        n: the number of draws, at least 1.
 
     Raises:
-        NotProbabilitiesError: if probabilities are negative, not finite, absent or do not sum to 1.
-        ShapeError: if there is not one reward for each.
+        NotProbabilitiesError: if probabilities are negative, not finite, missing or do not sum to 1.
+        ShapeError: if there is not one reward per outcome.
         OptionError: if a reward is NaN, or ``n`` is below 1.
     """
     best_of_n_bound(n)
@@ -80,7 +78,7 @@ def best_of_n_kl(probs: Any, rewards: Any, n: int) -> float:
     masses = masses[masses > 0] / masses.sum()
     cumulative = np.cumsum(masses)
     cumulative /= cumulative[-1]
-    with np.errstate(divide="ignore"):  # nothing lies below the lowest
+    with np.errstate(divide="ignore"):  # the share below the lowest reward is 0
         log_share_below = np.log1p(-np.minimum(masses / cumulative, 1.0))
     log_best_probs = n * np.log(cumulative) + np.log(-np.expm1(n * log_share_below))
     return kl(torch.tensor(log_best_probs), torch.tensor(np.log(masses))).item()
@@ -91,19 +89,18 @@ def best_of_n_kl_from_rewards(rewards: Real[np.ndarray, "..."], n: int) -> Estim
 
         bound - mean over draws of gap(below, tied) / tied
 
-    where ``below`` and ``tied`` are the shares of the prompt's *other* draws with a lower and with the same
-    reward, and ``gap`` is what the bound exceeds the sum by on rewards of that rank. Needs no
-    probabilities. A draw that ties with none adds nothing, so where rewards never tie the estimate is the
-    bound. Otherwise the shares are unbiased and the function of them is curved; the jackknife
-    takes out the bias of order 1/draws that this leaves, and what remains is of order 1/draws^2. It may
-    pass the bound by noise.
+    where ``below`` and ``tied`` are the shares of the prompt's *other* draws with a lower and with the same reward, and
+    ``gap`` is the excess of the bound over the sum for rewards of that rank. No probabilities are needed. A draw
+    without ties contributes 0, so the estimate is the bound if rewards never tie. Otherwise the shares are unbiased but
+    enter a curved function; the jackknife removes the bias of order 1/draws, and one of order 1/draws^2 remains. Noise
+    can make the estimate larger than the bound.
 
-    Several prompts: the mean over them, each prompt a cluster. One prompt: its draws (their jackknife
+    For several prompts it is their mean, with each prompt as a cluster. For one prompt its draws (their jackknife
     pseudo-values) are the clusters.
 
     Args:
-        rewards: [draws] of one prompt or [prompts, draws]; at least 3 draws each, better 4 n.
-        n: the best of how many. Need not be the number of draws.
+        rewards: [draws] of one prompt or [prompts, draws]; at least 3 draws per prompt, better 4 n.
+        n: the n of best-of-n, which may differ from the number of draws.
 
     Raises:
         ShapeError: if there are fewer than 3 draws, or more than two axes.
@@ -124,23 +121,23 @@ def best_of_n_kl_from_rewards(rewards: Real[np.ndarray, "..."], n: int) -> Estim
 def best_of_n_kl_from_winners(
     winner_logp: Real[np.ndarray, "winners"], n: int, *, prompts: Any = None
 ) -> Estimate:
-    """KL(best of n || reference) in nats, from the reference's log-probability of each response that won.
+    """KL(best of n || reference) in nats, from the reference's log-probabilities of the winning responses.
 
         e = exp(winner_logp):    (1 - e)^n (log n + (n - 1) log(1 - e) - (n - 1)/n)
                                  + (1 - (1 - e)^n) log((1 - (1 - e)^n) / e)
 
-    What the KL would be if this response were the best there is and nothing else were likely: Beirami et
-    al.'s estimator. It lowers the bound for likely winners, with one draw of best of n per prompt. It is biased,
-    to either side: two equally likely outcomes and n = 4 give 0.499 nats where 0.459 are true. For
-    whole responses of some length e is 0 and it is the bound.
+    The estimator of Beirami et al.: the KL if the winner were the best possible response and no other response were
+    likely. It needs one best-of-n draw per prompt and is below the bound for likely winners. It is biased in either
+    direction: for two equally likely outcomes and n = 4 it gives 0.499 nats instead of 0.459. For long responses e is
+    about 0 and it equals the bound.
 
     Args:
         winner_logp: log-probability of each winner under the reference; at most 0.
-        n: the best of how many.
-        prompts: labels of the prompts; winners of one prompt form a cluster. Left out, each is a cluster.
+        n: the n of best-of-n.
+        prompts: labels of the prompts; winners of one prompt form a cluster. None for a cluster per winner.
 
     Raises:
-        ShapeError: if it is not one number per winner, or there is not one label for each.
+        ShapeError: if ``winner_logp`` does not have one axis, or ``prompts`` does not have one label per winner.
         OptionError: if a log-probability is above 0 or NaN, or ``n`` is below 1.
 
     References:
@@ -154,11 +151,11 @@ def best_of_n_kl_from_winners(
     if not (logp <= 0).all():
         raise OptionError(f"winner_logp reaches {logp.max():g}; a log-probability is at most 0")
     mass = np.exp(logp)
-    with np.errstate(divide="ignore"):  # nothing is left beside a certain winner
-        log_rest = np.maximum(np.log1p(-mass), LOWEST_LOG)
-    lost = np.exp(n * log_rest)
+    with np.errstate(divide="ignore"):  # the other responses have probability 0 if the winner is certain
+        log_rest = np.maximum(np.log1p(-mass), LOG_OF_ZERO)
+    absent_prob = np.exp(n * log_rest)
     per_mass = np.divide(-np.expm1(n * log_rest), mass, out=np.full_like(mass, n), where=mass > 0)
-    estimates = lost * (bound + (n - 1) * log_rest) + per_mass * mass * np.log(per_mass)
+    estimates = absent_prob * (bound + (n - 1) * log_rest) + per_mass * mass * np.log(per_mass)
     labels = np.arange(len(logp)) if prompts is None else np.asarray(prompts)
     return clustered_mean(estimates, labels, lower=0.0, upper=bound)
 
@@ -170,7 +167,7 @@ def _pseudo_values(rewards: Array, n: int) -> Array:
     if not len(tied):
         return np.zeros(draws)
     full_sample = _mean_gap(counts, n)
-    # Without one draw: which one matters only if it ties, else by how many tied levels lie below it.
+    # Leave-one-out values depend on the draw's level if it ties, and otherwise on the number of tied levels below it.
     kind = np.where(counts > 1, -1 - np.arange(len(counts)), np.searchsorted(tied, np.arange(len(counts))))
     _, example, kind_of_level = np.unique(kind, return_index=True, return_inverse=True)
     leave_one_out = np.array([_mean_gap(counts - (np.arange(len(counts)) == index), n) for index in example])
@@ -180,16 +177,16 @@ def _pseudo_values(rewards: Array, n: int) -> Array:
 def _mean_gap(counts: NDArray[np.int64], n: int) -> float:
     """The mean gap between bound and KL over the draws, each ranked among the other draws."""
     draws = counts.sum()
-    tied = counts > 1
+    is_tied = counts > 1
     lower_share, tied_share = (
-        (np.cumsum(counts) - counts)[tied] / (draws - 1),
-        (counts[tied] - 1) / (draws - 1),
+        (np.cumsum(counts) - counts)[is_tied] / (draws - 1),
+        (counts[is_tied] - 1) / (draws - 1),
     )
-    return float(counts[tied] @ _gap_per_mass(lower_share, tied_share, n) / draws)
+    return float(counts[is_tied] @ _gap_per_mass(lower_share, tied_share, n) / draws)
 
 
 def _gap_per_mass(below: Array, mass: Array, n: int) -> Array:
-    """What rewards spread over (below, below + mass) would cost more than one reward there, over ``mass``."""
+    """The KL of distinct rewards with ranks in (below, below + mass) minus that of one reward, divided by ``mass``."""
     top = below + mass
     best_prob = top**n * -np.expm1(n * _bounded_log(below / top))
     spread = (n - 1) * (_x_log_x(top, n) - _x_log_x(below, n)) + best_of_n_bound(n) * best_prob
@@ -198,16 +195,18 @@ def _gap_per_mass(below: Array, mass: Array, n: int) -> Array:
 
 
 def _x_log_x(x: Array, n: int) -> Array:
+    """x^n log x; 0 at 0."""
     return x**n * _bounded_log(x)
 
 
 def _bounded_log(x: Array) -> Array:
-    """log x; where x is 0 some number as low, for products that are 0 there."""
+    """log x, with ``LOG_OF_ZERO`` at 0, for products with 0."""
     with np.errstate(divide="ignore"):
-        return np.maximum(np.log(x), LOWEST_LOG)
+        return np.maximum(np.log(x), LOG_OF_ZERO)
 
 
 def _with_warnings(estimate: Estimate, *, draws: int, n: int, ties: bool) -> Estimate:
+    """The estimate with warnings about missing ties and too few draws."""
     warnings = list(estimate.warnings)
     if not ties:
         warnings.append(

@@ -20,21 +20,21 @@ NOISE_LOG_RATIO = 0.25
 """|log(KL / target)| up to which changes of the KL may be noise."""
 STEADY_GROWTH = 0.15
 """E-folds per update above which a first rise to the target is braked."""
-AnyBounded = TypeVar("AnyBounded", bound="BoundedController")
-AnyPredictive = TypeVar("AnyPredictive", bound="PredictiveController")
+BoundedT = TypeVar("BoundedT", bound="BoundedController")
+PredictiveT = TypeVar("PredictiveT", bound="PredictiveController")
 
 
 class Reading(NamedTuple):
     """A measured KL relative to the target."""
 
     ratio: float | None
-    """Measured over target: at least 0, inf for an infinite KL; None where it is ignored."""
+    """Measured over target: at least 0, inf for an infinite KL; None if the measurement is ignored."""
     event: str | None
-    """What was wrong with the measurement; None otherwise."""
+    """What was wrong with the measurement; None if it is valid."""
 
 
 def read_measurement(measured_nats: SupportsFloat, target_nats: float, sequences: int) -> Reading:
-    """The measured KL over the target; an invalid value is ignored or replaced, with an event that says so.
+    """The measured KL divided by the target; an invalid value is ignored or replaced, as the event states.
 
     Raises:
         OptionError: if ``sequences`` is negative.
@@ -43,14 +43,14 @@ def read_measurement(measured_nats: SupportsFloat, target_nats: float, sequences
         raise OptionError(f"sequences is {sequences}; give how many were measured, at least 0")
     if sequences == 0:
         return Reading(None, "ignored: no sequence was measured")
-    measured = float(measured_nats)
-    if math.isnan(measured) or measured == -math.inf:
-        return Reading(None, f"ignored: the measured KL is {measured}")
-    if measured == math.inf:
+    kl_nats = float(measured_nats)
+    if math.isnan(kl_nats) or kl_nats == -math.inf:
+        return Reading(None, f"ignored: the measured KL is {kl_nats}")
+    if kl_nats == math.inf:
         return Reading(math.inf, "the measured KL is infinite: answered as the largest error")
-    if measured < 0:
-        return Reading(0.0, f"the measured KL is {measured:g} and none is below 0: answered as 0")
-    return Reading(measured / target_nats, ZERO_KL_EVENT if measured == 0 else None)
+    if kl_nats < 0:
+        return Reading(0.0, f"the measured KL is {kl_nats:g} and none is below 0: answered as 0")
+    return Reading(kl_nats / target_nats, ZERO_KL_EVENT if kl_nats == 0 else None)
 
 
 def clip(value: float, largest: float) -> float:
@@ -59,7 +59,7 @@ def clip(value: float, largest: float) -> float:
 
 
 def bounded_exp(nats: float) -> float:
-    """exp with the exponent bounded, so that it does not overflow (every step is bounded below that)."""
+    """exp with the exponent bounded, so that it does not overflow; ``largest_step`` is far below this bound."""
     return math.exp(min(nats, LARGEST_EXPONENT))
 
 
@@ -121,9 +121,9 @@ class PredictiveController(BoundedController):
     lookahead: float = 0.0
     """Updates by which the KL is extrapolated linearly from the last two; 0 switches the prediction off."""
     brake: float = 1.5
-    """What a KL that grows e-fold per update adds to log beta, while it runs up to its target for the first time."""
+    """Increase of log beta for each e-fold per update of growth, during the first rise of the KL to its target."""
     caution: float = 1.0
-    """Share of a loosening that is carried out while the KL swings far from a target that it has met before."""
+    """Factor on a decrease of log beta while the KL is far from a target that it has reached before."""
     levels: tuple[float, ...] = ()
     """The logs of the last two KLs after clipping; newest first."""
     reached: bool = False
@@ -145,9 +145,7 @@ class PredictiveController(BoundedController):
         earlier = tuple(clip(log_kl - log_target, reach) for log_kl in self.levels)
         return KLTrend(level=level, earlier=earlier, lookahead=self.lookahead)
 
-    def with_response(
-        self: AnyPredictive, trend: "KLTrend", factor: float, event: str | None
-    ) -> AnyPredictive:
+    def with_response(self: PredictiveT, trend: "KLTrend", factor: float, event: str | None) -> PredictiveT:
         """The controller with beta times ``factor``, limited by the trend of the KL, ``largest_step`` and bounds."""
         if self.lookahead > 0:
             factor = trend.allowed_factor(factor)
@@ -156,8 +154,8 @@ class PredictiveController(BoundedController):
             if not self.reached and trend.is_crossing:
                 factor *= bounded_exp(self.brake * max(0.0, trend.growth - STEADY_GROWTH))
         levels = (math.log(self.target_nats) + trend.level, *self.levels[:1])
-        measured = replace(self, levels=levels, reached=self.reached or trend.has_arrived)
-        return with_beta_times(measured, factor, event)
+        controller = replace(self, levels=levels, reached=self.reached or trend.has_arrived)
+        return with_beta_times(controller, factor, event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,25 +201,25 @@ class KLTrend:
     def is_crossing(self) -> bool:
         """Whether the KL grows and is above the target, or will be within ``lookahead`` updates.
 
-        A rise that slows down by a factor from one update to the next is taken to go on slowing down. From two
-        measurements alone nothing is concluded while the KL is far below.
+        If the rise slowed down by a factor from one update to the next, it is extrapolated with that factor. With only
+        two measurements the result is False while the KL is far below the target.
         """
         if not self.change > 0 or (len(self.earlier) < 2 and self.level < -NOISE_LOG_RATIO):
             return False
         steps = self.lookahead
         if len(self.earlier) > 1:
-            before = _ratio(self.earlier[0]) - _ratio(self.earlier[1])
-            slowing = self.change / before if before > self.change else 1.0
-            steps = slowing * (1 - slowing**steps) / (1 - slowing) if slowing < 1 else steps
+            earlier_change = _ratio(self.earlier[0]) - _ratio(self.earlier[1])
+            decay = self.change / earlier_change if earlier_change > self.change else 1.0
+            steps = decay * (1 - decay**steps) / (1 - decay) if decay < 1 else steps
         return _ratio(self.level) + steps * self.change >= 1
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the KL is at or above the target and no longer grows, or started there."""
+        """Whether the KL is at or above the target and does not grow; at the first update, whether it is there."""
         return self.level >= 0 and self.change <= 0
 
     def allowed_factor(self, factor: float) -> float:
-        """``factor``, or 1 where the KL is approaching the target from below."""
+        """``factor``, or 1 if beta must wait while the KL approaches the target from below."""
         if self.level >= 0:
             return factor
         if factor > 1:
@@ -230,6 +228,7 @@ class KLTrend:
 
 
 def _ratio(level: float) -> float:
+    """KL / target from its logarithm, which is clipped."""
     return math.exp(clip(level, MAX_LOG_RATIO))
 
 
@@ -241,36 +240,36 @@ def field_values(record: Any) -> dict[str, object]:
     }
 
 
-def with_beta_times(controller: AnyBounded, factor: float, event: str | None) -> AnyBounded:
+def with_beta_times(controller: BoundedT, factor: float, event: str | None) -> BoundedT:
     """The controller with beta times ``factor``, limited by ``largest_step`` and the bounds (see ``event``)."""
     events = [] if event is None else [event]
     largest = controller.largest_step
     step = max(1 / largest, min(largest, factor))
     if step != factor:
         events.append(f"a step of times {factor:.4g} bounded to {step:.4g}")
-    unbounded = controller.beta * step
-    beta = max(controller.beta_min, min(controller.beta_max, unbounded))
-    if beta != unbounded:
-        name = "beta_min" if beta > unbounded else "beta_max"
-        events.append(f"beta {unbounded:.4g} bounded to {name} {beta:g}")
+    next_beta = controller.beta * step
+    beta = max(controller.beta_min, min(controller.beta_max, next_beta))
+    if beta != next_beta:
+        name = "beta_min" if beta > next_beta else "beta_max"
+        events.append(f"beta {next_beta:.4g} bounded to {name} {beta:g}")
     return replace(controller, beta=beta, event="; ".join(events) or None)
 
 
 def require_per(per: str) -> None:
-    """Raise unless it is one of ``KL_UNITS``."""
+    """Raise OptionError unless ``per`` is one of ``KL_UNITS``."""
     if per not in KL_UNITS:
         raise OptionError(f"per is {per!r}; there are {', '.join(KL_UNITS)}")
 
 
 def require_above(least: float, **numbers: float | int) -> None:
-    """Raise unless each is finite and above ``least``."""
+    """Raise OptionError unless each number is finite and above ``least``."""
     for name, value in numbers.items():
         if not least < value < math.inf:
             raise OptionError(f"{name} is {value}; give a finite number above {least:g}")
 
 
 def require_gains(**gains: float) -> None:
-    """Raise unless each is finite and at least 0."""
+    """Raise OptionError unless each gain is finite and at least 0."""
     for name, value in gains.items():
         if not 0 <= value < math.inf:
             raise OptionError(f"{name} is {value}; give a finite gain, at least 0")

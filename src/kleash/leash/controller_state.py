@@ -1,4 +1,4 @@
-"""Beta controllers by name: saved as a dict, restored, held in a stateful object, and their steps explained."""
+"""Saving and restoring beta controllers, a mutable wrapper around one, and explanations of their steps."""
 
 import math
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
     """Restore a controller from its ``to_dict``; it continues exactly where the saved one was.
 
     Args:
-        record: ``kind`` and the fields of that controller, such as ``json.loads`` gives them. Fields left out
-            have their defaults; so a configuration file may name a controller this way.
+        record: ``kind`` and the fields of that controller, for example from JSON or a configuration file. Missing
+            fields have their defaults.
 
     Raises:
         UnknownNameError: if there is no such kind.
-        OptionError: if there is no kind, a field is unknown or missing, or a number means nothing.
+        OptionError: if the kind or a required field is missing, a field is unknown, or a value is out of its range.
     """
     if "kind" not in record:
         raise OptionError(f"the dict of a controller has no kind; there are {', '.join(CONTROLLERS)}")
@@ -43,9 +43,9 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
     values = {name: value for name, value in record.items() if name != "kind"}
     field_names = {field.name for field in fields(controller_class)}
     if not values.keys() <= field_names:
-        unknown = ", ".join(sorted(values.keys() - field_names))
+        unknown_names = ", ".join(sorted(values.keys() - field_names))
         raise OptionError(
-            f"{controller_class.__name__} has no {unknown}; it has {', '.join(sorted(field_names))}"
+            f"{controller_class.__name__} has no {unknown_names}; it has {', '.join(sorted(field_names))}"
         )
     if "levels" in values:
         values["levels"] = tuple(values["levels"])
@@ -54,9 +54,7 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
     try:
         return controller_class(**values)
     except TypeError as error:
-        raise OptionError(
-            f"{controller_class.__name__} is not all there: {error}; give what is missing"
-        ) from error
+        raise OptionError(f"fields of {controller_class.__name__} are missing: {error}; give them") from error
 
 
 class StatefulController:
@@ -78,13 +76,13 @@ class StatefulController:
         """Replace ``leash`` by the controller for the next update.
 
         Args:
-            measured_nats: the KL that was measured, per what ``leash.per`` says.
-            sequences: the number of sequences it was measured on.
+            measured_nats: the measured KL, in the unit of ``leash.per``.
+            sequences: the number of sequences that it was measured on.
         """
         self.leash = self.leash.after(measured_nats, sequences=sequences)
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore beta and the measured levels; bounds, target and gains stay as they are configured here.
+        """Restore beta and the measured levels; bounds, target and gains are not changed.
 
         Args:
             saved: the result of ``leash.to_dict()``, or an empty mapping. A fixed beta is not restored.
@@ -124,25 +122,29 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
     change = f"beta {before.beta:.4g} -> {after.beta:.4g}"
     if before.target_nats is None:
         return f"{change}: by its schedule"
-    measured, target = float(measured_nats), before.target_nats
-    position = "above" if measured > target else "below" if measured < target else "at"
-    factor = f", {measured / target:.2g} times" if measured > 1.2 * target else ""
-    state = f"KL {measured:.3g} is {position} its target of {target:g}{factor}"
-    return f"{change}: {state}{_trend(before, after.beta > before.beta, measured)}"
+    kl_nats, target = float(measured_nats), before.target_nats
+    position = "above" if kl_nats > target else "below" if kl_nats < target else "at"
+    factor = f", {kl_nats / target:.2g} times" if kl_nats > 1.2 * target else ""
+    state = f"KL {kl_nats:.3g} is {position} its target of {target:g}{factor}"
+    return f"{change}: {state}{_trend(before, after.beta > before.beta, kl_nats)}"
 
 
-def _trend(before: Leash, rises: bool, measured: float) -> str:
-    """The direction of the KL, where it explains the change of beta."""
-    inner = before.controller if isinstance(before, TargetSchedule) else before
-    if not isinstance(inner, PredictiveController) or not inner.levels or not math.isfinite(measured):
+def _trend(before: Leash, beta_rises: bool, kl_nats: float) -> str:
+    """The direction of the KL in words, if it explains the change of beta."""
+    controller = before.controller if isinstance(before, TargetSchedule) else before
+    if (
+        not isinstance(controller, PredictiveController)
+        or not controller.levels
+        or not math.isfinite(kl_nats)
+    ):
         return ""
-    earlier = math.exp(min(inner.levels[0], 700.0))
-    change, target = measured - earlier, float(before.target_nats or 0.0)
-    if measured < target and rises:
-        updates = (target - measured) / change if change > 0 else math.inf
+    earlier_nats = math.exp(min(controller.levels[0], 700.0))
+    change, target = kl_nats - earlier_nats, float(before.target_nats or 0.0)
+    if kl_nats < target and beta_rises:
+        updates = (target - kl_nats) / change if change > 0 else math.inf
         return f", and would pass it in {updates:.2g} updates" if updates < MAX_PREDICTED_UPDATES else ""
-    if measured > target and not rises:
+    if kl_nats > target and not beta_rises:
         return ", and comes down"
-    if measured > target and change > 0:
+    if kl_nats > target and change > 0:
         return ", and rises"
     return ""

@@ -21,7 +21,7 @@ from kleash.leash.controller_base import (
 )
 
 REACH = 3.0
-"""The log of KL / target is clipped to this, to either side, before its changes are used."""
+"""Largest absolute value of log(KL / target) from which changes are computed; beyond it is clipped."""
 
 
 @runtime_checkable
@@ -116,7 +116,7 @@ class ZieglerBeta(PredictiveController):
     kind: ClassVar[str] = "ziegler"
 
     horizon: int = 10_000
-    """The number of sequences over which a KL that is 20 % off (or more) changes beta by 20 %."""
+    """The number of sequences after which a KL that is 20 % off (or more) has changed beta by 20 %."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
@@ -150,23 +150,23 @@ class DualBeta(PredictiveController):
 
         log beta <- log beta + rate clip(KL / target - 1, -largest_error, largest_error)
 
-    The derivative of the Lagrangian ``reward - beta (KL - budget)`` in beta is how far the KL is over the
-    budget; ``target_nats`` is the budget. The ascent is made in log beta (mirror ascent), so that ``rate`` has no
-    unit and beta stays above 0. While the KL keeps below the budget beta falls, down to the floor
-    ``beta_min``: the constraint costs nothing where it does not bind.
+    The negative derivative of the Lagrangian ``reward - beta (KL - budget)`` in beta is the excess of the KL over the
+    budget, which is ``target_nats``. The ascent is in log beta (mirror ascent), so ``rate`` has no unit and beta stays
+    above 0. While the KL is below the budget, beta falls until ``beta_min``: a constraint that does not bind costs
+    nothing.
 
     With ``lookahead`` the predicted KL replaces the measured one (``kleash train`` uses 4, and a rate of 0.2; see
     ``PredictiveController``).
 
-    ``sequences`` is not used, except that 0 means that there is no measurement.
+    ``sequences`` is not used, except that 0 stands for no measurement.
     """
 
     kind: ClassVar[str] = "dual"
 
     rate: float = 0.035
-    """The gain: what a KL at twice the budget adds to log beta (before ``largest_error``)."""
+    """The gain: the increase of log beta at a KL of twice the budget (before ``largest_error``)."""
     largest_error: float = 0.4
-    """(KL / target - 1) is clipped to this, to either side."""
+    """Largest absolute value of KL / target - 1; beyond it is clipped."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
@@ -192,7 +192,7 @@ class DualBeta(PredictiveController):
 
 
 def predicted_error(trend: KLTrend) -> float:
-    """KL / target - 1 of the predicted KL."""
+    """The relative error of the predicted KL: KL / target - 1."""
     return trend.predicted - 1
 
 
@@ -203,35 +203,35 @@ class PIDBeta(PredictiveController):
         l_k = clip(log(KL_k / target), -reach, reach),    e_k = clip(l_k, -largest_error, largest_error)
         log beta <- log beta + proportional (l_k - l_k-1) + integral e_k + derivative (l_k - 2 l_k-1 + l_k-2)
 
-    Logarithms, because KL goes roughly as 1 / beta: half the target is answered like twice the target, and
-    the gains have no unit. This is the velocity form: beta itself is the integrator, so what the bounds
-    cut off is never wound up, and a beta set by hand (``dataclasses.replace``) is the new starting point. The
-    differences are of the measured KL alone: a target that moves gives no kick. They reach further than the
-    error, so that a KL which runs away from 0 is answered shortly before it reaches the target: within
+    It uses logarithms because the KL is roughly proportional to 1 / beta: half the target and twice the target have
+    errors of the same size, and the gains have no unit. This is the velocity form: beta itself is the integrator, so
+    there is no wind-up at the bounds, and a beta that was set by hand (``dataclasses.replace``) is the new starting
+    point. The differences are of the measured KL alone, so a change of the target causes no jump. They are clipped less
+    than the error, so that a KL which rises quickly from 0 is answered before it reaches the target: within
     ``lookahead`` updates of it, and not earlier (see ``PredictiveController``).
 
-    The default gains are for a KL that answers beta within 3 to 20 updates, seen up to 3 updates
-    late, with 10 % noise: from a beta ten times off, overshoot 6 % at most, and within 10 % of the
-    target 200 updates later (docs/beta.md).
+    The default gains are for a KL that responds to beta within 3 to 20 updates, is measured up to 3 updates late, and
+    has 10 % noise. Starting from a beta that is ten times off, the overshoot is at most 6 %, and the KL is within 10 %
+    of the target 200 updates later (docs/beta.md).
 
-    ``sequences`` is not used, except that 0 means that there is no measurement.
+    ``sequences`` is not used, except that 0 stands for no measurement.
     """
 
     kind: ClassVar[str] = "pid"
 
     proportional: float = 0.3
-    """The proportional gain: what a KL that grew e-fold since the last update adds to log beta."""
+    """The proportional gain: the increase of log beta if the KL grew e-fold since the last update."""
     integral: float = 0.03
-    """The integral gain: what a KL of e times the target adds to log beta at each update."""
+    """The integral gain: the increase of log beta per update at a KL of e times the target."""
     derivative: float = 0.0
-    """The derivative gain: what a change of the KL's growth adds; 0 by default because it amplifies noise."""
+    """The derivative gain, on the change of the KL's growth; 0 by default because it amplifies noise."""
     largest_error: float = 1.0
-    """log(KL / target) is clipped to this, to either side, in the integral term."""
+    """Largest absolute value of log(KL / target) in the integral term; beyond it is clipped."""
     reach: float = 3.0
-    """log(KL / target) is clipped to this, to either side, in the proportional and derivative terms."""
+    """Largest absolute value of log(KL / target) in the proportional and derivative terms; beyond it is clipped."""
     lookahead: float = 4.0
-    """Below the target beta rises only if the KL is predicted to pass it within this many updates; 0 switches this
-    off, and beta then rises during the whole climb from 0."""
+    """Below the target beta rises only if the KL is predicted to pass it within this many updates; with 0 there is no
+    prediction, and beta rises during the whole rise of the KL from 0."""
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
@@ -250,12 +250,12 @@ class PIDBeta(PredictiveController):
             return replace(self, event=event)
         trend = self.trend(ratio, self.reach)
         level, earlier = trend.level, trend.earlier
-        push = self.integral * clip(level, self.largest_error)
+        log_factor = self.integral * clip(level, self.largest_error)
         if earlier:
-            push += self.proportional * (level - earlier[0])
+            log_factor += self.proportional * (level - earlier[0])
         if len(earlier) > 1:
-            push += self.derivative * (level - 2 * earlier[0] + earlier[1])
-        return self.with_response(trend, bounded_exp(push), event)
+            log_factor += self.derivative * (level - 2 * earlier[0] + earlier[1])
+        return self.with_response(trend, bounded_exp(log_factor), event)
 
 
 @dataclass(frozen=True, kw_only=True)

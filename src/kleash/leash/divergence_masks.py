@@ -24,22 +24,21 @@ def binary_divergence(
     behaviour_logp: Float[Tensor, "*tokens_b"],
     divergence: BinaryDivergence = "kl",
 ) -> Float[Tensor, "*tokens_p"]:
-    """The divergence of "this token or another one" between behaviour and policy, in nats (or as a probability).
+    """The divergence of the binary event "the sampled token" between behaviour and policy, per token.
 
-        kl                 KL(behaviour || policy) = b log(b / p) + (1 - b) log((1 - b) / (1 - p))
-        total_variation    abs(b - p)
+        kl                 KL(behaviour || policy) = b log(b / p) + (1 - b) log((1 - b) / (1 - p)), in nats
+        total_variation    abs(b - p), a probability
 
-    What one sampled token's two probabilities certify: by the data-processing inequality at most the
-    divergence over the whole vocabulary.
+    By the data-processing inequality it is a lower bound of the divergence over the whole vocabulary.
 
     | | value |
-    | p = 0 < b | inf, by kl |
-    | p = 1 up to rounding | 1 - p is taken as half a rounding step: what is left below that is not known |
+    | p = 0 < b | inf for kl |
+    | p = 1 up to rounding | 1 - p is replaced by half a unit of rounding |
     | a log-probability above 0.001, or NaN | NaN |
 
     Args:
         token_logp: log-probabilities of the sampled tokens under the policy.
-        behaviour_logp: under what drew them.
+        behaviour_logp: their log-probabilities under the distribution that they were sampled from.
         divergence: "kl" or "total_variation".
 
     Raises:
@@ -72,24 +71,25 @@ def binary_divergence_mask(
     most: float,
     divergence: BinaryDivergence = "kl",
 ) -> TrustRegion:
-    """Removes tokens that have left the trust region and that the update would push further out (DPPO).
+    """Remove tokens outside a trust region that the update would move further out (DPPO).
 
         removed where binary_divergence > most, and either advantage > 0 and policy > behaviour,
                                                     or advantage < 0 and policy < behaviour
 
-    So a token that is too likely already is not made likelier, and one that is too unlikely not less likely; the
-    way back stays open. Without advantages, every token outside the region goes, whichever way.
+    So a token that is already too likely is not made likelier, and one that is too unlikely is not made less likely;
+    updates back towards the behaviour remain. Without advantages, every token outside the region is removed.
 
-    Bounds in use are 0.05 nats for kl and 0.2 for total variation. The weights are 1: DPPO's loss carries the
-    ratio itself, not clipped. A token whose divergence is NaN is removed; a NaN advantage pushes nowhere, stays, and is
-    seen in the loss.
+    Common bounds are 0.05 nats for kl and 0.2 for total variation. The weights are 1, since DPPO's loss contains the
+    unclipped ratio. A token whose divergence is NaN is removed. A token whose advantage is NaN is not removed, so the
+    NaN shows in the loss.
 
     Args:
         token_logp: log-probabilities of the sampled tokens under the policy that is updated.
-        behaviour_logp: under what drew them, to which the region is anchored.
-        advantages: [batch, time], or [batch] for one per sequence; None to look at the divergence alone.
+        behaviour_logp: their log-probabilities under the distribution that they were sampled from, the centre of the
+            region.
+        advantages: [batch, time], or [batch] for one per sequence; None to decide by the divergence alone.
         mask: true (or 1) for the tokens that count.
-        most: the divergence up to which tokens are inside.
+        most: the largest divergence inside the region.
         divergence: "kl" or "total_variation".
 
     Raises:
@@ -107,8 +107,8 @@ def binary_divergence_mask(
     if advantages is None:
         return region_of(counts, divergences <= most)
     token_advantages = _per_token(advantages, counts)
-    pushed_out = ((token_advantages > 0) & (log_ratio > 0)) | ((token_advantages < 0) & (log_ratio < 0))
-    return region_of(counts, ~divergences.isnan() & ((divergences <= most) | ~pushed_out))
+    moves_out = ((token_advantages > 0) & (log_ratio > 0)) | ((token_advantages < 0) & (log_ratio < 0))
+    return region_of(counts, ~divergences.isnan() & ((divergences <= most) | ~moves_out))
 
 
 @validated
@@ -120,23 +120,24 @@ def off_policy_sequence_mask(
     *,
     most: float,
 ) -> TrustRegion:
-    """Removes what would be learnt from bad responses that the policy has moved away from (OPSM).
+    """Remove responses with negative advantages from which the policy has moved away (OPSM).
 
         removed where advantage < 0 and the sequence's mean of log behaviour - log policy > most
 
-    The mean is an estimate of KL(behaviour || policy) per token, by k1. Good responses stay however far they
-    are. Advantages of [batch] decide about whole sequences, which are then the unit of the shares; of
-    [batch, time], as published, about the tokens of a sequence with a negative one.
+    The mean is the k1 estimate of KL(behaviour || policy) per token. Responses with positive advantages are never
+    removed. Advantages of shape [batch] decide on whole sequences, which are then the unit of the shares; advantages
+    of [batch, time], as published, decide on each token of such a sequence by its own sign.
 
-    A sequence with a NaN log-probability among the tokens that count has no mean: with a negative advantage it
-    is removed. To judge it by its other tokens, take that token out of ``mask``.
+    The mean of a sequence with a NaN log-probability among the tokens that count is NaN: with a negative advantage the
+    sequence is removed. To decide by its other tokens, remove that token from ``mask``.
 
     Args:
         token_logp: log-probabilities of the sampled tokens under the policy that is updated.
-        behaviour_logp: under what drew them: best the rollout engine's own.
+        behaviour_logp: their log-probabilities under the distribution that they were sampled from, preferably as the
+            rollout engine returned them.
         advantages: [batch], or [batch, time].
         mask: true (or 1) for the tokens that count.
-        most: nats per token up to which a sequence may be learnt from either way.
+        most: the largest mean, in nats per token, of a sequence with a negative advantage that is not removed.
 
     Raises:
         ShapeError: if the tensors do not fit together.
@@ -156,7 +157,7 @@ def off_policy_sequence_mask(
 
 
 def _binary_log_probs(token_logp: Tensor, min_rest: float) -> Tensor:
-    """Log-probabilities of the token and of all others together, on a new last axis."""
+    """Log-probabilities of the token and of all other tokens in total, on a new last axis."""
     token_logp = at_least_float32(token_logp.detach())
     token_logp = torch.where(token_logp > MAX_POSITIVE_LOGP, torch.nan, token_logp.clamp(max=0))
     rest = (-torch.expm1(token_logp)).clamp(min=min_rest)
@@ -164,6 +165,7 @@ def _binary_log_probs(token_logp: Tensor, min_rest: float) -> Tensor:
 
 
 def _per_token(advantages: Tensor, counts: Tensor) -> Tensor:
+    """The advantage of each token, detached; 0 where masked."""
     if advantages.shape not in (counts.shape, counts.shape[:1]):
         raise ShapeError(
             f"advantages are {tuple(advantages.shape)} and mask {tuple(counts.shape)}; "
@@ -175,5 +177,6 @@ def _per_token(advantages: Tensor, counts: Tensor) -> Tensor:
 
 
 def _require_bound(most: float) -> None:
+    """Raise OptionError unless the bound is at least 0."""
     if not most >= 0:
         raise OptionError(f"most is {most}; give a divergence of at least 0")

@@ -21,7 +21,7 @@ UNBOUNDED = (-math.inf, math.inf)
 
 
 class SequenceMeans(NamedTuple):
-    """Means over sequences, in which a short one counts as much as a long one; others are over tokens."""
+    """Means over sequences, in which short and long ones have equal weight; other statistics are over tokens."""
 
     perplexity_trainer: float
     perplexity_engine: float
@@ -30,47 +30,48 @@ class SequenceMeans(NamedTuple):
     log_perplexity_trainer: float
     log_perplexity_engine: float
     log_perplexity_gap: float
-    """Trainer minus engine, nats per token: how much less likely the trainer finds a sequence."""
+    """Trainer minus engine, in nats per token: the mean of log engine - log trainer."""
     absolute_gap: float
     largest_gap: float
     least_gap: float
 
 
 class ProbabilityGaps(NamedTuple):
-    """Differences of the tokens' probabilities, which are bounded, unlike ratios."""
+    """Differences between the tokens' probabilities, which are bounded, unlike ratios."""
 
     pearson: float
-    """Their correlation: 1 where one is a rising linear function of the other. NaN over fewer than two."""
+    """Pearson correlation of the two probabilities. NaN for fewer than two tokens."""
     largest: float
-    """Of the absolute difference."""
+    """The largest absolute difference."""
     mean: float
+    """The mean absolute difference."""
     standard_deviation: float
-    """Of the absolute difference, with n - 1. NaN over fewer than two."""
+    """The standard deviation of the absolute difference, with n - 1. NaN for fewer than two tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
     """The mismatch between trainer and engine on the tokens that the engine drew.
 
-    Everything is from one-sided samples; an error comes from the sequences (or prompts) as clusters. "Along
-    the engine's prefixes": each next-token divergence at the prefixes that were met, which is what weights
-    of level "token" average to.
+    All statistics are from samples of the engine; standard errors are clustered by sequences (or prompts). "Along the
+    engine's prefixes" means the average of next-token divergences over prefixes that the engine drew, which is the
+    expectation under weights of level "token".
     """
 
     kl_engine_trainer: Estimate
     """KL(engine || trainer) per token in nats: the mean of k3, which is unbiased and never negative."""
     kl_engine_trainer_k1: Estimate
-    """The same by the plain mean of log engine - log trainer: unbiased, noisier, negative at times."""
+    """The same as the mean of log engine - log trainer (k1): unbiased, noisier, sometimes negative."""
     kl_trainer_engine: Estimate
     """KL(trainer || engine) per token in nats along the engine's prefixes: the mean of rho log rho - rho + 1,
     rho = trainer / engine. Unbiased and never negative."""
     jensen_shannon: Estimate
-    """Per token in nats, between 0 and log 2, along the engine's prefixes; a drawn token adds a bounded amount
-    times rho at most, so it is the calmest of them."""
+    """Per token in nats, between 0 and log 2, along the engine's prefixes. A token contributes at most a constant
+    times rho, so it has the smallest variance of these."""
     chi_squared: Estimate
     """chi-squared(trainer || engine) per token: the mean of (rho - 1)^2, the variance of the token weights."""
     mean_weight: Estimate
-    """The mean of rho over tokens: 1 up to its error, unless the two columns are of different kinds."""
+    """The mean of rho over tokens: 1 within its error, unless the columns have different semantics."""
     perplexity_trainer: Estimate
     """exp of the mean negative log-probability over tokens."""
     perplexity_engine: Estimate
@@ -79,7 +80,7 @@ class Mismatch:
     sequence_kl_engine_trainer: Estimate
     """KL(engine || trainer) of whole responses, in nats: the mean over sequences of their sum of k3."""
     sequence_chi_squared: Estimate
-    """The variance of the sequences' weights, products of rho: what correcting for the mismatch costs."""
+    """The variance of the sequences' weights (products of rho), which determines the cost of sequence weights."""
     sequence_mean_weight: Estimate
     """The mean of the sequences' weights."""
     effective_sample_size: float
@@ -91,19 +92,19 @@ class Mismatch:
     largest_log_ratio: float
     """The largest absolute difference of two log-probabilities, in nats."""
     ruled_out: int
-    """Tokens that the engine drew and the trainer finds impossible: KL(engine || trainer) is infinite."""
+    """Number of drawn tokens with probability 0 under the trainer, which make KL(engine || trainer) infinite."""
     tokens: int
     sequences: int
 
     def renamed(self, system: str) -> dict[str, float]:
-        """The numbers under another system's names and with its definitions.
+        """The statistics under another system's names and with its definitions.
 
-        "verl": ``rollout_corr/*`` of its ``compute_offpolicy_metrics`` and ``training/rollout_*`` of its
-        debug metrics. The KLs are verl's ``kl`` and ``k3_kl``, of KL(rollout || training); verl has none the other
-        way. Its chi-squared is E[rho^2] - 1, which is negative at times where the variance here is not.
+        "verl": ``rollout_corr/*`` of its ``compute_offpolicy_metrics`` and ``training/rollout_*`` of its debug metrics.
+        The KLs are verl's ``kl`` and ``k3_kl`` of KL(rollout || training); verl does not have the other direction. Its
+        chi-squared is E[rho^2] - 1, which can be negative, unlike the variance here.
 
         Raises:
-            OptionError: if there is no such system.
+            OptionError: if the system is unknown.
         """
         if system != "verl":
             raise OptionError(f"system is {system!r}; there is 'verl'")
@@ -141,22 +142,22 @@ def mismatch(
 ) -> Mismatch:
     """Measure the mismatch between the trainer's and the rollout engine's log-probabilities of sampled tokens.
 
-    Tokens were drawn by the engine, so KL(engine || trainer) is a plain mean over them, and what averages over the
-    trainer needs weights rho = trainer / engine. All of it is right only if both columns are of one kind: the
-    distribution that was really drawn from. Under a temperature, top-p or raw log-probabilities they are not:
-    see ``require_same_semantics``, ``to_truncated``, ``to_full``, and ``check_agreement`` for the numbers alone.
+    The engine drew the tokens, so KL(engine || trainer) is a plain mean over them, and averages over the trainer need
+    weights rho = trainer / engine. Both columns must have the same semantics, those of the distribution that the tokens
+    were drawn from. With a temperature, top-p or raw log-probabilities they may differ: see ``require_same_semantics``,
+    ``to_truncated`` and ``to_full``, and ``check_agreement`` for a test of the numbers.
 
     | | |
     | masked | not read |
-    | NaN among the tokens that count | NaN wherever it enters, with a warning; nothing is dropped in silence |
-    | the trainer rules a drawn token out | KL(engine || trainer) is inf, the others stay finite |
-    | a sequence without a token that counts | is none: it enters no mean |
+    | NaN among the tokens that count | NaN in every statistic that it enters, with a warning |
+    | a drawn token has probability 0 under the trainer | KL(engine || trainer) is inf, the others stay finite |
+    | a sequence without a token that counts | ignored |
 
     Args:
-        trainer_logp: log-probabilities of the tokens by the training code.
-        engine_logp: those that came with the tokens.
+        trainer_logp: log-probabilities of the tokens, computed by the training code.
+        engine_logp: log-probabilities that the engine returned with the tokens.
         mask: true (or 1) for the tokens that count.
-        prompts: a label per sequence; sequences of one prompt are not independent. By default each is its own.
+        prompts: a label per sequence; sequences of one prompt form a cluster. None for a cluster per sequence.
 
     Raises:
         ShapeError: if the shapes do not fit together.
@@ -169,10 +170,10 @@ def mismatch(
             f"{tuple(labels.shape)}; give [batch, time] three times, and a label for each sequence"
         )
     counts = as_mask(mask).cpu()
-    used = counts.any(-1)
-    counts, labels = counts[used], labels[used]
-    sides = [x.detach().cpu().double()[used] for x in (trainer_logp, engine_logp)]
-    trainer, engine = (torch.where(counts, x, 0.0) for x in sides)
+    has_tokens = counts.any(-1)
+    counts, labels = counts[has_tokens], labels[has_tokens]
+    columns = [x.detach().cpu().double()[has_tokens] for x in (trainer_logp, engine_logp)]
+    trainer, engine = (torch.where(counts, x, 0.0) for x in columns)
     clusters = np.unique(labels.numpy(), return_inverse=True)[1]
     per_token = _token_estimates(trainer, engine, counts, clusters)
     log_ratio = (engine - trainer)[counts]
@@ -193,6 +194,7 @@ def mismatch(
 def _token_estimates(
     trainer: Tensor, engine: Tensor, counts: Tensor, clusters: np.ndarray
 ) -> dict[str, Estimate]:
+    """The means over tokens, by the names of ``Mismatch``'s fields."""
     u = engine - trainer
     columns = {
         "kl_engine_trainer": (DIVERGENCES["kl"].of(u), "nats", NONNEGATIVE),
@@ -216,6 +218,7 @@ def _token_estimates(
 def _sequence_estimates(
     trainer: Tensor, engine: Tensor, counts: Tensor, clusters: np.ndarray
 ) -> dict[str, Estimate]:
+    """The means over sequences, by the names of ``Mismatch``'s fields."""
     u = engine - trainer
     total = u.sum(-1)
     columns = {
@@ -224,7 +227,7 @@ def _sequence_estimates(
         "sequence_mean_weight": (torch.exp(-total), "none", NONNEGATIVE),
     }
     single_columns = {
-        name: (values.unsqueeze(-1), unit, ends) for name, (values, unit, ends) in columns.items()
+        name: (values.unsqueeze(-1), unit, bounds) for name, (values, unit, bounds) in columns.items()
     }
     ones = torch.ones(len(counts), 1, dtype=torch.bool)
     return _estimates(single_columns, ones, ones.sum(-1), clusters)
@@ -236,34 +239,43 @@ def _estimates(
     sizes: Tensor,
     clusters: np.ndarray,
 ) -> dict[str, Estimate]:
-    """The mean of each column over what counts, with the sequences' clusters behind its error."""
-    groups = int(clusters.max(initial=-1)) + 1
+    """The mean of each column over unmasked values, with a cluster-robust standard error.
 
-    def summed(per_sequence: Tensor) -> np.ndarray:
-        return np.bincount(clusters, weights=per_sequence.numpy(), minlength=groups)
+    Args:
+        columns: values, unit and bounds by name.
+        counts: which values count.
+        sizes: number of values of each sequence.
+        clusters: label of each sequence.
+    """
+    num_clusters = int(clusters.max(initial=-1)) + 1
 
-    sums = np.stack([summed(torch.where(counts, x, 0.0).sum(-1)) for x, _, _ in columns.values()], axis=1)
-    ends = [bounds for _, _, bounds in columns.values()]
+    def sum_by_cluster(per_sequence: Tensor) -> np.ndarray:
+        return np.bincount(clusters, weights=per_sequence.numpy(), minlength=num_clusters)
+
+    sums = np.stack(
+        [sum_by_cluster(torch.where(counts, x, 0.0).sum(-1)) for x, _, _ in columns.values()], axis=1
+    )
     estimates = ratio_of_many(
         sums,
-        summed(sizes.double()),
+        sum_by_cluster(sizes.double()),
         unit=[unit for _, unit, _ in columns.values()],
-        lower=[low for low, _ in ends],
-        upper=[high for _, high in ends],
+        lower=[low for _, _, (low, _) in columns.values()],
+        upper=[high for _, _, (_, high) in columns.values()],
     )
     return dict(zip(columns, estimates, strict=True))
 
 
 def _sequence_means(trainer: Tensor, engine: Tensor, counts: Tensor) -> SequenceMeans:
+    """Statistics of the log-perplexities of sequences."""
     lengths = counts.sum(-1)
-    of_trainer, of_engine = (-x.sum(-1) / lengths for x in (trainer, engine))
+    trainer_log_ppl, engine_log_ppl = (-x.sum(-1) / lengths for x in (trainer, engine))
     gap = (engine - trainer).sum(-1) / lengths
     return SequenceMeans(
-        perplexity_trainer=of_trainer.exp().mean().item(),
-        perplexity_engine=of_engine.exp().mean().item(),
+        perplexity_trainer=trainer_log_ppl.exp().mean().item(),
+        perplexity_engine=engine_log_ppl.exp().mean().item(),
         perplexity_ratio=gap.exp().mean().item(),
-        log_perplexity_trainer=of_trainer.mean().item(),
-        log_perplexity_engine=of_engine.mean().item(),
+        log_perplexity_trainer=trainer_log_ppl.mean().item(),
+        log_perplexity_engine=engine_log_ppl.mean().item(),
         log_perplexity_gap=gap.mean().item(),
         absolute_gap=gap.abs().mean().item(),
         largest_gap=_largest(gap),
@@ -272,6 +284,7 @@ def _sequence_means(trainer: Tensor, engine: Tensor, counts: Tensor) -> Sequence
 
 
 def _probability_gaps(trainer: Tensor, engine: Tensor) -> ProbabilityGaps:
+    """Statistics of the differences between two columns of probabilities."""
     gaps = (trainer - engine).abs()
     x, y = trainer - trainer.mean(), engine - engine.mean()
     variance = (
@@ -291,6 +304,7 @@ def _effective_sample_size(trainer: Tensor, engine: Tensor, counts: Tensor, leve
 
 
 def _largest(values: Tensor) -> float:
+    """The maximum; NaN if there are no values."""
     return values.max().item() if len(values) else math.nan
 
 

@@ -24,37 +24,38 @@ def group_advantages(
     scale: Scale = "none",
     corrected: bool = True,
 ) -> Float[Tensor, "sequences"]:
-    """How much better each response was than the others to the same prompt (GRPO); detached.
+    """The advantage of each response over the mean of its prompt's responses (GRPO); detached.
 
-        advantage_i = (reward_i - mean of its group) * G / (G - 1),    over the group's std with scale "std"
+        advantage_i = (reward_i - mean of its group) * G / (G - 1),    divided by the group's std with scale "std"
 
-    A response is part of the mean it is compared with, and that takes away 1 / G of the gradient; ``corrected``
-    gives it back: the expected gradient is then that of the mean reward, whatever the group's size.
+    A response is part of the mean that it is compared with, which reduces the expected gradient by the factor
+    (G - 1) / G. ``corrected`` divides by this factor: the expected gradient is then that of the mean reward, for every
+    group size.
 
     | | expected gradient |
     | scale "none", corrected | right; the same numbers as ``leave_one_out_advantages`` |
     | scale "none", not corrected (Dr. GRPO) | (G - 1) / G of it: unequal where groups differ in size |
-    | scale "std", not corrected (GRPO) | biased for good: each prompt is weighed by 1 / std of the few rewards seen |
+    | scale "std", not corrected (GRPO) | biased: each prompt is weighted by 1 / std of its few sampled rewards |
 
-    The std is that of a sample (G - 1 in the denominator), with nothing added to it. Rewards that differ by rounding
-    alone are blown up to a std of 1: round them first.
+    The std is the sample standard deviation (G - 1 in the denominator), without an added constant. Rewards that differ
+    only by rounding are scaled up to a std of 1: round them first.
 
     | group | scale "none" | scale "std" |
     | all rewards equal, two or more | exactly 0 | exactly 0 |
-    | one response | NaN (there is nothing to compare it with); 0 if not corrected | NaN |
+    | one response | NaN (an empty comparison); 0 if not corrected | NaN |
     | a reward is NaN or inf | NaN for its whole group | NaN |
 
     Args:
         rewards: one per response (``sequence_rewards``).
-        groups: which prompt each answers, any integers, in any order, groups of any size; or the size of
-            groups that follow one another.
-        mask: true (or 1) for the responses that count; the others get 0 and move no mean. Everything, if left out.
+        groups: a prompt id for each response: any integers, in any order, with groups of any size; or one size for
+            consecutive groups.
+        mask: true (or 1) for the responses that count; masked ones get 0 and do not enter a mean. None for all.
         scale: "none" or "std".
-        corrected: whether centring's factor is made up for.
+        corrected: whether to multiply by G / (G - 1).
 
     Raises:
-        OptionError: if there is no such scale, or a size is below 2 or does not divide the responses.
-        ShapeError: if the tensors are not one number per response.
+        OptionError: if the scale is unknown, or a group size is below 2 or does not divide the number of responses.
+        ShapeError: if the tensors do not have one number per response.
 
     References:
         Shao et al., "DeepSeekMath" (2024), https://arxiv.org/abs/2402.03300
@@ -69,11 +70,11 @@ def group_advantages(
         return torch.zeros_like(values).index_add(0, label, values)[label]
 
     size = over_group(counts.to(values.dtype))
-    centred = values - over_group(values) / size
-    result = centred * (size / (size - 1)) if corrected else centred
+    deviations = values - over_group(values) / size
+    result = deviations * (size / (size - 1)) if corrected else deviations
     if scale == "std":
-        centred = torch.where(counts, centred, 0.0)
-        result = result / (over_group(centred.square()) / (size - 1)).sqrt()
+        deviations = torch.where(counts, deviations, 0.0)
+        result = result / (over_group(deviations.square()) / (size - 1)).sqrt()
     is_constant = _is_constant_group(values, counts, label) & (size > 1)
     return torch.where(counts & ~is_constant, result, 0.0)
 
@@ -84,17 +85,17 @@ def leave_one_out_advantages(
     groups: Integer[Tensor, "sequences_g"] | int,
     mask: Bool[Tensor, "sequences_m"] | Integer[Tensor, "sequences_m"] | None = None,
 ) -> Float[Tensor, "sequences"]:
-    """How much better each response was than the mean of the *others* to the same prompt (RLOO); detached.
+    """The advantage of each response over the mean of the *other* responses to its prompt (RLOO); detached.
 
-        advantage_i = reward_i - mean of reward_j over the others of its group
+        advantage_i = reward_i - mean of reward_j over j != i in its group
 
-    The others do not depend on this response, so the expected gradient is that of the mean reward. A
-    response without others has NaN: an empty mean is no number.
+    The mean does not depend on response i, so the expected gradient is that of the mean reward. The advantage of the
+    only response to a prompt is NaN.
 
     Args:
         rewards: one per response (``sequence_rewards``).
-        groups: which prompt each answers, or the size of groups that follow one another.
-        mask: true (or 1) for the responses that count; the others get 0 and enter no mean.
+        groups: a prompt id for each response, or one size for consecutive groups.
+        mask: true (or 1) for the responses that count; masked ones get 0 and do not enter a mean.
 
     Raises:
         OptionError, ShapeError: as ``group_advantages``.
@@ -113,44 +114,44 @@ def whiten(
     *,
     group: "dist.ProcessGroup | None" = None,
 ) -> Float[Tensor, "*tokens"]:
-    """``values`` with mean 0 and std 1 over everything that counts, on all ranks together; detached.
+    """Normalise ``values`` to mean 0 and std 1 over all unmasked ones on all ranks; detached.
 
         (value - mean) / std,    std with n - 1 in the denominator
 
-    The size of the gradient then no longer depends on that of the rewards; nor does beta mean nats of reward
-    per nat of KL any more, but per std of this batch. Values that are all equal give exactly 0; one that is NaN or
-    infinite makes all of them NaN. Where masked, 0, and nothing is read.
+    The size of the gradient then does not depend on the size of the rewards, and beta is no longer in nats of reward
+    per nat of KL but relative to the std of the batch. Values that are all equal give exactly 0; one NaN or infinite
+    value makes all NaN. Masked values are not read, and the result is 0 there.
 
-    A collective where torch.distributed is initialised: every process of the group has to call it.
+    If torch.distributed is initialised this is a collective: every process of the group must call it.
 
     Args:
-        values: advantages, of tokens or of sequences.
-        mask: true (or 1) for what counts.
-        group: the processes; all of them if left out.
+        values: advantages of tokens or of sequences.
+        mask: true (or 1) for the values that count.
+        group: the process group; None for all processes.
 
     Raises:
         ShapeError: if the two differ in shape.
     """
-    counts, unmasked = as_mask(mask), at_least_float32(values.detach())
-    mean = mean_of(unmasked, counts).across_ranks(group)
-    deviations = torch.where(counts, unmasked - mean.value, 0.0)
+    counts, upcast = as_mask(mask), at_least_float32(values.detach())
+    mean = mean_of(upcast, counts).across_ranks(group)
+    deviations = torch.where(counts, upcast - mean.value, 0.0)
     squares = mean_of(deviations.square(), counts).across_ranks(group)
-    least, most = _extremes(unmasked, counts, group)
-    is_constant = (least == most) & most.isfinite()
+    lowest, highest = _extremes(upcast, counts, group)
+    is_constant = (lowest == highest) & highest.isfinite()
     return torch.where(counts & ~is_constant, deviations / (squares.total / (squares.count - 1)).sqrt(), 0.0)
 
 
 def _extremes(values: Tensor, counts: Tensor, group: "dist.ProcessGroup | None") -> tuple[Tensor, Tensor]:
-    """Least and most of what counts, over all ranks."""
-    ends = torch.stack([torch.where(counts, x, -torch.inf).flatten() for x in (-values, values)])
-    ends = torch.nn.functional.pad(ends, (0, 1), value=-torch.inf).amax(-1)
+    """Minimum and maximum of the unmasked values over all ranks."""
+    extremes = torch.stack([torch.where(counts, x, -torch.inf).flatten() for x in (-values, values)])
+    extremes = torch.nn.functional.pad(extremes, (0, 1), value=-torch.inf).amax(-1)
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
-    return -ends[0], ends[1]
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
+    return -extremes[0], extremes[1]
 
 
 def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
-    """Which group each response is in, counted from 0 in the order of the ids."""
+    """The group of each response, numbered from 0 in the order of the ids."""
     if rewards.ndim != 1:
         raise ShapeError(f"rewards are {tuple(rewards.shape)}; give one number per response")
     responses = len(rewards)
@@ -170,6 +171,7 @@ def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
 
 
 def _response_mask(rewards: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask as bool; all true if it is None."""
     if mask is None:
         return torch.ones_like(rewards, dtype=torch.bool)
     if mask.shape != rewards.shape:
@@ -180,7 +182,7 @@ def _response_mask(rewards: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _is_constant_group(rewards: Tensor, counts: Tensor, label: Tensor) -> Tensor:
-    """Whether all rewards of the group are the same finite number."""
+    """Whether all rewards of each response's group are the same finite number."""
 
     def group_max(values: Tensor) -> Tensor:
         start = torch.full_like(values, -torch.inf)

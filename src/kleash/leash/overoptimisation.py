@@ -27,11 +27,11 @@ class Curve:
     """A form of the reward: ``d (a - b bend(d))`` with ``d = sqrt(KL)``."""
 
     bend: Callable[[Array], Array]
-    """What multiplies b; rises with d."""
+    """The factor of b; increases with d."""
     peak: Callable[[float], float]
-    """The d at which the reward is highest, from the ratio a / b, where b is above 0; at least 0."""
+    """The d with the highest reward, at least 0, as a function of a / b, for b above 0."""
     peak_slope: Callable[[float], float]
-    """Its derivative."""
+    """The derivative of ``peak``."""
 
 
 def _capped_exp(x: float) -> float:
@@ -52,7 +52,7 @@ CURVES: Mapping[str, Curve] = MappingProxyType(
         ),
     }
 )
-"""Name -> form, as Gao et al. found them for best-of-n sampling and for reinforcement learning."""
+"""Name -> form: those of Gao et al. for best-of-n sampling and for reinforcement learning."""
 
 
 class RewardAt(NamedTuple):
@@ -70,21 +70,21 @@ class Overoptimisation:
     curve: str
     """"best_of_n" or "rl"."""
     a: Estimate
-    """Reward per sqrt(nat) at the beginning."""
+    """Initial slope of the reward, per sqrt(nat)."""
     b: Estimate
-    """The rate at which it declines; a peak exists if it is above 0."""
+    """Rate at which the slope declines; the curve has a peak if it is above 0."""
     covariance: float
-    """Of a and b."""
+    """Covariance of a and b."""
     peak_kl_nats: Estimate
-    """The KL at which the reward is highest; inf where the fit has no peak."""
+    """The KL with the highest reward; inf if the fit has no peak."""
     peak_reward: Estimate
-    """The reward there, above the initial policy's."""
+    """The reward at the peak, minus that of the initial policy."""
 
     def reward(self, kl_nats: Real[np.ndarray, "points"]) -> RewardAt:
-        """The curve at these KLs, with a 95 % interval for the curve (not for a new measurement).
+        """The curve at the given KLs, with 95 % confidence limits of the curve (not of a new measurement).
 
         Raises:
-            OptionError: if one of them is negative.
+            OptionError: if a KL is negative.
         """
         kls = _float64(kl_nats)
         _require_none_negative(kls)
@@ -109,21 +109,20 @@ def fit_overoptimisation(
         best_of_n    R = d (a - b d)          peak at d = a / 2b          d = sqrt(KL)
         rl           R = d (a - b log d)      peak at d = exp(a / b - 1)
 
-    R is the *true* (gold) reward above that of the initial policy, so that R is 0 where KL is 0; such
-    points say nothing and do not harm. Both forms are linear in a and b. The size of the errors is taken
-    from the residuals, points - 2 degrees of freedom; ``standard_errors`` only weigh the points against each
-    other (by 1 / error^2). The interval of the peak is Fieller's, of the ratio a / b: it is not symmetric,
-    and reaches to infinity where the data do not exclude a b of 0. Points of one training run follow each
-    other and are no independent measurements: the intervals are then too narrow.
+    R is the *true* (gold) reward minus that of the initial policy, so R is 0 at KL 0; points there have no effect. Both
+    forms are linear in a and b. The variance is estimated from the residuals with points - 2 degrees of freedom;
+    ``standard_errors`` only set the relative weights of the points (1 / error^2). The interval of the peak is Fieller's
+    interval of the ratio a / b: it is not symmetric, and unbounded if the data do not exclude b = 0. Points of one
+    training run are not independent measurements, so their intervals are too narrow.
 
     Args:
-        kl_nats: KL(policy || initial policy), at least 0; for best of n, ``best_of_n_kl``.
-        rewards: the true reward at each, minus the initial policy's.
+        kl_nats: KL(policy || initial policy), at least 0; for best-of-n, from ``best_of_n_kl``.
+        rewards: the true reward at each KL, minus that of the initial policy.
         curve: "best_of_n" or "rl".
-        standard_errors: of the rewards, above 0; left out, all weigh the same.
+        standard_errors: of the rewards, above 0; None for equal weights.
 
     Raises:
-        UnknownNameError: if there is no such curve.
+        UnknownNameError: if the curve is unknown.
         ShapeError: if the arrays do not have one number per point, or there are fewer than 3 points.
         OptionError: if a KL is negative, a number is not finite, an error is not above 0, or fewer than two
             different KLs are above 0.
@@ -150,6 +149,8 @@ def fit_overoptimisation(
 
 
 class _Fit(NamedTuple):
+    """Least-squares estimates of a and b, with their covariance."""
+
     a: float
     b: float
     covariance: Array
@@ -157,7 +158,7 @@ class _Fit(NamedTuple):
 
 
 def _least_squares(design: Array, heights: Array) -> _Fit:
-    """Linear, by the pseudo-inverse, whose square is the covariance of the two per unit of variance."""
+    """Fit a and b by the pseudo-inverse, whose product with its transpose is their covariance per unit of variance."""
     root = np.asarray(np.linalg.pinv(design), np.float64)
     a, b = (float(x) for x in root @ heights)
     residuals = heights - design @ np.array([a, b])
@@ -166,17 +167,19 @@ def _least_squares(design: Array, heights: Array) -> _Fit:
 
 
 def _design(form: Curve, d: Array) -> Array:
+    """The design matrix: the derivatives of the reward in a and b at each point."""
     return np.stack([d, -d * form.bend(d)], axis=-1)
 
 
 def _student_factor(points: int) -> float:
+    """Half the width of a 95 % interval in standard errors."""
     return student_t_quantile(0.975, points - 2)
 
 
 def _estimate(
     fit: _Fit, value: float, unit: str, error: float, ci95: Interval | None = None, *warnings: str
 ) -> Estimate:
-    """With Student's interval unless another is given."""
+    """An ``Estimate`` with Student's t interval unless ``ci95`` is given, and a warning about few points."""
     half = _student_factor(fit.points) * error
     few = (f"only {fit.points} points for two parameters",) if fit.points < FEW_POINTS else ()
     return Estimate(
@@ -189,7 +192,8 @@ def _estimate(
     )
 
 
-def _peak_kl(form: Curve, fit: _Fit, largest: float) -> Estimate:
+def _peak_kl(form: Curve, fit: _Fit, max_kl: float) -> Estimate:
+    """The KL at the peak, with Fieller's interval; ``max_kl`` is the largest measured KL."""
     low, high = (form.peak(end) * form.peak(end) for end in _ratio_interval(fit))
     if fit.b <= 0:
         return _estimate(fit, math.inf, "nats", math.nan, (low, high), NO_PEAK)
@@ -199,13 +203,13 @@ def _peak_kl(form: Curve, fit: _Fit, largest: float) -> Estimate:
     warnings: list[str] = []
     if fit.b**2 <= _student_factor(fit.points) ** 2 * fit.covariance[1, 1]:
         warnings.append("the data do not exclude that there is no peak: the interval of b reaches 0")
-    if d * d > largest:
-        warnings.append(f"the peak at {d * d:.3g} nats lies beyond the largest KL measured, {largest:.3g}")
+    if d * d > max_kl:
+        warnings.append(f"the peak at {d * d:.3g} nats lies beyond the largest KL measured, {max_kl:.3g}")
     return _estimate(fit, d * d, "nats", error, (low, high), *warnings)
 
 
 def _peak_reward(form: Curve, fit: _Fit) -> Estimate:
-    """The curve at its peak; there the place does not matter, so that its error is that of the curve."""
+    """The reward at the peak. The curve is flat there, so its error is that of the curve at a fixed KL."""
     d = form.peak(fit.a / fit.b) if fit.b > 0 else math.inf
     if math.isinf(d):
         return _estimate(fit, math.inf, "none", math.nan, (-math.inf, math.inf), NO_PEAK)
@@ -215,23 +219,23 @@ def _peak_reward(form: Curve, fit: _Fit) -> Estimate:
 
 
 def _ratio_interval(fit: _Fit) -> Interval:
-    """Fieller's interval of a / b, as far as b is above 0.
+    """Fieller's interval of a / b, restricted to b above 0.
 
-    All ratios r for which a - r b is within its own Student t error of 0: ``second r^2 - 2 first r + constant
-    <= 0``. Where b may vanish it reaches to infinity, to the side of the sign that a has there.
+    All ratios r for which a - r b is within its Student t error of 0: ``second r^2 - 2 first r + constant <= 0``. If
+    the interval of b contains 0 it is unbounded, on the side given by the sign of a at b = 0.
     """
     factor = _student_factor(fit.points) ** 2
     second = fit.b**2 - factor * fit.covariance[1, 1]
     first = fit.a * fit.b - factor * fit.covariance[0, 1]
     constant = fit.a**2 - factor * fit.covariance[0, 0]
-    inside = first**2 - second * constant
+    discriminant = first**2 - second * constant
     if second > 0:
-        root = math.sqrt(max(inside, 0.0))
-        between = (first - root) / second, (first + root) / second
-        return between if fit.b > 0 else (math.inf, math.inf)
-    if second == 0 or inside <= 0:
+        root = math.sqrt(max(discriminant, 0.0))
+        interval = (first - root) / second, (first + root) / second
+        return interval if fit.b > 0 else (math.inf, math.inf)
+    if second == 0 or discriminant <= 0:
         return -math.inf, math.inf
-    root = math.sqrt(inside)
+    root = math.sqrt(discriminant)
     a_without_b = fit.a - fit.b * fit.covariance[0, 1] / fit.covariance[1, 1]
     return ((first - root) / second, math.inf) if a_without_b > 0 else (-math.inf, (first + root) / second)
 
@@ -258,10 +262,10 @@ def _require_points(kls: Array, rewards: Array, errors: Array) -> None:
     _require_none_negative(kls)
     if errors.min() <= 0:
         raise OptionError(f"standard_errors reach {errors.min():g}; give numbers above 0")
-    different = len(np.unique(kls[kls > 0]))
-    if different < 2:
+    num_different = len(np.unique(kls[kls > 0]))
+    if num_different < 2:
         raise OptionError(
-            f"there are {different} different KLs above 0; a curve of two parameters needs at least 2"
+            f"there are {num_different} different KLs above 0; a curve of two parameters needs at least 2"
         )
 
 

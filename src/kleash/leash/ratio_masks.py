@@ -1,4 +1,4 @@
-"""Trust regions from importance ratios and estimated KL, for samples that an older policy drew."""
+"""Trust regions from importance ratios and estimated KL, for off-policy samples."""
 
 from math import inf
 from typing import Literal
@@ -33,25 +33,26 @@ def kl_mask(
 
         u = log behaviour - log policy,    least <= estimator(u) <= most
 
-    over "token": of each; "sequence_sum", "sequence_mean", "sequence_max": of each sequence's tokens, and the
-    whole sequence goes. The tokens were drawn from the behaviour, so it is the side that is averaged over.
-    k2 and k3 are never negative; k1 is, for tokens that the policy made likelier, and "sequence_mean"
-    of k1 is the logarithm of the geometric mean of behaviour / policy.
+    With over "token" each token is compared with the bounds; with "sequence_sum", "sequence_mean" and "sequence_max"
+    the sum, mean or maximum over each sequence, which is removed as a whole. The tokens were drawn from the behaviour,
+    so the KL averages over it. k2 and k3 are never negative; k1 is negative for tokens that the policy made likelier,
+    and "sequence_mean" of k1 is the logarithm of the geometric mean of behaviour / policy.
 
-    A unit whose estimate is NaN is in no bounds: it is removed, and counted as removed. What is masked is not
-    read. To keep sequences of which one token could not be scored, take that token out of ``mask``.
+    A unit whose estimate is NaN is removed and counted as removed. Masked values are not read. To keep a sequence with
+    one token that could not be scored, remove that token from ``mask``.
 
     Args:
         token_logp: log-probabilities of the sampled tokens under the policy.
-        behaviour_logp: under what drew them: the policy before the update, or the rollout engine.
+        behaviour_logp: their log-probabilities under the distribution that they were sampled from: the policy before
+            the update, or the rollout engine.
         mask: true (or 1) for the tokens that count.
-        bounds: the least and the most, in nats; ``-inf`` or ``inf`` for none.
+        bounds: lower and upper bound, in nats; ``-inf`` or ``inf`` for none.
         estimator: "k1", "abs", "k2", "k3", or a record.
-        over: what is decided on.
+        over: the unit and its statistic: a name of ``OVER``.
 
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
-        OptionError: if the bounds are the wrong way round, or there is no such ``over``.
+        OptionError: if the bounds are in the wrong order, or ``over`` is unknown.
         UnknownNameError: if there is no such estimator.
 
     References:
@@ -83,14 +84,14 @@ def truncated_weights(
 ) -> TrustRegion:
     """Truncated importance weights (TIS): ``min(rho, cap)``, ``rho = policy / behaviour``; nothing is removed.
 
-    The weights of ``importance_weights``, where the bias of a cap is written down, as a trust region. A token
-    whose log-probability is NaN keeps a weight of NaN, since nothing here could remove it.
+    The weights are those of ``importance_weights``, whose documentation has the bias of a cap. The weight of a token
+    with a NaN log-probability is NaN, since no token is removed.
 
     Args:
         token_logp: log-probabilities of the sampled tokens under the policy.
         behaviour_logp: under what drew them.
         mask: true (or 1) for the tokens that count.
-        cap: the largest weight to hand out, above 0.
+        cap: the largest weight, above 0.
         level: "token", or "sequence" for the product over the response.
 
     Raises:
@@ -121,23 +122,23 @@ def window_weights(
     bounds: tuple[float, float],
     level: Literal["token", "sequence"] = "token",
 ) -> TrustRegion:
-    """Importance weights that lie in a window; tokens or sequences outside it are masked (IcePop, MIS).
+    """Importance weights within a window; tokens or sequences with a ratio outside it are removed (IcePop, MIS).
 
         rho = policy / behaviour,    weight rho where least <= rho <= most, else 0
 
-    level "token": each token by its own ratio. "sequence": by the product over the response, which is then the
-    weight of all of its tokens. A ratio that is NaN is in no window.
+    With level "token" each token has its own ratio; with "sequence", all tokens of a response have the product of
+    their ratios. A unit with a NaN ratio is removed.
 
     Args:
         token_logp: log-probabilities of the sampled tokens under the policy.
         behaviour_logp: under what drew them.
         mask: true (or 1) for the tokens that count.
-        bounds: the least and the largest ratio that stay, such as (0.5, 5.0).
+        bounds: the smallest and the largest ratio inside the window, such as (0.5, 5.0).
         level: "token" or "sequence".
 
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
-        OptionError: if the bounds are no window of ratios, or there is no such level.
+        OptionError: if the bounds are negative or in the wrong order, or the level is unknown.
 
     References:
         Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
@@ -162,13 +163,13 @@ def geometric_mask(
 
         least <= (product over T tokens of policy / behaviour)^(1 / T) <= most
 
-    Unlike the product, the mean does not run away with the length. It is a mask: for weights as well, take the
-    ``intersection`` with ``truncated_weights``. The same as ``kl_mask`` of k1 over "sequence_mean",
-    in ratios instead of nats and the other way up.
+    Unlike the product, the geometric mean does not grow with the length. The weights are 1; for importance weights,
+    take the ``intersection`` with ``truncated_weights``. It is ``kl_mask`` of k1 over "sequence_mean" with bounds on
+    the ratio policy / behaviour instead of on log behaviour - log policy.
 
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
-        OptionError: if the bounds are no window of ratios.
+        OptionError: if the bounds are negative or in the wrong order.
 
     References:
         Ericsson, "A geometric view of off-policy sequence masking" (2026),

@@ -23,33 +23,32 @@ def shape_rewards(
     *,
     beta: float,
 ) -> Float[Tensor, "sequences_k steps"]:
-    """The reward of each token: ``-beta * KL`` on every one that counts, and the score on the last of them.
+    """The reward of each token: ``-beta * KL`` for every unmasked token, plus the score at the last of them.
 
         reward_t = -beta token_kl_t + [t is the last] score
 
-    Detached: a reward is a number that multiplies the gradient of log p. Which KL is right for that:
+    Detached, since a reward multiplies the gradient of log p. The expected gradient depends on the KL:
 
     | token_kl | expected gradient of the rewards to go |
     | k1 | that of score - beta KL between responses |
-    | exact D | short of it by each token's own gradient of D: D is the same whichever token is drawn |
+    | exact D | lacks each token's gradient of D, since D does not depend on the drawn token |
     | exact D, and beta times D with its gradient added to the loss | that of score - beta KL between responses |
-    | k1 - a (k1 - D) | short by a times the gradient of D: add beta a D to the loss (``controlled_kl``) |
-    | k2, k3 | wrong: k3's is short of it by the gradient of KL(reference, policy) |
+    | k1 - a (k1 - D) | lacks a times the gradient of D: add beta a D to the loss (``controlled_kl``) |
+    | k2, k3 | wrong: that of k3 lacks the gradient of KL(reference, policy) |
 
-    So exact KLs take away the noise of what comes *later*, and their own gradient belongs into the loss.
+    So an exact KL removes the noise of *later* tokens, and its gradient must be added to the loss.
 
-    Where masked the reward is exactly 0, and nothing is read (NaN). A response without a token that counts
-    has only zeros: its score has nowhere to go, and no token that it could teach. With beta 0 no KL is
-    read; else an infinite one gives a reward of -inf.
+    Masked rewards are exactly 0, and masked values are not read (NaN). A response without an unmasked token has only
+    zeros, without its score. With beta 0 no KL is read; otherwise an infinite KL gives a reward of -inf.
 
     Args:
-        scores: one per response, of the whole of it.
-        token_kl: in nats, of each token: policy against reference, not yet multiplied by beta.
-        mask: true (or 1) for the tokens that the policy chose; neither padding nor tool output.
+        scores: one per response.
+        token_kl: KL of the policy from the reference at each token, in nats, not multiplied by beta.
+        mask: true (or 1) for the tokens that the policy generated; false for padding and tool output.
         beta: nats of reward paid for one nat of KL, at least 0.
 
     Returns:
-        In float32, or float64 where one of the inputs is.
+        Rewards in float32, or in float64 if an input is float64.
 
     Raises:
         OptionError: if beta is negative or not finite.
@@ -78,16 +77,16 @@ def sequence_rewards(
 ) -> Float[Tensor, "sequences"]:
     """The reward of each response: ``score - beta * sum of its tokens' KL``; detached.
 
-    For trainers that weigh a whole response by one number (RLOO, GRPO). Which KL is right is as in
-    ``shape_rewards``: k1; or the exact one together with beta times its own gradient in the loss; or
-    ``controlled_kl(...).per_token`` with its share of that. As a *value* all three are right.
+    For trainers that weight a whole response by one number (RLOO, GRPO). As in ``shape_rewards``, the gradient is
+    correct for k1; for the exact KL if beta times its gradient is added to the loss; and for
+    ``controlled_kl(...).per_token`` with its weight times that gradient. The *value* is correct for all three.
 
-    A response without a token that counts has its score. With beta 0 no KL is read.
+    The reward of a response without an unmasked token is its score. With beta 0 no KL is read.
 
     Args:
         scores: one per response.
-        token_kl: in nats, of each token: policy against reference, not yet multiplied by beta.
-        mask: true (or 1) for the tokens that the policy chose.
+        token_kl: KL of the policy from the reference at each token, in nats, not multiplied by beta.
+        mask: true (or 1) for the tokens that the policy generated.
         beta: nats of reward paid for one nat of KL, at least 0.
 
     Raises:
@@ -126,22 +125,21 @@ def controlled_kl(
 
         sum over the response = U - a (U - C),    U = sum_t u_t,    C = sum_t D_t
 
-    U and C have the same mean, so the value is unbiased for every a. As a detached reward it lacks a
-    times the tokens' own gradients of D. The loss that makes it right, to be added to the policy's,
-    per response:
+    U and C have the same mean, so the value is unbiased for every a. As a detached reward it lacks a times the
+    gradients of D. Add them to the policy's loss, per response:
 
         beta * weight * sum_t D_t, with the gradient of D
 
-    Without ``weight`` each response's a is fitted on the *others* of the batch (``controlled_kl_loss`` does
-    the same). That biases neither the value nor the gradient, nor does a baseline made of the others' rewards
-    (leave-one-out): U - C has mean 0 whatever weight the others give it. It is 1, not fitted, with fewer than three
-    others, where U - C does not vary among them, and where a sum is infinite.
+    Without ``weight``, the a of each response is fitted to the *other* responses of the batch, as in
+    ``controlled_kl_loss``. This biases neither the value nor the gradient, also together with a leave-one-out baseline,
+    since U - C has mean 0 for every weight that does not depend on it. The weight is 1, not fitted, with fewer than
+    three other responses, if U - C does not vary among them, and if a sum is infinite.
 
     Args:
         log_ratio: log policy - log reference of the sampled tokens (k1).
-        token_kl: the exact KL of the whole distribution each token was drawn from.
-        mask: true (or 1) for the tokens that the policy chose.
-        weight: one a for all, chosen before these responses were drawn: the last batch's ``.weight.mean()``.
+        token_kl: the exact KL of the distribution that each token was drawn from.
+        mask: true (or 1) for the tokens that the policy generated.
+        weight: one a for all, chosen before these responses were drawn, such as ``.weight.mean()`` of the last batch.
 
     Raises:
         OptionError: if ``weight`` is not finite.
@@ -161,9 +159,9 @@ def controlled_kl(
         a = torch.full_like(sampled, weight)
     else:
         raise OptionError(f"weight is {weight}; give a finite number, or leave it out to have it fitted")
-    each = a.unsqueeze(-1)
-    mixed = torch.where(each == 1, d, torch.where(each == 0, u, (1 - each) * u + each * d))
-    return ControlledKL(mixed, a, sampled, exact)
+    token_a = a.unsqueeze(-1)
+    per_token = torch.where(token_a == 1, d, torch.where(token_a == 0, u, (1 - token_a) * u + token_a * d))
+    return ControlledKL(per_token, a, sampled, exact)
 
 
 @validated
@@ -175,17 +173,17 @@ def measured_kl(
 ) -> Mean:
     """The KL for a controller, as a ``Mean``: the mean over responses of their sums, or the mean over tokens.
 
-    One number for all: add the micro-batches, then ``.across_ranks()``, then hand ``.value`` and, for
-    ``per="sequence"``, ``.count`` to ``controller.after``. Without the reduction the betas of the ranks would differ.
-    A response without a token that counts is none.
+    Add the ``Mean``s of micro-batches, reduce the sum by ``.across_ranks()``, and pass ``.value`` and, for
+    ``per="sequence"``, ``.count`` to ``controller.after``. Without the reduction the betas of the ranks would differ. A
+    response without an unmasked token is not counted.
 
     Args:
-        token_kl: in nats; the exact KL, or an unbiased estimate (k1, k3), whatever the reward is made of.
-        mask: true (or 1) for the tokens that the policy chose.
+        token_kl: in nats: the exact KL or an unbiased estimate (k1, k3); it may differ from the KL in the reward.
+        mask: true (or 1) for the tokens that the policy generated.
         per: the controller's ``per``.
 
     Raises:
-        OptionError: if there is no such ``per``.
+        OptionError: if ``per`` is unknown.
         ShapeError: if the two differ in shape, or are not [sequences, steps].
     """
     if token_kl.shape != mask.shape or token_kl.ndim != 2:
@@ -198,11 +196,12 @@ def measured_kl(
 
 
 def _unmasked(token_kl: Tensor, counts: Tensor) -> Tensor:
-    """Detached, in at least float32; 0 where nothing counts."""
+    """The values detached, in at least float32, with 0 where masked."""
     return torch.where(counts, at_least_float32(token_kl.detach()), 0.0)
 
 
 def _require_rewards(scores: Tensor, token_kl: Tensor, mask: Tensor, beta: float) -> None:
+    """Raise ShapeError or OptionError unless the shapes fit together and beta is finite and at least 0."""
     shapes = [tuple(x.shape) for x in (scores, token_kl, mask)]
     if len(shapes[1]) != 2 or shapes[1] != shapes[2] or shapes[0] != shapes[1][:1]:
         raise ShapeError(

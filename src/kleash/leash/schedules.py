@@ -131,9 +131,9 @@ class TargetSchedule:
         return {"kind": self.kind, **field_values(self), "controller": self.controller.to_dict()}
 
 
-def interpolate(begin: float, end: float, share: float, shape: str) -> float:
-    """Interpolate between two numbers; the ends are exact."""
-    fraction = SHAPES[shape](min(share, 1.0))
+def interpolate(begin: float, end: float, progress: float, shape: str) -> float:
+    """Interpolate between two numbers by a name of ``SHAPES``; exact at both ends."""
+    fraction = SHAPES[shape](min(progress, 1.0))
     return end if fraction == 1 else begin + (end - begin) * fraction
 
 

@@ -1,4 +1,4 @@
-"""The record of a trust region on a batch, its intersection, and the functions that all regions share."""
+"""The record of a trust region on a batch, intersections of regions, and functions shared by all regions."""
 
 from math import inf, log
 from typing import NamedTuple
@@ -16,48 +16,48 @@ from kleash.precision import at_least_float32
 class TrustRegion(NamedTuple):
     """Mask, weights and statistics of a trust region on a batch; all detached.
 
-    The unit of the shares and of the sample size is what is decided on: a token, or a whole sequence.
+    Shares and sample size count units: tokens if the region decides on tokens, or whole sequences.
     """
 
     weights: Float[Tensor, "batch time"]
-    """What to multiply each token's loss by: 0 where removed or masked; 1 elsewhere, unless it is a ratio."""
+    """Factor on each token's loss: 0 if it is removed or masked; otherwise 1, or its ratio."""
     kept: Bool[Tensor, "batch time"]
-    """Where a token counts and stays. The mask to average over, if what is removed is not to count as 0."""
+    """Tokens that count and are not removed: the mask of a mean in which removed tokens do not count as 0."""
     removed_share: Float[Tensor, ""]
-    """The share of the units that count which was removed, NaN log-probabilities included. NaN over nothing."""
+    """The share of unmasked units that are removed, those with NaN included. NaN if there are no units."""
     capped_share: Float[Tensor, ""]
-    """The share of the units that count whose weight was lowered to a cap. NaN over nothing."""
+    """The share of unmasked units whose weight was lowered to a cap. NaN if there are no units."""
     effective_sample_size: Float[Tensor, ""]
-    """How many units of equal weight would tell as much, (sum w)^2 / sum w^2; 0 where all were removed."""
+    """The number of equally weighted units with the same variance, (sum w)^2 / sum w^2; 0 if all are removed."""
 
 
 @validated
 def intersection(
     *regions: TrustRegion, mask: Bool[Tensor, "batch time"] | Integer[Tensor, "batch time"]
 ) -> TrustRegion:
-    """The tokens that every region keeps, with the product of their weights; the unit is the token.
+    """The tokens that no region removes, with the product of their weights; the unit is the token.
 
-    Each region decides about the whole batch, not about what the others left of it. ``capped_share`` is 0
-    here: what was capped cannot be seen in a product, so read it from the region itself.
+    Each region decides on the whole batch, independently of the others. ``capped_share`` is 0, since a product does not
+    show which weights were capped; read it from the single region.
 
     Args:
-        regions: any of this batch.
-        mask: true (or 1) for the tokens that count: the same that the regions were made with.
+        regions: trust regions of this batch.
+        mask: true (or 1) for the tokens that count, as for the regions.
 
     Raises:
-        OptionError: if there are none.
-        ShapeError: if one is of another batch.
+        OptionError: if there are no regions.
+        ShapeError: if a region has another shape than ``mask``.
     """
     if not regions:
         raise OptionError("no trust regions to intersect; give at least one")
-    stays, weights = as_mask(mask), torch.ones_like(regions[0].weights)
+    is_kept, weights = as_mask(mask), torch.ones_like(regions[0].weights)
     for region in regions:
-        if region.kept.shape != stays.shape:
-            raise ShapeError(f"a region is {tuple(region.kept.shape)} and mask {tuple(stays.shape)}")
-        stays, weights = stays & region.kept, weights * region.weights
+        if region.kept.shape != is_kept.shape:
+            raise ShapeError(f"a region is {tuple(region.kept.shape)} and mask {tuple(is_kept.shape)}")
+        is_kept, weights = is_kept & region.kept, weights * region.weights
     counts = as_mask(mask)
-    weights = torch.where(stays, weights, 0.0)
-    return _region(stays, weights, counts, stays, weights)
+    weights = torch.where(is_kept, weights, 0.0)
+    return _region(is_kept, weights, counts, is_kept, weights)
 
 
 def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,10 +78,10 @@ def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) 
 
 
 def is_within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Where a value lies within the bounds; false for NaN.
+    """Whether each value lies within the bounds; false for NaN.
 
     Raises:
-        OptionError: if no number lies within them.
+        OptionError: if the first bound is above the second, or one is NaN.
     """
     least, most = bounds
     if not least <= most:
@@ -90,10 +90,10 @@ def is_within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 
 def log_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
-    """Bounds on a ratio as bounds on its logarithm.
+    """Bounds on the logarithm of a ratio, from bounds on the ratio.
 
     Raises:
-        OptionError: if a ratio would have to be negative, or at most 0.
+        OptionError: if the first bound is negative, or the second is not above 0.
     """
     least, most = bounds
     if not (least >= 0 and most > 0):
@@ -105,31 +105,32 @@ def region_of(counts: Tensor, inside: Tensor, log_weight: Tensor | None = None) 
     """The trust region of a decision (and log weight) per token [batch, time] or per sequence [batch]."""
     per_token = inside.ndim == 2
     units = counts if per_token else counts.any(-1)
-    unit_stays = units & inside
-    weights = unit_stays.to(torch.float32) if log_weight is None else log_weight.exp()
-    unit_weights = torch.where(unit_stays, weights, 0.0)
-    token_stays, weights = (
-        (unit_stays, unit_weights) if per_token else (unit_stays.unsqueeze(-1), unit_weights.unsqueeze(-1))
+    unit_kept = units & inside
+    weights = unit_kept.to(torch.float32) if log_weight is None else log_weight.exp()
+    unit_weights = torch.where(unit_kept, weights, 0.0)
+    token_kept, weights = (
+        (unit_kept, unit_weights) if per_token else (unit_kept.unsqueeze(-1), unit_weights.unsqueeze(-1))
     )
     return _region(
-        counts & token_stays, torch.where(counts & token_stays, weights, 0.0), units, unit_stays, unit_weights
+        counts & token_kept, torch.where(counts & token_kept, weights, 0.0), units, unit_kept, unit_weights
     )
 
 
 def _region(
-    token_stays: Tensor, weights: Tensor, units: Tensor, unit_stays: Tensor, unit_weights: Tensor
+    token_kept: Tensor, weights: Tensor, units: Tensor, unit_kept: Tensor, unit_weights: Tensor
 ) -> TrustRegion:
+    """The trust region with statistics over units (tokens or sequences)."""
     return TrustRegion(
         weights=weights,
-        kept=token_stays,
-        removed_share=(units & ~unit_stays).sum() / units.sum(),
+        kept=token_kept,
+        removed_share=(units & ~unit_kept).sum() / units.sum(),
         capped_share=torch.zeros_like(units).sum() / units.sum(),
         effective_sample_size=_effective_sample_size(unit_weights, units),
     )
 
 
 def _effective_sample_size(weights: Tensor, units: Tensor) -> Tensor:
-    """(sum w)^2 / sum w^2; 0 where all are 0, NaN over nothing."""
+    """(sum w)^2 / sum w^2; 0 if all weights are 0, NaN if there are no units."""
     weights = weights.flatten()
     if weights.numel() == 0:
         return weights.new_tensor(torch.nan)
