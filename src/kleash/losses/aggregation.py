@@ -19,11 +19,11 @@ class Aggregation:
     """A way to average tokens: a total and the count that it is divided by."""
 
     total: Callable[[Tensor, Tensor], Tensor]
-    """From the values per token (0 where masked) and the unmasked tokens of each sequence (at least 1)."""
+    """The total as a function of the values per token (0 where masked) and each sequence's token count (at least 1)."""
     counts_tokens: bool
-    """Whether it is divided by tokens; by sequences otherwise."""
+    """Whether the divisor is the number of tokens; otherwise it is the number of sequences."""
     sums_sequences: bool
-    """Whether each sequence enters as the plain sum over its tokens: what a KL between responses needs."""
+    """Whether each sequence enters as the sum over its tokens, as a KL between responses requires."""
     summary: str
 
 
@@ -66,30 +66,29 @@ def aggregate(
     *,
     length: int | None = None,
 ) -> Mean:
-    """The mean of ``per_token`` in one of four ways, as a differentiable total and the count under it.
+    """The mean of ``per_token`` in one of four ways, as a differentiable total and its divisor.
 
         token_mean       sum of all tokens / tokens
         sequence_sum     sum of all tokens / sequences
         sequence_mean    sum over sequences of (their sum / their tokens) / sequences
         constant         sum of all tokens / (sequences * length)
 
-    A sequence without a token that counts is no sequence: rows that only fill up a batch move no
-    mean. What is masked is not read. Over nothing, ``.value`` is NaN and its gradient 0.
+    Sequences without an unmasked token, such as rows that fill up a batch, are not counted. Masked values are not read.
+    Without unmasked tokens ``.value`` is NaN and its gradient 0.
 
-    ``aggregate(...).value`` is the loss of a batch that is whole. Of a batch in parts, every part is
-    divided by the count of the whole: ``aggregate(...).share(count)``, where ``count`` adds up
-    ``count_of`` over the parts. The shares add to the whole's mean, gradient included; what is logged
-    is the sum of the same shares.
+    ``aggregate(...).value`` is the loss of a whole batch. If the batch is split into micro-batches, divide each by the
+    count of the whole batch: ``aggregate(...).share(count)``, where ``count`` is the sum of ``count_of`` over the
+    micro-batches. The shares add up to the mean over the batch, gradient included; log their sum.
 
     Args:
-        per_token: what to average.
+        per_token: the values to average.
         mask: true (or 1) for the tokens that count.
         how: a name of ``AGGREGATIONS``.
-        length: the constant of "constant": the longest response that may be generated.
+        length: the divisor of "constant": the largest length of a response.
 
     Raises:
-        UnknownNameError: if there is no such way.
-        OptionError: if "constant" has no length of at least 1, or another way has one.
+        UnknownNameError: if there is no such aggregation.
+        OptionError: if "constant" has no length of at least 1, or another aggregation has a length.
         ShapeError: if the two differ in shape, or are not [batch, time].
 
     References:
@@ -115,7 +114,7 @@ def count_of(
     *,
     length: int | None = None,
 ) -> Int[Tensor, ""]:
-    """The count that ``aggregate`` divides by for this mask, available before the loss is computed.
+    """The divisor of ``aggregate`` for a mask, available before the loss is computed.
 
     Raises:
         UnknownNameError, OptionError: as ``aggregate``.

@@ -27,18 +27,18 @@ def distillation_loss(
 
         D(softmax(teacher_logits / temperature) || softmax(student_logits / temperature))
 
-    The teacher is the first argument, the ``p``: "kl" averages over the teacher and makes the student
-    cover all it might say, "reverse_kl" averages over the student. What is masked (NaN in padding) is
-    not read and gets gradient 0. The gradient goes to whichever side requires one: run the teacher
-    under ``torch.no_grad()``. Per token, so that you choose the mean: ``mean_of(loss, mask)``.
+    The teacher is the first argument ``p``: "kl" averages over the teacher, so that the student covers all of the
+    teacher's responses; "reverse_kl" averages over the student. Masked values (NaN in padding) are not read and get
+    gradient 0. The gradient flows to each side that requires one: run the teacher under ``torch.no_grad()``. The loss
+    is per token; average it by ``mean_of(loss, mask)`` or ``aggregate``.
 
-    The gradient in the student's logits shrinks with 1/temperature^2; ``times_temperature_squared``
-    multiplies value and gradient by temperature^2, as Hinton et al. do, which keeps its size beside a
-    loss on labels. It is off unless asked for, and the value is then the divergence itself.
+    The gradient in the student's logits is proportional to 1/temperature^2. ``times_temperature_squared`` multiplies
+    value and gradient by temperature^2, as Hinton et al. do, to keep its size relative to a loss on labels. By default
+    the value is the divergence itself.
 
     Args:
-        teacher_logits: natural scale, vocabulary on the last axis; log-probabilities may stand for them.
-        student_logits: the same positions and tokens.
+        teacher_logits: vocabulary on the last axis; log-probabilities may be passed as logits.
+        student_logits: of the same positions and tokens.
         mask: true (or 1) for the positions that count.
         divergence: a name of ``DIVERGENCES``, or a record: ``gkd_record(weight)``, ``skew_kl_record(mix)``
             and its ``.swapped`` (DistiLLM's two), ``jensen_shannon_record(weight, normalised=True)``.
@@ -47,7 +47,7 @@ def distillation_loss(
 
     Raises:
         VocabularyMismatchError: if the last axes differ.
-        ShapeError: if the others do.
+        ShapeError: if the leading axes and the mask differ in shape.
         OptionError: if ``temperature`` is not a finite number above 0.
         UnknownNameError: if there is no such divergence.
         DetachedError: if gradients are enabled and neither side carries one.
@@ -79,20 +79,20 @@ def top_k_distillation_loss(
     divergence: str | Divergence = "kl",
     temperature: float = 1.0,
 ) -> Float[Tensor, "*tokens_t"]:
-    """D(teacher || student) per token, at least: from the teacher's k likeliest tokens and one for all others.
+    """A lower bound of D(teacher || student) per token, in nats, from the teacher's k likeliest tokens.
 
-    ``tail_bucket_loss`` of the teacher's list and the same tokens of the student, in nats: never above
-    ``distillation_loss``, and not 0 while the student has mass elsewhere. The teacher's temperature is
-    that at which its log-probabilities were computed, over its whole vocabulary (a list cannot be brought to
-    another); divide the student's logits by the same one.
+    ``tail_bucket_loss`` of the teacher's tokens and the same tokens of the student: never above ``distillation_loss``,
+    and above 0 while the student has mass elsewhere. ``temperature`` must be the temperature of the teacher's
+    log-probabilities, which were normalised over its whole vocabulary; a list of the likeliest tokens cannot be
+    converted to another temperature.
 
     Args:
-        teacher_ids: distinct tokens, per position; what stands at masked positions (-1) is not read.
+        teacher_ids: distinct tokens at each position; masked positions (-1) are not read.
         teacher_logp: their log-probabilities in the teacher's whole distribution, not renormalised.
-        student_logits: whole, the same vocabulary.
+        student_logits: of the whole vocabulary, which must be the teacher's.
         mask: true (or 1) for the positions that count; elsewhere value and gradient are 0.
         divergence: a name of ``DIVERGENCES``, or a record.
-        temperature: divides the student's logits; that of the teacher's log-probabilities.
+        temperature: of the teacher's log-probabilities; divides the student's logits.
 
     Raises:
         ShapeError: if the shapes do not fit together.
@@ -106,25 +106,25 @@ def top_k_distillation_loss(
             f"teacher_ids are {tuple(teacher_ids.shape)}, teacher_logp {tuple(teacher_logp.shape)}, student_logits "
             f"{tuple(student_logits.shape)} and the mask {tuple(counts.shape)}; give the same positions in all"
         )
-    unmasked = counts.unsqueeze(-1)
-    ids = torch.where(unmasked, teacher_ids, 0)
-    student = at_temperature(torch.where(unmasked, student_logits, 0.0), temperature)
-    teacher = top_k_from(ids, torch.where(unmasked, teacher_logp, -torch.inf))
+    token_counts = counts.unsqueeze(-1)
+    ids = torch.where(token_counts, teacher_ids, 0)
+    student = at_temperature(torch.where(token_counts, student_logits, 0.0), temperature)
+    teacher = top_k_from(ids, torch.where(token_counts, teacher_logp, -torch.inf))
     return tail_bucket_loss(teacher, top_k_of(student, ids), counts, divergence=divergence)
 
 
 @validated
 def gkd_record(weight: float) -> Divergence:
-    """The generalised Jensen-Shannon divergence as GKD and its descendants compute it.
+    """The generalised Jensen-Shannon divergence of GKD, as a record.
 
         weight KL(p || m) + (1 - weight) KL(q || m),    m = weight p + (1 - weight) q
 
-    and at the ends, by convention, KL(p || q) at 0 and KL(q || p) at 1. Those are no limits: between
-    them it shrinks like ``weight (1 - weight)``, so that from weight 0 to 0.01 it drops about a
-    hundredfold. ``jensen_shannon_record(weight, normalised=True)`` has the same ends, without the drop.
+    and, by convention, KL(p || q) at weight 0 and KL(q || p) at weight 1. These are not the limits: in between it is
+    proportional to ``weight (1 - weight)`` near the ends, so it falls about a hundredfold from weight 0 to 0.01.
+    ``jensen_shannon_record(weight, normalised=True)`` has the same values at the ends and is continuous.
 
     Args:
-        weight: the teacher's share of the mixture where ``p`` is the teacher ("beta" in GKD), from 0 to 1.
+        weight: the weight of ``p``, the teacher, in the mixture ("beta" in GKD), from 0 to 1.
 
     Raises:
         OptionError: if ``weight`` is outside [0, 1].
@@ -140,6 +140,7 @@ def gkd_record(weight: float) -> Divergence:
 
 
 def _require_pair(teacher: Tensor, student: Tensor, counts: Tensor) -> None:
+    """Raise VocabularyMismatchError or ShapeError unless logits and mask fit together."""
     if teacher.shape[-1:] != student.shape[-1:]:
         raise VocabularyMismatchError(
             f"teacher_logits cover {teacher.shape[-1]} tokens and student_logits {student.shape[-1]}; "

@@ -37,34 +37,34 @@ def kl_loss(
     estimator: str | Estimator = "k3",
     weights: Float[Tensor, "*tokens_w"] | None = None,
 ) -> Float[Tensor, "*tokens_p"]:
-    """KL(p || q) in nats per sampled token, to be descended on.
+    """A loss per sampled token whose value estimates KL(p || q), in nats, and whose gradient is that of the KL.
 
         value                      weights * estimator(u),    u = log p(x) - log q(x)
         gradient in token_logp     weights * u                (that of k2, whatever the estimator)
         gradient in token_logq     -weights                   (maximum likelihood on p's samples)
 
-    For ``x ~ p`` both gradients are those of KL(p || q) in expectation, and so they are for samples of a
-    behaviour distribution with its importance weights. The estimator decides what is logged, never
-    what is trained: plain backpropagation through k1 trains nothing, through k3 the other direction.
+    For ``x ~ p`` both gradients are those of KL(p || q) in expectation, and likewise for samples of a behaviour
+    distribution with its importance weights. The estimator determines the value only: backpropagating through k1 would
+    train nothing, and through k3 the other direction.
 
     |  | value | gradient |
-    | masked, or of weight 0 | 0 | 0; what stands there (NaN, inf) is not read |
-    | u < -80 in float32 (-700 in float64), k3 | k3's tangent at -80 | weights * u, as everywhere |
-    | q rules the token out | inf | inf: no finite step answers an infinite divergence |
+    | masked, or of weight 0 | 0 | 0; the inputs (NaN, inf) are not read |
+    | u < -80 in float32 (-700 in float64), k3 | k3's tangent at -80 | weights * u |
+    | probability 0 under q | inf | inf |
 
-    ``extreme_tokens`` counts the last two. This is the gradient of each token's KL along the sampled
-    prefixes; ``future_kl_loss`` adds what a token does to the KL after it. For first derivatives only.
+    ``extreme_tokens`` counts the last two cases. The gradient is that of each token's KL along the sampled prefixes;
+    ``future_kl_loss`` adds the effect of a token on the KL of later tokens. It has first derivatives only.
 
     Args:
-        token_logp: log-probabilities of the sampled tokens under what they were sampled from (or, with
-            weights, what they stand for), with the gradient.
-        token_logq: the same tokens under the other distribution; may carry a gradient, and need not.
-        mask: true (or 1) for the tokens that count; tool output and padding do not.
+        token_logp: log-probabilities of the sampled tokens under ``p``, with the gradient. ``p`` is the distribution
+            that they were sampled from or, with weights, the one that the weights refer to.
+        token_logq: the same tokens under the other distribution, with or without a gradient.
+        mask: true (or 1) for the tokens that count; false for tool output and padding.
         estimator: "k1", "abs", "k2", "k3", or a record, such as ``bounded_k3(-5.0)``.
         weights: one per token (``importance_weights``), without a gradient.
 
     Returns:
-        One number per token, in float32 or, where the inputs are that, float64.
+        One number per token, in float64 if an input is float64, otherwise in float32.
 
     Raises:
         DetachedError: if gradients are enabled and neither side carries one, or if ``weights`` carry one.
@@ -98,19 +98,19 @@ def future_kl_loss(
 
         value 0,    gradient in token_logp    sum_{j > t} weights_j * token_kl_j
 
-    Added to ``kl_loss``, or to weights times the exact KL with its gradient, it makes the gradient of
-    their sum over a response that of the KL between *responses*, on-policy without weights and
-    off-policy with weights of level "prefix" or "sequence". With weights of level "token" there is nothing
-    to add: those average over the behaviour's prefixes, which training does not move.
+    Added to ``kl_loss``, or to weights times the exact KL with its gradient, it makes the gradient of their sum over a
+    response that of the KL between *responses*: on-policy without weights, and off-policy with weights of level
+    "prefix" or "sequence". It is not used with weights of level "token", which average over the behaviour's prefixes,
+    since these do not depend on the policy.
 
-    A masked token adds nothing and gets nothing; credit passes over it to the tokens before. The more
-    tokens follow, the noisier it is; exact KLs make it less so (``controlled_kl_loss``).
+    Masked tokens have no KL and no gradient; the tokens before them are still credited with later ones. The variance
+    grows with the number of later tokens, and is smaller with exact KLs (``controlled_kl_loss``).
 
     Args:
         token_logp: log-probabilities of the sampled tokens, with the gradient.
         token_kl: an unbiased KL of each token (k1, k3 or the exact one), not weighted; its gradient is not used.
         mask: true (or 1) for the tokens that count.
-        weights: the same that the KL itself is weighted with.
+        weights: the weights of the KL itself.
 
     Raises:
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
@@ -134,7 +134,7 @@ class ExtremeTokens(NamedTuple):
     continued: Int[Tensor, ""]
     """Tokens that ``p`` made less likely by more than 80 nats (700 in float64): k3's value is its tangent."""
     ruled_out: Int[Tensor, ""]
-    """Tokens that ``q`` gives no probability at all: value and gradient are infinite."""
+    """Tokens with probability 0 under ``q``: value and gradient are infinite."""
 
 
 @validated
@@ -143,7 +143,7 @@ def extreme_tokens(
     token_logq: Float[Tensor, "*tokens_q"],
     mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
 ) -> ExtremeTokens:
-    """Count the tokens on which ``kl_loss`` is continued or infinite; in a healthy run both are 0.
+    """Count the tokens on which ``kl_loss`` is continued or infinite; both are normally 0.
 
     Raises:
         ShapeError: if the tensors differ in shape.
@@ -163,7 +163,7 @@ class ControlledLoss(NamedTuple):
     per_sequence: Float[Tensor, "batch"]
     """The combination, with the gradient of the KL between responses; 0 for a sequence without tokens."""
     weight: Float[Tensor, "batch"]
-    """Each sequence's a, fitted on the others: 0 is the sampled sum alone, 1 the sum of exact KLs alone."""
+    """Each sequence's a, fitted to the other sequences: 0 is the sampled sum alone, 1 the sum of exact KLs alone."""
     sampled: Float[Tensor, "batch"]
     """U: the sum of log ratios; without gradient."""
     exact: Float[Tensor, "batch"]
@@ -179,27 +179,26 @@ def controlled_kl_loss(
     *,
     weights: Float[Tensor, "batch_w time_w"] | None = None,
 ) -> ControlledLoss:
-    """KL(p || q) between responses in nats, to be descended on: the mean of ``U - a (U - C)``.
+    """A loss whose mean estimates KL(p || q) between responses, in nats, with its gradient: ``U - a (U - C)``.
 
         U = sum_t weights_t (log p(y_t) - log q(y_t)),    C = sum_t weights_t KL(p || q at y_<t)
         a_i = Cov(U, U - C) / Var(U - C), over the sequences other than i
 
-    U and C have the same mean, and so have their losses' gradients, each that of the KL between
-    responses: U's is the sampled reward-to-go, C's the exact KL's own and ``future_kl_loss`` of it.
-    ``per_sequence`` mixes both with the same weight. Because a sequence's weight comes
-    from the other ones, neither value nor gradient is biased by fitting it (where the sequences
-    were drawn independently). It is 1, not fitted, with fewer than three others, where
-    U - C does not vary among them, and where a sum is infinite.
+    U and C have the same mean, and the gradients of their losses have the same mean too: the gradient of the KL between
+    responses. For U it is the sampled reward-to-go, for C the gradient of the exact KL plus that of ``future_kl_loss``.
+    ``per_sequence`` combines both with the same weight. The weight of a sequence is fitted to the other ones, so it
+    biases neither value nor gradient if the sequences were drawn independently. It is 1, not fitted, with fewer than
+    three other sequences, if U - C does not vary among them, and if a sum is infinite.
 
-    What is made small is the variance of the *value*: that of the gradient follows it only
-    loosely. Aggregate it as a mean over sequences: ``loss.per_sequence.mean()`` where all have tokens.
+    The weight minimises the variance of the *value*, which is only loosely related to that of the gradient. Aggregate
+    as a mean over sequences: ``loss.per_sequence.mean()`` if all have tokens.
 
     Args:
         token_logp: log-probabilities of the sampled tokens, with the gradient.
         token_logq: the same tokens under the other distribution.
-        token_kl: the exact KL(p || q) of the whole distribution each token was drawn from, with its gradient.
+        token_kl: the exact KL(p || q) of the distribution that each token was drawn from, with its gradient.
         mask: true (or 1) for the tokens that count.
-        weights: off-policy, of level "prefix" or "sequence", without a gradient.
+        weights: for off-policy samples, of level "prefix" or "sequence", without a gradient.
 
     Raises:
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
@@ -218,8 +217,8 @@ def controlled_kl_loss(
     exact = exact if unmasked_weights is None else unmasked_weights * exact
     exact = (exact + future_kl_loss(token_logp, token_kl, mask, weights=weights)).sum(-1)
     weight = leave_one_out_weights(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
-    mixed = torch.where(weight == 1, exact, (1 - weight) * sampled + weight * exact)
-    return ControlledLoss(mixed, weight, sampled.detach(), exact.detach())
+    combination = torch.where(weight == 1, exact, (1 - weight) * sampled + weight * exact)
+    return ControlledLoss(combination, weight, sampled.detach(), exact.detach())
 
 
 @validated
@@ -228,20 +227,19 @@ def require_log_probabilities(
     mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
     name: str = "token_logp",
 ) -> None:
-    """Raise unless the unmasked values can be natural log-probabilities of sampled tokens.
+    """Raise an error unless the unmasked values can be natural log-probabilities of sampled tokens.
 
-    Caught: NaN and +inf; positive numbers, telling apart probabilities (all from 0 to 1) from logits and
-    losses; and zeros throughout, which is what a model that never ran leaves behind. A
-    log-probability of -inf is one. What is masked is not read; nothing to read is nothing wrong.
-    Reads the values: not for the inside of a compiled step.
+    Invalid are NaN and +inf; positive numbers, where the error distinguishes probabilities (all from 0 to 1) from
+    logits and losses; and zeros only, as from a model that did not run. -inf is valid. Masked values are not read, and
+    no values are valid. Do not call it in a compiled step, since it reads the values.
 
     Args:
-        token_logp: what is claimed to be log-probabilities.
+        token_logp: the values to check.
         mask: true (or 1) for the tokens that count.
-        name: what to call them in the error.
+        name: their name in the error.
 
     Raises:
-        NotProbabilitiesError: a ValueError, if they cannot be.
+        NotProbabilitiesError: a ValueError, if the values are invalid.
         ShapeError: if the two differ in shape.
     """
     require_same_shape(**{name: token_logp, "mask": mask})

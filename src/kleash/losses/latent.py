@@ -13,18 +13,18 @@ from kleash.errors import OptionError, ShapeError
 from kleash.precision import at_least_float32
 
 ACTIVE_VARIANCE = 0.01
-"""Burda et al.'s threshold, which they found to matter little: units lie far to either side of it."""
+"""The threshold of Burda et al. Its value matters little, since the variances of most units are far from it."""
 
 
 class ActiveUnits(NamedTuple):
     """The latent dimensions that depend on the data."""
 
     number: Int[Tensor, ""]
-    """How many are active."""
+    """Number of active dimensions."""
     active: Bool[Tensor, "dim"]
-    """Which ones."""
+    """Whether each dimension is active."""
     variance: Float[Tensor, "dim"]
-    """The variance over the data of each dimension's posterior mean, in the prior's variances."""
+    """The variance over the data of each dimension's posterior mean, relative to the prior's variance."""
 
 
 @validated
@@ -34,9 +34,9 @@ def kl_per_dimension(
     mean_q: Float[Tensor, "..."] | float = 0.0,
     log_variance_q: Float[Tensor, "..."] | float = 0.0,
 ) -> Float[Tensor, "*batch dim"]:
-    """KL between Gaussians in nats, one number per dimension: what ``kl_gaussian`` sums.
+    """KL between Gaussians in nats for each dimension: the terms of ``kl_gaussian``.
 
-    ``q`` is the standard normal unless said otherwise. The four broadcast against each other.
+    By default ``q`` is the standard normal. The four arguments broadcast against each other.
 
     Raises:
         ShapeError: if they do not broadcast.
@@ -44,8 +44,8 @@ def kl_per_dimension(
     return kl_gaussian(
         mean_p.unsqueeze(-1),
         log_variance_p.unsqueeze(-1),
-        _last_axis_added(mean_q),
-        _last_axis_added(log_variance_q),
+        _unsqueeze_tensor(mean_q),
+        _unsqueeze_tensor(log_variance_q),
     )
 
 
@@ -53,19 +53,18 @@ def kl_per_dimension(
 def free_bits(
     dimension_kl: Float[Tensor, "batch dim"], floor_nats: float, *, per_example: bool = False
 ) -> Float[Tensor, ""]:
-    """The KL per example in nats, with each dimension's share counted as at least ``floor_nats``.
+    """The KL per example in nats, where each dimension contributes at least ``floor_nats``.
 
         sum_d max(floor_nats, mean_b KL_bd)            or, per_example,    mean_b sum_d max(floor_nats, KL_bd)
 
-    A floor that you name, and no divergence any more: below it a dimension costs the floor and has
-    gradient 0, so that it is free to carry so much; strictly above, value and gradient are its KL's. The
-    mean over the batch comes first, so that examples share a dimension's allowance, unless
-    ``per_example`` gives one to each. NaN stays NaN.
+    This is not a divergence. A dimension with a KL up to the floor costs the floor and has gradient 0; above the floor,
+    value and gradient are those of its KL. The floor applies to the mean over the batch, or with ``per_example`` to
+    each example. NaN stays NaN.
 
     Args:
-        dimension_kl: as ``kl_per_dimension`` gives it.
-        floor_nats: what each dimension may carry for free, in nats (0.69 is one bit); at least 0.
-        per_example: whether the floor applies to each example rather than to their mean.
+        dimension_kl: the result of ``kl_per_dimension``.
+        floor_nats: nats of each dimension that are not penalised (0.69 is one bit); at least 0.
+        per_example: whether the floor applies to each example instead of the mean over the batch.
 
     Raises:
         ShapeError: if ``dimension_kl`` is not [batch, dim].
@@ -80,23 +79,23 @@ def free_bits(
     if not 0 <= floor_nats < math.inf:
         raise OptionError(f"floor_nats is {floor_nats}; give a finite number of nats, at least 0")
     kls = at_least_float32(dimension_kl)
-    floored = kls if per_example else kls.mean(0, keepdim=True)
-    # Not <=, which is false for NaN: that must come through rather than become the floor.
-    return torch.where(floored <= floor_nats, floor_nats, floored).sum(-1).mean()
+    kls = kls if per_example else kls.mean(0, keepdim=True)
+    # The comparison is false for NaN, which is therefore not replaced by the floor.
+    return torch.where(kls <= floor_nats, floor_nats, kls).sum(-1).mean()
 
 
 @validated
 def linear_annealing(step: int, *, steps: int, begin: float = 0.0, end: float = 1.0) -> float:
-    """The weight of the KL at ``step`` (from 0): from ``begin`` in a straight line to ``end``, then ``end``.
+    """The weight of the KL at ``step`` (from 0): linear from ``begin`` to ``end``, then constant.
 
     Args:
-        step: training steps done, at least 0.
-        steps: how many the rise takes, at least 1.
+        step: number of training steps made, at least 0.
+        steps: length of the linear part, at least 1.
         begin: the weight at step 0, at least 0.
         end: the weight from ``steps`` on, at least 0.
 
     Raises:
-        OptionError: if one of them is outside its range.
+        OptionError: if an argument is outside its range.
 
     References:
         Bowman et al., "Generating Sentences from a Continuous Space" (2015), https://arxiv.org/abs/1511.06349
@@ -109,21 +108,21 @@ def linear_annealing(step: int, *, steps: int, begin: float = 0.0, end: float = 
 def cyclical_annealing(
     step: int, *, steps: int, cycles: int = 4, rising: float = 0.5, begin: float = 0.0, end: float = 1.0
 ) -> float:
-    """The weight of the KL at ``step``: the linear rise again and again, and at last ``end``.
+    """The weight of the KL at ``step`` (from 0): repeated linear increases, and ``end`` after the last cycle.
 
-    Each of ``cycles`` cycles, ``steps / cycles`` long, rises from ``begin`` to ``end`` over its first
-    ``rising`` share and stays there for the rest; from ``steps`` on the weight is ``end``.
+    In each of ``cycles`` cycles of ``steps / cycles`` steps, the weight increases from ``begin`` to ``end`` during the
+    fraction ``rising`` of the cycle and then stays at ``end``. From ``steps`` on it is ``end``.
 
     Args:
-        step: training steps done, at least 0.
-        steps: how many all cycles take, at least 1.
-        cycles: how many there are, at least 1 and at most ``steps``.
-        rising: the share of a cycle that rises, above 0 and at most 1.
-        begin: the weight at the beginning of each cycle.
-        end: the weight at its end.
+        step: number of training steps made, at least 0.
+        steps: length of all cycles, at least 1.
+        cycles: number of cycles, at least 1 and at most ``steps``.
+        rising: the fraction of a cycle in which the weight increases, above 0 and at most 1.
+        begin: the weight at the beginning of each cycle, at least 0.
+        end: the weight at the end of each cycle, at least 0.
 
     Raises:
-        OptionError: if one of them is outside its range.
+        OptionError: if an argument is outside its range.
 
     References:
         Fu et al., "Cyclical Annealing Schedule: A Simple Approach to Mitigating KL Vanishing" (2019),
@@ -138,8 +137,8 @@ def cyclical_annealing(
         raise OptionError(f"rising is {rising}; give a share above 0, at most 1")
     if step >= steps:
         return end
-    cycle_share = (step * cycles % steps) / steps  # of this cycle, as a share of it
-    return begin + (end - begin) * min(cycle_share / rising, 1.0)
+    cycle_fraction = (step * cycles % steps) / steps  # fraction of the current cycle that has passed
+    return begin + (end - begin) * min(cycle_fraction / rising, 1.0)
 
 
 @validated
@@ -150,15 +149,15 @@ def active_units(
 
         Var_x(E[z_d | x]) > threshold
 
-    A collapsed dimension has the prior for its posterior whatever the example, so its mean stands
-    still. The variance divides by examples - 1. Give all data, or many: not a mini-batch.
+    The posterior of a collapsed dimension is the prior for every example, so its mean is constant. The variance has
+    examples - 1 in the denominator. Pass the whole data set or a large sample, not a mini-batch.
 
     Args:
-        posterior_mean: the means that the encoder gives, one row per example.
-        threshold: in the prior's variances.
+        posterior_mean: the means that the encoder returns, one row per example.
+        threshold: smallest variance of an active dimension, relative to the prior's variance.
 
     Raises:
-        ShapeError: if it is not [examples, dim], or there are fewer than two examples.
+        ShapeError: if ``posterior_mean`` is not [examples, dim], or has fewer than two examples.
 
     References:
         Burda et al., "Importance Weighted Autoencoders" (2015), https://arxiv.org/abs/1509.00519
@@ -172,11 +171,13 @@ def active_units(
     return ActiveUnits(active.sum(), active, variance)
 
 
-def _last_axis_added(parameter: Tensor | float) -> Tensor | float:
+def _unsqueeze_tensor(parameter: Tensor | float) -> Tensor | float:
+    """A tensor with one more axis at the end; a number unchanged."""
     return parameter.unsqueeze(-1) if isinstance(parameter, Tensor) else parameter
 
 
 def _require_schedule(step: int, steps: int, begin: float, end: float) -> None:
+    """Raise OptionError unless the steps and the weights of a schedule are in their ranges."""
     if step < 0 or steps < 1:
         raise OptionError(f"step is {step} of {steps}; count steps from 0, and give at least 1 in all")
     if not (0 <= begin < math.inf and 0 <= end < math.inf):

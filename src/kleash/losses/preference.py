@@ -21,22 +21,23 @@ from kleash.registry import look_up
 NO_REWARD: Mapping[str, str] = MappingProxyType(
     {
         "total_variation": "its score only tells which of the two is ahead, so many policies share one reward",
-        "hellinger": "it is the root of a divergence, and a root has no score of its own; "
+        "hellinger": "it is the root of a divergence, which has no score for single responses; "
         "give alpha_record(0.5), four times its square",
     }
 )
-"""The divergences of the table that imply no reward, and why."""
+"""Divergences of the table that imply no reward, with the reason."""
 
 
 class PreferenceLoss(NamedTuple):
-    """A loss per pair, and the two implied rewards that went into it."""
+    """A loss per pair, and the implied rewards of both responses."""
 
     loss: Float[Tensor, "pairs"]
-    """In nats; carries the gradient."""
+    """In nats, with the gradient."""
     chosen_reward: Float[Tensor, "pairs"]
-    """Detached; known up to a number per prompt, so only differences within a pair mean something."""
+    """Implied reward of the chosen response, detached; known up to a constant per prompt, so only differences within a
+    pair are meaningful."""
     rejected_reward: Float[Tensor, "pairs"]
-    """Likewise."""
+    """Implied reward of the rejected response, detached."""
 
 
 @validated
@@ -47,9 +48,9 @@ def response_log_ratio(
 ) -> Float[Tensor, "batch_p"]:
     """log p(response) - log q(response) in nats: the sum of the log ratios of its tokens.
 
-    Summed in float32 at least. What is masked (the prompt, padding, NaN) is not read; a response
-    without tokens has ratio 0. It is a number about *this* response. Only averaged over responses
-    that ``p`` itself has drawn is it a KL divergence; over a preference data set it is none.
+    Summed in at least float32. Masked values (the prompt, padding, NaN) are not read; the ratio of a response without
+    tokens is 0. Its mean is a KL divergence only over responses that were drawn from ``p``, not over a preference data
+    set.
 
     Args:
         token_logp: log-probabilities of the response's tokens under the policy.
@@ -66,36 +67,35 @@ def response_log_ratio(
             "give all three as [batch, time]"
         )
     counts = as_mask(mask)
-    selected = [torch.where(counts, at_least_float32(x), 0.0) for x in (token_logp, token_logq)]
-    return (selected[0] - selected[1]).sum(-1)
+    logp, logq = (torch.where(counts, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
+    return (logp - logq).sum(-1)
 
 
 @validated
 def implicit_reward(
     log_ratio: Float[Tensor, "*responses"], *, beta: float, divergence: str | Divergence = "kl"
 ) -> Float[Tensor, "*responses"]:
-    """The reward for which the policy is already optimal, up to a number per prompt.
+    """The reward for which the policy is optimal, up to a constant per prompt.
 
         reward(y) = beta score(u) + c(prompt),    u = log p(y) - log q(y)
 
     The policy that maximises ``E_p reward - beta D(p || q)`` has ``reward = beta g'(p/q) + c``, where
     ``D = E_q g(p/q)``; and ``g' = f + f'`` is the ``score`` of the divergence's record. For the KL it is
-    u itself: ``p = q exp(reward / beta) / Z``. Where g' stays finite as p vanishes (chi_squared), the
-    policy may rule a poor response out, and the equation holds among those that it keeps.
+    u itself: ``p = q exp(reward / beta) / Z``. If g' is finite as p goes to 0 (chi_squared), the optimal policy can give
+    some responses probability 0, and the equation holds for the others.
 
-    Nothing is clamped. The scores of "reverse_kl" and "jeffreys" overflow to -inf where u is far
-    below 0, those of "chi_squared" to inf where it is far above (in float32 from |u| of 88 on, which the
-    sum over a long response reaches).
+    Values are not clamped. The scores of "reverse_kl" and "jeffreys" overflow to -inf for u far below 0, and that of
+    "chi_squared" to inf for u far above 0 (in float32 from |u| = 88, which sums over long responses reach).
 
     Args:
-        log_ratio: one per response, as ``response_log_ratio`` sums it.
+        log_ratio: one per response, from ``response_log_ratio``.
         beta: nats of reward paid for one unit of the divergence; finite, above 0.
         divergence: a name of ``DIVERGENCES``, or a record.
 
     Raises:
         UnknownNameError: if there is no such divergence.
-        OptionError: if it implies no reward (its score does not rise strictly), or ``beta`` is not
-            a finite number above 0.
+        OptionError: if the divergence implies no reward (its score is not strictly increasing), or ``beta`` is not a
+            finite number above 0.
 
     References:
         Rafailov et al., "Direct Preference Optimization" (2023), https://arxiv.org/abs/2305.18290
@@ -119,21 +119,20 @@ def dpo_loss(
 
         -(1 - s) log sigmoid(m) - s log sigmoid(-m),    m = reward(chosen) - reward(rejected)
 
-    The negative log-likelihood of the Bradley-Terry model, in which the first wins with probability
-    sigmoid(m), after a share ``s`` of the labels was flipped. With KL and ``s`` 0 it is DPO, with ``s``
-    above 0 cDPO, with another divergence f-DPO. At m = 0 it is log 2; it never overflows before
-    ``m`` does, and grows as |m|. A margin of inf gives 0 (inf where labels are smoothed), of -inf gives
-    inf, and NaN where both rewards are infinite on the same side.
+    In the Bradley-Terry model the chosen response wins with probability sigmoid(m); ``s`` is the share of flipped
+    labels. With KL and ``s`` 0 the loss is DPO, with ``s`` above 0 cDPO, with another divergence f-DPO. It is log 2 at
+    m = 0, grows like |m|, and does not overflow before ``m`` does. For a margin of inf it is 0 (inf with label
+    smoothing), for -inf it is inf, and it is NaN if both rewards are the same infinity.
 
     Args:
-        chosen_log_ratio: log p - log q of each preferred response, as ``response_log_ratio`` sums it.
-        rejected_log_ratio: the same of the responses that lost.
+        chosen_log_ratio: log p - log q of each chosen response, from ``response_log_ratio``.
+        rejected_log_ratio: the same for each rejected response.
         beta: nats of reward paid for one unit of the divergence.
-        divergence: that which the reward is implied by: a name of ``DIVERGENCES``, or a record.
-        label_smoothing: the share of labels believed to be wrong, from 0 to below 1/2.
+        divergence: the divergence that implies the reward: a name of ``DIVERGENCES``, or a record.
+        label_smoothing: the assumed share of wrong labels, from 0 to below 1/2.
 
     Raises:
-        ShapeError: if there are not as many rejected as chosen ones, one number each.
+        ShapeError: if the log ratios are not two vectors of one length.
         OptionError: if ``label_smoothing`` is outside its range, or as ``implicit_reward``.
         DetachedError: if gradients are enabled and neither log ratio carries one.
         UnknownNameError: if there is no such divergence.
@@ -153,12 +152,14 @@ def dpo_loss(
             f"label_smoothing is {label_smoothing}; give the share of wrong labels, from 0 to below 0.5"
         )
     require_gradient(chosen_log_ratio, rejected_log_ratio, name="chosen_log_ratio")
-    chosen = implicit_reward(chosen_log_ratio, beta=beta, divergence=divergence)
-    rejected = implicit_reward(rejected_log_ratio, beta=beta, divergence=divergence)
-    loss = -logsigmoid(chosen - rejected)
-    if label_smoothing:  # without it, 0 times inf where the margin is infinite
-        loss = (1 - label_smoothing) * loss - label_smoothing * logsigmoid(rejected - chosen)
-    return PreferenceLoss(loss, chosen.detach(), rejected.detach())
+    chosen_reward = implicit_reward(chosen_log_ratio, beta=beta, divergence=divergence)
+    rejected_reward = implicit_reward(rejected_log_ratio, beta=beta, divergence=divergence)
+    margin = chosen_reward - rejected_reward
+    loss = -logsigmoid(margin)
+    if label_smoothing:  # with 0 smoothing, an infinite margin would give 0 times inf
+        flipped_margin = rejected_reward - chosen_reward
+        loss = (1 - label_smoothing) * loss - label_smoothing * logsigmoid(flipped_margin)
+    return PreferenceLoss(loss, chosen_reward.detach(), rejected_reward.detach())
 
 
 def _record_with_score(divergence: str | Divergence) -> Divergence:
@@ -184,10 +185,10 @@ def _record_with_score(divergence: str | Divergence) -> Divergence:
 def _require_increasing_score(record: Divergence) -> None:
     """Raise OptionError unless the score of a user's record increases strictly on a grid of log ratios."""
     u = torch.linspace(-6, 6, 97, dtype=torch.float64)
-    flat = ~(record.score(u).diff() > 0)
-    if flat.any():
-        begin = u[:-1][flat][0].item()
+    is_flat = ~(record.score(u).diff() > 0)
+    if is_flat.any():
+        first_flat = u[:-1][is_flat][0].item()
         raise OptionError(
-            f"the divergence implies no reward: its score does not rise strictly at a log ratio of {begin:g}, "
+            f"the divergence implies no reward: its score does not rise strictly at a log ratio of {first_flat:g}, "
             "so many policies share one reward; give one whose generator is strictly convex"
         )

@@ -29,16 +29,21 @@ class SampledPair(NamedTuple):
     counts: Tensor
     """True where a token is not masked and its weight is not 0."""
     weights: Tensor | None
-    """Detached; 0 where nothing counts."""
+    """Detached; 0 where ``counts`` is false."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """log p - log q, detached; 0 where nothing counts."""
+        """log p - log q, detached; 0 where ``counts`` is false."""
         return torch.where(self.counts, self.token_logp.detach() - self.token_logq.detach(), 0.0)
 
 
 def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
-    """The pair in one type of at least float32, if it fits together and can be trained on."""
+    """Check the shapes and gradients of a pair, and convert it to at least float32.
+
+    Raises:
+        ShapeError: if the tensors differ in shape.
+        DetachedError: if gradients are enabled and neither log-probability carries one, or if ``weights`` carry one.
+    """
     require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask, weights=weights)
     require_gradient(token_logp, token_logq)
     counts, weights = mask_and_weights(mask, weights)
@@ -46,7 +51,11 @@ def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: 
 
 
 def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The mask (false also where the weight is 0), and the weights, 0 where masked."""
+    """The mask, false also where the weight is 0, and the weights, 0 where masked.
+
+    Raises:
+        DetachedError: if the weights carry a gradient.
+    """
     counts = as_mask(mask)
     if weights is None:
         return counts, None
@@ -84,7 +93,14 @@ def may_require_grad(x: Tensor) -> bool:
 def with_pair_gradient(
     value: Tensor, pair: SampledPair, grad_p: Tensor, grad_q: Callable[[], Tensor] | None = None
 ) -> Tensor:
-    """``weights * value``, whose gradient in the pair is ``weights`` times the slopes, whatever ``value`` is."""
+    """``weights * value`` with the gradient ``weights`` times ``grad_p`` and ``grad_q`` in the pair.
+
+    Args:
+        value: one number per token.
+        pair: the log-probabilities that the gradient flows to.
+        grad_p: the gradient in ``token_logp``, without weights.
+        grad_q: returns the gradient in ``token_logq``, without weights; None for 0.
+    """
     weighted_grad_q = grad_q() if grad_q is not None and may_require_grad(pair.token_logq) else None
     if pair.weights is not None:
         value, grad_p = pair.weights * value, pair.weights * grad_p
@@ -99,30 +115,40 @@ def with_pair_gradient(
 
 @uncompiled_in_transforms
 def with_gradient(
-    value: Tensor, token_logp: Tensor, slope: Tensor, other: tuple[Tensor, Tensor] | None = None
+    value: Tensor, token_logp: Tensor, grad_p: Tensor, q_and_grad: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """``value``, with ``slope`` as its gradient in ``token_logp``, and likewise for another tensor."""
+    """``value`` with the gradient ``grad_p`` in ``token_logp``.
+
+    Args:
+        value: one number per token.
+        token_logp: log-probabilities that the gradient flows to.
+        grad_p: the gradient in ``token_logp``.
+        q_and_grad: a second tensor and the gradient in it.
+
+    Raises:
+        CannotRunError: if it is compiled inside ``torch.func.vmap``.
+    """
     if torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(value):  # pyright: ignore
         raise CannotRunError(
             "torch.compile loses gradients inside vmap (seen in torch 2.13); compile the inside"
         )
-    leaf, toward = (None, None) if other is None else other
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
-    function = _Attach if traced or value is slope else _AttachInPlace
+    token_logq, grad_q = (None, None) if q_and_grad is None else q_and_grad
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
+    function = _WithGradient if is_traced or value is grad_p else _WithGradientInPlace
     if forward_mode_active() and not torch.compiler.is_compiling():
-        function = _AttachOrRefuse
+        function = _WithoutForwardMode
     apply = cast("Callable[..., Tensor]", function.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(token_logp, leaf, value, slope, toward)
+    return apply(token_logp, token_logq, value, grad_p, grad_q)
 
 
-class _Attach(torch.autograd.Function):
-    """The identity on ``value``; the slopes are constants, so second derivatives are not the divergence's."""
+class _WithGradient(torch.autograd.Function):
+    """The identity on ``value`` with given gradients, which are constants: it has first derivatives only."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        token_logp: Tensor, leaf: Tensor | None, value: Tensor, slope: Tensor, toward: Tensor | None
+        token_logp: Tensor, token_logq: Tensor | None, value: Tensor, grad_p: Tensor, grad_q: Tensor | None
     ) -> Tensor:
         return value.clone()
 
@@ -134,18 +160,19 @@ class _Attach(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, weight: Tensor
     ) -> tuple[Tensor | None, ...]:
-        slope, toward, token_logp, leaf = ctx.saved_tensors
-        in_p = first_derivative_only(weight * slope, token_logp, FIRST_DERIVATIVE_ONLY)
-        in_q = None if toward is None else first_derivative_only(weight * toward, leaf, FIRST_DERIVATIVE_ONLY)
-        return in_p, in_q, None, None, None
+        grad_p, grad_q, token_logp, token_logq = ctx.saved_tensors
+        grad_p = first_derivative_only(weight * grad_p, token_logp, FIRST_DERIVATIVE_ONLY)
+        if grad_q is not None:
+            grad_q = first_derivative_only(weight * grad_q, token_logq, FIRST_DERIVATIVE_ONLY)
+        return grad_p, grad_q, None, None, None
 
 
-class _AttachInPlace(_Attach):
-    """The same without a copy, for a value that is not used elsewhere."""
+class _WithGradientInPlace(_WithGradient):
+    """``_WithGradient`` without a copy, for a value that is not used elsewhere."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        token_logp: Tensor, leaf: Tensor | None, value: Tensor, slope: Tensor, toward: Tensor | None
+        token_logp: Tensor, token_logq: Tensor | None, value: Tensor, grad_p: Tensor, grad_q: Tensor | None
     ) -> Tensor:
         return value
 
@@ -155,8 +182,8 @@ class _AttachInPlace(_Attach):
         ctx.save_for_backward(*inputs[3:], *inputs[:2])
 
 
-class _AttachOrRefuse(_Attach):
-    """The same under forward-mode differentiation, which is not supported and raises."""
+class _WithoutForwardMode(_WithGradient):
+    """``_WithGradient`` that raises under forward-mode differentiation, which is not supported."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -83,11 +83,12 @@ class KLTerm:
 
     @property
     def _name(self) -> str:
+        """The estimator's name in error messages."""
         return self.estimator if isinstance(self.estimator, str) else "this estimator"
 
     @property
     def _record(self) -> Estimator | None:
-        """The estimator and its contract; None for the exact KL."""
+        """The record of the estimator; None for the exact KL."""
         if not isinstance(self.estimator, str):
             return self.estimator
         if self.estimator == "exact":
@@ -103,13 +104,14 @@ class KLTerm:
         behaviour_logp: Float[Tensor, "batch_b time_b"] | None = None,
         token_kl: Float[Tensor, "batch_k time_k"] | None = None,
     ) -> Mean:
-        """The term of a batch, aggregated: ``.value``, or ``.share(count)`` of a part.
+        """The aggregated term of a batch: ``.value``, or ``.share(count)`` for a micro-batch.
 
         Args:
             token_logp: log-probabilities of the sampled tokens under the policy, with the gradient.
             token_logq: the same tokens under the reference, which is a constant here.
             mask: true (or 1) for the tokens that count.
-            behaviour_logp: under what they were sampled from; needed if there is a ratio.
+            behaviour_logp: their log-probabilities under the distribution that they were sampled from; needed if there
+                is a ratio.
             token_kl: the exact KL of each token with its gradient; needed if the estimator is "exact".
 
         Raises:
@@ -163,21 +165,22 @@ class KLTerm:
             return term
         return term + future_kl_loss(token_logp, cost, mask, weights=weights)
 
-    def _require_input(self, name: str, tensor: Tensor | None, needed: bool, because: str) -> None:
-        if needed and tensor is None:
-            raise OptionError(f"{because}, so {name} is needed; give it")
-        if tensor is not None and not needed:
-            raise OptionError(f"{because}, so {name} would not be used; leave it out, or change the term")
+    def _require_input(self, name: str, tensor: Tensor | None, is_needed: bool, reason: str) -> None:
+        """Raise OptionError if an input is missing or not used."""
+        if is_needed and tensor is None:
+            raise OptionError(f"{reason}, so {name} is needed; give it")
+        if tensor is not None and not is_needed:
+            raise OptionError(f"{reason}, so {name} would not be used; leave it out, or change the term")
 
     def _token_estimates(self, token_logp: Tensor, token_logq: Tensor, counts: Tensor) -> Tensor:
-        """The estimator of each token, through which gradients flow; what is masked is not read."""
+        """The estimator's value for each token, differentiable; masked values are not read."""
         record = self._record or ESTIMATORS["k3"]
         p, q = (torch.where(counts, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
         return continued_k3(p - q) if record is ESTIMATORS["k3"] else record.of(p - q)
 
 
 def _unit_weight_with_gradient(token_logp: Tensor, counts: Tensor, level: Level) -> Tensor:
-    """1, with the gradient of the logarithm of the weight of that level."""
+    """1 for each token, with the gradient of the logarithm of its weight at a level."""
     logp = torch.where(counts, at_least_float32(token_logp), 0.0)
     if level == "sequence":
         log_weight = logp.sum(-1, keepdim=True).expand_as(logp)

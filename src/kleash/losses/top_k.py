@@ -1,4 +1,4 @@
-"""Losses from the likeliest tokens: the rest as one bucket (a lower bound), or sampled (the value itself)."""
+"""Losses from the likeliest tokens, with the other tokens as one bucket (a lower bound) or sampled (unbiased)."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class TopK(NamedTuple):
     """The log-probabilities of a list of tokens, and of all other tokens together."""
 
     ids: Int[Tensor, "*tokens k"]
-    """Distinct; the same, in the same order, for both distributions of a pair."""
+    """Distinct tokens, in the same order for both distributions of a pair."""
     logp: Float[Tensor, "*tokens k"]
     """Their log-probabilities in the whole distribution: not renormalised."""
     log_rest: Float[Tensor, "*tokens"]
@@ -39,9 +39,9 @@ class Drawn(NamedTuple):
 
 @validated
 def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]) -> TopK:
-    """The tokens ``ids`` of a whole distribution; the rest is summed over, not subtracted from 1.
+    """The tokens ``ids`` of a whole distribution, with the mass of the rest summed over its tokens.
 
-    Differentiable in ``logp``; which tokens are chosen (``logp.topk(16).indices``, a teacher's) is a constant.
+    Differentiable in ``logp``. The choice of tokens (``logp.topk(16).indices``, or those of a teacher) is a constant.
     """
     logp = at_least_float32(logp)
     rest_logp = logp.scatter(-1, ids, -torch.inf)
@@ -50,11 +50,11 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
 
 @validated
 def top_k_from(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) -> TopK:
-    """A top-k list of an inference engine; the rest is 1 minus the listed mass.
+    """A top-k list from an inference engine, with 1 minus the listed mass as the mass of the rest.
 
-    A rest that rounding hides must not become a zero, against which every KL is infinite. So it is the
-    most that rounding allows (``rounding_nats``: 4e-6 of the mass in float32); a list that is heavier than 1
-    by more than that gives NaN.
+    A rest that is lost by rounding must not become 0, since every KL would be infinite. So the largest rest within
+    rounding is used (``rounding_nats``: 4e-6 of the mass in float32). If the list's mass exceeds 1 by more than
+    rounding, the rest is NaN.
     """
     upcast = at_least_float32(logp)
     listed_mass = (upcast - rounding_nats(logp)).exp().sum(-1)
@@ -69,19 +69,18 @@ def tail_bucket_loss(
     *,
     divergence: str | Divergence = "kl",
 ) -> Float[Tensor, "*tokens"]:
-    """D(p || q) with all tokens outside the list taken as one: a lower bound in nats, per token.
+    """A lower bound of D(p || q) per token, in nats, with all tokens outside the list merged into one.
 
         sum over the list of p(x) f(log p(x) - log q(x)), plus P f(log P - log Q)
 
-    P and Q are the masses outside. Never above the divergence, 0 only where list and masses agree, and the
-    gradient is that of this coarser divergence: it moves mass between list and rest, but cannot tell the
-    tokens of the rest apart. Dropping the rest would reward moving mass out of the list; renormalising
-    the list would not see it.
+    P and Q are the masses outside the list. It is never above the divergence, and 0 only if list and masses agree. Its
+    gradient moves mass between the list and the rest, but does not distinguish the tokens of the rest. Without the
+    rest, moving mass out of the list would lower the loss; with a renormalised list it would not change the loss.
 
     Args:
-        p: the side averaged over.
-        q: the same tokens under the other side.
-        mask: true (or 1) for the positions that count; elsewhere value and gradient are 0, and nothing is read.
+        p: the distribution that is averaged over.
+        q: the same tokens under the other distribution.
+        mask: true (or 1) for the positions that count. Masked positions are not read; value and gradient are 0 there.
         divergence: a name of ``DIVERGENCES``, or a record.
 
     Raises:
@@ -110,31 +109,31 @@ def sampled_tail_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     divergence: str | Divergence = "kl",
 ) -> Float[Tensor, "*tokens"]:
-    """D(p || q) with the list summed exactly and the rest by the one token that was drawn; unbiased.
+    """An unbiased estimate of D(p || q): the list is summed exactly, the rest is estimated from one drawn token.
 
         value        sum over the list of p f(u)  +  [y outside] w f(u_y),      u = log p - log q
         gradient     that of the sum              +  [y outside] w (f + f')(u_y) grad log p(y)
 
-    For y ~ p without weights, for y ~ behaviour with w = p(y) / behaviour(y): value and gradient, in p and in
-    q, are those of the whole divergence in expectation, whichever tokens are in the list (p's likeliest,
-    a teacher's), as the choice only divides one sum in two. What varies is the rest alone. With f as in
-    ``DIVERGENCES`` ("kl": k3, "reverse_kl": the forward KL of q from p's samples), where "kl" has the weight
-    u; were the value of a token the bare u, it would be u + 1. Surrogates that put ``ratio * stop_gradient(u)``
-    on the rest forget the 1, and with it that the list can lose mass to the rest.
+    For y ~ p without weights, and for y ~ behaviour with w = p(y) / behaviour(y), value and gradient in p and in q are
+    those of the whole divergence in expectation, for every choice of the list (p's likeliest tokens, or a teacher's).
+    Only the rest has variance. ``f`` is the generator in ``DIVERGENCES`` ("kl": k3, "reverse_kl": the KL of q from p's
+    samples), so the weight of "kl" in the gradient is u. If a token's value were u itself, its weight would be u + 1:
+    surrogates with ``ratio * stop_gradient(u)`` on the rest lack the 1, and with it the gradient that moves mass between
+    list and rest.
 
-    This is each position's divergence, given its prefix: off-policy, multiply it by the weight of the prefix.
+    It is the divergence of each position, given its prefix: off-policy, multiply it by the weight of the prefix.
 
     Args:
-        p: the side averaged over; ``log_rest`` is not used.
-        q: the same tokens under the other side.
-        drawn: the sampled tokens under both sides, with their gradients.
-        mask: true (or 1) for the positions that count; elsewhere value and gradient are 0, and nothing is read.
+        p: the distribution that is averaged over; ``log_rest`` is not used.
+        q: the same tokens under the other distribution.
+        drawn: the sampled tokens under both distributions, with their gradients.
+        mask: true (or 1) for the positions that count. Masked positions are not read; value and gradient are 0 there.
         weights: of the drawn tokens (``importance_weights`` of level "token"), without a gradient.
-        divergence: a name of ``DIVERGENCES``, or a record; a mean, and not the root of one (hellinger).
+        divergence: a name of ``DIVERGENCES`` except "hellinger", or a record without a ``finish`` function.
 
     Raises:
         UnknownNameError: if there is no such divergence.
-        OptionError: for hellinger, of which one token gives no unbiased value.
+        OptionError: for "hellinger", of which one token gives no unbiased estimate.
         ShapeError: if the shapes do not fit together.
         DetachedError: if gradients are enabled and neither side carries one, or if ``weights`` carry one.
     """
@@ -155,6 +154,7 @@ def sampled_tail_loss(
 
 
 def _sampled_tail(record: Divergence, sample: Drawn, counts: Tensor, weights: Tensor | None) -> Tensor:
+    """The estimated contribution of tokens outside the list, with its gradient."""
     token_logp, token_logq = at_least_float32(sample.token_logp), at_least_float32(sample.token_logq)
     log_ratio = torch.where(counts, (token_logp - token_logq).detach(), 0.0)
     value, grad_p = record.of(log_ratio), record.score(log_ratio)
@@ -165,6 +165,7 @@ def _sampled_tail(record: Divergence, sample: Drawn, counts: Tensor, weights: Te
 
 
 def _require_lists(p: TopK, q: TopK, mask: Tensor) -> None:
+    """Raise ShapeError unless both lists and the mask fit together."""
     shapes = [tuple(x.shape) for x in (p.ids, p.logp, q.ids, q.logp)]
     if len(set(shapes)) > 1 or shapes[0][:-1] != tuple(mask.shape):
         raise ShapeError(
