@@ -81,8 +81,8 @@ def implicit_reward(
 
     The policy that maximises ``E_p reward - beta D(p || q)`` has ``reward = beta g'(p/q) + c``, where
     ``D = E_q g(p/q)``; and ``g' = f + f'`` is the ``score`` of the divergence's record. For the KL it is
-    u itself: ``p = q exp(reward / beta) / Z``. If g' is finite as p goes to 0 (chi_squared), the optimal policy can give
-    some responses probability 0, and the equation holds for the others.
+    u itself: ``p = q exp(reward / beta) / Z``. If g' is finite as p goes to 0 (chi_squared), the optimal policy may
+    give some responses probability 0, and the equation holds for the others.
 
     Values are not clamped. The scores of "reverse_kl" and "jeffreys" overflow to -inf for u far below 0, and that of
     "chi_squared" to inf for u far above 0 (in float32 from |u| = 88, which sums over long responses reach).

@@ -118,8 +118,8 @@ def sampled_tail_loss(
     those of the whole divergence in expectation, for every choice of the list (p's likeliest tokens, or a teacher's).
     Only the rest has variance. ``f`` is the generator in ``DIVERGENCES`` ("kl": k3, "reverse_kl": the KL of q from p's
     samples), so the weight of "kl" in the gradient is u. If a token's value were u itself, its weight would be u + 1:
-    surrogates with ``ratio * stop_gradient(u)`` on the rest lack the 1, and with it the gradient that moves mass between
-    list and rest.
+    surrogates with ``ratio * stop_gradient(u)`` on the rest lack the 1, and with it the gradient that moves mass
+    between list and rest.
 
     It is the divergence of each position, given its prefix: off-policy, multiply it by the weight of the prefix.
 
