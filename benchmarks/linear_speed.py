@@ -21,7 +21,7 @@ from torch import Tensor
 from kleash.divergences import phi
 from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
 from kleash.linear.checks import checked_pair
-from kleash.linear.impl.loop import RowFunction, evaluate_rows, plan_chunks
+from kleash.linear.impl.chunk_loop import RowFunction, evaluate_rows, plan_chunks
 from kleash.linear.impl.project import normalised
 from kleash.linear.impl.row_statistics import NO_BUFFERS, NUM_BUFFERS, Buffers, softmax_sums
 

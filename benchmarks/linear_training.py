@@ -28,8 +28,8 @@ from kleash.divergences import phi
 from kleash.linear import LinearOptions, linear_kl
 from kleash.linear.checks import checked_pair
 from kleash.linear.impl.base import HeadPair, per_tensor
+from kleash.linear.impl.chunk_loop import Chunk, ChunkPlan, chunks, logit_blocks, plan_chunks
 from kleash.linear.impl.kl_fast import NUM_BUFFERS
-from kleash.linear.impl.loop import Chunk, ChunkPlan, chunks, logit_blocks, plan_chunks
 from kleash.linear.impl.project import multiply_
 from kleash.linear.impl.row_statistics import softmax_sums
 from kleash.linear.impl.sums import new_gradient_sums

@@ -5,9 +5,9 @@ import torch
 from linear_cases import head_case
 
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
-from kleash.linear.impl import buffer, choice
+from kleash.linear.impl import choice
 from kleash.linear.impl.base import HeadInputs, HeadPair
-from kleash.linear.impl.loop import plan_chunks
+from kleash.linear.impl.chunk_loop import plan_chunks
 
 pytestmark = pytest.mark.usefixtures("unhooked")  # a stand-in for a GPU is no tensor
 
@@ -45,8 +45,8 @@ def gpu(monkeypatch):
         state["asked"] += 1
         return state["free"]
 
-    monkeypatch.setattr(buffer, "free_bytes", free)
-    monkeypatch.setattr(buffer, "allocatable", lambda nbytes, device: nbytes <= state["there"])
+    monkeypatch.setattr(choice, "free_bytes", free)
+    monkeypatch.setattr(choice, "allocatable", lambda nbytes, device: nbytes <= state["there"])
     return state
 
 
@@ -56,7 +56,7 @@ def gpu(monkeypatch):
 def test_a_gpu_gets_1024_tokens_a_chunk(gpu, words, dtype, buffers):
     """Under 128 MiB a chunk was of 110 tokens at 151 936 words, each of which read all weights."""
     pair = pair_of(words, 4096, dtype)
-    options = buffer.with_buffer(LinearOptions(), pair)
+    options = choice.with_buffer(LinearOptions(), pair)
     assert plan_chunks(pair, options, buffers).chunk_tokens == 1024
     assert options.chunk_bytes <= 60 * GIB // 8 and gpu["asked"] == 1
 
@@ -65,16 +65,16 @@ def test_less_free_memory_halves_the_chunk_and_a_little_changes_nothing(gpu):
     pair, sizes = pair_of(151_936), []
     for free in (60 * GIB, 59 * GIB, 14 * GIB, 13 * GIB, 6 * GIB, 2 * GIB, GIB, 0):
         gpu["free"] = free
-        options = buffer.with_buffer(LinearOptions(), pair)
+        options = choice.with_buffer(LinearOptions(), pair)
         sizes.append(plan_chunks(pair, options, 1).chunk_tokens)
-        assert options.chunk_bytes <= max(free // 8, buffer.bytes_for(1, pair))
+        assert options.chunk_bytes <= max(free // 8, choice.bytes_for(1, pair))
     assert sizes[:4] == [1024, 1024, 1024, 512 if sizes[3] == 512 else 1024]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] >= 1
 
 
 def test_memory_that_another_process_took_in_between_is_not_asked_for(gpu):
     gpu["there"] = GIB
-    options = buffer.with_buffer(LinearOptions(), pair_of(151_936))
+    options = choice.with_buffer(LinearOptions(), pair_of(151_936))
     assert options.chunk_bytes <= GIB
 
 
@@ -83,16 +83,16 @@ def test_a_driver_that_does_not_say_is_no_error(monkeypatch):
         raise RuntimeError("no CUDA here")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
-    assert buffer.free_bytes(torch.device("cuda", 0)) is None
-    assert buffer.with_buffer(LinearOptions(), pair_of(1000)).buffer_bytes == 128 * 2**20
+    assert choice.free_bytes(torch.device("cuda", 0)) is None
+    assert choice.with_buffer(LinearOptions(), pair_of(1000)).buffer_bytes == 128 * 2**20
 
 
 def test_what_was_chosen_is_kept_and_a_cpu_takes_128_mib(gpu):
     pair = pair_of(32_768)
-    assert buffer.with_buffer(LinearOptions(buffer_bytes=7), pair).buffer_bytes == 7
+    assert choice.with_buffer(LinearOptions(buffer_bytes=7), pair).buffer_bytes == 7
     case = head_case(tokens=(5,), words=11)
     here = HeadInputs(hidden=case.hidden_p, head=case.head_p, temperature=1.0, dtype=torch.float32)
-    assert buffer.with_buffer(LinearOptions(), HeadPair(p=here, q=here)).buffer_bytes == 128 * 2**20
+    assert choice.with_buffer(LinearOptions(), HeadPair(p=here, q=here)).buffer_bytes == 128 * 2**20
     assert gpu["asked"] == 0
 
 

@@ -30,7 +30,7 @@ from kleash.linear import (
 )
 from kleash.linear.checks import checked_pair
 from kleash.linear.impl import compiling
-from kleash.linear.impl.loop import plan_chunks
+from kleash.linear.impl.chunk_loop import plan_chunks
 from kleash.linear.impl.native import building, row_functions
 from kleash.user_cache import is_private_file
 

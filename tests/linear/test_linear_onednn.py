@@ -9,7 +9,7 @@ from linear_cases import NATIVE, SMALL, TINY, head_case, in_float64, relative_rm
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
 from kleash.linear.checks import checked_pair
 from kleash.linear.impl import onednn
-from kleash.linear.impl.loop import ENOUGH_TOKENS, plan_chunks
+from kleash.linear.impl.chunk_loop import ENOUGH_TOKENS, plan_chunks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"

@@ -24,7 +24,7 @@ from kleash.linear import (
     linear_kl_loss,
     linear_objective,
 )
-from kleash.linear.impl import kl_fast, loop
+from kleash.linear.impl import chunk_loop, kl_fast
 from kleash.linear.impl.chunked import ChunkedBackend
 from kleash.linear.impl.fallback import fallback_kl, replace_failed_gradients_
 from kleash.linear.impl.project import has_bfloat16_gradient
@@ -299,13 +299,13 @@ def test_one_head_for_both_models_however_far_apart(options):
 def products(monkeypatch):
     """How many tokens' logits have been multiplied out, of both models together."""
     counted = []
-    original = loop.multiply_
+    original = chunk_loop.multiply_
 
     def multiply_(out, *rest):
         counted.append(len(out))
         original(out, *rest)
 
-    monkeypatch.setattr(loop, "multiply_", multiply_)
+    monkeypatch.setattr(chunk_loop, "multiply_", multiply_)
     return counted
 
 

@@ -9,7 +9,7 @@ from linear_cases import REFERENCE, head_case, in_float64, relative_rms
 
 from kleash.linear import Head, LinearOptions, linear_divergence_loss, linear_kl, linear_objective
 from kleash.linear.checks import checked_pair
-from kleash.linear.impl import compiling, loop
+from kleash.linear.impl import chunk_loop, compiling
 from kleash.linear.impl.native import building, products
 
 pytestmark = [
@@ -244,7 +244,7 @@ def test_other_processors_keep_their_products(monkeypatch):
     ("tokens", "chunk"), [(1024, 112), (1024, 96), (4096, 64), (100, 112), (17, 16), (1, 16)]
 )
 def test_chunks_differ_by_at_most_one_vector(tokens, chunk):
-    slices = list(loop.chunk_slices(tokens, loop.ChunkPlan(chunk, 8, 0, 0)))
+    slices = list(chunk_loop.chunk_slices(tokens, chunk_loop.ChunkPlan(chunk, 8, 0, 0)))
     assert [part.start for part in slices] == [0, *(part.stop for part in slices[:-1])]
     assert slices[-1].stop == tokens and len(slices) == -(-tokens // chunk)
     sizes = [-(-(part.stop - part.start) // 16) for part in slices]
@@ -257,7 +257,7 @@ def test_the_plan_is_within_the_budget(monkeypatch):
         hidden, weight = torch.empty(tokens, dim), torch.empty(words, dim)
         pair = checked_pair((hidden, Head(weight)), (hidden, Head(weight)), 1.0)
         options = LinearOptions(buffer_bytes=(budget := 128 << 20))
-        plan = loop.plan_chunks(pair, options, 0, native=True)
+        plan = chunk_loop.plan_chunks(pair, options, 0, native=True)
         assert plan.tile_rows == 0
         workspace = products.exact_workspace_floats(plan.chunk_tokens, dim, torch.get_num_threads())
         scratch = 2 * plan.threads * words

@@ -131,7 +131,7 @@ def test_auto_compiles_only_what_wins_it_back(monkeypatch):
     case = head_case(torch.float64, tokens=(37,), words=101)
     asked = []
     monkeypatch.setattr(compiling, "missing_for", lambda device: None)
-    monkeypatch.setattr("kleash.linear.impl.loop.compiled", lambda core: asked.append(core) or core)
+    monkeypatch.setattr("kleash.linear.impl.chunk_loop.compiled", lambda core: asked.append(core) or core)
     for work, times in ((37 * 101 + 1, 0), (37 * 101, 1)):
         monkeypatch.setattr(compiling, "PAYS_FROM", work)
         case.kl()

@@ -72,6 +72,12 @@ class Head:
         """The number of logits that this rank computes for each hidden state."""
         return hidden.shape[-1] if self.weight is None else self.weight.shape[0]
 
+    def logits_of_product(self, product: Float[Tensor, "*tokens vocab"]) -> Float[Tensor, "*tokens vocab"]:
+        """The logits ``z`` from ``hidden W^T``, in the dtype and on the device of the product."""
+        y = product if self.bias is None else product + self.bias.to(product.device, product.dtype)
+        y = self.scale * y
+        return y if self.softcap is None else self.softcap * torch.tanh(y / self.softcap)
+
 
 def is_finite_number(value: Any) -> bool:
     """Whether a value is a single finite number."""

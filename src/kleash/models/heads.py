@@ -99,11 +99,7 @@ def head_logits(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[Tenso
     if head.weight is None:
         return at_least_float32(hidden)
     dtype = torch.promote_types(at_least_float32(hidden).dtype, at_least_float32(head.weight).dtype)
-    z = hidden.to(dtype) @ head.weight.to(hidden.device, dtype).T
-    if head.bias is not None:
-        z = z + head.bias.to(hidden.device, dtype)
-    z = z * head.scale
-    return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+    return head.logits_of_product(hidden.to(dtype) @ head.weight.to(hidden.device, dtype).T)
 
 
 def truncate_head(head: Head, vocab_size: int) -> Head:

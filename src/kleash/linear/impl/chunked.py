@@ -17,10 +17,10 @@ from kleash.linear.impl.base import (
     SavedForward,
     ValueAndGrad,
 )
+from kleash.linear.impl.chunk_loop import RowCallable, RowFunction, evaluate_rows
 from kleash.linear.impl.fallback import fallback_kl
 from kleash.linear.impl.forward_saved import SavedGradient
 from kleash.linear.impl.gradient import chunk_planner, run_chunks, value_and_grad
-from kleash.linear.impl.loop import RowCallable, RowFunction, evaluate_rows
 from kleash.linear.impl.native import row_functions as native
 from kleash.linear.impl.objective import objective_result
 from kleash.linear.impl.reference import divergence_of_logits, statistics_of_logits

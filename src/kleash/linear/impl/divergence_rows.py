@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kleash.divergences import Divergence
 from kleash.divergences.table import Side, weighted_generator
-from kleash.linear.impl.loop import RowCallable
+from kleash.linear.impl.chunk_loop import RowCallable
 from kleash.linear.impl.project import both_normalised
 from kleash.linear.impl.reference import divergence_of_logits
 from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab

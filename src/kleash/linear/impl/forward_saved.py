@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.linear.impl.base import SavedForward, TokenIndex
-from kleash.linear.impl.loop import ROW_BLOCK
+from kleash.linear.impl.chunk_loop import ROW_BLOCK
 from kleash.linear.impl.sums import GradientSums, GradientSumsPair
 
 

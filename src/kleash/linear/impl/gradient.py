@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kleash.divergences import Divergence
 from kleash.linear.impl.base import KL, HeadPair, Needed, Request, SavedForward, ValueAndGrad
+from kleash.linear.impl.chunk_loop import Chunk, ChunkPlan, chunks, logit_blocks, plan_chunks, with_buffers
 from kleash.linear.impl.compiling import uses_native
 from kleash.linear.impl.divergence_rows import NUM_BUFFERS as DIVERGENCE_BUFFERS
 from kleash.linear.impl.divergence_rows import record_gradient_rows, reference_gradient_rows
 from kleash.linear.impl.fallback import replace_failed_gradients_, replace_rows_
 from kleash.linear.impl.forward_saved import add_saved_gradient
 from kleash.linear.impl.kl_fast import NUM_BUFFERS, kl_gradient_rows
-from kleash.linear.impl.loop import Chunk, ChunkPlan, chunks, logit_blocks, plan_chunks, with_buffers
 from kleash.linear.impl.native.row_functions import kl_gradient_, new_scratch
 from kleash.linear.impl.project import has_bfloat16_gradient, logits_backward_
 from kleash.linear.impl.sums import GradientSumsPair, new_gradient_sums

@@ -7,10 +7,7 @@ from torch import Tensor
 from kleash.divergences import entropy
 from kleash.linear.impl import kl_fast
 from kleash.linear.impl.base import Needed, Objective, ObjectiveResult, Request, objective_value_and_grad
-from kleash.linear.impl.compiling import uses_native
-from kleash.linear.impl.fallback import fallback_kl
-from kleash.linear.impl.kl_fast import kl_terms, moments, phi_of_residual
-from kleash.linear.impl.loop import (
+from kleash.linear.impl.chunk_loop import (
     Chunk,
     ChunkPlan,
     RowFunction,
@@ -21,6 +18,9 @@ from kleash.linear.impl.loop import (
     replace_failed_rows,
     row_blocks,
 )
+from kleash.linear.impl.compiling import uses_native
+from kleash.linear.impl.fallback import fallback_kl
+from kleash.linear.impl.kl_fast import kl_terms, moments, phi_of_residual
 from kleash.linear.impl.native import row_functions as native
 from kleash.linear.impl.objective_grad import (
     LogitGradient,

@@ -20,15 +20,10 @@ from kleash.linear.vocab_shards import LocalVocab
 def logits(model: HeadInputs) -> Float[Tensor, "*tokens vocab"]:
     """All logits at once, divided by the temperature."""
     head, dtype = model.head, model.dtype
-    z = model.hidden.to(dtype)
+    product = model.hidden.to(dtype)
     if head.weight is not None:
-        z = model.vocab_shards.replicate(z) @ head.weight.to(dtype).T
-    if head.bias is not None:
-        z = z + head.bias.to(dtype)
-    z = head.scale * z
-    if head.softcap is not None:
-        z = head.softcap * torch.tanh(z / head.softcap)
-    t = model.temperature
+        product = model.vocab_shards.replicate(product) @ head.weight.to(dtype).T
+    z, t = head.logits_of_product(product), model.temperature
     return z / (t[..., None] if isinstance(t, Tensor) else t)
 
 

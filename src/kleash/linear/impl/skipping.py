@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl.base import HeadInputs, TokenIndex
-from kleash.linear.impl.loop import ROW_BLOCK
+from kleash.linear.impl.chunk_loop import ROW_BLOCK
 from kleash.linear.impl.project import set_rows_, widens
 from kleash.linear.options import LinearOptions, Skipped
 

@@ -25,9 +25,9 @@ from kleash.linear.impl.base import (
     ValueAndGrad,
     objective_value_and_grad,
 )
+from kleash.linear.impl.chunk_loop import Chunk, ChunkPlan, chunks, plan_chunks
 from kleash.linear.impl.chunked import CHUNKED
 from kleash.linear.impl.gradient import ChunkStep, Planner, value_and_grad
-from kleash.linear.impl.loop import Chunk, ChunkPlan, chunks, plan_chunks
 from kleash.linear.impl.project import finish_logits_
 from kleash.linear.impl.row_statistics import top_rows, with_top
 from kleash.linear.impl.sums import GradientSums, GradientSumsPair, new_gradient_sums

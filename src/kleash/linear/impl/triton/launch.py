@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.impl.base import HeadInputs
-from kleash.linear.impl.loop import Chunk
+from kleash.linear.impl.chunk_loop import Chunk
 from kleash.linear.types import TokenStatistics, TokenTerms
 
 WIDTH = 4096
