@@ -1,13 +1,13 @@
 /* The matrix products of the linear functions in float32, for processors with AVX-512: a chunk's logits, and their
-   gradient's products with the weight and with the hidden states. A chunk has few tokens and many words, so each
-   product reads or writes a large matrix (a weight, or its gradient) and does little arithmetic on each number of it.
-   That matrix is fetched into the cache during the arithmetic on the part before it.
+   gradient's products with the weight and with the hidden states. A chunk has few tokens and a large vocabulary, so
+   each product reads or writes a large matrix (a weight, or its gradient) with little arithmetic on each number. The next
+   part of that matrix is prefetched into the cache during the arithmetic on the current one.
 
-       logits        Z = X W^T    the weight is the left factor: Z^T = W X^T, transposed as it is written
-       into_weight   C += G^T X
-       into_hidden   D += G W
+       logits             Z = X W^T    the weight is the left factor: Z^T = W X^T, transposed as it is written
+       weight_gradient    C += G^T X
+       hidden_gradient    D += G W
 
-   Each product is made of tiles of up to TALL rows and WIDE columns, kept in registers over up to DEPTH terms of their
+   Each product is computed by tiles of up to TALL rows and WIDE columns, kept in registers over up to DEPTH terms of their
    sums; longer sums are sums of such sums. The left factor of a tile is packed row by row, STRIDE apart; the right
    factor, a panel, has WIDE numbers for each term. */
 
@@ -31,13 +31,13 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t parts(int64_t size, int64_t part) { return (size + part - 1) / part; }
 INLINE __mmask16 first_lanes(int64_t count) { return count >= LANES ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
 
-/* Memory to fetch: from each of some rows UNIT bytes, then the next UNIT bytes of each. */
+/* Memory to prefetch: UNIT bytes of each of some rows, then the next UNIT bytes of each. */
 struct fetch {
     const char *base, *next;
     int64_t stride, rows, row, left;
 };
 
-INLINE struct fetch fetching(const float *base, int64_t stride, int64_t rows, int64_t columns) {
+INLINE struct fetch new_fetch(const float *base, int64_t stride, int64_t rows, int64_t columns) {
     return (struct fetch){.base = (const char *)base, .next = (const char *)base, .stride = stride * 4, .rows = rows,
                           .left = rows * parts(columns * 4, UNIT)};
 }
@@ -55,8 +55,8 @@ INLINE int fetch_one(struct fetch *f, int writes) {
     return 1;
 }
 
-/* Add a tile of the product of ``a`` and ``b`` to ``c``, or write it there. ``f``: two lists of what to fetch
-   meanwhile, the first of them to be written to if ``writes``. Sizes but ``depth`` are told at compile time. */
+/* Add a tile of the product of ``a`` and ``b`` to ``c``, or write it there. ``f``: two lists of memory
+   to prefetch meanwhile, the first of them for writing if ``writes``. All sizes except ``depth`` are compile-time constants. */
 INLINE void tile(int rows, int vectors, int64_t depth, const float *a, const float *b, float *c, int64_t c_stride,
                  int add, __mmask16 mask0, __mmask16 mask1, int writes, struct fetch *f) {
     __m512 sum[TALL][2];
@@ -79,13 +79,13 @@ INLINE void tile(int rows, int vectors, int64_t depth, const float *a, const flo
     }
 #pragma GCC unroll 14
     for (int i = 0; i < rows; i++) {
-        float *here = c + i * c_stride;
+        float *out = c + i * c_stride;
         if (add) {
-            sum[i][0] = _mm512_add_ps(sum[i][0], _mm512_maskz_loadu_ps(mask0, here));
-            if (vectors > 1) sum[i][1] = _mm512_add_ps(sum[i][1], _mm512_maskz_loadu_ps(mask1, here + LANES));
+            sum[i][0] = _mm512_add_ps(sum[i][0], _mm512_maskz_loadu_ps(mask0, out));
+            if (vectors > 1) sum[i][1] = _mm512_add_ps(sum[i][1], _mm512_maskz_loadu_ps(mask1, out + LANES));
         }
-        _mm512_mask_storeu_ps(here, mask0, sum[i][0]);
-        if (vectors > 1) _mm512_mask_storeu_ps(here + LANES, mask1, sum[i][1]);
+        _mm512_mask_storeu_ps(out, mask0, sum[i][0]);
+        if (vectors > 1) _mm512_mask_storeu_ps(out + LANES, mask1, sum[i][1]);
     }
 }
 
@@ -169,7 +169,7 @@ INLINE void pack_rows(const float *from, int64_t stride, int64_t rows, int64_t d
 
 INLINE int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 
-/* Numbers of type float that the products of so many tokens need to work in. */
+/* Numbers of type float that the products of so many tokens need to workspace in. */
 int64_t kleash_workspace(int64_t tokens, int64_t dim, int64_t threads) {
     int64_t wide = parts(tokens, WIDE) * WIDE, deep = parts(tokens, DEPTH);
     int64_t shared = wide * dim, other = tokens * parts(dim, WIDE) * WIDE;
@@ -182,10 +182,10 @@ INLINE float *aligned(float *x) { return (float *)(((uintptr_t)x + 63) & ~(uintp
 
 /* ``out`` = hidden weight^T. */
 void kleash_logits(const float *hidden, int64_t hidden_stride, const float *weight, int64_t weight_stride,
-                   int64_t tokens, int64_t words, int64_t dim, int64_t threads, float *work, float *out,
+                   int64_t tokens, int64_t vocab_size, int64_t dim, int64_t threads, float *workspace, float *out,
                    int64_t out_stride) {
-    const int64_t panels = parts(tokens, WIDE), wide = panels * WIDE, blocks = parts(words, BLOCK);
-    float *packed = aligned(work), *rest = packed + wide * dim;
+    const int64_t panels = parts(tokens, WIDE), wide = panels * WIDE, blocks = parts(vocab_size, BLOCK);
+    float *packed = aligned(workspace), *rest = packed + wide * dim;
     int64_t taken = 0;
 #pragma omp parallel num_threads((int)threads)
     {
@@ -198,15 +198,15 @@ void kleash_logits(const float *hidden, int64_t hidden_stride, const float *weig
             }
         for (int64_t block = take(&taken), next; block < blocks; block = next) {
             next = take(&taken);
-            const int64_t v = block * BLOCK, count = smaller(BLOCK, words - v), tiles = parts(count, TALL);
+            const int64_t v = block * BLOCK, count = smaller(BLOCK, vocab_size - v), tiles = parts(count, TALL);
             for (int64_t h = 0; h < dim; h += DEPTH) {
                 const int64_t depth = smaller(DEPTH, dim - h);
                 struct fetch f[2] = {{0}};
                 pack_rows(weight + v * weight_stride + h, weight_stride, count, depth, a);
                 if (h + DEPTH < dim) {
-                    f[0] = fetching(weight + v * weight_stride + h + DEPTH, weight_stride, count, smaller(DEPTH, dim - h - DEPTH));
+                    f[0] = new_fetch(weight + v * weight_stride + h + DEPTH, weight_stride, count, smaller(DEPTH, dim - h - DEPTH));
                 } else if (next < blocks) {
-                    f[0] = fetching(weight + next * BLOCK * weight_stride, weight_stride, smaller(BLOCK, words - next * BLOCK), smaller(DEPTH, dim));
+                    f[0] = new_fetch(weight + next * BLOCK * weight_stride, weight_stride, smaller(BLOCK, vocab_size - next * BLOCK), smaller(DEPTH, dim));
                 }
                 for (int64_t panel = 0; panel < panels; panel++) {
                     const float *b = packed + panel * WIDE * dim + h * WIDE;
@@ -225,11 +225,11 @@ void kleash_logits(const float *hidden, int64_t hidden_stride, const float *weig
 
 /* ``total`` += gradient^T hidden. */
 void kleash_weight_gradient(const float *gradient, int64_t gradient_stride, const float *hidden, int64_t hidden_stride,
-                        int64_t tokens, int64_t words, int64_t dim, int64_t threads, float *work, float *total,
+                        int64_t tokens, int64_t vocab_size, int64_t dim, int64_t threads, float *workspace, float *total,
                         int64_t total_stride) {
     const int64_t panels = parts(dim, WIDE), deep = parts(tokens, DEPTH), depth = parts(tokens, deep ? deep : 1);
-    const int64_t blocks = parts(words, BLOCK);
-    float *packed = aligned(work), *rest = packed + tokens * panels * WIDE;
+    const int64_t blocks = parts(vocab_size, BLOCK);
+    float *packed = aligned(workspace), *rest = packed + tokens * panels * WIDE;
     int64_t taken = 0;
 #pragma omp parallel num_threads((int)threads)
     {
@@ -239,7 +239,7 @@ void kleash_weight_gradient(const float *gradient, int64_t gradient_stride, cons
             pack_panel(hidden + panel * WIDE, hidden_stride, tokens, dim - panel * WIDE, packed + panel * tokens * WIDE);
         for (int64_t block = take(&taken), next; block < blocks; block = next) {
             next = take(&taken);
-            const int64_t v = block * BLOCK, count = smaller(BLOCK, words - v), tiles = parts(count, TALL);
+            const int64_t v = block * BLOCK, count = smaller(BLOCK, vocab_size - v), tiles = parts(count, TALL);
             for (int64_t k = 0; k < tokens; k += LANES)
                 for (int64_t d = k / depth; d * depth < smaller(k + LANES, tokens); d++) {
                     /* Terms k.. up to the end of this part of the sum. */
@@ -251,7 +251,7 @@ void kleash_weight_gradient(const float *gradient, int64_t gradient_stride, cons
                 }
             struct fetch f[2] = {{0}};
             if (next < blocks)
-                f[1] = fetching(gradient + next * BLOCK, gradient_stride, tokens, smaller(BLOCK, words - next * BLOCK));
+                f[1] = new_fetch(gradient + next * BLOCK, gradient_stride, tokens, smaller(BLOCK, vocab_size - next * BLOCK));
             for (int64_t d = 0; d < deep; d++)
                 for (int64_t panel = 0; panel < panels; panel++)
                     for (int64_t i = 0; i < tiles; i++) {
@@ -260,7 +260,7 @@ void kleash_weight_gradient(const float *gradient, int64_t gradient_stride, cons
                         int64_t next_v = v + (i + 1) * TALL, next_h = panel * WIDE;
                         if (i + 1 == tiles) next_v = v, next_h += WIDE;
                         if (next_h >= dim) next_v = d + 1 < deep ? v : next * BLOCK, next_h = 0;
-                        f[0] = fetching(total + next_v * total_stride + next_h, total_stride, next_v < words ? smaller(TALL, words - next_v) : 0, smaller(WIDE, dim - next_h));
+                        f[0] = new_fetch(total + next_v * total_stride + next_h, total_stride, next_v < vocab_size ? smaller(TALL, vocab_size - next_v) : 0, smaller(WIDE, dim - next_h));
                         tile_of(rows, smaller(depth, tokens - begin), a + (d * BLOCK + i * TALL) * STRIDE,
                                 packed + (panel * tokens + begin) * WIDE, c, total_stride, dim - panel * WIDE, 1, f);
                     }
@@ -270,18 +270,18 @@ void kleash_weight_gradient(const float *gradient, int64_t gradient_stride, cons
 
 /* ``out`` += gradient weight. */
 void kleash_hidden_gradient(const float *gradient, int64_t gradient_stride, const float *weight, int64_t weight_stride,
-                        int64_t tokens, int64_t words, int64_t dim, int64_t threads, float *work, float *out,
+                        int64_t tokens, int64_t vocab_size, int64_t dim, int64_t threads, float *workspace, float *out,
                         int64_t out_stride) {
     const int64_t panels = parts(dim, WIDE), tiles = parts(tokens, TALL), tall = parts(tokens, tiles ? tiles : 1);
     const int64_t each = BLOCK * STRIDE + DEPTH * WIDE;
-    work = aligned(work);
+    workspace = aligned(workspace);
 #pragma omp parallel num_threads((int)threads)
     {
         const int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
         const int64_t first = me * panels / team, last = (me + 1) * panels / team;
-        float *b = work + me * each, *a = b + DEPTH * WIDE;
-        for (int64_t v = 0; v < words && first < last; v += DEPTH) {
-            const int64_t depth = smaller(DEPTH, words - v), next_depth = smaller(DEPTH, words - v - depth);
+        float *b = workspace + me * each, *a = b + DEPTH * WIDE;
+        for (int64_t v = 0; v < vocab_size && first < last; v += DEPTH) {
+            const int64_t depth = smaller(DEPTH, vocab_size - v), next_depth = smaller(DEPTH, vocab_size - v - depth);
             for (int64_t group = 0; group < tiles; group += TILES) {
                 /* Few enough tokens for their part of the left factor to stay in the cache. */
                 const int64_t k = group * tall, tokens_here = smaller(TILES * tall, tokens - k);
@@ -291,9 +291,9 @@ void kleash_hidden_gradient(const float *gradient, int64_t gradient_stride, cons
                     struct fetch f[2] = {{0}};
                     pack_panel(weight + v * weight_stride + h, weight_stride, depth, dim - h, b);
                     if (panel + 1 < last) {
-                        f[0] = fetching(weight + v * weight_stride + h + WIDE, weight_stride, depth, WIDE);
+                        f[0] = new_fetch(weight + v * weight_stride + h + WIDE, weight_stride, depth, WIDE);
                     } else if (next_depth > 0 && group + TILES >= tiles) {
-                        f[0] = fetching(weight + (v + depth) * weight_stride + first * WIDE, weight_stride, next_depth, WIDE);
+                        f[0] = new_fetch(weight + (v + depth) * weight_stride + first * WIDE, weight_stride, next_depth, WIDE);
                     }
                     for (int64_t i = 0; i < tokens_here; i += tall)
                         tile_of(smaller(tall, tokens_here - i), depth, a + i * STRIDE, b, out + (k + i) * out_stride + h,
