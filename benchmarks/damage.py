@@ -186,7 +186,7 @@ def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
     from kleash.reports import write_report_of
     from kleash.store import read_samples
     from kleash.store.job_folder import read_header, require_same
-    from kleash.training.ppo.checkpoints import _tensors, last_checkpoint, load_progress, restore
+    from kleash.training.ppo.checkpointing import _tensors, last_checkpoint, load_progress, restore
     from kleash.training.ppo.setup import set_up
     from kleash.training.run_log import RunLog
 

@@ -12,10 +12,10 @@ from kleash.records import Audit, Measurement, Number, PPOJob, TrainingFolder, r
 from kleash.reports.training import write_training_report
 from kleash.store.codec import decode
 from kleash.store.renamed_fields import RENAMED_FIELDS
-from kleash.training.ppo.checkpoints import load_progress
+from kleash.training.ppo.checkpointing import load_progress
 
 OLD = Path(__file__).with_name("schema_1")
-HOMES = ("kleash.store", "kleash.training.ppo.checkpoints")
+HOMES = ("kleash.store", "kleash.training.ppo.checkpointing")
 
 
 def test_the_warnings_of_a_measurement_of_schema_1_are_read() -> None:

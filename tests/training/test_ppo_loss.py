@@ -167,11 +167,11 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_plain_formulas(folder, kl, p
     shaped = learning_signals(_reward_signals(rollout), job, job.beta)
     assert shaped.scaled_beta == pytest.approx(plain.price, rel=1e-9)
     tokens = rollout.mask.sum().item()
-    found = _learn(setting, rollout, shaped, rollout.micros[0], job.minibatches / tokens)
+    found = _learn(setting, rollout, shaped, rollout.micro_batches[0], job.minibatches / tokens)
     ours = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
     policy.zero_grad()
-    rows = [row for micro in rollout.micros[0] for row in micro.rows]
-    assert len(rollout.micros[0]) > 1 and len(rows) == 4
+    rows = [row for micro in rollout.micro_batches[0] for row in micro.rows]
+    assert len(rollout.micro_batches[0]) > 1 and len(rows) == 4
     plain.loss(policy.network, policy.value, rows).backward()
     for name, value in plain.told.items():
         assert found[name] == pytest.approx(value, rel=1e-7, abs=1e-12), name

@@ -22,8 +22,8 @@ from kleash.errors import RunFolderError
 from kleash.records import read_steps
 from kleash.reports import write_report_of
 from kleash.store.checksums import seal_folder
-from kleash.training.ppo import checkpoints, train_ppo
-from kleash.training.ppo.checkpoints import last_checkpoint, load_progress
+from kleash.training.ppo import checkpointing, train_ppo
+from kleash.training.ppo.checkpointing import last_checkpoint, load_progress
 from kleash.training.run_log import RunLog
 
 WORKER = """
@@ -32,10 +32,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from ppo_cases import tiny_job
 from kleash.training.run_log import RunLog
-from kleash.training.ppo import checkpoints, train_ppo
-from kleash.training.ppo.loop import save
+from kleash.training.ppo import checkpointing, train_ppo
+from kleash.training.ppo.training_loop import save
 
-genuine, count = checkpoints._write, [0]
+genuine, count = checkpointing._write, [0]
 
 def dying(setting, folder, tensors, notes):
     genuine(setting, folder, tensors, notes)
@@ -45,7 +45,7 @@ def dying(setting, folder, tensors, notes):
         print("writing", flush=True)
         time.sleep(600)
 
-checkpoints._write = dying
+checkpointing._write = dying
 train_ppo(tiny_job(Path(sys.argv[1]), **eval(sys.argv[2])))
 """
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -122,14 +122,14 @@ def test_an_adapter_goes_on_as_if_it_had_not_stopped(folder, tmp_path, one_threa
 
 def test_generators_go_on_where_they_were():
     """Python's is left out of the runs above: the checks of shapes and types draw from it."""
-    kept = json.loads(json.dumps(checkpoints._generators()))
+    kept = json.loads(json.dumps(checkpointing._generators()))
 
     def draws():
         return random.gauss(0, 1), np.random.normal(), torch.rand(()).item()  # noqa: NPY002
 
     first = draws()
     assert draws() != first
-    checkpoints._set_generators(kept)
+    checkpointing._set_generators(kept)
     assert draws() == first
 
 
@@ -189,7 +189,7 @@ def test_an_edited_reward_function_is_refused_at_resume(folder, tmp_path, monkey
 
 def test_a_disk_that_is_full_keeps_the_checkpoint_before(folder, tmp_path, monkeypatch):
     job = tiny_job(folder, out=str(tmp_path), steps=2, checkpoint_every=1)
-    genuine, count = checkpoints._write, []
+    genuine, count = checkpointing._write, []
 
     def full(*given):
         genuine(*given)
@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_keeps_the_checkpoint_before(folder, tmp_path, monke
         if len(count) == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "_write", full)
+    monkeypatch.setattr(checkpointing, "_write", full)
     with pytest.raises(RunFolderError, match=r"no space is left to write .*step-000002"):
         train_ppo(job)
     assert last_checkpoint(tmp_path).name == "step-000001"
@@ -242,7 +242,7 @@ def test_what_is_no_checkpoint_is_in_nobodys_way(copied):
     (folder / "step-000001").mkdir()  # half deleted when the run was killed
     (folder / ".writing-step-000003").mkdir()  # half written, by an older kleash
     assert last_checkpoint(Path(copied.out)).name == "step-000002"
-    assert checkpoints.step_of(folder / "step-999999") is None
+    assert checkpointing.step_of(folder / "step-999999") is None
     (folder / "step-1000000").mkdir()
     assert last_checkpoint(Path(copied.out)).name == "step-1000000", "compared as numbers"
     (folder / "step-1000000").rmdir()

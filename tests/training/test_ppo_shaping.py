@@ -10,7 +10,7 @@ from kleash.divergences import entropy, kl
 from kleash.divergences.enumeration import MarkovModel, random_markov
 from kleash.linear import TokenTerms
 from kleash.records import PPOJob
-from kleash.training.ppo.losses import RolloutTokens, policy_objective, value_losses
+from kleash.training.ppo.ppo_losses import RolloutTokens, policy_objective, value_losses
 from kleash.training.ppo.shaping import (
     RewardSignals,
     learning_signals,

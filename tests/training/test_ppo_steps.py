@@ -20,9 +20,9 @@ from kleash.records import HackingAlert, read_steps
 from kleash.store.checksums import seal_folder
 from kleash.training.job_controllers import leash_of, tightened
 from kleash.training.ppo import train_ppo
-from kleash.training.ppo.checkpoints import TrainingState
+from kleash.training.ppo.checkpointing import TrainingState
 from kleash.training.ppo.rollout import roll_out
-from kleash.training.ppo.setup import _require_known
+from kleash.training.ppo.setup import _check_sharding
 from kleash.training.ppo.step import apply_response, one_step
 from kleash.training.run_log import Advice
 
@@ -398,4 +398,4 @@ def test_what_accelerate_does_and_this_loop_does_not_know_is_refused(kind, secon
         distributed_type=f"DistributedType.{kind}", is_fsdp2=second, mixed_precision=precision
     )
     with nullcontext() if reason is None else pytest.raises(CannotRunError, match=reason):
-        _require_known(accelerator)
+        _check_sharding(accelerator)

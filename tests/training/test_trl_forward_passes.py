@@ -27,8 +27,10 @@ def trl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import kleash.training.with_trl as ours
-        from kleash.training.with_trl import distillation, measurement
-    return SimpleNamespace(**{**vars(ours), "distillation": distillation, "measured": measurement})
+        from kleash.training.with_trl import measured_trainer, on_policy_distillation
+    return SimpleNamespace(
+        **{**vars(ours), "distillation": on_policy_distillation, "measured": measured_trainer}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +83,13 @@ def sums_of(policy, reference, batches):
 
 def test_the_kl_of_a_policy_that_drops_out_and_counts_positions(trl, pair, tmp_path, monkeypatch):
     seen = []
-    measure = trl.measured.Measuring._measure
+    measure = trl.measured.MeasuringMixin._measure
 
     def spy(self, inputs, output):
         seen.append(output)
         return measure(self, inputs, output)
 
-    monkeypatch.setattr(trl.measured.Measuring, "_measure", spy)
+    monkeypatch.setattr(trl.measured.MeasuringMixin, "_measure", spy)
     job = {"reward": (HEROINE,), "reference": str(pair / "reference")}
     step = step_of(trl.train_grpo, GRPOJob, pair, tmp_path / "run", **job)
     nats, _, tokens = sums_of(pair / "policy", pair / "reference", seen)
@@ -104,13 +106,13 @@ def test_a_policy_that_is_its_own_reference_has_a_kl_of_0(trl, pair, tmp_path):
 
 def test_distillation_counts_tokens_and_not_micro_batches(trl, pair, tmp_path, monkeypatch):
     seen = []
-    compute = trl.distillation.Counting._compute_loss
+    compute = trl.distillation.EntropyMixin._compute_loss
 
     def spy(self, model, inputs, *more):
         seen.append(inputs)
         return compute(self, model, inputs, *more)
 
-    monkeypatch.setattr(trl.distillation.Counting, "_compute_loss", spy)
+    monkeypatch.setattr(trl.distillation.EntropyMixin, "_compute_loss", spy)
     job = {"teacher": str(pair / "reference"), "batch_tokens": 70}
     step = step_of(trl.train_distill, DistillJob, pair, tmp_path / "run", **job)
     nats, entropy, tokens = sums_of(pair / "policy", pair / "reference", seen)
@@ -121,13 +123,13 @@ def test_distillation_counts_tokens_and_not_micro_batches(trl, pair, tmp_path, m
 
 
 def test_attention_s_dropout_is_no_module_and_is_switched_off_too(trl, tmp_path):
-    from kleash.training.with_trl.forward_passes import positions_from_the_first_token, without_dropout
+    from kleash.training.with_trl.networks import disable_dropout, skip_padding_in_positions
 
     folder = save_tiny(tmp_path / "llama", "llama", attention_dropout=0.5)
     network = load_pair(str(folder), str(folder)).policy.network.train()
     ids = torch.arange(12)[None]
     assert not torch.equal(network(ids).logits, network(ids).logits)
-    without_dropout(network)
+    disable_dropout(network)
     assert torch.equal(network(ids).logits, network(ids).logits)
-    positions_from_the_first_token(network)
+    skip_padding_in_positions(network)
     assert not network.base_model._forward_pre_hooks, "a rotary embedding does not mind padding"

@@ -19,8 +19,8 @@ from kleash.store.metrics import PART
 from kleash.training import train
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.arguments import largest_divisor
-from kleash.training.with_trl.runs import last_checkpoint, verified
+from kleash.training.with_trl.runs import last_checkpoint, verify_checkpoint
+from kleash.training.with_trl.trl_config import largest_divisor
 
 pytestmark = [
     pytest.mark.peers("trl"),
@@ -46,13 +46,13 @@ def trl():
 
         import kleash.training.with_trl as ours
         from kleash.integrations.trl import LeashedGRPOTrainer
-        from kleash.training.with_trl.measurement import measured
+        from kleash.training.with_trl.measured_trainer import with_measurement
     return SimpleNamespace(
         **{
             **vars(ours),
             "GRPOConfig": package.GRPOConfig,
             "Leashed": LeashedGRPOTrainer,
-            "measured": measured,
+            "with_measurement": with_measurement,
         }
     )
 
@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(trl, tmp_path):
         (tmp_path / "parts/checkpoints" / folder).mkdir()
         (tmp_path / "parts/checkpoints" / folder / "trainer_state.json").write_text("{}")
     newest = last_checkpoint(tmp_path / "parts")
-    assert newest.name == "checkpoint-4" and verified(newest) == ()
+    assert newest.name == "checkpoint-4" and verify_checkpoint(newest) == ()
     damaged = newest / "optimizer.pt"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4
@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(trl, tmp_path):
     ):
         go(trl.train_grpo, replace(job, steps=5, resume=True), tmp_path / "parts")
     (newest / "checksums.jsonl").unlink()
-    assert "carries no checksums" in verified(newest)[0]
+    assert "carries no checksums" in verify_checkpoint(newest)[0]
 
 
 def test_a_response_that_is_learned_from_twice_steers_beta_once(trl, tmp_path, caplog):
@@ -205,7 +205,7 @@ def test_the_divergences_of_teaching_are_trls_of_that_meaning(trl, divergence, k
     """TRL's own kernel, which the trainer calls with the student first, against ours, which calls it p."""
     from kleash.auditing.targets.trl import chunked_divergence
     from kleash.linear import Head, linear_divergence
-    from kleash.training.with_trl.distillation import BETAS
+    from kleash.training.with_trl.on_policy_distillation import BETAS
 
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 6, 8, generator=draw)
@@ -229,16 +229,18 @@ def test_what_a_step_says_is_measured_on_its_responses(trl, folder, tmp_path):
     from kleash.models import tokenise_prompts
     from kleash.training.rewards import Reward, Rewards
 
-    trainer = make(trl.measured(trl.Leashed), trl.GRPOConfig, str(folder), tmp_path)
+    trainer = make(trl.with_measurement(trl.Leashed), trl.GRPOConfig, str(folder), tmp_path)
     moved(trainer.model, 0.2)
     pair = load_pair(str(folder), str(folder))
     reward = Reward(name="score", weight=2.0, spec="score", of=list)
-    trainer.told_apart(tokenise_prompts(["the sea was", "she counted"], pair), Rewards(rewards=(reward,)))
+    trainer.set_prompts_and_rewards(
+        tokenise_prompts(["the sea was", "she counted"], pair), Rewards(rewards=(reward,))
+    )
     inputs = [{"prompt": "the sea was", "kleash_prompt": 0}] * 2 + [
         {"prompt": "she counted", "kleash_prompt": 1}
     ] * 2
     output = trainer._generate_and_score_completions(inputs)
-    found = trainer.take_generated()
+    found = trainer.pop_measurement()
     logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
     mask = output["completion_mask"].bool()
     kl = torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0.0)
@@ -254,7 +256,7 @@ def test_what_a_step_says_is_measured_on_its_responses(trl, folder, tmp_path):
     assert [one.kl for one in found.samples] == pytest.approx(kl.sum(-1).tolist(), rel=1e-4)
     ended = [1 in row[keep].tolist() for row, keep in zip(output["completion_ids"], mask, strict=True)]
     assert found.metrics["response/cut_share"] == 1 - sum(ended) / 4
-    assert trainer.take_generated() is None
+    assert trainer.pop_measurement() is None
 
 
 @pytest.mark.parametrize("on_hacking", ["stop", "halve-lr", "tighten"])
@@ -294,13 +296,13 @@ def test_what_cannot_be_done_is_said_before_it_is_begun(trl, folder, tmp_path, m
         go(trl.train_grpo, replace(job, dtype="float16"), tmp_path / "b")
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"prompt_token_ids": [40, 41, 42, 43]}) + "\n")
-    with pytest.raises(SourceError, match="TRL tokenises the prompt anew"):
+    with pytest.raises(SourceError, match="TRL tokenises the text of the prompt and gets other"):
         go(trl.train_grpo, replace(job, prompts=str(ids)), tmp_path / "c")
     with pytest.raises(CannotRunError, match="cannot be used here"):
         go(trl.train_grpo, replace(job, device="cuda:7"), tmp_path / "d")
     accelerate = "accelerate.PartialState"
     monkeypatch.setattr(accelerate, lambda **_: SimpleNamespace(num_processes=3))
-    with pytest.raises(OptionError, match="4 rows a step cannot be shared out to 3 processes"):
+    with pytest.raises(OptionError, match="4 rows a step cannot be divided evenly among 3 processes"):
         go(trl.train_grpo, job, tmp_path / "e")
 
 

@@ -8,11 +8,11 @@ from kleash.jobs import TrainJob
 from kleash.models import Pair, load_pair
 
 LORA_SCALE = 2
-"""Alpha over rank: what the adapter's product is multiplied by."""
+"""Alpha divided by rank: the scale of the adapter's product."""
 
 
-def both(job: TrainJob, policy: str, reference: str, *, device: str) -> Pair:
-    """A policy and a reference, loaded with the job's dtype and device.
+def load_models(job: TrainJob, policy: str, reference: str, *, device: str) -> Pair:
+    """A policy and a reference, loaded with the job's dtype.
 
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
@@ -42,7 +42,7 @@ def lora_settings(rank: int, network: Any) -> Any:
     if widest and rank > widest:
         raise OptionError(
             f"--lora-rank is {rank}, and no matrix of the policy has a rank above {widest}: an adapter of that "
-            "rank has more weights than what it adapts; lower it, or train every weight with --lora-rank 0"
+            "rank has more weights than the matrices that it adapts; lower it, or train every weight with --lora-rank 0"
         )
     return import_extra("peft", "models").LoraConfig(
         r=rank,

@@ -14,7 +14,9 @@ from kleash.training.ppo.shaping import LearningSignals
 from kleash.training.process_group import ProcessGroup
 
 
-def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int, group: ProcessGroup) -> Path:
+def save_batch(
+    root: Path, rollout: Rollout, signals: LearningSignals, step: int, group: ProcessGroup
+) -> Path:
     """Save a process's responses of a step with all their numbers; returns the folder.
 
     ``responses-<process>.json`` holds prompts, responses, token ids and scores; ``tokens-<process>.safetensors``
@@ -23,16 +25,16 @@ def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int,
     folder = root / f"failed-step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        **rollout.of_tokens(),
-        "advantages": shaped.advantages,
-        "returns": shaped.returns,
+        **rollout.token_columns(),
+        "advantages": signals.advantages,
+        "returns": signals.returns,
         "mask": rollout.mask,
     }
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     save_tensors(folder / f"tokens-{group.rank}.safetensors", on_cpu)
     responses = [
         {
-            "place": place,
+            "place": index,
             "prompt_id": sequence.prompt_id,
             "sample_id": sequence.sample_id,
             "prompt_ids": sequence.prompt_ids,
@@ -41,34 +43,34 @@ def save_batch(root: Path, rollout: Rollout, shaped: LearningSignals, step: int,
             "response": sequence.response_text,
             "score": score,
         }
-        for place, sequence, score in zip(
-            rollout.places, rollout.sequences, rollout.scores.tolist(), strict=True
+        for index, sequence, score in zip(
+            rollout.indices, rollout.sequences, rollout.scores.tolist(), strict=True
         )
     ]
     write_atomically(
         folder / f"responses-{group.rank}.json",
-        to_json({"responses": responses, "scaled_beta": shaped.scaled_beta}),
+        to_json({"responses": responses, "scaled_beta": signals.scaled_beta}),
     )
     return folder
 
 
-def where_it_broke(rollout: Rollout, shaped: LearningSignals) -> str:
-    """A description of the first NaN or infinite number of a process's step; "" if there is none."""
+def describe_non_finite(rollout: Rollout, signals: LearningSignals) -> str:
+    """A description of the first NaN or infinite number in a process's data of the step; "" if there is none."""
     for name, values in {
-        **rollout.of_tokens(),
-        "advantages": shaped.advantages,
-        "returns": shaped.returns,
+        **rollout.token_columns(),
+        "advantages": signals.advantages,
+        "returns": signals.returns,
     }.items():
-        where = _first_non_finite(values, rollout.mask)
-        if where is not None:
-            row, position = where
+        place = _first_non_finite(values, rollout.mask)
+        if place is not None:
+            row, position = place
             number = values[row, position].item()
-            return f"{MEANT[name]} of {rollout.sequences[row].name}, response token {position}, is {number}"
+            return f"{DESCRIPTIONS[name]} of {rollout.sequences[row].name}, response token {position}, is {number}"
     return ""
 
 
-MEANT: Mapping[str, str] = {
-    "behaviour_logp": "the log-probability at drawing",
+DESCRIPTIONS: Mapping[str, str] = {
+    "behaviour_logp": "the log-probability in sampling",
     "token_logp": "the policy's log-probability",
     "token_logq": "the reference's log-probability",
     "token_kl": "KL(policy || reference)",
@@ -80,5 +82,5 @@ MEANT: Mapping[str, str] = {
 
 
 def _first_non_finite(values: Tensor, mask: Tensor) -> tuple[int, int] | None:
-    bad = np.argwhere((~values.isfinite() & mask).cpu().numpy())
-    return None if len(bad) == 0 else (int(bad[0][0]), int(bad[0][1]))
+    indices = np.argwhere((~values.isfinite() & mask).cpu().numpy())
+    return None if len(indices) == 0 else (int(indices[0][0]), int(indices[0][1]))

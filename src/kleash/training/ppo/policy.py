@@ -88,7 +88,7 @@ class Policy(torch.nn.Module):
         torch.nn.init.zeros_(self.value.bias)
         self.rows = head.weight.shape[0]
         self.shape = replace(head, weight=None, bias=None)
-        self.adapters = (adapters,)  # a tuple hides it: its parameters are the network's, and no others
+        self.adapters = (adapters,)  # a tuple, so that torch does not register its parameters a second time
         self._no_split_modules = getattr(network, "_no_split_modules", None)
 
     def forward(self, what: Callable[..., T], *arguments: Any) -> T:
@@ -102,8 +102,8 @@ class Policy(torch.nn.Module):
 
         Args:
             batch: the sequences.
-            hidden_q: the reference's hidden states at the same places.
-            head_q: the reference's head; None where it is the policy's own, which is not trained.
+            hidden_q: the reference's hidden states at the same positions.
+            head_q: the reference's head; None if it is the policy's head, which is then not trained.
         """
         with torch.no_grad():
             hidden, head = self.read(batch), self.head(detached=True)
@@ -125,10 +125,10 @@ class Policy(torch.nn.Module):
         head_q: Head | None,
         objective: Objective,
     ) -> PolicyLoss:
-        """The objective's sum over a batch, with its gradient; otherwise as ``score``.
+        """The sum of the objective over a batch, with its gradient; arguments as ``score``.
 
-        The values' gradient ends at the critic: its errors grow with the rewards, and would move the policy's
-        hidden states further than what is learned from the rewards does.
+        The gradient of the values ends at the critic. Its errors grow with the rewards, and would change the policy's
+        hidden states more than the policy loss does.
         """
         hidden, head = self.read(batch), self.head()
         loss, terms = linear_objective(
@@ -145,23 +145,23 @@ class Policy(torch.nn.Module):
     def moved(
         self, batch: TokenBatch, hidden_before: Float[Tensor, "tokens dim"], head_before: Head
     ) -> Float[Tensor, " tokens"]:
-        """KL(policy before || policy now) of each token of a batch, in nats, exact; without a gradient."""
+        """The exact KL(policy before || policy now) of each token of a batch, in nats, without gradient."""
         with torch.no_grad():
             now, head = self.read(batch), self.head(detached=True)
             return linear_kl(hidden_before, head_before, now, head, temperature=batch.temperature)
 
     def reference(self, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
-        """Hidden states with the adapter off: of the network that the adapter was put on."""
+        """Hidden states of the network with its adapter disabled, without gradient."""
         with torch.no_grad(), self.adapters[0].disable_adapter():
             return self.read(batch)
 
     def read(self, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
-        """Final hidden states where the batch's tokens are predicted."""
+        """Final hidden states at the positions that predict the batch's tokens."""
         hidden = self.network.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
         return hidden[batch.rows, batch.cols]
 
     def expected(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, " tokens"]:
-        """The critic's values, in at least float32 whatever autocast would like."""
+        """The critic's values, in at least float32 also under autocast."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.value(hidden.to(self.value.weight.dtype))[:, 0]
 
@@ -175,37 +175,36 @@ class Policy(torch.nn.Module):
         return replace(self.shape, weight=weight, bias=bias)
 
     def tie_weights(self) -> None:
-        """Tie what the network ties; asked for by whoever moves its weights elsewhere."""
+        """Tie the weights that the network ties; Accelerate calls this after moving them."""
         self.network.tie_weights()
 
 
-def with_whole_weights(wrapped: Any, do: Callable[["Policy"], T]) -> T:
-    """What ``do`` makes of the policy without its wrapping, all of whose weights are at hand meanwhile.
+def with_gathered_weights(wrapped: Any, function: Callable[["Policy"], T]) -> T:
+    """Return ``function(policy)`` for the unwrapped policy, with sharded weights (FSDP2) gathered meanwhile.
 
-    To generate: processes write for different lengths of time, so none of their passes may need another
-    process. Weights that are sharded (FSDP2) are gathered once and kept until the end.
+    Generation takes a different number of forward passes on each process, so no pass may need other processes.
     """
     with torch.no_grad():
-        return wrapped(_gathered, do)
+        return wrapped(_call_with_gathered, function)
 
 
-def let_go(policy: Policy) -> None:
-    """Leave each process with its own part of sharded weights (FSDP2), which are those that the optimiser knows."""
+def reshard(policy: Policy) -> None:
+    """Free the gathered weights, so that each process has its shards (FSDP2), which the optimiser has too."""
     for module in _sharded(policy):
         module.reshard()
 
 
-def _gathered(policy: Policy, do: Callable[[Policy], T]) -> T:
+def _call_with_gathered(policy: Policy, function: Callable[[Policy], T]) -> T:
     sharded = _sharded(policy)
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
-        return do(policy)
+        return function(policy)
     finally:
         for module in sharded:
             module.set_reshard_after_forward(module is not policy, recurse=False)
-            if module is not policy:  # its own forward is still under way
+            if module is not policy:  # its forward is still running
                 module.reshard()
 
 

@@ -10,13 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.models import Prompt, Sampling, TokenSequence, batch_by_length, generate
-from kleash.training.ppo.policy import Policy, with_whole_weights
+from kleash.training.ppo.policy import Policy, with_gathered_weights
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.process_group import ProcessGroup
 from kleash.training.scheduling import minibatches_of, number, prompts_of_step, share_of
 
 PER_TOKEN = ("behaviour_logp", "token_logp", "token_logq", "token_kl", "entropy", "values")
-"""The fields of a rollout that hold a number for each token."""
+"""The fields of a rollout with a number for each token."""
 
 
 class MicroBatch(NamedTuple):
@@ -36,8 +36,8 @@ class Rollout:
     an entry [tokens, dim] for each response.
     """
 
-    places: list[int]
-    """Their indices among the responses of the whole step."""
+    indices: list[int]
+    """The indices of the responses among those of the whole step."""
     sequences: list[TokenSequence]
     scores: Float[Tensor, "responses"]
     """Rewards, without KL penalty."""
@@ -57,10 +57,10 @@ class Rollout:
     hidden: list[Tensor]
     """The policy's hidden states before the updates."""
     hidden_reference: list[Tensor]
-    micros: list[list[MicroBatch]]
-    """The micro-batches of each minibatch; the updates use the same ones, for bit-identical numbers."""
+    micro_batches: list[list[MicroBatch]]
+    """The micro-batches of each minibatch. The updates use them too, so that log-probabilities are bit-identical."""
 
-    def of_tokens(self) -> dict[str, Tensor]:
+    def token_columns(self) -> dict[str, Tensor]:
         """The per-token tensors by name."""
         return {name: getattr(self, name) for name in PER_TOKEN}
 
@@ -75,66 +75,68 @@ def roll_out(setting: TrainingSetup, prompts: Sequence[Prompt], step: int) -> Ro
     job, group = setting.job, setting.group
     responses = job.prompts_per_step * job.samples_per_prompt
     step_prompts = prompts_of_step(prompts, step, job.prompts_per_step, job.seed)
-    places = share_of(responses, job.minibatches, group.rank, group.world_size)
-    sequences = _draw(setting, step_prompts, places, step)
-    rewarded = setting.rewards.of(sequences)
-    scores = np.asarray(rewarded.total, dtype=np.float64)
-    dealt = minibatches_of(responses, job.minibatches, job.seed, "minibatches", step)
-    micros = micro_batches(
-        dealt, places, [sequence.num_input_tokens for sequence in sequences], job.batch_tokens, group
+    indices = share_of(responses, job.minibatches, group.rank, group.world_size)
+    sequences = _draw(setting, step_prompts, indices, step)
+    rewards = setting.rewards.of(sequences)
+    scores = np.asarray(rewards.total, dtype=np.float64)
+    minibatches = minibatches_of(responses, job.minibatches, job.seed, "minibatches", step)
+    batches = micro_batches(
+        minibatches, indices, [sequence.num_input_tokens for sequence in sequences], job.batch_tokens, group
     )
-    scored = score(setting, sequences, micros)
-    token_logp = scored["token_logp"]
+    scores_of_tokens = score(setting, sequences, batches)
+    token_logp = scores_of_tokens["token_logp"]
     behaviour = [torch.from_numpy(np.asarray(sequence.logp_sampled)) for sequence in sequences]
     steps = token_logp.shape[1]
-    drawn = [torch.nn.functional.pad(x.to(token_logp), (0, steps - len(x))) for x in behaviour]
+    padded = [torch.nn.functional.pad(x.to(token_logp), (0, steps - len(x))) for x in behaviour]
     return Rollout(
-        places=places,
+        indices=indices,
         sequences=sequences,
         scores=torch.as_tensor(scores, dtype=token_logp.dtype, device=token_logp.device),
-        parts={name: np.asarray(values, dtype=np.float64) for name, values in rewarded.parts.items()},
-        behaviour_logp=torch.stack(drawn),
-        micros=micros,
-        **scored,
+        parts={name: np.asarray(values, dtype=np.float64) for name, values in rewards.parts.items()},
+        behaviour_logp=torch.stack(padded),
+        micro_batches=batches,
+        **scores_of_tokens,
     )
 
 
 def micro_batches(
-    dealt: Sequence[Sequence[int]],
-    places: Sequence[int],
+    minibatches: Sequence[Sequence[int]],
+    indices: Sequence[int],
     lengths: Sequence[int],
     batch_tokens: int,
     group: ProcessGroup,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each minibatch on this process, equally many on all processes.
 
-    Sharded weights are gathered by all processes together, so all have to make as many passes. A collective.
+    All processes gather sharded weights in each pass, so they make equally many passes. A collective.
 
     Args:
-        dealt: the places of each minibatch's responses, in the whole step.
-        places: those of the responses that this process has.
-        lengths: how many tokens of each of these are read.
-        batch_tokens: the most tokens read at once, padding counted.
-        ranks: the processes.
+        minibatches: indices of the responses of each minibatch, in the whole step.
+        indices: indices of the responses of this process, in the whole step.
+        lengths: number of input tokens of each of these.
+        batch_tokens: largest number of tokens in a forward pass, including padding.
+        group: the processes.
     """
-    row_of = {place: row for row, place in enumerate(places)}
+    row_of = {index: row for row, index in enumerate(indices)}
     shortest = min(range(len(lengths)), key=lambda row: lengths[row])
-    of_minibatches = []
-    for minibatch in dealt:
-        rows = [row_of[place] for place in sorted(minibatch) if place in row_of]
+    per_minibatch = []
+    for minibatch in minibatches:
+        rows = [row_of[index] for index in sorted(minibatch) if index in row_of]
         batches = batch_by_length([lengths[row] for row in rows], batch_tokens)
-        of_minibatches.append([MicroBatch([rows[index] for index in batch], True) for batch in batches])
-    most = group.max_over_ranks([len(minibatch) for minibatch in of_minibatches])
+        per_minibatch.append([MicroBatch([rows[at] for at in batch], True) for batch in batches])
+    counts = group.max_over_ranks([len(minibatch) for minibatch in per_minibatch])
     idle = MicroBatch([shortest], False)
     return [
-        minibatch + [idle] * (n - len(minibatch)) for minibatch, n in zip(of_minibatches, most, strict=True)
+        minibatch + [idle] * (n - len(minibatch)) for minibatch, n in zip(per_minibatch, counts, strict=True)
     ]
 
 
 def score(
-    setting: TrainingSetup, sequences: Sequence[TokenSequence], micros: Sequence[Sequence[MicroBatch]]
+    setting: TrainingSetup,
+    sequences: Sequence[TokenSequence],
+    batches: Sequence[Sequence[MicroBatch]],
 ) -> dict[str, Any]:
-    """Per-token quantities of sequences under policy, critic and reference: fields of ``Rollout``."""
+    """Per-token quantities of sequences under policy, critic and reference, as fields of ``Rollout``."""
     lengths = torch.tensor([len(sequence.response_ids) for sequence in sequences])
     mask = (torch.arange(setting.job.max_new_tokens) < lengths[:, None]).to(setting.device)
     tensors: dict[str, Tensor] = {}
@@ -142,7 +144,7 @@ def score(
         "hidden": [None] * len(sequences),
         "hidden_reference": [None] * len(sequences),
     }
-    for micro in (micro for minibatch in micros for micro in minibatch):
+    for micro in (micro for minibatch in batches for micro in minibatch):
         batch = setting.batch([sequences[row] for row in micro.rows])
         with setting.autocast():
             hidden_q = setting.actor_critic.reference.hidden(setting.wrapped_policy, batch)
@@ -172,25 +174,28 @@ def spread(
 
 
 def _draw(
-    setting: TrainingSetup, step_prompts: list[Prompt], places: list[int], step: int
+    setting: TrainingSetup, step_prompts: list[Prompt], indices: list[int], step: int
 ) -> list[TokenSequence]:
     """Generate the responses with these indices; they do not depend on the process."""
     job = setting.job
     samples = job.samples_per_prompt
-    each = [step_prompts[place // samples] for place in places]
-    copies = [prompt.copy * samples + place % samples for prompt, place in zip(each, places, strict=True)]
+    sources = [step_prompts[index // samples] for index in indices]
+    copies = [prompt.copy * samples + index % samples for prompt, index in zip(sources, indices, strict=True)]
     sampling = Sampling(
         samples_per_prompt=1,
         max_new_tokens=job.max_new_tokens,
         temperature=job.temperature,
         seed=number(job.seed, "responses", step),
     )
-    prompts = [replace(prompt, copy=copy) for prompt, copy in zip(each, copies, strict=True)]
+    prompts = [replace(prompt, copy=copy) for prompt, copy in zip(sources, copies, strict=True)]
 
-    def answer(policy: Policy) -> list[TokenSequence]:
+    def respond(policy: Policy) -> list[TokenSequence]:
         sampler = setting.actor_critic.current_sampler(policy)
         return generate(sampler, prompts, sampling, batch_tokens=job.batch_tokens)
 
     with setting.autocast():
-        answers = with_whole_weights(setting.wrapped_policy, answer)
-    return [replace(answer, sample_id=place % samples) for answer, place in zip(answers, places, strict=True)]
+        responses = with_gathered_weights(setting.wrapped_policy, respond)
+    return [
+        replace(response, sample_id=index % samples)
+        for response, index in zip(responses, indices, strict=True)
+    ]

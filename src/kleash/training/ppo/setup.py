@@ -11,7 +11,7 @@ from kleash.extras import import_extra
 from kleash.jobs import PPOJob
 from kleash.models import TokenSequence
 from kleash.models.pair_loading import resolve_device
-from kleash.training.ppo.models import ActorCritic, load_actor_critic
+from kleash.training.ppo.actor_critic import ActorCritic, load_actor_critic
 from kleash.training.ppo.policy import TokenBatch
 from kleash.training.process_group import ProcessGroup
 from kleash.training.rewards import Rewards, load_rewards
@@ -56,23 +56,23 @@ def set_up(job: PPOJob) -> TrainingSetup:
         CannotRunError: if the device is missing, or Accelerate's sharding mode is unsupported.
     """
     accelerate = import_extra("accelerate", "train")
-    place = resolve_device(job.device, None)
-    processes = accelerate.PartialState(cpu=place.type == "cpu")
+    device = resolve_device(job.device, None)
+    processes = accelerate.PartialState(cpu=device.type == "cpu")
     if job.device not in ("auto", processes.device.type, str(processes.device)):
         raise OptionError(
             f"--device is {job.device} and Accelerate puts this process on {processes.device}; leave it out, and "
             "choose by CUDA_VISIBLE_DEVICES"
         )
     accelerate.utils.set_seed(job.seed % 2**32)
-    trainee = load_actor_critic(job, processes.device)
-    accelerator = accelerate.Accelerator(cpu=place.type == "cpu")
-    _require_known(accelerator)
-    trained = [parameter for parameter in trainee.policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=job.learning_rate, weight_decay=0.0)
-    wrapped, optimizer = accelerator.prepare(trainee.policy, optimizer)
+    actor_critic = load_actor_critic(job, processes.device)
+    accelerator = accelerate.Accelerator(cpu=device.type == "cpu")
+    _check_sharding(accelerator)
+    trainable = [parameter for parameter in actor_critic.policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=job.learning_rate, weight_decay=0.0)
+    wrapped, optimizer = accelerator.prepare(actor_critic.policy, optimizer)
     rewards = load_rewards(
         job.rewards,
-        tokenizer=trainee.pair.tokenizer,
+        tokenizer=actor_critic.pair.tokenizer,
         device=str(processes.device),
         dtype=job.dtype,
         batch_tokens=job.batch_tokens,
@@ -82,14 +82,14 @@ def set_up(job: PPOJob) -> TrainingSetup:
         job=job,
         accelerator=accelerator,
         group=ProcessGroup(accelerator.process_index, accelerator.num_processes),
-        actor_critic=trainee,
+        actor_critic=actor_critic,
         wrapped_policy=wrapped,
         optimizer=optimizer,
         rewards=rewards,
     )
 
 
-def _require_known(accelerator: Any) -> None:
+def _check_sharding(accelerator: Any) -> None:
     """Refuse sharding modes in which this loop would save or generate from partial weights."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or (kind == "FSDP" and not accelerator.is_fsdp2):

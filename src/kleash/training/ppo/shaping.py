@@ -39,7 +39,7 @@ class RewardSignals(NamedTuple):
 def learning_signals(signals: RewardSignals, job: PPOJob, beta: float) -> LearningSignals:
     """Advantages, with the KL penalty placed as the job says.
 
-    The KL of a token's own position belongs in the loss, with its gradient (``losses.policy_objective``); only k1
+    The KL of a token's own position belongs in the loss, with its gradient (``ppo_losses.policy_objective``); only k1
     can be used as a reward at the same position. The KL of *later* positions is a consequence of the token and is
     credited to it like a reward:
 
@@ -59,12 +59,12 @@ def learning_signals(signals: RewardSignals, job: PPOJob, beta: float) -> Learni
         job: placement, scope and estimator of the KL term.
         beta: the current beta.
     """
-    log_ratio = torch.where(signals.mask, signals.token_logp - signals.token_logq, 0.0)
     token_kl = (
         signals.token_kl if job.kl == "exact" else sampled_kl(signals.token_logp, signals.token_logq, job.kl)
     )
-    next_kl = torch.where(signals.mask, pad(torch.where(signals.mask, token_kl, 0.0)[:, 1:], (0, 1)), 0.0)
-    penalised_kl = log_ratio if job.kl == "k1" else next_kl
+    token_kl = torch.where(signals.mask, token_kl, 0.0)
+    next_kl = torch.where(signals.mask, pad(token_kl[:, 1:], (0, 1)), 0.0)
+    penalised_kl = token_kl if job.kl == "k1" else next_kl
     reward_beta = beta if job.kl_place == "reward" else 0.0
     gae = generalised_advantages(
         shape_rewards(signals.scores, penalised_kl, signals.mask, beta=reward_beta),

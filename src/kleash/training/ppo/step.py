@@ -9,58 +9,58 @@ from kleash.leash import beta_reason
 from kleash.linear import Head
 from kleash.models import Prompt
 from kleash.training.job_controllers import tightened
-from kleash.training.ppo.checkpoints import POLICY, TrainingState, last_checkpoint
-from kleash.training.ppo.failure_report import save_batch, where_it_broke
-from kleash.training.ppo.metrics import of_critic, of_updates, responses_of
+from kleash.training.ppo.checkpointing import POLICY, TrainingState, last_checkpoint
+from kleash.training.ppo.failure_report import describe_non_finite, save_batch
+from kleash.training.ppo.ppo_metrics import critic_metrics, gather_responses, update_metrics
 from kleash.training.ppo.rollout import Rollout, roll_out
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.ppo.shaping import LearningSignals, RewardSignals, learning_signals
 from kleash.training.ppo.update import DivergedError, UpdateResult, kl_of_update, update_policy
-from kleash.training.responses import of_responses, to_samples
+from kleash.training.response_metrics import response_metrics, to_samples
 from kleash.training.run_log import Advice, RunLog, stopped_by
 
 
 def one_step(
     setting: TrainingSetup, prompts: list[Prompt], root: Path, progress: TrainingState, run_log: RunLog | None
 ) -> TrainingState:
-    """Draw, reward, score, shape, learn, measure, steer, write down.
+    """Take one step: rollout, advantages, updates, metrics, controller, log.
 
     Raises:
         NonFiniteError: if a loss or gradient is NaN or infinite; the step's responses are then in ``root``.
     """
-    job, ranks, step = setting.job, setting.group, progress.step + 1
-    leash, began = progress.controller, monotonic()
+    job, group, step = setting.job, setting.group, progress.step + 1
+    leash, start = progress.controller, monotonic()
 
     rollout = roll_out(setting, prompts, step)
     signals = learning_signals(_reward_signals(rollout), job, leash.beta)
-    drawn = monotonic()
+    generated = monotonic()
 
     before = frozen_head(setting.actor_critic.policy.head(detached=True), trained=not job.lora_rank)
     set_learning_rate(setting, progress.learning_rate)
-    updated = _improve(setting, rollout, signals, root, progress.step)
-    moved = ranks.sum_over_ranks(
+    result = _update(setting, rollout, signals, root, progress.step)
+    update_kl = group.sum_over_ranks(
         {"nats": kl_of_update(setting, rollout, before), "tokens": float(rollout.mask.sum())}
     )
-    learnt = monotonic()
+    updated = monotonic()
 
-    responses = responses_of(rollout, signals.returns, ranks)
-    measured = {**of_responses(responses, leash.beta), **of_critic(responses)}
-    following = leash.after(measured[f"kl/exact_per_{leash.per}"], sequences=len(responses))
+    responses = gather_responses(rollout, signals.returns, group)
+    measured = {**response_metrics(responses, leash.beta), **critic_metrics(responses)}
+    next_leash = leash.after(measured[f"kl/exact_per_{leash.per}"], sequences=len(responses))
 
     metrics = {
         **measured,
-        **of_updates(updated, moved["nats"] / moved["tokens"], progress.learning_rate),
+        **update_metrics(result, update_kl["nats"] / update_kl["tokens"], progress.learning_rate),
         "beta": leash.beta,
         **({} if job.target_nats is None else {"kl/target": job.target_nats}),
-        "time/rollout": drawn - began,
-        "time/update": learnt - drawn,
-        "time/step": monotonic() - began,
+        "time/rollout": generated - start,
+        "time/update": updated - generated,
+        "time/step": monotonic() - start,
     }
-    events = [event for event in (following.event, updated.stopped) if event is not None]
-    reason = beta_reason(leash, following, measured[f"kl/exact_per_{leash.per}"])
+    events = [event for event in (next_leash.event, result.stopped) if event is not None]
+    reason = beta_reason(leash, next_leash, measured[f"kl/exact_per_{leash.per}"])
     advice = None if run_log is None else run_log.step(step, metrics, to_samples(responses), events, reason)
-    after = replace(progress, step=step, leash=following.to_dict(), metrics=metrics)
-    return apply_response(after, ranks.broadcast_from_first(advice) or Advice(), setting)
+    after = replace(progress, step=step, leash=next_leash.to_dict(), metrics=metrics)
+    return apply_response(after, group.broadcast_from_first(advice) or Advice(), setting)
 
 
 def apply_response(progress: TrainingState, advice: Advice, setting: TrainingSetup) -> TrainingState:
@@ -102,27 +102,27 @@ def _reward_signals(rollout: Rollout) -> RewardSignals:
     )
 
 
-def _improve(
-    setting: TrainingSetup, rollout: Rollout, shaped: LearningSignals, root: Path, finished: int
+def _update(
+    setting: TrainingSetup, rollout: Rollout, signals: LearningSignals, root: Path, finished: int
 ) -> UpdateResult:
-    """The step's updates; if they diverge, the step's data is saved and named in the error."""
+    """The updates of a step; if they diverge, the data of the step is saved and named in the error."""
     try:
-        return update_policy(setting, rollout, shaped, finished + 1)
-    except DivergedError as broken:
-        folder = save_batch(root, rollout, shaped, finished + 1, setting.group)
-        first_bad_number = next(
-            filter(None, setting.group.all_gather_object(where_it_broke(rollout, shaped))), None
+        return update_policy(setting, rollout, signals, finished + 1)
+    except DivergedError as error:
+        folder = save_batch(root, rollout, signals, finished + 1, setting.group)
+        non_finite = next(
+            filter(None, setting.group.all_gather_object(describe_non_finite(rollout, signals))), None
         )
-        what = (
-            f"{first_bad_number}, which came in with the responses"
-            if first_bad_number
+        cause = (
+            f"{non_finite}, which came in with the responses"
+            if non_finite
             else (
                 f"nothing that came in with the responses was, so the updates ran away at a learning rate of "
                 f"{setting.optimizer.param_groups[0]['lr']:g}: lower it, or --max-gradient-norm"
             )
         )
-        kept_one = last_checkpoint(root)
-        again = "" if kept_one is None else f"; another run can begin from --policy {kept_one / POLICY}"
+        checkpoint = last_checkpoint(root)
+        advice = "" if checkpoint is None else f"; another run can begin from --policy {checkpoint / POLICY}"
         raise NonFiniteError(
-            f"{broken}; {what}; the responses with all their numbers are in {folder}{again}"
-        ) from broken
+            f"{error}; {cause}; the responses with all their numbers are in {folder}{advice}"
+        ) from error

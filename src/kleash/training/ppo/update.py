@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kleash.leash import EarlyStop
 from kleash.linear import Head
-from kleash.training.ppo.losses import RolloutTokens, policy_objective, sums_of, value_losses
 from kleash.training.ppo.policy import Policy
+from kleash.training.ppo.ppo_losses import RolloutTokens, policy_objective, update_sums, value_losses
 from kleash.training.ppo.rollout import MicroBatch, Rollout
 from kleash.training.ppo.setup import TrainingSetup
 from kleash.training.ppo.shaping import LearningSignals
@@ -26,11 +26,11 @@ class UpdateResult:
     """Sums and gradient norms of a step's updates, over all processes."""
 
     sums: dict[str, float]
-    """``losses.sums_of``, added over updates."""
+    """``ppo_losses.update_sums``, added over updates."""
     gradient_norms: tuple[float, ...]
-    """The gradient norm of each update, before clipping."""
+    """Gradient norm of each update, before clipping."""
     stopped: str | None
-    """Why the updates ended early."""
+    """Why the updates ended early; None if they did not."""
 
 
 def update_policy(
@@ -38,31 +38,30 @@ def update_policy(
 ) -> UpdateResult:
     """Update the policy on a step's responses: ``epochs`` passes of ``minibatches`` updates each.
 
-    The minibatches are those of scoring, in another order in each epoch: in the same batch, a token's numbers are
-    bit for bit the same. So the first ratio is exactly 1, and while policy and reference are equal, KL and its
-    gradient are exactly 0 (Adam would make full steps of rounding errors).
+    The micro-batches are those of scoring, in another order in each epoch, so that a token has bit for bit the same
+    log-probability. The first ratio is then exactly 1, and while policy and reference are equal, KL and its gradient
+    are exactly 0 (Adam would turn rounding errors into full steps).
 
-    All tokens have the same weight: each minibatch's sum is divided by the step's tokens over the number of
-    minibatches, counted over all processes.
+    All tokens have the same weight: the sum of a minibatch is divided by (tokens of the step / minibatches), counted
+    over all processes.
 
     Raises:
         DivergedError: if a loss or a gradient is NaN or infinite, before the weights are touched.
     """
-    job, ranks = setting.job, setting.group
-    tokens = ranks.sum_over_ranks({"tokens": float(rollout.mask.sum())})["tokens"]
-    share = (
-        ranks.world_size * job.minibatches / tokens
-    )  # processes: what averages their gradients divides by them
+    job, group = setting.job, setting.group
+    tokens = group.sum_over_ranks({"tokens": float(rollout.mask.sum())})["tokens"]
+    # Averaging gradients over processes divides by their number.
+    token_weight = group.world_size * job.minibatches / tokens
     stop = None if job.early_stop_nats is None else EarlyStop(target_nats=job.early_stop_nats, factor=1.0)
     sums: dict[str, float] = {}
     norms: list[float] = []
     for epoch in range(job.epochs):
         for number in shuffled(job.minibatches, job.seed, "order", step, epoch):
             where = f"step {step}, epoch {epoch + 1}, minibatch {number + 1}"
-            pass_sums = _learn(setting, rollout, shaped, rollout.micros[number], share)
+            pass_sums = _learn(setting, rollout, shaped, rollout.micro_batches[number], token_weight)
             if not math.isfinite(pass_sums["loss"]):
                 raise DivergedError(f"the loss is {pass_sums['loss']} in {where}")
-            sums = _added(sums, pass_sums)
+            sums = _add_sums(sums, pass_sums)
             moved = pass_sums["moved"] / pass_sums["tokens"] if pass_sums["tokens"] else 0.0
             if stop is not None and stop.stops(moved):
                 setting.optimizer.zero_grad()
@@ -72,7 +71,7 @@ def update_policy(
                     stopped=f"the updates ended early, after {len(norms)}: KL(before || now) is {moved:.3g} nats per "
                     f"token, above {job.early_stop_nats:g}",
                 )
-            norm = _length(
+            norm = _as_float(
                 setting.accelerator.clip_grad_norm_(
                     setting.wrapped_policy.parameters(), job.max_gradient_norm
                 )
@@ -89,7 +88,7 @@ def update_policy(
 def kl_of_update(setting: TrainingSetup, rollout: Rollout, head_before: Head) -> float:
     """KL(policy before || policy now), exact, summed over the tokens of this process's responses, in nats."""
     total = 0.0
-    for micro in (micro for minibatch in rollout.micros for micro in minibatch):
+    for micro in (micro for minibatch in rollout.micro_batches for micro in minibatch):
         batch = setting.batch([rollout.sequences[row] for row in micro.rows])
         hidden = torch.cat([rollout.hidden[row] for row in micro.rows])
         with setting.autocast():
@@ -103,52 +102,52 @@ def _learn(
     rollout: Rollout,
     shaped: LearningSignals,
     minibatch: list[MicroBatch],
-    share: float,
+    token_weight: float,
 ) -> dict[str, float]:
-    """Accumulate a minibatch's gradient; returns the sums over all processes, "loss" being the total loss."""
+    """Accumulate the gradient of a minibatch; returns sums over all processes, with the loss as "loss"."""
     sums: dict[str, float] = {}
     for number, micro in enumerate(minibatch):
-        last = number == len(minibatch) - 1
+        is_last = number == len(minibatch) - 1
         batch = setting.batch([rollout.sequences[row] for row in micro.rows])
         past, hidden_q = (
             _past(rollout, shaped, micro),
             torch.cat([rollout.hidden_reference[row] for row in micro.rows]),
         )
-        loss_of_tokens = policy_objective(past, setting.job, shaped.scaled_beta)
-        with nullcontext() if last else setting.accelerator.no_sync(setting.wrapped_policy):
+        objective = policy_objective(past, setting.job, shaped.scaled_beta)
+        with nullcontext() if is_last else setting.accelerator.no_sync(setting.wrapped_policy):
             with setting.autocast():
-                learnt = setting.wrapped_policy(
-                    Policy.learn, batch, hidden_q, setting.actor_critic.reference.head, loss_of_tokens
+                result = setting.wrapped_policy(
+                    Policy.learn, batch, hidden_q, setting.actor_critic.reference.head, objective
                 )
-            errors = value_losses(learnt.values, past, setting.job.clip_range_value).sum()
-            loss = (learnt.loss + setting.job.vf_coef * errors) * share
+            errors = value_losses(result.values, past, setting.job.clip_range_value).sum()
+            loss = (result.loss + setting.job.vf_coef * errors) * token_weight
             setting.accelerator.backward(loss)
-        sums = _added(sums, {"loss": loss.item(), **sums_of(learnt.terms, learnt.values, past, setting.job)})
+        sums = _add_sums(
+            sums, {"loss": loss.item(), **update_sums(result.terms, result.values, past, setting.job)}
+        )
     gathered = setting.group.all_gather_object(sums)
     total: dict[str, float] = {}
     for rank_sums in gathered:
-        total = _added(total, rank_sums)
+        total = _add_sums(total, rank_sums)
     return total
 
 
 def _past(rollout: Rollout, shaped: LearningSignals, micro: MicroBatch) -> RolloutTokens:
-    """The rollout's data of a micro-batch's tokens, in their order in the batch."""
+    """The rollout's data for the tokens of a micro-batch, in the order of the batch."""
     mask = rollout.mask[micro.rows]
-    known = (rollout.token_logp, rollout.values, shaped.advantages, shaped.returns)
-    flat = [x[micro.rows][mask] for x in known]
+    columns = (rollout.token_logp, rollout.values, shaped.advantages, shaped.returns)
+    flat = [x[micro.rows][mask] for x in columns]
     return RolloutTokens(*flat, counts=torch.full_like(flat[0], micro.in_loss, dtype=torch.bool))
 
 
-def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """The sums of two passes; maxima (names ending in "_most") are compared."""
+def _add_sums(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """The sums of two passes, and the larger of their maxima (names that end in "_max")."""
     if not sums:
         return more
-    return {
-        name: max(sums[name], x) if name.endswith("_most") else sums[name] + x for name, x in more.items()
-    }
+    return {name: max(sums[name], x) if name.endswith("_max") else sums[name] + x for name, x in more.items()}
 
 
-def _length(norm: "Tensor | float") -> float:
-    """The norm of a gradient, gathered if it is sharded."""
-    whole = getattr(norm, "full_tensor", None)
-    return float(norm if whole is None else whole())
+def _as_float(norm: "Tensor | float") -> float:
+    """A gradient norm as a float, gathered if it is sharded."""
+    gather = getattr(norm, "full_tensor", None)
+    return float(norm if gather is None else gather())

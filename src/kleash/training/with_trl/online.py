@@ -1,4 +1,4 @@
-"""GRPO and RLOO by TRL's trainers, on a leash of ours."""
+"""GRPO and RLOO by TRL's trainers with kleash's KL term, rewards and beta controllers."""
 
 from math import ceil
 from pathlib import Path
@@ -16,25 +16,26 @@ from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards
 from kleash.training.run_log import RunLog
 from kleash.training.scheduling import shuffled
-from kleash.training.with_trl.arguments import PROMPT_COLUMN, shared_arguments
 from kleash.training.with_trl.networks import Networks, load_networks
-from kleash.training.with_trl.runs import as_run, run
+from kleash.training.with_trl.runs import run_trainer, with_run_log
 from kleash.training.with_trl.step_logger import StepLogger
+from kleash.training.with_trl.trl_config import PROMPT_COLUMN, shared_arguments
 
-MOST_ROWS = 10**7
-"""Of a data set that holds the prompts of all steps."""
+MAX_ROWS = 10**7
+"""Largest number of rows of the data set, which has the prompts of all steps."""
 
 
-@as_run
+@with_run_log
 def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
-    """Train a policy by TRL's GRPO on a leash to its reference.
+    """Train a policy by TRL's GRPO with a KL term to its reference.
 
-    TRL draws, compares and updates; rewards, KL, beta and run_log are kleash's. The loss is TRL's "dapo", a mean
-    over all tokens; advantages are divided by the spread of their group, but with the KL in the reward.
+    TRL generates, computes advantages and updates; rewards, KL term, beta and run log are kleash's. The loss is TRL's
+    "dapo", a mean over all tokens. Advantages are divided by the standard deviation of their group, except with the KL
+    in the reward.
 
     Args:
-        job: what to train, and how; ``out`` is given.
-        run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
+        job: the training job; ``out`` is set.
+        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
 
     Raises:
         SourceError, ModelError, OptionError, UnknownNameError: if an input or an option of the job is invalid.
@@ -42,30 +43,32 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     from kleash.integrations.trl import LeashedGRPOTrainer
-    from kleash.training.with_trl.measurement import measured
+    from kleash.training.with_trl.measured_trainer import with_measurement
 
     settings = {
         "scale_rewards": "none" if job.kl_place == "reward" else "group",
-        "use_bias_correction_kl": False,  # of TRL's own KL, which is off
+        "use_bias_correction_kl": False,  # an option of TRL's own KL term, which is off
     }
     config = import_extra("trl", "trl").GRPOConfig
-    return _train(job, run_log, measured(LeashedGRPOTrainer), config, settings)
+    return _train(job, run_log, with_measurement(LeashedGRPOTrainer), config, settings)
 
 
-@as_run
+@with_run_log
 def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
-    """Train a policy by TRL's RLOO on a leash to its reference; as ``train_grpo``, which see.
+    """Train a policy by TRL's RLOO with a KL term to its reference; arguments and errors as ``train_grpo``.
 
-    Each response is compared with the others to its prompt, and nothing is divided by any spread.
+    The baseline of each response is the mean of the other responses to its prompt; advantages are not rescaled.
     """
     from kleash.integrations.trl import LeashedRLOOTrainer
-    from kleash.training.with_trl.measurement import measured
+    from kleash.training.with_trl.measured_trainer import with_measurement
 
-    return _train(job, run_log, measured(LeashedRLOOTrainer), import_extra("trl", "trl").RLOOConfig, {})
+    return _train(
+        job, run_log, with_measurement(LeashedRLOOTrainer), import_extra("trl", "trl").RLOOConfig, {}
+    )
 
 
 def _train(
-    job: GRPOJob | RLOOJob, run_log: RunLog | None, kind: Any, config: Any, settings: dict[str, Any]
+    job: GRPOJob | RLOOJob, run_log: RunLog | None, trainer_class: Any, config: Any, settings: dict[str, Any]
 ) -> TrainingResult:
     check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
     networks = load_networks(job, job.reference_name)
@@ -78,7 +81,7 @@ def _train(
         batch_tokens=job.batch_tokens,
     )
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
-    trainer = kind(
+    trainer = trainer_class(
         model=networks.policy,
         reward_funcs=[_reward_function(reward, prompts) for reward in rewards.rewards],
         args=config(
@@ -89,23 +92,23 @@ def _train(
         train_dataset=data_set(prompts, job, networks),
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
-        reference=networks.other,
+        reference=networks.frozen,
         kl=job.kl,
         kl_place=job.kl_place,
         kl_scope=job.kl_scope,
     )
-    trainer.told_apart(prompts, rewards)
+    trainer.set_prompts_and_rewards(prompts, rewards)
     if job.beta > 0:
         BetaController(leash_of(job), metric=f"kl/exact_per_{job.target_per}").attach(trainer)
     step_logger = StepLogger(
         job,
         run_log,
         updates=job.epochs,
-        generated=trainer.take_generated,
+        pop_measurement=trainer.pop_measurement,
         notes=networks.pair.notes,
     )
     step_logger.attach(trainer)
-    return run(trainer, step_logger, job, networks.dtypes)
+    return run_trainer(trainer, step_logger, job, networks.dtypes)
 
 
 def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
@@ -124,46 +127,47 @@ def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
 
 
 def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copies: int = 1) -> Any:
-    """The prompts of all steps as TRL reads them, in the order in which kleash's PPO takes them.
+    """The data set of TRL's trainer: the prompts of all steps, in the same order as in kleash's PPO.
 
-    One pass over it is the whole run, unshuffled: a run that goes on finds its place by counting.
+    One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
 
     Raises:
-        SourceError: if TRL would make other tokens of a prompt than kleash.
+        SourceError: if TRL would tokenise a prompt differently.
         OptionError: if some prompts are texts and some messages, or the run is too long for one pass.
     """
-    chats = {prompt.messages is not None for prompt in prompts}
-    if len(chats) > 1:
+    if len({prompt.messages is not None for prompt in prompts}) > 1:
         raise OptionError(
-            "some prompts are texts and some are messages, which TRL takes one kind of; part the file"
+            "some prompts are texts and some are messages, and TRL takes only one kind; split the file"
         )
     tokenizer = networks.pair.tokenizer
     for prompt in prompts:
         if prompt.messages is None and tokenizer(text=prompt.text)["input_ids"] != list(prompt.token_ids):
             raise SourceError(
-                f"{prompt.location}: TRL tokenises the prompt anew and gets other tokens than those that were given; "
-                "give it as text that its tokens are the tokens of"
+                f"{prompt.location}: TRL tokenises the text of the prompt and gets other tokens than the prompt's "
+                "token_ids; give the prompt as text only"
             )
     rows = [
         {"prompt": prompt.text if prompt.messages is None else list(prompt.messages), PROMPT_COLUMN: number}
         for number, prompt in enumerate(prompts)
     ]
-    needed = job.steps * job.prompts_per_step
-    if needed * copies > MOST_ROWS:
+    num_prompts = job.steps * job.prompts_per_step
+    if num_prompts * copies > MAX_ROWS:
         raise OptionError(
-            f"--steps {job.steps} with --prompts-per-step {job.prompts_per_step} is {needed * copies} rows of a data "
-            f"set that TRL reads in one pass, and {MOST_ROWS} is the most; take fewer steps, and go on with --resume"
+            f"--steps {job.steps} with --prompts-per-step {job.prompts_per_step} is {num_prompts * copies} rows "
+            f"of a data set that TRL reads in one pass, and the largest number is {MAX_ROWS}; take fewer steps, and "
+            "continue with --resume"
         )
-    epochs = range(ceil(needed / len(prompts)))
-    order = [place for epoch in epochs for place in shuffled(len(prompts), job.seed, "prompts", epoch)]
-    places = [place for place in order[:needed] for _ in range(copies)]
-    return import_extra("datasets", "trl").Dataset.from_list(rows).select(places)
+    epochs = range(ceil(num_prompts / len(prompts)))
+    order = [index for epoch in epochs for index in shuffled(len(prompts), job.seed, "prompts", epoch)]
+    indices = [index for index in order[:num_prompts] for _ in range(copies)]
+    return import_extra("datasets", "trl").Dataset.from_list(rows).select(indices)
 
 
 def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
-    """A reward as TRL calls one: by its name, with texts, and with the column that says whose they are.
+    """The reward as a function that TRL can call, with the reward's name.
 
-    The columns of the prompts come from the prompts themselves: Arrow would make all values of a column one type.
+    It gets the index of each prompt (``PROMPT_COLUMN``) and takes the columns from the prompts, since Arrow would
+    convert all values of a column to one type.
     """
 
     def function(*, completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""DPO by TRL's trainer, with the exact drift measured beside its implicit rewards."""
+"""DPO by TRL's trainer, with the exact KL to the reference measured during training."""
 
 from itertools import islice
 from pathlib import Path
@@ -13,26 +13,26 @@ from kleash.models.sources.dataset_formats import parse_preference
 from kleash.models.sources.source_files import read_records
 from kleash.store import TrainingResult
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.arguments import shared_arguments
 from kleash.training.with_trl.networks import load_networks
-from kleash.training.with_trl.runs import as_run, run
-from kleash.training.with_trl.step_logger import Generated, StepLogger
+from kleash.training.with_trl.runs import run_trainer, with_run_log
+from kleash.training.with_trl.step_logger import StepLogger, StepMeasurement
+from kleash.training.with_trl.trl_config import shared_arguments
 
-WATCHED_PROMPTS, WATCHED_TOKENS = 32, 32
-"""On so many of the pairs' prompts, and so many new tokens each, the drift is measured."""
+DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
+"""Number of the pairs' prompts, and of new tokens for each, on which the drift is measured."""
 
 
-@as_run
+@with_run_log
 def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
-    """Train a policy by TRL's DPO, from pairs of a chosen and a rejected answer.
+    """Train a policy by TRL's DPO, from pairs of a chosen and a rejected response.
 
-    DPO's own numbers are log-ratios on somebody else's answers, which are no KL. So after every
-    ``checkpoint_every`` steps the policy, as it is then, answers some of the prompts itself, and the exact KL to the
-    reference stands in the run_log beside them.
+    The log ratios that DPO logs are on responses of the data set and estimate no KL. So every ``checkpoint_every``
+    steps the current policy generates responses to some of the prompts, and their exact KL to the reference is logged
+    too.
 
     Args:
-        job: what to train, and how; ``out`` is given.
-        run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
+        job: the training job; ``out`` is set.
+        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
 
     Raises:
         SourceError, ModelError, OptionError: if an input or an option of the job is invalid.
@@ -48,7 +48,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
     trainer = trl.DPOTrainer(
         model=networks.policy,
-        ref_model=networks.other,
+        ref_model=networks.frozen,
         args=trl.DPOConfig(**arguments, beta=job.beta, max_length=job.max_tokens),
         train_dataset=import_extra("datasets", "trl").Dataset.from_list(rows),
         processing_class=networks.pair.tokenizer,
@@ -57,24 +57,24 @@ def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
     prompts: dict[str, Any] = {str(row["prompt"]): row["prompt"] for row in rows}
     monitor = DriftMonitor(
         prompts=list(prompts.values()),
-        limit=WATCHED_PROMPTS,
+        limit=DRIFT_PROMPTS,
         every=job.checkpoint_every,
-        sampling=Sampling(max_new_tokens=WATCHED_TOKENS, seed=job.seed),
+        sampling=Sampling(max_new_tokens=DRIFT_TOKENS, seed=job.seed),
         batch_tokens=job.batch_tokens,
     ).attach(trainer)
     step_logger = StepLogger(
-        job, run_log, generated=lambda: drift_of_step(monitor), notes=networks.pair.notes
+        job, run_log, pop_measurement=lambda: pop_drift(monitor), notes=networks.pair.notes
     )
     step_logger.attach(trainer)
-    return run(trainer, step_logger, job, networks.dtypes)
+    return run_trainer(trainer, step_logger, job, networks.dtypes)
 
 
-def drift_of_step(monitor: DriftMonitor) -> Generated | None:
-    """What the monitor measured since it was last asked, by kleash's names."""
+def pop_drift(monitor: DriftMonitor) -> StepMeasurement | None:
+    """The last drift of the monitor as metrics; None if it was returned before."""
     drift, monitor.last = monitor.last, None
     if drift is None:
         return None
-    return Generated(
+    return StepMeasurement(
         metrics={
             "kl/exact_per_sequence": drift.per_sequence.value,
             "kl/exact_per_sequence_error": drift.per_sequence.standard_error,
@@ -87,12 +87,12 @@ def drift_of_step(monitor: DriftMonitor) -> Generated | None:
 
 
 def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
-    """Records with "prompt", "chosen" and "rejected", each a text or a list of messages, all of one kind.
+    """The records of a file with "prompt", "chosen" and "rejected", all texts or all lists of messages.
 
-    Without "prompt" it is what the two answers begin with alike.
+    Without "prompt", it is the common beginning of the two responses.
 
     Raises:
-        SourceError: naming the line, if one of them is missing or of another kind.
+        SourceError: naming the line, if a field is missing or of the other kind.
     """
     rows: list[dict[str, Any]] = []
     for record in islice(read_records(source_path(name)), limit):
@@ -102,8 +102,8 @@ def read_pairs(name: str, *, limit: int | None) -> list[dict[str, Any]]:
             )
         row = parse_preference(record)._asdict()
         if rows and type(row["prompt"]) is not type(rows[0]["prompt"]):
-            raise SourceError(f"{record.location}: texts and lists of messages in one file; part it")
+            raise SourceError(f"{record.location}: texts and lists of messages in one file; split it")
         rows.append(row)
     if not rows:
-        raise SourceError(f"{name} holds no pair")
+        raise SourceError(f"{name} has no pairs")
     return rows

@@ -1,4 +1,4 @@
-"""Runs one of TRL's trainers, from its last checkpoint when resuming, to its end."""
+"""Runs a trainer of TRL to the end, from the last checkpoint when resuming."""
 
 import logging
 import re
@@ -15,19 +15,19 @@ from kleash.models.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import CHECKSUMS, Checksums
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.arguments import CHECKPOINTS
 from kleash.training.with_trl.step_logger import StepLogger
+from kleash.training.with_trl.trl_config import CHECKPOINTS
 from kleash.version import __version__
 
 POLICY = "policy"
 NAME = re.compile(r"checkpoint-[0-9]+", re.ASCII)
 STATE = "trainer_state.json"
-"""What transformers writes into a checkpoint last."""
+"""The last file that transformers writes to a checkpoint."""
 
 
 @contextmanager
-def silently() -> Iterator[None]:
-    """Inside, neither transformers nor datasets show bars or warn, nor our callbacks: the run_log shows it all."""
+def suppress_output() -> Iterator[None]:
+    """Context without progress bars and warnings of transformers, datasets and kleash's callbacks."""
     utils = import_extra("datasets.utils", "trl")
     bars = utils.are_progress_bars_disabled()
     utils.disable_progress_bars()
@@ -35,7 +35,7 @@ def silently() -> Iterator[None]:
     level = callbacks.level
     callbacks.setLevel(logging.ERROR)
     try:
-        with suppress_library_output(), sandboxed_templates():  # TRL renders conversations too
+        with suppress_library_output(), sandboxed_templates():  # TRL renders chat templates
             yield
     finally:
         callbacks.setLevel(level)
@@ -46,32 +46,34 @@ def silently() -> Iterator[None]:
 Trainer = Callable[[Any, RunLog | None], TrainingResult]
 
 
-def as_run(trainer: Trainer) -> Callable[..., TrainingResult]:
-    """``trainer``, silent, and with a run_log: without one the first process runs the whole of ``train(job)``."""
+def with_run_log(trainer: Trainer) -> Callable[..., TrainingResult]:
+    """``trainer`` without output of the libraries; without a run log, rank 0 calls ``train(job)`` instead."""
 
     @wraps(trainer)
-    def trained(job: TrainJob, run_log: RunLog | None = None) -> TrainingResult:
+    def train_silently(job: TrainJob, run_log: RunLog | None = None) -> TrainingResult:
         from kleash.training.runner import is_first, train
 
         if run_log is None and is_first():
             return train(job)
-        with silently():
+        with suppress_output():
             return trainer(job, run_log)
 
-    return trained
+    return train_silently
 
 
-def run(trainer: Any, step_logger: StepLogger, job: TrainJob, dtypes: Mapping[str, str]) -> TrainingResult:
-    """Train to the end, from the last whole checkpoint if the job goes on, and leave the policy in ``policy/``.
+def run_trainer(
+    trainer: Any, step_logger: StepLogger, job: TrainJob, dtypes: Mapping[str, str]
+) -> TrainingResult:
+    """Train to the end, from the last finished checkpoint if the job resumes, and save the policy to ``policy/``.
 
-    A run that has taken all its steps, or that the hacking monitor has stopped, takes no more.
+    A run that has taken all its steps, or that the hacking monitor has stopped, takes no further step.
     """
     root = Path(str(job.out))
     checkpoint = last_checkpoint(root) if job.resume else None
     if checkpoint is not None:
-        step_logger.notes = (*step_logger.notes, *verified(checkpoint))
+        step_logger.notes = (*step_logger.notes, *verify_checkpoint(checkpoint))
         stopped, taken = step_logger.was_stopped(step_of(checkpoint)), step_of(checkpoint)
-        if stopped or taken >= trainer.args.max_steps:  # of which transformers would take one more
+        if stopped or taken >= trainer.args.max_steps:  # transformers would take one more
             trainer.args.max_steps, trainer.args.num_train_epochs = -1, 0
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(root / POLICY))
@@ -92,17 +94,17 @@ def run(trainer: Any, step_logger: StepLogger, job: TrainJob, dtypes: Mapping[st
 
 
 def last_checkpoint(root: Path) -> Path | None:
-    """The newest checkpoint that was written to its end; None if there is none."""
-    return max(_whole(root / CHECKPOINTS), key=step_of, default=None)
+    """The newest finished checkpoint; None if there is none."""
+    return max(_finished_checkpoints(root / CHECKPOINTS), key=step_of, default=None)
 
 
-def verified(checkpoint: Path) -> tuple[str, ...]:
-    """See that a checkpoint is as it was written; returns what there is to say about it.
+def verify_checkpoint(checkpoint: Path) -> tuple[str, ...]:
+    """Check the checksums of a checkpoint; returns notes about it.
 
     Raises:
         RunFolderError: if it is damaged.
     """
-    other_checkpoints = [path for path in _whole(checkpoint.parent) if path != checkpoint]
+    other_checkpoints = [path for path in _finished_checkpoints(checkpoint.parent) if path != checkpoint]
     advice = "no other checkpoint is kept: begin the run again in another --out, or copy the checkpoint from a backup"
     if other_checkpoints:
         advice = f"delete {checkpoint}, and --resume goes on from {max(other_checkpoints, key=step_of).name}"
@@ -114,10 +116,10 @@ def verified(checkpoint: Path) -> tuple[str, ...]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """TRL's steps that a checkpoint stands after."""
+    """The number of TRL's steps before a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _whole(folder: Path) -> list[Path]:
+def _finished_checkpoints(folder: Path) -> list[Path]:
     folders = (path.parent for path in folder.glob(f"checkpoint-*/{STATE}"))
     return [path for path in folders if NAME.fullmatch(path.name)]

@@ -1,4 +1,4 @@
-"""TRL's logs as steps of a run_log, and the response to its alerts."""
+"""A callback that writes TRL's logs to the run log, and carries out the response to its alerts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from kleash.training.job_controllers import tightened
 from kleash.training.process_group import ProcessGroup
 from kleash.training.run_log import Advice, RunLog, stopped_by
 
-SPELT = {
+TRL_METRICS = {
     "beta": "beta",
     "grad_norm": "policy/gradient_norm",
     "learning_rate": "policy/learning_rate",
@@ -26,12 +26,12 @@ SPELT = {
     "rewards/margins": "pairs/margin",
     "step_time": "time/step",
 }
-"""TRL's names -> kleash's, where they mean the same."""
+"""Metric of TRL -> the metric of kleash with the same meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
-    """What was measured of a step's responses."""
+class StepMeasurement:
+    """Metrics of a step besides those that TRL logs, and samples of its responses."""
 
     metrics: Mapping[str, float]
     samples: tuple[Sample, ...] = ()
@@ -39,7 +39,7 @@ class Generated:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How the run stands."""
+    """The last step of the run, its metrics, and why the run ended early, if it did."""
 
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class StepLogger(AttachedCallback):
-    """Writes each step into the run_log, on the first process, and carries out the response to alerts, on all."""
+    """Writes each step to the run log, on rank 0, and carries out the response to alerts, on all processes."""
 
     def __init__(
         self,
@@ -55,26 +55,26 @@ class StepLogger(AttachedCallback):
         run_log: RunLog | None,
         *,
         updates: int = 1,
-        spelt: Mapping[str, str] = SPELT,
-        generated: Callable[[], Generated | None] = lambda: None,
+        metric_names: Mapping[str, str] = TRL_METRICS,
+        pop_measurement: Callable[[], StepMeasurement | None] = lambda: None,
         notes: Sequence[str] = (),
     ) -> None:
-        """Say what a step is.
+        """Create the callback; ``attach`` adds it to a trainer.
 
         Args:
-            job: its ``on_hacking`` decides what an alert does.
-            run_log: of the first process; None on the others.
-            updates: of TRL's steps to one of ours.
-            spelt: TRL's names to kleash's.
-            generated: what was measured of the responses since the last step.
-            notes: what is worth knowing of the models, said at the beginning.
+            job: its ``on_hacking`` is the response to alerts.
+            run_log: the run log on rank 0; None on other ranks.
+            updates: steps of TRL in a step of the run.
+            metric_names: metric of TRL -> metric of kleash.
+            pop_measurement: returns the measurement of the step that was just taken, if there is one.
+            notes: notes about the models, shown when training starts.
         """
-        self.job, self.run_log, self.updates, self.spelt = job, run_log, updates, dict(spelt)
-        self.generated, self.notes = generated, tuple(notes)
+        self.job, self.run_log, self.updates, self.metric_names = job, run_log, updates, dict(metric_names)
+        self.pop_measurement, self.notes = pop_measurement, tuple(notes)
         self.outcome = Outcome()
 
     def attach(self, trainer: Any) -> "StepLogger":
-        """Join the trainer's callbacks, in the place of the one that prints its logs; returns itself."""
+        """Add this callback to the trainer and remove the one that prints logs; returns itself."""
         trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
         super().attach(trainer)
         return self
@@ -90,7 +90,7 @@ class StepLogger(AttachedCallback):
         return self.outcome.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin the run_log where training begins."""
+        """Open the run log at the step from which training starts."""
         super().on_train_begin(args, state, control, **more)
         self.outcome.step = state.global_step // self.updates
         if self.run_log is not None:
@@ -103,7 +103,7 @@ class StepLogger(AttachedCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Write down a step; other things that are logged are none.
+        """Record a step; logs without a loss are ignored.
 
         Raises:
             NonFiniteError: if the loss is NaN or infinite.
@@ -116,26 +116,26 @@ class StepLogger(AttachedCallback):
                 f"the loss of step {step} is {logs['loss']}; lower --learning-rate, or look at the last checkpoint "
                 f"in {args.output_dir}"
             )
-        measured = self.generated()
+        measurement = self.pop_measurement()
         metrics = {
             name: float(logs[trl_name])
-            for trl_name, name in self.spelt.items()
+            for trl_name, name in self.metric_names.items()
             if logs.get(trl_name) is not None
         }
-        if measured is not None:
-            metrics |= measured.metrics
+        if measurement is not None:
+            metrics |= measurement.metrics
         target = getattr(self.job, "target_nats", None)
         if target is not None:
             metrics["kl/target"] = target
         advice = None
         if self.run_log is not None:
-            samples = () if measured is None else measured.samples
+            samples = () if measurement is None else measurement.samples
             advice = self.run_log.step(step, metrics, samples, self._events(), self._beta_reason())
         self.outcome.step, self.outcome.metrics = step, metrics
-        self._do(self._group.broadcast_from_first(advice) or Advice(), control)
+        self._carry_out(self._group.broadcast_from_first(advice) or Advice(), control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the checksums of the checkpoint that was just written, once every process has written its part."""
+        """Write the checksums of a new checkpoint, once every process has written its part."""
         self.trainer.accelerator.wait_for_everyone()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.trainer.accelerator.process_index == 0 and checkpoint.is_dir():
@@ -158,7 +158,7 @@ class StepLogger(AttachedCallback):
         controller = self._controller()
         return None if controller is None else controller.reason
 
-    def _do(self, advice: Advice, control: Any) -> None:
+    def _carry_out(self, advice: Advice, control: Any) -> None:
         match advice.act:
             case "stop":
                 self.outcome.stopped = stopped_by(advice.alerts, self.outcome.step)

@@ -1,4 +1,4 @@
-"""Distillation by TRL's trainer: the policy answers, and learns from the teacher's distributions."""
+"""On-policy distillation by TRL's trainer: the policy generates, and learns from the teacher's distributions."""
 
 from pathlib import Path
 from typing import Any
@@ -9,48 +9,50 @@ from kleash.models import read_prompts
 from kleash.store import TrainingResult
 from kleash.training.process_group import ProcessGroup
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.arguments import shared_arguments
 from kleash.training.with_trl.networks import load_networks
 from kleash.training.with_trl.online import data_set
-from kleash.training.with_trl.runs import as_run, run
-from kleash.training.with_trl.step_logger import SPELT, Generated, StepLogger
+from kleash.training.with_trl.runs import run_trainer, with_run_log
+from kleash.training.with_trl.step_logger import TRL_METRICS, StepLogger, StepMeasurement
+from kleash.training.with_trl.trl_config import shared_arguments
 
 BETAS = {"policy_teacher": 1.0, "teacher_policy": 0.0, "jensen_shannon": 0.5}
-"""What TRL calls the divergences, as a number between the two directions of KL."""
+"""Divergence of a job -> TRL's ``beta``, which interpolates between the two directions of KL."""
 
 
-class Counting:
-    """In front of TRL's trainer: entropy by sum and count, where TRL logs a mean of micro-batches' means."""
+class EntropyMixin:
+    """Mixin before TRL's trainer: entropy as a mean over tokens, where TRL logs a mean of micro-batch means."""
 
     accelerator: Any
     model: Any
-    _counted: tuple[float, float] = (0.0, 0.0)
+    _entropy_sums: tuple[float, float] = (0.0, 0.0)
+    """Sum of the entropies in nats, and number of tokens, since the last step."""
 
     def _compute_loss(self, *arguments: Any, **named: Any) -> Any:
         parent: Any = super()
         loss, nats, tokens = parent._compute_loss(*arguments, **named)
         if self.model.training:
-            self._counted = (self._counted[0] + float(nats), self._counted[1] + float(tokens))
+            total, count = self._entropy_sums
+            self._entropy_sums = (total + float(nats), count + float(tokens))
         return loss, nats, tokens
 
-    def take_counted(self) -> Generated:
-        """The entropy of the tokens of all processes since it was last asked for. A collective."""
-        local, self._counted = self._counted, (0.0, 0.0)
-        ranks = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
-        total = ranks.sum_over_ranks({"nats": local[0], "tokens": local[1]})
-        return Generated(metrics={"policy/entropy": total["nats"] / total["tokens"]})
+    def pop_entropy(self) -> StepMeasurement:
+        """The mean entropy over the tokens of all processes since the last call. A collective."""
+        local, self._entropy_sums = self._entropy_sums, (0.0, 0.0)
+        group = ProcessGroup(self.accelerator.process_index, self.accelerator.num_processes)
+        total = group.sum_over_ranks({"nats": local[0], "tokens": local[1]})
+        return StepMeasurement(metrics={"policy/entropy": total["nats"] / total["tokens"]})
 
 
-@as_run
+@with_run_log
 def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingResult:
-    """Train a policy to say what a teacher would, by TRL's on-policy distillation.
+    """Train a policy to imitate a teacher, by TRL's on-policy distillation.
 
-    Its divergences are exact, over the whole vocabulary, and never hold all logits at once; ``kleash audit``
-    has looked at them. The step's divergence per token is in the run_log.
+    TRL computes the divergences exactly, over the whole vocabulary, without holding all logits (``kleash audit`` tests
+    them). The divergence per token is logged for each step.
 
     Args:
-        job: what to train, and how; ``out`` is given.
-        run_log: keeps the steps, on the first process. Left out there, this is ``kleash.training.train(job)``.
+        job: the training job; ``out`` is set.
+        run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called.
 
     Raises:
         SourceError, ModelError, OptionError: if an input or an option of the job is invalid.
@@ -66,10 +68,10 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
     rows = job.prompts_per_step * job.samples_per_prompt
     arguments = shared_arguments(job, rows=rows, row_tokens=longest)
     Path(str(job.out)).mkdir(parents=True, exist_ok=True)
-    kind: Any = type("CountingDistillationTrainer", (Counting, trl.DistillationTrainer), {})
-    trainer = kind(
+    trainer_class: Any = type("EntropyDistillationTrainer", (EntropyMixin, trl.DistillationTrainer), {})
+    trainer = trainer_class(
         model=networks.policy,
-        teacher_model=networks.other,
+        teacher_model=networks.frozen,
         args=trl.DistillationConfig(
             **arguments,
             shuffle_dataset=False,
@@ -81,9 +83,12 @@ def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingRes
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
     )
-    spelt = {**SPELT, "loss": "teacher/divergence"}
     step_logger = StepLogger(
-        job, run_log, spelt=spelt, generated=trainer.take_counted, notes=networks.pair.notes
+        job,
+        run_log,
+        metric_names={**TRL_METRICS, "loss": "teacher/divergence"},
+        pop_measurement=trainer.pop_entropy,
+        notes=networks.pair.notes,
     )
     step_logger.attach(trainer)
-    return run(trainer, step_logger, job, networks.dtypes)
+    return run_trainer(trainer, step_logger, job, networks.dtypes)

@@ -10,7 +10,7 @@ from kleash.store import TrainingResult
 from kleash.store.atomic import cannot_write, remove_folder, temporary_name
 from kleash.store.training_folder import CHECKPOINTS
 from kleash.training.job_controllers import leash_of
-from kleash.training.ppo.checkpoints import (
+from kleash.training.ppo.checkpointing import (
     POLICY,
     TrainingState,
     last_checkpoint,
@@ -36,7 +36,7 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
     Under ``accelerate launch`` every process calls this with the same job; rank 0 writes.
 
     Args:
-        job: what to train, and how; ``out`` is given.
+        job: the training job; ``out`` is set.
         run_log: records the steps, on rank 0. Without it there, ``kleash.training.train(job)`` is called, which
             writes the whole run folder.
 
@@ -59,7 +59,7 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
     progress = _initial_state(setting, root, run_log)
     progress = _train(setting, prompts, root, progress, run_log)
     if setting.group.is_first:
-        _put_policy(root, progress.step)
+        _publish_policy(root, progress.step)
     setting.group.barrier()
     return TrainingResult(
         kleash=__version__,
@@ -111,7 +111,7 @@ def _train(
     return progress
 
 
-def _put_policy(root: Path, step: int) -> None:
+def _publish_policy(root: Path, step: int) -> None:
     """Publish the last checkpoint's model as ``policy/``, by hard links if possible."""
     checkpoint_policy = root / CHECKPOINTS / f"step-{step:06d}" / POLICY
     unfinished, final = root / temporary_name(), root / POLICY

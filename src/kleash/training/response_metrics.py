@@ -1,4 +1,4 @@
-"""A step's responses in numbers, over all processes: by sums and counts, never by means of means."""
+"""Metrics of a step's responses over all processes, from sums and counts and not from means of means."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,33 +11,41 @@ from kleash.store.metrics import PART
 from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
 
 TOP_SHARE = 0.01
-"""The tokens with the most KL whose part of the whole is told."""
+"""Share of the tokens, those with the largest KL, in ``kl/top_percent_share``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Response:
-    """A response in numbers: what processes tell each other of it."""
+    """A response with its rewards and per-token columns, as processes exchange it."""
 
-    place: int
-    """Which of the step's responses it is."""
+    index: int
+    """Its index among the responses of the step."""
     prompt_id: int
     score: float
+    """The weighted sum of its rewards."""
     parts: dict[str, float]
-    cut: bool
+    """Each reward by name, without weight; NaN if it does not apply."""
+    is_truncated: bool
+    """Whether it ends without an end token."""
     tokens: dict[str, Float[np.ndarray, " tokens"]]
-    """Columns of numbers for each token: "token_kl", "token_logp", "token_logq", "entropy"; and others of the
-    trainer's own."""
+    """Columns with a number for each token: "token_kl", "token_logp", "token_logq", "entropy", and others of the
+    trainer."""
     prompt: str
     response: str
 
     @property
     def kl(self) -> float:
-        """KL(policy || reference), exact, summed over its tokens."""
+        """The exact KL(policy || reference), summed over its tokens."""
         return float(self.tokens["token_kl"].sum())
 
 
-def of_responses(responses: Sequence[Response], beta: float) -> dict[str, float]:
-    """The metrics of what was drawn: rewards, KL(policy || reference), lengths."""
+def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, float]:
+    """Metrics of rewards, KL(policy || reference), entropy and lengths.
+
+    Args:
+        responses: all responses of a step, of all processes.
+        beta: coefficient of the KL, for ``reward/adjusted``.
+    """
     clusters = np.array([response.prompt_id for response in responses])
     scores = np.array([response.score for response in responses])
     sums = np.array([response.kl for response in responses])
@@ -71,23 +79,23 @@ def of_responses(responses: Sequence[Response], beta: float) -> dict[str, float]
         "policy/entropy": float(column_of(responses, "entropy").mean()),
         "response/length": float(lengths.mean()),
         "response/prompts": float(score.clusters),
-        "response/cut_share": float(np.mean([response.cut for response in responses])),
+        "response/cut_share": float(np.mean([response.is_truncated for response in responses])),
     }
 
 
 def column_of(responses: Sequence[Response], name: str) -> Float[np.ndarray, " tokens"]:
-    """A column of all responses' tokens, one response after the other."""
+    """A column of the tokens of all responses, concatenated."""
     return np.concatenate([response.tokens[name] for response in responses])
 
 
 def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
-    """The share of the KL that the 1 % of tokens (at least one) with the most of it hold.
+    """The share of the total KL in the 1 % of tokens (at least one) with the largest KL.
 
-    NaN where there is none to share, and where a token's is infinite.
+    NaN if the total is 0 or infinite.
     """
-    most = max(1, round(TOP_SHARE * len(token_kl)))
+    count = max(1, round(TOP_SHARE * len(token_kl)))
     total = token_kl.sum()
-    return float(np.sort(token_kl)[-most:].sum() / total) if 0 < total < np.inf else float("nan")
+    return float(np.sort(token_kl)[-count:].sum() / total) if 0 < total < np.inf else float("nan")
 
 
 def to_samples(responses: Sequence[Response]) -> list[Sample]:
@@ -99,13 +107,13 @@ def to_samples(responses: Sequence[Response]) -> list[Sample]:
 
 
 def _mean(responses: Sequence[Response], part: str) -> float:
-    """The mean over the responses to which the reward applies; NaN where it applies to none."""
+    """The mean of a reward over the responses to which it applies; NaN if there are none."""
     values = np.array([response.parts[part] for response in responses])
     return float(values[~np.isnan(values)].mean()) if not np.isnan(values).all() else float("nan")
 
 
 def _per_token(sums: np.ndarray, lengths: np.ndarray, clusters: np.ndarray) -> Estimate:
-    """The mean over tokens, whose errors know which responses answer one prompt."""
+    """The mean over tokens with its standard error, clustered by prompt."""
     _, label = np.unique(clusters, return_inverse=True)
     totals, counts = (np.bincount(label, weights=x).astype(np.float64) for x in (sums, lengths))
     return ratio_of_sums(totals, counts, lower=0.0)

@@ -20,7 +20,7 @@ from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, s
 from kleash.store.checksums import Checksums, seal_folder
 from kleash.store.codec import to_json
 from kleash.store.training_folder import CHECKPOINTS
-from kleash.training.ppo.policy import Policy, let_go
+from kleash.training.ppo.policy import Policy, reshard
 from kleash.training.ppo.setup import TrainingSetup
 
 STATE, PROGRESS, POLICY = "state.safetensors", "progress.json", "policy"
@@ -67,7 +67,7 @@ def save(setting: TrainingSetup, root: Path, progress: TrainingState) -> None:
     Raises:
         RunFolderError: if it cannot be written.
     """
-    let_go(setting.actor_critic.policy)
+    reshard(setting.actor_critic.policy)
     tensors = _tensors(setting)
     generators = setting.group.all_gather_object(_generators())
     if setting.group.is_first:
@@ -147,7 +147,7 @@ def load_progress(checkpoint: Path) -> TrainingState:
 
 
 def _advice(checkpoint: Path) -> str:
-    """What to do where a checkpoint is damaged: there may be one before it."""
+    """The advice for a damaged checkpoint: resume from an earlier one, if there is one."""
     other_checkpoints = [
         path for path in checkpoint.parent.glob("step-*") if path != checkpoint and step_of(path) is not None
     ]
@@ -158,22 +158,22 @@ def _advice(checkpoint: Path) -> str:
 
 
 def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
-    """Put weights, optimiser and generators back as they were; returns what there is to say about it.
+    """Restore weights, optimiser and random generators; returns a note, or None.
 
     Raises:
-        RunFolderError: if the checkpoint is damaged, or another model's.
+        RunFolderError: if the checkpoint is damaged, or of another model.
     """
     load_file = import_extra("safetensors.torch", "models").load_file
     damage = import_extra("safetensors", "models").SafetensorError
-    let_go(setting.actor_critic.policy)
+    reshard(setting.actor_critic.policy)
     try:
         tensors: dict[str, Tensor] = load_file(checkpoint / STATE)
         policy: Policy = setting.actor_critic.policy
         trained = {name: x for name, x in policy.named_parameters() if x.requires_grad}
-        optimizer = _bare(setting.optimizer)
+        optimizer = _unwrap(setting.optimizer)
         with torch.no_grad():
             for name, parameter in trained.items():
-                parameter.copy_(_placed(tensors[f"weight/{name}"], parameter))
+                parameter.copy_(_shard_like(tensors[f"weight/{name}"], parameter))
         for name, parameter in trained.items():
             start = f"optimizer/{name}/"
             optimizer_state = {
@@ -181,16 +181,18 @@ def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
             }
             if optimizer_state:
                 optimizer.state[parameter] = {
-                    key: x if x.shape != parameter.shape else _placed(x, parameter)
+                    key: x if x.shape != parameter.shape else _shard_like(x, parameter)
                     for key, x in optimizer_state.items()
                 }
     except (OSError, KeyError, ValueError, RuntimeError, damage) as error:
         raise RunFolderError(
             f"the checkpoint {checkpoint} cannot be read: {summarise_error(error)}; {_advice(checkpoint)}"
         ) from error
-    what, advice = "the progress of a run", _advice(checkpoint)
+    advice = _advice(checkpoint)
     checksums = Checksums.read(checkpoint, declared_by=PROGRESS)
-    generators = checksums.read_record(SavedState, checkpoint / PROGRESS, what, advice).generators
+    generators = checksums.read_record(
+        SavedState, checkpoint / PROGRESS, "the progress of a run", advice
+    ).generators
     if len(generators) != setting.group.world_size:
         return (
             f"the checkpoint is of {len(generators)} processes, and now there are "
@@ -207,15 +209,15 @@ def restore(setting: TrainingSetup, checkpoint: Path) -> str | None:
 
 
 def _tensors(setting: TrainingSetup) -> dict[str, Tensor]:
-    """What changes in training, whole and on the CPU. A collective where weights are sharded."""
+    """Trained weights and optimiser state, gathered and on the CPU. A collective if weights are sharded."""
     policy: Policy = setting.actor_critic.policy
-    optimizer = _bare(setting.optimizer)
+    optimizer = _unwrap(setting.optimizer)
     tensors: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad:
-            tensors[f"weight/{name}"] = _whole(parameter)
+            tensors[f"weight/{name}"] = _gather(parameter)
             for key, state in optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer/{name}/{key}"] = _whole(state)
+                tensors[f"optimizer/{name}/{key}"] = _gather(state)
     return tensors
 
 
@@ -235,7 +237,7 @@ def _write(
 
 
 def save_policy(setting: TrainingSetup, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write the model (or the adapter) with its tokenizer, as ``kleash measure --policy`` and transformers read it."""
+    """Write the model (or the adapter) with its tokenizer, for ``kleash measure --policy`` and transformers."""
     policy = setting.actor_critic.policy
     (adapters,) = policy.adapters
     with suppress_library_output():
@@ -243,21 +245,21 @@ def save_policy(setting: TrainingSetup, folder: Path, weights: Mapping[str, Tens
             state = {f"base_model.model.{name}": x for name, x in weights.items()}
             adapters.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
         else:
-            called = {id(x): name for name, x in policy.network.named_parameters()}  # tied ones once
+            names = {id(x): name for name, x in policy.network.named_parameters()}  # tied parameters once
             parameters = policy.network.state_dict(keep_vars=True)
-            state = {name: weights.get(called.get(id(x), name), x.detach()) for name, x in parameters.items()}
+            state = {name: weights.get(names.get(id(x), name), x.detach()) for name, x in parameters.items()}
             policy.network.save_pretrained(folder, state_dict=state)
         setting.actor_critic.pair.tokenizer.save_pretrained(folder)
 
 
-def _whole(x: Tensor) -> Tensor:
-    """A tensor that may lie in parts on all processes, in one piece."""
+def _gather(x: Tensor) -> Tensor:
+    """A tensor gathered from its shards, if it has any, on the CPU."""
     gather = getattr(x, "full_tensor", None)
     return (x if gather is None else gather()).detach().cpu().contiguous()
 
 
-def _placed(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` where ``like`` is, in parts if that is."""
+def _shard_like(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` with the device, dtype and sharding of ``like``."""
     mesh: Any = getattr(like, "device_mesh", None)
     if mesh is None:
         return x.to(like.device, like.dtype)
@@ -267,12 +269,13 @@ def _placed(x: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(x.to(like.device, like.dtype), mesh, placements)
 
 
-def _bare(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
+    """The torch optimiser inside Accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _generators() -> dict[str, Any]:
-    """Where the process's generators of random numbers stand."""
+    """The states of the process's random generators."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002
     return {
         "python": random.getstate(),

@@ -1,4 +1,4 @@
-"""A job's options as TRL's configurations spell them."""
+"""Translates a job's options to the arguments of TRL's configurations."""
 
 import math
 from pathlib import Path
@@ -15,8 +15,8 @@ from kleash.training.model_options import require_trainable
 
 CHECKPOINTS = "checkpoints"
 PROMPT_COLUMN = "kleash_prompt"
-"""Column of the data set: which prompt it is."""
-ALWAYS = MappingProxyType(
+"""Column of the data set with the index of the prompt."""
+FIXED_ARGUMENTS = MappingProxyType(
     {
         "save_total_limit": 2,
         "lr_scheduler_type": "constant",
@@ -28,34 +28,34 @@ ALWAYS = MappingProxyType(
 
 
 def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int = 1) -> dict[str, Any]:
-    """What every one of TRL's configurations is given.
+    """The arguments that all of TRL's configurations have in common.
 
-    A step's rows go through the model in micro-batches of equal size, as many rows at once as ``batch_tokens``
-    allows, whose gradients are added up.
+    The rows of a step are divided into micro-batches of equal size, with as many rows as ``batch_tokens`` allows, whose
+    gradients are accumulated.
 
     Args:
-        job: the options.
+        job: the training job.
         rows: responses (or pairs) of a step, over all processes.
-        row_tokens: the most tokens of one.
-        updates: updates that are made of a step.
+        row_tokens: largest number of tokens of a row.
+        updates: optimiser updates per step.
 
     Raises:
-        OptionError: if the rows cannot be shared out to the processes, or nothing can be trained in the dtype.
-        CannotRunError: if the device is not there.
+        OptionError: if the rows cannot be divided evenly among the processes, or the dtype cannot be trained.
+        CannotRunError: if the device does not exist.
     """
-    place = resolve_device(job.device, None)
+    device = resolve_device(job.device, None)
     require_trainable(job.dtype)
-    processes = import_extra("accelerate", "trl").PartialState(cpu=place.type == "cpu").num_processes
+    processes = import_extra("accelerate", "trl").PartialState(cpu=device.type == "cpu").num_processes
     if rows % processes:
         raise OptionError(
-            f"{rows} rows a step cannot be shared out to {processes} processes evenly; give a multiple"
+            f"{rows} rows a step cannot be divided evenly among {processes} processes; give a multiple"
         )
     rows_per_process = rows // processes
-    at_once = largest_divisor(rows_per_process, at_most=max(1, job.batch_tokens // row_tokens))
+    batch_size = largest_divisor(rows_per_process, at_most=max(1, job.batch_tokens // row_tokens))
     return {
         "output_dir": str(Path(str(job.out)) / CHECKPOINTS),
-        "per_device_train_batch_size": at_once,
-        "gradient_accumulation_steps": rows_per_process // at_once,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": rows_per_process // batch_size,
         "max_steps": job.steps * updates,
         "logging_steps": updates,
         "save_strategy": "steps",
@@ -63,15 +63,15 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         "learning_rate": job.learning_rate,
         "max_grad_norm": job.max_gradient_norm,
         "seed": job.seed % 2**32,
-        "bf16": resolve_dtype(job.dtype, place) == torch.bfloat16,
-        "use_cpu": place.type == "cpu",
-        "gradient_checkpointing": place.type != "cpu",
-        **ALWAYS,
+        "bf16": resolve_dtype(job.dtype, device) == torch.bfloat16,
+        "use_cpu": device.type == "cpu",
+        "gradient_checkpointing": device.type != "cpu",
+        **FIXED_ARGUMENTS,
     }
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
-    """The largest divisor of ``number`` that is not above ``at_most`` (at least 1)."""
+    """The largest divisor of ``number`` that is at most ``at_most``; at least 1."""
     divisors = [
         divisor
         for small in range(1, math.isqrt(number) + 1)

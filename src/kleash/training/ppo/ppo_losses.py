@@ -24,26 +24,26 @@ class RolloutTokens(NamedTuple):
 
 
 def policy_objective(past: RolloutTokens, job: PPOJob, scaled_beta: float) -> Objective:
-    """The policy's loss of each token.
+    """The policy loss of each token, as an objective for ``linear_objective``.
 
         ratio = p(x) / p_old(x)
         loss  = - min(ratio A, clip(ratio, 1 - c, 1 + c) A) + scaled_beta KL - ent_coef H
 
-    A is the advantage: it contains the reward and, with scope
-    "sequence", the KL of later tokens. KL is the token's own:
+    A is the advantage. It contains the reward and, with scope "sequence", the KL of later tokens. KL is that of the
+    token itself:
 
     | kl | value | gradient |
-    | exact | D, over the whole vocabulary | its own: right on and off the policy that drew the token |
+    | exact | D, over the whole vocabulary | that of D, on- and off-policy |
     | k1, k2, k3 | ratio times the estimator | ratio u on log p: that of D in expectation, also off-policy |
-    | k1 in the reward | 0 | none: it is in A |
+    | k1 in the reward | 0 | none: the KL is in A |
 
     Args:
-        past: the rollout's data of the tokens.
-        job: clip, entropy coefficient, which KL.
-        scaled_beta: beta on the scale of the advantages.
+        past: data of the rollout for the tokens.
+        job: clip range, entropy coefficient and KL options.
+        scaled_beta: beta times the scale of whitened advantages.
     """
 
-    def of_chunk(terms: TokenTerms, rows: slice) -> Tensor:
+    def token_losses(terms: TokenTerms, rows: slice) -> Tensor:
         counts = past.counts[rows]
         logp, logq, exact, entropy = (torch.where(counts, x, 0.0) for x in terms)
         ratio = torch.exp(logp - torch.where(counts, past.token_logp[rows], 0.0))
@@ -51,15 +51,12 @@ def policy_objective(past: RolloutTokens, job: PPOJob, scaled_beta: float) -> Ob
         if scaled_beta > 0 and job.kl == "exact":
             loss = loss + scaled_beta * exact
         elif scaled_beta > 0 and job.kl_place == "loss":
-            drawn_by_another = ratio.detach()
-            loss = loss + scaled_beta * kl_loss(
-                logp, logq, counts, estimator=job.kl, weights=drawn_by_another
-            )
+            loss = loss + scaled_beta * kl_loss(logp, logq, counts, estimator=job.kl, weights=ratio.detach())
         if job.ent_coef > 0:
             loss = loss - job.ent_coef * entropy
         return loss
 
-    return of_chunk
+    return token_losses
 
 
 def clipped_gain(
@@ -76,10 +73,7 @@ def clipped_gain(
 def value_losses(
     values: Float[Tensor, " tokens"], past: RolloutTokens, clip: float | None
 ) -> Float[Tensor, " tokens"]:
-    """Half the squared error of each value; with ``clip``, of the value or of it kept near the old one: the larger.
-
-    A value gains nothing from moving further than ``clip`` from the old one.
-    """
+    """Half the squared error of each value; with ``clip``, at least that of the value clipped to old value +- clip."""
     new, old, target = (torch.where(past.counts, x, 0.0) for x in (values, past.values, past.returns))
     errors = (new - target).square()
     if clip is not None:
@@ -88,22 +82,22 @@ def value_losses(
     return errors / 2
 
 
-def sums_of(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPOJob) -> dict[str, float]:
-    """Sums of a pass over the tokens in the loss, for metrics; "ratio_most" is the largest ratio."""
+def update_sums(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPOJob) -> dict[str, float]:
+    """Sums over the tokens in the loss, for metrics; "ratio_max" is the largest ratio, "moved" k3 of the update."""
     logp, new = (x.detach().cpu().double() for x in (terms.token_logp, values))
     past = RolloutTokens(*(x.cpu().double() for x in past[:4]), counts=past.counts.cpu())
     log_ratio = torch.where(past.counts, logp - past.token_logp, 0.0)
     ratio = log_ratio.exp()
     gain = clipped_gain(ratio, past.advantages, job.clip_range)
-    furthest = torch.inf if job.clip_range_value is None else job.clip_range_value
+    max_change = torch.inf if job.clip_range_value is None else job.clip_range_value
     per_token = {
         "tokens": torch.ones_like(ratio),
         "policy_loss": -gain,
         "value_loss": value_losses(new, past, job.clip_range_value),
         "ratio": ratio,
         "clipped": (gain < ratio * past.advantages).double(),
-        "value_clipped": ((new - past.values).abs() > furthest).double(),
+        "value_clipped": ((new - past.values).abs() > max_change).double(),
         "moved": torch.expm1(log_ratio) - log_ratio,
     }
     sums = {name: torch.where(past.counts, x, 0.0).sum().item() for name, x in per_token.items()}
-    return {**sums, "ratio_most": torch.where(past.counts, ratio, 0.0).max().item()}
+    return {**sums, "ratio_max": torch.where(past.counts, ratio, 0.0).max().item()}

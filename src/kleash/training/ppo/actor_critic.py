@@ -17,11 +17,11 @@ from kleash.models import Model, Pair, find_checkpoint
 from kleash.models.adapters.network_state import make_probe, probe_logits
 from kleash.models.compat import summarise_error, suppress_library_output
 from kleash.models.heads import truncate_head
-from kleash.training.model_options import both, lora_settings, require_trainable
+from kleash.training.model_options import load_models, lora_settings, require_trainable
 from kleash.training.ppo.policy import Policy, TokenBatch
 
-MERGED_NATS = 1e-3
-"""The most that merging an adapter in float32 may move a log-probability by rounding."""
+MAX_MERGE_ERROR = 1e-3
+"""Largest change of a log-probability, in nats, when an adapter is merged in float32."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,8 +40,8 @@ class Reference:
         """Its hidden states at the positions that predict the batch's tokens.
 
         Args:
-            wrapped: the policy as Accelerate wrapped it, which is asked where there is no other network.
-            batch: what to read.
+            wrapped: the policy as Accelerate wrapped it, used if there is no separate network.
+            batch: the token sequences.
         """
         if self.model is None:
             return wrapped(Policy.reference, batch)
@@ -73,33 +73,33 @@ class ActorCritic:
 def load_actor_critic(job: TrainJob, device: torch.device) -> ActorCritic:
     """Load policy and reference, check that they are comparable, and select the trained weights.
 
-    With ``lora_rank`` the reference is the policy's own network with the adapter off, unless another one was
-    named. Otherwise every weight of the policy is trained, in at least float32, and the reference is another
-    copy, in the dtype that was asked for. A policy that is an adapter is merged into its base first.
+    With ``lora_rank`` the reference is the policy's network with the adapter disabled, unless the job names another
+    model. Otherwise all weights of the policy are trained, in at least float32, and the reference is a second copy, in
+    the job's dtype. A policy that is an adapter is merged into its base first.
 
     Raises:
         ModelError: if a model cannot be loaded, compared or trained.
-        OptionError: if the dtype is one that nothing can be trained in.
-        CannotRunError: if the device is not there.
+        OptionError: if the dtype cannot be trained.
+        CannotRunError: if the device does not exist.
     """
     require_trainable(job.dtype)
-    adapted = find_checkpoint(job.policy).adapter is not None
-    if adapted and job.lora_rank:
+    is_adapter = find_checkpoint(job.policy).adapter is not None
+    if is_adapter and job.lora_rank:
         raise ModelError(
             f"the policy {job.policy} is an adapter, and --lora-rank {job.lora_rank} would put another one on it; "
             "merge it into its base and give that folder, or take --lora-rank 0"
         )
-    pair = both(job, job.policy, job.reference_name, device=str(device))
+    pair = load_models(job, job.policy, job.reference_name, device=str(device))
     policy, reference = pair.policy, pair.reference
-    shared = bool(job.lora_rank) and policy.is_same_as(reference)
-    if policy.network is reference.network and not shared:
-        policy = _alone(job, job.policy, pair, device)
-        reference = replace(_alone(job, job.reference_name, pair, device), role="reference")
+    shares_network = bool(job.lora_rank) and policy.is_same_as(reference)
+    if policy.network is reference.network and not shares_network:
+        policy = _load_separately(job, job.policy, pair, device)
+        reference = replace(_load_separately(job, job.reference_name, pair, device), role="reference")
     _require_parts(policy, reference)
-    network, adapters, base = _trained(job, policy, adapted)
-    if not shared:
-        reference = _frozen(reference, network.dtype)
-    dtypes = {"policy": network.dtype, "reference": network.dtype if shared else reference.dtype}
+    network, adapters, base = _trainable_network(job, policy, is_adapter)
+    if not shares_network:
+        reference = _freeze(reference, network.dtype)
+    dtypes = {"policy": network.dtype, "reference": network.dtype if shares_network else reference.dtype}
     return ActorCritic(
         policy=Policy(network, policy.head, adapters=adapters).eval(),
         sampler=replace(
@@ -110,16 +110,16 @@ def load_actor_critic(job: TrainJob, device: torch.device) -> ActorCritic:
             adapter=None,
             context_length=pair.context_length,
         ),
-        reference=Reference(model=None if shared else reference),
+        reference=Reference(model=None if shares_network else reference),
         pair=pair,
         base=base,
         dtypes={role: str(dtype).removeprefix("torch.") for role, dtype in dtypes.items()},
     )
 
 
-def _alone(job: TrainJob, name: str, pair: Pair, device: torch.device) -> Model:
-    """A model with a network of its own, with the pair's vocabulary."""
-    model = both(job, name, name, device=str(device)).policy
+def _load_separately(job: TrainJob, name: str, pair: Pair, device: torch.device) -> Model:
+    """Load a model with a separate network, with the pair's vocabulary."""
+    model = load_models(job, name, name, device=str(device)).policy
     if model.head.weight is None or model.vocab_size == pair.vocab_size:
         return model
     return replace(model, head=truncate_head(model.head, pair.vocab_size), vocab_size=pair.vocab_size)
@@ -129,27 +129,27 @@ def _require_parts(policy: Model, reference: Model) -> None:
     for side in (policy, reference):
         if side.head.weight is None:
             raise ModelError(
-                f"the {side.role} {side.path} does not come apart into hidden states and a head, off which critic and "
-                "exact KL are read; take another model"
+                f"the {side.role} {side.path} does not come apart into hidden states and a head, from which critic "
+                "and exact KL are computed; take another model"
             )
 
 
-def _trained(job: TrainJob, policy: Model, adapted: bool) -> tuple[Any, Any, str]:
-    """The network with what is trained in it, the PEFT model around it, and what that calls its base."""
+def _trainable_network(job: TrainJob, policy: Model, is_adapter: bool) -> tuple[Any, Any, str]:
+    """The network with its trainable weights, the PEFT model around it, and the base's name in that."""
     if job.lora_rank:
-        adapters = _with_adapter(policy, job.lora_rank)
+        adapters = _add_adapter(policy, job.lora_rank)
         return policy.network, adapters, adapters.peft_config["default"].base_model_name_or_path
-    wide = torch.promote_types(policy.dtype, torch.float32)
-    policy.network.to(wide)
-    network = _merged(policy, wide) if adapted else policy.network
+    dtype = torch.promote_types(policy.dtype, torch.float32)
+    policy.network.to(dtype)
+    network = _merge_adapter(policy, dtype) if is_adapter else policy.network
     return network.requires_grad_(True), None, ""
 
 
-def _merged(policy: Model, dtype: torch.dtype) -> Any:
-    """The network of a policy with its adapter merged into it, which is done in ``dtype`` so that little is rounded.
+def _merge_adapter(policy: Model, dtype: torch.dtype) -> Any:
+    """The network of a policy with its adapter merged in ``dtype``.
 
     Raises:
-        ModelError: if it cannot be merged, or is another model then.
+        ModelError: if it cannot be merged, or merging changes its outputs.
     """
     probe = make_probe(policy.network)
     try:
@@ -162,17 +162,17 @@ def _merged(policy: Model, dtype: torch.dtype) -> Any:
             f"({summarise_error(error)}), which training every weight of it needs; "
             "merge it yourself and give that folder"
         ) from error
-    moved = (probe_logits(network, probe).log_softmax(-1) - before.log_softmax(-1)).abs().max()
-    if not moved <= MERGED_NATS:
+    error = (probe_logits(network, probe).log_softmax(-1) - before.log_softmax(-1)).abs().max()
+    if not error <= MAX_MERGE_ERROR:
         raise ModelError(
             f"merged into its base, the adapter {policy.path} is another model: its log-probabilities move by up to "
-            f"{float(moved):.3g} nats; give a policy that is no adapter"
+            f"{float(error):.3g} nats; give a policy that is no adapter"
         )
     return network
 
 
-def _frozen(reference: Model, dtype: torch.dtype) -> Model:
-    """The reference, never to be trained, which computes as the policy does: while both are one model, their KL is 0.
+def _freeze(reference: Model, dtype: torch.dtype) -> Model:
+    """The reference without gradients, computing as the policy does, so that equal models have a KL of exactly 0.
 
     A policy of bfloat16 is trained in float32 with bfloat16 products (autocast). The reference's weights stay in
     bfloat16, and the states between its layers are made float32, as the policy's are.
@@ -187,8 +187,8 @@ def _widen_under_autocast(_: Any, __: Any, states: Tensor) -> Tensor:
     return states.float() if torch.is_autocast_enabled(states.device.type) else states
 
 
-def _with_adapter(policy: Model, rank: int) -> Any:
-    """Put a LoRA adapter on every linear layer but the head; it changes nothing yet."""
+def _add_adapter(policy: Model, rank: int) -> Any:
+    """Add a LoRA adapter, initially without effect, to every linear layer except the head."""
     peft = import_extra("peft", "models")
     settings = lora_settings(rank, policy.network)
     try:
