@@ -9,7 +9,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.estimators import largest_log_ratio
-from kleash.losses.surrogate import sampled_pair, with_pair_gradient
+from kleash.losses.surrogate import require_gradient, sampled_pair, with_pair_gradient
 from kleash.registry import look_up
 
 
@@ -57,6 +57,7 @@ def divergence_loss(
     """
     record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
     pair = sampled_pair(token_logp, token_logq, mask, weights)
+    require_gradient(token_logp, token_logq)
     terms = _value_and_gradients(record, pair.log_ratio)
     return with_pair_gradient(terms.value, pair, terms.grad_p, lambda: terms.grad_q)
 

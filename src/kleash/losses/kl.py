@@ -5,20 +5,18 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kleash.arguments import validated
 from kleash.errors import NotProbabilitiesError, ShapeError
 from kleash.estimators import ESTIMATORS, Estimator, largest_log_ratio
 from kleash.estimators.control_variates import leave_one_out_weights
-from kleash.estimators.sampled import log_ratio_and_k3
 from kleash.losses.surrogate import (
+    future_kl_of_tokens,
+    kl_of_pair,
     mask_and_weights,
     require_gradient,
     require_same_shape,
     sampled_pair,
-    with_gradient,
-    with_pair_gradient,
 )
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
@@ -78,12 +76,8 @@ def kl_loss(
     """
     record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
     pair = sampled_pair(token_logp, token_logq, mask, weights)
-    if record is ESTIMATORS["k3"]:
-        log_ratio, value = log_ratio_and_k3(*pair[:3])
-    else:
-        log_ratio = pair.log_ratio
-        value = record.of(log_ratio)
-    return with_pair_gradient(value, pair, log_ratio, lambda: -pair.counts.to(log_ratio.dtype))
+    require_gradient(token_logp, token_logq)
+    return kl_of_pair(pair, record)
 
 
 @validated
@@ -123,9 +117,7 @@ def future_kl_loss(
     counts, weights = mask_and_weights(mask, weights)
     cost = torch.where(counts, at_least_float32(token_kl.detach()), 0.0)
     cost = cost if weights is None else weights * cost
-    kl_to_go = cost.flip(-1).cumsum(-1).flip(-1)
-    future_kl = torch.where(as_mask(mask), pad(kl_to_go[..., 1:], (0, 1)), 0.0)
-    return with_gradient(torch.zeros_like(future_kl), at_least_float32(token_logp), future_kl)
+    return future_kl_of_tokens(at_least_float32(token_logp), cost, as_mask(mask))
 
 
 class ExtremeTokens(NamedTuple):

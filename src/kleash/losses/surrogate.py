@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kleash.autodiff import (
     first_derivative_only,
@@ -12,6 +13,9 @@ from kleash.autodiff import (
     uncompiled_in_transforms,
 )
 from kleash.errors import CannotRunError, DetachedError, ShapeError
+from kleash.estimators import ESTIMATORS, Estimator, continued_k3
+from kleash.estimators.sampled import log_ratio_and_k3
+from kleash.estimators.weights import Level
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 
@@ -22,10 +26,11 @@ FIRST_DERIVATIVE_ONLY = (
 
 
 class SampledPair(NamedTuple):
-    """Both log-probabilities of the sampled tokens, with mask and weights."""
+    """The log-probabilities of the sampled tokens in at least float32, with mask and weights."""
 
     token_logp: Tensor
     token_logq: Tensor
+    mask: Tensor
     counts: Tensor
     """True where a token is not masked and its weight is not 0."""
     weights: Tensor | None
@@ -38,16 +43,58 @@ class SampledPair(NamedTuple):
 
 
 def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
-    """Check the shapes and gradients of a pair, and convert it to at least float32.
+    """Check the shapes of a pair, and convert it to at least float32.
 
     Raises:
         ShapeError: if the tensors differ in shape.
-        DetachedError: if gradients are enabled and neither log-probability carries one, or if ``weights`` carry one.
+        DetachedError: if ``weights`` carry a gradient.
     """
     require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask, weights=weights)
-    require_gradient(token_logp, token_logq)
     counts, weights = mask_and_weights(mask, weights)
-    return SampledPair(at_least_float32(token_logp), at_least_float32(token_logq), counts, weights)
+    return SampledPair(
+        at_least_float32(token_logp), at_least_float32(token_logq), as_mask(mask), counts, weights
+    )
+
+
+def kl_of_pair(pair: SampledPair, estimator: Estimator) -> Tensor:
+    """The weighted estimate of each token's KL, with the gradient ``weights * (u, -1)``, as ``kl_loss`` defines it."""
+    if estimator is ESTIMATORS["k3"]:
+        log_ratio, value = log_ratio_and_k3(pair.token_logp, pair.token_logq, pair.counts)
+    else:
+        log_ratio = pair.log_ratio
+        value = estimator.of(log_ratio)
+    return with_pair_gradient(value, pair, log_ratio, lambda: -pair.counts.to(log_ratio.dtype))
+
+
+def future_kl_of_tokens(token_logp: Tensor, cost: Tensor, mask: Tensor) -> Tensor:
+    """0 for each token, with the gradient of the KL of later tokens, as ``future_kl_loss`` defines it.
+
+    Args:
+        token_logp: in at least float32.
+        cost: the weighted KL of each token, detached; 0 where nothing counts.
+        mask: false for tokens that get no gradient.
+    """
+    kl_to_go = cost.flip(-1).cumsum(-1).flip(-1)
+    future_kl = torch.where(mask, pad(kl_to_go[..., 1:], (0, 1)), 0.0)
+    return with_gradient(torch.zeros_like(future_kl), token_logp, future_kl)
+
+
+def backpropagated_estimates(pair: SampledPair, estimator: Estimator) -> Tensor:
+    """The unweighted estimate of each token's KL, through which gradients flow; 0 where nothing counts."""
+    p, q = (torch.where(pair.counts, x, 0.0) for x in (pair.token_logp, pair.token_logq))
+    return continued_k3(p - q) if estimator is ESTIMATORS["k3"] else estimator.of(p - q)
+
+
+def unit_weight_with_gradient(pair: SampledPair, level: Level) -> Tensor:
+    """1 for each token, with the gradient of the logarithm of its importance weight of that level."""
+    logp = torch.where(pair.counts, pair.token_logp, 0.0)
+    if level == "sequence":
+        log_weight = logp.sum(-1, keepdim=True).expand_as(logp)
+    elif level == "token":
+        log_weight = logp
+    else:
+        log_weight = logp.cumsum(-1) - (logp if level == "before" else 0.0)
+    return torch.exp(log_weight - log_weight.detach())
 
 
 def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:

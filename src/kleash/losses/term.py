@@ -8,13 +8,20 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.errors import OptionError
-from kleash.estimators import ESTIMATORS, Estimator, continued_k3, importance_weights
+from kleash.estimators import ESTIMATORS, Estimator, importance_weights
 from kleash.estimators.weights import Level
 from kleash.kl_rules import TermSpec, refusal, term_spec
 from kleash.losses.aggregation import AGGREGATIONS, aggregate, count_of
-from kleash.losses.kl import future_kl_loss, kl_loss
-from kleash.losses.surrogate import require_gradient
-from kleash.masking import Mean, as_mask
+from kleash.losses.surrogate import (
+    backpropagated_estimates,
+    future_kl_of_tokens,
+    kl_of_pair,
+    require_gradient,
+    require_same_shape,
+    sampled_pair,
+    unit_weight_with_gradient,
+)
+from kleash.masking import Mean
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
@@ -142,28 +149,32 @@ class KLTerm:
             "behaviour_logp", behaviour_logp, self.ratio != "none", f"ratio is {self.ratio!r}"
         )
         self._require_input("token_kl", token_kl, self._record is None, f"estimator is {self._name!r}")
-        counts, weights = as_mask(mask), None
+        weights = None
         if behaviour_logp is not None and self.ratio != "none":
-            level, cap = self.ratio, self.cap
-            weights = importance_weights(token_logp, behaviour_logp, mask, level=level, cap=cap).values
-            counts = counts & (weights != 0)
-            if self.rule == "ratio_attached":
-                weights = weights * _unit_weight_with_gradient(token_logp, counts, level)
+            weights = importance_weights(
+                token_logp, behaviour_logp, mask, level=self.ratio, cap=self.cap
+            ).values
+        pair = sampled_pair(token_logp, token_logq.detach(), mask, weights)
+        require_same_shape(token_logp=token_logp, token_kl=token_kl)
+        estimator = self._record or ESTIMATORS["k3"]
         if token_kl is None:
-            cost = self._token_estimates(token_logp, token_logq.detach(), counts)
+            cost = backpropagated_estimates(pair, estimator)
         else:
-            cost = torch.where(counts, at_least_float32(token_kl), 0.0)
+            cost = torch.where(pair.counts, at_least_float32(token_kl), 0.0)
         if self.place == "reward":
             return cost.detach()
         require_gradient(cost, name="token_logp" if token_kl is None else "token_kl")
+        if self.rule == "ratio_attached" and weights is not None and self.ratio != "none":
+            return weights * unit_weight_with_gradient(pair, self.ratio) * cost
         if self.rule == "score":
-            estimator, reference = self.estimator, token_logq.detach()
-            term = kl_loss(token_logp, reference, mask, estimator=estimator, weights=weights)
+            term = kl_of_pair(pair, estimator)
         else:
-            term = cost if weights is None else weights * cost
-        if self.spec.scope == "token" or self.rule == "ratio_attached":
+            term = cost if pair.weights is None else pair.weights * cost
+        if self.spec.scope == "token":
             return term
-        return term + future_kl_loss(token_logp, cost, mask, weights=weights)
+        require_gradient(token_logp)
+        weighted = cost.detach() if pair.weights is None else pair.weights * cost.detach()
+        return term + future_kl_of_tokens(pair.token_logp, weighted, pair.mask)
 
     def _require_input(self, name: str, tensor: Tensor | None, is_needed: bool, reason: str) -> None:
         """Raise OptionError if an input is missing or not used."""
@@ -171,21 +182,3 @@ class KLTerm:
             raise OptionError(f"{reason}, so {name} is needed; give it")
         if tensor is not None and not is_needed:
             raise OptionError(f"{reason}, so {name} would not be used; leave it out, or change the term")
-
-    def _token_estimates(self, token_logp: Tensor, token_logq: Tensor, counts: Tensor) -> Tensor:
-        """The estimator's value for each token, differentiable; masked values are not read."""
-        record = self._record or ESTIMATORS["k3"]
-        p, q = (torch.where(counts, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
-        return continued_k3(p - q) if record is ESTIMATORS["k3"] else record.of(p - q)
-
-
-def _unit_weight_with_gradient(token_logp: Tensor, counts: Tensor, level: Level) -> Tensor:
-    """1 for each token, with the gradient of the logarithm of its weight at a level."""
-    logp = torch.where(counts, at_least_float32(token_logp), 0.0)
-    if level == "sequence":
-        log_weight = logp.sum(-1, keepdim=True).expand_as(logp)
-    elif level == "token":
-        log_weight = logp
-    else:
-        log_weight = logp.cumsum(-1) - (logp if level == "before" else 0.0)
-    return torch.exp(log_weight - log_weight.detach())
