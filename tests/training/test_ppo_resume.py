@@ -159,7 +159,7 @@ def test_another_number_of_processes_may_go_on_and_it_is_said(folder, tmp_path):
 
 
 def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
-    from kleash.training.runner import train
+    from kleash.training.algorithms import train
 
     job = tiny_job(folder, out=str(tmp_path), steps=1)
     train(job)
@@ -170,7 +170,7 @@ def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
 
 
 def test_an_edited_reward_function_is_refused_at_resume(folder, tmp_path, monkeypatch):
-    from kleash.training.runner import train
+    from kleash.training.algorithms import train
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -27,8 +27,8 @@ from kleash.records import (
     read_steps,
 )
 from kleash.training import demonstrate, train
+from kleash.training.algorithms import trainer_of
 from kleash.training.demonstration import DemonstrationSettings, best_of_n_reward
-from kleash.training.runner import trainer_of
 
 JOBS = (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 
@@ -197,7 +197,7 @@ def test_only_the_first_process_prints(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = TrainingFolder(run).result()
-    monkeypatch.setattr("kleash.training.runner.trainer_of", lambda job: lambda job, run_log: result)
+    monkeypatch.setattr("kleash.training.algorithms.trainer_of", lambda job: lambda job, run_log: result)
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "ppo", "--out", str(run)]) == 0  # nor does it look at what lies there
     assert capsys.readouterr() == ("", "")

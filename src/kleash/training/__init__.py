@@ -1,11 +1,11 @@
 """Training with a KL term: kleash's PPO, and TRL's trainers with kleash's plug-ins."""
 
 from kleash.registry import former_names
+from kleash.training.algorithms import train
 from kleash.training.demonstration import demonstrate
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.training.rewards import Reward, Rewards, RewardScores, load_rewards
 from kleash.training.run_log import Advice, Display, RunLog
-from kleash.training.runner import train
 
 __all__ = [
     "Advice",

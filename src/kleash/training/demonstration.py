@@ -20,9 +20,10 @@ from kleash.reports import write_demonstration
 from kleash.store import BestOf, Demonstration, LeashSetting, Number, Sample, write_atomically
 from kleash.store.checksums import write_checked
 from kleash.store.demonstration import DEMONSTRATION
+from kleash.training.algorithms import train
 from kleash.training.rewards import load_rewards
 from kleash.training.run_log import Display
-from kleash.training.runner import processes, train
+from kleash.training.runner import processes
 from kleash.uncertainty import Estimate, clustered_mean
 from kleash.version import __version__
 

@@ -1,4 +1,4 @@
-"""``train``: runs a training job and writes its folder."""
+"""Runs a trainer on its job and writes the run folder."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 from kleash.dotted import resolve_function
 from kleash.errors import Interrupted, OptionError
-from kleash.jobs import DistillJob, DPOJob, GRPOJob, OnlineJob, PPOJob, RLOOJob, TrainJob
+from kleash.jobs import DistillJob, OnlineJob, TrainJob
 from kleash.measuring import default_out
 from kleash.models import SAMPLER, find_checkpoint, source_path
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG
@@ -25,39 +25,26 @@ from kleash.version import __version__
 Trainer = Callable[[Any, RunLog | None], TrainingResult]
 
 
-def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
-    """Train a policy with a KL term to its reference.
-
-    Writes ``steps.jsonl``, ``samples.jsonl``, ``checkpoints/``, ``policy/``, ``training.json`` and ``report.html``
-    into ``job.out``. An interrupted run continues with ``resume=True`` from the last checkpoint. With several processes
-    (``accelerate launch``) each calls this; rank 0 writes.
+def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> TrainingResult:
+    """Run a trainer on its job; rank 0 writes the run folder.
 
     Args:
         job: the training job.
+        trainer: called with the job and, on rank 0, its run log.
         display: shown every step.
 
-    Returns:
-        The result, as in ``training.json``.
-
     Raises:
-        SourceError: if the prompts or pairs cannot be read.
-        ModelError: if a model cannot be loaded.
-        NonFiniteError: if a loss or a reward is NaN.
-        RunFolderError: if ``job.out`` cannot be written or resumed.
-        OptionError, UnknownNameError, CannotRunError, MissingExtraError: if an option is unsupported or a
-            dependency is missing.
-        Interrupted: at Ctrl-C.
+        As ``kleash.training.train``.
     """
-    trainer = trainer_of(job)
     if job.out is None and processes() > 1:
         raise OptionError("several processes must agree on the run's folder; give --out")
     job = replace(job, out=job.out if job.out is not None else default_out())
     with threads_for([*models_of(job).values()], device=job.device) as note:
-        return _train(job, trainer, display, note)
+        return _run(job, trainer, display, note)
 
 
-def _train(job: TrainJob, trainer: Trainer, display: Display | None, note: str | None) -> TrainingResult:
-    """Train; rank 0 writes the run folder."""
+def _run(job: TrainJob, trainer: Trainer, display: Display | None, note: str | None) -> TrainingResult:
+    """Run the trainer; rank 0 writes the run folder."""
     if not is_first():
         return trainer(job, None)
     folder = TrainingFolder(Path(str(job.out)))
@@ -95,35 +82,6 @@ def is_first() -> bool:
 def processes() -> int:
     """The number of processes of the run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def trainer_of(job: TrainJob) -> Trainer:
-    """The training function of a job."""
-    match job:
-        case PPOJob():
-            from kleash.training.ppo import train_ppo
-
-            return train_ppo
-        case GRPOJob():
-            from kleash.training.with_trl import train_grpo
-
-            return train_grpo
-        case RLOOJob():
-            from kleash.training.with_trl import train_rloo
-
-            return train_rloo
-        case DPOJob():
-            from kleash.training.with_trl import train_dpo
-
-            return train_dpo
-        case DistillJob():
-            from kleash.training.with_trl import train_distill
-
-            return train_distill
-        case _:
-            raise OptionError(
-                f"nothing trains a {type(job).__name__}; give a PPOJob, GRPOJob, RLOOJob, DPOJob or DistillJob"
-            )
 
 
 def models_of(job: TrainJob) -> dict[str, str]:

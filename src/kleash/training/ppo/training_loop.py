@@ -23,6 +23,7 @@ from kleash.training.ppo.setup import TrainingSetup, set_up
 from kleash.training.ppo.step import one_step
 from kleash.training.rewards import check_rewards
 from kleash.training.run_log import RunLog
+from kleash.training.runner import is_first, run_job
 from kleash.version import __version__
 
 
@@ -46,10 +47,8 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
         RunFolderError: if a checkpoint cannot be written or read.
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
-    from kleash.training.runner import is_first, train
-
     if run_log is None and is_first():
-        return train(job)
+        return run_job(job, train_ppo)
     root = Path(str(job.out))
     check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded
     setting = set_up(job)

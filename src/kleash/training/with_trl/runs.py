@@ -15,6 +15,7 @@ from kleash.models.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import CHECKSUMS, Checksums
 from kleash.training.run_log import RunLog
+from kleash.training.runner import Trainer, is_first, run_job
 from kleash.training.with_trl.step_logger import StepLogger
 from kleash.training.with_trl.trl_config import CHECKPOINTS
 from kleash.version import __version__
@@ -43,18 +44,13 @@ def suppress_output() -> Iterator[None]:
             utils.enable_progress_bars()
 
 
-Trainer = Callable[[Any, RunLog | None], TrainingResult]
-
-
 def with_run_log(trainer: Trainer) -> Callable[..., TrainingResult]:
-    """``trainer`` without output of the libraries; without a run log, rank 0 calls ``train(job)`` instead."""
+    """``trainer`` without output of the libraries; without a run log, rank 0 writes the run folder too."""
 
     @wraps(trainer)
     def train_silently(job: TrainJob, run_log: RunLog | None = None) -> TrainingResult:
-        from kleash.training.runner import is_first, train
-
         if run_log is None and is_first():
-            return train(job)
+            return run_job(job, train_silently)
         with suppress_output():
             return trainer(job, run_log)
 
