@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kleash.errors import SourceError
 from kleash.models.compat import summarise_error
 from kleash.models.sandbox.process import render_chat
-from kleash.models.sources.records import SourceRecord, check_unicode, get_field, show_value
+from kleash.models.sources.source_records import SourceRecord, check_unicode, get_field, show_value
 
 TextOrMessages = str | list[dict[str, Any]]
 """A text, or a list of messages."""

@@ -10,8 +10,8 @@ from kleash.models.pair import Pair
 from kleash.models.sequences import TokenSequence, hash_tokens
 from kleash.models.sources.dataset_formats import document_text
 from kleash.models.sources.prompts import describe_fields, encode_text
-from kleash.models.sources.records import SourceRecord
 from kleash.models.sources.source_files import read_documents, source_path
+from kleash.models.sources.source_records import SourceRecord
 
 DEFAULT_WINDOW = 2048
 

@@ -15,8 +15,8 @@ from kleash.models.sources.dataset_formats import (
     render_messages,
     text_or_messages,
 )
-from kleash.models.sources.records import SourceRecord, check_unicode, get_field, shorten, show_value
 from kleash.models.sources.source_files import read_records, source_path
+from kleash.models.sources.source_records import SourceRecord, check_unicode, get_field, shorten, show_value
 
 
 def read_prompts(name: str, pair: Pair, *, limit: int | None = None, columns: bool = False) -> list[Prompt]:

@@ -18,8 +18,14 @@ from kleash.models.sources.prompts import (
     encode_text,
     tokenise_prompt,
 )
-from kleash.models.sources.records import SourceRecord, get_field, is_finite_number, show_value, source_label
 from kleash.models.sources.source_files import detect_format, read_records, source_path
+from kleash.models.sources.source_records import (
+    SourceRecord,
+    get_field,
+    is_finite_number,
+    show_value,
+    source_label,
+)
 
 MAX_ID = 2**31 - 1
 ROUNDING_NATS = 1e-3

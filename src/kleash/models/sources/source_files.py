@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from typing import Literal
 
 from kleash.errors import SourceError
-from kleash.models.sources.records import (
+from kleash.models.sources.source_records import (
     COPY_OF_STANDARD_INPUT,
     SourceRecord,
     read_jsonl,

@@ -11,7 +11,13 @@ from typing import Any
 from kleash.errors import SourceError
 from kleash.extras import import_extra
 from kleash.models.compat import summarise_error
-from kleash.models.sources.records import SourceRecord, read_text_lines, shorten, show_value, source_label
+from kleash.models.sources.source_records import (
+    SourceRecord,
+    read_text_lines,
+    shorten,
+    show_value,
+    source_label,
+)
 
 DELIMITERS = ",;\t|"
 JSON_COLUMNS = frozenset(
