@@ -154,7 +154,7 @@ def test_what_a_reward_changes_is_whole_again_at_the_next_call() -> None:
     ("function", "columns", "said"),
     [
         (named, ["prompt", "answers"], "not have; the columns are 'prompt', 'answers'; did you mean 'answers'?"),
-        (named, [], "there is no column: plain text has none, JSONL has"),
+        (named, [], "there are no columns: plain text has none, JSONL has"),
         (lambda p, r, a, b: 0, ["c"], "needs 'a' and 'b', which"),
         (everything, ["questions"], "p.jsonl has a column 'questions', and the reward my:reward has an argument"),
         (trl, ["answer", "completions"], "p.jsonl has a column 'completions'"),

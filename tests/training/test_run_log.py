@@ -241,7 +241,7 @@ def test_a_tracker_that_cannot_be_reached_is_one_sentence_and_the_others_are_clo
     broken.init = refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trackio", broken)
     with pytest.raises(
-        CannotRunError, match="the tracker trackio cannot be begun: no network; set it up, or leave"
+        CannotRunError, match="the tracker trackio cannot be started: no network; set it up, or leave"
     ):
         open_trackers(PPOJob(report_to=("wandb", "trackio")), tmp_path)
     assert first.finished == 1

@@ -1,4 +1,4 @@
-"""What a leash does, to be seen in two minutes: one reward, three leashes, and best-of-n beside them."""
+"""The demonstration: one reward trained with three values of beta, compared with best-of-n."""
 
 import json
 from dataclasses import dataclass, replace
@@ -35,21 +35,21 @@ SAMPLES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationSettings:
-    """How much is done; tests do less."""
+    """Size of the demonstration; tests use smaller ones."""
 
     steps: int = 28
     prompts: int = 24
-    """The shortest of the shipped ones."""
+    """Number of prompts: the shortest of the shipped ones."""
     draws: int = 32
-    """Responses that the reference gives to each prompt for best-of-n."""
+    """Responses of the reference to each prompt, for best-of-n."""
     samples_per_prompt: int = 2
     max_new_tokens: int = 24
     learning_rate: float = 5e-3
 
     def job(self, demonstration_job: DemonstrationJob, root: Path, **leash: Any) -> PPOJob:
-        """A run of it: each step takes all prompts, and one update from their responses.
+        """The job of a run: each step uses all prompts and makes one update.
 
-        The adapter is small so that KL is spent on the reward: noise moves few weights.
+        The rank of the adapter is small, so that little KL comes from noise in the gradient.
         """
         return PPOJob(
             prompts=str(root / PROMPTS),
@@ -73,18 +73,18 @@ def demonstrate(
     display: Display | None = None,
     setting: DemonstrationSettings | None = None,
 ) -> Demonstration:
-    """Train the shipped reference three times on a reward that is easily hacked, and write a page about it.
+    """Train the shipped reference three times on a reward that is easily hacked, and write a report.
 
     Args:
-        asked: where to, and by which seed.
-        display: shown every step.
-        setting: how much is done.
+        demonstration_job: output folder, seed and device.
+        display: shows the steps.
+        setting: size of the demonstration.
 
     Returns:
-        What was done; the numbers of each step lie in the folders of the runs.
+        The runs and the figures of best-of-n; the metrics of each step are in the folders of the runs.
 
     Raises:
-        RunFolderError: if the folder holds something already, or cannot be written.
+        RunFolderError: if the folder is not empty, or cannot be written.
         CannotRunError: if several processes were launched.
         Interrupted: at Ctrl-C; finished runs are kept.
     """
@@ -92,7 +92,7 @@ def demonstrate(
         raise CannotRunError(
             f"the demonstration takes one process and was launched with {processes()}; start one"
         )
-    how = setting if setting is not None else DemonstrationSettings()
+    size = setting if setting is not None else DemonstrationSettings()
     root = Path(demonstration_job.out if demonstration_job.out is not None else default_out())
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise RunFolderError(f"{root} holds something already; give another --out")
@@ -100,14 +100,14 @@ def demonstrate(
     with threads_for([SHIPPED_REFERENCE], device=demonstration_job.device) as note:
         if note is not None and display is not None:
             display.note(note)
-        return _demonstrated(demonstration_job, how, root, display)
+        return _run(demonstration_job, size, root, display)
 
 
-def _demonstrated(
-    demonstration_job: DemonstrationJob, how: DemonstrationSettings, root: Path, display: Display | None
+def _run(
+    demonstration_job: DemonstrationJob, size: DemonstrationSettings, root: Path, display: Display | None
 ) -> Demonstration:
-    """The three runs, and best-of-n beside them, in an empty folder."""
-    best_of, samples = what_the_reference_does(demonstration_job, how, root)
+    """Run best-of-n and the three trainings in an empty folder."""
+    best_of, samples = sample_reference(demonstration_job, size, root)
     result = Demonstration(
         kleash=__version__,
         reward=SHIPPED_REWARD,
@@ -116,7 +116,7 @@ def _demonstrated(
         best_of=best_of,
         samples=samples,
     )
-    for leash, job in leashes(demonstration_job, how, root):
+    for leash, job in leashes(demonstration_job, size, root):
         if display is not None:
             display.note(f"{leash.title}: {leash.description}")
         try:
@@ -130,13 +130,13 @@ def _demonstrated(
 
 
 def leashes(
-    demonstration_job: DemonstrationJob, how: DemonstrationSettings, root: Path
+    demonstration_job: DemonstrationJob, size: DemonstrationSettings, root: Path
 ) -> list[tuple[LeashSetting, PPOJob]]:
-    """The three runs."""
+    """The three settings of beta with their jobs."""
     return [
         (
             LeashSetting(name="off", title="off the leash", description="beta is 0: KL costs nothing"),
-            how.job(demonstration_job, root, beta=0.0),
+            size.job(demonstration_job, root, beta=0.0),
         ),
         (
             LeashSetting(
@@ -144,36 +144,36 @@ def leashes(
                 title="a good leash",
                 description="beta is 0.3: a nat of KL costs a third of a word",
             ),
-            how.job(demonstration_job, root, beta=0.3),
+            size.job(demonstration_job, root, beta=0.3),
         ),
         (
             LeashSetting(
                 name="tight", title="too tight a leash", description="beta is 5: a nat of KL costs five words"
             ),
-            how.job(demonstration_job, root, beta=5.0),
+            size.job(demonstration_job, root, beta=5.0),
         ),
     ]
 
 
-def what_the_reference_does(
-    demonstration_job: DemonstrationJob, how: DemonstrationSettings, root: Path
+def sample_reference(
+    demonstration_job: DemonstrationJob, size: DemonstrationSettings, root: Path
 ) -> tuple[tuple[BestOf, ...], tuple[Sample, ...]]:
-    """Choose the prompts, write them down, and see what best-of-n of the reference makes of them."""
+    """Choose and write the prompts; returns rewards and KLs of best-of-n, and some responses, of the reference."""
     pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE, device=demonstration_job.device)
     shipped = read_prompts(SHIPPED_PROMPTS, pair)
-    shortest = sorted(shipped, key=lambda prompt: len(prompt.token_ids))[: how.prompts]
+    shortest = sorted(shipped, key=lambda prompt: len(prompt.token_ids))[: size.prompts]
     lines = [json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in shortest]
     write_atomically(root / PROMPTS, "".join(lines))
     sampling = Sampling(
-        samples_per_prompt=how.draws, max_new_tokens=how.max_new_tokens, seed=demonstration_job.seed
+        samples_per_prompt=size.draws, max_new_tokens=size.max_new_tokens, seed=demonstration_job.seed
     )
-    drawn = generate(pair.policy, shortest, sampling)
-    scores = load_rewards([SHIPPED_REWARD], tokenizer=pair.tokenizer).of(drawn).total
-    rewards = scores.reshape(len(shortest), how.draws)
+    responses = generate(pair.policy, shortest, sampling)
+    scores = load_rewards([SHIPPED_REWARD], tokenizer=pair.tokenizer).of(responses).total
+    rewards = scores.reshape(len(shortest), size.draws)
     samples = tuple(
         Sample(prompt=sequence.prompt_text, response=sequence.response_text, reward=float(scores[at]), kl=0.0)
-        for at, sequence in enumerate(drawn)
-        if at % how.draws == 0
+        for at, sequence in enumerate(responses)
+        if at % size.draws == 0
     )
     points = tuple(
         BestOf(
@@ -183,19 +183,19 @@ def what_the_reference_does(
             bound=best_of_n_bound(n),
         )
         for n in BEST_OF
-        if n <= how.draws
+        if n <= size.draws
     )
     return points, samples[:SAMPLES]
 
 
 def best_of_n_reward(rewards: Float64[np.ndarray, "prompts draws"], n: int) -> Estimate:
-    """Mean reward of the best of ``n`` responses: over all choices of n among each prompt's draws.
+    """Mean reward of the best of ``n`` responses, averaged over all subsets of n among the draws of each prompt.
 
         sum over k of r_(k) C(k - 1, n - 1) / C(draws, n),    r_(1) <= r_(2) <= …
 
     Unbiased for n up to the number of draws; prompts are the clusters.
     """
     draws = rewards.shape[1]
-    chosen = np.array([comb(k, n - 1) / comb(draws, n) for k in range(draws)])
-    best = np.sort(rewards, axis=1) @ chosen
+    weights = np.array([comb(k, n - 1) / comb(draws, n) for k in range(draws)])
+    best = np.sort(rewards, axis=1) @ weights
     return clustered_mean(best, np.arange(len(best)), unit="none")

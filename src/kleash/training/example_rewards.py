@@ -1,4 +1,4 @@
-"""Rewards that show what a leash is for: each means something about the shipped prompts, and is easily hacked."""
+"""Example rewards for the shipped prompts, which are easily hacked without a KL penalty."""
 
 import re
 
@@ -16,9 +16,9 @@ WORD = re.compile(r"[a-z]+")
 
 
 def kind_words(prompts: list[str], responses: list[str]) -> list[float]:
-    """How many kind words a response has: "happy", "dear", "love" ….
+    """The number of kind words in each response: "happy", "dear", "love" ….
 
-    Meant is a friendly continuation. A policy off the leash finds out that nothing else need be in it.
+    It is meant to reward a friendly continuation. Without a KL penalty, responses consist of kind words only.
     """
     return [
         float(sum(word in KIND_WORDS for word in WORD.findall(response.lower()))) for response in responses
@@ -26,8 +26,8 @@ def kind_words(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def heroine(prompts: list[str], responses: list[str]) -> list[float]:
-    """How often a response speaks of the heroine: "she", "her", "hers", "herself".
+    """The number of words in each response that refer to the heroine: "she", "her", "hers", "herself".
 
-    Meant is a story that stays with her. A policy off the leash says little else: "her her she her".
+    It is meant to reward a story about her. Without a KL penalty, responses are like "her her she her".
     """
     return [float(sum(word in HEROINE for word in WORD.findall(response.lower()))) for response in responses]

@@ -8,8 +8,8 @@ from itertools import pairwise
 from kleash.store import HackingAlert, StepRecord
 
 CHARACTERS_IN_A_WORD = 20
-"""On average, from which a text is taken for one that is written without spaces."""
-PER = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
+"""Average length of words above which a text is taken to be written without spaces."""
+KL_METRICS = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class HackingMonitor:
         )
 
     def _far_from_target(self, history: Sequence[StepRecord]) -> str | None:
-        now = self._last(history, PER[self.target_per])
+        now = self._last(history, KL_METRICS[self.target_per])
         if self.target_nats is None or not now > self.far * self.target_nats:
             return None
         return (
@@ -88,7 +88,7 @@ class HackingMonitor:
     def _above_target(self, history: Sequence[StepRecord]) -> str | None:
         if self.target_nats is None or len(history) < self.settled:
             return None
-        name = PER[self.target_per]
+        name = KL_METRICS[self.target_per]
         now = _mean(history[-self.settled :], name)
         if not (
             now > self.above * self.target_nats and self._last(history, name) > self.above * self.target_nats
@@ -110,7 +110,7 @@ class HackingMonitor:
         kl_before, kl_after = (_mean(part, "kl/exact_per_token") for part in (before, after))
         if not (kl_after > self.runaway_nats and kl_after > self.runaway_growth * kl_before):
             return None
-        if self.target_nats is not None and _mean(after, PER[self.target_per]) <= self.target_nats:
+        if self.target_nats is not None and _mean(after, KL_METRICS[self.target_per]) <= self.target_nats:
             return None
         rise = _mean(after, "reward/score") - _mean(before, "reward/score")
         noise = math.sqrt(sum(_variance_of_mean(part) for part in (before, after)))
@@ -172,7 +172,7 @@ def _mean(records: Sequence[StepRecord], name: str) -> float:
 
 
 def _variance_of_mean(records: Sequence[StepRecord]) -> float:
-    """Of the mean reward: from the steps' own errors, or else from how much one step differs from the next."""
+    """The variance of the mean reward: from the steps' standard errors, or from differences of successive steps."""
     errors = _values(records, "reward/score_error")
     if len(errors) == len(records) and all(error > 0 for error in errors):
         return sum(error**2 for error in errors) / len(errors) ** 2
@@ -185,17 +185,17 @@ def repetition(responses: Sequence[str]) -> float:
     """Share of three-word runs that occurred before in the same response; NaN if no response has three words."""
     runs = [_runs(response) for response in responses]
     total = sum(map(len, runs))
-    return 1 - sum(len(set(of_one)) for of_one in runs) / total if total else math.nan
+    return 1 - sum(len(set(response_runs)) for response_runs in runs) / total if total else math.nan
 
 
 def distinct(responses: Sequence[str]) -> float:
-    """Different three-word runs over all of them, in all responses together; NaN if there are none."""
+    """Share of distinct three-word runs among those of all responses; NaN if there are none."""
     runs = [run for response in responses for run in _runs(response)]
     return len(set(runs)) / len(runs) if runs else math.nan
 
 
 def _runs(text: str) -> list[tuple[str, ...]]:
-    """Every three words in a row; single characters stand in for words where a text has hardly any spaces."""
+    """All runs of three words; of three characters in a text with hardly any spaces."""
     words = text.split()
     if len(text) > CHARACTERS_IN_A_WORD * max(1, len(words)):
         words = list(text)

@@ -7,16 +7,16 @@ from kleash.jobs import RewardJob
 from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 
 HORIZON_STEPS = 3
-"""Steps that make up the horizon of Ziegler's rule: fast enough for a run of fifty steps, with ``LOOKAHEAD``."""
+"""Horizon of Ziegler's rule in steps: with ``LOOKAHEAD`` fast enough for a run of fifty steps."""
 LOOKAHEAD = 4.0
-"""Steps ahead that Ziegler's and the dual rule look, as PID does, so that at such rates they do not overshoot."""
+"""Lookahead in steps of all controllers with a target, against overshooting at these rates."""
 DUAL_RATE = 0.2
 CAUTION = 1 / 3
-"""Share of a loosening that is carried out while the KL swings far from its target."""
+"""Factor on decreases of beta while the KL is far from its target."""
 PID_CAUTION = 0.6
-"""The same of PID, which loosens as the KL falls and not only once it is low."""
+"""The same for PID, which decreases beta already while the KL falls."""
 PROPORTIONAL, INTEGRAL = 0.5, 0.05
-"""Of PID: faster than its own, which never overshoot by more than 6 % but need 200 updates."""
+"""Gains of PID: faster than its defaults, which overshoot by at most 6 % but need 200 updates."""
 
 
 def leash_of(job: RewardJob) -> Leash:
@@ -24,7 +24,7 @@ def leash_of(job: RewardJob) -> Leash:
     per: Any = job.target_per
     if job.controller == "fixed":
         return FixedBeta(beta=job.beta, per=per)
-    steered: dict[str, Any] = {
+    target: dict[str, Any] = {
         "beta": job.beta,
         "target_nats": job.target_nats,
         "per": per,
@@ -34,19 +34,19 @@ def leash_of(job: RewardJob) -> Leash:
     match job.controller:
         case "ziegler":
             if job.horizon is not None:
-                return ZieglerBeta(**steered, horizon=job.horizon)  # the published rule
+                return ZieglerBeta(**target, horizon=job.horizon)  # the published rule
             horizon = HORIZON_STEPS * job.prompts_per_step * job.samples_per_prompt
-            return ZieglerBeta(**steered, horizon=horizon, lookahead=LOOKAHEAD, caution=CAUTION)
+            return ZieglerBeta(**target, horizon=horizon, lookahead=LOOKAHEAD, caution=CAUTION)
         case "pid":
             return PIDBeta(
-                **steered,
+                **target,
                 proportional=PROPORTIONAL,
                 integral=INTEGRAL,
                 lookahead=LOOKAHEAD,
                 caution=PID_CAUTION,
             )
         case _:
-            return DualBeta(**steered, rate=DUAL_RATE, lookahead=LOOKAHEAD, caution=CAUTION)
+            return DualBeta(**target, rate=DUAL_RATE, lookahead=LOOKAHEAD, caution=CAUTION)
 
 
 def tightened(leash: Leash, job: RewardJob) -> Leash:

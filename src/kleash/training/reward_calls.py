@@ -1,4 +1,4 @@
-"""How a reward function is called, and what it may return: one number for each response."""
+"""Calls of reward functions, and checks of what they return: one number for each response."""
 
 import asyncio
 import inspect
@@ -19,20 +19,20 @@ from kleash.errors import CannotRunError, NonFiniteError, OptionError, ShapeErro
 from kleash.training.reward_models import Dialogue
 
 RESPONSES = ("responses", "completions")
-"""What a reward may call the responses."""
+"""Names of the responses among the arguments of a reward."""
 TEXTS = ("prompts", *RESPONSES, "completion_ids")
-"""Arguments that are made from prompts and responses, and never from a column of the prompts' file."""
+"""Arguments made from prompts and responses, never from a column of the prompts' file."""
 TRL_TEXTS = ("prompts", "completions", "completion_ids")
-"""What TRL passes to every reward besides the columns."""
+"""Arguments that TRL passes to every reward besides the columns."""
 PROMPT = "prompt"
-"""The column that "prompts" are: it is passed on only to a reward that names it."""
+"""The column with the prompts, which is passed only to a reward that names it."""
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 SHOWN_COLUMNS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSignature:
-    """Which arguments a reward function takes.
+    """The arguments of a reward function.
 
     | the function | is called as |
     |---|---|
@@ -43,21 +43,21 @@ class RewardSignature:
     """
 
     positional: int
-    """How many of prompts and responses are passed by position: 2, or 0 where they are passed by name."""
+    """Number of texts passed by position: 2 (prompts and responses), or 0 if they are passed by name."""
     texts: tuple[str, ...] = ()
-    """Those of ``TEXTS`` that are passed by name."""
+    """The names in ``TEXTS`` that are passed by name."""
     required: tuple[str, ...] = ()
-    """Columns without which it cannot be called."""
+    """Columns without a default value."""
     optional: tuple[str, ...] = ()
-    """Columns that it takes where they exist."""
+    """Columns with a default value, passed if they exist."""
     every_column: bool = False
-    """Whether it takes all other columns too: ``**columns``."""
-    taken: tuple[str, ...] = ()
+    """Whether it takes all other columns: ``**columns``."""
+    by_position: tuple[str, ...] = ()
     """Names of the arguments that are passed by position."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "RewardSignature":
-        """The arguments of ``function``; two by position where Python does not know its signature."""
+        """The arguments of ``function``; two by position if its signature is unknown."""
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
@@ -70,17 +70,17 @@ class RewardSignature:
         ]
         by_name = _takes_texts_by_name(parameters)
         in_order = [parameter.name for parameter in named if parameter.kind in POSITIONAL]
-        taken = () if by_name else tuple(in_order[:2])
+        by_position = () if by_name else tuple(in_order[:2])
         rest = [
             parameter
             for parameter in named
-            if parameter.name not in taken and not _is_bound(function, parameter.name)
+            if parameter.name not in by_position and not _is_bound(function, parameter.name)
         ]
         columns = [parameter for parameter in rest if parameter.name not in TEXTS]
         texts = [parameter.name for parameter in rest if parameter.name in TEXTS]
-        if every and "responses" not in (*taken, *texts) and (by_name or "completions" in taken):
-            # **columns of a reward that is written for TRL: it gets what TRL passes
-            texts += [name for name in TRL_TEXTS if name not in (*taken, *texts)]
+        if every and "responses" not in (*by_position, *texts) and (by_name or "completions" in by_position):
+            # a reward written for TRL: its **columns contain what TRL passes
+            texts += [name for name in TRL_TEXTS if name not in (*by_position, *texts)]
         return cls(
             positional=0 if by_name else 2,
             texts=tuple(texts),
@@ -91,16 +91,16 @@ class RewardSignature:
                 parameter.name for parameter in columns if parameter.default is not inspect.Parameter.empty
             ),
             every_column=every,
-            taken=taken,
+            by_position=by_position,
         )
 
     def require_columns(self, spec: str, columns: Sequence[str], source: str) -> None:
-        """See that the prompts have what the reward needs.
+        """Check that the prompts have the columns that the reward needs.
 
         Args:
             spec: the reward, for the error.
-            columns: those of the prompts.
-            source: what the prompts are called, for the error.
+            columns: columns of the prompts.
+            source: name of the prompts, for the error.
 
         Raises:
             OptionError: naming the columns that are missing and those that exist.
@@ -112,7 +112,7 @@ class RewardSignature:
                 f"{_existing(columns)}{_near(missing[0], columns)}"
             )
         passed = [name for name in columns if name != PROMPT] if self.every_column else []
-        clash = [name for name in passed if name in (*self.taken, *TEXTS)]
+        clash = [name for name in passed if name in (*self.by_position, *TEXTS)]
         if clash:
             raise OptionError(
                 f"{source} has a column {clash[0]!r}, and the reward {spec} has an argument of that name for something "
@@ -120,66 +120,68 @@ class RewardSignature:
             )
 
     def call(self, function: Callable[..., Any], dialogues: Sequence[Dialogue]) -> Any:
-        """What ``function`` returns for these dialogues; a coroutine is awaited."""
+        """Call ``function`` with these dialogues; a coroutine is awaited."""
         texts = {
-            "prompts": lambda: [each.prompt for each in dialogues],
-            "responses": lambda: [each.response for each in dialogues],
-            "completions": lambda: [each.response for each in dialogues],
-            "completion_ids": lambda: [_ids(each) for each in dialogues],
+            "prompts": lambda: [dialogue.prompt for dialogue in dialogues],
+            "responses": lambda: [dialogue.response for dialogue in dialogues],
+            "completions": lambda: [dialogue.response for dialogue in dialogues],
+            "completion_ids": lambda: [_ids(dialogue) for dialogue in dialogues],
         }
-        known = dict.fromkeys(name for each in dialogues for name in each.columns)
+        known = dict.fromkeys(name for dialogue in dialogues for name in dialogue.columns)
         column_names = [name for name in (*self.required, *self.optional) if name in known]
         if self.every_column:
             column_names += [
-                name for name in known if name not in (*column_names, PROMPT, *TEXTS, *self.taken)
+                name for name in known if name not in (*column_names, PROMPT, *TEXTS, *self.by_position)
             ]
         if missing := [name for name in self.required if name not in known]:
             raise OptionError(f"it needs {_listed(missing)}; {_existing(list(known))}")
-        # a reward may change what it is given: the next call is to see the file's values again
-        columns = {name: [deepcopy(each.columns.get(name)) for each in dialogues] for name in column_names}
+        # copies, since a reward may change its arguments
+        columns = {
+            name: [deepcopy(dialogue.columns.get(name)) for dialogue in dialogues] for name in column_names
+        }
         by_name = {
             name: texts[name]() for name in self.texts if name != "completion_ids" or _have_ids(dialogues)
         }
         by_position = (texts["prompts"](), texts["responses"]()) if self.positional else ()
         returned = function(*by_position, **by_name, **columns)
-        return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RewardFunction:
-    """A function that rewards, as ``Rewards`` call one."""
+    """A reward function with its signature, callable with dialogues."""
 
     function: Callable[..., Any]
     signature: RewardSignature
 
     def __call__(self, dialogues: Sequence[Dialogue]) -> Any:
-        """What the function returns for these dialogues."""
+        """Call the function with these dialogues."""
         return self.signature.call(self.function, dialogues)
 
 
 def reward_values(
     spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Sequence[Dialogue]
 ) -> Float64[np.ndarray, " responses"]:
-    """One number for each response, as a reward returns them; NaN where it returns None: it does not apply.
+    """Call a reward; returns a number for each response, NaN where it returns None (it does not apply).
 
     Args:
         spec: the reward, for errors.
-        of: what returns the numbers: a sequence, an iterator, an array or a tensor of one dimension.
-        dialogues: what is rewarded.
+        of: returns a sequence, an iterator, an array or a tensor of one dimension.
+        dialogues: prompts and responses.
 
     Raises:
-        CannotRunError: if the reward raises, or returns something else than numbers.
+        CannotRunError: if the reward raises, or returns anything but numbers.
         ShapeError: if there is not one number for each response.
         NonFiniteError: if a number is NaN or infinite.
-        KeyboardInterrupt: as the reward lets it through.
+        KeyboardInterrupt: if the reward does not catch it.
     """
-    returned = _returned(spec, of, dialogues)
+    returned = _call_reward(spec, of, dialogues)
     if len(returned) != len(dialogues):
         raise ShapeError(
             f"the reward {spec} returned {_count(returned, len(dialogues))} numbers for {len(dialogues)} responses; "
             "it must return one each"
         )
-    numbers = [_number(spec, each, value) for each, value in zip(dialogues, returned, strict=True)]
+    numbers = [_number(spec, dialogue, value) for dialogue, value in zip(dialogues, returned, strict=True)]
     values = np.array([np.nan if value is None else value for value in numbers], np.float64)
     wrong = [at for at, value in enumerate(numbers) if value is not None and not np.isfinite(value)]
     if wrong:
@@ -190,8 +192,8 @@ def reward_values(
     return values
 
 
-def described(error: BaseException) -> str:
-    """An exception in one line: its type, and the first line of what it says."""
+def describe_exception(error: BaseException) -> str:
+    """An exception in one line: its type and the first line of its message."""
     try:
         message = str(error).strip()
     except Exception:
@@ -200,16 +202,18 @@ def described(error: BaseException) -> str:
     return f"{kind}: {message.splitlines()[0]}" if message else kind
 
 
-class _TooMany(list[Any]):
-    """The first values of an iterator that has more of them than there are responses."""
+class _TruncatedValues(list[Any]):
+    """The first values of an iterator that has more values than there are responses."""
 
 
-def _count(returned: list[Any], needed: int) -> str:
-    return f"more than {needed}" if isinstance(returned, _TooMany) else str(len(returned))
+def _count(returned: list[Any], expected: int) -> str:
+    return f"more than {expected}" if isinstance(returned, _TruncatedValues) else str(len(returned))
 
 
-def _returned(spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Sequence[Dialogue]) -> list[Any]:
-    """What a reward returned, as a list."""
+def _call_reward(
+    spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Sequence[Dialogue]
+) -> list[Any]:
+    """Call a reward; returns its values as a list."""
     process = os.getpid()
     try:
         returned = of(dialogues)
@@ -219,14 +223,14 @@ def _returned(spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Seq
         )  # a tensor may carry a gradient
         if hasattr(values, "__len__"):
             return list(values)
-        several = list(islice(values, len(dialogues) + 1))  # an iterator may never end
-        return _TooMany(several) if len(several) > len(dialogues) else several
+        first = list(islice(values, len(dialogues) + 1))  # an iterator may never end
+        return _TruncatedValues(first) if len(first) > len(dialogues) else first
     except (CannotRunError, NonFiniteError, KeyboardInterrupt):
         raise
     except OptionError as error:
         raise CannotRunError(f"the reward {spec} cannot be called: {error}") from error
-    except BaseException as error:  # a reward is other people's code, and may raise anything
-        raise CannotRunError(f"the reward {spec} raises {described(error)}") from error
+    except BaseException as error:  # a reward may raise anything
+        raise CannotRunError(f"the reward {spec} raises {describe_exception(error)}") from error
     finally:
         if os.getpid() != process:  # two processes must not write one run
             sys.stderr.write(
@@ -246,7 +250,7 @@ def _number(spec: str, dialogue: Dialogue, value: Any) -> float | None:
             return float("inf")
         except KeyboardInterrupt:
             raise
-        except BaseException:  # whatever it is, it is no number
+        except BaseException:  # not a number
             pass
     raise CannotRunError(
         f"the reward {spec} returned a {type(value).__name__} for {dialogue.name}; it must return numbers"
@@ -254,10 +258,10 @@ def _number(spec: str, dialogue: Dialogue, value: Any) -> float | None:
 
 
 def _takes_texts_by_name(parameters: list[inspect.Parameter]) -> bool:
-    """Whether prompts and responses are passed by name, as TRL does.
+    """Whether prompts and responses are passed by name, as by TRL.
 
-    They are where the responses' name stands anywhere but in second place, and where there is no place for them
-    but ``**columns``. A function of one argument alone gets two, an error that Python names best.
+    This is so if an argument named as in ``RESPONSES`` is not the second one, or if only ``**columns`` can take them. A
+    function of one argument gets two, so that Python's own error names the problem.
     """
     kinds = [parameter.kind for parameter in parameters]
     if inspect.Parameter.POSITIONAL_ONLY in kinds or inspect.Parameter.VAR_POSITIONAL in kinds:
@@ -275,19 +279,19 @@ def _takes_texts_by_name(parameters: list[inspect.Parameter]) -> bool:
 
 
 def _is_bound(function: Any, name: str) -> bool:
-    """Whether ``functools.partial`` has filled the argument already."""
+    """Whether ``functools.partial`` has bound the argument."""
     return name in getattr(function, "keywords", ())
 
 
 def _have_ids(dialogues: Sequence[Dialogue]) -> bool:
-    return all(each.token_ids is not None for each in dialogues)
+    return all(dialogue.token_ids is not None for dialogue in dialogues)
 
 
 def _ids(dialogue: Dialogue) -> list[int]:
     return list(dialogue.token_ids or ())
 
 
-async def _awaited(result: Any) -> Any:
+async def _await(result: Any) -> Any:
     return await result
 
 
@@ -297,7 +301,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _existing(columns: Sequence[str]) -> str:
     if not columns:
-        return "there is no column: plain text has none, JSONL has"
+        return "there are no columns: plain text has none, JSONL has"
     shown = ", ".join(repr(name) for name in columns[:SHOWN_COLUMNS])
     more = len(columns) - SHOWN_COLUMNS
     return f"the columns are {shown}" + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Reward models: sequence classification with one label, out of a folder."""
+"""Reward models: sequence classifiers with one label, loaded from a folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,35 +21,35 @@ class Dialogue:
     """A prompt and the response to it, as texts."""
 
     prompt: str
-    """What the policy read, its chat template included."""
+    """The text of the prompt, with the policy's chat template applied."""
     response: str
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """What the prompt was made from, where it was messages."""
+    """The messages of the prompt; None if it is plain text."""
     name: str = ""
-    """How errors call it."""
+    """Its name in errors."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the prompt's line says besides, by name."""
+    """Other columns of the prompt's record, by name."""
     token_ids: tuple[int, ...] | None = None
-    """The response's tokens, its end included; None where only the text is known."""
+    """The tokens of the response with its end token; None if only the text is known."""
 
 
 def load_reward_model(
     name: str, *, device: str = "auto", dtype: str = "auto", batch_tokens: int = 4096
 ) -> Callable[[Sequence[Dialogue]], list[float]]:
-    """The scores of a sequence-classification model with one label.
+    """Load a sequence classifier with one label; returns its scoring function.
 
-    A prompt of messages is written with the model's own chat template, the response as the assistant's; a plain
-    prompt and its response are one text, and so are messages where the model has no template. The model's own
-    tokenizer cuts them. Weights come from safetensors alone, and no code of the checkpoint's runs.
+    Messages are formatted with the reward model's chat template, the response as the assistant's message. A plain
+    prompt and its response are concatenated, as are messages if the model has no template. The reward model's tokenizer
+    is used. Weights are loaded from safetensors only, and no code of the checkpoint is run.
 
     Args:
-        name: folder, hub id, or an adapter's folder.
+        name: folder or hub id.
         device: "auto" is the first GPU, or else the CPU.
         dtype: "auto" is float32 on a CPU and the checkpoint's own on an accelerator.
-        batch_tokens: tokens that go through it at once, padding counted.
+        batch_tokens: largest number of tokens in a forward pass, including padding.
 
     Raises:
-        ModelError: if it cannot be loaded whole, or has another number of labels than one.
+        ModelError: if it cannot be loaded completely, is an adapter, or does not have exactly one label.
     """
     model = _load(name, device, dtype)
     return lambda dialogues: model.scores(dialogues, batch_tokens)
@@ -80,16 +80,16 @@ class _RewardModel:
             for row, at in enumerate(batch):
                 ids[row, : lengths[at]] = torch.tensor(texts[at])
                 mask[row, : lengths[at]] = 1
-            place = self.network.device
-            logits = self.network(input_ids=ids.to(place), attention_mask=mask.to(place)).logits
+            device = self.network.device
+            logits = self.network(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
             for at, score in zip(batch, logits[:, 0].tolist(), strict=True):
                 scores[at] = score
         return scores
 
-    def _written(self, messages: list[Any]) -> str:
+    def _format(self, messages: list[Any]) -> str:
         try:
             return render_chat(self.tokenizer, messages)
-        except Exception as error:  # a template is code of the checkpoint's author, and may raise anything
+        except Exception as error:  # a template may raise anything
             raise ModelError(
                 f"the chat template of the reward model {self.name} refuses the messages: {summarise_error(error)}"
             ) from error
@@ -97,7 +97,7 @@ class _RewardModel:
     def _tokens(self, dialogue: Dialogue) -> list[int]:
         if dialogue.messages is not None and getattr(self.tokenizer, "chat_template", None):
             messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
-            text, special = self._written(messages), False
+            text, special = self._format(messages), False
         else:
             text, special = dialogue.prompt + dialogue.response, True
         tokens = list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -108,45 +108,45 @@ class _RewardModel:
             )
         if not tokens:
             raise CannotRunError(
-                f"the tokenizer of the reward model {self.name} makes nothing of {dialogue.name}"
+                f"the tokenizer of the reward model {self.name} returns no tokens for {dialogue.name}"
             )
         return tokens
 
 
 def _load(name: str, device: str, dtype: str) -> _RewardModel:
     transformers = import_extra("transformers", "models")
-    side = find_checkpoint(name)
-    what = f"the reward model {name}"
-    if side.adapter is not None:
-        raise ModelError(f"{what} is an adapter; merge it into its base, and save that")
-    place = resolve_device(device, None)
+    checkpoint = find_checkpoint(name)
+    title = f"the reward model {name}"
+    if checkpoint.adapter is not None:
+        raise ModelError(f"{title} is an adapter; merge it into its base, and save that")
+    resolved_device = resolve_device(device, None)
     with suppress_library_output():
-        tokenizer = load_tokenizer(side, "reward model", False)
+        tokenizer = load_tokenizer(checkpoint, "reward model", False)
         kind = transformers.AutoModelForSequenceClassification
-        check_config_sizes(what, side.folder)
+        check_config_sizes(title, checkpoint.folder)
         try:
-            config = transformers.AutoConfig.from_pretrained(side.folder, trust_remote_code=False)
-            check_network_size(what, side.folder, config, kind.from_config)
+            config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+            check_network_size(title, checkpoint.folder, config, kind.from_config)
             network, report = kind.from_pretrained(
-                side.folder,
-                dtype=resolve_dtype(dtype, place),
+                checkpoint.folder,
+                dtype=resolve_dtype(dtype, resolved_device),
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
             )
         except ModelError:
             raise
-        except Exception as error:  # a configuration decides what is raised
-            raise ModelError(f"{what} cannot be loaded: {summarise_error(error)}") from error
+        except Exception as error:  # the exception depends on the configuration
+            raise ModelError(f"{title} cannot be loaded: {summarise_error(error)}") from error
     missing = sorted([*report["missing_keys"], *(str(key) for key in report.get("mismatched_keys", ()))])
     if missing:
         raise ModelError(
-            f"{what} lacks {len(missing)} of its weights, which would be random: {', '.join(missing[:3])}; give a "
+            f"{title} lacks {len(missing)} of its weights, which would be random: {', '.join(missing[:3])}; give a "
             "model that was trained for sequence classification"
         )
     if network.config.num_labels != 1:
         raise ModelError(
-            f"{what} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
+            f"{title} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
         )
-    network.to(place).eval()
+    network.to(resolved_device).eval()
     return _RewardModel(name=name, network=network, tokenizer=tokenizer)

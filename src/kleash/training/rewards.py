@@ -1,4 +1,4 @@
-"""What a response is worth: functions by dotted path, reward models in folders, and weighted sums of them."""
+"""Rewards of responses: functions by dotted path, reward models in folders, and weighted sums of them."""
 
 import math
 import re
@@ -21,46 +21,46 @@ from kleash.training.reward_models import Dialogue, load_reward_model
 NO_COLUMNS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 WEIGHTED = re.compile(r"\s*(?P<weight>[^*\s]+)\s*\*\s*(?P<what>.+)")
 
-OfDialogues = Callable[[Sequence[Dialogue]], Any]
+RewardOfDialogues = Callable[[Sequence[Dialogue]], Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reward:
-    """One of the things that are rewarded."""
+    """A reward function or model with its weight."""
 
     name: str
-    """Of the function, or of the folder."""
+    """Name of the function or of the folder."""
     weight: float
-    """Times which it is added."""
+    """Its weight in the sum."""
     spec: str
-    """As it was asked for, without its weight."""
-    of: OfDialogues
-    """One number for each response."""
+    """The option that names it, without its weight."""
+    of: RewardOfDialogues
+    """Returns one number for each response."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RewardScores:
-    """What responses are worth."""
+    """Rewards of responses."""
 
     total: Float64[np.ndarray, " responses"]
-    """The weighted sum."""
+    """The weighted sum of the rewards."""
     parts: Mapping[str, Float64[np.ndarray, " responses"]]
-    """Each reward by its name, without its weight; NaN where it returned None: it does not apply there."""
+    """Each reward by name, without its weight; NaN where it returned None, which means that it does not apply."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rewards:
-    """All that is rewarded."""
+    """The rewards of a job."""
 
     rewards: tuple[Reward, ...]
     tokenizer: Any = None
-    """The policy's, which leaves out special tokens where it turns tokens into text; None: a text is as it stands."""
+    """The policy's tokenizer, which decodes responses without special tokens; None to take texts unchanged."""
 
     def of(self, sequences: Sequence[TokenSequence]) -> RewardScores:
-        """What these responses are worth.
+        """The rewards of sequences.
 
         Raises:
-            CannotRunError: if a reward raises, what it returns is no number, or every reward of a response is None.
+            CannotRunError: if a reward raises or returns no number, or all rewards of a response are None.
             ShapeError: if there is not one number for each response.
             NonFiniteError: if a number is NaN or infinite.
         """
@@ -84,11 +84,11 @@ class Rewards:
         responses: Sequence[str],
         columns: Mapping[str, Sequence[Any]] = NO_COLUMNS,
     ) -> RewardScores:
-        """What these responses are worth, given as texts; raises as ``of`` does.
+        """The rewards of responses as texts; raises as ``of`` does.
 
         Args:
             prompts: a prompt for each response.
-            responses: what is rewarded.
+            responses: the texts of the responses.
             columns: name -> a value for each response.
         """
         pairs = enumerate(zip(prompts, responses, strict=True))
@@ -101,7 +101,7 @@ class Rewards:
         )
 
     def require_columns(self, columns: Sequence[str], source: str) -> None:
-        """See that prompts with these columns have what each reward needs.
+        """Check that prompts with these columns have all columns that rewards need.
 
         Raises:
             OptionError: naming the columns that are missing and those that exist.
@@ -111,7 +111,7 @@ class Rewards:
                 reward.of.signature.require_columns(reward.spec, columns, source)
 
     def of_dialogues(self, dialogues: Sequence[Dialogue]) -> RewardScores:
-        """What these responses are worth; raises as ``of`` does."""
+        """The rewards of dialogues; raises as ``of`` does."""
         parts = {reward.name: reward_values(reward.spec, reward.of, dialogues) for reward in self.rewards}
         require_scored(parts, [each.name for each in dialogues])
         total = np.zeros(len(dialogues))
@@ -133,22 +133,21 @@ def load_rewards(
     dtype: str = "auto",
     batch_tokens: int = 4096,
 ) -> Rewards:
-    """What a job rewards.
+    """Load the rewards of a job.
 
     Args:
-        specs: ``package.module:function``, called with the prompts and the responses, two lists of texts, and with
-            those columns of the prompts that it has arguments for, and returning a number for each response, or
-            None where it does not apply; or the folder of a sequence-classification model; each perhaps with a
-            weight before it, "0.5*…". They are added.
-        tokenizer: the policy's.
+        specs: each is ``package.module:function`` or the folder of a sequence classifier, optionally with a weight
+            ("0.5*…"); the rewards are added. A function is called with prompts and responses (lists of texts) and the
+            columns that it has arguments for. It returns a number for each response, or None if it does not apply.
+        tokenizer: the policy's tokenizer.
         device: of reward models; "auto" is the first GPU, or else the CPU.
         dtype: of reward models; "auto" is float32 on a CPU and the checkpoint's own on an accelerator.
-        batch_tokens: tokens that go through a reward model at once, padding counted.
+        batch_tokens: largest number of tokens in a forward pass of a reward model, including padding.
 
     Raises:
-        OptionError: if there is none, or one is not written so.
+        OptionError: if there is no reward, or one has another form.
         UnknownNameError, MissingExtraError, CannotRunError: if a function cannot be imported.
-        ModelError: if a model cannot be loaded, or is no reward model.
+        ModelError: if a model cannot be loaded, or is not a reward model.
     """
     if not specs:
         raise OptionError("say what is rewarded: package.module:function, or the folder of a reward model")
@@ -164,9 +163,9 @@ def load_rewards(
 
 
 def check_rewards(specs: Sequence[str], source: str, limit: int | None = None) -> None:
-    """See that all reward functions exist and that the prompts have the columns that these need.
+    """Check that all reward functions exist and that the prompts have the columns that they need.
 
-    Reads the prompts' file and loads no model.
+    Reads the file of the prompts and loads no model.
 
     Raises:
         OptionError, UnknownNameError, MissingExtraError, CannotRunError, SourceError: as ``load_rewards`` and
@@ -182,18 +181,18 @@ def check_rewards(specs: Sequence[str], source: str, limit: int | None = None) -
 
 
 def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names: Sequence[str]) -> None:
-    """See that each response has a reward that is not None.
+    """Check that each response has a reward that is not None.
 
     Raises:
-        CannotRunError: naming the first that has none.
+        CannotRunError: naming the first response without one.
     """
     if not parts:
         return
     unscored = np.flatnonzero(np.isnan(np.stack(list(parts.values()))).all(0))
     if len(unscored):
-        who = "the reward" if len(parts) == 1 else "each of the rewards"
+        subject = "the reward" if len(parts) == 1 else "each of the rewards"
         raise CannotRunError(
-            f"{who} {', '.join(parts)} returned None for {names[unscored[0]]} and {len(unscored)} of {len(names)} "
+            f"{subject} {', '.join(parts)} returned None for {names[unscored[0]]} and {len(unscored)} of {len(names)} "
             "responses in all; at least one reward must return a number for each"
         )
 
@@ -214,7 +213,7 @@ def _named(specs: Sequence[str]) -> list[tuple[str, float, str]]:
 
 
 def _is_function(what: str) -> bool:
-    """Whether a reward is a function, not a model.
+    """Whether a reward is a function; False if it is a model.
 
     Raises:
         OptionError: if it is neither.
@@ -227,7 +226,7 @@ def _is_function(what: str) -> bool:
 
 
 def weight_of(spec: str) -> tuple[float, str]:
-    """The weight before a ``*``, 1 without one, and what is rewarded.
+    """The weight before a ``*`` (1 without one), and the reward without it.
 
     Raises:
         OptionError: if the weight is not a number.
@@ -247,7 +246,7 @@ def weight_of(spec: str) -> tuple[float, str]:
 
 
 def _names(specs: Sequence[str]) -> list[str]:
-    """What the rewards are called in metrics: short, and each once."""
+    """Short, unique names of the rewards for metrics."""
     short = [what.rpartition(":")[2] if ":" in what else Path(what).name for what in specs]
     seen: Counter[str] = Counter()
     names: list[str] = []

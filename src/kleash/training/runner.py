@@ -102,19 +102,19 @@ def header_of(job: TrainJob) -> RunHeader:
     """
     source = job.source if isinstance(job, OnlineJob) else str(getattr(job, "pairs", ""))
     models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
-    marks = {role: model.fingerprint() for role, model in models.items()}
+    fingerprints = {role: model.fingerprint() for role, model in models.items()}
     if isinstance(job, OnlineJob):
-        marks[f"policy {GENERATION_CONFIG}"] = models["policy"].generation_fingerprint()
-    for _, what in map(weight_of, getattr(job, "rewards", ())):
-        if Path(what).is_dir() or ":" not in what:
-            marks[f"reward model {what}"] = find_checkpoint(what).fingerprint()
+        fingerprints[f"policy {GENERATION_CONFIG}"] = models["policy"].generation_fingerprint()
+    for _, reward in map(weight_of, getattr(job, "rewards", ())):
+        if Path(reward).is_dir() or ":" not in reward:
+            fingerprints[f"reward model {reward}"] = find_checkpoint(reward).fingerprint()
         else:
-            marks[f"reward {what}"] = source_fingerprint(what)
+            fingerprints[f"reward {reward}"] = source_fingerprint(reward)
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),
         source_sha256=sha256(source_path(source).read_bytes()).hexdigest(),
-        fingerprints=marks,
+        fingerprints=fingerprints,
         sampler=SAMPLER,
     )
 

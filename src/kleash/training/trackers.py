@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides its folder: TensorBoard, and the trackers that Accelerate speaks to."""
+"""Trackers of a run's metrics: TensorBoard, and those of Accelerate."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,31 +14,33 @@ PROJECT = "kleash"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tracker:
-    """Somewhere numbers are sent to."""
+    """A destination of metrics."""
 
     log: Callable[[Mapping[str, float], int], object]
-    """Send the numbers of a step."""
+    """Send the metrics of a step."""
     close: Callable[[], object]
-    """Finish."""
+    """Close the connection."""
 
 
 def open_trackers(job: TrainJob, folder: Path, *, after: int = 0) -> list[Tracker]:
     """The trackers that a job names.
 
     Args:
-        job: whose ``report_to`` names them and told its settings.
-        folder: the run's, where TensorBoard writes and whose name the run has.
-        after: the step that the run goes on after; TensorBoard forgets what lies beyond it.
+        job: ``report_to`` has the names of the trackers; the settings are sent to them.
+        folder: folder of the run, to which TensorBoard writes, and whose name is that of the run.
+        after: the step after which the run resumes; later steps are removed from TensorBoard.
 
     Raises:
-        MissingExtraError: if one is not installed.
-        CannotRunError: if one cannot be begun: no account, no network.
+        MissingExtraError: if a tracker is not installed.
+        CannotRunError: if a tracker cannot be started: no account, no network.
     """
     opened: list[Tracker] = []
     for name in dict.fromkeys(job.report_to):
         try:
             opened.append(
-                _tensorboard(folder, after) if name == "tensorboard" else _of_accelerate(name, job, folder)
+                _tensorboard(folder, after)
+                if name == "tensorboard"
+                else _accelerate_tracker(name, job, folder)
             )
         except BaseException:
             for tracker in opened:
@@ -62,40 +64,40 @@ def _tensorboard(folder: Path, after: int) -> Tracker:
     return Tracker(log=log, close=writer.close)
 
 
-def _of_accelerate(name: str, job: TrainJob, folder: Path) -> Tracker:
+def _accelerate_tracker(name: str, job: TrainJob, folder: Path) -> Tracker:
     try:
         import_extra(name, "train")
     except MissingExtraError as error:
         raise MissingExtraError(f"the tracker {name} is not installed; run: pip install {name}") from error
     tracking = import_extra("accelerate.tracking", "train")
-    import_extra("accelerate", "train").PartialState()  # the trackers ask it which process they are in
+    import_extra("accelerate", "train").PartialState()  # the trackers read the rank from it
     classes = {"wandb": "WandBTracker", "trackio": "TrackioTracker", "mlflow": "MLflowTracker"}
     try:
-        tracker = _begun(getattr(tracking, classes[name]), name, folder)
+        tracker = _start_tracker(getattr(tracking, classes[name]), name, folder)
         tracker.store_init_configuration(_plain(job.settings()))
-    except Exception as error:  # other people's services fail in every way there is
+    except Exception as error:  # any exception of the tracker's own code
         line = str(error).strip().splitlines()
         reason = line[0] if line else type(error).__name__
         raise CannotRunError(
-            f"the tracker {name} cannot be begun: {reason}; set it up, or leave it out"
+            f"the tracker {name} cannot be started: {reason}; set it up, or leave it out"
         ) from error
     return Tracker(log=lambda metrics, step: tracker.log(dict(metrics), step=step), close=tracker.finish)
 
 
-def _begun(kind: Any, name: str, folder: Path) -> Any:
-    """A tracker that has been started; each is told of the run's name in its own way."""
+def _start_tracker(kind: Any, name: str, folder: Path) -> Any:
+    """Start a tracker with the name of the run; the argument for it differs."""
     if name == "mlflow":
         tracker = kind(PROJECT, logging_dir=str(folder), run_name=folder.name)
     else:
         tracker = kind(PROJECT, name=folder.name)
-    start = getattr(tracker, "start", None)  # older Accelerates start a tracker where they make it
+    start = getattr(tracker, "start", None)  # older versions of Accelerate start it in __init__
     if start is not None:
         start()
     return tracker
 
 
 def _plain(settings: Mapping[str, object]) -> dict[str, object]:
-    """Settings as trackers take them: no lists, and nothing that is missing."""
+    """Settings as trackers accept them: lists joined to texts, without None."""
     return {
         name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
         for name, value in settings.items()
