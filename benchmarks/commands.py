@@ -116,6 +116,7 @@ def compare(what: str, shape: str, documents: int, rounds: int, at_once: int, wo
     wall: dict[str, list[float]] = {name: [] for name in commands}
     processor: dict[str, list[float]] = {name: [] for name in commands}
     numbers: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for _ in range(rounds):
         shutil.rmtree(out, ignore_errors=True)
         for name, command in commands.items():

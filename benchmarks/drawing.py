@@ -71,7 +71,7 @@ def changed_shares(draws: int) -> dict[str, Any]:
 def _changed_share(
     logits: torch.Tensor, noise: float, draws: int, generator: torch.Generator
 ) -> dict[str, float]:
-    counts = dict.fromkeys(("kleash", "gumbel_max", "inverse_cdf"), 0)
+    counts: dict[str, int] = dict.fromkeys(("kleash", "gumbel_max", "inverse_cdf"), 0)
     before = logits.log_softmax(-1).expand(BLOCK, -1)
     for start in range(0, draws, BLOCK):
         keys = [("prompt", number, 0) for number in range(start, start + BLOCK)]

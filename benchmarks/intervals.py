@@ -227,7 +227,7 @@ def hall(skewness: Array, t: float) -> tuple[Array, Array]:
     return down, -up
 
 
-def bootstrap_t(times: Array, sums: Array, counts: Array, t: float) -> tuple[Array, Array]:
+def bootstrap_t(times: NDArray[np.int64], sums: Array, counts: Array, t: float) -> tuple[Array, Array]:
     """Both reaches by the bootstrap-t with expanded tails (Hesterberg 2015), as kleash 0.1 had it."""
     size = len(sums)
     residuals = sums - sums.sum(0) / counts.sum(0) * counts

@@ -45,7 +45,7 @@ def exact(x: Inputs) -> Tensor:
 
 def at_distance(nats: float, size: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Inputs whose mean KL is within 5 % of ``nats``, by bisection over the distance."""
-    low, high = 1e-6, 1e3
+    low, high, mean_kl = 1e-6, 1e3, float("nan")
     for _ in range(40):
         middle = (low * high) ** 0.5
         x = make_inputs(*size, distance=middle, dtype=dtype)

@@ -112,8 +112,8 @@ def check(args: argparse.Namespace) -> dict[str, float]:
     small = Inputs(
         argparse.Namespace(**vars(args) | {"tokens": 256, "vocabulary": min(args.vocabulary, 8192)})
     )
-    p, head_p, q, head_q = (y if isinstance(y, Tensor) else y.weight for y in small.models)
-    wide = [y.detach().double().requires_grad_(y.requires_grad) for y in (p, head_p, q, head_q)]
+    leaves = small.hidden_p, small.weight_p, small.hidden_q, small.weight_q
+    wide = [y.detach().double().requires_grad_(y.requires_grad) for y in leaves]
     exact = linear_kl_loss(
         wide[0], Head(wide[1]), wide[2], Head(wide[3]), weights=small.weights.double(),
         options=LinearOptions(impl="chunked"),

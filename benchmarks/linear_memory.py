@@ -61,7 +61,7 @@ def main() -> None:
 
     figures = {name: value for name, value in vars(args).items() if name != "out"}
     figures |= {
-        "budget_megabytes": options.buffer_bytes / 1e6,
+        "budget_megabytes": options.chunk_bytes / 1e6,
         "inputs_megabytes": round(resident("VmRSS")),
         "logits_of_each_model_megabytes": args.tokens * args.vocabulary * 4 / 1e6,
     }

@@ -11,8 +11,10 @@ processor time.
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from harness import RESULTS, interleaved, ratio, write_result
@@ -44,29 +46,29 @@ def fallback_k3_rows(zp: Tensor, zq: Tensor, tokens: Tensor) -> tuple[Tensor, ..
 K3 = RowFunction(k3_rows, fallback_k3_rows, slice(0, 1), NUM_BUFFERS)
 
 
-def candidates(args: argparse.Namespace):
+def candidates(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """Functions by their names, the bare matmuls first."""
     torch.manual_seed(0)
     hidden_p = torch.randn(args.tokens, args.hidden)
     hidden_q = hidden_p + 0.05 * torch.randn(args.tokens, args.hidden)
-    weight = torch.randn(args.vocabulary, args.hidden) * 0.05
-    head_p, head_q = Head(weight), Head(weight + 0.001 * torch.randn_like(weight))
+    weight_p = torch.randn(args.vocabulary, args.hidden) * 0.05
+    weight_q = weight_p + 0.001 * torch.randn_like(weight_p)
     ids = torch.randint(args.vocabulary, (args.tokens,))
-    models = hidden_p, head_p, hidden_q, head_q
+    models = hidden_p, Head(weight_p), hidden_q, Head(weight_q)
     pair = checked_pair(models[:2], models[2:], 1.0)
     chunk = plan_chunks(pair, LinearOptions(), 3).chunk_tokens
     buffers = torch.empty(chunk, args.vocabulary)
 
     def bare() -> None:
         for start in range(0, args.tokens, chunk):
-            for hidden, head in (models[:2], models[2:]):
+            for hidden, weight in ((hidden_p, weight_p), (hidden_q, weight_q)):
                 rows = hidden[start : start + chunk]
-                torch.mm(rows, head.weight.T, out=buffers[: len(rows)])
+                torch.mm(rows, weight.T, out=buffers[: len(rows)])
 
-    runs = {"matmuls": bare}
-    for way, choice in (("eager", "never"), ("compiled", "always")):
+    runs: dict[str, Callable[[], Any]] = {"matmuls": bare}
+    for way in ("eager", "compiled"):
         if way == "eager" or args.compile:
-            options = LinearOptions(compile=choice)
+            options = LinearOptions(compile=way == "compiled")
             runs[f"k3 {way}"] = lambda o=options: evaluate_rows(K3, pair, o, ids)
             runs[f"kl {way}"] = lambda o=options: linear_kl(*models, options=o)
             runs[f"statistics {way}"] = lambda o=options: token_statistics(*models, ids, options=o)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from harness import RESULTS, interleaved, ratio, write_result
@@ -135,7 +135,7 @@ def candidates(args: argparse.Namespace, tokens: int) -> dict[str, Callable[[], 
     x = make_inputs(tokens, args.hidden, args.vocabulary)
     thin = x.to(torch.bfloat16)
 
-    def exact(of: Inputs, choice: str) -> Callable[[], None]:
+    def exact(of: Inputs, choice: Literal["never", "always"]) -> Callable[[], None]:
         options = LinearOptions(compile=choice)
         return lambda: kleash(of, options).backward()
 

@@ -13,6 +13,7 @@ import argparse
 import os
 import time
 from statistics import median
+from typing import Any
 
 import torch
 from harness import write_result
@@ -58,7 +59,7 @@ def main() -> None:
     token_logq = token_logp + 0.3 * torch.randn(shape)
     lengths = torch.randint(args.steps // 5, args.steps + 1, (args.sequences, 1))
     mask = torch.arange(args.steps) < lengths
-    figures: dict[str, object] = vars(args) | {"load": os.getloadavg()[0]}
+    figures: dict[str, Any] = vars(args) | {"load": os.getloadavg()[0]}
     for kind, typed_mask in (("bool", mask), ("int64", mask.long())):
         times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
         for _ in range(args.rounds + 3):

@@ -50,7 +50,8 @@ def make_pair(folder: Path) -> tuple[str, str]:
         path = folder / role
         if not (path / "config.json").exists():
             torch.manual_seed(seed)
-            Qwen3ForCausalLM(Qwen3Config(**QWEN3)).to(torch.bfloat16).save_pretrained(path)
+            network: Any = Qwen3ForCausalLM(Qwen3Config(**QWEN3))
+            network.to(torch.bfloat16).save_pretrained(path)
             AutoTokenizer.from_pretrained(shipped_folder("policy")).save_pretrained(path)
         names.append(str(path))
     return names[0], names[1]

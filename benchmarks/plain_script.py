@@ -98,7 +98,7 @@ def main() -> None:
             sequences = generate_responses(policy, tokenizer, tokenizer(texts)["input_ids"], options)
         each = divergences(policy, reference, sequences, options.at_once)
     forward, backward, tokens = torch.tensor(each, dtype=torch.float64).unbind(1)
-    result = {"tokens": int(tokens.sum()), "documents": len(each)}
+    result: dict[str, float] = {"tokens": int(tokens.sum()), "documents": len(each)}
     for name, means in (("kl_policy_reference", forward), ("kl_reference_policy", backward)):
         result[name] = float((means * tokens).sum() / tokens.sum())
         result[f"{name}_per_document"] = float(means.mean())

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,7 +136,7 @@ class Panel(NamedTuple):
     """One picture of several lines, its y axis logarithmic."""
 
     title: str
-    lines: dict[str, Sequence[float]]
+    lines: Mapping[str, Sequence[float]]
     low: float
     high: float
     target: float | None

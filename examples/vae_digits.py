@@ -16,6 +16,7 @@ an objective that prefers the collapse wins in the end.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -98,7 +99,8 @@ class Autoencoder(nn.Module):
 
 def binary_digits() -> Tensor:
     """The images, [1797, 64], each pixel on or off."""
-    return torch.tensor(load_digits().data > 7, dtype=torch.float32)
+    digits: Any = load_digits()
+    return torch.tensor(digits.data > 7, dtype=torch.float32)
 
 
 def train(run: Run, images: Tensor, *, seed: int = 0) -> Outcome:

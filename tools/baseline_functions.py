@@ -184,20 +184,24 @@ def linear_calls(
             + 0.0 * terms.token_logq
         )
 
+    def both(*x: Tensor) -> tuple[Any, Any, Any, Any]:
+        (hidden_p, head_p), (hidden_q, head_q) = models(*x)
+        return hidden_p, head_p, hidden_q, head_q
+
     calls: dict[str, Callable[..., Any]] = {
-        "kl": lambda *x: linear_kl(*sum(models(*x), ()), temperature=0.8, options=options),
-        "kl_loss": lambda *x: linear_kl_loss(*sum(models(*x), ()), weights=weights, options=options),
+        "kl": lambda *x: linear_kl(*both(*x), temperature=0.8, options=options),
+        "kl_loss": lambda *x: linear_kl_loss(*both(*x), weights=weights, options=options),
         "objective": lambda *x: linear_objective(
             *models(*x)[0], tokens, *models(*x)[1], objective, temperature=0.8, options=options
         ),
-        "statistics": lambda *x: token_statistics(*sum(models(*x), ()), tokens, options=options)._asdict(),
+        "statistics": lambda *x: token_statistics(*both(*x), tokens, options=options)._asdict(),
     }
     for name in names:
         calls[f"divergence_{name}"] = lambda *x, name=name: linear_divergence(
-            *sum(models(*x), ()), divergence=name, options=options
+            *both(*x), divergence=name, options=options
         )
         calls[f"divergence_loss_{name}"] = lambda *x, name=name: linear_divergence_loss(
-            *sum(models(*x), ()), weights=weights, divergence=name, options=options
+            *both(*x), weights=weights, divergence=name, options=options
         )
     results: dict[str, Any] = {}
     for name, call in calls.items():
@@ -274,7 +278,8 @@ def run_dense() -> Iterator[tuple[str, Any]]:
     p, q = pair_of_distributions(torch.float64, 1.0)
     yield "kl_from_probs", kl_from_probs(p[:3].exp(), q[:3].exp())
     yield "kl_gaussian", with_gradients(kl_gaussian, *(normal(n, 4, 6) for n in range(20, 24)))
-    for settings in ({"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}):
+    limits: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}]
+    for settings in limits:
         yield f"truncate/{settings}", truncate(p[:3], **settings)
 
 
@@ -384,7 +389,8 @@ def run_losses() -> Iterator[tuple[str, Any]]:
             aggregate(token_kl, mask, how, length=12 if how == "constant" else None),
         )
     yield "free_bits", with_gradients(lambda x: free_bits(x.abs(), 0.3), normal(46, 6, 4))
-    for settings in ({}, {"ratio": "token"}, {"ratio": "prefix", "cap": 5.0}):
+    terms: list[dict[str, Any]] = [{}, {"ratio": "token"}, {"ratio": "prefix", "cap": 5.0}]
+    for settings in terms:
         term = KLTerm(**settings)
         extra = {"behaviour_logp": behaviour} if settings.get("ratio") else {}
         yield (

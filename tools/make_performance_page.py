@@ -122,7 +122,9 @@ def pictures(figures: Results) -> dict[str, str]:
         if f"linear_peaks_{what}" in figures:
             part = figures[f"linear_peaks_{what}"]
             series = {
-                CURVES.get(name, name).partition(",")[0]: curve(part["rows"], name, what, "extra_megabytes")
+                str(CURVES.get(name, name)).partition(",")[0]: curve(
+                    part["rows"], name, what, "extra_megabytes"
+                )
                 for name in part["words"]
             }
             title = "Peak memory beyond inputs and gradients, MB"

@@ -97,7 +97,9 @@ def make_sources_and_card(held_out: dict[str, list[list[str]]], folder: Path, po
     write_lines(folder / "prompts.jsonl", "prompt", prompts)
     write_lines(folder / "text.jsonl", "text", texts)
     tokenizer = AutoTokenizer.from_pretrained(folder / "reference")
-    models = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "reference")}
+    models: dict[str, Any] = {
+        name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "reference")
+    }
     measurements = {
         "parameters": models["reference"].num_parameters(),
         "vocabulary": len(tokenizer),

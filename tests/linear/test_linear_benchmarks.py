@@ -18,7 +18,7 @@ from scipy.special import log_softmax, rel_entr
 
 NAMES = ["kleash", "kleash compiled", "trl", "liger", "torchtune", "checkpointing", "naive exact", "naive k3"]
 NAMES += ["cross entropy"]
-MODULES = ["methods", "training", "peers", "accuracy", "peaks", "step", "all"]
+MODULES = ["methods", "training", "peers", "accuracy", "peaks", "step", "memory", "speed", "all"]
 pytestmark = [
     pytest.mark.filterwarnings(*OF_TORCH_ITSELF),
     pytest.mark.skipif(
@@ -269,10 +269,14 @@ RUNS = {
     "step": ["--sequences", "2", "--length", "16", "--hidden", "64", "--layers", "1", "--vocabulary", "512",
              "--rounds", "1"],
     "peaks": ["--tiny", "--part", "main", "--only", "kleash"],
+    "memory": ["--tokens", "64", "--hidden", "16", "--vocabulary", "512", "--what", "both", "--compile", "never"],
+    "speed": ["--tokens", "16", "--hidden", "16", "--vocabulary", "512", "--rounds", "2", "--no-compile"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=on_linux if n == "peaks" else ()) for n in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=on_linux if n in ("peaks", "memory") else ()) for n in RUNS]
+)
 def test_benchmarks_run_and_write(benchmarks, name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv", [f"linear_{name}.py", "--threads", "1", "--out", str(tmp_path), *RUNS[name]]
@@ -301,5 +305,12 @@ def test_benchmarks_run_and_write(benchmarks, name, tmp_path, monkeypatch, capsy
     elif name == "step":
         row = figures["results"]["exact"]
         assert row["loss_share"] == pytest.approx(row["loss"] / row["step"], rel=0.02)
+    elif name == "memory":
+        assert figures["kl"]["mean_kl_nats"] == pytest.approx(figures["statistics"]["mean_kl_nats"], rel=1e-4)
+        assert figures["budget_megabytes"] == 128 * 2**20 / 1e6
+    elif name == "speed":
+        ratio = np.divide(figures["seconds"]["kl eager"], figures["seconds"]["matmuls"])
+        assert figures["ratios"]["kl eager"]["of the matmuls"] == pytest.approx(np.median(ratio), abs=1e-3)
+        assert set(figures["ratios"]) == {"k3 eager", "kl eager", "statistics eager"}
     else:
         assert figures["rows"][0]["gradient_megabytes"] == pytest.approx(8 * 4 * (64 + 512) / 1e6, abs=0.06)

@@ -32,7 +32,7 @@ def held_out_figures(
 
 @torch.inference_mode()
 def generate_responses(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], seed: int
+    model: Any, tokenizer: PreTrainedTokenizerFast, prompts: list[str], seed: int
 ) -> list[tuple[list[int], list[int]]]:
     """Prompt ids and response ids, sampled at temperature 1."""
     torch.manual_seed(seed)
@@ -75,7 +75,7 @@ def drift(
 
 def mean_reward(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[list[int], list[int]]]) -> float:
     """The mean reward of the responses."""
-    responses = [tokenizer.decode(response, skip_special_tokens=True) for _, response in pairs]
+    responses = [str(tokenizer.decode(response, skip_special_tokens=True)) for _, response in pairs]
     return sum(heroine([], responses)) / len(responses)
 
 
