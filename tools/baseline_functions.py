@@ -188,12 +188,15 @@ def linear_calls(
         (hidden_p, head_p), (hidden_q, head_q) = models(*x)
         return hidden_p, head_p, hidden_q, head_q
 
+    def call_objective(*x: Tensor) -> Any:
+        hidden_p, head_p, hidden_q, head_q = both(*x)
+        inputs = hidden_p, head_p, tokens, hidden_q, head_q
+        return linear_objective(*inputs, objective, temperature=0.8, options=options)
+
     calls: dict[str, Callable[..., Any]] = {
         "kl": lambda *x: linear_kl(*both(*x), temperature=0.8, options=options),
         "kl_loss": lambda *x: linear_kl_loss(*both(*x), weights=weights, options=options),
-        "objective": lambda *x: linear_objective(
-            *models(*x)[0], tokens, *models(*x)[1], objective, temperature=0.8, options=options
-        ),
+        "objective": call_objective,
         "statistics": lambda *x: token_statistics(*both(*x), tokens, options=options)._asdict(),
     }
     for name in names:

@@ -32,6 +32,9 @@ class SharedNoun(NamedTuple):
 
 
 SHARED_NOUNS = (
+    SharedNoun(
+        "algorithms", "the algorithms of kleash train: their jobs, and running them", ("jobs", "training")
+    ),
     SharedNoun("audit", "the audit of a package: its record and its page", ("store", "reports")),
     SharedNoun("cache", "the reference cache: its job, its folder, its model", ("jobs", "store", "models")),
     SharedNoun("comparison", "a comparison of runs", ("store", "measuring", "reports")),
@@ -41,7 +44,6 @@ SHARED_NOUNS = (
     SharedNoun("openrlhf", "the framework OpenRLHF", ("integrations", "auditing")),
     SharedNoun("progress", "the progress of a measurement", ("measuring", "cli")),
     SharedNoun("reference_cache", "the reference cache", ("models", "measuring")),
-    SharedNoun("statistics", "the statistics of a token", ("store", "linear")),
     SharedNoun("steps", "the steps of a training run", ("store", "cli")),
     SharedNoun("training", "the training of a model", ("training", "cli", "reports")),
     SharedNoun("trl", "the framework TRL", ("integrations", "auditing")),
