@@ -24,8 +24,8 @@ def test_truncated_sampling_leaves_out_estimators_and_sequence_kl(
 ) -> None:
     estimand = estimand_of(MeasureJob(**options))
     assert estimand.weighting is None and not estimand.has_sequence_kl
-    assert f"drawn from its distribution cut down to {words}" in estimand.description
-    assert "never shows the tokens that were cut off" in estimand.estimators_note
+    assert f"drawn from its distribution truncated to {words}" in estimand.description
+    assert "never contains the removed tokens" in estimand.estimators_note
 
 
 def test_greedy_responses_leave_out_estimators_and_are_scored_at_temperature_1() -> None:

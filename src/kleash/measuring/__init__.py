@@ -31,18 +31,19 @@ __all__ = [
     "measure",
 ]
 
-HOMES = {
+MODULES = {
     "comparison": ("compare",),
     "drift": ("Drift", "DriftPart", "draw_drift", "drift_of"),
     "progress": ("NullProgressReporter", "ProgressReporter"),
     "reference_cache": ("cache_reference", "default_cache"),
     "run": ("default_out", "measure"),
 }
-HOME_OF = {name: home for home, names in HOMES.items() for name in names}
+"""Public names by the module that defines them."""
+MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use, so that comparing runs does not import torch."""
-    if name not in HOME_OF:
+    if name not in MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{HOME_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.{MODULE_OF[name]}"), name)

@@ -87,12 +87,12 @@ KL = StatisticSum("kl_policy_reference")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenQuantities:
-    """What is averaged over the tokens of one shard: a value per token, in float64."""
+    """The quantities of one shard that are averaged over tokens: a value per token, in float64."""
 
     statistics: Mapping[str, Floats]
     """Each statistic of ``STATISTICS``."""
     estimates: Mapping[str, Floats]
-    """Each estimator's weighted estimate; empty where no average of them estimates KL(policy || reference)."""
+    """Each estimator's weighted estimate; empty if no average of them estimates KL(policy || reference)."""
     log_ratio: Floats
     """log p - log q of the observed token."""
     bins: Mapping[str, NDArray[np.int64]]
@@ -115,10 +115,10 @@ class TokenQuantities:
                 columns[EstimatorSum(name, "squared_error")] = error**2
         for name, indices in self.bins.items():
             for index in range(len(BINNINGS[name].edges)):
-                inside = indices == index
-                if inside.any():
-                    columns[BinSum(name, index, "tokens")] = inside.astype(np.float64)
-                    columns[BinSum(name, index, "kl")] = np.where(inside, self.kl, 0.0)
+                is_inside = indices == index
+                if is_inside.any():
+                    columns[BinSum(name, index, "tokens")] = is_inside.astype(np.float64)
+                    columns[BinSum(name, index, "kl")] = np.where(is_inside, self.kl, 0.0)
         return columns
 
 
@@ -162,9 +162,9 @@ def weights_of(
     logp = torch.from_numpy(tokens["logp_policy"].astype(np.float64))[None]
     if weighting == "none":
         return np.ones(logp.shape[1])
-    sampled = torch.from_numpy(tokens["logp_sampled"].astype(np.float64))[None]
+    logp_sampled = torch.from_numpy(tokens["logp_sampled"].astype(np.float64))[None]
     mask = torch.ones_like(logp, dtype=torch.bool)
-    return importance_weights(logp, sampled, mask, level=level).values[0].numpy()
+    return importance_weights(logp, logp_sampled, mask, level=level).values[0].numpy()
 
 
 def clusters_per_group(clusters: int) -> int:
@@ -217,10 +217,11 @@ class ClusterSums:
         return key in self._sums
 
     def _double_group_size(self) -> None:
+        """Merge neighbouring groups in pairs."""
         for key in self._sums:
             sums = self[key]
-            padded = np.concatenate([sums, np.zeros(len(sums) % 2)])
-            self._sums[key] = padded[0::2] + padded[1::2]
+            even_sums = np.concatenate([sums, np.zeros(len(sums) % 2)])
+            self._sums[key] = even_sums[0::2] + even_sums[1::2]
         self._size = (self._size + 1) // 2
         self.group_size *= 2
 
@@ -229,7 +230,9 @@ class SequenceTerms(NamedTuple):
     """For each sequence the two sums whose means are the KL between responses, and its importance weight."""
 
     log_ratio: Floats
+    """Sum of the log ratios, in nats."""
     exact: Floats
+    """Sum of the exact KLs, in nats."""
     weight: Floats
 
 
@@ -238,8 +241,8 @@ def sequence_terms(
 ) -> SequenceTerms:
     """For each sequence of a shard the sum of its log ratios, the sum of its exact KLs, and its weight.
 
-    Both sums have the KL between responses as their mean. Where another distribution drew the tokens, the log ratio
-    at t is weighted by the ratio of the response up to t, and the exact KL by the ratio up to t - 1.
+    The mean of both sums is the KL between responses. If another distribution drew the tokens, the log ratio at t is
+    weighted by the ratio of the response up to t, and the exact KL by the ratio up to t - 1.
     """
     starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
     log_ratios, exact = quantities.log_ratio, quantities.kl

@@ -78,6 +78,7 @@ class _Run:
 
 
 def _read_checked(path: Path) -> _Run:
+    """Read a run and check that its measurement has all fields that a comparison needs."""
     with damage_as_sentence(path):
         run = _read(path)
         _compared(run, "")  # raises if the measurement lacks a field
@@ -85,11 +86,12 @@ def _read_checked(path: Path) -> _Run:
 
 
 def _read(path: Path) -> _Run:
+    """Read a run's measurement, and sum its token statistics by prompt."""
     measurement = Measurement.read(path)
     folder = RunFolder(path)
     folder.require_shards(measurement.counts.shards)
-    stored = [name for name in COMPARED if STATISTICS[name].function is stored_column]
-    missing = [name for name in stored if name not in measurement.per_token]
+    stored_statistics = [name for name in COMPARED if STATISTICS[name].function is stored_column]
+    missing = [name for name in stored_statistics if name not in measurement.per_token]
     if missing:
         raise RunFolderError(f"{path}/measurement.json has no {missing[0]} under per_token; measure again")
     rows: dict[str, int] = {}
@@ -116,13 +118,16 @@ def _read(path: Path) -> _Run:
 
 
 def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDifference:
-    shared = [prompt_hash for prompt_hash in first.rows if prompt_hash in run.rows]
-    if not shared:
+    """The differences of a run from the first one, over the prompts that both have."""
+    shared_hashes = [prompt_hash for prompt_hash in first.rows if prompt_hash in run.rows]
+    if not shared_hashes:
         raise RunFolderError(
             f"{run.folder} ({_count(run)} {run.noun}) and {first.folder} ({_count(first)} {first.noun}) share no "
             f"{first.noun[:-1]}; compare runs over the same ones"
         )
-    run_rows, first_rows = ([each.rows[prompt_hash] for prompt_hash in shared] for each in (run, first))
+    run_rows, first_rows = (
+        [side.rows[prompt_hash] for prompt_hash in shared_hashes] for side in (run, first)
+    )
     labels = np.unique(first.prompts[first_rows], return_inverse=True)[1]
     minuend, subtrahend = _by_cluster(labels, run.sums[run_rows]), _by_cluster(labels, first.sums[first_rows])
     differences: dict[str, Number] = {}
@@ -142,7 +147,7 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
     shared_count = _count(first, first_rows)
     only_run, only_first = _count(run) - _count(run, run_rows), _count(first) - shared_count
     warnings: tuple[str, ...] = ()
-    if len(shared) < MIN_SHARED * max(len(run.rows), len(first.rows)):
+    if len(shared_hashes) < MIN_SHARED * max(len(run.rows), len(first.rows)):
         warning = (
             f"{name} and {first_name} share only {shared_count} {first.noun}; {only_run} and {only_first} are in only "
             "one of them"
@@ -195,26 +200,28 @@ def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Nu
     for column, name in enumerate(SUMMED, start=1):
         if STATISTICS[name].reduction is not EXP_MEAN:
             continue
-        linearised: list[Floats] = []
+        linear_sums: list[Floats] = []
         for sums in (minuend, subtrahend):
             tokens, values = sums[:, 0], sums[:, column]
             mean = values.sum() / tokens.sum()
             with np.errstate(over="ignore", invalid="ignore"):
-                linearised.append(np.exp(mean) * (values - mean * tokens + tokens))
-        if all(np.isfinite(values).all() for values in linearised):
+                linear_sums.append(np.exp(mean) * (values - mean * tokens + tokens))
+        if all(np.isfinite(values).all() for values in linear_sums):
             differences[name] = Number.of(
                 paired_difference(
-                    linearised[0], minuend[:, 0], linearised[1], subtrahend[:, 0], unit=EXP_MEAN.unit
+                    linear_sums[0], minuend[:, 0], linear_sums[1], subtrahend[:, 0], unit=EXP_MEAN.unit
                 )
             )
     return differences
 
 
 def _by_cluster(labels: NDArray[np.int64], sums: Floats) -> Floats:
+    """The sum of each column within clusters."""
     return np.stack([np.bincount(labels, weights=column) for column in sums.T], axis=1).astype(np.float64)
 
 
 def _compared(run: _Run, name: str) -> ComparedRun:
+    """A run's entry in the comparison."""
     measurement = run.measurement
     numbers = measurement.statistics()
     return ComparedRun(

@@ -26,7 +26,7 @@ class Estimand:
     description: str
     """Divergence, direction, whose prefixes, positions and temperature, in words."""
     weighting: str | None
-    """Weights of the sampled estimators: "none", "importance", or None where no average of them is valid."""
+    """Weights of the sampled estimators: "none", "importance", or None if no average of them is valid."""
     estimators_note: str
     """The reason for the weighting, in words."""
     has_sequence_kl: bool
@@ -51,26 +51,28 @@ def estimand_of(job: MeasureJob, *, all_have_logprobs: bool = False, split: bool
 
 
 def _of_text(job: MeasureJob, path: str, *, split: bool) -> Estimand:
+    """The estimand on text, over the windows of documents."""
     windows = _windows(job) if split else "each document read whole"
     return Estimand(
         description=_description(job, f"the prefixes of the text {path}, {windows}"),
         weighting=None,
         estimators_note=(
-            "left out: k1, abs, k2 and k3 are averages over tokens that the policy drew, and these are the text's"
+            "left out: k1, abs, k2 and k3 are averages over tokens that the policy drew, not over tokens of a text"
         ),
         has_sequence_kl=False,
     )
 
 
 def _of_prompts(job: MeasureJob, path: str) -> Estimand:
+    """The estimand on prompts, over responses that the policy generates."""
     prefixes = f"the policy's own responses to {path}, of up to {job.max_new_tokens} tokens"
     if job.temperature == 0:
         return Estimand(
             description=_description(job, f"{prefixes}, decoded greedily"),
             weighting=None,
             estimators_note=(
-                "left out, as is the KL between responses: greedy tokens are no sample, so no average of "
-                "theirs estimates a divergence"
+                "left out, as is the KL between responses: greedy tokens are not a sample, so no average over them "
+                "estimates a divergence"
             ),
             has_sequence_kl=False,
         )
@@ -82,12 +84,12 @@ def _of_prompts(job: MeasureJob, path: str) -> Estimand:
         )
         return Estimand(
             description=_description(
-                job, f"{prefixes}, drawn from its distribution cut down to {truncation}"
+                job, f"{prefixes}, drawn from its distribution truncated to {truncation}"
             ),
             weighting=None,
             estimators_note=(
-                "left out, as is the KL between responses: a truncated sample never shows the tokens that were "
-                "cut off, and no weight on the others makes up for them"
+                "left out, as is the KL between responses: a truncated sample never contains the removed tokens, and "
+                "weights on the other tokens cannot replace them"
             ),
             has_sequence_kl=False,
         )
@@ -100,6 +102,7 @@ def _of_prompts(job: MeasureJob, path: str) -> Estimand:
 
 
 def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Estimand:
+    """The estimand on given responses, importance-weighted if all have log-probabilities."""
     description = _description(job, f"the prefixes of the responses in {path}")
     if all_have_logprobs:
         return Estimand(
@@ -121,6 +124,7 @@ def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Est
 
 
 def _description(job: MeasureJob, prefixes: str) -> str:
+    """The description of the estimand, given its prefixes in words."""
     temperature = job.temperature if job.temperature > 0 else 1.0
     return (
         "KL(policy || reference) in nats per token: the exact divergence between the two next-token "
@@ -130,6 +134,7 @@ def _description(job: MeasureJob, prefixes: str) -> str:
 
 
 def _windows(job: MeasureJob) -> str:
+    """Size and stride of a job's windows in words."""
     size = "as long as the models can read" if job.window is None else f"of {job.window} tokens"
     stride = "" if job.stride is None else f", {job.stride} tokens apart"
     return f"read in windows {size}{stride}"
@@ -172,10 +177,10 @@ def weight_warnings(weights: Floats, estimand: Estimand) -> tuple[str, ...]:
     """
     if estimand.weighting != "importance":
         return ()
-    overflowing = int(np.sum(~np.isfinite(weights)))
-    if overflowing:
+    num_overflows = int(np.sum(~np.isfinite(weights)))
+    if num_overflows:
         warning = (
-            f"the KL between responses is left out: {overflowing} of {len(weights)} responses are so much likelier "
+            f"the KL between responses is left out: {num_overflows} of {len(weights)} responses are so much likelier "
             "under the policy than their logprobs say that the ratio overflows; check that the logprobs belong to "
             "these tokens"
         )

@@ -1,4 +1,4 @@
-"""Sums within clusters to the numbers of a measurement, each with its clustered error."""
+"""Makes the numbers of a measurement, each with its clustered error, from sums within clusters."""
 
 from itertools import pairwise
 
@@ -67,6 +67,7 @@ def estimator_records(sums: ClusterSums) -> dict[str, EstimatorRecord]:
 
 
 def _nats_per_token(sums: ClusterSums, key: EstimatorSum, lower: float | None = None) -> Estimate:
+    """The mean over tokens of a column in nats."""
     return ratio_of_sums(
         sums[key], sums[TOKENS], unit="nats", lower=lower, known_value=0.0 if sums.is_one_model else None
     )
@@ -86,10 +87,10 @@ def bins(sums: ClusterSums, name: str) -> tuple[Bin, ...]:
         if BinSum(name, index, "tokens") not in sums:
             continue
         kl, tokens = sums[BinSum(name, index, "kl")], sums[BinSum(name, index, "tokens")]
-        present = tokens > 0
+        has_tokens = tokens > 0
         mean = ratio_of_sums(
-            kl[present],
-            tokens[present],
+            kl[has_tokens],
+            tokens[has_tokens],
             unit="nats",
             lower=0.0,
             known_value=0.0 if sums.is_one_model else None,
@@ -107,7 +108,7 @@ def bins(sums: ClusterSums, name: str) -> tuple[Bin, ...]:
 
 
 def share(part: float, total: float) -> float:
-    """``part / total``; 0 where the total is 0, NaN where it is not finite."""
+    """``part / total``; 0 if the total is 0, NaN if it is not finite."""
     if total == 0:
         return 0.0
     return float(part / total) if np.isfinite(total) else float("nan")

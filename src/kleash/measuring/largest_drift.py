@@ -100,11 +100,11 @@ class LargestDrift:
         """Add a shard, from its token columns."""
         prompt, sample = part["prompt_id"], part["sample_id"]
         kl = part["kl_policy_reference"].astype(np.float64)
-        ranked = np.where(np.isnan(kl), -np.inf, kl)
-        for row in np.argsort(-ranked, kind="stable")[: self.tokens.size]:
+        sort_keys = np.where(np.isnan(kl), -np.inf, kl)
+        for row in np.argsort(-sort_keys, kind="stable")[: self.tokens.size]:
             self.tokens.add(
                 Entry(
-                    kl=float(ranked[row]),
+                    kl=float(sort_keys[row]),
                     minus_prompt_id=-int(prompt[row]),
                     minus_sample_id=-int(sample[row]),
                     minus_position=-int(part["position"][row]),
@@ -149,7 +149,7 @@ class LargestDrift:
 
         On text these are documents; their text is the first window's prompt and response joined.
         """
-        ranked = sorted(self.prompts.items(), key=lambda item: (-item[1].kl / item[1].tokens, item[0]))
+        prompts = sorted(self.prompts.items(), key=lambda item: (-item[1].kl / item[1].tokens, item[0]))
         records = {
             prompt_id: PromptDrift(
                 prompt_id=prompt_id,
@@ -160,7 +160,7 @@ class LargestDrift:
                 kl_per_sequence=totals.kl / totals.sequences,
                 kl_max=totals.kl_max,
             )
-            for prompt_id, totals in ranked[:MAX_PROMPTS]
+            for prompt_id, totals in prompts[:MAX_PROMPTS]
         }
         for part in folder.sequence_parts(["prompt_id", "prompt", "response"]):
             for key, prompt, response in zip(
@@ -168,13 +168,13 @@ class LargestDrift:
             ):
                 prompt_id = int(key)
                 if prompt_id in records and not records[prompt_id].prompt:
-                    text = shortened(prompt + response if on_text else prompt)
+                    text = shorten_text(prompt + response if on_text else prompt)
                     records[prompt_id] = replace(records[prompt_id], prompt=text)
         return tuple(records.values())
 
 
-def shortened(text: str) -> str:
-    """``text``, cut to ``MAX_TEXT`` characters with an ellipsis at the end."""
+def shorten_text(text: str) -> str:
+    """The first ``MAX_TEXT`` characters of a text, with an ellipsis at the end if it was longer."""
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
@@ -195,17 +195,17 @@ def alternatives_of_shard(
         for begin, end in sequence_spans(prompt, sample)
         if (int(prompt[begin]), int(sample[begin])) in keys
     ]
-    chosen = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
+    selected_rows = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
     count = next(iter(likeliest.values())).shape[1]
     columns = {
-        name: np.repeat(tokens[name][chosen], count) for name in ("prompt_id", "sample_id", "position")
+        name: np.repeat(tokens[name][selected_rows], count) for name in ("prompt_id", "sample_id", "position")
     }
-    columns["place"] = np.tile(np.arange(count, dtype=np.int32), len(chosen))
-    return columns | {name: values[chosen].reshape(-1) for name, values in likeliest.items()}
+    columns["place"] = np.tile(np.arange(count, dtype=np.int32), len(selected_rows))
+    return columns | {name: values[selected_rows].reshape(-1) for name, values in likeliest.items()}
 
 
 def write_alternatives(folder: RunFolder, sequences: Sequence[Drifted], tokenizer: Any) -> None:
-    """Write ``alternatives.parquet`` of these sequences, in their order, from what the shards have stored.
+    """Write ``alternatives.parquet`` of these sequences, in their order, from the files of the shards.
 
     Args:
         folder: of the run.
@@ -215,22 +215,22 @@ def write_alternatives(folder: RunFolder, sequences: Sequence[Drifted], tokenize
     Raises:
         RunFolderError: if a sequence's alternatives are missing or damaged.
     """
-    order = {(each.prompt_id, each.sample_id): place for place, each in enumerate(sequences)}
+    rank_of = {(sequence.prompt_id, sequence.sample_id): rank for rank, sequence in enumerate(sequences)}
     parts: dict[int, dict[str, NDArray[Any]]] = {}
     for part in folder.top_parts(list(TOP_COLUMNS)):
         for begin, end in sequence_spans(part["prompt_id"], part["sample_id"]):
-            place = order.get((int(part["prompt_id"][begin]), int(part["sample_id"][begin])))
-            if place is not None:
-                parts[place] = {name: values[begin:end] for name, values in part.items()}
-    missing = [each for place, each in enumerate(sequences) if place not in parts]
+            rank = rank_of.get((int(part["prompt_id"][begin]), int(part["sample_id"][begin])))
+            if rank is not None:
+                parts[rank] = {name: values[begin:end] for name, values in part.items()}
+    missing = [sequence for rank, sequence in enumerate(sequences) if rank not in parts]
     if missing:
         raise RunFolderError(
             f"{folder.root / 'alternatives'} lacks prompt {missing[0].prompt_id}, sample {missing[0].sample_id}; "
             "measure again with another --out"
         )
     columns: dict[str, Any] = {
-        name: np.concatenate([np.zeros(0, dtype=kind), *(parts[place][name] for place in sorted(parts))])
-        for name, kind in TOP_COLUMNS.items()
+        name: np.concatenate([np.zeros(0, dtype=dtype), *(parts[rank][name] for rank in sorted(parts))])
+        for name, dtype in TOP_COLUMNS.items()
     }
     for model in ("policy", "reference"):
         columns[f"text_{model}"] = token_texts(tokenizer, columns[f"token_id_{model}"].tolist())

@@ -199,7 +199,7 @@ def run_warnings(
     run: FinishedRun, estimand: Estimand, counts: SequenceCounts, totals: RunTotals, rounding: Rounding
 ) -> tuple[str, ...]:
     """The warnings about the whole run, each once."""
-    sampled = estimand.weighting is not None
+    has_estimators = estimand.weighting is not None
     return tuple(
         dict.fromkeys(
             [
@@ -208,7 +208,7 @@ def run_warnings(
                 *estimand.warnings,
                 *run.checks.warnings(),
                 *rounding.warnings,
-                *(on_policy_warnings(estimator_error(totals.sums, "k1"), estimand) if sampled else ()),
+                *(on_policy_warnings(estimator_error(totals.sums, "k1"), estimand) if has_estimators else ()),
                 *weight_warnings(totals.terms.weight, estimand),
             ]
         )

@@ -40,6 +40,7 @@ def load_models(job: MeasureJob, source_sha256: str) -> Pair:
 
 
 def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
+    """``load_models`` without its advice about the shipped models."""
     folder = _finished_cache(job)
     if folder is None:
         return load_pair(
@@ -114,7 +115,7 @@ def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
 def _finished_cache(job: MeasureJob) -> Path | None:
     """The folder of a finished cache that replaces the reference; None if there is none.
 
-    None on prompts, whose responses are not known beforehand.
+    None for prompts, since a cache cannot hold responses that are not generated yet.
     """
     if job.reference_cache is None or job.source[0] == "prompts":
         return None
@@ -125,14 +126,14 @@ def _finished_cache(job: MeasureJob) -> Path | None:
 def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:
     """Raise ModelError unless the cache holds every sequence of the job."""
     source = source_of(job, pair, sha256)
-    cached = stored.label.source
-    is_whole = len(stored.states) >= stored.contents.sequences
-    if is_whole and cached is not None and cached.covers(source):
+    cached_source = stored.label.source
+    is_complete = len(stored.states) >= stored.contents.sequences
+    if is_complete and cached_source is not None and cached_source.covers(source):
         return
     missing, total, first = stored.count_missing(source_sequences(job, pair))
     if missing:
         raise ModelError(
             f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it "
-            f"holds {stored.contents.sequences} of {cached}; make another: kleash cache --reference {job.reference} "
-            f"--{source.kind} {source.path}"
+            f"holds {stored.contents.sequences} of {cached_source}; make another: kleash cache --reference "
+            f"{job.reference} --{source.kind} {source.path}"
         )

@@ -42,9 +42,9 @@ def default_cache() -> str:
 def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> CacheContents:
     """Run the reference once over a source and store its hidden states for later measurements.
 
-    Writes its final hidden states at every scored position, its head and its tokenizer into ``job.out``. Interrupted
-    or killed and started again, it resumes after the last finished shard. A finished cache is only read, so that any
-    number of measurements can use it at once.
+    Writes the final hidden states at every scored position, the head and the tokenizer to ``job.out``. If the job is
+    interrupted or killed and started again, it resumes after the last finished shard. A finished cache is only read, so
+    any number of measurements can use it at once.
 
     Args:
         job: the reference and the source.
@@ -92,6 +92,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
 
 
 def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: ProgressReporter) -> CacheContents:
+    """Fill and finish the cache in a locked folder."""
     measure_job = job.measurement()
     cache = ReferenceCache(folder, pair.reference, source_of(measure_job, pair, digest))
     if len(cache.states):
@@ -99,14 +100,14 @@ def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: Progr
     reader = checked_reader(pair.reference)
     plan = plan_shards(measure_job, pair)
     reporter.set_total(plan.sequences)
-    scored = 0
+    num_scored = 0
     for shard in plan.shards:
         tokens = sum(len(sequence.response_ids) for sequence in shard.sequences)
         cache.fill(reader, shard.sequences, measure_job.batch_tokens)
         reporter.add_scored(len(shard.sequences), tokens)
-        scored += tokens
+        num_scored += tokens
     engine = LocalEngine(pair=pair, job=measure_job)
-    _store_rounding(engine, folder, noise_sequences(source_sequences(measure_job, pair), scored))
+    _store_rounding(engine, folder, noise_sequences(source_sequences(measure_job, pair), num_scored))
     contents = _contents(pair, cache)
     finish_cache(folder, pair.reference, contents)
     return contents
@@ -116,11 +117,12 @@ def _store_rounding(engine: LocalEngine, folder: Path, sequences: Sequence[Token
     """Store the noise floor and the dtype gap, which cannot be measured once the reference is not loaded."""
     for kind, columns in (("noise", engine.noise(sequences)), ("gap", engine.float32_gap(sequences))):
         if columns is not None:
-            stored = {name: np.ascontiguousarray(columns[name]) for name in SequenceClusters.COLUMNS}
-            save_rounding_columns(folder, kind, engine.temperature, stored)
+            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in SequenceClusters.COLUMNS}
+            save_rounding_columns(folder, kind, engine.temperature, kl_columns)
 
 
 def _contents(pair: Pair, cache: ReferenceCache) -> CacheContents:
+    """The record of a filled cache."""
     reference, head = pair.reference, head_tensors(pair.reference.head)
     logit_bytes = torch.empty(0, dtype=reference.dtype).element_size()
     return CacheContents(

@@ -1,4 +1,4 @@
-"""Scoring a share of the run again, to measure how much of a KL is rounding: noise floor and dtype gap."""
+"""Scoring a part of the run again to measure the rounding error of a KL: noise floor and dtype gap."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ from kleash.models import Pair, TokenSequence, read_prompts
 from kleash.store import Number, RunFolder
 
 NOISE_SHARE = 1 / 50
-"""Share of the run's tokens that is scored again."""
+"""Fraction of the run's tokens that is scored again."""
 MIN_NOISE_TOKENS, MAX_NOISE_TOKENS = 256, 8192
 NOISE_SEQUENCES = 8
-"""Least number of sequences: each is cut to the number of tokens divided by this."""
+"""Smallest number of sequences that are scored again: each is cut to the number of tokens divided by this."""
 
 
 def noise_tokens(scored: int) -> int:
@@ -28,13 +28,13 @@ def noise_tokens(scored: int) -> int:
 def noise_sequences(sequences: Iterable[TokenSequence], scored: int) -> list[TokenSequence]:
     """The first sequences of a run, each cut short, with ``noise_tokens(scored)`` tokens in all."""
     budget, total = noise_tokens(scored), 0
-    chosen: list[TokenSequence] = []
+    short_sequences: list[TokenSequence] = []
     for sequence in sequences:
-        chosen.append(shortened_to(sequence, budget // NOISE_SEQUENCES))
-        total += chosen[-1].num_input_tokens
+        short_sequences.append(shortened_to(sequence, budget // NOISE_SEQUENCES))
+        total += short_sequences[-1].num_input_tokens
         if total >= budget:
             break
-    return chosen
+    return short_sequences
 
 
 def shortened_to(sequence: TokenSequence, tokens: int) -> TokenSequence:
@@ -43,12 +43,12 @@ def shortened_to(sequence: TokenSequence, tokens: int) -> TokenSequence:
         return sequence
     prompt = sequence.prompt_ids[-max(1, tokens // 2, tokens + 1 - len(sequence.response_ids)) :]
     count = max(1, tokens + 1 - len(prompt))
-    sampled = sequence.logp_sampled
+    logp_sampled = sequence.logp_sampled
     return replace(
         sequence,
         prompt_ids=prompt,
         response_ids=sequence.response_ids[:count],
-        logp_sampled=None if sampled is None else sampled[:count],
+        logp_sampled=None if logp_sampled is None else logp_sampled[:count],
     )
 
 

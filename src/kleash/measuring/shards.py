@@ -1,4 +1,4 @@
-"""A run's source, cut into shards that are scored and written as a whole, and checks of what it declares."""
+"""The shards of a run's source, which are scored and written as a whole, and checks of the source's fields."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class ShardPlan:
     shards: Iterator[Shard]
     """The same shards in the same order for the same job."""
     sequences: int | None
-    """Their sequences in all; None for text, whose windows are counted as they are read."""
+    """Total number of sequences; None for text, whose windows are counted as they are read."""
 
 
 def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
@@ -81,15 +81,15 @@ def source_sha256(job: MeasureJob) -> str:
 
 
 def _groups(items: Iterable[Item], cost: Callable[[Item], int], job: MeasureJob) -> Iterator[list[Item]]:
-    """Consecutive items, as many as cost at most the tokens of a shard."""
+    """Iterate over groups of consecutive items whose cost is at most the tokens of a shard."""
     group: list[Item] = []
-    spent = 0
+    group_cost = 0
     for item in items:
-        if group and spent + cost(item) > BATCHES * job.batch_tokens:
+        if group and group_cost + cost(item) > BATCHES * job.batch_tokens:
             yield group
-            group, spent = [], 0
+            group, group_cost = [], 0
         group.append(item)
-        spent += cost(item)
+        group_cost += cost(item)
     if group:
         yield group
 

@@ -180,6 +180,7 @@ def curve_charts(number: int, audit: Audit) -> list[Chart]:
 
 
 def _curve_chart(name: str, quantity: str, audit: Audit) -> Chart:
+    """The chart of a function's "value" or "gradient" against the log ratio, beside the correct curve."""
     zones = [zone for zone in audit.zones if zone.kind in FLAT_ZONES[quantity]]
     limit = _x_limit(zones)
     is_per_token = any(row.log_ratio < 0 for row in audit.curve)
@@ -249,11 +250,11 @@ def _y_range(points: Sequence[CurvePoint]) -> list[float]:
         and isfinite(point.correct)
         and abs(point.correct) < 1e3
     ]
-    measured = [point.measured for point in points if isfinite(point.measured)]
+    measured_values = [point.measured for point in points if isfinite(point.measured)]
     high = max([1.0, *(value for value in inner if value <= 3 * limit)])
     low = min([0.0, *(value for value in inner if value >= -3 * limit)])
-    high = max(high, min(max(measured, default=high), 1.5 * high))
-    low = min(low, max(min(measured, default=low), 1.5 * low - 0.5 * high))
+    high = max(high, min(max(measured_values, default=high), 1.5 * high))
+    low = min(low, max(min(measured_values, default=low), 1.5 * low - 0.5 * high))
     margin = 0.06 * (high - low)
     return [low - margin, high + margin]
 
@@ -261,6 +262,7 @@ def _y_range(points: Sequence[CurvePoint]) -> list[float]:
 def _curve_trace(
     points: Sequence[CurvePoint], values: Sequence[float], name: str, color: str, dash: str
 ) -> dict[str, Any]:
+    """A Plotly trace of values over log ratios."""
     return {
         "type": "scatter",
         "mode": "lines",

@@ -30,7 +30,7 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
     statistics = [
         name
         for name in (*COMPARED, *PERPLEXITIES)
-        if any(name in each.differences for each in comparison.differences)
+        if any(name in difference.differences for difference in comparison.differences)
     ]
     context = {
         "comparison": comparison,
@@ -50,7 +50,7 @@ def runs_chart(comparison: Comparison) -> Chart:
 
 def differences_chart(comparison: Comparison) -> Chart:
     """The paired differences from the first run."""
-    rows = [(keep_end(each.name), each.differences) for each in comparison.differences]
+    rows = [(keep_end(difference.name), difference.differences) for difference in comparison.differences]
     first = keep_end(comparison.runs[0].name)
     title = f"Difference from {first}, on shared {paired_noun(comparison)}"
     return _rows_chart("differences", title, rows, is_difference=True)
@@ -59,7 +59,7 @@ def differences_chart(comparison: Comparison) -> Chart:
 def _rows_chart(
     name: str, title: str, rows: Sequence[tuple[str, Mapping[str, Number]]], *, is_difference: bool
 ) -> Chart:
-    """One row per run, with a dot and its interval for each direction of the KL."""
+    """A chart with one row per run, and a dot with its interval for each direction of the KL."""
     kl = DIRECTIONS[0][0]
     sentences = [
         f"{text}: {format_with_interval(numbers[kl])} nats" for text, numbers in rows if kl in numbers
@@ -86,17 +86,18 @@ def _rows_chart(
 def _rows_figure(
     rows: Sequence[tuple[str, Mapping[str, Number]]], *, is_difference: bool
 ) -> dict[str, object]:
+    """The Plotly figure of ``_rows_chart``."""
     data = []
     for index, (direction, color) in enumerate(DIRECTIONS):
-        present = [row for row, (_, numbers) in enumerate(rows) if direction in numbers]
+        row_indices = [row for row, (_, numbers) in enumerate(rows) if direction in numbers]
         data.append(
             dots(
-                [rows[row][1][direction] for row in present],
-                [row + ROW_OFFSET * (index - 0.5) for row in present],
+                [rows[row][1][direction] for row in row_indices],
+                [row + ROW_OFFSET * (index - 0.5) for row in row_indices],
                 name=label_of(direction),
                 color=color,
                 horizontal=True,
-                text=[escape(rows[row][0]) for row in present],
+                text=[escape(rows[row][0]) for row in row_indices],
             )
         )
     line = {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
@@ -124,12 +125,12 @@ def describe_difference(difference: RunDifference, noun: str = "prompts") -> str
         difference: of the run from the first.
         noun: "prompts" or "documents".
     """
-    shared = difference.shared_prompts
-    on = f"on {format_count(shared)} shared {noun if shared != 1 else noun[:-1]}"
+    count = difference.shared_prompts
+    prompts = f"on {format_count(count)} shared {noun if count != 1 else noun[:-1]}"
     number = difference.differences.get("kl_policy_reference")
     if number is None:
-        return f"not compared, {on}"
-    return f"{describe_direction(number)}: {format_with_interval(number)} nats per token, {on}"
+        return f"not compared, {prompts}"
+    return f"{describe_direction(number)}: {format_with_interval(number)} nats per token, {prompts}"
 
 
 def describe_direction(number: Number) -> str:

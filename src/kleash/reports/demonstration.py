@@ -95,10 +95,10 @@ def write_demonstration(folder: Path) -> Path:
             leash=leash,
             history=TrainingFolder(folder / leash.name).history(),
             samples=read_samples(folder / leash.name),
-            color=STYLES[at % len(STYLES)][0],
-            dash=STYLES[at % len(STYLES)][1],
+            color=STYLES[index % len(STYLES)][0],
+            dash=STYLES[index % len(STYLES)][1],
         )
-        for at, leash in enumerate(demonstration.runs)
+        for index, leash in enumerate(demonstration.runs)
     ]
     runs = [run for run in runs if run.history]
     context = {
@@ -134,7 +134,7 @@ def write_demonstration(folder: Path) -> Path:
     return write_page(folder / "report.html", "demonstration.html", context, ("plotly", "charts.js"))
 
 
-# More arguments than elsewhere: one for each way in which a chart differs from another.
+# The arguments are the differences between the charts.
 def runs_metric_chart(
     name: str, title: str, runs: Sequence[DemonstrationRun], metric: str, y: str, *, logarithmic: bool
 ) -> Chart:
@@ -179,6 +179,7 @@ def runs_metric_chart(
 
 
 def _metric_at_step(run: DemonstrationRun, step: int, metric: str) -> float:
+    """A metric of a run at a step; NaN if it is missing."""
     return next(
         (record.metrics.get(metric, math.nan) for record in run.history if record.step == step), math.nan
     )
@@ -258,6 +259,7 @@ def padded_log_axis(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _frontier_description(runs: Sequence[DemonstrationRun], best_of: Sequence[BestOf]) -> str:
+    """The end of each run, and best-of-n with the largest n, in words."""
     ends = "; ".join(
         f"{run.leash.title} ends at reward {format_value(run.last[AXES[1]])} and {format_value(run.last[AXES[0]])} nats"
         for run in runs

@@ -64,20 +64,22 @@ def read_sequences(folder: RunFolder, keys: Iterable[SequenceKey]) -> dict[Seque
         part_codes = _code(part["prompt_id"].astype(np.int64), part["sample_id"].astype(np.int64))
         rows = np.flatnonzero(np.isin(part_codes, codes))
         for code in np.unique(part_codes[rows]):
-            own_rows = rows[part_codes[rows] == code]
-            own_rows = own_rows[np.argsort(part["position"][own_rows], kind="stable")]
+            token_rows = rows[part_codes[rows] == code]
+            token_rows = token_rows[np.argsort(part["position"][token_rows], kind="stable")]
             sequences[_key(int(code))] = SequenceTokens(
-                texts=[part["text"][row] for row in own_rows],
-                columns={name: part[name][own_rows] for name in COLUMNS},
+                texts=[part["text"][row] for row in token_rows],
+                columns={name: part[name][token_rows] for name in COLUMNS},
             )
     return sequences
 
 
 def _code(prompt_id: Any, sample_id: Any) -> Any:
+    """Prompt id and sample id as one 64-bit number."""
     return (prompt_id << 32) + sample_id
 
 
 def _key(code: int) -> SequenceKey:
+    """Inverse of ``_code``."""
     return code >> 32, code & 0xFFFFFFFF
 
 
@@ -113,13 +115,13 @@ def heat_map(
         tokens: of its ``worst_sequences`` and those of its ``worst_tokens``.
     """
     lengths: dict[SequenceKey, int] = {}
-    left = MAX_TOKENS
+    budget = MAX_TOKENS
     for drift in measurement.worst_sequences:
         size = len(tokens[key_of(drift)].texts) if key_of(drift) in tokens else 0
-        length = min(size, MAX_TOKENS_OF_SEQUENCE, left)
+        length = min(size, MAX_TOKENS_OF_SEQUENCE, budget)
         if length and len(lengths) < MAX_SEQUENCES:
             lengths[key_of(drift)] = length
-            left -= length
+            budget -= length
     contexts = token_contexts(measurement.worst_tokens, tokens, lengths)
     keys = {*lengths, *(key for key, _ in contexts)}
     prompts = read_prompts(folder, keys)
@@ -226,14 +228,13 @@ def read_alternatives(
         by_position = alternatives.get((int(prompt), int(sample)))
         if by_position is None:
             continue
-        both = by_position.setdefault(int(position), ([], []))
-        for likeliest, (texts, probabilities) in zip(both, columns, strict=True):
+        lists = by_position.setdefault(int(position), ([], []))
+        for likeliest, (texts, probabilities) in zip(lists, columns, strict=True):
             if texts[row] is not None:
                 likeliest.append((make_visible(texts[row]), round_for_display(probabilities[row])))
     return alternatives
 
 
-# More arguments than elsewhere: one sequence, and what is known of all.
 def _payload(
     total: float,
     key: SequenceKey,
@@ -250,7 +251,7 @@ def _payload(
     columns = {name: values[span.start : span.stop] for name, values in sequence.columns.items()}
     texts: dict[str, int] = {}
 
-    def flattened(likeliest: list[tuple[str, float]]) -> list[int | float]:
+    def flatten(likeliest: list[tuple[str, float]]) -> list[int | float]:
         return [part for text, p in likeliest for part in (texts.setdefault(text, len(texts)), p)]
 
     return {
@@ -273,7 +274,7 @@ def _payload(
         "position": [int(value) for value in columns["position"]],
         "token_id": [int(value) for value in columns["token_id"]],
         "alternatives": [
-            [flattened(likeliest) for likeliest in alternatives[key].get(int(position), ([], []))]
+            [flatten(likeliest) for likeliest in alternatives[key].get(int(position), ([], []))]
             for position in columns["position"]
         ],
         "texts": list(texts),

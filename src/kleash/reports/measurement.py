@@ -134,6 +134,7 @@ def merge_warnings(numbers: Iterable[tuple[str, Number]], reported: Collection[s
 
 
 def _joined_labels(labels: list[str]) -> str:
+    """Up to three labels joined by commas and "and"; of more, two and the number of the others."""
     if len(labels) <= MAX_NAMES:
         return " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))
     return f"{', '.join(labels[: MAX_NAMES - 1])} and {len(labels) - MAX_NAMES + 1} others"
@@ -142,8 +143,8 @@ def _joined_labels(labels: list[str]) -> str:
 def _with_ranges(warnings: list[str]) -> str:
     """Warnings of one pattern as one, with the range of each numeral that differs."""
     columns = zip(*(NUMERAL.findall(warning) for warning in warnings), strict=True)
-    ordered = [sorted(set(column), key=lambda text: float(text.rstrip("%"))) for column in columns]
-    ranges = iter(each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in ordered)
+    numerals = [sorted(set(column), key=lambda text: float(text.rstrip("%"))) for column in columns]
+    ranges = iter(row[0] if len(row) == 1 else f"{row[0]} to {row[-1]}" for row in numerals)
     return NUMERAL.sub(lambda _: next(ranges), warnings[0])
 
 
@@ -192,6 +193,7 @@ def describe_sample_size(measurement: Measurement) -> str:
 
 
 def _counted(number: int, noun: str) -> str:
+    """A number with its noun in the singular or plural."""
     return f"{format_count(number)} {noun}{'' if number == 1 else 's'}"
 
 

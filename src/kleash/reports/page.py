@@ -1,4 +1,4 @@
-"""The shell of every page: escaping, theme, scripts, and a content security policy that allows only these scripts."""
+"""Rendering of pages: escaping, theme, scripts, and a content security policy that allows only these scripts."""
 
 import base64
 import hashlib
@@ -71,15 +71,16 @@ def script_json(value: Any) -> str:
 def _content_policy(sources: Sequence[str]) -> str:
     """A content security policy that allows these scripts, inline styles and no requests."""
     hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    script_sources = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src {script_sources}; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
 @cache
 def _environment(templates: Path | None = None) -> Any:
+    """The Jinja2 environment with autoescape and the filters of the pages."""
     jinja2 = import_extra("jinja2", "models")
     loaders = [jinja2.PackageLoader("kleash.reports")]
     if templates is not None:
@@ -110,6 +111,7 @@ def _environment(templates: Path | None = None) -> Any:
 
 @cache
 def _asset(name: str) -> str:
+    """The text of a file in ``assets/``."""
     return (resources.files("kleash.reports") / "assets" / name).read_text(encoding="utf-8")
 
 

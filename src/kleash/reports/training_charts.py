@@ -113,7 +113,7 @@ def run_charts(
     return {chart.name: chart for chart in candidates if chart is not None}
 
 
-# More arguments than elsewhere: one for each way in which a chart differs from another.
+# The arguments are the differences between the charts.
 def metric_chart(
     name: str,
     title: str,
@@ -140,10 +140,10 @@ def metric_chart(
         return None
     data: list[dict[str, Any]] = []
     for line in present:
-        drawn = thin_steps([record for record in history if line.metric in record.metrics], MAX_POINTS)
-        x, values = [record.step for record in drawn], metric_values(drawn, line.metric)
-        if line.error is not None and any(map(math.isfinite, metric_values(drawn, line.error))):
-            errors = metric_values(drawn, line.error)
+        steps = thin_steps([record for record in history if line.metric in record.metrics], MAX_POINTS)
+        x, values = [record.step for record in steps], metric_values(steps, line.metric)
+        if line.error is not None and any(map(math.isfinite, metric_values(steps, line.error))):
+            errors = metric_values(steps, line.error)
             low = [value - 2 * error for value, error in zip(values, errors, strict=True)]
             high = [value + 2 * error for value, error in zip(values, errors, strict=True)]
             data += band(x, low, high, "± 2 standard errors")
@@ -206,6 +206,7 @@ def horizontal_line(value: float) -> dict[str, Any]:
 
 
 def _target_label(value: float) -> dict[str, Any]:
+    """A Plotly annotation of the target's line."""
     return {
         "text": "target",
         "x": 0,

@@ -12,7 +12,7 @@ from kleash.uncertainty.intervals import estimates_of
 from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
 
 MIN_CLUSTERS = 8
-"""Fewest clusters to fit a weight on: on three clusters its variance, and that of the KL, has no bound."""
+"""Smallest number of clusters to fit a weight to; with three, the variance of the weight and the KL is unbounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +63,29 @@ def controlled_total(
         raise ShapeError(f"monte_carlo, exact and clusters are {shapes}; give one of each per sequence")
     names, index = np.unique(clusters, return_inverse=True)
     counts = np.bincount(index, minlength=len(names)).astype(np.float64)
-    sampled = np.bincount(index, weights=monte_carlo, minlength=len(names)).astype(np.float64)
-    summed = np.bincount(index, weights=exact, minlength=len(names)).astype(np.float64)
-    weight, fitted = _fit_weight(sampled, summed, counts)
-    combined = summed if weight == 1 else sampled - weight * (sampled - summed)
+    u = np.bincount(index, weights=monte_carlo, minlength=len(names)).astype(np.float64)
+    c = np.bincount(index, weights=exact, minlength=len(names)).astype(np.float64)
+    weight, num_fitted = _fit_weight(u, c, counts)
+    combination = c if weight == 1 else u - weight * (u - c)
     bounds = (-math.inf if lower is None else lower, math.inf)
     linear_u, linear_c, linear_total = (
-        linearise([RatioTerm(1.0, total, counts)]) for total in (sampled, summed, combined)
+        linearise([RatioTerm(1.0, total, counts)]) for total in (u, c, combination)
     )
     components = estimates_of(
         [linear_u, linear_c], [unit] * 2, [(-math.inf, math.inf), bounds], known_value=known_value
     )
-    (estimate,) = estimates_of([linear_total], [unit], [bounds], fitted=fitted, known_value=known_value)
+    (estimate,) = estimates_of([linear_total], [unit], [bounds], fitted=num_fitted, known_value=known_value)
     return ControlledTotal(
         estimate=estimate, weight=weight, monte_carlo=components[0], exact_sum=components[1]
     )
 
 
-def _fit_weight(sampled: FloatArray, summed: FloatArray, counts: FloatArray) -> tuple[float, int]:
+def _fit_weight(u: FloatArray, c: FloatArray, counts: FloatArray) -> tuple[float, int]:
     """The weight a, and the number of parameters that were fitted for it (0 or 1)."""
-    if len(counts) < MIN_CLUSTERS or not np.all(np.isfinite(sampled) & np.isfinite(summed)):
+    if len(counts) < MIN_CLUSTERS or not np.all(np.isfinite(u) & np.isfinite(c)):
         return 1.0, 0
-    total = linearise([RatioTerm(1.0, sampled, counts)])
-    difference = linearise([RatioTerm(1.0, sampled, counts), RatioTerm(-1.0, summed, counts)])
+    total = linearise([RatioTerm(1.0, u, counts)])
+    difference = linearise([RatioTerm(1.0, u, counts), RatioTerm(-1.0, c, counts)])
     variance = float(difference.influence @ difference.influence)
     if variance == 0:
         return 1.0, 0

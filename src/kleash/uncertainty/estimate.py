@@ -86,6 +86,7 @@ def transformed(
 
 
 def _value_or_inf(function: Callable[[float], float], x: float) -> float:
+    """``function(x)``; infinite if it overflows or divides by zero."""
     try:
         return function(x)
     except (OverflowError, ZeroDivisionError):

@@ -50,6 +50,7 @@ def is_constant(linearised: LinearisedEstimate, value: float) -> bool:
 
 
 def _exact_estimate(linearised: LinearisedEstimate, unit: str) -> Estimate:
+    """The estimate of a constant, without any error."""
     return Estimate(
         value=linearised.value,
         unit=unit,
@@ -60,6 +61,7 @@ def _exact_estimate(linearised: LinearisedEstimate, unit: str) -> Estimate:
 
 
 def _estimate(linearised: LinearisedEstimate, unit: str, bounds: Interval, fitted: int) -> Estimate:
+    """The estimate with standard error, interval and warnings."""
     error = standard_error(linearised, fitted)
     interval = (
         constant_interval(linearised, bounds) if error == 0 else _interval(linearised, error, bounds, fitted)

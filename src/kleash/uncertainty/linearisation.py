@@ -84,8 +84,8 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
         effective_clusters = min(effective_clusters, float(total**2 / (counts @ counts)))
     if _is_rounding(influence, columns):
         influence = np.zeros_like(influence)
-    few_enough = len(influence) <= MAX_SORTED_CLUSTERS
-    tied = _count_tied([term.sign for term in terms], columns) if few_enough else 0
+    can_count_ties = len(influence) <= MAX_SORTED_CLUSTERS
+    tied = _count_tied([term.sign for term in terms], columns) if can_count_ties else 0
     return LinearisedEstimate(value, influence, effective_clusters, tied, "")
 
 
@@ -121,6 +121,7 @@ def _count_tied(signs: Sequence[float], columns: Sequence[FloatArray]) -> int:
 
 
 def _no_error_reason(sums: Sequence[FloatArray]) -> str:
+    """Why no standard error can be computed: infinite or NaN sums; empty if there are none."""
     non_finite = ~np.all([np.isfinite(column) for column in sums], axis=0)
     if not non_finite.any():
         return ""

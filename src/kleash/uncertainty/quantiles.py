@@ -56,9 +56,9 @@ class CoarseCounts:
         if values.dtype != np.float32:
             raise OptionError(f"the values are {values.dtype}; give float32, of which every bit is counted")
         keys = float_keys(values[~np.isnan(values)])
-        added = np.bincount(keys >> 16, minlength=NUM_HALVES)
+        new_counts = np.bincount(keys >> 16, minlength=NUM_HALVES)
         return CoarseCounts(
-            counts=self.counts + added, not_numbers=self.not_numbers + len(values) - len(keys)
+            counts=self.counts + new_counts, not_numbers=self.not_numbers + len(values) - len(keys)
         )
 
     def __add__(self, other: "CoarseCounts") -> "CoarseCounts":
@@ -211,15 +211,16 @@ class FineCounts:
         if total_sum == 0 or not math.isfinite(total_sum):
             return math.nan
         index, half = self._locate(rank_of_level(level, total))
-        remaining = rank_of_level(share, total) - int(self.by_cluster[:, 2 * index + 2 :].sum())
+        num_in_half = rank_of_level(share, total) - int(self.by_cluster[:, 2 * index + 2 :].sum())
         inside = self.inside[index]
         from_top = np.cumsum(inside[::-1])[::-1]
-        selected = np.minimum(np.maximum(remaining - (from_top - inside), 0), inside)
-        nonzero = np.flatnonzero(selected)
-        top = floats_of_keys(half * NUM_HALVES + nonzero).astype(np.float64) @ selected[nonzero]
-        return (float(self.sums[2 * index + 2 :].sum()) + float(top)) / total_sum
+        top_counts = np.minimum(np.maximum(num_in_half - (from_top - inside), 0), inside)
+        nonzero = np.flatnonzero(top_counts)
+        top_sum = floats_of_keys(half * NUM_HALVES + nonzero).astype(np.float64) @ top_counts[nonzero]
+        return (float(self.sums[2 * index + 2 :].sum()) + float(top_sum)) / total_sum
 
     def _estimate(self, level: float, unit: str, bounds: tuple[float, float]) -> Estimate:
+        """The quantile at a level, with Woodruff's interval clipped to the bounds."""
         total, clusters = int(self.coarse.sum()), int((self.by_cluster.sum(1) > 0).sum())
         value = error = math.nan
         interval = math.nan, math.nan
@@ -263,6 +264,7 @@ class FineCounts:
         return ends == {value}
 
     def _exact_estimate(self, value: float, unit: str) -> Estimate:
+        """The quantile of values that are equal by construction."""
         clusters = int((self.by_cluster.sum(1) > 0).sum())
         return Estimate(value=value, unit=unit, standard_error=0.0, clusters=clusters, ci95=(value, value))
 
@@ -320,6 +322,8 @@ def float_keys(values: NDArray[Any]) -> NDArray[np.int64]:
 def floats_of_keys(keys: NDArray[Any]) -> NDArray[np.float32]:
     """Inverse of ``float_keys``; keys beyond those of the infinities give the infinities."""
     lowest, highest = float_keys(np.array([-np.inf, np.inf], np.float32))
-    clipped = np.minimum(np.maximum(keys, lowest), highest).astype(np.uint32)
-    bits: NDArray[np.uint32] = np.where(clipped & SIGN_BIT, clipped ^ SIGN_BIT, ~clipped).astype(np.uint32)
+    valid_keys = np.minimum(np.maximum(keys, lowest), highest).astype(np.uint32)
+    bits: NDArray[np.uint32] = np.where(valid_keys & SIGN_BIT, valid_keys ^ SIGN_BIT, ~valid_keys).astype(
+        np.uint32
+    )
     return bits.view(np.float32)  # pyright: ignore[reportUnknownMemberType]

@@ -194,7 +194,7 @@ class RunningMean(NamedTuple):
     tokens: Int64[np.ndarray, "points"]
     mean: Float64[np.ndarray, "points"]
     half_width: Float64[np.ndarray, "points"]
-    """Half of the 95 % interval by Student's t; NaN over fewer than two clusters, and if all clusters are equal."""
+    """Half of the 95 % interval by Student's t; NaN for fewer than two clusters, and if all clusters are equal."""
 
 
 def running_mean(
@@ -245,6 +245,7 @@ def _float64(values: np.ndarray) -> FloatArray:
 
 
 def _per_column(bound: Bound, default: float, columns: int) -> list[float]:
+    """A bound for each column."""
     if bound is None:
         return [default] * columns
     if isinstance(bound, (int, float)):

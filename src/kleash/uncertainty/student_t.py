@@ -68,6 +68,6 @@ def _log_gamma_ratio(half: float) -> float:
 
 @lru_cache(maxsize=1)
 def _gauss_legendre() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Nodes and weights on (0, 1)."""
+    """Nodes and weights of Gauss-Legendre integration on (0, 1)."""
     nodes, weights = np.polynomial.legendre.leggauss(96)
     return (nodes + 1) / 2, weights / 2
