@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Entry, LargestDrift, TopEntries, shortened
+from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Entry, LargestDrift, TopEntries, shorten_text
 from kleash.records import RunFolder, RunHeader
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
@@ -83,5 +83,5 @@ def test_infinite_kl_ranks_first_and_nan_last() -> None:
 
 
 def test_long_prompts_are_cut_with_an_ellipsis() -> None:
-    assert shortened("a" * MAX_TEXT) == "a" * MAX_TEXT
-    assert shortened("a" * (MAX_TEXT + 1)) == "a" * (MAX_TEXT - 1) + "…"
+    assert shorten_text("a" * MAX_TEXT) == "a" * MAX_TEXT
+    assert shorten_text("a" * (MAX_TEXT + 1)) == "a" * (MAX_TEXT - 1) + "…"

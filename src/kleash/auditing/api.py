@@ -22,22 +22,22 @@ def audit(
     name: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Audit:
-    """What a KL implementation estimates, and what it differentiates.
+    """Determine what a KL implementation estimates and what it differentiates, by exact enumeration.
 
-    By enumeration: the function is called with every response over toy distributions, and its results are
-    weighted with the probabilities of the responses. Expectations are therefore finite sums in float64, without
-    sampling error, and two audits of one pure function are equal. Impure functions are reported; a random one is
-    averaged over many calls. The function is also called along the log ratio from -100 to 100 nats, on extreme
-    inputs, with arbitrary numbers in the padding, in float32 and in bfloat16.
+    The function is called with every response over toy distributions, and its results are weighted by the probabilities
+    of the responses. Expectations are therefore finite sums in float64 without sampling error, and two audits of one
+    pure function are equal. Impure functions are reported; a random one is averaged over many calls. The function is
+    also called along the log ratio from -100 to 100 nats, on extreme inputs, with arbitrary numbers in the padding, in
+    float32 and in bfloat16.
 
     Args:
         function: the KL function; called hundreds of times on tiny tensors, on the CPU.
-        convention: how it is called and what it returns: a name of ``CONVENTIONS``, or a record of your own.
-        name: its name in the audit; otherwise where it was defined.
+        convention: how it is called and what it returns: a name of ``CONVENTIONS``, or a ``Convention``.
+        name: its name in the audit; None for its module and qualified name.
         arguments: keyword arguments for every call.
 
     Returns:
-        The verdict, the findings, and the numbers that they rest on.
+        The verdict, the findings, and the numbers that they are based on.
 
     Raises:
         UnknownNameError: if no convention has this name.

@@ -22,7 +22,7 @@ class AuditedFunction:
     name: str
     arguments: Mapping[str, Any]
     repeats: int = 1
-    """How many calls ``values`` averages: more than one for a random function."""
+    """Number of calls that ``values`` averages; more than one for a random function."""
 
     @property
     def is_differentiated(self) -> bool:
@@ -45,20 +45,20 @@ class AuditedFunction:
         def bound(*positional: Any, **keywords: Any) -> Any:
             return self.function(*positional, **{**self.arguments, **keywords})
 
-        described = f"convention {self.convention.name!r}, {self.convention.summary}"
+        description = f"convention {self.convention.name!r}, {self.convention.summary}"
         try:
             result = self.convention.call(bound, inputs)
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             message = f": {lines[0][:300]}" if lines else ""
             raise CannotRunError(
-                f"{self.name} raised {type(error).__name__}{message} when called by {described}; "
+                f"{self.name} raised {type(error).__name__}{message} when called by {description}; "
                 "choose the convention that fits it, or bind the arguments it needs"
             ) from error
-        unusable = _unusable_type(result)
-        if unusable:
+        unusable_type = _unusable_type(result)
+        if unusable_type:
             raise CannotRunError(
-                f"{self.name} returned {unusable} when called by {described}; audit a function that returns "
+                f"{self.name} returned {unusable_type} when called by {description}; audit a function that returns "
                 "a tensor of floating-point numbers"
             )
         sequences, steps, vocab = inputs.logp.shape
@@ -71,7 +71,7 @@ class AuditedFunction:
         if tuple(result.shape) != expected_shape:
             raise ShapeError(
                 f"{self.name} returned {tuple(result.shape)} for {sequences} sequences of {steps} steps, and "
-                f"{described} means {expected_shape}; choose the convention that fits it, or bind its reduction"
+                f"{description} means {expected_shape}; choose the convention that fits it, or bind its reduction"
             )
         return result
 
@@ -106,6 +106,7 @@ class AuditedFunction:
         return torch.stack([self._values_of_one_call(inputs) for _ in range(self.repeats)]).mean(0)
 
     def _values_of_one_call(self, inputs: AuditInputs) -> Float[Tensor, "sequences parts"]:
+        """``values`` from one call; for a mean, from one call per sequence."""
         gives = self.convention.gives
         if gives == "mean":
             rows = [inputs.select(slice(i, i + 1)) for i in range(len(inputs.tokens))]

@@ -51,15 +51,16 @@ class Convention:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        for field, allowed in (
+        for field, choices in (
             ("place", ("loss", "reward", "metric")),
             ("gives", ("vocabulary", "token", "sequence", "mean")),
             ("sees", ("tokens", "distributions", "hidden")),
             ("sign", (1, -1)),
         ):
-            if getattr(self, field) not in allowed:
-                choices = ", ".join(map(str, allowed))
-                raise OptionError(f"a convention's {field} is {getattr(self, field)!r}; there are {choices}")
+            if getattr(self, field) not in choices:
+                raise OptionError(
+                    f"a convention's {field} is {getattr(self, field)!r}; there are {', '.join(map(str, choices))}"
+                )
         look_up(DIVERGENCES, self.claims, "divergence")
 
 

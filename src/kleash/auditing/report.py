@@ -1,4 +1,4 @@
-"""The audit record from the evidence: rows of plain values, and the texts of a reader."""
+"""Makes the audit record from the evidence: rows of plain values, and sentences."""
 
 import platform
 from collections.abc import Callable, Mapping, Sequence

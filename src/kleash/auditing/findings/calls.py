@@ -25,7 +25,7 @@ def purity_findings(results: Sequence[PurityResult]) -> list[Finding]:
         if result.impurity is None:
             continue
         if result.check == "arguments":
-            sentence = f"It is not pure: {describe_impurity(result)}, which the caller goes on to use."
+            sentence = f"It is not pure: {describe_impurity(result)}, which the caller may use again."
             findings.append(Finding(kind="changes_inputs", severity="wrong", sentence=sentence))
         elif result.check == "settings":
             sentence = f"It is not pure: {describe_impurity(result)}."
@@ -57,7 +57,7 @@ def describe_impurity(result: PurityResult) -> str:
         case "process_seed":
             return "its result is random and depends on the seed of the process"
         case "own_generator":
-            return "its result is random, from a generator of its own"
+            return "its result is random, from a separate generator"
         case "overwritten":
             verb = "overwrites" if result.check == "arguments" else "changes"
             return f"it {verb} {', '.join(result.changed)}"

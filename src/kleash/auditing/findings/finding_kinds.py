@@ -102,7 +102,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "stateful": "pass the state as an argument, and return the new state",
         "random": "take the noise as an argument if results should be reproducible",
         "changes_inputs": "work on a copy instead of changing an argument in place",
-        "changes_settings": "use a torch.Generator of its own, and pass the dtype as an argument",
+        "changes_settings": "use a separate torch.Generator, and pass the dtype as an argument",
     }
 )
 """Kind -> what to change, in one line."""

@@ -1,4 +1,4 @@
-"""The function along the log ratio from -100 to 100 nats: where it is clamped, dead or NaN; and its curve."""
+"""A scan of the function along the log ratio from -100 to 100 nats: clamped, dead and NaN ranges, and its curve."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from kleash.estimators import ESTIMATORS
 from kleash.store.audit import CurveRow, ZoneKind, ZoneRow
 
 REACH = 100.0
+"""Largest absolute log ratio of the scan, in nats."""
 SPACING = 0.5
+"""Distance between the log ratios of the scan, in nats."""
 CURVE_REACH = 30.0
 """Nats on either side of the curve."""
 BOUNDARY_PRECISION = 1e-5
@@ -81,9 +83,9 @@ def _scan_tokens(audited: AuditedFunction, log_ratios: Tensor, dtype: torch.dtyp
 
 def _uniform_and_skewed(log_odds: Tensor, claims: str) -> tuple[Tensor, Tensor]:
     """Logits [points, 2] of p and q: uniform on the side that is averaged over, skewed on the other."""
-    skewed = torch.stack([log_odds / 2, -log_odds / 2], dim=-1)
-    uniform = torch.zeros_like(skewed)
-    return (skewed, uniform) if claims == "reverse_kl" else (uniform, skewed)
+    skewed_logits = torch.stack([log_odds / 2, -log_odds / 2], dim=-1)
+    uniform_logits = torch.zeros_like(skewed_logits)
+    return (skewed_logits, uniform_logits) if claims == "reverse_kl" else (uniform_logits, skewed_logits)
 
 
 def _scan_distributions(audited: AuditedFunction, log_odds: Tensor, dtype: torch.dtype) -> Scan:
@@ -106,6 +108,7 @@ def _scan_distributions(audited: AuditedFunction, log_odds: Tensor, dtype: torch
 def _gradient(
     audited: AuditedFunction, values: Tensor, leaf: Tensor, select_entry: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
+    """The selected entries of the gradient of the values' sum in a leaf; None if the values do not depend on it."""
     if not audited.is_differentiated or not values.requires_grad:
         return None
     (gradient,) = audited.gradients(values.sum(), leaf, retain_graph=True)
@@ -176,7 +179,7 @@ class ZoneSearch:
     kind: ZoneKind
     both_signs: bool
     sections: int
-    """Into how many parts an interval is divided in each step of the search for an end."""
+    """Number of parts into which each step of the search for an end divides the interval."""
 
 
 def find_zones(search: ZoneSearch, scan: Scan, is_inside: Bool[Tensor, " points"]) -> tuple[ZoneRow, ...]:
@@ -195,6 +198,7 @@ def find_zones(search: ZoneSearch, scan: Scan, is_inside: Bool[Tensor, " points"
 
 
 def _zone(search: ZoneSearch, scan: Scan, first: int, last: int) -> ZoneRow:
+    """The zone that contains the grid points from ``first`` to ``last``."""
     u = scan.log_ratios.tolist()
 
     def boundary(inside: int, outside: int) -> float:
@@ -216,7 +220,7 @@ def _zone(search: ZoneSearch, scan: Scan, first: int, last: int) -> ZoneRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScanResult:
-    """The scan on the grid, and the zones by what happens in them."""
+    """The scan on the grid, and the zones by their kind."""
 
     scan: Scan
     dead: tuple[ZoneRow, ...]
@@ -262,20 +266,20 @@ def float64_values(
 
 
 def curve_rows(audited: AuditedFunction, scan: Scan, estimator: str) -> tuple[tuple[CurveRow, ...], str]:
-    """Value and gradient against the log ratio beside the right ones, and the name of the right value.
+    """Value and gradient against the log ratio with the correct ones, and the name of the correct value.
 
-    Right is the divergence of the pair, or for sampled tokens an estimator. The right gradient in a sampled
-    token's log-probability is the log ratio, up to a constant, which changes no expectation. For sampled
-    tokens there are rows only if KL(p || q) is claimed.
+    The correct value is the divergence of the pair, or for sampled tokens an estimator. The correct gradient in a
+    sampled token's log-probability is the log ratio, up to a constant, which does not change the expectation. For
+    sampled tokens there are rows only if KL(p || q) is claimed.
     """
     convention = audited.convention
     in_reach = scan.log_ratios.abs() <= CURVE_REACH
     u, values = scan.log_ratios[in_reach], scan.values[in_reach]
-    missing = torch.full_like(u, torch.nan)
-    gradients = missing if scan.gradients is None else scan.gradients[in_reach]
+    nans = torch.full_like(u, torch.nan)
+    gradients = nans if scan.gradients is None else scan.gradients[in_reach]
     if convention.sees != "tokens":
-        claimed = None if scan.gradients is None else scan.claimed_gradients
-        right_gradients = missing if claimed is None else claimed[in_reach]
+        claimed_gradients = None if scan.gradients is None else scan.claimed_gradients
+        right_gradients = nans if claimed_gradients is None else claimed_gradients[in_reach]
         p, q = (side.log_softmax(-1) for side in _uniform_and_skewed(u, convention.claims))
         right_values = divergence(convention.claims, p, q)
         rows = _curve_rows(u, values, right_values, gradients, right_gradients)
@@ -284,7 +288,7 @@ def curve_rows(audited: AuditedFunction, scan: Scan, estimator: str) -> tuple[tu
         return (), ""
     right_estimator = estimator or ("k1" if convention.place == "reward" else "k3")
     right_values = ESTIMATORS[right_estimator].of(u)
-    right_gradients = missing if scan.gradients is None else u
+    right_gradients = nans if scan.gradients is None else u
     return _curve_rows(u, values, right_values, gradients, right_gradients), right_estimator
 
 

@@ -21,7 +21,7 @@ GRADIENT_CALLS = 8
 VALUE_CALLS = 24
 """Further repeated calls, value only."""
 FINAL_CALLS = 70
-"""Repeated calls at the end of the audit; some hundreds were made in between."""
+"""Repeated calls at the end of the audit, after several hundred others."""
 SEED = 20
 
 PADDING_FILLS = tuple(
@@ -195,11 +195,12 @@ def _value(audited: AuditedFunction, inputs: AuditInputs) -> Tensor:
 
 
 def _is_same(result: Tensor, other: Tensor) -> bool:
+    """Whether two results agree up to rounding."""
     return result.shape == other.shape and torch.allclose(result, other, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
 def _changed(check: Check, before: Tensor, after: Tensor) -> PurityResult:
-    """The entry that changed most."""
+    """The result of a check whose calls differ, with the entry that changed most."""
     if before.shape != after.shape:
         return PurityResult(check=check, impurity="changed_shape")
     entry = int((after - before).abs().nan_to_num(nan=torch.inf).argmax())
@@ -244,8 +245,8 @@ def _is_unordered(series: Tensor) -> bool:
         return False
     if any(torch.allclose(series[:-n], series[n:], rtol=1e-9) for n in range(1, len(series) // 2)):
         return False
-    centred = series - series.mean()
-    autocorrelation = (centred[1:] * centred[:-1]).sum() / centred.square().sum()
+    deviations = series - series.mean()
+    autocorrelation = (deviations[1:] * deviations[:-1]).sum() / deviations.square().sum()
     return bool(autocorrelation.abs() < 0.5)
 
 
@@ -260,16 +261,16 @@ def _call_with_other_inputs(audited: AuditedFunction, first: Tensor) -> PurityRe
     def mean_of(pair: str, count: int) -> Tensor:
         return _value(audited, _repeated_token(toy_distributions()[pair], count)).mean()
 
-    fresh = mean_of("peaked", 5)
+    before = mean_of("peaked", 5)
     mean_of("far", 6)
     after = mean_of("peaked", 6)
-    summed = fresh * 6 / 5  # of a function that sums over its batch
-    if _is_same(after, fresh) or _is_same(after, summed):
+    before_as_sum = before * 6 / 5  # for a function that sums over its batch
+    if _is_same(after, before) or _is_same(after, before_as_sum):
         return None
-    if not _is_same(mean_of("peaked", 7), fresh):  # the batch size itself changes the result
+    if not _is_same(mean_of("peaked", 7), before):  # the batch size itself changes the result
         return None
     return PurityResult(
-        check="other_inputs", impurity="changed_by_batch_size", before=fresh.item(), after=after.item()
+        check="other_inputs", impurity="changed_by_batch_size", before=before.item(), after=after.item()
     )
 
 
@@ -300,34 +301,36 @@ def _reuse_tensors(audited: AuditedFunction) -> PurityResult | None:
 
 def _overwritten_arguments(audited: AuditedFunction) -> PurityResult:
     """Which arguments the function overwrites."""
-    overwritten: list[str] = []
+    names: list[str] = []
     batches = [_one_token_inputs(audited, "far"), *map(padded_inputs, PADDING_FILLS)]
     for inputs in (*batches, batches[1].to(torch.bfloat16)):
         arguments, originals = inputs.clone(), inputs.clone()
         with suppress(KleashError):
             audited.call_in_place(arguments)
-        overwritten += [
+        names += [
             field.name
             for field in fields(AuditInputs)
             if not _is_identical(
                 getattr(arguments, field.name).detach(), getattr(originals, field.name).detach()
             )
         ]
-    return _overwritten("arguments", overwritten)
+    return _overwritten("arguments", names)
 
 
 def _overwritten(check: Check, names: Sequence[str]) -> PurityResult:
+    """The result of a check for overwritten arguments or settings."""
     if not names:
         return PurityResult(check=check)
     return PurityResult(check=check, impurity="overwritten", changed=tuple(dict.fromkeys(names)))
 
 
 def _is_identical(tensor: Tensor, other: Tensor) -> bool:
-    """The same numbers, with NaN at the same places."""
+    """Whether two tensors have the same shape and values, with NaN at the same entries."""
     return tensor.shape == other.shape and bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 def _process_settings() -> dict[str, object]:
+    """The settings of torch that a function could change, by their names in sentences."""
     return {
         "whether gradients are computed": torch.is_grad_enabled(),
         "the default dtype": torch.get_default_dtype(),
@@ -337,6 +340,7 @@ def _process_settings() -> dict[str, object]:
 
 
 def _generator_states() -> dict[str, bytes]:
+    """The states of the random generators of torch, Python and numpy."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
     return {
         "torch's": torch.get_rng_state().numpy().tobytes(),
@@ -359,6 +363,6 @@ def _overwritten_settings(audited: AuditedFunction, settings: dict[str, object])
         states.append(_generator_states())
     settings_after = _process_settings()
     torch.set_grad_enabled(True)
-    changed = [name for name, value in settings_after.items() if value != settings[name]]
-    changed += [f"the seed of {name} generator" for name in states[0] if states[0][name] == states[1][name]]
-    return _overwritten("settings", changed)
+    names = [name for name, value in settings_after.items() if value != settings[name]]
+    names += [f"the seed of {name} generator" for name in states[0] if states[0][name] == states[1][name]]
+    return _overwritten("settings", names)

@@ -1,4 +1,4 @@
-"""What can be audited: the KL code of known packages by name, and any function at a dotted path."""
+"""Audit targets: the KL code of known packages by name, and any function at a dotted path."""
 
 from kleash.auditing.targets.case_resolution import function_at, parse_arguments
 from kleash.auditing.targets.cases import Case, Target

@@ -1,4 +1,4 @@
-"""Cases from what the user typed: a target, one of its cases, or ``package.module:function``."""
+"""Resolving the argument of ``kleash audit`` to cases: a target, one of its cases, or ``package.module:function``."""
 
 import ast
 import inspect
@@ -64,9 +64,8 @@ def _cases_of_target(
             f"{package} brings its own conventions and arguments; name the function as package.module:function "
             "to choose them"
         )
-    cases = TARGETS[package].load()
-    chosen = [case for case in cases if not case_name or case.name == case_name]
-    return tuple(replace(case, name=f"{package}:{case.name}") for case in chosen)
+    cases = [case for case in TARGETS[package].load() if not case_name or case.name == case_name]
+    return tuple(replace(case, name=f"{package}:{case.name}") for case in cases)
 
 
 def _case_at_path(target: str, convention: str | None, arguments: Sequence[str]) -> Case:

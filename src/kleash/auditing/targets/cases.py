@@ -1,4 +1,4 @@
-"""The records of what is audited: one function and how it is called (a case), one package (a target)."""
+"""The records of audit targets: a case is one function and how it is called, a target is one package."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

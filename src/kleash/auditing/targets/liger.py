@@ -52,8 +52,8 @@ def jsd_loss(
 
     Student p, teacher q; beta 1 is KL(p || q), 0 is KL(q || p).
     """
-    chunked = import_target("liger_kernel.chunked_loss")
-    loss = chunked.LigerFusedLinearJSDLoss(
+    module = import_target("liger_kernel.chunked_loss")
+    loss = module.LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False
     )
     rows_p, rows_q = hidden_p.flatten(0, -2), hidden_q.flatten(0, -2)
