@@ -42,7 +42,7 @@ def batches(draw):
 
 @given(batches())
 @settings(max_examples=100)
-def test_agrees_with_the_recursion(batch):
+def test_gae_agrees_with_the_recursion(batch):
     rewards, values, mask, gamma, gae_lambda, shape = batch
     where = torch.tensor(mask, dtype=torch.bool).reshape(shape)
     given_, critic = (torch.tensor(x, dtype=torch.float64).reshape(shape) for x in (rewards, values))
@@ -59,7 +59,7 @@ def test_agrees_with_the_recursion(batch):
         assert to_go[i].tolist() == pytest.approx(expected, rel=1e-10, abs=1e-10)
 
 
-def test_by_hand():
+def test_gae_of_a_small_example():
     rewards, values = torch.tensor([[1.0, NAN, 2.0, NAN]]), torch.tensor([[0.5, NAN, 3.0, NAN]])
     mask = torch.tensor([[1, 0, 1, 0]])
     got = generalised_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
@@ -68,7 +68,7 @@ def test_by_hand():
     assert rewards_to_go(rewards, mask, gamma=0.5).tolist() == [[2.0, 0.0, 2.0, 0.0]]
 
 
-def test_tool_output_is_no_step():
+def test_masked_tool_output_is_not_a_step():
     """A response with tool output in it has the advantages of the same response without."""
     torch.manual_seed(0)
     rewards, values = torch.randn(2, 6), torch.randn(2, 6)
@@ -100,7 +100,7 @@ def test_a_long_response_in_float32():
     assert undiscounted == pytest.approx(rewards.double()[mask].sum().item(), abs=1e-2)
 
 
-def test_no_gradient_and_precision():
+def test_results_are_detached_and_in_at_least_float32():
     rewards = torch.ones(1, 3, dtype=torch.bfloat16, requires_grad=True)
     values = torch.full((1, 3), 256.5, requires_grad=True)
     got = generalised_advantages(rewards, values, torch.ones(1, 3, dtype=torch.bool), gae_lambda=1.0)
@@ -110,7 +110,7 @@ def test_no_gradient_and_precision():
 
 
 @compiles
-def test_one_graph(compiler):
+def test_advantages_compile_without_graph_breaks(compiler):
     torch.manual_seed(2)
     given_ = torch.randn(2, 5), torch.randn(2, 5), torch.rand(2, 5) < 0.7
     compiled = torch.compile(generalised_advantages, fullgraph=True, backend="aot_eager")
@@ -149,7 +149,7 @@ ONES = torch.ones(2, 3)
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_advantage_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -162,7 +162,7 @@ def verl():
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7)])
-def test_agrees_with_verl(verl, gamma, gae_lambda):
+def test_gae_agrees_with_verl(verl, gamma, gae_lambda):
     """verl whitens its advantages, and leaves the returns as they are."""
     torch.manual_seed(3)
     mask = torch.rand(4, 9, dtype=torch.float64) < 0.7

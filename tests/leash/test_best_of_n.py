@@ -28,14 +28,14 @@ def by_enumeration(probs, rewards, n):
 @pytest.mark.parametrize(
     "rewards", [[0.0, 1.0, 2.0, 3.0], [2.0, 1.0, 1.0, -5.0], [1.0, 1.0, 0.0, 0.0], [7.0] * 4]
 )
-def test_it_is_the_kl_of_every_tuple(rewards, n):
+def test_the_exact_kl_agrees_with_enumeration_of_all_draws(rewards, n):
     probs = [0.1, 0.4, 0.2, 0.3]
     assert best_of_n_kl(probs, rewards, n) == pytest.approx(
         by_enumeration(probs, rewards, n), rel=1e-12, abs=1e-14
     )
 
 
-def test_known_numbers():
+def test_known_values_of_the_exact_kl():
     assert best_of_n_kl([0.5, 0.5], [0, 1], 4) == pytest.approx(0.4594, abs=5e-5)
     assert best_of_n_bound(4) == pytest.approx(0.6363, abs=5e-5)
     assert best_of_n_kl(np.full(10, 0.1), np.arange(10), 64) == pytest.approx(2.2935, abs=5e-5)
@@ -59,7 +59,7 @@ def test_the_bound_is_the_integral_and_the_limit_of_many_outcomes(n):
     assert got == pytest.approx(best_of_n_bound(n), abs=1e-5)
 
 
-def test_it_never_passes_the_bound_and_survives_rare_outcomes():
+def test_the_exact_kl_is_below_the_bound_also_for_rare_outcomes():
     rng = np.random.default_rng(0)
     for n in (1, 2, 7, 300):
         for _ in range(20):
@@ -103,7 +103,7 @@ def placed(rewards, n):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_is_the_jackknife_of_draws_placed_among_the_others(seed):
+def test_the_estimate_from_rewards_is_the_jackknife(seed):
     rng = np.random.default_rng(seed)
     rewards, n = rng.integers(0, 12, 20).astype(float), 6
     without = np.array([placed(np.delete(rewards, i), n) for i in range(20)])
@@ -123,7 +123,7 @@ def test_prompts_are_clusters():
     assert got.standard_error == pytest.approx(np.std(each, ddof=1) / 2)
 
 
-def test_the_error_is_the_spread_of_the_estimate():
+def test_the_standard_error_is_the_spread_of_the_estimate():
     rng = np.random.default_rng(2)
     probs, n = np.full(10, 0.1), 16
     found = [best_of_n_kl_from_rewards(rng.integers(0, 10, 100).astype(float), n) for _ in range(100)]
@@ -143,7 +143,7 @@ def test_rewards_that_never_tie_give_the_bound_and_a_warning():
     assert not any("draws per prompt" in warning or "tie" in warning for warning in enough.warnings)
 
 
-def test_no_interval_passes_the_bound_or_0():
+def test_intervals_stay_between_zero_and_the_bound():
     nearly = best_of_n_kl_from_rewards(np.append(np.arange(18.0), [17.0, 17.0]), 8)
     assert 0 < nearly.ci95[0] < nearly.value < nearly.ci95[1] == best_of_n_bound(8)
     winners = best_of_n_kl_from_winners(np.log([0.01, 0.02, 0.9]), 8)
@@ -151,7 +151,7 @@ def test_no_interval_passes_the_bound_or_0():
 
 
 @pytest.mark.parametrize(("mass", "n"), [(0.5, 4), (0.01, 64), (0.9, 2)])
-def test_a_winner_counts_as_the_best_with_nothing_else_likely(mass, n):
+def test_the_estimate_from_winners_assumes_the_best_response(mass, n):
     rest = 50_000
     probs = np.append(np.full(rest, (1 - mass) / rest), mass)
     expected = best_of_n_kl(probs, np.arange(rest + 1), n)
@@ -159,7 +159,7 @@ def test_a_winner_counts_as_the_best_with_nothing_else_likely(mass, n):
     assert got.value == pytest.approx(expected, rel=1e-4)
 
 
-def test_winners_likely_and_unlikely():
+def test_the_estimate_from_likely_and_unlikely_winners():
     assert best_of_n_kl_from_winners(np.log([0.5, 0.5]), 4).value == pytest.approx(0.4991, abs=1e-4)
     ends = best_of_n_kl_from_winners(np.array([-np.inf, -800.0, -40.0]), 16)
     assert ends.value == pytest.approx(best_of_n_bound(16), rel=1e-14)
@@ -197,6 +197,6 @@ def test_winners_likely_and_unlikely():
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_best_of_n_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

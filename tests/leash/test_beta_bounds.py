@@ -60,7 +60,7 @@ def bounds(controller):
 
 @given(scheduled(), st.lists(st.tuples(MEASURED, SEQUENCES), max_size=12))
 @settings(max_examples=200)
-def test_no_history_leads_out_of_bounds_and_any_goes_through_a_dict(record, history):
+def test_beta_always_stays_within_its_bounds_and_survives_a_dict(record, history):
     controller = beta_from_dict(record)
     low, high = bounds(controller)
     for measured, sequences in history:
@@ -78,7 +78,7 @@ def test_no_history_leads_out_of_bounds_and_any_goes_through_a_dict(record, hist
 
 @given(steered(), MEASURED, st.integers(1, 4096))
 @settings(max_examples=200)
-def test_one_step_goes_the_right_way_and_no_further_than_it_may(record, measured, sequences):
+def test_one_step_has_the_right_sign_and_at_most_the_largest_step(record, measured, sequences):
     controller = beta_from_dict(record)
     after = controller.after(measured, sequences=sequences)
     factor = after.beta / controller.beta

@@ -33,7 +33,7 @@ def follow(leash, kls):
 
 @pytest.mark.parametrize("steps", [12, 15, 20, 30, 60])
 @pytest.mark.parametrize("shape", ["linear", "square", "saturating"])
-def test_a_climb_below_the_target_is_no_reason_to_tighten(steps, shape):
+def test_beta_does_not_rise_while_the_kl_climbs_far_below_the_target(steps, shape):
     """From 0 to 7 nats under a target of 8: a rule that answered every rise raised beta from 0.05 to 0.089."""
     share = [at / steps for at in range(steps + 1)]
     climbs = {
@@ -48,20 +48,20 @@ def test_a_climb_below_the_target_is_no_reason_to_tighten(steps, shape):
     assert max(betas[: steps // 2]) <= BETA
 
 
-def test_without_looking_ahead_the_climb_tightens():
+def test_without_lookahead_beta_rises_during_the_climb():
     blind = PIDBeta(beta=BETA, target_nats=TARGET, lookahead=0.0)
     assert follow(blind, [7 * at / 15 for at in range(16)])[-1] > 1.5 * BETA
 
 
 @every_looking
-def test_a_runaway_is_braked_before_it_has_doubled_the_target_twice(leash):
+def test_a_fast_rise_is_braked_before_four_times_the_target(leash):
     run = [0.0, 0.1, 0.3, 0.65, 1.05, 1.4, 1.9, 3.2, 5.2, 9.0, 16.0]
     betas = follow(leash, run)
     assert betas[6] <= BETA < betas[-1] and betas[-1] > 3 * min(betas)
 
 
 @every_looking
-def test_below_the_target_a_rise_that_will_not_reach_it_soon_is_loosened_and_one_that_will_is_left(leash):
+def test_beta_falls_only_if_the_kl_will_not_reach_the_target_soon(leash):
     on_its_way = follow(leash, [2.0, 2.5, 3.0, 3.5])
     assert on_its_way[-1] == on_its_way[-2]
     late = follow(leash, [2.0, 2.01, 2.02, 2.03])
@@ -69,12 +69,12 @@ def test_below_the_target_a_rise_that_will_not_reach_it_soon_is_loosened_and_one
 
 
 @every_looking
-def test_a_kl_that_stands_is_answered_as_ever(leash):
+def test_a_constant_kl_is_answered_without_prediction(leash):
     high, low = (follow(leash, [kl] * 30) for kl in (12.0, 5.0))
     assert high == sorted(high) and high[-1] > BETA > low[-1] and low == sorted(low, reverse=True)
 
 
-def test_where_nothing_is_looked_ahead_ziegler_is_the_published_rule_for_ever():
+def test_ziegler_without_lookahead_is_the_published_rule():
     leash, beta = ZieglerBeta(beta=0.15, target_nats=6.0, horizon=10_000), 0.15
     for kl in (0.0, 0.5, 2.0, 9.0, 30.0, 5.0, 6.0):
         leash = leash.after(kl, sequences=512)
@@ -84,7 +84,7 @@ def test_where_nothing_is_looked_ahead_ziegler_is_the_published_rule_for_ever():
 
 
 @every_looking
-def test_caution_loosens_less_only_far_from_a_target_that_was_met(leash):
+def test_caution_applies_only_far_from_a_target_that_was_reached(leash):
     careful = replace(leash, caution=0.25)
     for kls, same in (([1.0, 1.0, 1.0], True), ([16.0, 16.0, 2.0, 2.0], False), ([9.0, 8.9, 7.4], True)):
         ours, theirs = follow(careful, kls)[-1], follow(leash, kls)[-1]
@@ -92,7 +92,7 @@ def test_caution_loosens_less_only_far_from_a_target_that_was_met(leash):
 
 
 @every_looking
-def test_all_of_it_goes_through_a_dict(leash):
+def test_predictive_controllers_survive_a_dict(leash):
     for kl in (0.5, 4.0, 9.0, 8.5):
         leash = leash.after(kl)
     assert leash.reached and len(leash.levels) == 2 and beta_from_dict(leash.to_dict()) == leash
@@ -100,7 +100,7 @@ def test_all_of_it_goes_through_a_dict(leash):
 
 @pytest.mark.parametrize("name", ["lookahead", "brake", "caution"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_what_means_nothing_is_refused(name, value):
+def test_invalid_prediction_settings_are_errors(name, value):
     with pytest.raises(OptionError, match=name):
         DualBeta(beta=BETA, target_nats=TARGET, **{name: value})
 
@@ -118,14 +118,14 @@ def test_what_means_nothing_is_refused(name, value):
         ([8.0, math.nan], None),
     ],
 )
-def test_why_beta_moves_is_said(kls, reason):
+def test_beta_reason_explains_each_step(kls, reason):
     before = replace(LOOKING["pid"].after(kls[0]), beta=BETA)
     found = beta_reason(before, before.after(kls[1]), kls[1])
     assert (found is None) if reason is None else found.endswith(reason), found
     assert found is None or found.startswith("beta 0.05 -> ")
 
 
-def test_schedules_have_their_reasons_too():
+def test_beta_reason_explains_schedules():
     schedule = BetaSchedule(begin=0.2, end=0.1, updates=4)
     assert beta_reason(schedule, schedule.after(1.0), 1.0) == "beta 0.2 -> 0.175: by its schedule"
     aimed = TargetSchedule(controller=LOOKING["dual"], begin_nats=2.0, end_nats=8.0, updates=10)

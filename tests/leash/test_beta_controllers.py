@@ -51,7 +51,7 @@ def verl():
         return pytest.importorskip("verl.trainer.ppo.core_algos")
 
 
-def test_ziegler_agrees_with_verl_within_the_bounds_and_goes_on_where_verl_breaks(verl):
+def test_ziegler_agrees_with_verl_within_the_bounds(verl):
     ours = ZieglerBeta(beta=0.15, target_nats=6.0, horizon=3000)
     theirs = verl.AdaptiveKLController(0.15, 6.0, 3000)
     draw = torch.Generator().manual_seed(0)
@@ -70,7 +70,7 @@ def test_ziegler_agrees_with_verl_within_the_bounds_and_goes_on_where_verl_break
     assert ours.event == "a step of times -0.3653 bounded to 0.5"
 
 
-def test_pid_by_hand():
+def test_pid_of_a_small_example():
     gains = {"proportional": 0.4, "integral": 0.1, "derivative": 0.2, "largest_error": 0.5, "reach": 2.0}
     controller, log_beta, errors = PIDBeta(beta=1.0, target_nats=2.0, **gains), 0.0, []
     for measured in (3.0, 5.0, 1.0, 1.5, 0.1, 100.0):
@@ -86,14 +86,14 @@ def test_pid_by_hand():
     assert "bounded to 2" in controller.event
 
 
-def test_dual_by_hand():
+def test_dual_of_a_small_example():
     controller = DualBeta(beta=0.5, target_nats=2.0, rate=0.1, largest_error=0.6)
     assert controller.after(2.4).beta == pytest.approx(0.5 * math.exp(0.1 * 0.2))
     assert controller.after(0.0).beta == pytest.approx(0.5 * math.exp(-0.1 * 0.6))
     assert controller.after(50.0).beta == pytest.approx(0.5 * math.exp(0.1 * 0.6))
 
 
-def test_a_budget_that_does_not_bind_costs_nothing_in_the_end():
+def test_beta_falls_to_its_minimum_while_the_budget_does_not_bind():
     controller = DualBeta(beta=0.1, target_nats=5.0, beta_min=0.01)
     for _ in range(200):
         controller = controller.after(1.0)
@@ -101,7 +101,7 @@ def test_a_budget_that_does_not_bind_costs_nothing_in_the_end():
 
 
 @every_steered
-def test_at_the_target_nothing_moves_and_off_it_beta_goes_against(kind):
+def test_beta_is_constant_at_the_target_and_opposes_errors(kind):
     controller = kind(beta=0.3, target_nats=2.5)
     still = controller.after(2.5, sequences=64)
     assert (still.beta, still.event) == (0.3, None)
@@ -120,7 +120,7 @@ def test_at_the_target_nothing_moves_and_off_it_beta_goes_against(kind):
         (-0.25, 8, -1, "the measured KL is -0.25 and none is below 0: answered as 0"),
     ],
 )
-def test_what_no_kl_can_be(kind, measured, sequences, direction, event):
+def test_invalid_measurements_are_ignored_or_replaced(kind, measured, sequences, direction, event):
     before = kind(beta=0.3, target_nats=1.0).after(1.0, sequences=8)
     after = before.after(measured, sequences=sequences)
     assert after.event.split("; ")[0] == event
@@ -131,7 +131,7 @@ def test_what_no_kl_can_be(kind, measured, sequences, direction, event):
 
 
 @every_steered
-def test_bounds_are_met_and_said_and_left_again(kind):
+def test_bounds_limit_beta_with_an_event_and_release_it(kind):
     controller = kind(beta=0.3, target_nats=1.0, beta_min=0.25, beta_max=0.4)
     for _ in range(30):
         controller = controller.after(9.0, sequences=2000)
@@ -142,7 +142,7 @@ def test_bounds_are_met_and_said_and_left_again(kind):
     assert controller.after(9.0, sequences=2000).beta > 0.25, "nothing was wound up"
 
 
-def test_what_was_cut_off_by_a_bound_is_not_wound_up():
+def test_there_is_no_wind_up_at_a_bound():
     """After a thousand updates against the bound, PID leaves it as fast as after five."""
 
     def leaving(updates_against):
@@ -164,38 +164,38 @@ def test_huge_batches_are_bounded():
         assert "bounded to 2" in up.event and "bounded to 0.5" in down.event
 
 
-def test_a_kl_that_runs_away_from_0_is_answered_before_it_has_reached_the_target():
+def test_a_fast_rise_from_zero_is_answered_before_the_target():
     controller = PIDBeta(beta=0.3, target_nats=2.0).after(0.0)
     betas = [(controller := controller.after(kl)).beta for kl in (0.1, 0.2, 0.4, 0.8)]
     assert betas == sorted(betas) and betas[-1] > 0.3
 
 
-def test_a_moving_target_gives_no_kick():
+def test_a_change_of_the_target_gives_no_jump():
     """The proportional part answers the KL; that the target moved is left to the integral."""
     steady = PIDBeta(beta=0.3, target_nats=2.0).after(2.0)
     nearer = replace(steady, target_nats=1.5)
     assert nearer.after(2.0).beta == pytest.approx(0.3 * math.exp(0.03 * math.log(2 / 1.5)))
 
 
-def test_a_beta_that_somebody_sets_is_where_it_goes_on_from():
+def test_a_beta_set_by_hand_is_the_new_starting_point():
     steady = PIDBeta(beta=0.3, target_nats=2.0).after(2.0)
     assert replace(steady, beta=0.6).after(2.0).beta == 0.6
 
 
-def test_tensors_and_numpy_are_measurements_too():
+def test_tensors_and_numpy_numbers_are_accepted_as_measurements():
     for measured in (torch.tensor(3.0), torch.tensor(3, dtype=torch.int32), 3):
         after = PIDBeta(beta=0.3, target_nats=2.0).after(measured)
         assert after == PIDBeta(beta=0.3, target_nats=2.0).after(3.0)
         assert type(after.beta) is float
 
 
-def test_fixed_stays_and_may_be_0():
+def test_a_fixed_beta_is_constant_and_may_be_zero():
     fixed = FixedBeta(beta=0.0)
     assert fixed.after(NAN, sequences=0) is fixed and fixed.beta == 0
     assert fixed.event is None and fixed.target_nats is None and fixed.per == "sequence"
 
 
-def test_a_frozen_value_changes_nothing():
+def test_controllers_are_immutable():
     controller = PIDBeta(beta=0.3, target_nats=2.0)
     controller.after(5.0)
     assert controller == PIDBeta(beta=0.3, target_nats=2.0)
@@ -217,7 +217,7 @@ def test_a_frozen_value_changes_nothing():
         ("constant", [0.2] * 6),
     ],
 )
-def test_schedules_of_beta(shape, expected):
+def test_beta_schedules_interpolate(shape, expected):
     schedule, betas = BetaSchedule(begin=0.2, end=0.1, updates=4, shape=shape), []
     for _ in range(6):
         betas.append(schedule.beta)
@@ -228,7 +228,7 @@ def test_schedules_of_beta(shape, expected):
 
 
 @every_steered
-def test_schedules_of_the_target(kind):
+def test_target_schedules_interpolate(kind):
     inner = kind(beta=0.3, target_nats=99.0, per="token")
     schedule = TargetSchedule(controller=inner, begin_nats=1.0, end_nats=3.0, updates=2)
     assert (schedule.beta, schedule.target_nats, schedule.per) == (0.3, 1.0, "token")
@@ -249,7 +249,7 @@ def test_schedules_of_the_target(kind):
     ("measured", "stops"),
     [(0.0, False), (0.03, False), (0.0301, True), (INF, True), (NAN, True), (-0.01, False)],
 )
-def test_early_stop(measured, stops):
+def test_early_stop_compares_with_a_multiple_of_the_target(measured, stops):
     assert EarlyStop(target_nats=0.02).stops(measured) is stops
     assert EarlyStop(target_nats=0.02).stops(torch.tensor(measured, dtype=torch.float64)) is stops
     assert EarlyStop(target_nats=0.03, factor=1.0, per="sequence").stops(measured) is stops
@@ -270,7 +270,7 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize("controller", EVERYTHING, ids=lambda one: one.kind)
-def test_through_a_dict_and_on(controller):
+def test_controllers_continue_after_a_round_trip_through_a_dict(controller):
     record = json.loads(json.dumps(controller.to_dict(), allow_nan=False))
     again = beta_from_dict(record)
     assert again == controller and type(again) is type(controller) and isinstance(again, Leash)
@@ -278,7 +278,7 @@ def test_through_a_dict_and_on(controller):
     assert again.after(4.0, sequences=8) == controller.after(4.0, sequences=8)
 
 
-def test_a_configuration_need_not_say_everything():
+def test_missing_fields_of_a_dict_have_their_defaults():
     assert beta_from_dict({"kind": "pid", "beta": 0.1, "target_nats": 6.0}) == PIDBeta(
         beta=0.1, target_nats=6.0
     )
@@ -365,7 +365,7 @@ PID = {"beta": 0.1, "target_nats": 6.0}
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_controller_settings_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -381,7 +381,7 @@ def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state(
     assert resumed.leash == replace(first, beta_max=0.5, beta=stateful.value, event=None)
 
 
-def test_former_names_of_the_stateful_controller():
+def test_former_method_names_of_the_stateful_controller_work():
     leash = importlib.import_module("kleash.leash")
     assert leash.HeldLeash is StatefulController
     stateful, same = (leash.HeldLeash(ZieglerBeta(beta=0.1, target_nats=2.0)) for _ in range(2))

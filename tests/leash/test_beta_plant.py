@@ -50,7 +50,7 @@ def test_pid_overshoots_little_and_settles(gain, lag, off):
 
 
 @on_every_plant
-def test_ziegler_at_a_tenth_of_its_horizon_and_dual_just_manage(gain, lag, off):
+def test_ziegler_at_a_tenth_of_its_horizon_and_dual_settle(gain, lag, off):
     for kind, most in ((ZieglerBeta, 0.2), (DualBeta, 0.12)):
         assert overshoot(follow(start(kind, off), gain, lag), off) < most
         settled = [follow(start(kind, off), gain, lag, noise=0.1, seed=seed)[199] for seed in range(3)]
@@ -58,7 +58,7 @@ def test_ziegler_at_a_tenth_of_its_horizon_and_dual_just_manage(gain, lag, off):
 
 
 @pytest.mark.parametrize(("horizon", "fails"), [(20_000, "late"), (2500, "overshoots")])
-def test_ziegler_at_another_horizon_does_not(horizon, fails):
+def test_ziegler_at_another_horizon_does_not_settle(horizon, fails):
     runs = [
         (follow(start(ZieglerBeta, off, horizon=horizon), *plant), off)
         for *plant, off in (param.values for param in PLANTS)
@@ -69,18 +69,18 @@ def test_ziegler_at_another_horizon_does_not(horizon, fails):
         assert max(overshoot(kls, off) for kls, off in runs) > 0.4
 
 
-def test_without_its_proportional_part_pid_overshoots():
+def test_pid_without_its_proportional_term_overshoots():
     assert overshoot(follow(start(PIDBeta, 0.1, proportional=0.0), 0.05, 3), 0.1) > 0.2
     assert overshoot(follow(start(PIDBeta, 0.1), 0.05, 3), 0.1) < 0.06
 
 
-def test_a_fixed_beta_stays_where_it_began():
+def test_the_kl_of_a_fixed_beta_does_not_reach_the_target():
     assert follow(FixedBeta(beta=RIGHT * 10), 0.3, 0)[-1] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("gain", [0.05, 0.3])
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_a_target_that_moves_is_followed(gain, shape):
+def test_a_moving_target_is_followed(gain, shape):
     inner = start(PIDBeta, 1.0)
     schedule = TargetSchedule(
         controller=inner, begin_nats=TARGET, end_nats=TARGET / 2, updates=100, shape=shape

@@ -17,7 +17,7 @@ probability = st.floats(1e-6, 1 - 1e-6)
 
 
 @given(probability, probability)
-def test_the_two_outcomes(p, b):
+def test_the_binary_divergence_is_that_of_two_outcomes(p, b):
     logs = [torch.tensor(math.log(x), dtype=torch.float64) for x in (p, b)]
     expected = rel_entr(b, p) + rel_entr(1 - b, 1 - p)
     assert binary_divergence(*logs).item() == pytest.approx(expected, rel=1e-6, abs=1e-12)
@@ -25,7 +25,7 @@ def test_the_two_outcomes(p, b):
 
 
 @given(st.integers(0, 10_000))
-def test_never_more_than_the_whole_vocabularys(seed):
+def test_the_binary_divergence_is_at_most_that_of_the_vocabulary(seed):
     logp, logq = torch.randn(2, 7, generator=torch.Generator().manual_seed(seed)).double().log_softmax(-1)
     for divergence, whole in (("kl", kl), ("total_variation", total_variation)):
         of_each_token = binary_divergence(logp, logq, divergence)
@@ -33,7 +33,7 @@ def test_never_more_than_the_whole_vocabularys(seed):
         assert of_each_token.max() > 0
 
 
-def test_certain_and_impossible_tokens():
+def test_the_binary_divergence_of_certain_and_impossible_tokens():
     one, half, none = 0.0, math.log(0.5), -INF
     cases = [  # policy, behaviour, KL(behaviour || policy)
         (half, one, math.log(2)),
@@ -51,7 +51,7 @@ def test_certain_and_impossible_tokens():
     assert 17 < binary_divergence(torch.tensor(one).double(), torch.tensor(half).double()) < 19
 
 
-def test_a_token_as_certain_as_numbers_can_say_is_not_infinitely_far():
+def test_a_probability_rounded_to_one_has_a_finite_divergence():
     """float32 holds no probability between 1 - 6e-8 and 1: log p = 0 does not say that nothing else is possible."""
     p, b = torch.tensor([0.0, 0.0, 2e-7]), torch.tensor([-1e-4, -1e-6, -1e-4])
     far = binary_divergence(p, b)
@@ -74,7 +74,7 @@ def removed(p, b, advantages, mask, most, divergence):
 
 @pytest.mark.parametrize("divergence", ["kl", "total_variation"])
 @pytest.mark.parametrize("per_sequence", [False, True])
-def test_only_what_is_far_and_pushed_farther_goes(divergence, per_sequence):
+def test_only_tokens_outside_the_region_that_move_further_out_are_removed(divergence, per_sequence):
     generator = torch.Generator().manual_seed(3)
     p, b = -torch.rand(2, 30, 5, generator=generator, dtype=torch.float64) * 3 - 0.01
     mask = torch.rand(30, 5, generator=generator) < 0.7
@@ -94,7 +94,7 @@ def test_only_what_is_far_and_pushed_farther_goes(divergence, per_sequence):
     assert torch.equal(either_way.kept, mask & ~far) and (far & ~gone).any()
 
 
-def test_what_cannot_be_scored_goes_and_a_bad_advantage_stays_to_be_seen():
+def test_nan_divergences_are_removed_and_nan_advantages_are_not():
     p, b = torch.tensor([[NAN, -1.0, -0.1, -1.0]]), torch.tensor([[-1.0, NAN, -3.0, -1.0]])
     advantages = torch.tensor([[1.0, -1.0, NAN, 1.0]])
     mask = torch.ones(1, 4, dtype=torch.bool)
@@ -103,7 +103,7 @@ def test_what_cannot_be_scored_goes_and_a_bad_advantage_stays_to_be_seen():
     assert (region.weights * advantages).isnan().tolist() == [[False, False, True, False]]
 
 
-def test_sequences_with_negative_advantage_that_have_drifted():
+def test_drifted_sequences_with_negative_advantages_are_removed():
     """Mean of log behaviour - log policy: .3, .3, .3 and .1 nats; only the second is bad and far."""
     p = torch.tensor([[-0.4, -0.9, NAN], [-0.4, -0.9, NAN], [-0.4, -0.9, NAN], [-0.4, -0.5, -0.6]])
     b = torch.tensor([[-0.1, -0.6, 0.0], [-0.1, -0.6, 0.0], [-0.1, -0.6, 0.0], [-0.3, -0.4, -0.5]])
@@ -121,7 +121,7 @@ def test_sequences_with_negative_advantage_that_have_drifted():
     assert tokens.removed_share.item() == pytest.approx(3 / 9)
 
 
-def test_a_sequence_without_a_mean_goes_if_it_is_bad():
+def test_a_sequence_with_nan_is_removed_if_its_advantage_is_negative():
     p = torch.tensor([[-1.0, NAN], [-1.0, NAN], [-1.0, -INF]])
     b = torch.full((3, 2), -1.0)
     mask = torch.ones(3, 2, dtype=torch.bool)
@@ -131,7 +131,7 @@ def test_a_sequence_without_a_mean_goes_if_it_is_bad():
     assert scored.kept.any(-1).tolist() == [True, True, False]
 
 
-def test_no_gradient_flows():
+def test_divergence_masks_are_detached():
     p = torch.full((1, 2), -1.0, requires_grad=True)
     advantages = torch.ones(1, 2, requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
@@ -142,7 +142,7 @@ def test_no_gradient_flows():
         assert not any(part.requires_grad for part in region)
 
 
-def test_what_means_nothing_is_refused(unhooked):
+def test_invalid_divergence_mask_arguments_are_errors(unhooked):
     p, mask, advantages = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2)
     for most in (-0.1, NAN):
         with pytest.raises(OptionError, match="at least 0"):

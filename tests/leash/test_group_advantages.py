@@ -52,7 +52,7 @@ def ragged_groups(draw):
 
 @given(ragged_groups(), st.sampled_from(["none", "std"]), st.booleans())
 @settings(max_examples=150)
-def test_agrees_with_loops_over_groups_of_any_size_in_any_order(batch, scale, corrected):
+def test_group_advantages_agree_with_loops(batch, scale, corrected):
     rewards, groups, counts = batch
     tensors = (
         torch.tensor([r if c else NAN for r, c in zip(rewards, counts, strict=True)], dtype=torch.float64),
@@ -65,7 +65,7 @@ def test_agrees_with_loops_over_groups_of_any_size_in_any_order(batch, scale, co
     assert alone == pytest.approx(by_loops(*batch, "none", True), rel=1e-9, abs=1e-9, nan_ok=True)
 
 
-def test_by_hand():
+def test_group_advantages_of_a_small_example():
     rewards = torch.tensor([1.0, 2.0, 6.0, 0.0, 4.0, 8.0])
     assert leave_one_out_advantages(rewards, 3).tolist() == [-3.0, -1.5, 4.5, -6.0, 0.0, 6.0]
     assert group_advantages(rewards, 3, corrected=False).tolist() == [-2.0, -1.0, 3.0, -4.0, 0.0, 4.0]
@@ -76,7 +76,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_equal_rewards_give_exactly_0_whatever_rounding_does_to_their_mean(dtype):
+def test_equal_rewards_give_exactly_zero(dtype):
     rewards = torch.full((21,), 0.1, dtype=dtype)
     for scale in ("none", "std"):
         assert (group_advantages(rewards, 7, scale=scale) == 0).all()
@@ -88,7 +88,7 @@ def test_equal_rewards_give_exactly_0_whatever_rounding_does_to_their_mean(dtype
     )
 
 
-def test_a_group_of_one_and_one_whose_rewards_are_no_numbers():
+def test_groups_of_one_response_and_with_nan_rewards():
     rewards = torch.tensor([5.0, NAN, 1.0, math.inf, math.inf, 2.0, 3.0])
     groups = torch.tensor([0, 1, 1, 2, 2, 3, 3])
     assert leave_one_out_advantages(rewards, groups).tolist() == pytest.approx(
@@ -101,14 +101,14 @@ def test_a_group_of_one_and_one_whose_rewards_are_no_numbers():
     assert leave_one_out_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
-def test_no_gradient():
+def test_group_advantages_are_detached():
     rewards = torch.tensor([1.0, 2.0, 4.0, 5.0], requires_grad=True)
     assert not leave_one_out_advantages(rewards, 2).requires_grad
     assert not whiten(rewards, torch.ones(4, dtype=torch.bool)).requires_grad
 
 
 @compiles
-def test_one_graph(compiler):
+def test_group_advantages_compile_without_graph_breaks(compiler):
     rewards, groups = torch.tensor([1.0, 2.0, 4.0, 5.0]), torch.tensor([1, 0, 1, 0])
     compiled = torch.compile(group_advantages, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
@@ -123,7 +123,7 @@ def verl():
         return pytest.importorskip("verl.trainer.ppo.core_algos")
 
 
-def test_agrees_with_verl(verl):
+def test_group_advantages_agree_with_verl(verl):
     torch.manual_seed(0)
     rewards, ids = torch.randn(7, dtype=torch.float64), [4, 4, 2, 4, 2, 2, 2]
     given_ = {
@@ -146,7 +146,7 @@ def test_agrees_with_verl(verl):
 # --- whitening ---
 
 
-def test_whitening_by_hand():
+def test_whitening_of_a_small_example():
     values = torch.tensor([[1.0, NAN, 3.0], [5.0, math.inf, NAN]])
     mask = torch.tensor([[1, 0, 1], [1, 0, 0]])
     assert whiten(values, mask).tolist() == [[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
@@ -171,7 +171,7 @@ def test_whitened_values_have_mean_0_and_std_1(numbers):
         )
 
 
-def test_two_processes_whiten_by_what_both_have(tmp_path):
+def test_whitening_is_over_all_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -211,6 +211,6 @@ FOUR = torch.ones(4)
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_group_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

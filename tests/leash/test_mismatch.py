@@ -41,11 +41,11 @@ def along_the_prefixes(of_pair):
     return of_pair(engine, trainer).sum(-1).mean()
 
 
-def test_the_batch_is_the_engines_distribution():
+def test_the_test_batch_has_the_engines_frequencies():
     assert len(DRAWN) == ROWS and TIMES.min() == 1
 
 
-def test_each_mean_is_the_divergence_it_is_called(found):
+def test_token_means_are_the_named_divergences(found):
     expected = {
         "kl_engine_trainer": along_the_prefixes(rel_entr),
         "kl_engine_trainer_k1": along_the_prefixes(rel_entr),
@@ -63,7 +63,7 @@ def test_each_mean_is_the_divergence_it_is_called(found):
     assert abs(apart - 1) > 0.02, "so alike that a wrong direction would not be seen"
 
 
-def test_whole_sequences(found):
+def test_sequence_means_are_the_named_divergences(found):
     engine, trainer = (model.token_logp(EACH).sum(-1).exp().numpy() for model in (ENGINE, TRAINER))
     assert found.sequence_kl_engine_trainer.value == pytest.approx(rel_entr(engine, trainer).sum())
     chi_squared = ((trainer - engine) ** 2 / engine).sum()
@@ -73,7 +73,7 @@ def test_whole_sequences(found):
     assert (found.tokens, found.sequences, found.ruled_out) == (ROWS * STEPS, ROWS, 0)
 
 
-def test_k3_the_other_way_up_is_neither_kl(found):
+def test_k3_of_the_inverse_ratio_is_neither_kl(found):
     """exp(-u) for exp(u): a mean over the engine's tokens that is read as KL(trainer || engine) at times."""
     trainer, engine = sides()
     wrong = (torch.expm1(engine - trainer) + (trainer - engine)).mean().item()
@@ -81,7 +81,7 @@ def test_k3_the_other_way_up_is_neither_kl(found):
         assert abs(wrong / right - 1) > 0.05
 
 
-def test_perplexities_and_probabilities(found):
+def test_perplexities_and_probability_gaps(found):
     trainer, engine = (x.numpy() for x in sides())
     assert found.perplexity_trainer.value == pytest.approx(np.exp(-trainer.mean()))
     assert found.perplexity_engine.value == pytest.approx(np.exp(-engine.mean()))
@@ -99,7 +99,7 @@ def test_perplexities_and_probabilities(found):
     assert found.largest_log_ratio == pytest.approx(abs(trainer - engine).max())
 
 
-def test_the_error_is_that_of_the_sequences_or_of_the_prompts(found):
+def test_errors_are_clustered_by_sequences_or_prompts(found):
     """sqrt(C / (C - 1) sum of squared residuals) / total, by hand."""
     u = (sides()[1] - sides()[0]).numpy()
 
@@ -116,7 +116,7 @@ def test_the_error_is_that_of_the_sequences_or_of_the_prompts(found):
     assert found.kl_engine_trainer.ci95[0] > 0 and found.perplexity_ratio.ci95[1] > 1
 
 
-def test_one_model_against_itself_is_exactly_nothing():
+def test_equal_log_probabilities_have_no_mismatch():
     engine = ENGINE.token_logp(DRAWN).float()
     same = mismatch(engine, engine, ALL)
     for name in ("kl_engine_trainer", "kl_engine_trainer_k1", "kl_trainer_engine", "jensen_shannon"):
@@ -126,7 +126,7 @@ def test_one_model_against_itself_is_exactly_nothing():
     assert same.probabilities.pearson == pytest.approx(1)
 
 
-def test_what_is_masked_is_not_read_and_an_empty_sequence_is_none():
+def test_masked_values_are_not_read_and_empty_sequences_are_ignored():
     trainer, engine = sides()
     mask = torch.ones(ROWS, STEPS, dtype=torch.long)
     mask[:, 2], mask[5] = 0, 0
@@ -142,7 +142,7 @@ def test_what_is_masked_is_not_read_and_an_empty_sequence_is_none():
     assert labelled.kl_engine_trainer == expected.kl_engine_trainer != hidden.kl_engine_trainer
 
 
-def test_impossible_and_unknown_tokens():
+def test_tokens_of_probability_zero_and_nan():
     trainer, engine = sides()
     trainer[3, 1] = -INF
     found = mismatch(trainer, engine, ALL)
@@ -157,7 +157,7 @@ def test_impossible_and_unknown_tokens():
     assert math.isnan(unknown.probabilities.pearson) and math.isnan(unknown.largest_log_ratio)
 
 
-def test_over_nothing_everything_is_nan():
+def test_without_tokens_all_statistics_are_nan():
     nothing = torch.zeros(2, 3)
     for given in ((nothing, nothing, nothing.bool()), (nothing[:0],) * 2 + (ALL[:0],)):
         found = mismatch(*given)
@@ -167,13 +167,13 @@ def test_over_nothing_everything_is_nan():
     assert alone.kl_engine_trainer.value > 0 and math.isnan(alone.probabilities.pearson)
 
 
-def test_half_precision_is_read_as_it_is_and_gradients_do_not_matter():
+def test_half_precision_and_gradients_are_accepted():
     trainer, engine = (x.bfloat16().requires_grad_() for x in sides())
     exact = mismatch(trainer.detach().double(), engine.detach().double(), ALL)
     assert mismatch(trainer, engine, ALL) == exact
 
 
-def test_what_means_nothing_is_refused(found, unhooked):
+def test_invalid_mismatch_arguments_are_errors(found, unhooked):
     with pytest.raises(OptionError, match="'verl'"):
         found.renamed("trl")
     trainer, engine = sides()

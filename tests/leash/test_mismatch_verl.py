@@ -29,7 +29,7 @@ def batch():
     return trainer, engine, mask
 
 
-def test_every_metric_under_its_name(verl):
+def test_renamed_metrics_agree_with_verl(verl):
     trainer, engine, mask = batch()
     given = {"rollout_log_probs": engine, "old_log_probs": trainer, "response_mask": mask.long()}
     theirs = {f"rollout_corr/{k}": v for k, v in verl.offpolicy(trainer, engine, mask.long()).items()}
@@ -40,7 +40,7 @@ def test_every_metric_under_its_name(verl):
     assert set(ours) == set(theirs)
 
 
-def test_a_sequence_without_tokens_is_counted_by_verl_as_one_of_perplexity_1(verl):
+def test_verl_counts_an_empty_sequence_with_perplexity_one(verl):
     trainer, engine, mask = batch()
     emptied = mask.clone()
     emptied[:20] = False
@@ -54,7 +54,7 @@ def test_a_sequence_without_tokens_is_counted_by_verl_as_one_of_perplexity_1(ver
         assert ours[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
 
 
-def test_log_ratios_beyond_20_nats_are_cut_by_verl(verl):
+def test_verl_clips_log_ratios_at_20_nats(verl):
     engine, trainer = torch.tensor([[-25.0], [-1.0]]), torch.tensor([[-1.0], [-1.0]])
     mask = torch.ones(2, 1, dtype=torch.long)
     ours = mismatch(trainer, engine, mask).renamed("verl")["rollout_corr/chi2_seq"]
@@ -62,14 +62,14 @@ def test_log_ratios_beyond_20_nats_are_cut_by_verl(verl):
     assert verl.offpolicy(trainer, engine, mask)["chi2_seq"] == pytest.approx((math.exp(40) + 1) / 2 - 1)
 
 
-def test_chi_squared_in_verls_form_is_negative_at_times_and_the_variance_is_not(verl):
+def test_verls_chi_squared_can_be_negative(verl):
     trainer, engine = torch.tensor([[-1.5, -1.4]]), torch.tensor([[-1.0, -1.0]])
     mask = torch.ones(1, 2, dtype=torch.long)
     assert verl.offpolicy(trainer, engine, mask)["chi2_token"] < -0.5
     assert mismatch(trainer, engine, mask).chi_squared.value > 0.1
 
 
-def test_verls_kl_is_of_rollout_against_training(verl):
+def test_verls_kl_is_rollout_against_training(verl):
     trainer, engine = torch.tensor([[-2.0]]), torch.tensor([[-1.0]])
     mask = torch.ones(1, 1, dtype=torch.long)
     theirs = verl.offpolicy(trainer, engine, mask)

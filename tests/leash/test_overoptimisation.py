@@ -31,7 +31,7 @@ def highest(curve, a, b):
 
 @pytest.mark.parametrize("curve", FORMS)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_fit_is_that_of_scipy(curve, weighted):
+def test_the_fit_agrees_with_scipy(curve, weighted):
     rewards = measured(curve)
     errors = np.linspace(0.02, 0.5, len(KLS)) if weighted else None
     got = fit_overoptimisation(KLS, rewards, curve=curve, standard_errors=errors)
@@ -46,7 +46,7 @@ def test_the_fit_is_that_of_scipy(curve, weighted):
 
 
 @pytest.mark.parametrize("curve", FORMS)
-def test_the_peak_is_where_a_search_finds_it(curve):
+def test_the_peak_agrees_with_a_numerical_search(curve):
     got = fit_overoptimisation(KLS, measured(curve), curve=curve)
     kl, reward = highest(curve, got.a.value, got.b.value)
     assert got.peak_kl_nats.value == pytest.approx(kl, rel=1e-6)
@@ -83,7 +83,7 @@ def errors_off(got, kl):
 
 
 @pytest.mark.parametrize("curve", FORMS)
-def test_the_interval_of_the_peak_holds_the_ratios_that_a_t_test_does_not_reject(curve):
+def test_the_peaks_interval_inverts_a_t_test(curve):
     got = fit_overoptimisation(KLS, measured(curve, noise=0.2), curve=curve)
     for end in got.peak_kl_nats.ci95:
         assert errors_off(got, end) == pytest.approx(1, rel=1e-6)
@@ -91,7 +91,7 @@ def test_the_interval_of_the_peak_holds_the_ratios_that_a_t_test_does_not_reject
 
 
 @pytest.mark.parametrize("curve", FORMS)
-def test_intervals_cover_what_they_promise(curve):
+def test_intervals_have_their_nominal_coverage(curve):
     kls = KLS[2:]
     (a, b), hits = TRUTH[curve], np.zeros(5)
     peak = highest(curve, a, b)
@@ -105,7 +105,7 @@ def test_intervals_cover_what_they_promise(curve):
 
 
 @pytest.mark.parametrize("curve", FORMS)
-def test_the_curve_starts_at_nothing_and_points_there_do_no_harm(curve):
+def test_the_curve_starts_at_zero_and_points_there_have_no_effect(curve):
     rewards = measured(curve)
     got = fit_overoptimisation(KLS, rewards, curve=curve)
     start = got.reward(np.array([0.0]))
@@ -115,7 +115,7 @@ def test_the_curve_starts_at_nothing_and_points_there_do_no_harm(curve):
     assert got.reward(KLS).reward == pytest.approx(FORMS[curve](KLS, got.a.value, got.b.value))
 
 
-def test_where_there_is_no_peak():
+def test_a_fit_without_a_peak():
     rising = np.sqrt(KLS) * (1 + 0.1 * np.sqrt(KLS)) + 0.05 * np.cos(10 * KLS)
     for curve in FORMS:
         got = fit_overoptimisation(KLS, rising, curve=curve)
@@ -126,7 +126,7 @@ def test_where_there_is_no_peak():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_where_the_data_do_not_decide(seed):
+def test_data_that_do_not_exclude_a_missing_peak_give_a_warning(seed):
     """b about 0: the interval reaches to infinity, on whichever side of 0 the estimate falls."""
     straight = np.sqrt(KLS) + 0.2 * np.random.default_rng(seed).normal(size=len(KLS))
     got = fit_overoptimisation(KLS, straight, curve="best_of_n")
@@ -138,7 +138,7 @@ def test_where_the_data_do_not_decide(seed):
     assert any(wanted in warning for warning in got.peak_kl_nats.warnings)
 
 
-def test_a_reward_that_only_falls_peaks_at_the_beginning():
+def test_a_decreasing_reward_peaks_at_zero():
     falling = -np.sqrt(KLS) - 0.3 * KLS + 0.02 * np.cos(10 * KLS)
     got = fit_overoptimisation(KLS, falling, curve="best_of_n")
     assert got.peak_kl_nats.value == 0 and got.peak_kl_nats.ci95 == (0, 0) and got.peak_reward.value == 0
@@ -148,7 +148,7 @@ def test_a_reward_that_only_falls_peaks_at_the_beginning():
     assert low == 0 and errors_off(barely, high) == pytest.approx(1) and errors_off(barely, 0.9 * high) < 1
 
 
-def test_warnings():
+def test_few_points_and_extrapolated_peaks_give_warnings():
     few = fit_overoptimisation(KLS[:4], measured("best_of_n", kls=KLS[:4], noise=0.001), curve="best_of_n")
     assert few.a.warnings == ("only 4 points for two parameters",)
     assert any("lies beyond the largest KL measured, 2" in warning for warning in few.peak_kl_nats.warnings)
@@ -160,7 +160,7 @@ def test_warnings():
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_the_table(name):
+def test_the_curves_have_the_published_forms(name):
     d, step = np.array([0.3, 2.0, 5.0]), 1e-6
     assert d * (1.5 - 0.4 * CURVES[name].bend(d)) == pytest.approx(FORMS[name](d * d, 1.5, 0.4))
     slope = (CURVES[name].peak(1.3 + step) - CURVES[name].peak(1.3 - step)) / (2 * step)
@@ -199,6 +199,6 @@ def fit(kls, rewards, curve="rl", errors=None):
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_overoptimisation_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -87,7 +87,7 @@ def whole(world, token_kl, **options):
 
 @worlds
 @pytest.mark.parametrize("form", [to_go, whole])
-def test_which_kl_is_right_in_the_reward(world, form):
+def test_the_expected_gradient_of_each_kl_in_the_reward(world, form):
     given, exact = kinds(world), truth(world)
     assert error(form(world, given["k1"]), exact) < 1e-12
     assert error(form(world, given["exact"]), exact) > 0.03
@@ -98,7 +98,7 @@ def test_which_kl_is_right_in_the_reward(world, form):
 
 
 @worlds
-def test_the_exact_kl_in_the_reward_is_short_of_its_own_gradient(world):
+def test_the_exact_kl_in_the_reward_lacks_its_gradient(world):
     """What is missing is beta times the gradient of every token's KL at prefixes that do not move."""
     p = world.tables[0]
     own = gradient(lambda table: world.token_kl(world._moving(table), p), p)
@@ -107,7 +107,7 @@ def test_the_exact_kl_in_the_reward_is_short_of_its_own_gradient(world):
 
 
 @worlds
-def test_k3_in_the_reward_is_short_of_the_gradient_of_the_other_direction(world):
+def test_k3_in_the_reward_lacks_the_gradient_of_the_other_direction(world):
     p, q, _ = world.tables
 
     def other_way(table):
@@ -121,7 +121,7 @@ def test_k3_in_the_reward_is_short_of_the_gradient_of_the_other_direction(world)
 
 @worlds
 @pytest.mark.parametrize("values", ["none", "wrong"])
-def test_gae_with_no_decay_is_right_whatever_the_critic_says(world, values):
+def test_gae_with_lambda_one_is_unbiased_for_every_critic(world, values):
     p, rewards = world.tables[0], shape_rewards(scores_of(world), kinds(world)["k1"], world.mask, beta=BETA)
     critic = torch.zeros_like(rewards)
     if values == "wrong":  # of the prefix, as a critic is: two responses that agree so far have one value
@@ -163,7 +163,7 @@ def rewards_of(world):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_leave_one_out_is_right_and_centring_lacks_its_factor(size):
+def test_leave_one_out_is_unbiased_and_centring_lacks_a_factor(size):
     rewards, exact = rewards_of(SMALL), truth(SMALL)
 
     def with_(function, **options):
@@ -226,16 +226,16 @@ def controlled_gradient(world, responses, weight, baseline):
     [(SMALL, False), (SMALL, True), (World(vocab=2, steps=2, on_policy=True, seed=4), True)],
     ids=["alone", "leave-one-out", "leave-one-out, no end"],
 )
-def test_a_fitted_control_variate_is_right_also_under_a_baseline_of_its_batch(world, baseline):
+def test_a_fitted_control_variate_is_unbiased_with_a_batch_baseline(world, baseline):
     """The others' weights are fitted on this response too; U - C has mean 0 whatever they are."""
     assert error(controlled_gradient(world, 4, None, baseline=baseline), truth(world)) < 1e-12
 
 
 @pytest.mark.parametrize("baseline", [False, True])
-def test_so_is_one_with_a_weight_from_before(baseline):
+def test_a_control_variate_with_an_earlier_weight_is_unbiased(baseline):
     assert error(controlled_gradient(SMALL, 3, 0.4, baseline=baseline), truth(SMALL)) < 1e-12
 
 
-def test_the_weights_of_these_batches_are_really_fitted():
+def test_the_weights_of_the_test_batches_are_fitted():
     weights = controlled_rewards(SMALL)(torch.tensor([0, 2, 3, 2, 0]))[1]
     assert weights.unique().numel() > 1 and (weights != 1).all()

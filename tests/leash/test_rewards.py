@@ -31,7 +31,7 @@ def by_loops(scores, token_kl, mask, beta):
 
 
 @pytest.mark.parametrize("mask", [MASK, MASK.bool()], ids=["integers", "bools"])
-def test_by_hand(mask):
+def test_shaped_rewards_of_a_small_example(mask):
     got = shape_rewards(SCORES, KL, mask, beta=0.1)
     expected = torch.tensor([[-0.05, 0.0, 9.9, 0.0], [-0.2, -4.025, 0.0, 0.0], [0.0] * 4])
     torch.testing.assert_close(got, expected)
@@ -52,7 +52,7 @@ def batches(draw):
 
 @given(batches())
 @settings(max_examples=60)
-def test_agrees_with_loops(batch):
+def test_shaped_rewards_agree_with_loops(batch):
     scores, kls, mask, beta = batch
     shape = (len(scores), len(kls[0]) if kls else 3)
     tensors = (
@@ -81,7 +81,7 @@ def test_the_sum_of_the_token_rewards_is_the_sequence_reward():
     torch.testing.assert_close(tokens, sequence_rewards(scores, token_kl, mask, beta=0.3))
 
 
-def test_without_a_leash_no_kl_is_read_and_with_one_an_infinite_kl_shows():
+def test_with_beta_zero_no_kl_is_read_and_infinite_kls_show_otherwise():
     scores, token_kl, mask = torch.tensor([1.0]), torch.tensor([[INF, 2.0]]), torch.tensor([[True, True]])
     assert shape_rewards(scores, token_kl, mask, beta=0.0).tolist() == [[0.0, 1.0]]
     assert sequence_rewards(scores, token_kl, mask, beta=0.0).tolist() == [1.0]
@@ -90,7 +90,7 @@ def test_without_a_leash_no_kl_is_read_and_with_one_an_infinite_kl_shows():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_precision_and_no_gradient(dtype):
+def test_rewards_are_detached_and_in_at_least_float32(dtype):
     scores = torch.tensor([257.0], dtype=dtype, requires_grad=True)
     token_kl = torch.tensor([[0.25, 0.5]], dtype=dtype, requires_grad=True)
     for function in (shape_rewards, sequence_rewards):
@@ -100,7 +100,7 @@ def test_precision_and_no_gradient(dtype):
         assert got.sum().item() == scores.item() - 0.75
 
 
-def test_the_arguments_are_left_as_they_were():
+def test_the_arguments_are_not_modified():
     scores, token_kl, mask = torch.ones(2), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
     shape_rewards(scores, token_kl, mask, beta=1.0)
     controlled_kl(token_kl, token_kl, mask, weight=0.5)
@@ -108,7 +108,7 @@ def test_the_arguments_are_left_as_they_were():
 
 
 @compiles
-def test_one_graph(compiler):
+def test_rewards_compile_without_graph_breaks(compiler):
     compiled = torch.compile(shape_rewards, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
         compiled(SCORES, KL, MASK, beta=0.1), shape_rewards(SCORES, KL, MASK, beta=0.1)
@@ -127,7 +127,7 @@ def fitted_by_hand(u, c, i):
     return covariance / sum((d[j] - mean_d) ** 2 for j in others)
 
 
-def test_the_control_variate_by_hand():
+def test_the_control_variate_of_a_small_example():
     torch.manual_seed(1)
     u, d = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64)
     mask = torch.rand(5, 4) < 0.7
@@ -150,7 +150,7 @@ def test_the_control_variate_by_hand():
     assert (got.per_token[~mask] == 0).all()
 
 
-def test_a_weight_that_was_given_and_its_two_ends():
+def test_a_given_weight_interpolates_between_both_kls():
     u, d, mask = torch.tensor([[1.0, INF]]), torch.tensor([[0.5, 0.25]]), torch.tensor([[True, True]])
     assert controlled_kl(u, d, mask, weight=1.0).per_token.tolist() == [[0.5, 0.25]]
     assert controlled_kl(d, u, mask, weight=0.0).per_token.tolist() == [[0.5, 0.25]]
@@ -162,7 +162,7 @@ def test_a_weight_that_was_given_and_its_two_ends():
 # --- what a controller is told ---
 
 
-def test_what_a_controller_is_told():
+def test_measured_kl_is_the_mean_over_responses_or_tokens():
     token_kl = torch.tensor([[1.0, NAN, 2.0], [4.0, NAN, NAN], [NAN, NAN, NAN]], requires_grad=True)
     mask = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
     per_sequence, per_token = measured_kl(token_kl, mask), measured_kl(token_kl, mask, per="token")
@@ -208,6 +208,6 @@ ONES = torch.ones(2, 3)
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_reward_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -31,7 +31,7 @@ def update(name):
     return DEVIATING[name]()
 
 
-def test_the_world():
+def test_the_toy_mdp_is_consistent():
     """15 responses whose probabilities add up to 1, under all three tables."""
     assert len(TOKENS) == 15 and MASK.sum(-1).bincount().tolist() == [0, 1, 2, 12]
     for logits in (POLICY, OLD):
@@ -54,24 +54,24 @@ def test_the_analytic_gradient_is_that_of_the_objective():
     assert TRUTH.norm() > 0.1
 
 
-def test_both_parts_of_the_objective_matter():
+def test_reward_and_kl_both_contribute_to_the_gradient():
     """A gradient of the reward alone, or of the KL alone, is far from that of both."""
     assert apart(analytic_gradient(1.0, 0.0), TRUTH)[0] > 0.5
     assert apart(analytic_gradient(0.0, BETA), TRUTH)[0] > 0.5
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_algorithms_follow_the_gradient_of_reward_less_beta_kl(name):
+def test_correct_algorithms_follow_the_gradient_of_the_objective(name):
     error, cosine = apart(RIGHT[name](), TRUTH)
     assert error < 1e-12 and cosine == pytest.approx(1)
 
 
 @pytest.mark.parametrize("name", DEVIATING)
-def test_others_do_not(name):
+def test_incorrect_algorithms_do_not_follow_it(name):
     assert apart(update(name), TRUTH)[0] > 0.03
 
 
-def test_group_centring_is_right_after_its_factor():
+def test_group_centring_is_unbiased_after_correction():
     centred = update("GRPO, group mean, k1 in the reward")
     assert apart(centred * GROUP / (GROUP - 1), TRUTH)[0] < 1e-12
 
@@ -82,7 +82,7 @@ def test_centring_makes_a_kl_in_the_loss_count_more():
     torch.testing.assert_close(found, analytic_gradient((GROUP - 1) / GROUP, BETA), rtol=1e-12, atol=1e-15)
 
 
-def test_backpropagated_k1_is_no_penalty_at_all():
+def test_backpropagated_k1_has_no_effect():
     torch.testing.assert_close(
         update("k1 backpropagated"), analytic_gradient(1.0, 0.0), rtol=1e-12, atol=1e-15
     )
@@ -105,7 +105,7 @@ def rows(heading):
     return {name: rest for name, *rest in cells if set(name) != {"-", "|"} and not name.startswith("--")}
 
 
-def test_the_page_lists_the_right_ones():
+def test_the_page_lists_the_correct_algorithms():
     section = PAGE.read_text(encoding="utf-8").split("## Correct combinations\n")[1].split("\n## ")[0]
     assert re.findall(r"^- (.+)$", section, re.MULTILINE) == list(RIGHT)
 

@@ -79,7 +79,7 @@ def agrees(region, mask, decisions, weights):
 
 @settings(max_examples=60)
 @given(batches(), st.sampled_from(sorted(ESTIMATE)), st.floats(-1, 0.5), st.floats(0.5, 3))
-def test_tokens_by_their_kl(batch, name, least, most):
+def test_kl_mask_by_token(batch, name, least, most):
     region = kl_mask(*batch, bounds=(least, most), estimator=name)
     tokens = [y - x for row in rows_of(*batch) for x, y in row]
     decisions = [least <= ESTIMATE[name](u) <= most for u in tokens]
@@ -88,7 +88,7 @@ def test_tokens_by_their_kl(batch, name, least, most):
 
 @settings(max_examples=80)
 @given(batches(), st.sampled_from(sorted(ESTIMATE)), st.sampled_from(sorted(OVER)), st.floats(0.5, 6))
-def test_sequences_by_their_kl(batch, name, over, most):
+def test_kl_mask_by_sequence(batch, name, over, most):
     region = kl_mask(*batch, bounds=(-2.0, most), estimator=name, over=over)
     rows = [row for row in rows_of(*batch) if row]
     decisions = [-2 <= OVER[over]([ESTIMATE[name](y - x) for x, y in row]) <= most for row in rows]
@@ -104,7 +104,7 @@ def test_sequences_by_their_kl(batch, name, over, most):
 
 @settings(max_examples=60)
 @given(batches(), st.floats(0.05, 1), st.floats(1, 20))
-def test_a_window_of_token_ratios(batch, least, most):
+def test_window_weights_by_token(batch, least, most):
     region = window_weights(*batch, bounds=(least, most))
     log_ratios = [x - y for row in rows_of(*batch) for x, y in row]
     ratios = [math.exp(log_ratio) for log_ratio in log_ratios]
@@ -115,7 +115,7 @@ def test_a_window_of_token_ratios(batch, least, most):
 
 @settings(max_examples=60)
 @given(batches(), st.floats(0.05, 1), st.floats(1, 20), st.booleans())
-def test_a_window_of_sequence_ratios_and_of_their_geometric_mean(batch, least, most, geometric):
+def test_window_weights_and_geometric_mask_by_sequence(batch, least, most, geometric):
     function = geometric_mask if geometric else window_weights
     region = function(*batch, bounds=(least, most), **({} if geometric else {"level": "sequence"}))
     rows = [row for row in rows_of(*batch) if row]
@@ -134,7 +134,7 @@ def test_a_window_of_sequence_ratios_and_of_their_geometric_mean(batch, least, m
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_truncation_caps_and_removes_nothing(level):
+def test_truncated_weights_are_capped_and_nothing_is_removed(level):
     p = torch.tensor([[0.9, 0.2], [0.1, 0.6]]).log()
     b = torch.tensor([[0.3, 0.2], [0.2, 0.1]]).log()
     mask = torch.tensor([[1, 1], [0, 1]])
@@ -146,7 +146,7 @@ def test_truncation_caps_and_removes_nothing(level):
     assert region.effective_sample_size.item() == pytest.approx({"token": 25 / 9, "sequence": 2}[level])
 
 
-def test_the_direction_is_behaviour_to_policy():
+def test_the_kl_is_behaviour_against_policy():
     """Drawn from (3/4, 1/4), the tokens' mean k1 is KL(behaviour || policy), and the policy's gain is negative."""
     b, p = torch.tensor([3 / 4, 1 / 4]).log(), torch.tensor([0.5, 0.5]).log()
     drawn = torch.tensor([[0, 0, 0, 1]])
@@ -160,7 +160,7 @@ def test_the_direction_is_behaviour_to_policy():
     assert window_weights(*sides, bounds=(1.0, 9.0)).kept.tolist() == [[False, False, False, True]]
 
 
-def test_the_geometric_mask_is_that_of_k1():
+def test_the_geometric_mask_equals_the_mask_of_mean_k1():
     generator = torch.Generator().manual_seed(0)
     p, b = -torch.rand(2, 20, 6, generator=generator, dtype=torch.float64) * 2
     mask = torch.rand(20, 6, generator=generator) < 0.7
@@ -169,7 +169,7 @@ def test_the_geometric_mask_is_that_of_k1():
     assert torch.equal(ratios.kept, nats.kept) and 0 < ratios.removed_share < 1
 
 
-def test_padding_is_no_candidate_for_the_maximum():
+def test_padding_does_not_enter_the_maximum():
     p, b = torch.tensor([[-1.0, -1.0, 0.0]]), torch.tensor([[-2.0, -1.7, 0.0]])
     mask = torch.tensor([[True, True, False]])
     for most, kept in ((-0.69, True), (-0.71, False)):
@@ -185,7 +185,7 @@ def test_an_estimator_may_be_a_record():
     assert bounded.kept.tolist() == [[True, True]]
 
 
-def test_what_cannot_be_scored_is_removed_and_counted():
+def test_nan_tokens_are_removed_and_counted():
     p, b = torch.tensor([[-1.0, NAN, -1.0], [-1, -1, -1]]), torch.full((2, 3), -1.0)
     mask = torch.ones(2, 3, dtype=torch.bool)
     everything = (-INF, INF)
@@ -203,7 +203,7 @@ def test_what_cannot_be_scored_is_removed_and_counted():
     assert truncated.weights.isnan().tolist() == [[False, True, False], [False] * 3]
 
 
-def test_infinite_log_probabilities():
+def test_units_with_infinite_ratios_are_removed():
     """A token that the policy rules out has ratio 0 and an infinite KL; one that the behaviour does, the opposite."""
     p, b = torch.tensor([[-INF, -1.0]]), torch.tensor([[-1.0, -INF]])
     mask = torch.ones(1, 2, dtype=torch.bool)
@@ -214,7 +214,7 @@ def test_infinite_log_probabilities():
 
 
 @pytest.mark.parametrize("over", ["token", *OVER])
-def test_nothing_to_decide_about(over):
+def test_an_empty_mask_gives_nan_shares(over):
     for rows, steps in ((2, 3), (0, 3), (2, 0)):
         nothing = torch.zeros(rows, steps)
         region = kl_mask(nothing, nothing, nothing.bool(), bounds=(0.0, 1.0), over=over)
@@ -223,13 +223,13 @@ def test_nothing_to_decide_about(over):
         assert truncated_weights(nothing, nothing, nothing.bool(), cap=1.0).removed_share.isnan()
 
 
-def test_all_removed_leaves_a_sample_of_none():
+def test_removing_everything_gives_an_effective_sample_size_of_zero():
     p = torch.full((2, 2), -3.0)
     region = window_weights(p, torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), bounds=(0.5, 2.0))
     assert region.removed_share == 1 and region.effective_sample_size == 0 and not region.weights.any()
 
 
-def test_no_gradient_flows_and_half_precision_is_converted():
+def test_regions_are_detached_and_computed_in_float32():
     p = torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16, requires_grad=True)
     b = torch.tensor([[-1.5, -1.0]], dtype=torch.bfloat16)
     mask = torch.ones(1, 2, dtype=torch.bool)
@@ -247,7 +247,7 @@ def test_no_gradient_flows_and_half_precision_is_converted():
     assert not torch.equal((far - near).float().exp(), exact.weights)
 
 
-def test_an_intersection_keeps_what_all_keep_and_multiplies():
+def test_an_intersection_combines_masks_and_weights():
     generator = torch.Generator().manual_seed(1)
     p, b = -torch.rand(2, 6, 4, generator=generator) * 2
     mask = torch.rand(6, 4, generator=generator) < 0.8
@@ -284,7 +284,7 @@ def test_a_whole_step_compiles(compiler):
         torch.testing.assert_close(one, other)
 
 
-def test_what_means_nothing_is_refused(unhooked):
+def test_invalid_trust_region_arguments_are_errors(unhooked):
     p, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(OptionError, match="least first"):
         kl_mask(p, p, mask, bounds=(1.0, 0.0))

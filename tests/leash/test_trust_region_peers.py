@@ -65,7 +65,7 @@ def batch():
         ("seq_max_k3", "0.3", {"estimator": "k3", "over": "sequence_max", "bounds": (0.0, 0.3)}),
     ],
 )
-def test_verls_rejection(verl, batch, option, threshold, asked):
+def test_kl_masks_agree_with_verls_rejection(verl, batch, option, threshold, asked):
     policy, behaviour, mask, _ = batch
     theirs, metrics = verl.corr.compute_rollout_rejection_mask(
         policy - behaviour, mask.long(), option, threshold
@@ -90,7 +90,7 @@ def test_verls_ratio_bounds_for_k1_are_those_of_behaviour_over_policy(verl, batc
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_verls_truncated_weights(verl, batch, level):
+def test_truncated_weights_agree_with_verl(verl, batch, level):
     policy, behaviour, mask, _ = batch
     theirs, metrics = verl.corr.compute_rollout_correction_weights(
         policy - behaviour, mask.long(), level, "1.5"
@@ -105,7 +105,7 @@ def test_verls_truncated_weights(verl, batch, level):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_verls_icepop(verl, batch, level):
+def test_window_weights_agree_with_verls_icepop(verl, batch, level):
     policy, behaviour, mask, _ = batch
     theirs, metrics = verl.corr.compute_rollout_correction_weights(
         policy - behaviour, mask.long(), level, "0.6_1.8"
@@ -119,7 +119,7 @@ def test_verls_icepop(verl, batch, level):
         assert ours.effective_sample_size.item() == pytest.approx(size, rel=1e-4)
 
 
-def test_where_nothing_is_left_or_padding_is_nan_verl_is_left_without_a_number(verl):
+def test_verl_fails_for_zero_weights_and_nan_padding(verl):
     """Sequences without weight: a division by zero. NaN where masked: NaN in the weights."""
     apart, mask = torch.full((2, 2), 5.0), torch.ones(2, 2, dtype=torch.long)
     with pytest.raises(ZeroDivisionError):
@@ -133,7 +133,7 @@ def test_where_nothing_is_left_or_padding_is_nan_verl_is_left_without_a_number(v
 
 
 @pytest.mark.parametrize("divergence", ["kl", "total_variation"])
-def test_verls_dppo(verl, batch, divergence):
+def test_binary_masks_agree_with_verls_dppo(verl, batch, divergence):
     """Which tokens its loss gives a gradient to."""
     policy, behaviour, mask, advantages = batch
     most = {"kl": 0.02, "total_variation": 0.1}[divergence]
@@ -151,14 +151,14 @@ def test_verls_dppo(verl, batch, divergence):
     assert ours.removed_share.item() == pytest.approx(metrics["actor/pg_clipfrac"], rel=1e-5)
 
 
-def test_trls_off_policy_sequence_mask(trl, batch):
+def test_the_sequence_mask_agrees_with_trl(trl, batch):
     policy, behaviour, mask, advantages = batch
     theirs = trl.get_off_policy_mask(advantages[:, None], policy, behaviour, mask.float(), 0.1)
     ours = off_policy_sequence_mask(policy, behaviour, advantages, mask, most=0.1)
     assert torch.equal(ours.kept, mask & theirs.bool()) and 0.05 < ours.removed_share < 0.9
 
 
-def test_what_trl_takes_for_no_drift_is_here_said_by_the_mask(trl):
+def test_trl_counts_nan_tokens_as_no_drift(trl):
     """It reads NaN as a log ratio of 0, and counts the token; leaving the token out gives the others' mean."""
     policy, behaviour = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.4, NAN]])
     bad, both = torch.tensor([-1.0]), torch.ones(1, 2)
@@ -188,7 +188,7 @@ def openrlhf():
 
 
 @pytest.mark.parametrize("level", ["token", "seq"])
-def test_openrlhfs_windows(openrlhf, batch, level):
+def test_window_weights_agree_with_openrlhf(openrlhf, batch, level):
     """Sequences by the geometric mean of their ratios; survivors keep the ratio of each token."""
     policy, behaviour, mask, _ = batch
     bounds = (0.8, 1.2)
@@ -202,7 +202,7 @@ def test_openrlhfs_windows(openrlhf, batch, level):
     assert 0.05 < ours.removed_share < 0.95
 
 
-def test_openrlhfs_truncated_weights(openrlhf, batch):
+def test_truncated_weights_agree_with_openrlhf(openrlhf, batch):
     policy, behaviour, mask, _ = batch
     asked = {"level": "token", "mode": "clip", "gating": "ratio", "threshold": (0.0, 1.3)}
     theirs = openrlhf(policy, behaviour, mask, **asked)
@@ -212,7 +212,7 @@ def test_openrlhfs_truncated_weights(openrlhf, batch):
 
 
 @pytest.mark.parametrize(("gating", "divergence"), [("binary_kl", "kl"), ("tv", "total_variation")])
-def test_openrlhfs_binary_divergences_whichever_way_they_push(openrlhf, batch, gating, divergence):
+def test_binary_masks_without_advantages_agree_with_openrlhf(openrlhf, batch, gating, divergence):
     policy, behaviour, mask, _ = batch
     most = {"kl": 0.02, "total_variation": 0.1}[divergence]
     theirs = openrlhf(

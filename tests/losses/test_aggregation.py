@@ -27,14 +27,14 @@ every_way = pytest.mark.parametrize(("how", "options"), WAYS.items())
         ("constant", {"length": 10}, 7, 20),
     ],
 )
-def test_the_four_ways_by_hand(how, options, total, count):
+def test_the_four_aggregations_of_a_small_example(how, options, total, count):
     mean = aggregate(VALUES, MASK, how, **options)
     assert (mean.total.item(), mean.count.item()) == (total, count)
     assert mean.value.item() == pytest.approx(total / count)
     assert count_of(MASK.bool(), how, **options).item() == count
 
 
-def test_the_names():
+def test_the_table_has_the_documented_names():
     assert list(AGGREGATIONS) == list(WAYS)
     assert [way.sums_sequences for way in AGGREGATIONS.values()] == [True, True, False, True]
     assert all(way.summary for way in AGGREGATIONS.values())
@@ -42,14 +42,14 @@ def test_the_names():
 
 
 @every_way
-def test_rows_that_fill_up_a_batch_move_nothing(how, options):
+def test_empty_rows_have_no_effect(how, options):
     padded = aggregate(VALUES, MASK, how, **options)
     bare = aggregate(VALUES[:2], MASK[:2], how, **options)
     assert padded.value == bare.value
 
 
 @every_way
-def test_nothing_is_nan_without_a_gradient(how, options):
+def test_an_empty_batch_is_nan_with_zero_gradient(how, options):
     values = VALUES.clone().requires_grad_()
     mean = aggregate(values, torch.zeros_like(MASK), how, **options)
     assert mean.value.isnan()
@@ -75,7 +75,7 @@ def whole(how, options):
 
 @every_way
 @pytest.mark.parametrize("cuts", [[3, 4], [1, 2, 4], [4, 1, 1, 1]])
-def test_uneven_micro_batches_are_the_whole_batch(how, options, cuts):
+def test_shares_of_uneven_micro_batches_add_up_to_the_batch(how, options, cuts):
     """Also one of them empty: row 3 has no token."""
     model, parts = policy(), [part.split(cuts) for part in data()]
     count = sum(count_of(mask, how, **options) for mask in parts[2])
@@ -91,7 +91,7 @@ def test_uneven_micro_batches_are_the_whole_batch(how, options, cuts):
 
 
 @every_way
-def test_means_of_means_are_something_else(how, options):
+def test_means_of_micro_batch_means_differ_from_the_mean(how, options):
     """What the count is for: averaging the micro-batches' own means is off."""
     model, parts = policy(), [part.split([1, 2, 4]) for part in data()]
     for features, logq, mask in zip(*parts, strict=True):
@@ -100,7 +100,7 @@ def test_means_of_means_are_something_else(how, options):
     assert (model.weight.grad - slope).norm() > 0.01 * slope.norm()
 
 
-def test_two_processes_are_the_whole_batch(tmp_path):
+def test_shares_of_two_processes_add_up_to_the_batch(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -115,13 +115,13 @@ def test_two_processes_are_the_whole_batch(tmp_path):
             assert own < count_of(data()[2], how, **options), "the count of this rank alone stays its own"
 
 
-def test_one_process_needs_no_others():
+def test_one_process_needs_no_reduction():
     mean = aggregate(torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, dtype=torch.bool))
     alone = mean.across_ranks()
     assert (alone.total.item(), alone.count.item(), alone.total.requires_grad) == (4, 4, False)
 
 
-def test_requests_that_mean_nothing(unhooked):
+def test_invalid_aggregation_arguments_are_errors(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(
         UnknownNameError, match=r"no aggregation is called 'seq_mean'.*did you mean 'sequence_mean'"

@@ -49,7 +49,7 @@ def test_neither_value_nor_gradient_is_biased_by_fitting(level):
     assert torch.stack(weights).std() > 0.1, "the weights must have been fitted for this to say anything"
 
 
-def test_weights_come_from_the_others():
+def test_weights_are_fitted_to_the_other_sequences():
     """Each a is the regression on the other sequences, as written down."""
     torch.manual_seed(0)
     logp, logq = -torch.rand(2, 6, 4, dtype=torch.float64)
@@ -69,7 +69,7 @@ def test_weights_come_from_the_others():
     assert loss.per_sequence[2] == 0
 
 
-def test_the_gradient_is_the_same_mixture():
+def test_the_gradient_is_combined_with_the_same_weight():
     torch.manual_seed(1)
     logp, logq = -torch.rand(2, 5, 3, dtype=torch.float64)
     logits = torch.randn(5, 3, 4, dtype=torch.float64)
@@ -95,7 +95,7 @@ def test_the_gradient_is_the_same_mixture():
     torch.testing.assert_close(got, gradients(by_hand))
 
 
-def test_the_pair_for_which_the_exact_sum_is_the_noisier_one():
+def test_a_pair_whose_exact_sum_has_the_larger_variance():
     """2000 responses in exact proportion: 500, 500, 10 and 990 of 00, 01, 10 and 11."""
     p = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.01, 0.99]], dtype=torch.float64).log()
     q = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64).log()
@@ -116,7 +116,7 @@ def test_the_pair_for_which_the_exact_sum_is_the_noisier_one():
     assert loss.per_sequence.var(correction=0).item() == pytest.approx(2.94458, rel=0.1)
 
 
-def test_too_few_the_same_and_the_infinite_take_the_exact_sum():
+def test_the_weight_is_one_if_it_cannot_be_fitted():
     logp, logq = (
         torch.tensor([[-1.0], [-2.0], [-0.5], [-3.0], [-1.1]]),
         torch.tensor([[-2.0], [-1.0], [-0.1], [-2.5], [-1.0]]),
@@ -134,7 +134,7 @@ def test_too_few_the_same_and_the_infinite_take_the_exact_sum():
     assert loss.per_sequence[[0, 2, 3, 4]].isfinite().all() and (loss.weight[[0, 2, 3, 4]] != 1).all()
 
 
-def test_what_is_masked_is_not_read():
+def test_masked_values_are_not_read():
     junk = torch.tensor([[-1.0, torch.nan], [-2.0, torch.inf], [-0.5, -torch.inf], [-0.7, torch.nan]])
     mask = torch.tensor([[1, 0]] * 4)
     clean = torch.where(mask.bool(), junk, -1.0)
@@ -150,7 +150,7 @@ def test_what_is_masked_is_not_read():
     assert slope.isfinite().all() and (slope[:, 1] == 0).all()
 
 
-def test_requests_that_do_not_fit(unhooked):
+def test_invalid_controlled_loss_arguments_are_errors(unhooked):
     x, mask = torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool)
     with pytest.raises(DetachedError):
         controlled_kl_loss(x, x, x, mask)

@@ -60,7 +60,7 @@ def test_every_divergence_of_the_table_averages_over_the_teacher_first(name):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_it_is_torch_kl_div_summed_over_the_vocabulary(temperature):
+def test_kl_agrees_with_torch_kl_div_summed_over_the_vocabulary(temperature):
     teacher, student = both(2)
     expected = functional.kl_div(
         (student / temperature).log_softmax(-1),
@@ -77,7 +77,7 @@ def test_it_is_torch_kl_div_summed_over_the_vocabulary(temperature):
 
 
 @torch.no_grad()
-def test_what_the_reductions_of_torch_divide_by():
+def test_the_divisors_of_torchs_reductions():
     """Only "sum" over the real tokens is a mean per token in the end; the others count padding or not even tokens."""
     teacher, student = (x.detach() for x in both(3))
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -108,7 +108,7 @@ def test_means_of_micro_batches_are_not_the_mean_and_sums_with_counts_are():
 
 
 @torch.no_grad()
-def test_torch_kl_div_takes_nan_from_a_zero_target():
+def test_torch_kl_div_is_nan_for_a_zero_target():
     teacher = torch.tensor([[0.0, 0.0, -torch.inf]])
     student = torch.tensor([[0.0, 1.0, 2.0]])
     got = distillation_loss(teacher, student, torch.tensor([True]))
@@ -136,7 +136,7 @@ def test_the_square_of_the_temperature_keeps_the_size_of_the_gradient():
 
 
 @pytest.mark.parametrize("which", ["kl", "reverse_kl", "hellinger", gkd_record(0.5)])
-def test_what_is_masked_is_not_read_and_gets_no_gradient(which):
+def test_masked_values_are_not_read_and_have_no_gradient(which):
     teacher, student = both(5)
     mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
     counts = mask.bool()
@@ -163,7 +163,7 @@ def test_half_precision_is_computed_in_float32():
 
 
 @torch.no_grad()
-def test_the_ends_of_gkd_are_no_limits_of_it():
+def test_the_ends_of_gkd_are_not_its_limits():
     logp, logq = both(7)[0].detach().log_softmax(-1)[0, :2]
     teacher, student, mask = logp.unsqueeze(0), logq.unsqueeze(0), torch.tensor([True])
 
@@ -187,7 +187,7 @@ def gkd_of_trl():
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.01, 0.3, 1.0])
-def test_gkd_is_that_of_trl(gkd_of_trl, weight):
+def test_gkd_agrees_with_trl(gkd_of_trl, weight):
     teacher, student = both(8)
     labels = torch.tensor([[5, -100, 2], [-100, -100, 1]])
     mask = labels != -100
@@ -201,7 +201,7 @@ def test_gkd_is_that_of_trl(gkd_of_trl, weight):
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
-def test_gkd_is_that_of_liger(weight):
+def test_gkd_agrees_with_liger(weight):
     liger = pytest.importorskip("liger_kernel.chunked_loss.jsd_loss").LigerFusedLinearJSDFunction
     teacher, student = both(9)
     target = torch.tensor([4, -100, 2, 1, -100, 3])
@@ -239,6 +239,6 @@ A = torch.zeros(SHAPE, requires_grad=True)
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_distillation_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

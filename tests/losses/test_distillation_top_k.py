@@ -33,7 +33,7 @@ def coarse(logits, ids):
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
-def test_all_other_tokens_are_one(pair, name):
+def test_all_other_tokens_are_one_bucket(pair, name):
     teacher, student = pair
     ids, logp = head(teacher)
     p, q = coarse(teacher, ids), coarse(student, ids)
@@ -49,7 +49,7 @@ def test_all_other_tokens_are_one(pair, name):
     assert (got < whole).all()
 
 
-def test_with_one_token_left_nothing_is_lost(pair):
+def test_with_one_other_token_the_bound_is_the_divergence(pair):
     teacher, student = pair
     got = top_k_distillation_loss(*head(teacher, VOCAB - 1), student, ALL, temperature=TEMPERATURE)
     whole = distillation_loss(teacher, student, ALL, temperature=TEMPERATURE)
@@ -66,7 +66,7 @@ def test_the_gradient_agrees_with_finite_differences(pair):
     )
 
 
-def test_a_student_that_leaves_the_list_pays_for_it(pair):
+def test_mass_outside_the_list_increases_the_loss(pair):
     """The renormalised list would be blind: within it, this student is the teacher."""
     teacher, _ = pair
     ids, logp = head(teacher)
@@ -77,7 +77,7 @@ def test_a_student_that_leaves_the_list_pays_for_it(pair):
     assert (slope.gather(-1, ids) < 0).all()
 
 
-def test_what_is_masked_is_not_read(pair):
+def test_masked_values_are_not_read(pair):
     teacher, student = pair
     ids, logp = head(teacher)
     clean = top_k_distillation_loss(ids, logp, student, ALL, temperature=TEMPERATURE)
@@ -91,7 +91,7 @@ def test_what_is_masked_is_not_read(pair):
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(pair):
+def test_invalid_top_k_arguments_are_errors(pair):
     teacher, student = pair
     ids, logp = head(teacher)
     with pytest.raises(ShapeError, match=r"the mask \(2, 1\); give the same positions in all"):

@@ -58,7 +58,7 @@ def check(got, truth, table):
 @every_record
 @pytest.mark.parametrize("world", WORLDS, ids=["plain", "ends"])
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_a_token(world, record, on_policy):
+def test_the_expected_gradient_of_a_token(world, record, on_policy):
     p, q, mu = world.tables
     mu = p.clone() if on_policy else mu
     logp, logq, behaviour = (world.token_logp(x) for x in (p, q, mu))
@@ -75,7 +75,7 @@ def test_a_token(world, record, on_policy):
 @every_record
 @pytest.mark.parametrize("world", WORLDS, ids=["plain", "ends"])
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_a_response(world, record, on_policy):
+def test_the_expected_gradient_of_a_response(world, record, on_policy):
     """Summed log-probabilities, one number per response."""
     p, q, mu = world.tables
     mu = p.clone() if on_policy else mu
@@ -91,7 +91,7 @@ def test_a_response(world, record, on_policy):
 
 
 @every_record
-def test_one_rule_for_all_and_plain_backpropagation_is_another(record):
+def test_the_score_differs_from_plain_backpropagation(record):
     """r f has the exact value and gradient, r = p / sg(p); f alone is off for every one of them."""
     torch.manual_seed(0)
     p, q = torch.randn(2, 8, dtype=torch.float64)
@@ -115,7 +115,7 @@ def run(u, **options):
 
 @every_record
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_value_and_slopes_are_those_of_the_record(record, dtype):
+def test_value_and_gradients_are_those_of_the_record(record, dtype):
     u = torch.tensor([-5.0, -0.3, -1e-4, 0.0, 1e-4, 0.3, 5.0], dtype=dtype)
     value, in_p, in_q = run(u, divergence=record)
     wide = u.double().requires_grad_()
@@ -130,7 +130,7 @@ def test_value_and_slopes_are_those_of_the_record(record, dtype):
     torch.testing.assert_close(in_q.double(), -slope.detach(), **tolerance)
 
 
-def test_the_kl_has_the_gradient_of_kl_loss_also_far_out():
+def test_the_kl_has_the_gradient_of_kl_loss_at_large_log_ratios():
     u = torch.tensor([-200.0, -85.0, -3.0, 0.5, 85.0, 1000.0])
     p, q, mask = u.clone().requires_grad_(), torch.zeros(6), torch.ones(6, dtype=torch.bool)
     value, in_p, in_q = run(u)
@@ -140,7 +140,7 @@ def test_the_kl_has_the_gradient_of_kl_loss_also_far_out():
 
 
 @every_record
-def test_far_out_everything_is_finite_and_nothing_dies(record):
+def test_large_log_ratios_have_finite_values_and_nonzero_gradients(record):
     u = torch.tensor([-120.0, -90.0, 90.0, 2000.0])
     value, in_p, in_q = run(u, divergence=record)
     assert value.isfinite().all() and in_p.isfinite().all() and in_q.isfinite().all()
@@ -149,7 +149,7 @@ def test_far_out_everything_is_finite_and_nothing_dies(record):
 
 
 @every_record
-def test_the_line_begins_where_the_curve_ends(record):
+def test_the_linear_continuation_is_continuous(record):
     """In float64, where the curve can still be drawn on both sides of float32's limits."""
     wide = torch.tensor([-699.0, 699.0], dtype=torch.float64) / max(
         1.0, record.from_p.growth, 1 + record.from_q.growth
@@ -169,7 +169,7 @@ def test_the_line_begins_where_the_curve_ends(record):
 
 
 @every_record
-def test_a_sample_that_q_rules_out_counts_as_mass_alone(record):
+def test_a_sample_of_probability_zero_under_q_has_the_records_limit(record):
     p = torch.tensor([-1.0], requires_grad=True)
     q = torch.tensor([-torch.inf], requires_grad=True)
     value = divergence_loss(p, q, torch.tensor([True]), divergence=record)
@@ -178,7 +178,7 @@ def test_a_sample_that_q_rules_out_counts_as_mass_alone(record):
     assert in_q.isfinite().all()
 
 
-def test_what_is_masked_or_weighs_nothing_is_not_read():
+def test_masked_and_zero_weight_samples_are_not_read():
     p = torch.tensor([torch.nan, -1.0, torch.inf, -torch.inf, -1.0], requires_grad=True)
     q = torch.tensor([-1.0, torch.nan, -torch.inf, -torch.inf, -2.0])
     weights = torch.tensor([1.0, 0.0, 1.0, 0.0, 2.0])
@@ -192,7 +192,7 @@ def test_what_is_masked_or_weighs_nothing_is_not_read():
         assert in_p[4].item() == pytest.approx(2 * DIVERGENCES[name].score(one).item())
 
 
-def test_hellinger_trains_the_sum_under_its_root():
+def test_hellinger_trains_the_squared_distance():
     logp, logq = (torch.tensor(x, dtype=torch.float64).log() for x in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
     mean = (
         logp.exp()
@@ -204,7 +204,7 @@ def test_hellinger_trains_the_sum_under_its_root():
     assert divergence("hellinger", logp, logq).item() == pytest.approx(math.sqrt(mean.item()))
 
 
-def test_gradcheck_in_q_where_the_loss_is_its_own_primitive():
+def test_gradcheck_in_q():
     p = torch.tensor([-1.0, -2.5, -0.3], dtype=torch.float64)
     q = torch.tensor([-1.5, -0.5, -0.8], dtype=torch.float64, requires_grad=True)
     for name in DIVERGENCES:
@@ -213,7 +213,7 @@ def test_gradcheck_in_q_where_the_loss_is_its_own_primitive():
         )
 
 
-def test_requests_that_mean_nothing(unhooked):
+def test_invalid_divergence_loss_arguments_are_errors(unhooked):
     p, mask = torch.zeros(3, requires_grad=True), torch.ones(3, dtype=torch.bool)
     with pytest.raises(UnknownNameError, match="no divergence is called 'kld'"):
         divergence_loss(p, torch.zeros(3), mask, divergence="kld")
@@ -224,7 +224,7 @@ def test_requests_that_mean_nothing(unhooked):
 
 
 @compiles
-def test_compiles_in_one_piece(compiler):
+def test_divergence_loss_compiles_without_graph_breaks(compiler):
     q, mask = torch.tensor([-1.0, -90.0, -2.0]), torch.tensor([True, True, False])
     loss = lambda p: divergence_loss(p, q, mask, divergence="chi_squared").sum()  # noqa: E731
     p = torch.tensor([-2.0, -1.0, -1.0], requires_grad=True)

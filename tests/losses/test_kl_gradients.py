@@ -69,7 +69,7 @@ def check(world, per_token, truth, *, value=True):
 
 @on_policy
 @pytest.mark.parametrize("name", list(ESTIMATORS))
-def test_a_token_on_policy(world, name):
+def test_the_gradient_of_a_token_on_policy(world, name):
     """The gradient whatever the estimator; the value where the estimator's is unbiased."""
     p = world.tables[0]
     check(world, sampled(world, name), lambda x: world.token_kl(x, p), value=ESTIMATORS[name].unbiased)
@@ -77,7 +77,7 @@ def test_a_token_on_policy(world, name):
 
 @off_policy
 @pytest.mark.parametrize("name", list(ESTIMATORS))
-def test_a_token_off_policy_with_token_weights(world, name):
+def test_the_gradient_of_a_token_with_token_weights(world, name):
     behaviour, is_right = world.tables[2], ESTIMATORS[name].unbiased
     check(world, sampled(world, name, "token"), lambda x: world.token_kl(x, behaviour), value=is_right)
 
@@ -85,52 +85,52 @@ def test_a_token_off_policy_with_token_weights(world, name):
 @off_policy
 @unbiased
 @pytest.mark.parametrize("level", ["prefix", "sequence"])
-def test_a_token_off_policy_on_the_policys_own_prefixes(world, name, level):
+def test_the_gradient_of_a_token_with_prefix_weights(world, name, level):
     p = world.tables[0]
     check(world, sampled(world, name, level), lambda x: world.token_kl(x, p))
 
 
 @on_policy
 @unbiased
-def test_a_response_on_policy(world, name):
+def test_the_gradient_of_a_response_on_policy(world, name):
     check(world, sampled(world, name, future=True), world.sequence_kl)
 
 
 @off_policy
 @unbiased
 @pytest.mark.parametrize("level", ["prefix", "sequence"])
-def test_a_response_off_policy(world, name, level):
+def test_the_gradient_of_a_response_off_policy(world, name, level):
     check(world, sampled(world, name, level, future=True), world.sequence_kl)
 
 
 @on_policy
-def test_a_response_from_exact_kls_on_policy(world):
+def test_the_gradient_of_a_response_from_exact_kls_on_policy(world):
     check(world, exact(world, future=True), world.sequence_kl)
 
 
 @off_policy
 @pytest.mark.parametrize("level", ["before", "prefix", "sequence"])
-def test_a_response_from_exact_kls_off_policy(world, level):
+def test_the_gradient_of_a_response_from_exact_kls_off_policy(world, level):
     check(world, exact(world, level, future=True), world.sequence_kl)
 
 
 @off_policy
 @pytest.mark.parametrize("level", [None, "token"])
-def test_a_token_from_exact_kls_off_policy(world, level):
+def test_the_gradient_of_a_token_from_exact_kls_off_policy(world, level):
     """The behaviour's prefixes: with the exact KL no weight is needed, and the token's does no harm."""
     behaviour = world.tables[2]
     check(world, exact(world, level), lambda x: world.token_kl(x, behaviour))
 
 
 @off_policy
-def test_a_token_from_exact_kls_on_the_policys_own_prefixes(world):
+def test_the_gradient_of_a_token_from_exact_kls_with_prefix_weights(world):
     p = world.tables[0]
     check(world, exact(world, "before"), lambda x: world.token_kl(x, p))
 
 
 @off_policy
 @unbiased
-def test_token_weights_with_the_future_are_neither(world, name):
+def test_token_weights_with_future_kl_give_neither_gradient(world, name):
     p, behaviour = world.tables[0], world.tables[2]
     got = gradient(lambda x: expected(world, sampled(world, name, "token", future=True), x), p)
     assert error(got, gradient(world.sequence_kl, p)) > 0.01
@@ -138,7 +138,7 @@ def test_token_weights_with_the_future_are_neither(world, name):
 
 
 @on_policy
-def test_the_other_side_is_trained_as_by_maximum_likelihood(world):
+def test_the_gradient_in_q_is_that_of_maximum_likelihood(world):
     """The gradient in log q is that of KL(p || q), whatever the estimator, in expectation."""
     p, q = world.tables[0], world.tables[1]
     logp, drawn = world.token_logp(p), world.probability(p)
@@ -157,7 +157,7 @@ def test_the_other_side_is_trained_as_by_maximum_likelihood(world):
 
 
 @off_policy
-def test_the_other_side_off_policy(world):
+def test_the_gradient_in_q_off_policy(world):
     p, q, mu = world.tables
     logp, drawn = world.token_logp(p), world.probability(mu)
 
@@ -173,7 +173,7 @@ def test_the_other_side_off_policy(world):
 
 
 @off_policy
-def test_a_cap_is_off_by_what_it_says(world):
+def test_a_cap_has_the_documented_bias(world):
     """E_p[(1 - cap / rho)+ k1] in the value, the same with u * score in the gradient."""
     p, mu = world.tables[0], world.tables[2]
     cap = 1.2

@@ -41,11 +41,11 @@ def test_value_and_gradients_are_as_stated(name, weights):
     torch.testing.assert_close(in_q, -w)
 
 
-def test_k3_is_what_is_taken_unless_said_otherwise():
+def test_the_default_estimator_is_k3():
     torch.testing.assert_close(run(P, Q, ALL)[0], sampled_kl(P, Q, "k3"))
 
 
-def test_a_record_is_an_estimator_too():
+def test_an_estimator_may_be_a_record():
     record = bounded_k3(-1.0)
     value, in_p, _ = run(P, Q, ALL, estimator=record)
     torch.testing.assert_close(value, record.of(P - Q))
@@ -54,7 +54,7 @@ def test_a_record_is_an_estimator_too():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_masked_is_not_read(name):
+def test_masked_values_are_not_read(name):
     """Holes in the middle, padding, and a weight of 0, whatever stands there on either side."""
     junk = torch.tensor([torch.nan, torch.inf, -torch.inf])
     mask = torch.tensor([[1, 0, 1], [1, 0, 0]])
@@ -73,7 +73,7 @@ def test_what_is_masked_is_not_read(name):
         torch.testing.assert_close(in_q, torch.where(keep, -used, 0.0))
 
 
-def test_the_future_by_hand_passes_over_holes():
+def test_future_kl_of_a_small_example_with_masked_tokens():
     cost = torch.tensor([[1.0, torch.nan, 2.0, 4.0, torch.inf]])
     mask = torch.tensor([[1, 0, 1, 1, 0]])
     logp = torch.tensor([[-1.0, torch.nan, -1.0, -1.0, torch.nan]])
@@ -83,19 +83,19 @@ def test_the_future_by_hand_passes_over_holes():
     assert run_future(logp, cost, mask, weights)[1].tolist() == [[2, 0, 1, 0, 0]]
 
 
-def test_a_token_of_weight_zero_still_gets_credit_for_what_follows():
+def test_a_token_of_weight_zero_is_credited_with_later_tokens():
     slope = run_future(P[:1], torch.ones(1, 3), ALL[:1], torch.tensor([[0.0, 2.0, 3.0]]))[1]
     assert slope.tolist() == [[5, 3, 0]]
 
 
-def test_the_future_takes_no_gradient_from_the_kl():
+def test_future_kl_has_no_gradient_in_the_kl():
     leaf, cost = P.clone().requires_grad_(), Q.clone().requires_grad_()
     future_kl_loss(leaf, cost, ALL).sum().backward()
     assert cost.grad is None
     torch.testing.assert_close(leaf.grad, torch.stack([Q[:, 1] + Q[:, 2], Q[:, 2], 0 * Q[:, 0]], 1))
 
 
-def test_nothing_is_clamped_and_nothing_dies():
+def test_values_are_not_clamped_and_gradients_do_not_vanish():
     """Where the usual clamps have gradient 0 or NaN."""
     u = torch.tensor([-2.7, -11.0, -79.0, -81.0, -300.0, 11.5, 300.0])
     value, in_p, in_q = run(u, torch.zeros(7), torch.ones(7, dtype=torch.bool))
@@ -106,7 +106,7 @@ def test_nothing_is_clamped_and_nothing_dies():
     assert value[-1] == 299
 
 
-def test_what_the_usual_clamps_do_there():
+def test_common_clamps_have_dead_gradients():
     """Before and after the exponential: no gradient, and NaN."""
     u = torch.tensor([-2.7, -30.0, 11.5], requires_grad=True)
     before = (torch.exp((-u).clamp(-20, 20)) - 1 + u.clamp(-20, 20)).clamp(-10, 10)
@@ -117,7 +117,7 @@ def test_what_the_usual_clamps_do_there():
     assert kl_loss(u, torch.zeros(1), torch.tensor([True])).isfinite()
 
 
-def test_tokens_far_out_are_counted():
+def test_extreme_tokens_are_counted():
     p = torch.tensor([[-90.0, -1.0, -85.0, -80.0, -1.0]])
     q = torch.tensor([[-1.0, -torch.inf, -1.0, 0.0, -torch.inf]])
     mask = torch.tensor([[1, 1, 0, 1, 0]])
@@ -128,14 +128,14 @@ def test_tokens_far_out_are_counted():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_token_that_q_rules_out_is_infinite_and_shows_in_the_gradient(name):
+def test_a_token_of_probability_zero_under_q_is_infinite(name):
     value, in_p, in_q = run(
         torch.tensor([-1.0]), torch.tensor([-torch.inf]), torch.tensor([True]), estimator=name
     )
     assert value.item() == in_p.item() == torch.inf and in_q.item() == -1
 
 
-def test_float64_is_continued_only_where_float64_is_full():
+def test_float64_is_continued_only_beyond_700_nats():
     u = torch.tensor([-200.0, -800.0], dtype=torch.float64)
     value = run(u, torch.zeros(2, dtype=torch.float64), torch.tensor([True, True]))[0]
     assert value[0].item() == pytest.approx(math.exp(200)) and value.isfinite().all()
@@ -153,13 +153,13 @@ def test_half_precision_is_subtracted_in_float32(dtype):
     assert future_kl_loss(p.requires_grad_(), q.to(dtype), torch.tensor([True])).dtype == torch.float32
 
 
-def test_mixed_precision_takes_the_wider():
+def test_mixed_precision_uses_the_wider_dtype():
     value, in_p, in_q = run(P.double(), Q, ALL)
     assert (value.dtype, in_p.dtype, in_q.dtype) == (torch.float64, torch.float64, torch.float32)
 
 
 @given(st.lists(st.tuples(st.floats(-60, 0), st.floats(-60, 0), st.booleans()), min_size=1, max_size=6))
-def test_masked_or_not_for_any_tokens(tokens):
+def test_masks_select_values_and_gradients(tokens):
     p, q, mask = (torch.tensor(x) for x in zip(*tokens, strict=True))
     value, in_p, in_q = run(p, q, mask)
     torch.testing.assert_close(value, torch.where(mask, sampled_kl(p, q), 0.0), rtol=1e-5, atol=1e-12)
@@ -169,7 +169,7 @@ def test_masked_or_not_for_any_tokens(tokens):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("weights", [None, W])
-def test_the_result_may_be_changed_in_place(name, weights):
+def test_the_result_may_be_modified_in_place(name, weights):
     """As trainers do: `loss += ...`, `loss[0] *= ...`."""
     p, q = P.clone().requires_grad_(), Q.clone()
     loss = kl_loss(p, q, ALL, estimator=name, weights=weights)
@@ -184,7 +184,7 @@ def test_the_result_may_be_changed_in_place(name, weights):
     assert torch.equal(q, Q) and future.sum() == 6
 
 
-def test_gradcheck_where_value_and_gradient_belong_together():
+def test_gradcheck_of_consistent_values_and_gradients():
     """k2 in p: there the loss is its own primitive. In q, k1."""
     p, q = P.double().requires_grad_(), Q.double()
     mask = torch.tensor([[True, False, True], [True, True, False]])
@@ -205,7 +205,7 @@ def test_the_gradient_is_that_of_the_explicit_surrogate(name):
     torch.testing.assert_close(got, expected)
 
 
-def test_empty_batches():
+def test_empty_batches_give_empty_losses():
     value, in_p, _ = run(P[:0], Q[:0], ALL[:0])
     assert value.shape == in_p.shape == (0, 3)
     assert run_future(P[:, :0], Q[:, :0], ALL[:, :0])[0].shape == (2, 0)

@@ -14,7 +14,7 @@ Q = torch.tensor([[-1.5, -0.5, -0.3], [-2.0, -0.9, -6.0]])
 W = torch.tensor([[0.5, 2.0, 1.0], [3.0, 0.25, 1.5]])
 
 
-def test_a_loss_of_nothing_to_train_is_an_error_only_while_gradients_are_enabled():
+def test_detached_log_probabilities_are_an_error_while_gradients_are_enabled():
     with pytest.raises(DetachedError, match="token_logp carries no gradient although gradients are enabled"):
         kl_loss(P, Q, ALL)
     with pytest.raises(DetachedError, match=r"or call under torch\.no_grad\(\) for the value alone"):
@@ -25,7 +25,7 @@ def test_a_loss_of_nothing_to_train_is_an_error_only_while_gradients_are_enabled
             assert (future_kl_loss(P, Q, ALL) == 0).all()
 
 
-def test_the_other_side_alone_may_be_trained():
+def test_only_q_may_carry_a_gradient():
     q = Q.clone().requires_grad_()
     kl_loss(P, q, ALL).sum().backward()
     assert q.grad is not None and (q.grad == -1).all()
@@ -38,7 +38,7 @@ def test_weights_with_a_gradient_are_refused():
             call(p, Q, ALL, weights=(p - Q).exp())
 
 
-def test_names_and_shapes_that_do_not_fit(unhooked):
+def test_unknown_estimators_and_mismatched_shapes_are_errors(unhooked):
     p = P.clone().requires_grad_()
     with pytest.raises(UnknownNameError, match="no estimator is called 'k4'"):
         kl_loss(p, Q, ALL, estimator="k4")
@@ -72,7 +72,7 @@ def test_function_transforms_agree_with_autograd():
 
 @compiles
 @pytest.mark.parametrize("weights", [None, W])
-def test_compiles_in_one_piece(compiler, weights):
+def test_kl_loss_compiles_without_graph_breaks(compiler, weights):
     def loss(p, q, mask):
         out = kl_loss(p, q, mask, weights=weights)
         return (out + future_kl_loss(p, (p - q).detach(), mask, weights=weights)).sum()
@@ -89,7 +89,7 @@ def test_compiles_in_one_piece(compiler, weights):
 
 
 @compiles
-def test_what_the_compiler_would_get_wrong_is_refused(compiler):
+def test_unsupported_compiled_transforms_are_errors(compiler):
     """torch 2.13 drops the gradient of a function of one's own inside a compiled vmap."""
 
     def mapped(p):

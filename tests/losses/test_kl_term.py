@@ -68,21 +68,21 @@ def truth_of(term, world):
 @pytest.mark.parametrize(
     "term", TERMS, ids=[f"{t.estimator} {t.rule} {t.ratio} {t.scope} {t.follows}" for t in TERMS]
 )
-def test_what_is_accepted_has_the_gradient_that_it_names(term):
+def test_accepted_terms_have_the_named_gradient(term):
     world = World(seed=1, end=2, tool=1, on_policy=term.ratio == "none")
     per_token = per_token_of(term, world)
     got = gradient(lambda x: expected(world, per_token, x), world.tables[0])
     assert error(got, truth_of(term, world)) < 1e-12
 
 
-def test_there_are_enough_of_them():
+def test_many_terms_are_enumerated():
     """A validation that refused everything would pass the test above."""
     kinds = {(t.rule, t.scope, t.ratio != "none") for t in TERMS}
     assert len(TERMS) > 40 and len(kinds) >= 9
     assert {t.estimator for t in TERMS} == {"k1", "abs", "k2", "k3", "exact"}
 
 
-def test_what_is_refused_for_its_gradient_has_another():
+def test_terms_refused_for_their_gradient_have_another_gradient():
     """The refusals about gradients, carried out by hand, are off."""
     world = World(seed=1)
     p, q, mu = world.tables
@@ -110,7 +110,7 @@ MU = torch.tensor([[-1.2, -2.0, torch.nan], [-3.0, -0.2, -1.5]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 1]])
 
 
-def test_a_term_is_the_functions_that_it_names():
+def test_a_term_agrees_with_its_functions():
     p = P.clone().requires_grad_()
     weights = importance_weights(P, MU, MASK, level="prefix", cap=1.1).values
     term = KLTerm(ratio="prefix", cap=1.1, scope="sequence", aggregation="sequence_sum")
@@ -151,7 +151,7 @@ def test_a_reward_is_a_detached_penalty():
         {"estimator": "exact", "ratio": "before", "scope": "sequence"},
     ],
 )
-def test_masked_tokens_and_those_of_weight_zero_are_not_read(fields):
+def test_masked_and_zero_weight_tokens_are_not_read(fields):
     term = KLTerm(**fields)
     p = P.clone()
     p[1, 2] = -torch.inf if term.ratio != "none" else -1.7
@@ -173,7 +173,7 @@ def test_the_reference_is_a_constant():
         assert p.grad is not None and q.grad is None
 
 
-def test_inputs_that_are_missing_or_not_used():
+def test_missing_and_unused_inputs_are_errors():
     p = P.clone().requires_grad_()
     with pytest.raises(OptionError, match="ratio is 'token', so behaviour_logp is needed; give it"):
         KLTerm(ratio="token").loss(p, Q, MASK)
@@ -186,7 +186,7 @@ def test_inputs_that_are_missing_or_not_used():
 
 
 @pytest.mark.parametrize("fields", [{}, {"estimator": "k2", "gradient": "backpropagated"}])
-def test_detached_log_probabilities(fields):
+def test_detached_log_probabilities_are_an_error(fields):
     with pytest.raises(DetachedError, match="token_logp carries no gradient"):
         KLTerm(**fields).loss(P, Q, MASK)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_detached_log_probabilities(fields):
         KLTerm(estimator="exact").loss(P.clone().requires_grad_(), Q, MASK, token_kl=P)
 
 
-def test_a_term_is_a_value():
+def test_terms_are_comparable_values():
     with pytest.raises(FrozenInstanceError):
         KLTerm().ratio = "token"  # pyright: ignore
     assert KLTerm(**asdict(KLTerm(ratio="prefix"))) == KLTerm(ratio="prefix")

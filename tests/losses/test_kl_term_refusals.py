@@ -91,7 +91,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "reason"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
-def test_what_is_refused_and_why(fields, reason, unhooked):
+def test_refused_terms_give_their_reason(fields, reason, unhooked):
     with pytest.raises(OptionError, match=reason) as caught:
         KLTerm(**fields)
     said = str(caught.value)
@@ -99,7 +99,7 @@ def test_what_is_refused_and_why(fields, reason, unhooked):
     assert not said.endswith(".") and "\n" not in said
 
 
-def test_names_that_do_not_exist():
+def test_unknown_names_are_errors():
     with pytest.raises(
         UnknownNameError, match="no estimator is called 'k5'; there are k1, abs, k2, k3, exact"
     ):

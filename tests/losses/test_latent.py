@@ -20,7 +20,7 @@ def integral(mean_p, log_variance_p, mean_q, log_variance_q):
     return quad(lambda x: p.pdf(x) * (p.logpdf(x) - q.logpdf(x)), *p.interval(1 - 1e-15))[0]
 
 
-def test_each_dimension_is_the_integral():
+def test_the_kl_per_dimension_agrees_with_numerical_integration():
     mean, log_variance = torch.tensor([[0.3, -1.2, 0.0]]), torch.tensor([[-1.0, 0.4, -3.0]])
     mean_q, log_variance_q = torch.tensor([0.5, 0.0, -2.0]), torch.tensor(0.25)
     against_prior = kl_per_dimension(mean, log_variance)
@@ -34,7 +34,7 @@ def test_each_dimension_is_the_integral():
     assert kl_per_dimension(torch.zeros(2, 3), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
 
 
-def test_free_bits_by_hand():
+def test_free_bits_of_a_small_example():
     kls = torch.tensor([[0.1, 2.0, 0.0], [0.7, 1.0, 0.2]])
     assert free_bits(kls, 0.5).item() == pytest.approx(0.5 + 1.5 + 0.5)
     assert free_bits(kls, 0.5, per_example=True).item() == pytest.approx((3.0 + 2.2) / 2)
@@ -44,13 +44,13 @@ def test_free_bits_by_hand():
 
 
 @pytest.mark.parametrize("per_example", [False, True])
-def test_a_dimension_below_its_floor_gets_no_gradient_and_one_above_all_of_it(per_example):
+def test_free_bits_have_no_gradient_below_the_floor(per_example):
     kls = torch.tensor([[0.1, 2.0, 0.5], [0.2, 1.0, 0.5]], requires_grad=True)
     (slope,) = torch.autograd.grad(free_bits(kls, 0.5, per_example=per_example), kls)
     assert slope.tolist() == [[0.0, 0.5, 0.0]] * 2
 
 
-def test_examples_share_the_floor_or_have_one_each():
+def test_the_floor_applies_to_the_mean_or_to_each_example():
     kls = torch.tensor([[0.9], [0.1]], requires_grad=True)
     (shared,) = torch.autograd.grad(free_bits(kls, 0.6), kls)
     (each,) = torch.autograd.grad(free_bits(kls, 0.6, per_example=True), kls)
@@ -58,13 +58,13 @@ def test_examples_share_the_floor_or_have_one_each():
     assert each.tolist() == [[0.5], [0.0]]
 
 
-def test_the_linear_rise():
+def test_linear_annealing_values():
     assert [linear_annealing(step, steps=4) for step in (0, 1, 2, 3, 4, 9)] == [0, 0.25, 0.5, 0.75, 1, 1]
     assert linear_annealing(1, steps=2, begin=0.2, end=0.6) == pytest.approx(0.4)
     assert linear_annealing(1, steps=2, begin=1.0, end=0.0) == 0.5
 
 
-def test_the_cycles_rise_stay_and_begin_again():
+def test_cyclical_annealing_values():
     weights = [cyclical_annealing(step, steps=16, cycles=2) for step in range(20)]
     one = [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
     assert weights == [*one, *one, 1, 1, 1, 1]
@@ -80,7 +80,7 @@ def test_the_cycles_rise_stay_and_begin_again():
     assert uneven == pytest.approx([0, 0.8, 1, 0.4, 1, 0, 0.8, 1, 0.4, 1, 1])
 
 
-def test_units_are_active_where_their_means_vary():
+def test_active_units_have_varying_means():
     rng = np.random.default_rng(0)
     means = rng.normal(size=(500, 4)) * np.sqrt([1.0, 0.012, 0.008, 0.0]) + [0.0, 0.0, 5.0, -3.0]
     found = active_units(torch.tensor(means).requires_grad_())
@@ -117,6 +117,6 @@ FLAT = torch.zeros(3)
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_latent_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -17,7 +17,7 @@ def refused(values, mask=ALL, name="token_logp"):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_log_probabilities_pass(dtype):
+def test_log_probabilities_are_valid(dtype):
     assert require_log_probabilities(LOGP.to(dtype), ALL) is None
     certain = LOGP.clone()
     certain[0] = 0.0
@@ -26,7 +26,7 @@ def test_log_probabilities_pass(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_do_those_that_were_subtracted_in_their_own_precision(dtype):
+def test_log_probabilities_of_every_dtype_are_valid(dtype):
     peaked = (6 * torch.eye(50) + torch.randn(50, 50)).to(dtype)
     logp = peaked.diagonal() - peaked.logsumexp(-1)
     assert require_log_probabilities(logp, torch.ones(50, dtype=torch.bool)) is None
@@ -35,37 +35,37 @@ def test_so_do_those_that_were_subtracted_in_their_own_precision(dtype):
 @pytest.mark.parametrize(
     ("dtype", "little", "much"), [(torch.float32, 2e-6, 1e-3), (torch.bfloat16, 0.125, 0.5)]
 )
-def test_a_few_roundings_above_zero_are_no_logits(dtype, little, much):
+def test_rounding_errors_above_zero_are_valid(dtype, little, much):
     mask = torch.tensor([True, True])
     assert require_log_probabilities(torch.tensor([little, -2.0]).to(dtype), mask) is None
     with pytest.raises(NotProbabilitiesError, match="is positive, up to"):
         require_log_probabilities(torch.tensor([much, -2.0]).to(dtype), mask)
 
 
-def test_probabilities():
+def test_probabilities_are_an_error():
     said = refused(LOGP.exp(), name="ref_logp")
     assert said.startswith("ref_logp lies between") and said.endswith("give their natural logarithms")
 
 
-def test_logits_and_losses():
+def test_logits_and_losses_are_an_error():
     assert "give log_softmax of the logits at the token" in refused(LOGITS[..., 7])
     said = refused(-LOGP)
     assert f"positive, up to {-LOGP.min():g}, at 24 of 24 tokens that count" in said
 
 
-def test_nan_and_infinity():
+def test_nan_and_infinity_are_an_error():
     for junk in (torch.nan, torch.inf):
         values = LOGP.clone()
         values[1, 2] = values[0, 0] = junk
         assert f"token_logp is {junk} at 2 of 24 tokens that count; mask them" in refused(values)
 
 
-def test_a_model_that_never_ran():
+def test_zeros_only_are_an_error():
     assert "token_logp is 0 at all 24 tokens that count" in refused(torch.zeros(4, 6))
     assert require_log_probabilities(torch.zeros(1, 1), ALL[:1, :1]) is None
 
 
-def test_what_is_masked_is_not_read():
+def test_masked_values_are_not_read():
     values, mask = LOGP.clone(), ALL.clone()
     values[2, 3], mask[2, 3] = torch.nan, False
     values[0, 0], mask[0, 0] = 1.0, False
@@ -74,6 +74,6 @@ def test_what_is_masked_is_not_read():
     assert require_log_probabilities(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)) is None
 
 
-def test_shapes(unhooked):
+def test_mismatched_shapes_are_an_error(unhooked):
     with pytest.raises(ShapeError, match=r"old_logp \(4, 6\), mask \(4, 5\)"):
         require_log_probabilities(LOGP, ALL[:, :5], "old_logp")

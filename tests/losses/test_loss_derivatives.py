@@ -120,7 +120,7 @@ WITHOUT_A_GRADIENT = {
 }  # fmt: skip
 
 
-def test_every_public_loss_is_here():
+def test_every_public_loss_is_tested():
     covered = {name.split()[0].split(".")[0] for name in (*SURROGATES, *EXACT)}
     assert set(losses.__all__) == (covered & set(losses.__all__)) | WITHOUT_A_GRADIENT
 

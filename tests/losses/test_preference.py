@@ -55,7 +55,7 @@ def expected_loss(logits, divergence):
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_the_best_policy_for_a_reward_implies_that_reward(name):
+def test_the_optimal_policy_of_a_reward_implies_that_reward(name):
     """Differences of it, that is; and the expected loss is flat there and nowhere near it."""
     best = optimum(name)
     implied = implicit_reward(best - torch.tensor(Q).log(), beta=BETA, divergence=record(name))
@@ -68,7 +68,7 @@ def test_the_best_policy_for_a_reward_implies_that_reward(name):
     assert slope.abs().max() > 1e-4
 
 
-def test_the_best_policy_under_the_kl_has_a_closed_form():
+def test_the_optimal_policy_under_the_kl_has_a_closed_form():
     best = torch.tensor(np.log(Q) + REWARD / BETA).log_softmax(-1)
     implied = implicit_reward(best - torch.tensor(Q).log(), beta=BETA)
     assert (implied - implied[0]).numpy() == pytest.approx(REWARD - REWARD[0], abs=1e-12)
@@ -86,7 +86,7 @@ def test_the_reward_is_the_derivative_of_the_generator(name):
     assert implied - implied[0] == pytest.approx(0.2 * (slope - slope[0]), rel=1e-6, abs=1e-8)
 
 
-def test_every_divergence_of_the_table_is_in_or_out_for_a_reason():
+def test_every_divergence_implies_a_reward_or_has_a_reason():
     u = torch.linspace(-6, 6, 1000, dtype=torch.float64)
     for name, one in DIVERGENCES.items():
         rising = bool((one.score(u).diff() > 0).all())
@@ -102,7 +102,7 @@ def test_every_divergence_of_the_table_is_in_or_out_for_a_reason():
 
 
 @torch.no_grad()
-def test_the_margin_by_hand():
+def test_dpo_of_a_small_example():
     got = dpo_loss(torch.tensor([1.5, 0.0]), torch.tensor([-0.5, 0.0]), beta=0.5)
     assert got.loss.tolist() == pytest.approx([math.log1p(math.exp(-1.0)), math.log(2)])
     assert got.chosen_reward.tolist() == [0.75, 0.0]
@@ -111,7 +111,7 @@ def test_the_margin_by_hand():
     assert smooth.item() == pytest.approx(0.9 * math.log1p(math.exp(-1)) + 0.1 * math.log1p(math.e))
 
 
-def test_smoothed_labels_ask_for_a_finite_margin():
+def test_with_label_smoothing_the_optimal_margin_is_finite():
     margin = torch.tensor([math.log(0.8 / 0.2)], dtype=torch.float64, requires_grad=True)
     loss = dpo_loss(margin, torch.zeros(1, dtype=torch.float64), beta=1.0, label_smoothing=0.2).loss
     (slope,) = torch.autograd.grad(loss.sum(), margin)
@@ -120,7 +120,7 @@ def test_smoothed_labels_ask_for_a_finite_margin():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_far_margins_neither_overflow_nor_lose_their_gradient(smoothing):
+def test_large_margins_do_not_overflow_or_lose_their_gradient(smoothing):
     chosen = torch.tensor([-4000.0, 4000.0], requires_grad=True)
     loss = dpo_loss(chosen, torch.zeros(2), beta=0.5, label_smoothing=smoothing).loss
     assert loss.tolist() == pytest.approx([2000 * (1 - smoothing), 2000 * smoothing])
@@ -129,7 +129,7 @@ def test_far_margins_neither_overflow_nor_lose_their_gradient(smoothing):
 
 
 @torch.no_grad()
-def test_what_is_infinite():
+def test_infinite_margins():
     far = torch.tensor([torch.inf, -torch.inf, torch.inf, torch.nan])
     other = torch.tensor([0.0, 0.0, torch.inf, 0.0])
     plain, smooth = (dpo_loss(far, other, beta=1.0, label_smoothing=s).loss.tolist() for s in (0.0, 0.1))
@@ -151,7 +151,7 @@ def test_gradients_agree_with_finite_differences():
         )
 
 
-def test_the_ratio_of_a_response_sums_its_tokens_and_reads_nothing_else():
+def test_response_log_ratio_sums_unmasked_tokens():
     token_logp = torch.tensor([[torch.nan, -1.0, -2.0, torch.inf], [-1.0, -1.0, -1.0, -1.0]])
     token_logq = torch.tensor([[0.0, -1.5, -2.25, torch.inf], [-2.0, -1.0, -1.0, torch.nan]])
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0]])
@@ -174,7 +174,7 @@ def test_half_precision_is_summed_in_float32():
     assert reward.dtype == torch.float32 and reward.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_log_ratios_on_pairs_of_somebody_else_are_no_kl():
+def test_the_mean_log_ratio_of_a_preference_data_set_is_not_a_kl():
     """Their mean is negative here; the KL of the same two is not, and is what p's own samples average to."""
     p, q = torch.tensor([0.1, 0.1, 0.8]).log(), torch.tensor([0.4, 0.4, 0.2]).log()
     pairs = torch.tensor([0, 1, 0, 1])
@@ -229,6 +229,6 @@ ONE = torch.zeros(1, requires_grad=True)
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_what_is_refused(call, error, message):
+def test_invalid_preference_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

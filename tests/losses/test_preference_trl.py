@@ -49,7 +49,7 @@ def trl_loss():
         ("alpha_divergence", alpha_record(1.7), 0.3),
     ],
 )
-def test_it_is_the_loss_of_trl(trl_loss, theirs, ours, beta_of_ours):
+def test_dpo_agrees_with_trl(trl_loss, theirs, ours, beta_of_ours):
     torch.manual_seed(1)
     ratios = [(3 * torch.randn(6)).requires_grad_() for _ in range(2)]
     expected = trl_loss(*ratios, beta=0.3, divergence=theirs)
@@ -60,7 +60,7 @@ def test_it_is_the_loss_of_trl(trl_loss, theirs, ours, beta_of_ours):
 
 
 @torch.no_grad()
-def test_smoothing_is_that_of_trl(trl_loss):
+def test_label_smoothing_agrees_with_trl(trl_loss):
     """Its "aot" loss sorts margins within the batch; of one pair nothing is sorted and cDPO is left."""
     chosen, rejected = torch.tensor([0.4]), torch.tensor([1.9])
     expected = trl_loss(chosen, rejected, beta=0.3, divergence="reverse_kl", loss_type="aot", smoothing=0.2)

@@ -63,7 +63,7 @@ def errors_on_policy(world):
 
 
 @pytest.mark.parametrize("world", ON, ids=ids)
-def test_on_policy(world):
+def test_surrogate_gradients_on_policy(world):
     errors = errors_on_policy(world)
     assert {name: value < EXACT for name, value in errors.items()} == {
         n: right for n, (right, _) in ON_POLICY.items()
@@ -72,7 +72,7 @@ def test_on_policy(world):
 
 
 @pytest.mark.parametrize("world", ON, ids=ids)
-def test_the_losses_of_a_token_agree_among_each_other_and_k3_goes_elsewhere(world):
+def test_token_losses_agree_and_backpropagated_k3_differs(world):
     p = world.tables[0]
     got = {
         name: gradient(lambda x, f=f: expected(world, lambda t: f(*of_p(world, t)), x), p)
@@ -95,7 +95,7 @@ def test_the_losses_of_a_token_agree_among_each_other_and_k3_goes_elsewhere(worl
 
 
 @pytest.mark.parametrize("world", OFF, ids=ids)
-def test_off_policy(world):
+def test_surrogate_gradients_off_policy(world):
     p, _, mu = world.tables
     truth = gradient(world.sequence_kl, p)
 
@@ -117,7 +117,7 @@ def test_off_policy(world):
 
 
 @pytest.mark.parametrize("world", OFF, ids=ids)
-def test_off_policy_values(world):
+def test_surrogate_values_off_policy(world):
     """Unweighted they estimate nothing; token weights the behaviour's prefixes; prefix weights the KL."""
     p, q, mu = world.tables
     logp, logq, behaviour = (world.token_logp(x) for x in (p, q, mu))
@@ -147,7 +147,7 @@ def two_steps():
     return p, model([0.25, 0.75], [[0.5, 0.5], [0.99, 0.01]])
 
 
-def test_exact_sums_are_not_always_the_less_noisy_ones():
+def test_exact_sums_can_have_a_larger_variance():
     moments = drift_moments(*two_steps(), steps=2)
     got = (moments.kl, moments.variance_sampled, moments.variance_summed, moments.control_weight)
     assert got == pytest.approx((2.395450, 3.31591, 5.06974, -0.718), abs=5e-4)
@@ -193,7 +193,7 @@ def objective(world):
 
 
 @pytest.mark.parametrize("world", ON, ids=ids)
-def test_leave_one_out_is_right_and_the_group_mean_is_short_of_it_by_one_in_g(world):
+def test_leave_one_out_is_unbiased_and_the_group_mean_lacks_a_factor(world):
     truth = objective(world)
     assert error(update(world, lambda mine, other: mine - other), truth) < EXACT
     centred = update(world, lambda mine, other: mine - (mine + other) / 2)
@@ -202,7 +202,7 @@ def test_leave_one_out_is_right_and_the_group_mean_is_short_of_it_by_one_in_g(wo
 
 
 @pytest.mark.parametrize("world", ON, ids=ids)
-def test_dividing_by_the_groups_spread_turns_the_update(world):
+def test_dividing_by_the_groups_std_changes_the_direction(world):
     truth = objective(world)
 
     def standardised(mine, other):
@@ -215,7 +215,7 @@ def test_dividing_by_the_groups_spread_turns_the_update(world):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_dividing_by_the_length_turns_the_update(seed):
+def test_dividing_by_the_length_changes_the_direction(seed):
     world = World(seed=seed, end=2, on_policy=True)
     truth = objective(world)
     rewards = lambda mine, other: mine - other  # noqa: E731

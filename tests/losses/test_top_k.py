@@ -44,7 +44,7 @@ def every_draw(name, ids, weights=None):
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", MEANS)
-def test_a_sampled_tail_has_the_value_and_both_gradients_of_the_whole(name, choice):
+def test_a_sampled_tail_is_unbiased_in_value_and_gradients(name, choice):
     loss = expected(every_draw(name, CHOICES[choice]), LOGITS_P)
     value = loss(LOGITS_P.log_softmax(-1).requires_grad_(), LOGITS_Q.log_softmax(-1))
     assert value.item() == pytest.approx(textbook(name, LOGITS_P, LOGITS_Q), rel=1e-12)
@@ -53,7 +53,7 @@ def test_a_sampled_tail_has_the_value_and_both_gradients_of_the_whole(name, choi
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_off_policy_with_the_weights_of_the_drawn_tokens(name):
+def test_a_sampled_tail_is_unbiased_off_policy(name):
     weights = (LOGITS_P.log_softmax(-1) - LOGITS_MU.log_softmax(-1)).exp()
     loss = expected(every_draw(name, CHOICES["p"], weights), LOGITS_MU)
     value = loss(LOGITS_P.log_softmax(-1).requires_grad_(), LOGITS_Q.log_softmax(-1))
@@ -82,7 +82,7 @@ def written_out(tail):
     return expected(loss, LOGITS_P)
 
 
-def test_the_published_forms_are_off():
+def test_published_surrogates_are_biased():
     def ratio(logp):
         return (logp - logp.detach()).exp()
 
@@ -127,7 +127,7 @@ def test_forward_kl_from_samples_of_p():
 
 @settings(max_examples=60)
 @given(pair=pairs(spread=20.0), name=st.sampled_from(NAMES), k=st.integers(1, 12))
-def test_the_bucket_is_the_coarser_divergence_and_never_above(pair, name, k):
+def test_the_tail_bucket_is_the_divergence_of_merged_tokens(pair, name, k):
     logp, logq = pair
     order = logp.argsort(descending=True)
     head, rest = order[:k], order[k:]
@@ -141,7 +141,7 @@ def test_the_bucket_is_the_coarser_divergence_and_never_above(pair, name, k):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_buckets_gradient_is_that_of_the_coarser_divergence(name):
+def test_the_tail_buckets_gradient_is_that_of_merged_tokens(name):
     ids = CHOICES["any"]
     others = [x for x in range(8) if x not in ids.tolist()]
 
@@ -158,7 +158,7 @@ def test_the_buckets_gradient_is_that_of_the_coarser_divergence(name):
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-13)
 
 
-def test_the_whole_vocabulary_in_the_list_is_the_divergence_itself():
+def test_a_list_of_the_whole_vocabulary_gives_the_divergence():
     ids = torch.randperm(8)
 
     def bucket(logp, logq):
@@ -169,7 +169,7 @@ def test_the_whole_vocabulary_in_the_list_is_the_divergence_itself():
 
 
 @pytest.mark.parametrize("loss", ["bucket", "sampled"])
-def test_what_is_masked_is_not_read(loss):
+def test_masked_values_are_not_read(loss):
     logits = torch.stack([LOGITS_P, torch.full((8,), NAN), LOGITS_P]).requires_grad_()
     logq = torch.stack([LOGITS_Q, LOGITS_Q, torch.full((8,), -INF)]).log_softmax(-1)
     ids, mask = CHOICES["p"].expand(3, 3), torch.tensor([1, 0, 0])
@@ -186,7 +186,7 @@ def test_what_is_masked_is_not_read(loss):
         assert gradient[0].abs().sum() > 0 and (gradient[1:] == 0).all()
 
 
-def test_an_engines_list_leaves_the_rest():
+def test_a_list_from_an_engine_has_one_minus_its_mass_as_rest():
     logq = log(0.6, 0.3, 0.07, 0.03)
     got = top_k_from(torch.tensor([[0, 1]]), logq[None, :2])
     assert got.log_rest.exp().item() == pytest.approx(0.1, rel=1e-6)
@@ -211,7 +211,7 @@ def test_half_precision_is_upcast():
     )
 
 
-def test_requests_that_mean_nothing(unhooked):
+def test_invalid_top_k_loss_arguments_are_errors(unhooked):
     p = top_k_of(LOGITS_P.log_softmax(-1)[None].requires_grad_(), CHOICES["p"][None])
     q = top_k_of(LOGITS_Q.log_softmax(-1)[None], CHOICES["p"][None])
     drawn = Drawn(torch.tensor([1]), torch.tensor([-1.0]), torch.tensor([-2.0]))

@@ -64,10 +64,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "corda": ({"init_lora_weights": "corda"}, "changed by random draws or by data"),
     "loftq": ({"init_lora_weights": "loftq"}, "changed by random draws or by data"),
     "lora-ga": ({"init_lora_weights": "lora_ga"}, "changed by random draws or by data"),
-    "alora": ({"alora_invocation_tokens": [50, 51]}, "a forward pass of PEFT's own"),
-    "xlora": ({"peft_type": "XLORA"}, "a forward pass of PEFT's own"),
-    "poly": ({"peft_type": "POLY"}, "a forward pass of PEFT's own"),
-    "prompt": ({"peft_type": "PROMPT_TUNING"}, "adds tokens of its own to the prompt"),
+    "alora": ({"alora_invocation_tokens": [50, 51]}, "needs a forward pass of PEFT"),
+    "xlora": ({"peft_type": "XLORA"}, "needs a forward pass of PEFT"),
+    "poly": ({"peft_type": "POLY"}, "needs a forward pass of PEFT"),
+    "prompt": ({"peft_type": "PROMPT_TUNING"}, "adds virtual tokens to the prompt"),
     "future": ({"peft_type": "NEVER_HEARD_OF"}, "of a kind that kleash was not tested with"),
 }
 
@@ -168,7 +168,7 @@ def assert_right(pair, sides, base, ids, truth):
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_kinds_that_leave_their_base_alone_share_it(made, ids, truth, name):
+def test_adapters_that_do_not_change_their_base_share_it(made, ids, truth, name):
     adapter, base = made(name)
     pair = load_pair(str(adapter), str(base))
     assert_right(pair, (adapter, None), base, ids, truth)
@@ -177,7 +177,7 @@ def test_kinds_that_leave_their_base_alone_share_it(made, ids, truth, name):
 
 
 @pytest.mark.parametrize("name", SEPARATE)
-def test_kinds_that_change_their_base_have_one_of_their_own(made, ids, truth, name):
+def test_adapters_that_change_their_base_get_a_separate_base(made, ids, truth, name):
     adapter, base = made(name)
     for sides in ((adapter, None), (None, adapter)):
         pair = load_pair(*(str(side or base) for side in sides))
@@ -190,7 +190,7 @@ def test_kinds_that_change_their_base_have_one_of_their_own(made, ids, truth, na
 
 
 @pytest.mark.parametrize("name", [*SEPARATE, "lora", "tokens"])
-def test_the_proof_finds_what_the_settings_do_not_show(made, ids, truth, name, monkeypatch):
+def test_a_changed_base_is_detected_without_a_rule(made, ids, truth, name, monkeypatch):
     monkeypatch.setattr(rules, "RULES", ())
     adapter, base = made(name)
     pair = load_pair(str(adapter), str(base))
@@ -200,7 +200,7 @@ def test_the_proof_finds_what_the_settings_do_not_show(made, ids, truth, name, m
         assert f"since the adapter {adapter} changes " in pair.notes[1]
 
 
-def test_two_adapters_over_one_base_in_each_order(made, ids, truth):
+def test_two_adapters_share_one_base_in_either_order(made, ids, truth):
     names = ("lora", "dora", "pissa", "saved", "tokens", "ia3")
     for ours, theirs in permutations(names, 2):
         if (ours, theirs) not in (("lora", "dora"), ("dora", "lora")) and "lora" not in (ours, theirs):
@@ -211,7 +211,7 @@ def test_two_adapters_over_one_base_in_each_order(made, ids, truth):
         assert (pair.policy.network is pair.reference.network) is ({ours, theirs} == {"lora", "dora"})
 
 
-def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatch):
+def test_an_adapter_that_changes_another_adapters_output_is_detected(made, ids, truth, monkeypatch):
     """As PEFT's tuners with shared projections or wrapped modules could."""
     put_on = shared_base.attach_adapter
     (policy, base), (reference, _) = made("lora"), made("dora")
@@ -231,7 +231,7 @@ def test_an_adapter_that_changes_another_is_noticed(made, ids, truth, monkeypatc
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.usefixtures("unhooked")
-def test_kinds_that_cannot_be_measured(made, tmp_path, name):
+def test_unsupported_adapters_are_refused(made, tmp_path, name):
     adapter, base = made("lora")
     settings, reason = REFUSED[name]
     changed = tmp_path / "changed"
@@ -248,7 +248,7 @@ def test_kinds_that_cannot_be_measured(made, tmp_path, name):
 
 @pytest.mark.parametrize("settings", [{"target_modules": ["embed_tokens"]}, {"target_modules": ["lm_head"]}])
 @pytest.mark.usefixtures("unhooked")
-def test_an_adapter_on_one_of_two_tied_embeddings_has_two_readings(bases, tmp_path, settings):
+def test_an_adapter_on_one_of_two_tied_embeddings_is_refused(bases, tmp_path, settings):
     adapter, base = save(tmp_path / "tied", bases["qwen3"], *lora(**settings))
     with pytest.raises(
         ModelError, match=r"running it and merging it give two models; leave both embeddings out"
@@ -256,13 +256,13 @@ def test_an_adapter_on_one_of_two_tied_embeddings_has_two_readings(bases, tmp_pa
         load_pair(str(adapter), str(base))
 
 
-def test_the_reference_of_a_cache_may_be_an_adapter_of_any_kind(made, ids, truth):
+def test_the_reference_of_a_cache_may_be_any_supported_adapter(made, ids, truth):
     adapter, base = made("pissa")
     pair = load_reference(str(adapter), None, Loading())
     assert_right(pair, (adapter, adapter), base, ids, truth)
 
 
-def test_a_checksum_sees_every_bit_and_every_exchange():
+def test_a_checksum_changes_with_every_bit_and_every_swap():
     from kleash.models.adapters.network_state import checksum
 
     torch.manual_seed(0)
@@ -277,7 +277,7 @@ def test_a_checksum_sees_every_bit_and_every_exchange():
     assert checksum(rows) != checksum(rows.flip(0))
 
 
-def test_the_table_of_the_documentation_is_that_of_the_rules():
+def test_the_documented_table_matches_the_rules():
     assert make_adapter_table.page() == make_adapter_table.PAGE.read_text(encoding="utf-8"), (
         "run: python tools/make_adapter_table.py"
     )

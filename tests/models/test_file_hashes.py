@@ -33,7 +33,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_hashes.time, "time_ns", lambda: now + 3600 * 10**9)
 
 
-def test_every_byte_counts_and_where_it_is(
+def test_the_hash_changes_with_every_byte_and_its_position(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "weights"
@@ -55,7 +55,7 @@ def test_every_byte_counts_and_where_it_is(
     assert len(seen) == 7
 
 
-def test_a_file_is_read_once_unless_anything_of_it_changes(
+def test_a_file_is_hashed_again_only_after_a_change(
     cache: Path, tmp_path: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "weights"
@@ -75,7 +75,7 @@ def test_a_file_is_read_once_unless_anything_of_it_changes(
 
 
 @pytest.mark.parametrize("spoilt", ["damaged", "changed", "nested", "folder", "link", "mode", "unwritable"])
-def test_a_memory_that_cannot_be_trusted_is_ignored(
+def test_a_damaged_or_foreign_hash_cache_is_ignored(
     cache: Path, tmp_path: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch, spoilt: str
 ) -> None:
     path = tmp_path / "weights"

@@ -42,7 +42,7 @@ def test_scale_and_softcap_are_read_from_the_configuration(architecture, shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("architecture", HEADS)
-def test_heads_are_found_in_every_dtype(architecture, dtype):
+def test_heads_are_extracted_in_every_dtype(architecture, dtype):
     whole = network(architecture).to(dtype)
     anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert (anatomy.head.scale, anatomy.head.softcap) == HEADS[architecture]
@@ -55,7 +55,7 @@ def test_a_bias_is_part_of_the_head():
     torch.testing.assert_close(anatomy.head.bias, whole.lm_head.bias.detach())
 
 
-def test_a_scaling_that_multiplies_is_told_from_one_that_divides():
+def test_multiplying_and_dividing_logits_scaling_are_distinguished():
     whole = network("granite")
     forward = whole.forward
     whole.forward = lambda **inputs: scaled(forward(**inputs), 16.0)  # divided by 4 inside
@@ -68,7 +68,7 @@ def scaled(out, factor):
     return out
 
 
-def test_what_does_not_come_apart_is_measured_through_its_logits(folders):
+def test_a_network_without_a_matching_head_is_measured_through_its_logits(folders):
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference))
     forward = pair.policy.network.forward
@@ -85,7 +85,7 @@ def test_what_does_not_come_apart_is_measured_through_its_logits(folders):
     np.testing.assert_allclose(found["logp_reference"], apart["logp_reference"], rtol=1e-6)
 
 
-def test_a_layer_between_body_and_head_is_noticed():
+def test_a_layer_between_backbone_and_head_is_detected():
     whole = network()
     whole.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 320))
     anatomy = extract_head(whole, whole.base_model, probe(), "the reference")
@@ -93,7 +93,7 @@ def test_a_layer_between_body_and_head_is_noticed():
     assert anatomy.note is not None
 
 
-def test_rows_that_the_network_does_not_give_out_are_cut():
+def test_head_rows_beyond_the_networks_logits_are_truncated():
     whole = network()
     forward = whole.forward
 
@@ -122,20 +122,20 @@ def test_the_tolerance_is_four_units_in_the_last_place_of_the_largest_logit(dtyp
         assert (logit_discrepancy(own, hidden, head) <= 1) is agree, units
 
 
-def test_the_order_of_a_sum_is_no_disagreement():
+def test_another_summation_order_is_within_the_tolerance():
     """Here 1 is left of 10 000 added and taken away again: its last digits depend on when it was added."""
     hidden, head = torch.tensor([[1e4, 1.0, -1e4]]), Head(torch.ones(1, 3))
     assert logit_discrepancy(torch.tensor([[1.001]]), hidden, head) <= 1
     assert logit_discrepancy(torch.tensor([[1.1]]), hidden, head) > 1
 
 
-def test_a_cap_that_is_too_high_to_be_noticed_is_kept():
+def test_a_softcap_without_effect_on_the_probe_is_kept():
     whole = network("gemma2", final_logit_softcapping=1e4)
     anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert anatomy.head.softcap == 1e4
 
 
-def test_logits_that_are_not_finite_agree_with_the_like_alone():
+def test_non_finite_logits_agree_only_with_equal_ones():
     head = Head(torch.eye(3))
     hidden = torch.tensor([[1.0, 2.0, 3.0]])
     forbidden = Head(torch.eye(3), torch.tensor([0.0, 0.0, -torch.inf]))
@@ -149,11 +149,11 @@ def test_logits_that_are_not_finite_agree_with_the_like_alone():
     assert logit_discrepancy(everywhere, spoilt, head) == 0
 
 
-def test_sizes_that_do_not_fit_disagree():
+def test_mismatched_sizes_disagree():
     assert logit_discrepancy(torch.ones(1, 3), torch.ones(1, 4), Head(torch.eye(3))) == torch.inf
 
 
-def test_a_model_that_looks_ahead_is_refused():
+def test_a_non_causal_model_is_refused():
     config = BertConfig(
         vocab_size=100,
         hidden_size=16,
@@ -169,7 +169,7 @@ def test_a_model_that_looks_ahead_is_refused():
         extract_head(whole, whole.base_model, probe(), "the policy")
 
 
-def test_a_head_without_weights_on_this_machine_is_measured_through_logits(tmp_path):
+def test_a_head_with_meta_weights_is_measured_through_logits(tmp_path):
     folder = save_tiny(tmp_path / "model")
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     layer = whole.get_output_embeddings()

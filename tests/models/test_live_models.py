@@ -60,7 +60,7 @@ def kl(policy, reference, tokenizer):
     ]
 
 
-def test_it_is_measured_with_the_weights_of_the_moment(network, folder, tokenizer):
+def test_a_live_model_is_measured_with_its_current_weights(network, folder, tokenizer):
     reference = load_pair(str(folder), str(folder)).reference
     with at_rest(network):
         before = kl(live_model(network, tokenizer), reference, tokenizer)
@@ -74,7 +74,7 @@ def test_it_is_measured_with_the_weights_of_the_moment(network, folder, tokenize
     assert model.head.weight.data_ptr() == network.lm_head.weight.data_ptr()
 
 
-def test_adapter_on_and_off_agree_with_the_folders(adapted, folder, adapter_folder, tokenizer):
+def test_active_and_disabled_adapters_agree_with_loaded_folders(adapted, folder, adapter_folder, tokenizer):
     pair = load_pair(str(adapter_folder), str(folder))
     expected = kl(pair.policy, pair.reference, tokenizer)
     with at_rest(adapted):
@@ -90,7 +90,7 @@ def everything(network):
     return modes, trained
 
 
-def test_everything_is_put_back(adapted, tokenizer):
+def test_at_rest_restores_the_training_state(adapted, tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted.add_adapter("other", adapted.peft_config["default"])
@@ -114,7 +114,7 @@ def test_everything_is_put_back(adapted, tokenizer):
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_what_cannot_be_measured_is_refused(network, adapted, tokenizer):
+def test_unsupported_live_networks_are_refused(network, adapted, tokenizer):
     network.train()
     with pytest.raises(ModelError, match="training mode"):
         live_model(network, tokenizer)

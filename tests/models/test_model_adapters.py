@@ -101,7 +101,7 @@ def test_the_same_adapter_on_both_sides_is_exactly_zero(base, adapter):
     assert (score(pair, random_sequences())["kl_policy_reference"] == 0).all()
 
 
-def test_another_model_as_reference_is_said(base, adapter, folders):
+def test_a_reference_with_another_base_gives_a_note(base, adapter, folders):
     reference, _ = folders("llama")
     pair = load_pair(str(adapter), str(reference))
     assert pair.policy.network is not pair.reference.network
@@ -112,7 +112,7 @@ def test_another_model_as_reference_is_said(base, adapter, folders):
 
 
 @pytest.mark.parametrize("settings", [{"modules_to_save": ["lm_head"]}, {"use_dora": True}])
-def test_other_kinds_of_adapters(base, tmp_path, settings):
+def test_other_peft_types_agree_with_their_merged_model(base, tmp_path, settings):
     adapter = tiny_adapter(tmp_path / "adapter", base, **settings)
     pair = load_pair(str(adapter), str(base))
     assert pair.policy.head.weight is not None
@@ -120,7 +120,7 @@ def test_other_kinds_of_adapters(base, tmp_path, settings):
     agree(pair, base, (adapter, None))
 
 
-def test_generation_is_the_adapters(base, adapter):
+def test_generation_uses_the_adapter(base, adapter):
     prompts = [Prompt(prompt_id=0, token_ids=(0, 50, 60), text="", prompt_hash="1f")]
     pair = load_pair(str(base), str(adapter))
     sampling = Sampling(max_new_tokens=12, samples_per_prompt=4)
@@ -130,7 +130,7 @@ def test_generation_is_the_adapters(base, adapter):
         np.testing.assert_allclose(told, logps(base, folder, drawn), rtol=3e-5, atol=3e-6)
 
 
-def test_a_base_may_be_named_from_the_adapters_folder_or_from_here(base, tmp_path, monkeypatch):
+def test_a_base_path_is_relative_to_the_adapter_or_the_current_directory(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # away from where the tests run: a folder ../base there would be another base
     beside = tiny_adapter(base.parent / "beside", base, base_name="../base")
     assert load_pair(str(beside), str(base)).policy.network is not None
@@ -140,13 +140,13 @@ def test_a_base_may_be_named_from_the_adapters_folder_or_from_here(base, tmp_pat
     assert pair.policy.network is pair.reference.network
 
 
-def test_a_base_that_is_not_there(base, tmp_path, unhooked):
+def test_a_missing_base_is_an_error(base, tmp_path, unhooked):
     adapter = tiny_adapter(tmp_path / "adapter", base, base_name="/nowhere/base")
     with pytest.raises(ModelError, match="lies over the base /nowhere/base, but there is no folder"):
         load_pair(str(adapter), str(base))
 
 
-def test_an_adapter_whose_tensors_find_no_place(base, adapter, tmp_path, unhooked):
+def test_an_adapter_with_unexpected_tensors_is_an_error(base, adapter, tmp_path, unhooked):
     stray = tmp_path / "stray"
     stray.mkdir()
     tensors = load_file(adapter / "adapter_model.safetensors")
@@ -157,7 +157,7 @@ def test_an_adapter_whose_tensors_find_no_place(base, adapter, tmp_path, unhooke
         load_pair(str(stray), str(base))
 
 
-def test_an_adapter_whose_tensors_have_other_shapes(base, adapter, tmp_path, unhooked):
+def test_an_adapter_with_mismatched_shapes_is_an_error(base, adapter, tmp_path, unhooked):
     shutil.copytree(adapter, tmp_path / "wider")
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (tmp_path / "wider" / "adapter_config.json").write_text(json.dumps({**settings, "r": 7}))
@@ -178,11 +178,11 @@ def test_adapters_that_add_tokens_are_refused(base, tmp_path, unhooked):
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file({"prompt_embeddings": torch.zeros(3, 64)}, folder / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match="adds tokens of its own to the prompt"):
+    with pytest.raises(ModelError, match="adds virtual tokens to the prompt"):
         load_pair(str(folder), str(base))
 
 
-def test_an_adapter_that_does_not_name_its_base(base, tmp_path, unhooked):
+def test_an_adapter_without_the_name_of_its_base_is_an_error(base, tmp_path, unhooked):
     adapter = tiny_adapter(tmp_path / "adapter", base)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = None

@@ -84,7 +84,7 @@ def drawn_by_hand(folder, prompt, sample, sampling, ends=(1,)):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_draws_are_those_of_the_whole_text_read_again(folders, architecture):
+def test_incremental_decoding_draws_as_full_forward_passes_do(folders, architecture):
     policy, _ = folders(architecture)
     model = load_pair(str(policy), str(policy)).policy
     sampling = Sampling(max_new_tokens=12, temperature=0.8, seed=3)
@@ -97,7 +97,7 @@ def responses(found):
     return [one.response_ids for one in found]
 
 
-def test_draws_depend_on_neither_batch_nor_neighbours_nor_order(pair: Pair):
+def test_draws_do_not_depend_on_batches_or_order(pair: Pair):
     sampling = Sampling(max_new_tokens=20, samples_per_prompt=2)
     together = generate(pair.policy, prompts(), sampling)
     assert [(one.prompt_id, one.sample_id) for one in together] == [
@@ -124,7 +124,7 @@ def test_a_copy_of_a_prompt_draws_further_samples(pair: Pair):
     assert [one.sample_id for one in twice] == [0, 1, 0, 1]
 
 
-def test_logp_sampled_is_the_policys_own_without_truncation(folders, pair: Pair):
+def test_logp_sampled_is_the_policys_without_truncation(folders, pair: Pair):
     policy, _ = folders("llama")
     for one in generate(pair.policy, prompts(), Sampling(max_new_tokens=15, temperature=1.3)):
         z = double_logits(policy, [*one.prompt_ids, *one.response_ids]).numpy() / 1.3
@@ -145,7 +145,7 @@ def test_logp_sampled_is_the_policys_own_without_truncation(folders, pair: Pair)
     ],
     ids=["top_k", "top_p", "min_p", "both"],
 )
-def test_truncated_draws_have_the_probability_that_transformers_gives_them(folders, pair: Pair, cut, warpers):
+def test_logp_sampled_of_truncated_draws_agrees_with_transformers(folders, pair: Pair, cut, warpers):
     policy, _ = folders("llama")
     sampling = Sampling(max_new_tokens=15, temperature=0.9, **cut)
     found = generate(pair.policy, prompts(), sampling)
@@ -158,7 +158,7 @@ def test_truncated_draws_have_the_probability_that_transformers_gives_them(folde
         np.testing.assert_allclose(one.logp_sampled, wanted, rtol=3e-5, atol=3e-6)
 
 
-def test_temperature_zero_takes_the_likeliest(folders, pair: Pair):
+def test_temperature_zero_is_greedy(folders, pair: Pair):
     policy, _ = folders("llama")
     for one in generate(pair.policy, prompts(), Sampling(max_new_tokens=10, temperature=0.0)):
         rows = double_logits(policy, [*one.prompt_ids, *one.response_ids])[len(one.prompt_ids) - 1 : -1]
@@ -190,7 +190,7 @@ def test_a_response_ends_with_its_end_token(pair: Pair):
     assert told[0] == 4
 
 
-def test_an_end_at_the_last_place_is_a_stop(pair: Pair):
+def test_an_end_token_at_max_new_tokens_is_a_stop(pair: Pair):
     free = generate(pair.policy, prompts(TEXTS[:1]), Sampling(max_new_tokens=5))
     (one,) = generate(
         replace(pair.policy, eos_token_ids=free[0].response_ids[4:]),
@@ -201,7 +201,7 @@ def test_an_end_at_the_last_place_is_a_stop(pair: Pair):
 
 
 @pytest.mark.parametrize("length", [125, 128])
-def test_the_context_ends_a_response(pair: Pair, length):
+def test_a_response_ends_at_the_context_length(pair: Pair, length):
     full = prompts((tuple(range(3, 3 + length)), (0,)))
     long, short = generate(pair.policy, full, Sampling(max_new_tokens=20))
     assert len(long.response_ids) == 128 - length + 1
@@ -209,7 +209,7 @@ def test_the_context_ends_a_response(pair: Pair, length):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
-def test_after_the_prompts_one_token_at_a_time_is_read(folders, architecture):
+def test_one_token_per_step_is_run_with_a_cache(folders, architecture):
     policy, _ = folders(architecture)
     model = load_pair(str(policy), str(policy)).policy
     shapes = []
@@ -236,7 +236,7 @@ def test_a_network_without_a_cache_draws_the_same(folders, architecture):
     assert responses(generate(plain, prompts(), sampling)) == responses(generate(model, prompts(), sampling))
 
 
-def test_a_network_that_reads_its_padding_is_read_without(folders):
+def test_a_network_that_processes_left_padding_is_run_without_it(folders):
     policy, _ = folders("llama")
     model = load_pair(str(policy), str(policy)).policy
     sampling = Sampling(max_new_tokens=9)
@@ -249,7 +249,7 @@ def test_a_network_that_reads_its_padding_is_read_without(folders):
     assert responses(generate(replace(model, backbone=Blind()), prompts(), sampling)) == responses(wanted)
 
 
-def test_a_recurrent_network_draws_from_its_own_distribution(tmp_path):
+def test_a_recurrent_network_draws_from_its_distribution(tmp_path):
     torch.manual_seed(0)
     config = MambaConfig(
         vocab_size=320,
@@ -267,7 +267,7 @@ def test_a_recurrent_network_draws_from_its_own_distribution(tmp_path):
         assert one.response_ids == drawn_by_hand(tmp_path, prompt, 0, sampling)
 
 
-def test_a_model_through_its_logits_draws_the_same(folders):
+def test_a_model_without_a_head_draws_the_same(folders):
     from kleash.linear import Head
 
     policy, _ = folders("llama")
@@ -278,7 +278,7 @@ def test_a_model_through_its_logits_draws_the_same(folders):
     assert responses(found) == responses(wanted)
 
 
-def test_the_distribution_is_that_of_the_model(folders):
+def test_draws_follow_the_models_distribution(folders):
     """One token after one prompt, drawn often: chi-squared against the exact probabilities."""
     policy, _ = folders("gemma2")
     model = load_pair(str(policy), str(policy)).policy
@@ -292,7 +292,7 @@ def test_the_distribution_is_that_of_the_model(folders):
     assert chisquare(observed, wanted).pvalue > 1e-3
 
 
-def test_noise_is_exponential_and_keyed_by_everything():
+def test_noise_is_exponential_and_depends_on_every_part_of_its_key():
     noise = exponentials(7, [("ff", 0, 0)], 20_000)
     assert noise.shape == (1, 20_000)
     assert noise.dtype == torch.float64
@@ -304,7 +304,7 @@ def test_noise_is_exponential_and_keyed_by_everything():
     assert np.abs(correlations - np.eye(5)).max() < 0.15
 
 
-def test_noise_is_the_same_for_ever():
+def test_noise_has_fixed_values():
     """A change here would change what an interrupted run goes on with."""
     wanted = [noise_by_hand(2**63 + 7, "ff", 3, 2, counter) for counter in range(8)]
     np.testing.assert_allclose(exponentials(2**63 + 7, [("ff", 3, 2)], 8)[0], wanted, rtol=1e-14)
@@ -316,7 +316,7 @@ KEYS = [(f"{number:x}", number % 3, number % 7) for number in range(40)]
 
 
 @pytest.mark.parametrize("vocabulary", [3, 512, 513, 1500])
-def test_a_draw_is_the_winner_of_its_group_and_its_group_the_winner_of_all(vocabulary):
+def test_a_draw_is_the_argmax_of_the_two_stages(vocabulary):
     logits = 3 * torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logp = logits.log_softmax(-1)
     tokens, found = draw(logp, 11, KEYS)
@@ -329,7 +329,7 @@ def test_a_draw_is_the_winner_of_its_group_and_its_group_the_winner_of_all(vocab
     assert torch.equal(draw(logp.float(), 11, KEYS)[0], tokens)
 
 
-def test_draws_have_their_probabilities_in_head_and_tail_and_never_one_of_zero():
+def test_draw_frequencies_match_probabilities_and_zero_is_never_drawn():
     """Chi-squared over the likely tokens one by one, and over the many unlikely ones by stretches of ids."""
     vocabulary, count = 2000, 40_000
     order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(4))
@@ -352,7 +352,7 @@ def test_draws_have_their_probabilities_in_head_and_tail_and_never_one_of_zero()
 
 
 @pytest.mark.parametrize("slope", [0.0, 1.0, 3.0], ids=["flat", "usual", "peaked"])
-def test_rounding_turns_hardly_more_draws_than_gumbel_max(slope):
+def test_rounding_changes_at_most_twice_as_many_draws_as_gumbel_max(slope):
     """Noise of the size of bfloat16 rounding; an inverse CDF would turn ten to a hundred times as many."""
     some = torch.Generator().manual_seed(int(slope))
     logits = slope * torch.randn(2048, generator=some, dtype=torch.float64)
@@ -385,13 +385,13 @@ class Crossings(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 9, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.0}])
-def test_nothing_of_the_vocabularys_size_leaves_the_device(pair: Pair, cut):
+def test_no_tensor_of_vocabulary_size_leaves_the_device(pair: Pair, cut):
     with Crossings() as crossings:
         generate(pair.policy, prompts(TEXTS[:1]), Sampling(max_new_tokens=3, **cut))
     assert 0 < max(crossings.sizes) < pair.policy.vocab_size
 
 
-def test_nan_names_the_prompt(folders, unhooked):
+def test_nan_logits_are_an_error_with_the_prompt(folders, unhooked):
     policy, _ = folders("llama")
     model = load_pair(str(policy), str(policy)).policy
     with torch.no_grad():
@@ -418,11 +418,11 @@ def test_invalid_sampling_options_are_errors(options, message):
         Sampling(**options)
 
 
-def test_nothing_is_answered_by_nothing(pair: Pair):
+def test_no_prompts_give_no_responses(pair: Pair):
     assert generate(pair.policy, [], Sampling()) == []
 
 
-def test_batches_are_of_like_length_and_within_the_budget():
+def test_batches_group_similar_lengths_within_the_budget():
     lengths = [5, 1, 9, 5, 30, 2, 9]
     batches = batch_by_length(lengths, 20)
     assert batches == [[4], [2, 6], [0, 3, 5, 1]]
@@ -434,7 +434,7 @@ def test_batches_are_of_like_length_and_within_the_budget():
         batch_by_length(lengths, 0)
 
 
-def test_an_end_token_in_training_is_found_in_the_end(tmp_path):
+def test_eos_token_ids_are_read_from_a_network_in_training(tmp_path):
     """A model that always ends: one token each, and the batch is over."""
     folder = save_tiny(tmp_path / "model")
     model = load_pair(str(folder), str(folder)).policy

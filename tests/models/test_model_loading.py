@@ -34,7 +34,7 @@ def refuse(folder, match, error=ModelError, **options):
     assert not message.endswith(".")
 
 
-def test_what_a_model_says_of_itself(folders):
+def test_a_model_records_its_name_size_and_dtype(folders):
     policy, reference = folders("llama")
     model = load_pair(str(policy), str(reference)).policy
     assert isinstance(model, Model)
@@ -46,7 +46,7 @@ def test_what_a_model_says_of_itself(folders):
     assert not model.network.training
 
 
-def test_nothing_is_printed_or_left_switched(folders, capfd):
+def test_loading_prints_nothing_and_restores_logging(folders, capfd):
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -58,26 +58,26 @@ def test_nothing_is_printed_or_left_switched(folders, capfd):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_dtypes(folders, dtype):
+def test_models_load_in_the_requested_dtype(folders, dtype):
     policy, _ = folders("llama")
     model = load_pair(str(policy), str(policy), dtype=dtype).policy
     assert model.dtype == getattr(torch, dtype)
     assert model.hidden_states(torch.tensor([[3, 4]])).dtype == model.dtype
 
 
-def test_auto_is_float32_on_a_cpu_whatever_the_checkpoint_holds(tmp_path):
+def test_auto_dtype_is_float32_on_a_cpu(tmp_path):
     folder = save_tiny(tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     assert load_file(folder / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
     assert load_pair(str(folder), str(folder), device="cpu").policy.dtype == torch.float32
 
 
-def test_padded_heads_of_one_size_are_left_as_they_are(pair: Pair):
+def test_padded_heads_of_equal_size_are_kept(pair: Pair):
     assert pair.notes == ("both heads have 320 rows for 300 tokens; the 20 others are kept",)
     assert pair.vocab_size == 320
 
 
-def test_padded_heads_of_two_sizes_are_cut_to_the_tokens(folders, tmp_path):
+def test_padded_heads_of_different_sizes_are_truncated_to_the_tokens(folders, tmp_path):
     policy, _ = folders("llama")
     reference = save_tiny(tmp_path / "reference", vocab_size=305)
     pair = load_pair(str(policy), str(reference))
@@ -97,26 +97,26 @@ def test_padded_heads_of_two_sizes_are_cut_to_the_tokens(folders, tmp_path):
     )
 
 
-def test_fewer_rows_than_tokens(tmp_path, unhooked):
+def test_fewer_embeddings_than_tokens_are_an_error(tmp_path, unhooked):
     folder = save_tiny(tmp_path / "model", vocab_size=290)
     refuse(folder, "the policy .* has 290 embeddings for a tokenizer of 300 tokens")
 
 
-def test_fewer_logits_than_tokens(pair: Pair, unhooked):
+def test_fewer_logits_than_tokens_are_an_error(pair: Pair, unhooked):
     from kleash.models.pair_loading import pair_models
 
     with pytest.raises(ModelError, match=r"the reference .* has 299 logits for a tokenizer of 300 tokens"):
         pair_models(pair.policy, replace(pair.reference, vocab_size=299), ())
 
 
-def test_different_tokenizers(folders, copied, unhooked):
+def test_different_tokenizers_are_an_error(folders, copied, unhooked):
     _, reference = folders("llama")
     tiny_tokenizer(280).save_pretrained(copied)
     with pytest.raises(ModelError, match="differ in 20 tokens"):
         load_pair(str(copied), str(reference))
 
 
-def test_no_folder_and_no_hub(tmp_path, unhooked):
+def test_a_missing_model_is_an_error(tmp_path, unhooked):
     refuse(tmp_path / "missing", "there is no folder .*missing, and it cannot be a hub id either")
     refuse("nobody/has-this", "nobody/has-this is not a folder here, and the hub did not give it out: ")
     (tmp_path / "file").write_text("x")
@@ -129,11 +129,11 @@ def test_a_revision_of_the_hub_is_named_in_the_error(unhooked):
     refuse("nobody/has-this", "did not give it out at revision v2", revision_policy="v2")
 
 
-def test_a_folder_has_no_revision(folders, unhooked):
+def test_a_revision_of_a_folder_is_an_error(folders, unhooked):
     refuse(folders("llama")[0], "which has no revision 'main'", revision_policy="main")
 
 
-def test_a_hub_id_leads_to_the_commit_it_was_fetched_at(folders, monkeypatch):
+def test_a_hub_id_resolves_to_the_downloaded_commit(folders, monkeypatch):
     import huggingface_hub
 
     asked = {}
@@ -156,7 +156,7 @@ def test_pickled_weights_are_not_opened(copied, unhooked):
     refuse(copied, "pickled files, which can run code .* save_pretrained, which writes safetensors")
 
 
-def test_damaged_files(copied, unhooked):
+def test_damaged_files_are_errors(copied, unhooked):
     config = (copied / "config.json").read_text()
     (copied / "config.json").write_text("{")
     refuse(copied, r"config.json cannot be read as JSON: Expecting property name")
@@ -170,7 +170,7 @@ def test_damaged_files(copied, unhooked):
     refuse(copied, f"should be {len(weights)} bytes long and is {len(weights) - 100}; fetch or make it again")
 
 
-def test_weights_that_are_missing_are_not_made_up(copied, unhooked):
+def test_missing_weights_are_an_error(copied, unhooked):
     stored = load_file(copied / "model.safetensors")
     del stored["model.layers.1.mlp.up_proj.weight"], stored["model.norm.weight"]
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
@@ -179,7 +179,7 @@ def test_weights_that_are_missing_are_not_made_up(copied, unhooked):
     )
 
 
-def test_weights_that_nobody_uses_are_a_note(copied):
+def test_unused_weights_give_a_note(copied):
     stored = load_file(copied / "model.safetensors")
     stored["mtp.layers.0.weight"] = torch.zeros(2)
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
@@ -187,7 +187,7 @@ def test_weights_that_nobody_uses_are_a_note(copied):
     assert any("1 tensors of the policy" in note and "mtp.layers.0.weight" in note for note in notes)
 
 
-def test_a_tokenizer_that_is_not_there(copied, unhooked):
+def test_a_missing_tokenizer_is_an_error(copied, unhooked):
     for path in copied.glob("tokenizer*"):
         path.unlink()
     refuse(
@@ -197,7 +197,7 @@ def test_a_tokenizer_that_is_not_there(copied, unhooked):
     refuse(copied, "the tokenizer of the policy .* cannot be loaded")
 
 
-def test_weights_of_other_shapes_than_the_configuration_says(copied, unhooked):
+def test_weights_with_mismatched_shapes_are_an_error(copied, unhooked):
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "vocab_size": 310}))
     shapes = "" if transformers.__version__.startswith("4.") else r": \(320, 32\), and not \(310, 32\)"
@@ -207,11 +207,11 @@ def test_weights_of_other_shapes_than_the_configuration_says(copied, unhooked):
     )
 
 
-def test_a_name_that_is_too_long_for_a_file(unhooked):
+def test_a_name_too_long_for_a_file_is_an_error(unhooked):
     refuse(Path("/" + "x" * 300), "/xxx.* cannot be read: File name too long; give a folder or a hub id")
 
 
-def test_encoder_decoders_and_models_of_pictures_are_refused(tmp_path, unhooked):
+def test_encoder_decoder_and_multimodal_models_are_refused(tmp_path, unhooked):
     config = T5Config(vocab_size=320, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     tiny_tokenizer().save_pretrained(tmp_path / "t5")
@@ -223,13 +223,13 @@ def test_encoder_decoders_and_models_of_pictures_are_refused(tmp_path, unhooked)
     refuse(picture, r"is a multi-modal model \(gemma3, with vision_config\)")
 
 
-def test_an_architecture_that_nobody_knows(copied, unhooked):
+def test_an_unknown_architecture_is_an_error(copied, unhooked):
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "model_type": "never-heard-of"}))
     refuse(copied, "cannot be loaded: .*never-heard-of")
 
 
-def test_code_in_a_checkpoint_does_not_run_unless_asked(copied, unhooked):
+def test_remote_code_runs_only_with_trust_remote_code(copied, unhooked):
     config = json.loads((copied / "config.json").read_text())
     config |= {
         "model_type": "mine",
@@ -241,7 +241,7 @@ def test_code_in_a_checkpoint_does_not_run_unless_asked(copied, unhooked):
     assert not (copied / "ran").exists()
 
 
-def test_dtypes_and_devices_that_are_not(folders, unhooked):
+def test_unknown_dtypes_and_devices_are_errors(folders, unhooked):
     policy, _ = folders("llama")
     refuse(policy, "no dtype is called 'int3'", error=OptionError, dtype="int3")
     refuse(policy, "device nowhere cannot be used here", error=CannotRunError, device="nowhere")
@@ -260,7 +260,7 @@ def test_a_device_map_gives_the_same_numbers(folders):
     )
 
 
-def test_different_dtypes_are_a_warning(folders):
+def test_different_dtypes_give_a_warning(folders):
     from kleash.models.pair_loading import pair_models
 
     policy, reference = folders("llama")
@@ -275,13 +275,13 @@ def test_different_dtypes_are_a_warning(folders):
     assert ours.warnings == ()
 
 
-def test_ends_come_from_the_generation_settings(copied):
+def test_eos_token_ids_come_from_the_generation_config(copied):
     settings = json.loads((copied / "generation_config.json").read_text())
     (copied / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, 7]}))
     assert load_pair(str(copied), str(copied)).policy.eos_token_ids == (1, 7)
 
 
-def test_the_fingerprint_changes_with_any_tensor_and_with_nothing_else(folders, copied, tmp_path):
+def test_the_fingerprint_changes_with_any_tensor_only(folders, copied, tmp_path):
     policy, reference = folders("llama")
     print_of = find_checkpoint(str(policy)).fingerprint()
     assert print_of.startswith("sha256:") and len(print_of) == len("sha256:") + 32
@@ -300,7 +300,7 @@ def test_the_fingerprint_changes_with_any_tensor_and_with_nothing_else(folders, 
     assert find_checkpoint(str(copied)).fingerprint() != print_of
 
 
-def test_contexts_of_both_count(pair: Pair):
+def test_the_context_length_of_a_pair_is_the_shorter_one(pair: Pair):
     shorter = replace(pair, reference=replace(pair.reference, context_length=40))
     assert shorter.context_length == 40
     unlimited = replace(shorter, policy=replace(pair.policy, context_length=None))

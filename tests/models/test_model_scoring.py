@@ -23,7 +23,7 @@ from kleash.store.tables import TOKEN_COLUMNS
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_column_is_that_of_the_models_own_logits_in_float64(folders, architecture):
+def test_every_column_agrees_with_the_models_logits_in_float64(folders, architecture):
     policy, reference = folders(architecture)
     sequences = random_sequences()
     found = score(load_pair(str(policy), str(reference)), sequences, batch_tokens=24)
@@ -65,7 +65,7 @@ def test_top_tokens_are_the_likeliest_of_both_models(folders, temperature):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
-def test_neither_padding_nor_batch_mates_change_a_number(folders, architecture):
+def test_scores_do_not_depend_on_padding_or_batch(folders, architecture):
     policy, reference = folders(architecture)
     pair = load_pair(str(policy), str(reference))
     sequences = random_sequences(((5, 7), (1, 60), (30, 2), (3, 3), (2, 9)))
@@ -92,7 +92,7 @@ def test_a_model_against_itself_is_exactly_zero(folders):
     assert (found["logp_policy"] == found["logp_reference"]).all()
 
 
-def test_a_copy_of_a_model_and_a_cache_make_no_difference_to_that(folders, tmp_path):
+def test_a_copied_model_and_a_cache_also_score_exactly_zero(folders, tmp_path):
     policy, _ = folders("llama")
     copy = shutil.copytree(policy, tmp_path / "copy")
     pair = load_pair(str(policy), str(copy))
@@ -104,7 +104,7 @@ def test_a_copy_of_a_model_and_a_cache_make_no_difference_to_that(folders, tmp_p
     assert (score(itself, random_sequences(), cache=cache)["kl_policy_reference"] == 0).all()
 
 
-def test_logp_sampled_is_carried_along_in_the_order_of_the_input(pair: Pair):
+def test_logp_sampled_is_returned_in_the_order_of_the_input(pair: Pair):
     first, second, *_ = random_sequences()
     second = replace(second, logp_sampled=np.linspace(-2, -1, 12, dtype=np.float32))
     found = score(pair, [first, second])["logp_sampled"]
@@ -122,7 +122,7 @@ def test_the_noise_floor_is_rounding_and_larger_in_bfloat16(folders):
     assert score_against_float32(exact, sequences) is None
 
 
-def test_the_noise_floor_reads_each_sequence_alone(pair: Pair):
+def test_the_noise_floor_scores_each_sequence_alone(pair: Pair):
     rows = []
 
     def counting(**inputs):
@@ -133,7 +133,7 @@ def test_the_noise_floor_reads_each_sequence_alone(pair: Pair):
     assert sorted(rows) == [1, 1, 1, 1, 4]
 
 
-def test_the_dtype_gap_of_a_cut_head_is_that_of_the_cut_head(folders):
+def test_the_dtype_gap_of_a_truncated_head_uses_the_truncated_head(folders):
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference), dtype="bfloat16")
     head = replace(pair.reference.head, weight=pair.reference.head.weight[:300])
@@ -166,7 +166,7 @@ def test_float64_models_are_scored_in_float64(folders):
     np.testing.assert_array_equal(found["kl_policy_reference"], wanted.astype(np.float32))
 
 
-def test_nan_names_the_model_the_prompt_and_the_position(pair: Pair, unhooked):
+def test_nan_is_an_error_with_model_prompt_and_position(pair: Pair, unhooked):
     def spoilt(**inputs):
         out = pair.reference.backbone(**inputs)
         out.last_hidden_state[1, 6] = torch.nan
@@ -185,7 +185,7 @@ def test_nan_names_the_model_the_prompt_and_the_position(pair: Pair, unhooked):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_nan_in_a_head_is_found_behind_finite_hidden_states(folders, value):
+def test_nan_in_a_head_is_detected(folders, value):
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference))
     with torch.no_grad():
@@ -196,10 +196,10 @@ def test_nan_in_a_head_is_found_behind_finite_hidden_states(folders, value):
         score(pair, random_sequences()[1:])
 
 
-def test_a_temperature_of_zero_is_no_distribution(pair: Pair):
+def test_temperature_zero_is_an_error(pair: Pair):
     with pytest.raises(OptionError, match="temperature above 0, not at 0"):
         score(pair, random_sequences(), temperature=0.0)
 
 
-def test_nothing_comes_of_nothing(pair: Pair):
+def test_no_sequences_give_empty_columns(pair: Pair):
     assert all(len(values) == 0 for values in score(pair, []).values())

@@ -57,7 +57,7 @@ def test_prompts_of_jsonl_plain_text_and_messages(pair: Pair, write):
     assert [one.location.rsplit(" ", 1)[1] for one in plain] == ["1", "3"]
 
 
-def test_the_kind_of_a_file_is_its_suffix_or_its_first_line(pair: Pair, write):
+def test_the_format_is_detected_by_suffix_or_first_line(pair: Pair, write):
     line = json.dumps({"prompt": "The sea"})
     assert read_prompts(write("a.prompts", f"\n{line}\n"), pair)[0].text == "The sea"
     assert read_prompts(write("b.prompts", "[1, 2]\n"), pair)[0].text == "[1, 2]"
@@ -90,7 +90,7 @@ def test_a_limit_is_a_number_of_prompts(pair: Pair, write):
     assert len(read_prompts(write("a.txt", "a\nb\nc\n"), pair, limit=2)) == 2
 
 
-def test_an_end_token_that_the_tokenizer_appends_is_no_part_of_a_prompt(pair: Pair, write):
+def test_an_appended_end_token_is_removed_from_a_prompt(pair: Pair, write):
     class Ending:
         eos_token_id = 1
 
@@ -133,12 +133,12 @@ BAD_PROMPTS = {
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
-def test_prompts_that_cannot_be_read(pair: Pair, write, content, message, unhooked):
+def test_invalid_prompts_are_errors_with_their_line(pair: Pair, write, content, message, unhooked):
     with pytest.raises(SourceError, match=message):
         read_prompts(write("a.jsonl", content), pair)
 
 
-def test_files_that_cannot_be_read(pair: Pair, write, tmp_path, unhooked):
+def test_unreadable_files_are_errors(pair: Pair, write, tmp_path, unhooked):
     for name, message in (
         (str(tmp_path / "missing.txt"), "there is no file .*missing.txt"),
         (str(tmp_path), "is a folder; give a file"),
@@ -157,7 +157,7 @@ def test_files_that_cannot_be_read(pair: Pair, write, tmp_path, unhooked):
                 list(read(name, pair))
 
 
-def test_messages_need_a_template_and_one_that_takes_them(pair: Pair, write, unhooked):
+def test_messages_need_a_chat_template_that_accepts_them(pair: Pair, write, unhooked):
     name = write("a.jsonl", [{"messages": [MESSAGE]}])
     bare = tiny_tokenizer.__wrapped__()
     bare.chat_template = None
@@ -226,7 +226,7 @@ def test_windows_of_one_document(pair: Pair, write):
         assert len(one.prompt_ids) == (5 if number else 1)
 
 
-def test_windows_and_strides_that_cannot_be(pair: Pair, write, unhooked):
+def test_invalid_windows_and_strides_are_errors(pair: Pair, write, unhooked):
     name = write("a.txt", "The sea")
     for options, message in (
         ({"window": 129}, "a window of 129 tokens is more than the 128 that the models read"),
@@ -237,7 +237,7 @@ def test_windows_and_strides_that_cannot_be(pair: Pair, write, unhooked):
             read_text(name, pair, **options)
 
 
-def test_text_is_read_as_it_is_wanted(pair: Pair, write):
+def test_text_is_read_lazily(pair: Pair, write):
     """A later line that cannot be read is not noticed before it is asked for."""
     windows = read_text(write("a.jsonl", '{"text": "The sea"}\nbroken'), pair)
     assert next(windows).response_text == "The sea"
@@ -245,7 +245,7 @@ def test_text_is_read_as_it_is_wanted(pair: Pair, write):
         next(windows)
 
 
-def test_responses_as_ids_and_as_text(pair: Pair, write):
+def test_responses_are_read_as_ids_and_as_text(pair: Pair, write):
     records = [
         {"prompt": "The sea", "response": " was calm", "finish_reason": "stop", "temperature": 0.7},
         {"prompt": "The sea", "response": " was calm", "finish_reason": "length"},
@@ -265,13 +265,13 @@ def test_responses_as_ids_and_as_text(pair: Pair, write):
     assert one.prompt_hash == hash_tokens(one.prompt_ids)
 
 
-def test_an_end_that_is_there_already_is_not_added_again(pair: Pair, write):
+def test_an_end_token_is_not_appended_twice(pair: Pair, write):
     records = [{"prompt": "x", "response": "yes</s>", "finish_reason": "stop"}]
     (one,) = read_responses(write("a.jsonl", records), pair)
     assert one.response_ids == (*ids("yes"), 1)
 
 
-def test_numbers_of_the_source_are_kept(pair: Pair, write):
+def test_stated_prompt_and_sample_ids_are_kept(pair: Pair, write):
     base = {"prompt": "x", "response": "y"}
     records = [{**base, "prompt_id": 7, "sample_id": 4}, {**base, "prompt_id": 7}, {**base, "prompt_id": 3}]
     found = list(read_responses(write("a.jsonl", records), pair, limit=2))
@@ -281,7 +281,7 @@ def test_numbers_of_the_source_are_kept(pair: Pair, write):
 BASE = {"prompt": "The sea", "response_token_ids": [5, 6]}
 
 
-def test_many_samples_of_one_prompt_are_numbered_in_time_that_grows_as_they_do(pair: Pair, write):
+def test_numbering_many_samples_takes_linear_time(pair: Pair, write):
     name = write("a.jsonl", [{"prompt_token_ids": [3], "response_token_ids": [5]}] * 16_000)
     seconds = []
     for limit in (1_000, 16_000):
@@ -330,32 +330,32 @@ BAD_RESPONSES = {
 
 
 @pytest.mark.parametrize(("records", "message"), BAD_RESPONSES.values(), ids=BAD_RESPONSES)
-def test_responses_that_cannot_be_read(pair: Pair, write, records, message, unhooked):
+def test_invalid_responses_are_errors_with_their_line(pair: Pair, write, records, message, unhooked):
     with pytest.raises(SourceError, match=message):
         list(read_responses(write("a.jsonl", records), pair))
 
 
-def test_responses_are_jsonl(pair: Pair, write, unhooked):
+def test_responses_in_plain_text_are_an_error(pair: Pair, write, unhooked):
     with pytest.raises(SourceError, match="is not JSONL"):
         list(read_responses(write("a.txt", "hello"), pair))
     with pytest.raises(SourceError, match="holds no response, only blank lines"):
         list(read_responses(write("a.jsonl", "\n"), pair))
 
 
-def test_the_longest_response_that_can_be_read(pair: Pair, write):
+def test_a_response_may_be_as_long_as_the_context(pair: Pair, write):
     prompt = len(ids("The sea", special=True))
     record = {**BASE, "response_token_ids": [5] * (129 - prompt)}
     (one,) = read_responses(write("a.jsonl", [record]), pair)
     assert one.num_input_tokens == 128
 
 
-def test_the_warning_about_text():
+def test_retokenised_responses_give_a_warning():
     assert retokenisation_warnings(5, 0) == ()
     (warning,) = retokenisation_warnings(5, 2)
     assert warning.startswith("2 of 5 responses came as text and were tokenised again")
 
 
-def test_without_a_limit_of_context_everything_is_read(pair: Pair, write):
+def test_without_a_context_limit_any_length_is_read(pair: Pair, write):
     policy, reference = (replace(model, context_length=None) for model in (pair.policy, pair.reference))
     endless = replace(pair, policy=policy, reference=reference)
     (one,) = read_text(write("a.txt", " ".join(SENTENCES)), endless)

@@ -29,11 +29,11 @@ def wrapped(backend, **names):
     return tokenizer
 
 
-def test_a_tokenizer_is_the_same_as_its_copy():
+def test_a_copied_tokenizer_is_interchangeable():
     assert compare_tokenizers(tiny_tokenizer(), deepcopy(tiny_tokenizer())) == ()
 
 
-def test_other_vocabularies_name_the_first_differences_and_the_counts(unhooked):
+def test_different_vocabularies_are_an_error_with_the_first_differences(unhooked):
     smaller = tiny_tokenizer(290)
     gone = sorted(
         set(tiny_tokenizer().get_vocab().items()) - set(smaller.get_vocab().items()), key=lambda x: x[1]
@@ -47,7 +47,7 @@ def test_other_vocabularies_name_the_first_differences_and_the_counts(unhooked):
     assert repr(gone[3][0]) not in message
 
 
-def test_swapped_ids_are_a_difference(unhooked):
+def test_swapped_ids_are_an_error(unhooked):
     def swap(model):
         vocabulary = dict(model["vocab"])
         vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
@@ -58,7 +58,7 @@ def test_swapped_ids_are_a_difference(unhooked):
         compare_tokenizers(tiny_tokenizer(), changed(model=swap))
 
 
-def test_a_token_that_only_one_calls_special(unhooked):
+def test_a_different_special_token_is_an_error(unhooked):
     marked = deepcopy(tiny_tokenizer())
     plain = deepcopy(tiny_tokenizer())
     marked.add_tokens([AddedToken("<tool>", special=True)])
@@ -69,7 +69,7 @@ def test_a_token_that_only_one_calls_special(unhooked):
         compare_tokenizers(marked, plain)
 
 
-def test_merges_in_another_order(unhooked):
+def test_different_merges_are_an_error(unhooked):
     def turned(model):
         return {**model, "merges": [*model["merges"][:-2], model["merges"][-1], model["merges"][-2]]}
 
@@ -77,21 +77,21 @@ def test_merges_in_another_order(unhooked):
         compare_tokenizers(tiny_tokenizer(), changed(model=turned))
 
 
-def test_text_that_is_cut_otherwise(unhooked):
+def test_a_different_tokenisation_of_a_probe_is_an_error(unhooked):
     lower = deepcopy(tiny_tokenizer().backend_tokenizer)
     lower.normalizer = normalizers.Lowercase()
     with pytest.raises(ModelError, match=r"cut text differently: .The quick brown fox"):
         compare_tokenizers(tiny_tokenizer(), wrapped(lower))
 
 
-def test_a_normaliser_that_changes_nothing_is_a_note():
+def test_a_normaliser_without_effect_gives_a_note():
     idle = deepcopy(tiny_tokenizer().backend_tokenizer)
     idle.normalizer = normalizers.Replace("never seen in any text", "x")
     notes = compare_tokenizers(tiny_tokenizer(), wrapped(idle))
     assert notes == ("the tokenizers' normalizer are written differently, but cut 6 awkward texts alike",)
 
 
-def test_another_chat_template_and_another_end_are_notes():
+def test_different_chat_templates_and_end_tokens_give_notes():
     other = wrapped(deepcopy(tiny_tokenizer().backend_tokenizer), eos_token="<pad>")
     other.chat_template = "{{ messages }}"
     notes = compare_tokenizers(tiny_tokenizer(), other)
@@ -101,7 +101,7 @@ def test_another_chat_template_and_another_end_are_notes():
     )
 
 
-def test_texts_of_tokens():
+def test_token_texts_decode_single_tokens():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("The sea", add_special_tokens=False)["input_ids"]
     assert "".join(token_texts(tokenizer, ids)) == "The sea"

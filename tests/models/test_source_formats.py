@@ -52,7 +52,7 @@ def jsonl(*records):
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def test_prompts_are_the_same_from_every_kind_of_file(pair, write):
+def test_every_file_format_gives_the_same_prompts(pair, write):
     rows = [[text, str(place)] for place, text in enumerate(PROMPTS)]
     records = [{"prompt": text, "answer": str(place)} for place, text in enumerate(PROMPTS)]
     names = [
@@ -80,7 +80,7 @@ def pq_bytes(records):
     return sink.getvalue().to_pybytes()
 
 
-def test_every_column_of_a_row_stands_in_its_record(write):
+def test_a_record_has_every_column_of_its_row(write):
     record = {"prompt": "x", "answer": "4", "tests": ["a", None], "level": 3, "extra": {"k": 1.5}}
     rows = list(read_records(_path(write("a.parquet", [record, {**record, "answer": None}]))))
     assert [row.fields for row in rows] == [record, {**record, "answer": None}]
@@ -101,7 +101,7 @@ def test_errors_name_the_line_of_a_csv_also_after_cells_of_several_lines(pair, w
         read_prompts(name, pair)
 
 
-def test_a_cell_may_be_longer_than_the_csv_module_allows_by_itself(pair, write):
+def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
     name = write("a.csv", [["text"], ["The sea was calm. " * 10_000]])
     assert count_documents(name) == 1
 
@@ -152,12 +152,12 @@ def test_a_cell_may_be_longer_than_the_csv_module_allows_by_itself(pair, write):
         ("a.ipynb", "{}", "is a structured file of another kind by its suffix"),
     ],
 )
-def test_what_is_not_read_is_refused_by_its_kind(pair, write, name, content, message, unhooked):
+def test_unsupported_formats_are_errors_with_their_name(pair, write, name, content, message, unhooked):
     with pytest.raises(SourceError, match=message):
         read_prompts(write(name, content), pair)
 
 
-def test_a_sentence_is_no_header(pair, write):
+def test_a_sentence_with_a_field_name_is_not_a_header(pair, write):
     for first in ("Summarise this, prompt", "text: the sea", "prompt me, please", "Hi"):
         name = write("a.prompts", f"{first}\nThe sea\n")
         assert [one.text for one in read_prompts(name, pair)] == [first, "The sea"]
@@ -176,7 +176,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
 @pytest.mark.parametrize("record", FORMATS.values(), ids=FORMATS)
-def test_prompts_of_trl_are_the_same_in_every_format(pair, write, record, suffix):
+def test_trl_formats_give_the_same_prompts(pair, write, record, suffix):
     if suffix == "csv":
         content = [list(record), [json.dumps(value) for value in record.values()]]
     else:
@@ -186,20 +186,20 @@ def test_prompts_of_trl_are_the_same_in_every_format(pair, write, record, suffix
     assert [dict(message) for message in prompt.messages] == [USER]
 
 
-def test_a_table_adds_no_keys_to_messages(write):
+def test_null_keys_of_messages_in_parquet_are_removed(write):
     tool = {"role": "tool", "content": None, "name": "search"}
     (row,) = read_records(_path(write("a.parquet", [{"messages": [USER, tool]}])))
     assert row.fields == {"messages": [USER, tool]}
 
 
-def test_a_prompt_that_ends_with_the_assistant_is_continued(pair, write):
+def test_a_prompt_ending_with_an_assistant_message_is_continued(pair, write):
     (prompt,) = read_prompts(write("a.jsonl", jsonl({"prompt": [USER, ANSWER]})), pair)
     assert prompt.text.endswith("assistant: The sea was calm.")
     with pytest.raises(SourceError, match="the last of 'messages' is the assistant's; leave it out"):
         read_prompts(write("b.jsonl", jsonl({"messages": [USER, ANSWER]})), pair)
 
 
-def test_responses_of_trl(pair, write):
+def test_responses_are_read_from_trl_formats(pair, write):
     text = {"prompt": "The sea", "response": " was calm"}
     records = [
         text,
@@ -240,7 +240,7 @@ def _swap():
     return ANSWER["content"], OTHER["content"]
 
 
-def test_text_of_trl(pair, write):
+def test_text_is_read_from_trl_formats(pair, write):
     records = [
         {"text": "The sea was calm"},
         {"prompt": "The sea", "completion": " was calm"},
@@ -257,7 +257,7 @@ def test_text_of_trl(pair, write):
         assert [one.response_text for one in read_text(write(name, content), pair)] == texts[:1]
 
 
-def test_preference_pairs_are_the_same_from_every_kind_of_file(write):
+def test_every_file_format_gives_the_same_preference_pairs(write):
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     rows = [list(pairs[0]), list(pairs[0].values())]
     for name, content in (
@@ -285,7 +285,7 @@ def test_preference_pairs_are_the_same_from_every_kind_of_file(write):
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "each a text or each a list of messages"),
     ],
 )
-def test_preference_pairs_that_cannot_be_read(pair, write, record, message, unhooked):
+def test_invalid_preference_pairs_are_errors(pair, write, record, message, unhooked):
     for read in (lambda name: read_pairs(name, limit=None), lambda name: list(read_responses(name, pair))):
         with pytest.raises(SourceError, match=message):
             read(write("a.jsonl", jsonl(record)))
@@ -311,13 +311,13 @@ def test_preference_pairs_that_cannot_be_read(pair, write, record, message, unho
         ({"prompt_token_ids": [-1]}, "to hold token ids from 0 to 319 and found '-1'"),
     ],
 )
-def test_numbers_that_cannot_be(pair, write, fields, message, unhooked):
+def test_invalid_numbers_are_errors(pair, write, fields, message, unhooked):
     record = {"prompt": "x", "response_token_ids": [4, 5], **fields}
     with pytest.raises(SourceError, match=message):
         list(read_responses(write("a.jsonl", jsonl(record)), pair))
 
 
-def test_log_probabilities_of_real_draws_are_taken(pair, write):
+def test_log_probabilities_of_real_draws_are_accepted(pair, write):
     """Also unlikely ones, and those that rounding put above 0."""
     rng = np.random.default_rng(0)
     logits = rng.normal(scale=8.0, size=(200, 320))
@@ -333,7 +333,7 @@ def test_log_probabilities_of_real_draws_are_taken(pair, write):
     assert second.logp_sampled.tolist() == [0.0, -30.0]
 
 
-def test_damaged_tables_are_read_or_refused_in_a_sentence(pair, tmp_path):
+def test_damaged_tables_are_read_or_give_a_source_error(pair, tmp_path):
     """Random damage: other prompts may come out of a text file, a traceback never."""
     records = [{"prompt": f"The sea {place}", "messages": None, "answer": place} for place in range(40)]
     whole = {
@@ -384,7 +384,7 @@ def standard_input(monkeypatch):
         (pq_bytes([{"prompt": "The sea"}]), "row 1", {"prompt": "The sea"}),
     ],
 )
-def test_standard_input_is_a_source_of_any_kind(pair, standard_input, content, where, record):
+def test_standard_input_may_have_any_format(pair, standard_input, content, where, record):
     standard_input(content)
     assert [(line.location, line.fields) for line in read_records(source_path("-"))] == [
         (f"standard input, {where}", record)
@@ -402,13 +402,13 @@ def test_standard_input_is_a_source_of_any_kind(pair, standard_input, content, w
         (None, "standard input is closed"),
     ],
 )
-def test_a_standard_input_that_cannot_be_read(pair, standard_input, content, message, unhooked):
+def test_unreadable_standard_input_is_an_error(pair, standard_input, content, message, unhooked):
     standard_input(content)
     with pytest.raises(SourceError, match=message):
         read_prompts("-", pair)
 
 
-def test_the_copy_of_standard_input_is_deleted_with_the_process(tmp_path):
+def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
     script = "from kleash.models import source_path; print(source_path('-').read_text())"
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -35,7 +35,7 @@ def inside(*names: str, device: str = "cpu") -> tuple[int, str | None]:
     return found
 
 
-def test_small_models_take_one_thread_and_leave_as_many_as_there_were(tmp_path: Path) -> None:
+def test_small_models_use_one_thread_and_the_number_is_restored(tmp_path: Path) -> None:
     name = str(save_tiny(tmp_path / "tiny"))
     count, note = inside(name, name)
     assert (
@@ -49,19 +49,23 @@ def test_small_models_take_one_thread_and_leave_as_many_as_there_were(tmp_path: 
     assert torch.get_num_threads() == 2
 
 
-def test_large_models_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_do_not_change_the_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = str(save_tiny(tmp_path / "tiny"))
     monkeypatch.setattr(threads, "SMALL_BYTES", 1000)
     assert inside(name) == (2, None)
 
 
 @pytest.mark.parametrize("name", threads.THREAD_VARIABLES)
-def test_what_the_environment_says_stays(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_set_in_the_environment_is_not_changed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "2")
     assert inside(str(save_tiny(tmp_path / "tiny"))) == (2, None)
 
 
-def test_what_was_set_from_python_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_set_by_torch_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_cores", lambda: 8)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert inside(str(save_tiny(tmp_path / "tiny"))) == (2, None)
@@ -81,7 +85,7 @@ class Notes(NullProgressReporter):
         self.counts.add(torch.get_num_threads())
 
 
-def test_measuring_and_caching_of_tiny_models_take_one_thread_and_other_numbers_agree(tmp_path: Path) -> None:
+def test_tiny_models_are_measured_and_cached_with_one_thread(tmp_path: Path) -> None:
     policy, reference = map(str, tiny_pair(tmp_path))
     (tmp_path / "text.txt").write_text("the sea was calm")
     source = {"text": str(tmp_path / "text.txt"), "reference": reference}
@@ -101,7 +105,7 @@ def test_measuring_and_caching_of_tiny_models_take_one_thread_and_other_numbers_
 
 
 @pytest.mark.parametrize("side", ["policy", "reference"])
-def test_scoring_keeps_its_threads_where_one_model_is_larger_or_elsewhere(tmp_path: Path, side: str) -> None:
+def test_scoring_keeps_its_threads_for_a_larger_model_or_another_device(tmp_path: Path, side: str) -> None:
     pair = load_pair(*map(str, tiny_pair(tmp_path)))
 
     def count(**changes: object) -> int:

@@ -90,14 +90,14 @@ def refused(folder, match, other=None, error=ModelError, **options):
         {"megatron_core": "planted"},
     ],
 )
-def test_an_adapter_imports_nothing(over, base, here, settings):
+def test_an_adapter_cannot_import_modules(over, base, here, settings):
     change(over / "adapter_config.json", **settings)
     refused(
         over, r"for which the module 'planted' would be imported and run; set megatron_config to null", base
     )
 
 
-def test_an_adapters_pickle_is_not_read_beside_other_safetensors(over, base):
+def test_a_pickled_adapter_is_not_read(over, base):
     (over / "adapter_model.safetensors").rename(over / "another.safetensors")
     refused(over, r"has no adapter_model\.safetensors; where you trust it", base)
     (over / "adapter_model.bin").write_bytes(b"never read")
@@ -126,12 +126,12 @@ def test_an_adapters_pickle_is_not_read_beside_other_safetensors(over, base):
         ("config.json", {"transformers_weights": "../else.safetensors"}, "takes its weights from"),
     ],
 )
-def test_settings_that_fetch_or_lead_elsewhere(model, name, settings, reason):
+def test_settings_that_fetch_code_or_name_other_files_are_refused(model, name, settings, reason):
     change(model / name, **settings)
     refused(model, reason)
 
 
-def test_code_beside_a_checkpoint_stays_where_it_is(model, here):
+def test_python_files_of_a_checkpoint_are_not_executed(model, here):
     (model / "planted.py").write_text(PLANTED)
     (model / "custom_generate").mkdir()
     (model / "custom_generate" / "generate.py").write_text(PLANTED)
@@ -154,7 +154,7 @@ def test_code_beside_a_checkpoint_stays_where_it_is(model, here):
         ([], "has no weight_map"),
     ],
 )
-def test_shards_lie_in_the_folder(model, weight_map, reason):
+def test_shards_outside_the_folder_are_refused(model, weight_map, reason):
     (model / "model.safetensors").rename(model / "other.safetensors")
     (model / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
@@ -162,7 +162,7 @@ def test_shards_lie_in_the_folder(model, weight_map, reason):
     refused(model, reason)
 
 
-def test_a_base_that_is_an_adapter_itself(over, adapter, base):
+def test_a_base_that_is_an_adapter_is_refused(over, adapter, base):
     shutil.copy(base / "config.json", adapter.parent / "config.json")
     change(over / "adapter_config.json", base_model_name_or_path=str(adapter))
     refused(over, "is an adapter itself; merge that into its base", base)
@@ -207,7 +207,7 @@ def test_headers_of_safetensors_are_checked(tmp_path, raw, reason):
         read_safetensors_header(path)
 
 
-def test_a_folder_is_no_file_of_weights(model):
+def test_a_folder_named_as_a_weights_file_is_refused(model):
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").mkdir()
     refused(model, "is not a regular file")
@@ -230,14 +230,14 @@ def test_a_folder_is_no_file_of_weights(model):
         ({"max_position_embeddings": "x"}, "max_position_embeddings"),
     ],
 )
-def test_settings_that_describe_another_model_than_the_weights(model, settings, reason):
+def test_sizes_beyond_the_weights_are_refused(model, settings, reason):
     change(model / "config.json", **settings)
     start = time.process_time()
     refused(model, reason)
     assert time.process_time() - start < 10
 
 
-def test_tables_that_are_computed_are_bounded_too(tmp_path):
+def test_computed_buffers_are_bounded(tmp_path):
     folder = save_tiny(tmp_path / "gpt2", "gpt2")
     stored = load_file(folder / "model.safetensors")
     stored["transformer.wpe.weight"] = torch.zeros(40_000, 32)
@@ -247,13 +247,13 @@ def test_tables_that_are_computed_are_bounded_too(tmp_path):
 
 
 @pytest.mark.parametrize("end", [-1, "x", 1.5, [[1]], 10**9, True, [1, None]])
-def test_end_tokens_that_are_none(model, end):
+def test_invalid_end_tokens_are_refused(model, end):
     change(model / "generation_config.json", eos_token_id=end)
     refused(model, r"is no token id from 0 to 319; correct eos_token_id|cannot be loaded")
 
 
 @pytest.mark.parametrize("limit", ["x", [1], True])
-def test_a_model_max_length_that_is_no_number(model, limit):
+def test_an_invalid_model_max_length_is_refused(model, limit):
     change(model / "tokenizer_config.json", model_max_length=limit)
     refused(model, "has the model_max_length .*, which is no number")
 
@@ -271,7 +271,7 @@ def test_a_model_max_length_that_is_no_number(model, limit):
         ),
     ],
 )
-def test_adapters_that_would_take_forever(over, base, settings, reason):
+def test_adapters_with_slow_patterns_are_refused(over, base, settings, reason):
     change(over / "adapter_config.json", **settings)
     refused(over, reason, base)
 
@@ -286,7 +286,7 @@ def test_adapters_that_would_take_forever(over, base, settings, reason):
         ({"device": ""}, CannotRunError),
     ],
 )
-def test_devices_that_compute_nothing(base, options, error):
+def test_unusable_devices_are_errors(base, options, error):
     refused(base, "cannot be used here", error=error, **options)
 
 
@@ -309,14 +309,14 @@ def test_devices_that_compute_nothing(base, options, error):
     ],
 )
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited on Linux")
-def test_templates_are_bounded(template, reason):
+def test_chat_templates_have_limits_of_time_and_memory(template, reason):
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = template
     with pytest.raises(TemplateError, match=reason):
         render_chat(tokenizer, [{"role": "user", "content": "hello"}])
 
 
-def test_templates_give_what_transformers_gives(base, here):
+def test_sandboxed_templates_agree_with_transformers(base, here):
     process.SANDBOX.stop()  # so that it is started from a folder with modules in it
     tokenizer = tiny_tokenizer()
     talk = [
@@ -339,7 +339,7 @@ def test_templates_give_what_transformers_gives(base, here):
 
 
 @pytest.mark.parametrize("rank", [33, 10**6])
-def test_a_rank_above_that_of_every_matrix(base, rank):
+def test_a_lora_rank_above_every_matrix_is_refused(base, rank):
     from kleash.training.model_options import lora_settings
 
     network = AutoModelForCausalLM.from_pretrained(base)
@@ -351,7 +351,7 @@ def test_a_rank_above_that_of_every_matrix(base, rank):
 
 
 @pytest.mark.parametrize("kind", ["base", "adapter"])
-def test_random_damage_gives_a_sentence_or_the_right_number(base, adapter, tmp_path, kind):
+def test_random_damage_gives_an_error_or_the_correct_result(base, adapter, tmp_path, kind):
     """tests/helpers/checkpoint_mutations.py; more of it: KLEASH_MUTATIONS=1000."""
     import os
 

@@ -65,7 +65,7 @@ RULES: tuple[AdapterRule, ...] = (
         settings="`peft_type` of prompt and prefix tuning: "
         + ", ".join(f"`{kind}`" for kind in sorted(PROMPT_KINDS)),
         treatment="refused",
-        reason="adds tokens of its own to the prompt",
+        reason="adds virtual tokens to the prompt",
         advice="kleash measures adapters that change weights",
         changes_base=False,
         applies=lambda settings: peft_type(settings) in PROMPT_KINDS,
@@ -73,7 +73,7 @@ RULES: tuple[AdapterRule, ...] = (
     AdapterRule(
         settings="`peft_type` " + ", ".join(f"`{kind}`" for kind in sorted(CUSTOM_FORWARD_KINDS)),
         treatment="refused",
-        reason="acts through a forward pass of PEFT's own, or lets later tokens change earlier ones",
+        reason="needs a forward pass of PEFT, or lets later tokens change earlier ones",
         advice="kleash measures adapters that change the weights of a causal model",
         changes_base=False,
         applies=lambda settings: peft_type(settings) in CUSTOM_FORWARD_KINDS,
@@ -89,7 +89,7 @@ RULES: tuple[AdapterRule, ...] = (
     AdapterRule(
         settings="`alora_invocation_tokens`, `arrow_config`",
         treatment="refused",
-        reason="changes weights only after some tokens or by router, through a forward pass of PEFT's own",
+        reason="changes weights only after some tokens or by a router, and needs a forward pass of PEFT",
         advice="kleash measures adapters that change weights",
         changes_base=False,
         applies=lambda settings: (
