@@ -110,6 +110,7 @@ TOKEN_FIELDS = ("token_logp", "token_logq")
 
 
 def _sampled_token_conventions() -> list[Convention]:
+    """The conventions of functions on log-probabilities of sampled tokens."""
     return [
         from_fields("loss", *TOKEN_FIELDS),
         from_fields("loss_with_mask", *TOKEN_FIELDS, "mask"),
@@ -137,6 +138,8 @@ def _sampled_token_conventions() -> list[Convention]:
 
 
 def _distribution_conventions() -> list[Convention]:
+    """The conventions of functions on whole distributions."""
+
     def call_with_heads(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
         return function(inputs.hidden_p, Head(inputs.head_p), inputs.hidden_q, Head(inputs.head_q))
 

@@ -80,6 +80,7 @@ def _exchanged(function: DistributionFunction) -> DistributionFunction:
 
 
 def _truncated_quantities() -> dict[str, DistributionFunction]:
+    """KLs over the likeliest tokens only, with the rest renormalised, in one bucket or dropped."""
     functions: dict[str, DistributionFunction] = {}
     for k in range(2, VOCAB_SIZE):
         for remainder in ("renormalised", "the rest in one bucket", "the rest dropped"):

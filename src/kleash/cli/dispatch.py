@@ -48,6 +48,7 @@ def run(command: Command) -> int:
 
 
 def _measure(job: MeasureJob) -> int:
+    """Run ``kleash measure`` and return its exit code."""
     from kleash.measuring import NullProgressReporter, default_out, measure
 
     job = replace(job, out=job.out if job.out is not None else default_out())
@@ -73,6 +74,7 @@ def _report(command: ReportJob) -> int:
 
 
 def _compare(command: CompareJob) -> int:
+    """Run ``kleash compare`` and return its exit code."""
     from kleash.measuring.comparison import compare
     from kleash.reports import write_comparison
 
@@ -88,6 +90,7 @@ def _compare(command: CompareJob) -> int:
 
 
 def _audit(command: AuditJob) -> int:
+    """Run ``kleash audit`` and return its exit code: 1 if a finding is in ``fail_on``."""
     from kleash.auditing import audits_of, cases_of, require_kinds
     from kleash.cli.verdicts import print_audit, print_audit_counts, print_failures
     from kleash.reports import write_audits

@@ -110,6 +110,7 @@ class CommandParser(ArgumentParser):
         return self.groups[title]
 
     def _add_record(self, record: type) -> None:
+        """Add the options and positional arguments of a record."""
         for title, flag, settings in arguments_of(record):
             action = self.group(title).add_argument(flag, **settings)
             if self.name in SUBCOMMANDS:

@@ -106,13 +106,13 @@ def restrict(logp: Float[Tensor, "*batch vocab"], kept: Bool[Tensor, "*batch voc
 
 
 def _in_top_k(logp: Tensor, top_k: int) -> Tensor:
-    """Which tokens are among the ``top_k`` likeliest, ties with the last included."""
+    """Whether each token is among the ``top_k`` likeliest, ties with the last included."""
     threshold = logp.topk(min(top_k, logp.shape[-1]), -1).values[..., -1:]
     return logp >= threshold
 
 
 def _in_top_p(logp: Tensor, top_p: float) -> Tensor:
-    """Which tokens are in the smallest set of likeliest tokens whose mass exceeds ``top_p``."""
+    """Whether each token is in the smallest set of likeliest tokens whose mass exceeds ``top_p``."""
     sorted_logp, order = torch.sort(logp, dim=-1, stable=True)
     is_removed = sorted_logp.softmax(-1).cumsum(-1) <= 1 - top_p
     is_removed[..., -1] = False
@@ -120,7 +120,7 @@ def _in_top_p(logp: Tensor, top_p: float) -> Tensor:
 
 
 def _above_min_p(logp: Tensor, min_p: float) -> Tensor:
-    """Which tokens are at least ``min_p`` times as likely as the likeliest."""
+    """Whether each token is at least ``min_p`` times as likely as the likeliest."""
     probs = logp.softmax(-1)
     largest = probs.amax(-1, keepdim=True)
     return probs >= min_p * largest

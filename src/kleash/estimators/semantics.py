@@ -61,7 +61,7 @@ class Semantics:
         )
 
     def __str__(self) -> str:
-        """As text: "the full softmax at temperature 1"."""
+        """The settings as text, such as "the full softmax at temperature 1"."""
         distribution = f"cut to {', '.join(self.cuts)}" if self.truncated else "the full softmax"
         return f"{distribution} at temperature {self.temperature:g}"
 

@@ -245,6 +245,7 @@ def _float64(values: NDArray[np.generic]) -> Array:
 
 
 def _require_points(kls: Array, rewards: Array, errors: Array) -> None:
+    """Raise ShapeError or OptionError unless the points suffice for a fit."""
     if kls.ndim != 1 or not kls.shape == rewards.shape == errors.shape:
         raise ShapeError(
             f"kl_nats are {kls.shape}, rewards {rewards.shape} and standard_errors {errors.shape}; "

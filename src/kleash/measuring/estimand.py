@@ -21,7 +21,7 @@ MIN_EFFECTIVE_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Estimand:
-    """What a run measures."""
+    """The quantity that a run estimates, and the weighting of its sampled estimators."""
 
     description: str
     """Divergence, direction, whose prefixes, positions and temperature, in words."""

@@ -95,6 +95,7 @@ def _fingerprints(job: MeasureJob, pair: Pair) -> dict[str, str]:
 def _measure(
     job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, reporter: ProgressReporter
 ) -> Measurement:
+    """Run the shards of a locked run folder, and write the measurement and the report."""
     start = monotonic()
     with filled_cache(job, pair) as cache:
         engine = LocalEngine(

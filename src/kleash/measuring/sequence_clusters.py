@@ -115,6 +115,7 @@ class SequenceClusters:
         )
 
     def _sums(self) -> SequenceSums:
+        """The sums of all sequences added, concatenated over shards."""
         if not self._shards:
             ids, values = np.zeros(0, dtype=np.int64), np.zeros(0)
             return SequenceSums(ids, ids, values, values)

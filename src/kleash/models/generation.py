@@ -284,7 +284,7 @@ class IncrementalDecoder:
         return self._hidden_states(output)[:, -1]
 
     def _hidden_states(self, output: Any) -> Float[Tensor, "rows time dim"]:
-        """What the model's head takes as input: the last hidden states, or the logits if the head has no weight."""
+        """The input of the model's head: the last hidden states, or the logits if the head has no weight."""
         if self.model.head.weight is None:
             return output.logits[..., : self.model.vocab_size]
         return output.last_hidden_state

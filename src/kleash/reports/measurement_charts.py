@@ -61,6 +61,7 @@ def quantiles_chart(measurement: Measurement) -> Chart | None:
 def _quantiles_figure(
     quantiles: Mapping[str, Mapping[str, Number]], levels: list[str], labels: list[str]
 ) -> dict[str, object]:
+    """The Plotly figure of ``quantiles_chart``."""
     values = [numbers[level].value for numbers in quantiles.values() for level in levels]
     is_logarithmic = all(value > 0 for value in values if math.isfinite(value))
     data = [
@@ -124,6 +125,7 @@ def bin_chart(
 
 
 def _bin_figure(bins: Sequence[Bin], labels: list[str], quantity: str) -> dict[str, object]:
+    """The Plotly figure of ``bin_chart``."""
     tokens = sum(part.tokens for part in bins)
     token_shares = [part.tokens / tokens for part in bins]
     kl_shares = [part.share_of_kl for part in bins]
@@ -248,6 +250,7 @@ def estimators_chart(exact: Number, records: Mapping[str, EstimatorRecord]) -> C
 
 
 def _estimators_figure(exact: Number, records: Mapping[str, EstimatorRecord]) -> dict[str, object]:
+    """The Plotly figure of ``estimators_chart``."""
     values = [record.number for record in records.values()]
     data = [
         dots([exact], [0], name="exact", horizontal=True, text=["exact"]),

@@ -50,7 +50,7 @@ def purity_findings(results: Sequence[PurityResult]) -> list[Finding]:
 
 
 def describe_impurity(result: PurityResult) -> str:
-    """How a call was impure, in words; "" if it was pure."""
+    """The impurity of a call in words; "" if it was pure."""
     match result.impurity:
         case None:
             return ""
@@ -80,7 +80,7 @@ def describe_impurity(result: PurityResult) -> str:
 
 
 def batch_findings(evidence: Evidence) -> list[Finding]:
-    """How several responses in one call affect each other."""
+    """Findings about effects of several responses in one call on each other."""
     findings: list[Finding] = []
     batches = evidence.batches
     if batches.dependence:
@@ -121,6 +121,7 @@ def _describe_dependence(dependence: BatchDependence) -> str:
 
 
 def _describe_reduction(reduction: WrongReduction) -> str:
+    """The difference of a batch's mean from the correct one, in words."""
     match reduction.kind:
         case "sum":
             return (

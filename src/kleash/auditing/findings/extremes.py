@@ -36,7 +36,7 @@ DEFECT_FINDINGS: dict[ExtremeDefect, DefectFinding] = {
 
 
 def extreme_findings(evidence: Evidence) -> list[Finding]:
-    """What is wrong on the extreme inputs: one finding per defect, or per input for wrong values and errors."""
+    """Findings on the extreme inputs: one per defect, or per input for wrong values and errors."""
     findings: list[Finding] = []
     for defect, report in DEFECT_FINDINGS.items():
         results = [result for result in evidence.extremes if result.defect == defect]
@@ -78,7 +78,7 @@ def extreme_findings(evidence: Evidence) -> list[Finding]:
 
 
 def describe_extreme(result: ExtremeResult) -> str:
-    """What is wrong on an extreme input, in words; "" if nothing is."""
+    """The defect on an extreme input in words; "" without a defect."""
     match result.defect:
         case None:
             return ""
@@ -101,7 +101,7 @@ def describe_extreme(result: ExtremeResult) -> str:
 
 
 def padding_findings(evidence: Evidence) -> list[Finding]:
-    """How masked positions change the result: one finding per kind."""
+    """Findings about the effect of masked positions on the result: one per kind."""
     by_kind: dict[str, list[PaddingResult]] = {}
     for result in evidence.padding:
         kind = _padding_kind(result)
@@ -127,6 +127,7 @@ _PADDING_SENTENCES = {
 
 
 def _padding_kind(result: PaddingResult) -> str:
+    """The kind of the finding about a padding result; "" without a defect."""
     match result.defect:
         case None:
             return ""
@@ -149,6 +150,8 @@ def _padding_severity(kind: str, results: Sequence[PaddingResult]) -> Severity:
 
 
 def _padding_cases(results: Sequence[PaddingResult]) -> str:
+    """The padding with its effects, in words."""
+
     def describe(result: PaddingResult) -> str:
         match result.defect:
             case "nonfinite_value":
@@ -166,7 +169,7 @@ def _padding_cases(results: Sequence[PaddingResult]) -> str:
 
 
 def describe_padding(result: PaddingResult) -> str:
-    """How the padding changes the result, in words; "" if it does not."""
+    """The effect of padding on the result in words; "" without an effect."""
     match result.defect:
         case None:
             return ""

@@ -28,7 +28,7 @@ POSITION_REMEDY = (
 
 
 def gradient_findings(evidence: Evidence) -> list[Finding]:
-    """What is wrong with the expected gradient; nothing for a metric."""
+    """Findings about the expected gradient; none for a metric."""
     if not evidence.needs_gradient:
         return []
     if evidence.is_detached:
@@ -53,7 +53,7 @@ def gradient_findings(evidence: Evidence) -> list[Finding]:
 
 
 def gradient_sentence(evidence: Evidence) -> str:
-    """What the expected gradient follows, in words; "" if there is none."""
+    """The divergence that the expected gradient follows, in a sentence; "" without a gradient."""
     if not evidence.needs_gradient or evidence.is_detached:
         return ""
     is_reward = evidence.audited.convention.place == "reward"
@@ -103,7 +103,7 @@ def _is_scaled_like_the_value(evidence: Evidence) -> bool:
 
 
 def _describe_several_tokens(evidence: Evidence) -> str:
-    """What the gradient over several tokens is, if it is of neither level."""
+    """The gradient over several tokens in words, if it is of neither level."""
     positions, claimed = evidence.gradient_positions, evidence.claimed
     if positions.factors:
         level = "token by token" if positions.factors_of == "token" else "between whole responses"
@@ -116,7 +116,7 @@ def _describe_several_tokens(evidence: Evidence) -> str:
 
 
 def _describe_difference(row: GradientRow) -> str:
-    """How a gradient differs from its target."""
+    """The difference of a gradient from its target, in words."""
     if isnan(row.cosine):
         return f"on the {row.pair} pair it is zero"
     return f"on the {row.pair} pair their cosine is {row.cosine:.3g}, its size {row.relative_size:.3g} times"
@@ -146,6 +146,7 @@ def _nearest_divergence(evidence: Evidence) -> str:
 
 
 def _off_policy_findings(evidence: Evidence) -> Sequence[Finding]:
+    """Findings about the gradient on samples of another distribution."""
     if not evidence.applies_own_weights:
         return []
     if evidence.is_claimed(evidence.gradient_matches["off-policy"]):
@@ -194,6 +195,7 @@ def _off_policy_position_findings(evidence: Evidence) -> Sequence[Finding]:
 
 
 def _token_gradient_findings(evidence: Evidence) -> Sequence[Finding]:
+    """The note that a gradient lacks the effect of a token on later tokens."""
     positions = evidence.gradient_positions
     if positions.level != "token" and not (positions.is_uniform and positions.factors_of == "token"):
         return []

@@ -76,6 +76,7 @@ def _zone_severity(zones: Sequence[ZoneRow]) -> Severity:
 
 
 def _zone_findings(evidence: Evidence) -> list[Finding]:
+    """Findings about ranges with a constant value or a zero or NaN gradient."""
     findings: list[Finding] = []
     scan, convention = evidence.scan, evidence.audited.convention
     sees_tokens = convention.sees == "tokens"

@@ -31,6 +31,7 @@ def _below_float32(evidence: Evidence) -> Finding:
 
 
 def _cancellation(evidence: Evidence) -> list[Finding]:
+    """The finding about cancellation in float32 where p and q nearly agree."""
     rows = [
         row
         for row in evidence.accuracy
@@ -47,6 +48,7 @@ def _cancellation(evidence: Evidence) -> list[Finding]:
 
 
 def _low_precision(evidence: Evidence) -> list[Finding]:
+    """The finding about computing in the precision of half-precision inputs."""
     rows = [row for row in evidence.accuracy if row.dtype in LOW_PRECISION and _is_inaccurate(row)]
     if not rows:
         return []

@@ -23,7 +23,7 @@ REVERSED = {
 
 
 def value_findings(evidence: Evidence) -> list[Finding]:
-    """What is wrong with the expected value, and how low single values go."""
+    """Findings about the expected value and about negative single values."""
     return [
         *_mismatch_findings(evidence),
         *_position_findings(evidence),
@@ -72,6 +72,7 @@ def _position_findings(evidence: Evidence) -> Sequence[Finding]:
 
 
 def _mismatch_kind(evidence: Evidence, match: QuantityMatch | None) -> str:
+    """The kind of the finding about an expected value that is not the claimed divergence."""
     if match is None:
         return "biased_value" if evidence.match_of_probabilities is None else "takes_probabilities"
     if match.quantity == evidence.claimed:
@@ -86,7 +87,7 @@ def _mismatch_kind(evidence: Evidence, match: QuantityMatch | None) -> str:
 
 
 def value_sentence(evidence: Evidence) -> str:
-    """What the expected value is, in words."""
+    """The expected value in a sentence."""
     match, claimed = evidence.value_matches["on-policy"], evidence.claimed
     formula = f"; token by token it is {evidence.estimator}" if evidence.estimator else ""
     if evidence.value_is_right:
@@ -176,6 +177,7 @@ def _off_policy_findings(evidence: Evidence) -> Sequence[Finding]:
 
 
 def _negative_value_findings(evidence: Evidence) -> Sequence[Finding]:
+    """Findings about negative values of single responses or tokens."""
     match = evidence.value_matches["on-policy"]
     if match is not None and match.factor < 0:
         return []
@@ -195,7 +197,7 @@ def _negative_value_findings(evidence: Evidence) -> Sequence[Finding]:
 
 
 def off_policy_sentence(evidence: Evidence) -> str:
-    """Which KL a function that takes the behaviour log-probabilities estimates off-policy; "" for all others."""
+    """The KL that a function with behaviour log-probabilities estimates off-policy; "" for other functions."""
     level = _off_policy_level(evidence)
     if level == "sequence":
         return f"Off-policy its value is {evidence.claimed} between whole responses."

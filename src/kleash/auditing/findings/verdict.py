@@ -41,7 +41,7 @@ def with_remedies(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def verdict_sentences(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """What the value is, what the gradient follows, and the sentences of all other findings."""
+    """The sentences of the verdict: about the value, the gradient, and all other findings."""
     summary = [value_sentence(evidence), gradient_sentence(evidence), off_policy_sentence(evidence)]
     details = [finding.sentence for finding in findings]
     conclusion = [] if any(finding.severity in FAULTS for finding in findings) else [NO_FAULT]

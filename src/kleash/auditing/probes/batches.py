@@ -15,7 +15,7 @@ from kleash.errors import KleashError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDependence:
-    """How the result for a response depends on the rest of its batch."""
+    """The dependence of the result for a response on the rest of its batch."""
 
     kind: Literal["value", "gradient"]
     alone: float = float("nan")
@@ -25,7 +25,7 @@ class BatchDependence:
 
 @dataclass(frozen=True, kw_only=True)
 class WrongReduction:
-    """How a mean over several responses differs from the mean that it should be."""
+    """The difference of a mean over several responses from the correct one."""
 
     kind: Literal["sum", "multiple", "unequal_lengths"]
     factor: float = float("nan")
@@ -43,7 +43,7 @@ class MisplacedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """What several responses in one call show."""
+    """The results of calls with several responses."""
 
     dependence: BatchDependence | None = None
     reduction: WrongReduction | None = None
@@ -71,7 +71,7 @@ def _batch_inputs(rows: list[int] = ROWS) -> AuditInputs:
 
 
 def _wrong_reduction(audited: AuditedFunction, ignores_padding: bool) -> WrongReduction | None:
-    """How the mean of a batch differs from the mean of its responses; None if it does not."""
+    """The difference of a batch's mean from the mean of its responses; None if they agree."""
     inputs = _batch_inputs()
     means = torch.stack([audited.call(inputs.select(slice(i, i + 1))).detach() for i in range(len(ROWS))])
     result, mean = audited.call(inputs).detach(), means.mean()
@@ -93,6 +93,7 @@ def _values(audited: AuditedFunction, inputs: AuditInputs) -> Tensor:
 
 
 def _dependence(audited: AuditedFunction) -> BatchDependence | None:
+    """The dependence of a response's result on its batch; None if there is none."""
     for rows in (ROWS, ROWS[:2]):
         inputs = _batch_inputs(rows)
         batch = _values(audited, inputs)

@@ -53,7 +53,7 @@ class Expectation:
 
     @cached_property
     def standard_deviation(self) -> float:
-        """Of the value of one sampled response."""
+        """The standard deviation of the value of one sampled response."""
         return (self.probabilities * (self.totals - self.mean).square()).sum().sqrt().item()
 
 

@@ -53,7 +53,7 @@ def _gradient_zones(audited: AuditedFunction, log_weights: Tensor) -> tuple[Zone
 def _zones(
     audited: AuditedFunction, log_weights: Tensor, kind: ZoneKind, function: Callable[[Tensor], Tensor]
 ) -> tuple[ZoneRow, ...]:
-    """Where ``function`` of the log importance ratio does not change; none if it never changes."""
+    """The ranges of the log importance ratio in which ``function`` is constant; none if it is constant everywhere."""
 
     def probe(points: Tensor) -> Scan:
         return Scan(log_ratios=points, values=function(points), gradients=None, claimed_gradients=None)

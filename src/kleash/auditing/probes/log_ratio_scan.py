@@ -116,7 +116,7 @@ def _gradient(
 
 
 def is_dead(scan: Scan) -> Bool[Tensor, " points"]:
-    """Where the gradient is zero, and that of the claimed divergence, if known, is not."""
+    """Whether the gradient is zero at each point and that of the claimed divergence, if known, is not."""
     if scan.gradients is None:
         return torch.zeros_like(scan.values, dtype=torch.bool)
     if scan.claimed_gradients is None:
@@ -126,12 +126,12 @@ def is_dead(scan: Scan) -> Bool[Tensor, " points"]:
 
 
 def _is_rounded_away(scan: Scan) -> Bool[Tensor, " points"]:
-    """Where the value is so large that a gradient of the log ratio's size is below its rounding error."""
+    """Whether the value at each point is so large that a gradient of the log ratio's size is lost in its rounding."""
     return scan.values.abs() * 2.0**-24 > scan.log_ratios.abs() / 20
 
 
 def rounded_away_zones(scan: Scan) -> tuple[ZoneRow, ...]:
-    """Where a gradient that is a difference of large numbers is zero in float32."""
+    """The range in which a gradient that is a difference of large numbers is zero in float32."""
     if scan.gradients is None or scan.claimed_gradients is not None:
         return ()
     points = scan.log_ratios[(scan.gradients == 0) & _is_rounded_away(scan)]
@@ -143,20 +143,20 @@ def rounded_away_zones(scan: Scan) -> tuple[ZoneRow, ...]:
 
 
 def has_nan_gradient(scan: Scan) -> Bool[Tensor, " points"]:
-    """Where the gradient is NaN."""
+    """Whether the gradient is NaN at each point."""
     return (
         torch.zeros_like(scan.values, dtype=torch.bool) if scan.gradients is None else scan.gradients.isnan()
     )
 
 
 def is_flat(scan: Scan, probe: Probe) -> Bool[Tensor, " points"]:
-    """Where the value is the same a hundredth of a nat farther from 0."""
+    """Whether the value at each point is equal to the value a hundredth of a nat farther from 0."""
     farther = probe(scan.log_ratios * (1 + 1e-2 / scan.log_ratios.abs()))
     return _equal_up_to_rounding(scan.values, farther.values)
 
 
 def is_flat_on_grid(scan: Scan) -> Bool[Tensor, " points"]:
-    """Where the value is that of a neighbour on the grid, on the same side of 0."""
+    """Whether the value at each point is equal to that of a neighbour on the grid, on the same side of 0."""
     u, values = scan.log_ratios, scan.values
     same = _equal_up_to_rounding(values[1:], values[:-1]) & (u[1:] * u[:-1] > 0)
     false = same.new_zeros(1)
@@ -172,7 +172,7 @@ def _equal_up_to_rounding(values: Tensor, expected: Tensor) -> Bool[Tensor, " po
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ZoneSearch:
-    """How to find the ranges of log ratios in which a condition is true."""
+    """A condition on log ratios, and the parameters of the search for the ranges in which it is true."""
 
     probe: Probe
     condition: Callable[[Scan], Tensor]

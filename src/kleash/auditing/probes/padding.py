@@ -47,7 +47,7 @@ FILLS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingResult:
-    """By how much the result differs from that of the same responses without padding."""
+    """The difference of the result from that of the same responses without padding."""
 
     fill: PaddingFill
     value_change: float
@@ -66,7 +66,7 @@ def probe_padding(audited: AuditedFunction) -> tuple[PaddingResult, ...]:
 
 
 def probe_batch_mean(audited: AuditedFunction) -> BatchMean | None:
-    """How a masked mean weights responses of unequal lengths; None for a function that is no masked mean."""
+    """The weights of a masked mean for responses of unequal lengths; None if the function is not a masked mean."""
     if audited.convention.gives != "mean" or not audited.convention.takes_mask:
         return None
     inputs = padded_inputs(FILLS[0])
@@ -132,6 +132,7 @@ def _padding_result(
     unpadded_values: list[Tensor],
     unpadded_gradients: list[dict[str, Tensor]],
 ) -> PaddingResult:
+    """Compare a padded call with the call without padding."""
     inputs = padded_inputs(fill)
     try:
         values, total = _values_and_total(audited, inputs)

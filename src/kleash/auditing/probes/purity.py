@@ -300,7 +300,7 @@ def _reuse_tensors(audited: AuditedFunction) -> PurityResult | None:
 
 
 def _overwritten_arguments(audited: AuditedFunction) -> PurityResult:
-    """Which arguments the function overwrites."""
+    """The check for arguments that the function overwrites."""
     names: list[str] = []
     batches = [_one_token_inputs(audited, "far"), *map(padded_inputs, PADDING_FILLS)]
     for inputs in (*batches, batches[1].to(torch.bfloat16)):
@@ -350,7 +350,7 @@ def _generator_states() -> dict[str, bytes]:
 
 
 def _overwritten_settings(audited: AuditedFunction, settings: dict[str, object]) -> PurityResult:
-    """Which settings of the process the function changes, including the seeds of its generators.
+    """The check for settings of the process that the function changes, including the seeds of its generators.
 
     A generator that is in the same state after calls under two different seeds was seeded by the function.
     """

@@ -29,7 +29,7 @@ ORDINALS = ("first", "second", "third")
 
 @dataclass(frozen=True, kw_only=True)
 class PositionMatch:
-    """What a value or a gradient is for responses of three tokens, on-policy.
+    """The match of a value or gradient with the claimed divergence for responses of three tokens, on-policy.
 
     ``level`` is "token" for the sum of next-token divergences along sampled prefixes, "sequence" for the divergence
     between whole responses; "" if it is already for one token no multiple of a known quantity.

@@ -59,6 +59,7 @@ def cases_of(target: str, convention: str | None = None, arguments: Sequence[str
 def _cases_of_target(
     package: str, case_name: str, convention: str | None, arguments: Sequence[str]
 ) -> tuple[Case, ...]:
+    """The cases of a package, or the one called ``case_name``."""
     if convention is not None or arguments:
         raise OptionError(
             f"{package} brings its own conventions and arguments; name the function as package.module:function "
@@ -69,6 +70,7 @@ def _cases_of_target(
 
 
 def _case_at_path(target: str, convention: str | None, arguments: Sequence[str]) -> Case:
+    """The case of a function at a dotted path."""
     function = function_at(target)
     if convention is None:
         names = (*COMMON_CONVENTIONS, *(name for name in CONVENTIONS if name not in COMMON_CONVENTIONS))

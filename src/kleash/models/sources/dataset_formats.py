@@ -134,6 +134,7 @@ def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
 def _with_response(
     record: SourceRecord, prompt: TextOrMessages | None, answer: TextOrMessages
 ) -> SourceRecord:
+    """The record with ``prompt`` and ``response`` in place of the fields of its format."""
     fields = {
         name: value
         for name, value in (record.fields or {}).items()

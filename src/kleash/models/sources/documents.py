@@ -80,6 +80,7 @@ def count_documents(name: str, tokenizer: Any = None, *, limit: int | None = Non
 
 
 def _windows(name: str, pair: Pair, window: int, stride: int, limit: int | None) -> Iterator[TokenSequence]:
+    """Iterate over the windows of a source, whose size and stride are valid."""
     path = source_path(name)
     has_windows = False
     for document, record in enumerate(islice(_documents(path, pair.tokenizer), limit)):

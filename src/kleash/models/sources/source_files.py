@@ -161,6 +161,7 @@ def detect_format(path: Path) -> SourceFormat:
 
 
 def _read(path: Path, *, documents: bool) -> Iterator[SourceRecord]:
+    """Read a source by its format; plain text as documents or as lines."""
     source_format = detect_format(path)
     if source_format == "jsonl":
         return read_jsonl(path)
