@@ -32,7 +32,7 @@ def test_greedy_responses_leave_out_estimators_and_are_scored_at_temperature_1()
     estimand = estimand_of(MeasureJob(temperature=0.0))
     assert estimand.weighting is None and not estimand.has_sequence_kl
     assert "decoded greedily" in estimand.description and "both at temperature 1," in estimand.description
-    assert "no average of theirs estimates a divergence" in estimand.estimators_note
+    assert "no average over them estimates a divergence" in estimand.estimators_note
 
 
 def test_text_leaves_out_estimators_and_sequence_kl() -> None:
