@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from kleash.cli.commands import ALGORITHMS, DESCRIPTIONS, EPILOGS, RECORDS, SUBCOMMANDS, Command
-from kleash.cli.options import PATHS, arguments_of
+from kleash.cli.parser_arguments import PATHS, arguments_of
 from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.version import __version__
