@@ -88,7 +88,9 @@ class Plain:
 
     def loss(self, network, value, rows):
         job, total = self.job, 0.0
-        self.told = dict.fromkeys(("ratio", "moved", "clipped", "value_clipped", "value_loss", "tokens"), 0.0)
+        self.told = dict.fromkeys(
+            ("ratio", "update_kl", "clipped", "value_clipped", "value_loss", "tokens"), 0.0
+        )
         for row in rows:
             one = self.sequences[row]
             logp, values = self.read(network, value, one)
@@ -116,7 +118,7 @@ class Plain:
                 r = ratio.item()
                 self.told["tokens"] += 1
                 self.told["ratio"] += r
-                self.told["moved"] += r - 1 - math.log(r)
+                self.told["update_kl"] += r - 1 - math.log(r)
                 self.told["clipped"] += (r > 1 + job.clip_range and a > 0) or (
                     r < 1 - job.clip_range and a < 0
                 )

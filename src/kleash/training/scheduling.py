@@ -21,7 +21,7 @@ def number(*key: object) -> int:
 
 def shuffled(count: int, *key: object) -> list[int]:
     """A permutation of 0 to ``count - 1`` that depends only on ``key``."""
-    return sorted(range(count), key=lambda place: (number(*key, place), place))
+    return sorted(range(count), key=lambda index: (number(*key, index), index))
 
 
 def prompts_of_step(prompts: Sequence[Prompt], step: int, how_many: int, seed: int) -> list[Prompt]:
@@ -32,15 +32,15 @@ def prompts_of_step(prompts: Sequence[Prompt], step: int, how_many: int, seed: i
     first = (step - 1) * how_many
     orders: dict[int, list[int]] = {}
     copies: Counter[str] = Counter()
-    taken = []
-    for place in range(first, first + how_many):
-        epoch, within = divmod(place, len(prompts))
+    step_prompts = []
+    for position in range(first, first + how_many):
+        epoch, within = divmod(position, len(prompts))
         if epoch not in orders:
             orders[epoch] = shuffled(len(prompts), seed, "prompts", epoch)
         prompt = prompts[orders[epoch][within]]
-        taken.append(replace(prompt, copy=copies[prompt.prompt_hash]))
+        step_prompts.append(replace(prompt, copy=copies[prompt.prompt_hash]))
         copies[prompt.prompt_hash] += 1
-    return taken
+    return step_prompts
 
 
 def share_of(responses: int, minibatches: int, process: int, processes: int) -> list[int]:
@@ -64,9 +64,9 @@ def share_of(responses: int, minibatches: int, process: int, processes: int) -> 
 
 def minibatches_of(responses: int, minibatches: int, *key: object) -> list[list[int]]:
     """The response indices of each minibatch: each block is permuted over the minibatches, depending on ``key``."""
-    dealt: list[list[int]] = [[] for _ in range(minibatches)]
+    indices: list[list[int]] = [[] for _ in range(minibatches)]
     for first in range(0, responses, minibatches):
         order = shuffled(minibatches, *key, first)
-        for place, which in zip(range(first, min(first + minibatches, responses)), order, strict=False):
-            dealt[which].append(place)
-    return dealt
+        for index, minibatch in zip(range(first, min(first + minibatches, responses)), order, strict=False):
+            indices[minibatch].append(index)
+    return indices

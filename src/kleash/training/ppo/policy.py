@@ -89,6 +89,7 @@ class Policy(torch.nn.Module):
         self.rows = head.weight.shape[0]
         self.shape = replace(head, weight=None, bias=None)
         self.adapters = (adapters,)  # a tuple, so that torch does not register its parameters a second time
+        # transformers' list of layers that Accelerate wraps with FSDP; without it, FSDP wraps the whole module.
         self._no_split_modules = getattr(network, "_no_split_modules", None)
 
     def forward(self, what: Callable[..., T], *arguments: Any) -> T:
@@ -106,7 +107,7 @@ class Policy(torch.nn.Module):
             head_q: the reference's head; None if it is the policy's head, which is then not trained.
         """
         with torch.no_grad():
-            hidden, head = self.read(batch), self.head(detached=True)
+            hidden, head = self.hidden_states(batch), self.head(detached=True)
             _, terms = linear_objective(
                 hidden,
                 head,
@@ -116,7 +117,7 @@ class Policy(torch.nn.Module):
                 lambda terms, rows: torch.zeros_like(terms.kl),
                 temperature=batch.temperature,
             )
-            return PolicyScores(terms, self.expected(hidden), hidden)
+            return PolicyScores(terms, self.predict_values(hidden), hidden)
 
     def learn(
         self,
@@ -130,7 +131,7 @@ class Policy(torch.nn.Module):
         The gradient of the values ends at the critic. Its errors grow with the rewards, and would change the policy's
         hidden states more than the policy loss does.
         """
-        hidden, head = self.read(batch), self.head()
+        hidden, head = self.hidden_states(batch), self.head()
         loss, terms = linear_objective(
             hidden,
             head,
@@ -140,27 +141,27 @@ class Policy(torch.nn.Module):
             objective,
             temperature=batch.temperature,
         )
-        return PolicyLoss(loss, self.expected(hidden.detach()), terms)
+        return PolicyLoss(loss, self.predict_values(hidden.detach()), terms)
 
-    def moved(
+    def kl_of_update(
         self, batch: TokenBatch, hidden_before: Float[Tensor, "tokens dim"], head_before: Head
     ) -> Float[Tensor, " tokens"]:
         """The exact KL(policy before || policy now) of each token of a batch, in nats, without gradient."""
         with torch.no_grad():
-            now, head = self.read(batch), self.head(detached=True)
-            return linear_kl(hidden_before, head_before, now, head, temperature=batch.temperature)
+            hidden, head = self.hidden_states(batch), self.head(detached=True)
+            return linear_kl(hidden_before, head_before, hidden, head, temperature=batch.temperature)
 
     def reference(self, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
         """Hidden states of the network with its adapter disabled, without gradient."""
         with torch.no_grad(), self.adapters[0].disable_adapter():
-            return self.read(batch)
+            return self.hidden_states(batch)
 
-    def read(self, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
+    def hidden_states(self, batch: TokenBatch) -> Float[Tensor, "tokens dim"]:
         """Final hidden states at the positions that predict the batch's tokens."""
         hidden = self.network.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
         return hidden[batch.rows, batch.cols]
 
-    def expected(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, " tokens"]:
+    def predict_values(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, " tokens"]:
         """The critic's values, in at least float32 also under autocast."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.value(hidden.to(self.value.weight.dtype))[:, 0]

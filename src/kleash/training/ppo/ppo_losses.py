@@ -83,7 +83,7 @@ def value_losses(
 
 
 def update_sums(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPOJob) -> dict[str, float]:
-    """Sums over the tokens in the loss, for metrics; "ratio_max" is the largest ratio, "moved" k3 of the update."""
+    """Sums over the tokens in the loss, for metrics; "ratio_max" is a maximum, "update_kl" the k3 of the update."""
     logp, new = (x.detach().cpu().double() for x in (terms.token_logp, values))
     past = RolloutTokens(*(x.cpu().double() for x in past[:4]), counts=past.counts.cpu())
     log_ratio = torch.where(past.counts, logp - past.token_logp, 0.0)
@@ -97,7 +97,7 @@ def update_sums(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPO
         "ratio": ratio,
         "clipped": (gain < ratio * past.advantages).double(),
         "value_clipped": ((new - past.values).abs() > max_change).double(),
-        "moved": torch.expm1(log_ratio) - log_ratio,
+        "update_kl": torch.expm1(log_ratio) - log_ratio,
     }
     sums = {name: torch.where(past.counts, x, 0.0).sum().item() for name, x in per_token.items()}
     return {**sums, "ratio_max": torch.where(past.counts, ratio, 0.0).max().item()}

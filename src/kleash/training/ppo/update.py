@@ -62,14 +62,14 @@ def update_policy(
             if not math.isfinite(pass_sums["loss"]):
                 raise DivergedError(f"the loss is {pass_sums['loss']} in {where}")
             sums = _add_sums(sums, pass_sums)
-            moved = pass_sums["moved"] / pass_sums["tokens"] if pass_sums["tokens"] else 0.0
-            if stop is not None and stop.stops(moved):
+            update_kl = pass_sums["update_kl"] / pass_sums["tokens"] if pass_sums["tokens"] else 0.0
+            if stop is not None and stop.stops(update_kl):
                 setting.optimizer.zero_grad()
                 return UpdateResult(
                     sums=sums,
                     gradient_norms=tuple(norms),
-                    stopped=f"the updates ended early, after {len(norms)}: KL(before || now) is {moved:.3g} nats per "
-                    f"token, above {job.early_stop_nats:g}",
+                    stopped=f"the updates ended early, after {len(norms)}: KL(before || now) is {update_kl:.3g} nats "
+                    f"per token, above {job.early_stop_nats:g}",
                 )
             norm = _as_float(
                 setting.accelerator.clip_grad_norm_(
@@ -92,8 +92,8 @@ def kl_of_update(setting: TrainingSetup, rollout: Rollout, head_before: Head) ->
         batch = setting.batch([rollout.sequences[row] for row in micro.rows])
         hidden = torch.cat([rollout.hidden[row] for row in micro.rows])
         with setting.autocast():
-            moved = setting.wrapped_policy(Policy.moved, batch, hidden, head_before)
-        total += moved.cpu().double().sum().item() if micro.in_loss else 0.0
+            token_kl = setting.wrapped_policy(Policy.kl_of_update, batch, hidden, head_before)
+        total += token_kl.cpu().double().sum().item() if micro.in_loss else 0.0
     return total
 
 
