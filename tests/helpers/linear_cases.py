@@ -71,7 +71,7 @@ class Case:
 
 
 def head_case(
-    dtype=torch.float32, apart=2.0, tokens=(37,), words=101, seed=0, temperature=1.0, **traits
+    dtype=torch.float32, distance=2.0, tokens=(37,), words=101, seed=0, temperature=1.0, **traits
 ) -> Case:
     """Two models ``apart`` from each other; their hidden sizes differ, their heads have every trait asked for."""
     random = torch.Generator().manual_seed(seed)
@@ -81,8 +81,8 @@ def head_case(
 
     hidden, weight, bias = normal(*tokens, 13), 0.6 * normal(words, 13), normal(words)
     extra = normal(*tokens, 4)
-    hidden_q = torch.cat([hidden + apart * normal(*tokens, 13), extra], -1)
-    weight_q = torch.cat([weight, 0.1 * apart * normal(words, 4)], -1)
+    hidden_q = torch.cat([hidden + distance * normal(*tokens, 13), extra], -1)
+    weight_q = torch.cat([weight, 0.1 * distance * normal(words, 4)], -1)
     with_bias = traits.pop("bias", False)
 
     def head(matrix, shift):
@@ -91,7 +91,12 @@ def head_case(
 
     ids = torch.randint(words, tokens, generator=random)
     return Case(
-        hidden.to(dtype), head(weight, 0.0), hidden_q.to(dtype), head(weight_q, apart / 10), ids, temperature
+        hidden.to(dtype),
+        head(weight, 0.0),
+        hidden_q.to(dtype),
+        head(weight_q, distance / 10),
+        ids,
+        temperature,
     )
 
 
@@ -148,9 +153,9 @@ def in_float64(case: Case) -> Case:
     )  # fmt: skip
 
 
-def relative_rms(found: Tensor, exact: Tensor) -> float:
+def relative_rms(actual: Tensor, exact: Tensor) -> float:
     """Root mean square of the error, over that of the number."""
-    return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+    return float((actual.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
 def leaves_of(case: Case, divergence="kl", *, weights=None):
@@ -163,10 +168,10 @@ def leaves_of(case: Case, divergence="kl", *, weights=None):
         def function(hp, wp, bp, hq, wq, bq):
             head_p = Head(wp, bp, scale=p.scale, softcap=p.softcap)
             head_q = Head(wq, bq, scale=q.scale, softcap=q.softcap)
-            given = {"divergence": divergence, "temperature": case.temperature, "options": options}
+            arguments = {"divergence": divergence, "temperature": case.temperature, "options": options}
             if weights is None:
-                return linear_divergence(hp, head_p, hq, head_q, **given)
-            return linear_divergence_loss(hp, head_p, hq, head_q, weights=weights, **given)
+                return linear_divergence(hp, head_p, hq, head_q, **arguments)
+            return linear_divergence_loss(hp, head_p, hq, head_q, weights=weights, **arguments)
 
         return function
 
@@ -175,11 +180,11 @@ def leaves_of(case: Case, divergence="kl", *, weights=None):
 
 def peak(seen) -> int:
     """The most memory that was held at once."""
-    held = most = 0
+    allocated = most = 0
     for event in sorted(
         (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),
         key=lambda e: e.start_ns(),
     ):
-        held += event.nbytes()
-        most = max(most, held)
+        allocated += event.nbytes()
+        most = max(most, allocated)
     return most

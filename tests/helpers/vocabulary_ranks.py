@@ -63,7 +63,7 @@ class Split:
         assert all(torch.equal(x, other) or x.isnan().any() for other in all_of_them), all_of_them
 
 
-def made(apart=2.0, dtype=torch.float64, tokens=TOKENS, words=WORDS, shared=False, forbidden=False):
+def made(distance=2.0, dtype=torch.float64, tokens=TOKENS, words=WORDS, shared=False, forbidden=False):
     """Hidden states, weight and bias of p and of q."""
     random = torch.Generator().manual_seed(3)
 
@@ -72,15 +72,15 @@ def made(apart=2.0, dtype=torch.float64, tokens=TOKENS, words=WORDS, shared=Fals
 
     hidden, weight, bias = normal(tokens, 5), normal(words, 5), normal(words)
     extra = 0 if shared else 2
-    hidden_q = torch.cat([hidden + apart * normal(tokens, 5), normal(tokens, extra)], -1)
-    weight_q = weight if shared else torch.cat([weight, 0.1 * apart * normal(words, extra)], -1)
-    bias_q = bias if shared else bias + 0.1 * apart * normal(words)
+    hidden_q = torch.cat([hidden + distance * normal(tokens, 5), normal(tokens, extra)], -1)
+    weight_q = weight if shared else torch.cat([weight, 0.1 * distance * normal(words, extra)], -1)
+    bias_q = bias if shared else bias + 0.1 * distance * normal(words)
     if forbidden:
         bias[3], bias_q[3], bias[12] = -torch.inf, -torch.inf, -torch.inf
     return [x.to(dtype) for x in (hidden, weight, bias, hidden_q, weight_q, bias_q)]
 
 
-def own(tensors, rows):
+def local_rows(tensors, rows):
     """Leaves of what a rank is given."""
     return [x.clone().requires_grad_() if n % 3 == 0 else x[rows].clone().requires_grad_()
             for n, x in enumerate(tensors)]  # fmt: skip
@@ -122,8 +122,8 @@ TEXTBOOK = {
 RECORDS = {"skew": skew_kl_record(0.1)}
 
 
-def gradients_agree(found, truth, rows, **tolerance):
-    for n, (x, right) in enumerate(zip(found, truth, strict=True)):
+def gradients_agree(actual, truth, rows, **tolerance):
+    for n, (x, right) in enumerate(zip(actual, truth, strict=True)):
         assert right.grad is not None and right.grad.abs().max() > 0, n
         expected = right.grad if n % 3 == 0 else right.grad[rows]
         assert_close(x.grad, expected.to(x.dtype), msg=lambda m, n=n: f"tensor {n}: {m}", **tolerance)
@@ -145,23 +145,27 @@ def every_divergence_equals_the_textbook(split):
     weights[4] = 0
     traits = {"softcap": 4.0, "scale": 1.3}
     for name, textbook in TEXTBOOK.items():
-        right = own(made(), slice(None))
+        right = local_rows(made(), slice(None))
         value = textbook(*(logp(side, temperature) for side in models(right, **traits)))
         (value * weights).sum().backward()
         for options in (None, REFERENCE, CHUNKS) if name in ("kl", "hellinger") else (CHUNKS,):
-            given = {"divergence": RECORDS.get(name, name), "temperature": temperature, "options": options}
+            arguments = {
+                "divergence": RECORDS.get(name, name),
+                "temperature": temperature,
+                "options": options,
+            }
             for at_once in (False, True):
-                mine = own(made(), split.rows)
+                mine = local_rows(made(), split.rows)
                 p, q = models(mine, split.group, **traits)
                 if at_once:
-                    loss, found = linear_divergence_loss(*p, *q, weights=weights, **given)
+                    loss, actual = linear_divergence_loss(*p, *q, weights=weights, **arguments)
                     value_ = torch.where(weights != 0, value, 0.0)
                 else:
-                    found, value_ = linear_divergence(*p, *q, **given), value
-                    loss = (found * weights).sum()
-                assert_close(found.detach(), value_.detach(), msg=lambda m, name=name: f"{name}: {m}")
+                    actual, value_ = linear_divergence(*p, *q, **arguments), value
+                    loss = (actual * weights).sum()
+                assert_close(actual.detach(), value_.detach(), msg=lambda m, name=name: f"{name}: {m}")
                 loss.backward()
-                split.same(found.detach())
+                split.same(actual.detach())
                 split.same(mine[0].grad)
                 gradients_agree(mine, right, split.rows)
 
@@ -197,9 +201,9 @@ def statistics_are_of_the_whole_vocabulary(split):
             (hp, p), (hq, q) = models(
                 [x if n % 3 == 0 else x[split.rows] for n, x in enumerate(tensors)], split.group
             )
-            found = token_statistics(hp, p, hq, q, tokens, options=options)
-            for name, ours, theirs in zip(TokenStatistics._fields, found, expected, strict=True):
-                assert_close(ours, theirs, msg=lambda m, name=name: f"{name}: {m}")
+            actual = token_statistics(hp, p, hq, q, tokens, options=options)
+            for name, ours, other in zip(TokenStatistics._fields, actual, expected, strict=True):
+                assert_close(ours, other, msg=lambda m, name=name: f"{name}: {m}")
                 split.same(ours)
 
 
@@ -219,20 +223,20 @@ def an_objective_gets_the_terms_and_gives_the_gradients(split):
         tensors = made(0.7, shared=shared, forbidden=forbidden)
         tensors[2][12] = tensors[5][12]  # what p forbids, q does, too
         tokens[[9, 10]] = torch.tensor([12, 3] if not forbidden else [7, 8])
-        right = own(tensors, slice(None))
+        right = local_rows(tensors, slice(None))
         p, q = models(right)
         lp, lq = (x[:, tensors[2] > -torch.inf] for x in (logp(p), logp(q)))
         picked = [logp(x).gather(-1, tokens[:, None])[:, 0] for x in (p, q)]
         terms = [*picked, TEXTBOOK["kl"](lp, lq), -(lp.exp() * lp).sum(-1)]
         loss_of(*terms).sum().backward()
         for options in (None, CHUNKS, REFERENCE):
-            mine = own(tensors, split.rows)
+            mine = local_rows(tensors, split.rows)
             (hp, head_p), (hq, head_q) = models(mine, split.group)
-            loss, found = linear_objective(
+            loss, actual = linear_objective(
                 hp, head_p, tokens, hq, head_q, lambda t, rows: loss_of(*t, rows), options=options
             )
-            for ours, theirs in zip(found, terms, strict=True):
-                assert_close(ours, theirs.detach())
+            for ours, other in zip(actual, terms, strict=True):
+                assert_close(ours, other.detach())
             loss.backward()
             split.same(hp.grad)
             gradients_agree(mine, right, split.rows)
@@ -246,21 +250,21 @@ def near_models_keep_their_digits(split):
         (torch.float32, True, 1e-7),
         (torch.bfloat16, True, 0.02),
     )
-    for dtype, shared, apart in cases:
-        tensors = made(apart, dtype, shared=shared)
-        right = own([x.double() for x in tensors], slice(None))
+    for dtype, shared, distance in cases:
+        tensors = made(distance, dtype, shared=shared)
+        right = local_rows([x.double() for x in tensors], slice(None))
         p, q = models(right)
         lp, ahead = logp(p), logp(q) - logp(p)
         value = (lp.exp() * (torch.expm1(ahead) - ahead)).sum(
             -1
         )  # the textbook's cancels here, in float64 too
         value.sum().backward()
-        assert value.max() < (1e-2 if dtype == torch.bfloat16 else 10 * apart**2)
-        mine = own(tensors, split.rows)
+        assert value.max() < (1e-2 if dtype == torch.bfloat16 else 10 * distance**2)
+        mine = local_rows(tensors, split.rows)
         mine[4], mine[5] = (mine[1], mine[2]) if shared else (mine[4], mine[5])
         (hp, head_p), (hq, head_q) = models(mine, split.group)
-        found, _ = linear_kl_loss(hp, head_p, hq, head_q, weights=torch.ones(TOKENS))
-        found.backward()
+        actual, _ = linear_kl_loss(hp, head_p, hq, head_q, weights=torch.ones(TOKENS))
+        actual.backward()
         values = linear_kl(hp.detach(), head_p, hq.detach(), head_q)
         assert ((values - value).abs() <= 1e-3 * value).all(), (dtype, shared, values / value)
         assert (values > 0).all()
@@ -297,10 +301,10 @@ def a_row_that_overlaps_nowhere_is_infinite_and_harms_no_other(split):
         for options in (None, CHUNKS, REFERENCE):
             mine = [x[:, split.rows].to(dtype).clone().requires_grad_() for x in (lp, lq)]
             heads = [Head(None, vocabulary_group=split.group) for _ in "pq"]
-            for given in (mine, [x.detach() for x in mine]):
-                found = linear_kl(given[0], heads[0], given[1], heads[1], options=options).detach()
-                assert_close(found, value.to(dtype), equal_nan=True, **tolerance)
-                split.same(found.nan_to_num())
+            for arguments in (mine, [x.detach() for x in mine]):
+                actual = linear_kl(arguments[0], heads[0], arguments[1], heads[1], options=options).detach()
+                assert_close(actual, value.to(dtype), equal_nan=True, **tolerance)
+                split.same(actual.nan_to_num())
             loss, per_token = linear_kl_loss(
                 mine[0], heads[0], mine[1], heads[1], weights=weights.to(dtype), options=options
             )
@@ -313,10 +317,10 @@ def a_row_that_overlaps_nowhere_is_infinite_and_harms_no_other(split):
 @check
 def local_logits_get_their_own_gradient(split):
     tensors = made()
-    right = [(tensors[0] @ tensors[1].T).requires_grad_(), *own(tensors, slice(None))[3:]]
+    right = [(tensors[0] @ tensors[1].T).requires_grad_(), *local_rows(tensors, slice(None))[3:]]
     TEXTBOOK["kl"](right[0].log_softmax(-1), logp((right[1], Head(right[2], right[3])))).sum().backward()
     hidden = right[0].detach()[:, split.rows].clone().requires_grad_()
-    mine = own(tensors, split.rows)[3:]
+    mine = local_rows(tensors, split.rows)[3:]
     head = Head(mine[1], mine[2], vocabulary_group=split.group)
     linear_kl(hidden, Head(None, vocabulary_group=split.group), mine[0], head).sum().backward()
     assert_close(hidden.grad, right[0].grad[:, split.rows])
@@ -327,18 +331,18 @@ def local_logits_get_their_own_gradient(split):
 @check
 def one_side_may_be_whole_if_its_head_is_frozen(split):
     tensors = made()
-    right = own(tensors, slice(None))
+    right = local_rows(tensors, slice(None))
     p, q = models(right)
     TEXTBOOK["kl"](logp(p), logp(q)).sum().backward()
-    mine = own(tensors, split.rows)
+    mine = local_rows(tensors, split.rows)
     teacher = Head(tensors[4], tensors[5])
-    given = mine[0], Head(mine[1], mine[2], vocabulary_group=split.group), mine[3], teacher
-    linear_kl_loss(*given, weights=torch.ones(TOKENS).double()).loss.backward()
+    arguments = mine[0], Head(mine[1], mine[2], vocabulary_group=split.group), mine[3], teacher
+    linear_kl_loss(*arguments, weights=torch.ones(TOKENS).double()).loss.backward()
     for n in (0, 1, 2, 3):
         assert_close(mine[n].grad, right[n].grad if n % 3 == 0 else right[n].grad[split.rows])
     logits = (tensors[3] @ tensors[4].T + tensors[5]).detach()
-    found = linear_kl(*given[:2], logits, Head(None))
-    assert_close(found, linear_kl(*given))
+    actual = linear_kl(*arguments[:2], logits, Head(None))
+    assert_close(actual, linear_kl(*arguments))
 
 
 @check
@@ -348,11 +352,11 @@ def a_dtensor_keeps_its_rows_with_a_group_and_is_gathered_without(split):
         split.group, [min(n * most, WORDS) for n in range(split.size + 1)]
     )  # as DTensor spreads rows
     tensors = made()
-    right = own(tensors, slice(None))
+    right = local_rows(tensors, slice(None))
     p, q = models(right)
     TEXTBOOK["kl"](logp(p), logp(q)).sum().backward()
     sharded = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in (tensors[1], tensors[2])]
-    mine = own(tensors, split.rows)
+    mine = local_rows(tensors, split.rows)
     for group in (mesh, split.group, None):
         for x in sharded:
             x.grad = None
@@ -371,10 +375,10 @@ def a_dtensor_keeps_its_rows_with_a_group_and_is_gathered_without(split):
 @check
 def one_weight_trained_on_both_sides(split):
     tensors = made(shared=True)
-    right = own(tensors, slice(None))
+    right = local_rows(tensors, slice(None))
     TEXTBOOK["kl"](*(logp((right[n], Head(right[1], right[2]))) for n in (0, 3))).sum().backward()
     for options in (None, CHUNKS, REFERENCE):
-        mine = own(tensors, split.rows)
+        mine = local_rows(tensors, split.rows)
         head = Head(mine[1], mine[2], vocabulary_group=split.group)
         weights = torch.ones(TOKENS).double()
         linear_kl_loss(mine[0], head, mine[3], head, weights=weights, options=options).loss.backward()
@@ -388,29 +392,29 @@ def rows_that_are_not_read_and_tokens_that_are_not_there(split):
     tensors = made()
     exact = TEXTBOOK["kl"](*(logp(side) for side in models(tensors)))
     tensors[0][3] = torch.nan
-    mine = own(tensors, split.rows)
+    mine = local_rows(tensors, split.rows)
     (hp, p), (hq, q) = models(mine, split.group)
     weights = torch.ones(TOKENS).double()
     weights[3] = 0
     loss, per_token = linear_kl_loss(hp, p, hq, q, weights=weights)
     loss.backward()
     assert per_token[3] == 0 and all(x.grad.isfinite().all() for x in mine)
-    found = linear_kl(hp, p, hq, q)
-    assert found[3].isnan() and found.isfinite().sum() == TOKENS - 1
+    actual = linear_kl(hp, p, hq, q)
+    assert actual[3].isnan() and actual.isfinite().sum() == TOKENS - 1
     weights.requires_grad_(False)
-    torch.where(weights != 0, found, 0.0).sum().backward()
+    torch.where(weights != 0, actual, 0.0).sum().backward()
     assert all(x.grad.isfinite().all() for x in mine)
     for tokens in (0, 1):
         few = linear_kl(hp[:tokens], p, hq[:tokens], q)
         assert_close(few.detach(), exact[:tokens])
-        found = token_statistics(hp[:tokens], p, hq[:tokens], q, torch.arange(36, 36 + tokens))
-        assert found.rank_q.shape == (tokens,)
+        actual = token_statistics(hp[:tokens], p, hq[:tokens], q, torch.arange(36, 36 + tokens))
+        assert actual.rank_q.shape == (tokens,)
 
 
 @check
 def ranks_with_unequal_memory_agree(split):
     exact = TEXTBOOK["kl"](*(logp(side) for side in models(made())))
-    p, q = models(own(made(), split.rows), split.group)
+    p, q = models(local_rows(made(), split.rows), split.group)
     options = LinearOptions(buffer_bytes=(10**9, 9_000, 10**6, 20_000)[split.rank])
     assert_close(linear_kl(*p, *q, options=options).detach(), exact)
 
@@ -440,36 +444,36 @@ def a_compiled_caller_gets_the_same(split):
         both = linear_kl(hp * 2, p, hq, q).sum()
         return both + linear_kl_loss(hp, p, hq, q, weights=weights).loss
 
-    right = own(made(), slice(None))
+    right = local_rows(made(), slice(None))
     p, q = models(right)
     doubled = logp((2 * p[0], p[1]))
     truth = TEXTBOOK["kl"](doubled, logp(q)).sum() + (weights * TEXTBOOK["kl"](logp(p), logp(q))).sum()
     truth.backward()
-    mine = own(made(), split.rows)
-    found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*mine)
-    found.backward()
-    assert_close(found.detach(), truth.detach())
+    mine = local_rows(made(), split.rows)
+    actual = torch.compile(loss, fullgraph=True, backend="aot_eager")(*mine)
+    actual.backward()
+    assert_close(actual.detach(), truth.detach())
     gradients_agree(mine, right, split.rows)
 
 
 @contextmanager
 def counted():
     """The messages that are sent: their elements for each rank, and bytes."""
-    sent, kept = [], (dist.all_reduce, dist.all_gather)
+    sent, originals = [], (dist.all_reduce, dist.all_gather)
 
     def all_reduce(x, *args, **kwargs):
         sent.append((x.numel(), x.nbytes))
-        return kept[0](x, *args, **kwargs)
+        return originals[0](x, *args, **kwargs)
 
     def all_gather(out, x, *args, **kwargs):
         sent.append((x.numel(), x.nbytes))
-        return kept[1](out, x, *args, **kwargs)
+        return originals[1](out, x, *args, **kwargs)
 
     dist.all_reduce, dist.all_gather = all_reduce, all_gather
     try:
         yield sent
     finally:
-        dist.all_reduce, dist.all_gather = kept
+        dist.all_reduce, dist.all_gather = originals
 
 
 def calls(mine, group, tokens):
@@ -501,12 +505,12 @@ def calls(mine, group, tokens):
 @check
 def messages(split):
     """Numbers for each token and messages for each chunk: what is left when constants are taken away."""
-    found = {}
+    actual = {}
     for words in (37, 74):
         cuts = [c * words // 37 for c in CUTS[split.size]]
         rows = slice(cuts[split.rank], cuts[split.rank + 1])
         for size in (16, 32):
-            mine = own(made(dtype=torch.float32, tokens=size, words=words), rows)
+            mine = local_rows(made(dtype=torch.float32, tokens=size, words=words), rows)
             for name, call in calls(mine, split.group, torch.arange(size)).items():
                 with counted() as sent:
                     call()
@@ -519,8 +523,8 @@ def messages(split):
                     "messages a chunk": len(large),
                     "messages a call": len(small),
                 }
-                assert found.setdefault(name, table) == table, (name, words, size, found[name], table)
-    return found
+                assert actual.setdefault(name, table) == table, (name, words, size, actual[name], table)
+    return actual
 
 
 @check
@@ -584,7 +588,7 @@ def what_does_not_fit_is_refused_on_every_rank(split):
 def tokens_spread_over_ranks_need_nothing_special(split):
     """Sequence and context parallel: every rank has some of the tokens and a whole head."""
     tensors = made(tokens=12)
-    right = own(tensors, slice(None))
+    right = local_rows(tensors, slice(None))
     p, q = models(right)
     exact = TEXTBOOK["kl"](logp(p), logp(q))
     mask = torch.arange(12) % 5 != 0
@@ -616,13 +620,13 @@ def tokens_and_words_may_both_be_spread(split):
     if split.size == 4:
         return
     tensors = made(tokens=12)
-    right = own(tensors, slice(None))
+    right = local_rows(tensors, slice(None))
     p, q = models(right)
     exact = TEXTBOOK["kl"](logp(p), logp(q))
     exact.mean().backward()
     half = dist.get_rank() // 2
     tokens = slice(6 * half, 6 * half + 6)
-    mine = own([x[tokens] if n % 3 == 0 else x for n, x in enumerate(tensors)], split.rows)
+    mine = local_rows([x[tokens] if n % 3 == 0 else x for n, x in enumerate(tensors)], split.rows)
     (hp, head_p), (hq, head_q) = models(mine, split.group)
     loss, per_token = linear_kl_loss(hp, head_p, hq, head_q, weights=torch.full((6,), 1 / 12).double())
     assert_close(per_token, exact[tokens].detach())

@@ -43,20 +43,20 @@ def narrow_tiles(monkeypatch):
     monkeypatch.setitem(launch.HEIGHTS, "cpu", 64)
 
 
-@pytest.mark.parametrize("apart", [2.0, 0.05, 0.002], ids=["far", "near", "nearer"])
+@pytest.mark.parametrize("distance", [2.0, 0.05, 0.002], ids=["far", "near", "nearer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_statistics_mean_the_same(dtype, apart):
-    case = head_case(dtype, apart, bias=True)
+def test_statistics_equal_the_reference(dtype, distance):
+    case = head_case(dtype, distance, bias=True)
     exact = in_float64(case).statistics(REFERENCE)
-    plain, found = case.statistics(REFERENCE), case.statistics(TRITON)
+    plain, actual = case.statistics(REFERENCE), case.statistics(TRITON)
     assert exact.kl_pq.median() > 1e-6, "so small a divergence would hide a wrong sign"
-    for name, right, cheap, ours in zip(TokenStatistics._fields, exact, plain, found, strict=True):
+    for name, right, cheap, ours in zip(TokenStatistics._fields, exact, plain, actual, strict=True):
         if name in FLOATS:
             assert ours.dtype == torch.float32
             assert relative_rms(ours, right) <= 1.5 * relative_rms(cheap, right) + 2e-7, name
         else:
             assert torch.equal(ours, right), name
-    assert torch.equal(case.kl(TRITON), found.kl_pq)
+    assert torch.equal(case.kl(TRITON), actual.kl_pq)
     budget = 1.5 * relative_rms(plain.kl_pq, exact.kl_pq) + 2e-7
     assert relative_rms(case.kl(SMALL), exact.kl_pq) <= budget, "fused"
 
@@ -77,7 +77,7 @@ def test_every_kind_of_head(traits):
             )
 
 
-def test_without_logits_every_kind_of_head_and_share(monkeypatch):
+def test_the_fused_kernel_with_every_kind_of_head(monkeypatch):
     """The fused kernel: shares of the vocabulary, tiles of tokens and dimensions, none of which fits."""
     monkeypatch.setattr(fused, "SHARE", 80)
     monkeypatch.setattr(fused, "HEIGHT", 32)
@@ -89,13 +89,15 @@ def test_without_logits_every_kind_of_head_and_share(monkeypatch):
     case.head_p = Head(case.head_p.weight.T.contiguous().T, torch.full((101,), -torch.inf))
     case.head_p.bias[60:] = 0.5
     case.hidden_q[4, 2] = torch.nan
-    found = case.kl(SMALL)
-    assert found.isnan().tolist() == [n == 4 for n in range(37)]
-    others = torch.arange(37) != 4
-    torch.testing.assert_close(found[others], long_way(case).kl_pq.float()[others], rtol=2e-5, atol=1e-6)
+    actual = case.kl(SMALL)
+    assert actual.isnan().tolist() == [n == 4 for n in range(37)]
+    unaffected = torch.arange(37) != 4
+    torch.testing.assert_close(
+        actual[unaffected], long_way(case).kl_pq.float()[unaffected], rtol=2e-5, atol=1e-6
+    )
 
 
-def test_the_fused_kernel_is_taken_where_memory_is_for_few_tokens(monkeypatch):
+def test_the_fused_kernel_is_used_where_memory_is_for_few_tokens(monkeypatch):
     case, seen = head_case(torch.bfloat16, 0.5), []
     monkeypatch.setattr(fused, "kl_values", lambda pair: seen.append(pair.tokens) or torch.zeros(pair.tokens))
     assert case.kl(TRITON).min() > 0 and not seen
@@ -105,12 +107,12 @@ def test_the_fused_kernel_is_taken_where_memory_is_for_few_tokens(monkeypatch):
     assert case.kl(SMALL).min() > 0 and len(seen) == 1
 
 
-@pytest.mark.parametrize("apart", [0.03, 0.001])
-def test_float32_is_right_to_a_thousandth_down_to_a_millionth_of_a_nat(apart):
-    case = head_case(torch.float32, apart, words=301)
-    exact, found = in_float64(case).statistics(REFERENCE), case.statistics(TRITON)
+@pytest.mark.parametrize("distance", [0.03, 0.001])
+def test_float32_has_three_digits_at_a_kl_of_a_millionth_of_a_nat(distance):
+    case = head_case(torch.float32, distance, words=301)
+    exact, actual = in_float64(case).statistics(REFERENCE), case.statistics(TRITON)
     for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation"):
-        right, ours = getattr(exact, name), getattr(found, name).double()
+        right, ours = getattr(exact, name), getattr(actual, name).double()
         # An error in a logit enters total variation at first order and the others at second.
         bound = 3e-3 if name == "total_variation" else 1e-3
         assert ((ours - right).abs() / right).max() < bound, name
@@ -134,7 +136,7 @@ def test_a_peaked_p_whose_likeliest_token_comes_late():
 
 
 @pytest.mark.parametrize(("offset", "in_value", "in_gradient"), [(0, 1e-5, 2e-6), (1000, 1e-3, 3e-2)])
-def test_near_logits_are_told_apart_to_the_last_digit(offset, in_value, in_gradient):
+def test_kl_of_nearly_equal_logits_keeps_all_digits(offset, in_value, in_gradient):
     """Logits on a grid, so that their difference is exact: what is left is the rounding of its mean."""
     random = torch.Generator().manual_seed(0)
     zp = torch.randint(-3000, 3000, (24, 301), generator=random) / 1024
@@ -143,10 +145,10 @@ def test_near_logits_are_told_apart_to_the_last_digit(offset, in_value, in_gradi
     exact = in_logits(case)
     assert exact.max() < 2e-6
     assert ((case.kl(TRITON) - exact).abs() / exact).max() < in_value
-    right, found = (
+    right, actual = (
         kl_of_logits(zp.to(x), zq.to(x), o) for x, o in ((torch.float64, REFERENCE), (zp.dtype, TRITON))
     )
-    for ours, gradient in zip(found, right, strict=True):
+    for ours, gradient in zip(actual, right, strict=True):
         assert relative_rms(ours, gradient) < in_gradient
 
 
@@ -158,9 +160,9 @@ def in_logits(case):
 
 def gradients(case, options, divergence="kl", weights=None):
     tensors, of = leaves_of(case, divergence, weights=weights)
-    found = of(options)(*tensors)
-    values = found if weights is None else found.per_token
-    return values.detach(), *torch.autograd.grad(found.sum() if weights is None else found.loss, tensors)
+    actual = of(options)(*tensors)
+    values = actual if weights is None else actual.per_token
+    return values.detach(), *torch.autograd.grad(actual.sum() if weights is None else actual.loss, tensors)
 
 
 @pytest.mark.parametrize(
@@ -174,15 +176,15 @@ def gradients(case, options, divergence="kl", weights=None):
     ],
     ids=str,
 )
-def test_gradients_mean_the_same(dtype, apart, divergence):
-    case = head_case(dtype, apart, bias=True, softcap=6.0, scale=1.3, temperature=0.8)
+def test_gradients_equal_the_reference(dtype, distance, divergence):
+    case = head_case(dtype, distance, bias=True, softcap=6.0, scale=1.3, temperature=0.8)
     weights = torch.linspace(-1, 2, 37)
     weights[[0, 8, 9]] = 0.0
     exact = gradients(in_float64(case), REFERENCE, divergence, weights.double())
     plain = gradients(case, REFERENCE, divergence, weights)
     for options in (TRITON, SMALL):
-        found = gradients(case, options, divergence, weights)
-        for place, (right, cheap, ours) in enumerate(zip(exact, plain, found, strict=True)):
+        actual = gradients(case, options, divergence, weights)
+        for place, (right, cheap, ours) in enumerate(zip(exact, plain, actual, strict=True)):
             assert ours.dtype == cheap.dtype
             # Where the gradient's products are of bfloat16; the interpreter cuts digits off instead of rounding.
             budget = 3.5 if place and dtype == torch.bfloat16 else 1.5
@@ -206,10 +208,10 @@ def test_every_plan_has_the_same_gradient(kind):
         if kind == "hidden only":
             wp, wq = wp.detach(), wq.detach()
         values = linear_kl(hp, Head(wp), hq, Head(wq, case.head_q.bias), options=options)
-        wanted = [x for x in {id(x): x for x in (hp, wp, hq, wq)}.values() if x.requires_grad]
-        results.append([values.detach(), *torch.autograd.grad((values * torch.arange(37.0)).sum(), wanted)])
-    for found in results[1:]:
-        for right, ours in zip(results[0], found, strict=True):
+        needed = [x for x in {id(x): x for x in (hp, wp, hq, wq)}.values() if x.requires_grad]
+        results.append([values.detach(), *torch.autograd.grad((values * torch.arange(37.0)).sum(), needed)])
+    for actual in results[1:]:
+        for right, ours in zip(results[0], actual, strict=True):
             torch.testing.assert_close(ours, right, rtol=1e-4, atol=2e-5)
 
 
@@ -231,8 +233,8 @@ def test_an_objective_has_the_same_terms_and_gradient():
             temperature=1.2, options=options,
         )  # fmt: skip
         results.append([loss.detach(), *terms, *torch.autograd.grad(loss, tensors)])
-    for found in results[1:]:
-        for right, ours in zip(results[0], found, strict=True):
+    for actual in results[1:]:
+        for right, ours in zip(results[0], actual, strict=True):
             torch.testing.assert_close(ours, right, rtol=1e-4, atol=2e-5)
 
 
@@ -240,8 +242,8 @@ def test_tokens_of_weight_0_are_not_read():
     case, dirty = (head_case(torch.float32, tokens=(3, 4), bias=True) for _ in range(2))
     weights = torch.tensor([[1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 1.0, -1.0], [0.5, 1.0, 0.0, 0.0]])
     dirty.hidden_p[weights == 0], dirty.hidden_q[weights == 0] = torch.nan, torch.inf
-    clean, found = (gradients(each, TRITON, weights=weights) for each in (case, dirty))
-    for a, b in zip(clean, found, strict=True):
+    clean, actual = (gradients(each, TRITON, weights=weights) for each in (case, dirty))
+    for a, b in zip(clean, actual, strict=True):
         assert torch.equal(a, b)
 
     def only(terms, rows):
@@ -260,7 +262,7 @@ def test_tokens_of_weight_0_are_not_read():
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
 @pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
 @pytest.mark.parametrize("options", [TRITON, SMALL], ids=["logits", "fused"])
-def test_a_token_that_is_selected_away_has_no_part_in_any_gradient(options, traits, spoilt):
+def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, traits, spoilt):
     """By an incoming gradient or weight of 0, or by what an objective makes of it: as the other implementations."""
     case = head_case(torch.float32, tokens=(7,), words=70, **traits)
     counted = torch.tensor([1, 1, 0, 1, 0, 1, 1], dtype=torch.bool)
@@ -293,27 +295,27 @@ def test_a_token_that_is_selected_away_has_no_part_in_any_gradient(options, trai
         results = []
         for how, keep in ((options, torch.ones_like(counted)), (REFERENCE, counted)):
             tensors = [x if x is None else x.clone().requires_grad_() for x in leaves]
-            wanted = [x for x in tensors if x is not None]
-            results.append(torch.autograd.grad(loss(name, tensors, how, keep), wanted))
+            needed = [x for x in tensors if x is not None]
+            results.append(torch.autograd.grad(loss(name, tensors, how, keep), needed))
         for ours, right in zip(*results, strict=True):
             assert relative_rms(ours, right.double()) < 1e-4, name
         for side in (results[0][0], results[0][-2 if len(results[0]) == 4 else 3]):
             assert (side[~counted] == 0).all(), name
 
 
-def test_nan_stays_with_its_token():
+def test_nan_affects_only_its_token():
     case = head_case(torch.float32, tokens=(9,))
     whole = case.statistics(TRITON)
     case.hidden_q[4, 2] = torch.nan
-    spoilt, others = case.statistics(TRITON), torch.arange(9) != 4
+    spoilt, unaffected = case.statistics(TRITON), torch.arange(9) != 4
     for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation", "token_logq", "entropy_q"):
         assert getattr(spoilt, name)[4].isnan(), name
     for before, after in zip(whole, spoilt, strict=True):
-        assert torch.equal(after[others], before[others])
-    assert torch.equal(case.kl(TRITON).isnan(), ~others)
+        assert torch.equal(after[unaffected], before[unaffected])
+    assert torch.equal(case.kl(TRITON).isnan(), ~unaffected)
 
 
-def test_rows_with_infinite_logits_are_right_and_harm_no_other():
+def test_rows_with_infinite_logits_do_not_affect_other_rows():
     never = -torch.inf
     zp = torch.tensor(
         [[0.0, 1.0, never, never], [1.0, 2.0, never, 0.5], [0.0, 1.0, 2.0, 3.0], [never, 0, 1, 2]]
@@ -326,29 +328,29 @@ def test_rows_with_infinite_logits_are_right_and_harm_no_other():
     for pair in ((zp, zq), (torch.cat([ends, zp, ends], -1), torch.cat([ends, zq, ends], -1))):
         shift = pair[0].shape[-1] // 2 - 2
         case = Case(pair[0], Head(None), pair[1], Head(None), torch.tensor([0, 1, 3, 0]) + shift)
-        found = case.statistics(TRITON)
-        assert found.kl_pq[0] == found.kl_qp[0] == found.kl_qp[3] == torch.inf
-        for name, numbers, right in zip(TokenStatistics._fields, found, long_way(case), strict=True):
+        actual = case.statistics(TRITON)
+        assert actual.kl_pq[0] == actual.kl_qp[0] == actual.kl_qp[3] == torch.inf
+        for name, numbers, right in zip(TokenStatistics._fields, actual, long_way(case), strict=True):
             torch.testing.assert_close(
                 numbers, right.to(numbers.dtype), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
 
 
-def test_a_tile_that_only_p_forbids_costs_no_digits():
-    case = head_case(torch.float32, apart=0.01, tokens=(20,), words=70)
+def test_a_tile_with_probability_0_under_p_loses_no_digits():
+    case = head_case(torch.float32, distance=0.01, tokens=(20,), words=70)
     random = torch.Generator().manual_seed(3)
     zp, zq = (h @ head.weight.T for h, head in (case.models[:2], case.models[2:]))
     faint = torch.randn(20, 64, generator=random) - 16
     for where in (0, 1):
         parts = [(torch.full_like(faint, -torch.inf), faint), (zp, zq)]
         sides = [torch.cat(x, -1) for x in zip(*(parts if where else parts[::-1]), strict=True)]
-        found = Case(sides[0], Head(None), sides[1], Head(None), case.tokens)
-        exact = in_logits(found)
+        actual = Case(sides[0], Head(None), sides[1], Head(None), case.tokens)
+        exact = in_logits(actual)
         assert exact.min() < 1e-4
-        assert ((found.kl(TRITON) - exact).abs() / exact).max() < 1e-3
+        assert ((actual.kl(TRITON) - exact).abs() / exact).max() < 1e-3
 
 
-def test_words_that_are_forbidden_add_nothing_to_the_gradient():
+def test_tokens_of_probability_0_add_0_to_the_gradient():
     case = head_case(torch.float32, 0.5, tokens=(9,), words=80)
     p, head_p, q, head_q = case.models
     never = torch.zeros(80)
@@ -356,8 +358,8 @@ def test_words_that_are_forbidden_add_nothing_to_the_gradient():
     for both in (True, False):
         hidden_p, hidden_q = (x.clone().requires_grad_() for x in (p, q))
         cut = Head(head_q.weight, never if both else None)
-        found = linear_kl(hidden_p, Head(head_p.weight, never), hidden_q, cut, options=TRITON)
-        ours = torch.autograd.grad(found.sum(), (hidden_p, hidden_q))
+        actual = linear_kl(hidden_p, Head(head_p.weight, never), hidden_q, cut, options=TRITON)
+        ours = torch.autograd.grad(actual.sum(), (hidden_p, hidden_q))
         leaves = [x.double().requires_grad_() for x in (p, q)]
         zp, zq = leaves[0] @ head_p.weight.double()[:66].T, leaves[1] @ head_q.weight.double().T
         logp, logq = zp.log_softmax(-1), (zq[:, :66] if both else zq).log_softmax(-1)[:, :66]
@@ -366,14 +368,14 @@ def test_words_that_are_forbidden_add_nothing_to_the_gradient():
             assert relative_rms(a, b) < 1e-5
 
 
-def test_far_apart_does_not_overflow():
+def test_far_distributions_do_not_overflow():
     zp, zq = torch.tensor([[0.0, 500.0, -300.0]]), torch.tensor([[400.0, -600.0, 0.0]])
     case = Case(zp.repeat(1, 30), Head(None), zq.repeat(1, 30), Head(None), torch.tensor([0]))
-    found = case.statistics(TRITON)
-    torch.testing.assert_close(found.kl_pq, torch.tensor([1000.0]))
-    torch.testing.assert_close(found.kl_qp, torch.tensor([500.0]))
-    torch.testing.assert_close(found.total_variation, torch.tensor([1.0]))
-    assert found.rank_q == 0
+    actual = case.statistics(TRITON)
+    torch.testing.assert_close(actual.kl_pq, torch.tensor([1000.0]))
+    torch.testing.assert_close(actual.kl_qp, torch.tensor([500.0]))
+    torch.testing.assert_close(actual.total_variation, torch.tensor([1.0]))
+    assert actual.rank_q == 0
     forbidden = Case(
         torch.cat([torch.full((1, 64), -torch.inf), zp / 100], -1), Head(None),
         torch.cat([torch.full((1, 64), 200.0), zq / 100], -1), Head(None), torch.tensor([65]),
@@ -395,9 +397,9 @@ def test_a_model_against_itself_is_exactly_zero(dtype):
     case = head_case(dtype, bias=True, softcap=3.0, scale=1.3, temperature=0.7)
     copy = Head(case.head_p.weight.clone(), case.head_p.bias.clone(), softcap=3.0, scale=1.3)
     case.hidden_q, case.head_q = case.hidden_p.clone(), copy
-    found = case.statistics(TRITON)
+    actual = case.statistics(TRITON)
     for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation"):
-        assert torch.equal(getattr(found, name), torch.zeros(37)), name
+        assert torch.equal(getattr(actual, name), torch.zeros(37)), name
     for gradient in gradients(case, TRITON)[1:]:
         assert (gradient == 0).all()
 
@@ -408,26 +410,26 @@ def test_the_likeliest_tokens_are_those_of_the_reference(options, shared):
     case = head_case(bias=True, softcap=3.0, scale=1.3, temperature=0.7)
     if shared:
         case.hidden_q, case.head_q = case.hidden_p + 0.1, case.head_p
-    found, wanted = (
+    actual, needed = (
         token_statistics_and_top(*case.models, case.tokens, top=5, temperature=0.7, options=each)
         for each in (options, REFERENCE)
     )
-    for ours, right in ((found.top_p, wanted.top_p), (found.top_q, wanted.top_q)):
+    for ours, right in ((actual.top_p, needed.top_p), (actual.top_q, needed.top_q)):
         torch.testing.assert_close(ours.probability, right.probability, rtol=1e-4, atol=1e-7)
         assert (ours.token_ids == right.token_ids).float().mean() > 0.9  # a softcap leaves ties
-    torch.testing.assert_close(found.statistics.kl_pq, wanted.statistics.kl_pq, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(actual.statistics.kl_pq, needed.statistics.kl_pq, rtol=1e-3, atol=1e-6)
 
 
-def test_nothing_is_ever_negative():
-    for apart in (1e-5, 1e-6, 1e-7, 3e-8):
-        case = head_case(torch.float32, apart, tokens=(60,))
+def test_no_statistic_is_negative():
+    for distance in (1e-5, 1e-6, 1e-7, 3e-8):
+        case = head_case(torch.float32, distance, tokens=(60,))
         for name, numbers in zip(TokenStatistics._fields, case.statistics(TRITON), strict=True):
-            assert name.startswith("token") or numbers.min() >= 0, (name, apart)
+            assert name.startswith("token") or numbers.min() >= 0, (name, distance)
     z = torch.randn(200, 90, generator=torch.Generator().manual_seed(0))
     assert linear_kl(z, Head(None), z + 1000.0 * z[:, :1], Head(None), options=TRITON).min() >= 0
 
 
-def test_a_softcap_far_above_the_logits_costs_no_digits():
+def test_a_softcap_far_above_the_logits_loses_no_digits():
     case = head_case(torch.float32, 0.002, softcap=3000.0)
     exact, plain = in_float64(case).kl(REFERENCE), case.kl(REFERENCE)
     assert relative_rms(case.kl(TRITON), exact) <= 1.5 * relative_rms(plain, exact)
@@ -436,15 +438,15 @@ def test_a_softcap_far_above_the_logits_costs_no_digits():
 @pytest.mark.parametrize("tokens", [(0,), (1,), (2, 0)], ids=str)
 def test_no_token_and_one(tokens):
     case = head_case(torch.bfloat16, tokens=tokens, bias=True)
-    found, right = case.statistics(TRITON), case.statistics(REFERENCE)
-    for a, b in zip(found, right, strict=True):
+    actual, right = case.statistics(TRITON), case.statistics(REFERENCE)
+    for a, b in zip(actual, right, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
-    torch.testing.assert_close(found.kl_pq, right.kl_pq, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.kl_pq, right.kl_pq, rtol=1e-4, atol=1e-5)
     for numbers in gradients(case, TRITON, weights=torch.ones(tokens)):
         assert numbers.isfinite().all()
 
 
-def test_inputs_may_lie_anyhow_and_temperatures_differ():
+def test_non_contiguous_inputs_and_temperatures_per_token():
     case = head_case(torch.float32, 0.3, tokens=(3, 5), bias=True)
     temperature = torch.linspace(0.5, 2, 15).reshape(3, 5)
     right = linear_kl(*case.models, temperature=temperature, options=REFERENCE)
@@ -457,17 +459,17 @@ def test_inputs_may_lie_anyhow_and_temperatures_differ():
 
     for change in (strewn, turned):
         heads = [Head(change(h.weight), strewn(h.bias)) for h in (case.head_p, case.head_q)]
-        given = change(case.hidden_p), heads[0], change(case.hidden_q), heads[1]
-        found = linear_kl(*given, temperature=strewn(temperature), options=TRITON)
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+        arguments = change(case.hidden_p), heads[0], change(case.hidden_q), heads[1]
+        actual = linear_kl(*arguments, temperature=strewn(temperature), options=TRITON)
+        torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-6)
     weights = strewn(torch.rand(3, 5) + 0.1)
     case.hidden_p.requires_grad_()
-    found = []
-    for own in (weights, weights.contiguous()):
-        loss = linear_kl_loss(*case.models, weights=own, temperature=temperature, options=TRITON).loss
+    actual = []
+    for layout in (weights, weights.contiguous()):
+        loss = linear_kl_loss(*case.models, weights=layout, temperature=temperature, options=TRITON).loss
         torch.testing.assert_close(loss, (weights * right).sum(), rtol=1e-4, atol=1e-5)
-        found.append(torch.autograd.grad(loss, case.hidden_p)[0])
-    assert torch.equal(*found)
+        actual.append(torch.autograd.grad(loss, case.hidden_p)[0])
+    assert torch.equal(*actual)
     # What autograd says about a plain sum is one number, expanded.
     ones = torch.ones(3, 5)
     whole = linear_kl_loss(*case.models, weights=ones, options=TRITON).loss
@@ -480,22 +482,22 @@ def test_ties_go_to_the_first_and_do_not_lower_the_rank():
     z = torch.zeros(2, 103)
     z[0, [30, 70, 102]] = 2.0
     z[1, 101:] = 1.0
-    found = token_statistics(z, Head(None), z, Head(None), torch.tensor([70, 5]), options=TRITON)
-    assert found.top1_p.tolist() == [30, 101] == found.top1_q.tolist()
-    assert found.rank_q.tolist() == [0, 2]
+    actual = token_statistics(z, Head(None), z, Head(None), torch.tensor([70, 5]), options=TRITON)
+    assert actual.top1_p.tolist() == [30, 101] == actual.top1_q.tolist()
+    assert actual.rank_q.tolist() == [0, 2]
 
 
-def test_a_program_of_one_row_finds_what_one_of_many_does(monkeypatch):
+def test_programs_of_one_row_and_of_many_agree(monkeypatch):
     case = head_case(torch.float32, 0.3, tokens=(3,), bias=True)
     many = case.statistics(TRITON), gradients(case, TRITON)
     monkeypatch.setitem(launch.HEIGHTS, "cpu", 1)
-    one = case.statistics(TRITON), gradients(case, TRITON)
-    for a, b in zip([*many[0], *many[1]], [*one[0], *one[1]], strict=True):
+    one_row = case.statistics(TRITON), gradients(case, TRITON)
+    for a, b in zip([*many[0], *many[1]], [*one_row[0], *one_row[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_what_the_kernels_cannot_do_is_refused():
+def test_unsupported_calls_raise():
     case = head_case(torch.float64, tokens=(2,))
     with pytest.raises(CannotRunError, match=r"computes in float32 and something given is torch.float64"):
         case.kl(TRITON)

@@ -33,18 +33,18 @@ def near(steps):
 def test_values_and_gradients_of_near_models_from_bfloat16(steps, record):
     weights, case = torch.linspace(0.5, 1.5, 33), near(steps)
 
-    def found(each, options):
+    def actual(each, options):
         tensors, of = leaves_of(each, record, weights=weights)
         loss, per_token = of(options)(*tensors)
         return per_token.double(), [x.double() for x in torch.autograd.grad(loss, tensors)]
 
-    exact, right = found(in_float64(case), REFERENCE)
+    exact, right = actual(in_float64(case), REFERENCE)
     for options in (SMALL, NATIVE) if record in ("kl", "reverse_kl") else (SMALL,):
-        assert_near(record, steps, (exact, right), found(case, options))
+        assert_near(record, steps, (exact, right), actual(case, options))
 
 
-def assert_near(record, steps, right_ones, found):
-    (exact, right), (ours, mine) = right_ones, found
+def assert_near(record, steps, right_ones, actual):
+    (exact, right), (ours, mine) = right_ones, actual
     if record == "kl":
         assert 0.1 < exact.median() / (1e-6 * steps**2) < 4
     # Total variation is of first order in the difference, and so is what the logits' rounding does to it.
@@ -56,38 +56,38 @@ def assert_near(record, steps, right_ones, found):
 @pytest.mark.parametrize("options", [SMALL, NATIVE], ids=["small", "native"])
 def test_an_objective_of_near_models_from_bfloat16(options):
     case = near(1.0)
-    found = []
+    actual = []
     for each, choice in ((in_float64(case), REFERENCE), (case, options)):
         tensors, _ = leaves_of(each)
         hp, wp, bp, hq, wq, bq = tensors
         loss, terms = linear_objective(
             hp, Head(wp, bp), each.tokens, hq, Head(wq, bq), lambda t, rows: t.kl, options=choice
         )
-        found.append((terms.kl.double(), [x.double() for x in torch.autograd.grad(loss, tensors)]))
-    (exact, right), (ours, mine) = found
+        actual.append((terms.kl.double(), [x.double() for x in torch.autograd.grad(loss, tensors)]))
+    (exact, right), (ours, mine) = actual
     assert ((ours - exact).abs() / exact).max() < 1e-3
     for a, b in zip(right, mine, strict=True):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
 
 
 @OF_ALL
-def test_no_divergence_is_ever_negative(record):
-    for apart in (1e-2, 1e-4, 1e-6, 1e-7, 3e-8):
-        case = head_case(torch.float32, apart, tokens=(150,))
+def test_no_divergence_is_negative(record):
+    for distance in (1e-2, 1e-4, 1e-6, 1e-7, 3e-8):
+        case = head_case(torch.float32, distance, tokens=(150,))
         weights = torch.ones(150)
         for options in (REFERENCE, CHUNKED, NATIVE):
             values = linear_divergence(*case.models, divergence=record, options=options)
-            assert values.min() >= 0, (apart, options.impl)
+            assert values.min() >= 0, (distance, options.impl)
         case.head_p.weight.requires_grad_()
         formed = linear_divergence_loss(*case.models, weights=weights, divergence=record, options=CHUNKED)
-        assert formed.per_token.min() >= 0, apart
-        if apart >= 1e-4:
+        assert formed.per_token.min() >= 0, distance
+        if distance >= 1e-4:
             assert formed.per_token.max() > 0
 
 
-def test_no_kl_of_an_objective_is_ever_negative():
-    for apart in (1e-2, 1e-6, 3e-8):
-        case = head_case(torch.float32, apart, tokens=(150,))
+def test_no_kl_of_an_objective_is_negative():
+    for distance in (1e-2, 1e-6, 3e-8):
+        case = head_case(torch.float32, distance, tokens=(150,))
         case.head_p.weight.requires_grad_()
         _, terms = linear_objective(*case.models[:2], case.tokens, *case.models[2:], lambda t, rows: t.kl)
         same = linear_kl_loss(*case.models, weights=torch.ones(150), options=CHUNKED).per_token

@@ -36,8 +36,8 @@ def benchmarks(root: Path) -> Iterator[SimpleNamespace]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.syspath_prepend(root / "benchmarks")
-        found = {name: import_module(f"linear_{name}") for name in MODULES}
-        yield SimpleNamespace(harness=import_module("harness"), **found)
+        actual = {name: import_module(f"linear_{name}") for name in MODULES}
+        yield SimpleNamespace(harness=import_module("harness"), **actual)
     torch.set_num_threads(threads)
 
 
@@ -58,20 +58,20 @@ def right(inputs) -> dict[str, tuple[float, np.ndarray, np.ndarray]]:
     mass, chosen = np.exp(logp), np.eye(len(wp))[ids]
     kl = rel_entr(mass, np.exp(logq)).sum(-1)
     ratio = (logp - logq)[rows, ids]
-    found = {
+    actual = {
         "kl": (kl, mass * (logp - logq - kl[:, None])),
         "k3": (np.expm1(-ratio) + ratio, -np.expm1(-ratio)[:, None] * (chosen - mass)),
         "cross_entropy": (-logp[rows, ids], mass - chosen),
     }
     return {
         what: (value.mean(), in_logits @ wp / len(p), in_logits.T @ p / len(p))
-        for what, (value, in_logits) in found.items()
+        for what, (value, in_logits) in actual.items()
     }
 
 
-def assert_right(found, expected: tuple[float, np.ndarray, np.ndarray], value: float | None = None) -> None:
-    for ours, theirs in zip(found, expected[1:], strict=True):
-        np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-4 * np.abs(theirs).max())
+def assert_right(actual, expected: tuple[float, np.ndarray, np.ndarray], value: float | None = None) -> None:
+    for ours, other in zip(actual, expected[1:], strict=True):
+        np.testing.assert_allclose(ours.numpy(), other, atol=1e-4 * np.abs(other).max())
     if value is not None:
         np.testing.assert_allclose(value, expected[0], rtol=1e-4)
 
@@ -79,7 +79,7 @@ def assert_right(found, expected: tuple[float, np.ndarray, np.ndarray], value: f
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.compiler if n == "kleash compiled" else ()) for n in NAMES]
 )
-def test_every_way_computes_what_it_says(benchmarks, inputs, right, name):
+def test_every_candidate_computes_the_right_gradient(benchmarks, inputs, right, name):
     method = benchmarks.methods.METHODS[name]
     if method.package:
         pytest.importorskip(method.package.replace("-", "_"))
@@ -88,12 +88,12 @@ def test_every_way_computes_what_it_says(benchmarks, inputs, right, name):
     assert_right(benchmarks.methods.gradients(inputs, loss), right[method.what], value)
 
 
-def test_one_command_runs_all_that_the_page_shows(benchmarks):
+def test_one_command_runs_everything_on_the_page(benchmarks):
     assert set(COMMANDS.values()) - set(benchmarks.all.MINUTES) == {"linear_gpu.py"}
     assert sum(list(benchmarks.all.MINUTES.values())[:4]) < 20
 
 
-def test_no_way_is_left_out(benchmarks):
+def test_every_candidate_is_tested(benchmarks):
     assert list(benchmarks.methods.METHODS) == NAMES
 
 
@@ -121,24 +121,26 @@ def test_the_processors_peak_is_of_as_many_multiplications_as_the_four_matmuls(b
     ("name", "what"),
     [("exact eager", "kl"), ("exact recomputed", "kl"), ("k3 eager", "k3"), ("k3 recomputed", "k3")],
 )
-def test_the_engines_own_ways_do_too(benchmarks, inputs, right, name, what, monkeypatch):
+def test_the_candidates_of_kleash_compute_the_right_gradient(
+    benchmarks, inputs, right, name, what, monkeypatch
+):
     monkeypatch.setattr(benchmarks.training, "make_inputs", lambda *_: inputs)
     args = SimpleNamespace(hidden=24, vocabulary=301, compile=False)
     benchmarks.training.candidates(args, 37)[name]()
-    found = inputs.hidden_p.grad, inputs.weight_p.grad
+    actual = inputs.hidden_p.grad, inputs.weight_p.grad
     inputs.forget()
-    assert_right(found, right[what])
+    assert_right(actual, right[what])
 
 
 @pytest.mark.usefixtures("compiler")
-def test_k3_by_the_library_in_c_does_too(benchmarks, inputs, right):
+def test_k3_in_c_computes_the_right_gradient(benchmarks, inputs, right):
     values = benchmarks.training.k3_compiled(inputs, benchmarks.methods.build_library("k3_rows.c"))
-    found = inputs.hidden_p.grad, inputs.weight_p.grad
+    actual = inputs.hidden_p.grad, inputs.weight_p.grad
     inputs.forget()
-    assert_right(found, right["k3"], values.mean().item())
+    assert_right(actual, right["k3"], values.mean().item())
 
 
-def test_a_way_that_computes_something_else_is_not_timed(benchmarks, inputs, monkeypatch):
+def test_a_candidate_with_wrong_results_is_not_timed(benchmarks, inputs, monkeypatch):
     methods = dict(benchmarks.methods.METHODS)
     wrong = benchmarks.methods.Method(of=lambda x: 1.01 * benchmarks.methods.naive_exact(x), words="wrong")
     backwards = benchmarks.methods.Method(
@@ -153,7 +155,7 @@ def test_a_way_that_computes_something_else_is_not_timed(benchmarks, inputs, mon
         inputs.forget()
 
 
-def test_inputs_are_as_far_apart_as_asked(benchmarks):
+def test_inputs_have_the_requested_distance(benchmarks):
     x = benchmarks.accuracy.at_distance(2.6e-4, (16, 64, 512))
     p, q = (
         log_softmax(h.detach().double().numpy() @ w.detach().double().numpy().T, -1)
@@ -245,7 +247,7 @@ files are dropped from memory meanwhile (MADV_PAGEOUT), as under pressure."""
 
 
 @on_linux
-def test_a_peak_is_what_was_held_at_most(root, tmp_path):
+def test_the_peak_is_the_most_memory_in_use(root, tmp_path):
     paths = os.pathsep.join([str(root / "benchmarks"), str(root / "src")])
     file = tmp_path / "mapped"
     file.write_bytes(bytes(30_000_000))

@@ -72,13 +72,13 @@ def test_less_free_memory_halves_the_chunk_and_a_little_changes_nothing(gpu):
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] >= 1
 
 
-def test_memory_that_another_process_took_in_between_is_not_asked_for(gpu):
+def test_memory_that_another_process_takes_meanwhile_is_not_allocated(gpu):
     gpu["there"] = GIB
     options = choice.with_buffer(LinearOptions(), pair_of(151_936))
     assert options.chunk_bytes <= GIB
 
 
-def test_a_driver_that_does_not_say_is_no_error(monkeypatch):
+def test_an_unknown_free_memory_gives_the_default_of_a_cpu(monkeypatch):
     def refuse(device):
         raise RuntimeError("no CUDA here")
 
@@ -87,27 +87,27 @@ def test_a_driver_that_does_not_say_is_no_error(monkeypatch):
     assert choice.with_buffer(LinearOptions(), pair_of(1000)).buffer_bytes == 128 * 2**20
 
 
-def test_what_was_chosen_is_kept_and_a_cpu_takes_128_mib(gpu):
+def test_a_given_buffer_is_used_and_a_cpu_takes_128_mib(gpu):
     pair = pair_of(32_768)
     assert choice.with_buffer(LinearOptions(buffer_bytes=7), pair).buffer_bytes == 7
     case = head_case(tokens=(5,), words=11)
-    here = HeadInputs(hidden=case.hidden_p, head=case.head_p, temperature=1.0, dtype=torch.float32)
-    assert choice.with_buffer(LinearOptions(), HeadPair(p=here, q=here)).buffer_bytes == 128 * 2**20
+    model = HeadInputs(hidden=case.hidden_p, head=case.head_p, temperature=1.0, dtype=torch.float32)
+    assert choice.with_buffer(LinearOptions(), HeadPair(p=model, q=model)).buffer_bytes == 128 * 2**20
     assert gpu["asked"] == 0
 
 
-def test_a_call_and_its_backward_pass_ask_once(monkeypatch):
+def test_a_call_and_its_backward_pass_choose_the_memory_once(monkeypatch):
     """What is free has changed by the backward pass, which cuts the tokens as the forward pass did."""
-    asked = []
+    calls = []
     monkeypatch.setattr(
         "kleash.linear.impl.choice.with_buffer",
-        lambda options, pair: asked.append(1) or LinearOptions(buffer_bytes=3000),
+        lambda options, pair: calls.append(1) or LinearOptions(buffer_bytes=3000),
     )
     case = head_case(tokens=(9,), words=11)
     case.head_p.weight.requires_grad_()
     linear_kl(*case.models).sum().backward()
     linear_kl_loss(*case.models, weights=torch.ones(9)).loss.backward()
-    assert len(asked) == 2
+    assert len(calls) == 2
 
 
 def test_a_compiled_call_chooses_its_memory_when_it_runs(monkeypatch):

@@ -19,11 +19,11 @@ def no_library_in_c(monkeypatch):
 
 @compiles
 def test_compiled_and_eager_agree(compiler, unhooked):
-    for apart in (2.0, 0.01):
-        case = head_case(torch.float32, apart, tokens=(67,), words=1009, bias=True, softcap=20.0)
+    for distance in (2.0, 0.01):
+        case = head_case(torch.float32, distance, tokens=(67,), words=1009, bias=True, softcap=20.0)
         exact = in_float64(case).statistics(EAGER)
-        eager, found = case.statistics(EAGER), case.statistics(COMPILED)
-        for name, right, plain, ours in zip(TokenStatistics._fields, exact, eager, found, strict=True):
+        eager, actual = case.statistics(EAGER), case.statistics(COMPILED)
+        for name, right, plain, ours in zip(TokenStatistics._fields, exact, eager, actual, strict=True):
             if right.is_floating_point():
                 assert relative_rms(ours, right) <= 1.5 * relative_rms(plain, right) + 1e-6, name
             else:
@@ -49,8 +49,8 @@ def test_compiled_and_eager_losses_agree(compiler, unhooked):
     def objective(terms, rows):
         return weights[rows] * (terms.kl - terms.token_logp - 0.3 * terms.entropy)
 
-    for apart in (2.0, 0.01):
-        case = head_case(torch.float32, apart, tokens=(259,), words=1009, bias=True)
+    for distance in (2.0, 0.01):
+        case = head_case(torch.float32, distance, tokens=(259,), words=1009, bias=True)
         wide = in_float64(case)
         results = []
         for each, options in ((wide, EAGER), (case, EAGER), (case, COMPILED)):

@@ -29,34 +29,34 @@ def test_ties_go_to_the_first_and_do_not_lower_the_rank(options):
     z = torch.zeros(2, 1030)
     z[0, [300, 700, 1029]] = 2.0
     z[1, 1028:] = 1.0
-    found = token_statistics(z, Head(None), z, Head(None), torch.tensor([700, 5]), options=options)
-    assert found.top1_p.tolist() == [300, 1028] == found.top1_q.tolist()
-    assert found.rank_q.tolist() == [0, 2]
-    torch.testing.assert_close(found.top1_probability_q, z.softmax(-1).amax(-1))
+    actual = token_statistics(z, Head(None), z, Head(None), torch.tensor([700, 5]), options=options)
+    assert actual.top1_p.tolist() == [300, 1028] == actual.top1_q.tolist()
+    assert actual.rank_q.tolist() == [0, 2]
+    torch.testing.assert_close(actual.top1_probability_q, z.softmax(-1).amax(-1))
 
 
 @pytest.mark.parametrize("words", [1, 2, 255, 512, 777, 1024, 1500])
-def test_the_likeliest_token_is_found_wherever_it_stands(words):
+def test_the_likeliest_token_is_found_at_every_position(words):
     z = torch.randn(64, words, generator=torch.Generator().manual_seed(words))
     z[torch.arange(64), torch.arange(64) % words] += 3
-    found = token_statistics(
+    actual = token_statistics(
         z, Head(None), -z, Head(None), torch.zeros(64, dtype=torch.int32), options=CHUNKED
     )
-    assert torch.equal(found.top1_p, z.argmax(-1))
-    assert torch.equal(found.top1_q, z.argmin(-1))
-    assert torch.equal(found.rank_q, (-z > -z[:, :1]).sum(-1))
+    assert torch.equal(actual.top1_p, z.argmax(-1))
+    assert torch.equal(actual.top1_q, z.argmin(-1))
+    assert torch.equal(actual.rank_q, (-z > -z[:, :1]).sum(-1))
 
 
 def check_likeliest(case, options):
     """Five tokens a row: the statistics are those of ``token_statistics``, the tokens and probabilities float64's."""
     words = logp_the_long_way(case.hidden_p, case.head_p, case.temperature).shape[-1]
-    found = token_statistics_and_top(
+    actual = token_statistics_and_top(
         *case.models, case.tokens, top=5, temperature=case.temperature, options=options
     )
     plain = case.statistics(options)
-    assert all(torch.equal(*pair) for pair in zip(found.statistics, plain, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(actual.statistics, plain, strict=True))
     wide = in_float64(case)
-    sides = ((wide.hidden_p, wide.head_p, found.top_p), (wide.hidden_q, wide.head_q, found.top_q))
+    sides = ((wide.hidden_p, wide.head_p, actual.top_p), (wide.hidden_q, wide.head_q, actual.top_q))
     for hidden, head, top in sides:
         probs = torch.from_numpy(logp_the_long_way(hidden, head, case.temperature)).exp()
         for values in (top.probability.double(), probs.gather(-1, top.token_ids)):
@@ -75,7 +75,7 @@ def test_the_likeliest_of_many_tokens_come_with_the_statistics(options):
     check_likeliest(head_case(words=2999, tokens=(5,), **TRAITS["temperature"]), options)
 
 
-def test_the_likeliest_tokens_stand_anywhere_and_tie():
+def test_the_likeliest_tokens_at_every_position_and_with_ties():
     z = torch.zeros(3, 3001)
     z[0, [0, 255, 256, 2999, 3000]] = torch.tensor([1.0, 5.0, 4.0, 3.0, 2.0])
     z[1, 700:706] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
@@ -91,25 +91,25 @@ def test_the_likeliest_tokens_stand_anywhere_and_tie():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_term_of_the_core_is_phi(dtype):
+def test_a_term_of_the_tanh_form_is_phi(dtype):
     d = torch.tensor(
         [0.0, 1e-8, -1e-6, 1e-3, -0.1, 0.29999, 0.3, -0.30001, 0.7, -2.0, 9.0, -40.0, 79.0], dtype=dtype
     )
     wide = d.double()
     p = torch.ones_like(d)
     x = tanh_half(d[None].clone(), [None] * 8)
-    found = (x.t * d + x.rest)[0] * (1 + torch.exp(-d)) / 2 * p
-    torch.testing.assert_close(found.double(), phi(wide), rtol=40 * torch.finfo(dtype).eps, atol=0)
+    actual = (x.t * d + x.rest)[0] * (1 + torch.exp(-d)) / 2 * p
+    torch.testing.assert_close(actual.double(), phi(wide), rtol=40 * torch.finfo(dtype).eps, atol=0)
 
 
-def test_the_core_saturates_without_overflow():
+def test_the_tanh_form_saturates_without_overflow():
     d = torch.tensor([[500.0, -500.0, 3e4, -3e4]])
     x = tanh_half(d, [None] * 8)
     assert x.t.tolist() == [[1, -1, 1, -1]]
     assert x.rest.tolist() == [[498, -498, 29998, -29998]]
 
 
-def test_the_core_leaves_the_logits_as_they_were():
+def test_kl_rows_does_not_change_the_logits():
     zp, zq = torch.randn(2, 4, 50).unbind()
     before = zp.clone(), zq.clone()
     buffers = [torch.empty(4, 50) for _ in range(11)]
@@ -118,16 +118,16 @@ def test_the_core_leaves_the_logits_as_they_were():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_log_probabilities_are_those_of_the_long_way(dtype):
+def test_log_probabilities_equal_numpy_in_float64(dtype):
     case = head_case(dtype, tokens=(2, 3), words=5001, bias=True, softcap=9.0, temperature=1.3)
-    found = log_probabilities(case.hidden_q, case.head_q, temperature=1.3)
+    actual = log_probabilities(case.hidden_q, case.head_q, temperature=1.3)
     expected = torch.as_tensor(logp_the_long_way(case.hidden_q, case.head_q, 1.3))
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=1e-6)
+    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-7, atol=1e-6)
 
 
 def test_autocast_does_not_round_the_logits():
-    case = head_case(torch.float32, apart=0.05)
+    case = head_case(torch.float32, distance=0.05)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(case.kl(REFERENCE), case.kl(REFERENCE))
         inside = case.kl(REFERENCE), case.kl(CHUNKED), log_probabilities(case.hidden_p, case.head_p)
@@ -136,9 +136,9 @@ def test_autocast_does_not_round_the_logits():
         assert torch.equal(a, b)
 
 
-def test_one_wide_tensor_makes_all_wide():
+def test_one_float64_tensor_makes_the_result_float64():
     case = head_case(torch.bfloat16)
     case.hidden_q = case.hidden_q.double()
-    found = case.kl(CHUNKED)
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, in_float64(case).kl(REFERENCE), rtol=1e-12, atol=0)
+    actual = case.kl(CHUNKED)
+    assert actual.dtype == torch.float64
+    torch.testing.assert_close(actual, in_float64(case).kl(REFERENCE), rtol=1e-12, atol=0)

@@ -77,7 +77,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("name", DOORS)
-def test_transforms_of_torch_func_are_refused_in_a_sentence(name, place):
+def test_transforms_of_torch_func_raise_an_error(name, place):
     """They gave a tangent of None, which is 0, or an error of torch about functions with out=."""
     for options in (CHUNKED, NATIVE, TRITON, *([REFERENCE] if name not in VALUES else [])):
         for transform in TRANSFORMS.values():
@@ -88,7 +88,7 @@ def test_transforms_of_torch_func_are_refused_in_a_sentence(name, place):
             DOORS[name](with_tensor(place, dual), options)
 
 
-def test_what_is_not_transformed_runs_inside_torch_func():
+def test_tensors_that_are_not_transformed_work_inside_torch_func():
     """A constant to the transform around it, with the value that it has outside."""
     for name in (*VALUES, "token_statistics"):
         door = DOORS[name]
@@ -102,7 +102,7 @@ def test_what_is_not_transformed_runs_inside_torch_func():
         assert linear_kl(*CASE.models, options=CHUNKED).isfinite().all()
 
 
-def test_tangents_of_weights_temperatures_and_what_an_objective_reads_are_refused():
+def test_tangents_of_weights_temperatures_and_the_data_of_an_objective_raise():
     ones = torch.ones(5, dtype=torch.float64)
     calls = (
         lambda x: linear_kl_loss(*CASE.models, weights=x, options=CHUNKED).loss,
@@ -125,8 +125,8 @@ def test_the_reference_has_every_derivative(name, tie):
     g = h.clone() if tie else g
 
     def ours(w):
-        found = linear_divergence(h, Head(w), g, Head(weight), divergence=name, options=REFERENCE)
-        return found.sum()
+        actual = linear_divergence(h, Head(w), g, Head(weight), divergence=name, options=REFERENCE)
+        return actual.sum()
 
     def exact(w):
         from kleash.divergences import divergence
@@ -134,9 +134,9 @@ def test_the_reference_has_every_derivative(name, tie):
         logp, logq = ((x @ y.T).log_softmax(-1) for x, y in ((h, w), (g, weight)))
         return divergence(name, logp, logq).sum()
 
-    wanted = torch.autograd.functional.hessian(exact, weight)
-    for found in (torch.autograd.functional.hessian(ours, weight), torch.func.hessian(ours)(weight)):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    expected = torch.autograd.functional.hessian(exact, weight)
+    for actual in (torch.autograd.functional.hessian(ours, weight), torch.func.hessian(ours)(weight)):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     value, tangent = torch.func.jvp(ours, (weight,), (h[:1] + weight,))
     torch.testing.assert_close(tangent, (torch.func.grad(exact)(weight) * (h[:1] + weight)).sum())
     batch = torch.func.vmap(ours)(torch.stack([weight, 2 * weight]))
@@ -145,18 +145,18 @@ def test_the_reference_has_every_derivative(name, tie):
 
 @pytest.mark.parametrize("name", [n for n in DOORS if n not in WITHOUT_A_GRADIENT])
 @EVERY
-def test_a_second_derivative_is_right_or_refused(name, options):
+def test_a_second_derivative_is_right_or_raises(name, options):
     leaf = CASE.hidden_p.clone().requires_grad_()
     total = DOORS[name](with_tensor(0, leaf), options).sum()
     if options.impl == "reference" and name in VALUES:
         (gradient,) = torch.autograd.grad(total, leaf, create_graph=True)
-        (found,) = torch.autograd.grad(gradient.sum(), leaf)
+        (actual,) = torch.autograd.grad(gradient.sum(), leaf)
         step = 1e-5
         sides = []
         for by in (step, -step):
             moved = (CASE.hidden_p + by).requires_grad_()
             sides.append(torch.autograd.grad(DOORS[name](with_tensor(0, moved), options).sum(), moved)[0])
-        torch.testing.assert_close(found, (sides[0] - sides[1]) / (2 * step), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(actual, (sides[0] - sides[1]) / (2 * step), rtol=1e-5, atol=1e-7)
     else:
         with pytest.raises(CannotRunError, match="differentiated once"):
             torch.autograd.grad(total, leaf, create_graph=True)
@@ -173,9 +173,9 @@ def test_log_probabilities_have_every_derivative():
         return (x @ weight.T + bias).log_softmax(-1).square().sum()
 
     at = CASE.hidden_p
-    wanted = torch.autograd.functional.hessian(exact, at)
-    for found in (torch.autograd.functional.hessian(ours, at), torch.func.hessian(ours)(at)):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    expected = torch.autograd.functional.hessian(exact, at)
+    for actual in (torch.autograd.functional.hessian(ours, at), torch.func.hessian(ours)(at)):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     tangents = [torch.func.jvp(f, (at,), (at + 1,))[1] for f in (ours, exact)]
     torch.testing.assert_close(*tangents)
 
@@ -185,7 +185,7 @@ def test_log_probabilities_have_every_derivative():
 @pytest.mark.parametrize("name", DOORS)
 @pytest.mark.parametrize("options", [REFERENCE, NATIVE], ids=["reference", "native"])
 @compiles
-def test_forward_mode_around_a_compiled_call_is_right_or_refused(
+def test_forward_mode_around_a_compiled_call_is_right_or_raises(
     compiler, unhooked, options, name, backend, warm
 ):
     """The tangent of a reference loss was None, which is 0; others raised an error of torch about out=."""
@@ -215,7 +215,7 @@ def test_forward_mode_around_a_compiled_call_is_right_or_refused(
 
 @pytest.mark.parametrize("name", [n for n in DOORS if n not in WITHOUT_A_GRADIENT])
 @compiles
-def test_a_compiled_call_refuses_a_second_derivative(compiler, unhooked, name):
+def test_a_second_derivative_of_a_compiled_call_raises(compiler, unhooked, name):
     """By the operations, which were constants to it; behind an AOT backend torch refuses it before they are asked."""
     torch.compiler.reset()
     leaf = CASE.hidden_p.clone().requires_grad_()
@@ -230,7 +230,7 @@ def test_a_compiled_call_refuses_a_second_derivative(compiler, unhooked, name):
 
 @EVERY
 @pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
-def test_a_token_that_is_selected_away_has_no_part_in_any_gradient(options, traits):
+def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, traits):
     """Nor whatever its hidden states hold: by an incoming gradient or weight of 0, or left out by an objective."""
     spoilt = list(
         product("pq", (torch.nan, torch.inf, -torch.inf), (3, slice(None)))
@@ -250,8 +250,8 @@ def test_a_token_that_is_selected_away_has_no_part_in_any_gradient(options, trai
         head_p, head_q = (Head(w, b, softcap=p.softcap) for w, b in ((wp, bp), (wq, bq)))
         models, some = (hp, head_p, hq, head_q), counted[keep]
         if name == "values":
-            found = linear_kl(*models, options=options)
-            return torch.where(some, found * 1.5, 0.0).sum()
+            actual = linear_kl(*models, options=options)
+            return torch.where(some, actual * 1.5, 0.0).sum()
         if name == "hellinger":
             return linear_divergence(*models, divergence="hellinger", options=options)[some].sum()
         if name == "loss":
@@ -262,17 +262,17 @@ def test_a_token_that_is_selected_away_has_no_part_in_any_gradient(options, trai
         )[0]  # fmt: skip
 
     for name in ("values", "hellinger", "loss", "objective"):
-        found = []
+        actual = []
         for keep in (torch.ones_like(counted), counted):
             leaves = [x if x is None else x.clone().requires_grad_() for x in six]
-            wanted = [x for x in leaves if x is not None]
-            found.append(torch.autograd.grad(loss(name, leaves, keep), wanted))
-        for ours, exact in zip(*found, strict=True):
+            expected = [x for x in leaves if x is not None]
+            actual.append(torch.autograd.grad(loss(name, leaves, keep), expected))
+        for ours, exact in zip(*actual, strict=True):
             torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @EVERY
-def test_a_token_that_cannot_be_read_and_counts_is_not_silent(options):
+def test_a_nan_token_with_an_incoming_gradient_gives_a_nan_gradient(options):
     case = head_case(torch.float64, tokens=(4,), words=9, bias=True)
     case.hidden_p[1, 0] = torch.nan
     leaves = [x.clone().requires_grad_() for x in (case.hidden_p, case.head_p.weight)]
@@ -285,14 +285,14 @@ def test_a_token_that_cannot_be_read_and_counts_is_not_silent(options):
 def test_a_temperature_changed_after_the_forward_pass_changes_nothing(options):
     """The gradient was that of the new temperature, 75 % off; other tensors changed in place raise."""
     case = head_case(torch.float64, tokens=(5,), words=9)
-    found = []
+    actual = []
     for changed in (False, True):
         weight, heat = case.head_p.weight.clone().requires_grad_(), torch.full((5,), 2.0, dtype=torch.float64)
         value = linear_kl(case.hidden_p, Head(weight), *case.models[2:], temperature=heat, options=options)
         if changed:
             heat.mul_(0.25)
-        found.append(torch.autograd.grad(value.sum(), weight)[0])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        actual.append(torch.autograd.grad(value.sum(), weight)[0])
+    torch.testing.assert_close(actual[1], actual[0], rtol=0, atol=0)
 
 
 @EVERY
@@ -315,7 +315,7 @@ def exact_shared_gradients(dtype, what, door):
 def shared_gradients(dtype, what, door, options):
     """The gradients of the tensors that both models share; without options, in float64 of the same rounded numbers."""
     wide = options is None
-    case = head_case(torch.float64, tokens=(9,), words=31, apart=0.02, bias=True)
+    case = head_case(torch.float64, tokens=(9,), words=31, distance=0.02, bias=True)
     p, q = case.head_p, case.head_q
     hidden_q, weight_q = case.hidden_q[:, :13], q.weight[:, :13]
     six = [case.hidden_p, p.weight, p.bias, hidden_q, weight_q, q.bias]

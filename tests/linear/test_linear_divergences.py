@@ -48,26 +48,26 @@ LONG_WAY = {
 ALL = pytest.mark.parametrize(("record", "long_way"), LONG_WAY.values(), ids=LONG_WAY.keys())
 
 
-def test_all_of_the_table_is_tried():
+def test_every_divergence_of_the_table_is_tested():
     assert {record for record, _ in LONG_WAY.values() if isinstance(record, str)} == set(DIVERGENCES)
 
 
 @ALL
 @EVERY
-def test_values_are_those_of_the_long_way(options, record, long_way):
+def test_values_equal_numpy_in_float64(options, record, long_way):
     case = head_case(
-        torch.float64, apart=0.7, tokens=(3, 5), words=101, bias=True, softcap=6.0, temperature=1.4
+        torch.float64, distance=0.7, tokens=(3, 5), words=101, bias=True, softcap=6.0, temperature=1.4
     )
     logp = logp_the_long_way(case.hidden_p, case.head_p, 1.4)
     logq = logp_the_long_way(case.hidden_q, case.head_q, 1.4)
-    found = linear_divergence(*case.models, divergence=record, temperature=1.4, options=options)
+    actual = linear_divergence(*case.models, divergence=record, temperature=1.4, options=options)
     right = torch.as_tensor(long_way(np.exp(logp), np.exp(logq)))
-    torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(actual, right, rtol=1e-8, atol=1e-10)
 
 
 @ALL
 @pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
-def test_gradients_are_those_of_finite_differences(options, record, long_way):
+def test_gradients_equal_finite_differences(options, record, long_way):
     case = head_case(
         torch.float64, 0.5, tokens=(2,), words=5, bias=True, softcap=3.0, scale=1.2, temperature=0.8
     )
@@ -76,19 +76,19 @@ def test_gradients_are_those_of_finite_differences(options, record, long_way):
 
 
 @ALL
-@pytest.mark.parametrize("apart", [2.0, 0.02], ids=["far", "near"])
+@pytest.mark.parametrize("distance", [2.0, 0.02], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_worse_than_the_plain_version(dtype, apart, record, long_way):
+def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, long_way):
     """Value and all gradients of a weighted loss, by the root mean square of their error."""
-    case = head_case(dtype, apart, bias=True, tokens=(41,))
+    case = head_case(dtype, distance, bias=True, tokens=(41,))
     weights = torch.linspace(-1, 2, 41)
 
-    def found(of_case, options):
+    def actual(of_case, options):
         tensors, of = leaves_of(of_case, record, weights=weights)
         loss, per_token = of(options)(*tensors)
         return per_token, *torch.autograd.grad(loss, tensors)
 
-    exact, plain, ours = found(in_float64(case), REFERENCE), found(case, REFERENCE), found(case, SMALL)
+    exact, plain, ours = actual(in_float64(case), REFERENCE), actual(case, REFERENCE), actual(case, SMALL)
     assert exact[0].median() > 1e-6, "so small a divergence would hide a wrong sign"
     budgets = 1.5, *[2.5 if dtype == torch.bfloat16 else 1.5] * 6
     for number, (right, cheap, mine, budget) in enumerate(zip(exact, plain, ours, budgets, strict=True)):
@@ -105,8 +105,8 @@ def test_a_loss_and_values_have_the_same_gradient(record, long_way):
     values = per_token_of(REFERENCE)(*tensors)
     torch.testing.assert_close(per_token, values.detach())
     torch.testing.assert_close(loss, (values * weights).sum())
-    found = torch.autograd.grad(3 * loss, tensors)
-    for a, b in zip(found, torch.autograd.grad(3 * (values * weights).sum(), tensors), strict=True):
+    actual = torch.autograd.grad(3 * loss, tensors)
+    for a, b in zip(actual, torch.autograd.grad(3 * (values * weights).sum(), tensors), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
@@ -117,10 +117,10 @@ def test_bounded_divergences_stay_bounded_where_supports_do_not_meet(record):
     zq = torch.tensor([[never, never, 0.0, 1.0], [0.5, 0.0, 0.5, 1.0], [900.0, 1.0, -900.0, 3.0]])
     bound = {"jensen_shannon": torch.tensor(2.0).log(), "total_variation": 1.0, "hellinger": 1.0}[record]
     zp.requires_grad_()
-    loss, found = linear_divergence_loss(
+    loss, actual = linear_divergence_loss(
         zp, Head(None), zq, Head(None), weights=torch.ones(3), divergence=record, options=TINY
     )
-    assert abs(found[0] - bound) < 1e-6 and abs(found[2] - bound) < 1e-2
+    assert abs(actual[0] - bound) < 1e-6 and abs(actual[2] - bound) < 1e-2
     loss.backward()
     assert zp.grad.isfinite().all()
     assert zp.grad[1].abs().min() > 0
@@ -131,13 +131,15 @@ def test_chi_squared_of_pairs_so_far_apart_that_the_score_overflows():
     grads = []
     for options in (REFERENCE, CHUNKED):
         zp = z[0].clone().requires_grad_()
-        found = linear_divergence(zp, Head(None), z[1], Head(None), divergence="chi_squared", options=options)
-        grads.append(torch.autograd.grad(found.sum(), zp)[0])
+        actual = linear_divergence(
+            zp, Head(None), z[1], Head(None), divergence="chi_squared", options=options
+        )
+        grads.append(torch.autograd.grad(actual.sum(), zp)[0])
     assert grads[0].isfinite().all() and grads[0][0].abs().max() > 1e9
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=0)
 
 
-def test_a_name_that_is_not_there():
+def test_an_unknown_name_raises():
     case = head_case(torch.float32, tokens=(2,), words=5)
     with pytest.raises(UnknownNameError, match="did you mean 'kl'"):
         linear_divergence(*case.models, divergence="kll")

@@ -58,22 +58,22 @@ THROUGH = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS.keys())
 
 @THROUGH
 @EVERY
-def test_nan_stays_with_its_token(options, door):
+def test_nan_affects_only_its_token(options, door):
     case = head_case(torch.float32, tokens=(7,), words=67, bias=True)
     whole = door(case, options)
     case.hidden_q[4, 2] = torch.nan
     case.hidden_p[2, 1] = torch.inf
-    spoilt, others = door(case, options), torch.tensor([0, 1, 3, 5, 6])
+    spoilt, unaffected = door(case, options), torch.tensor([0, 1, 3, 5, 6])
     assert spoilt[4].isnan() and not spoilt[2].isfinite()
-    torch.testing.assert_close(spoilt[others], whole[others])
+    torch.testing.assert_close(spoilt[unaffected], whole[unaffected])
     assert whole.min() > 0
 
 
-def test_nan_stays_with_its_token_in_log_probabilities():
+def test_nan_affects_only_its_token_in_log_probabilities():
     case = head_case(torch.float32, tokens=(3,))
     case.hidden_p[1, 0] = torch.nan
-    found = log_probabilities(case.hidden_p, case.head_p)
-    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+    actual = log_probabilities(case.hidden_p, case.head_p)
+    assert actual[1].isnan().all() and actual[[0, 2]].isfinite().all()
 
 
 GRADIENTS = {
@@ -106,7 +106,7 @@ def with_leaves(case, weights_too=True) -> tuple[Case, list[torch.Tensor]]:
 
 @LEARNING
 @EVERY
-def test_a_token_that_is_nan_or_overlaps_nowhere_spoils_no_other_tokens_gradient(options, loss):
+def test_a_nan_or_infinite_token_does_not_affect_the_gradients_of_others(options, loss):
     case = head_case(torch.float32, 1.0, tokens=(6,), words=29)
     grads = []
     for spoilt in (False, True):
@@ -115,9 +115,9 @@ def test_a_token_that_is_nan_or_overlaps_nowhere_spoils_no_other_tokens_gradient
             case.hidden_p[4] = 1e30 * torch.sign(case.hidden_p[4])
         each, tensors = with_leaves(case, weights_too=False)
         grads.append(torch.autograd.grad(loss(each, options), tensors))
-    others = torch.tensor([0, 2, 3, 5])
-    for whole, found in zip(*grads, strict=True):
-        torch.testing.assert_close(found[others], whole[others], rtol=1e-4, atol=1e-6)
+    unaffected = torch.tensor([0, 2, 3, 5])
+    for whole, actual in zip(*grads, strict=True):
+        torch.testing.assert_close(actual[unaffected], whole[unaffected], rtol=1e-4, atol=1e-6)
         assert whole.abs().amax(-1).min() > 0
     assert grads[1][1][1].isnan().all()
 
@@ -127,9 +127,9 @@ def test_a_token_that_is_nan_or_overlaps_nowhere_spoils_no_other_tokens_gradient
 @pytest.mark.parametrize("tokens", [(0,), (2, 0), (1,), (1, 1)], ids=str)
 def test_no_token_and_one(tokens, options, door):
     case = head_case(torch.bfloat16, tokens=tokens, words=31)
-    found = door(case, options)
-    assert found.shape == tokens and found.dtype == torch.float32
-    assert (found > 0).all()
+    actual = door(case, options)
+    assert actual.shape == tokens and actual.dtype == torch.float32
+    assert (actual > 0).all()
 
 
 @LEARNING
@@ -138,9 +138,9 @@ def test_no_token_and_one(tokens, options, door):
 def test_the_gradient_of_no_token_and_of_one(tokens, options, loss):
     case, tensors = with_leaves(head_case(torch.float64, 1.0, tokens=tokens, words=31, bias=True))
     total = loss(case, options)
-    found = torch.autograd.grad(total, tensors)
+    actual = torch.autograd.grad(total, tensors)
     assert total.shape == ()
-    for tensor, gradient in zip(tensors, found, strict=True):
+    for tensor, gradient in zip(tensors, actual, strict=True):
         assert gradient.shape == tensor.shape and gradient.isfinite().all()
         assert bool(gradient.abs().sum() > 0) is (0 not in tokens)
 
@@ -151,12 +151,12 @@ def test_the_gradient_of_no_token_and_of_one(tokens, options, loss):
 def test_odd_shapes_and_all_dtypes(dtype, words, loss):
     """Three axes of tokens, more or fewer words than a vector has; no worse than the plain version."""
     case = head_case(dtype, 0.5, tokens=(2, 1, 5), words=words, bias=True, softcap=20.0)
-    found = []
+    actual = []
     for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), (case, SMALL)):
         each, tensors = with_leaves(each)
         total = loss(each, options)
-        found.append((total.detach(), *torch.autograd.grad(total, tensors)))
-    for number, (right, plain, ours) in enumerate(zip(*found, strict=True)):
+        actual.append((total.detach(), *torch.autograd.grad(total, tensors)))
+    for number, (right, plain, ours) in enumerate(zip(*actual, strict=True)):
         assert ours.shape == right.shape
         assert number == 0 or ours.dtype == dtype
         if words == 1:
@@ -170,7 +170,7 @@ H, W = torch.randn(5, 4), torch.randn(9, 4)
 
 
 @THROUGH
-def test_every_door_refuses_what_does_not_fit(door, unhooked):
+def test_every_public_function_checks_its_arguments(door, unhooked):
     ids = torch.zeros(5, dtype=torch.long)
     with pytest.raises(VocabularyMismatchError, match="p covers 9 tokens and that of q 7"):
         door(Case(H, Head(W), H, Head(W[:7]), ids), None)

@@ -56,10 +56,10 @@ def narrowed(hidden, head, dims):
 
 
 @OPTIONS
-@pytest.mark.parametrize("apart", [2.0, 0.02, 0.001], ids=["far", "near", "nearer"])
+@pytest.mark.parametrize("distance", [2.0, 0.02, 0.001], ids=["far", "near", "nearer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_no_worse_than_the_plain_ones(options, dtype, apart):
-    case = head_case(dtype, apart, bias=True, softcap=4.0, tokens=(41,))
+def test_the_error_of_gradients_is_at_most_that_of_the_reference(options, dtype, distance):
+    case = head_case(dtype, distance, bias=True, softcap=4.0, tokens=(41,))
     weight = torch.linspace(-1, 2, 41)
 
     def gradients(of_case, choice):
@@ -67,8 +67,8 @@ def test_gradients_are_no_worse_than_the_plain_ones(options, dtype, apart):
         return torch.autograd.grad((of(choice)(*tensors) * weight).sum(), tensors)
 
     exact, plain = gradients(in_float64(case), REFERENCE), gradients(case, REFERENCE)
-    found, budget = gradients(case, options), 2.0 if dtype == torch.bfloat16 else 1.5
-    for name, right, cheap, ours in zip(NAMES, exact, plain, found, strict=True):
+    actual, budget = gradients(case, options), 2.0 if dtype == torch.bfloat16 else 1.5
+    for name, right, cheap, ours in zip(NAMES, exact, plain, actual, strict=True):
         assert ours.dtype == dtype
         assert right.abs().max() > 0
         assert relative_rms(ours, right) <= budget * relative_rms(cheap, right) + 1e-6, name
@@ -83,7 +83,7 @@ def test_only_what_requires_a_gradient_gets_one():
     assert case.hidden_q.grad is None and case.head_p.weight.grad is None
 
 
-def test_one_head_on_both_sides_gets_both_parts():
+def test_a_head_of_both_models_gets_the_sum_of_both_gradients():
     case = head_case(torch.float64, tokens=(7,), words=20)
     weight = case.head_p.weight.clone().requires_grad_()
     other = case.hidden_q[:, :13]
@@ -101,7 +101,7 @@ def test_logits_given_as_hidden_states_get_their_gradient():
     assert torch.autograd.gradcheck(lambda a, b: linear_kl(a, head, b, head, temperature=1.5), (a, b))
 
 
-def test_a_token_without_weight_contributes_nothing_even_if_it_is_nan():
+def test_a_token_of_weight_0_adds_0_even_if_it_is_nan():
     case = head_case(torch.float32, tokens=(6,), bias=True)
     case.hidden_p[2] = torch.nan
     case.hidden_q[3] = torch.inf
@@ -113,22 +113,22 @@ def test_a_token_without_weight_contributes_nothing_even_if_it_is_nan():
     assert case.head_q.bias.grad.isfinite().all() and case.head_q.bias.grad.abs().sum() > 0
 
 
-def test_nan_hidden_states_spoil_no_other_tokens_gradient():
+def test_nan_hidden_states_do_not_affect_other_tokens_gradients():
     case = head_case(torch.float32, tokens=(6,))
     clean = case.hidden_q.clone().requires_grad_()
     dirty = case.hidden_q.clone()
     dirty[4] = torch.nan
     dirty.requires_grad_()
-    others = torch.arange(6) != 4
+    unaffected = torch.arange(6) != 4
     grads = []
     for hidden in (clean, dirty):
         linear_kl(case.hidden_p, case.head_p, hidden, case.head_q).sum().backward()
         grads.append(hidden.grad)
-    torch.testing.assert_close(grads[1][others], grads[0][others])
+    torch.testing.assert_close(grads[1][unaffected], grads[0][unaffected])
     assert grads[1][4].isnan().all()
 
 
-def test_forbidden_words_have_a_gradient_of_zero():
+def test_tokens_of_probability_0_have_a_gradient_of_0():
     case = head_case(torch.float64, tokens=(4,), words=15, bias=True)
     forbidden = torch.zeros(15, dtype=torch.float64)
     forbidden[12:] = -torch.inf
@@ -153,7 +153,7 @@ def test_a_model_against_itself_has_a_gradient_of_zero():
     assert (hidden.grad == 0).all()
 
 
-def test_no_gradient_comes_out_of_statistics():
+def test_statistics_are_detached():
     case = head_case(torch.float32, tokens=(3,))
     case.hidden_p.requires_grad_()
     assert not any(x.requires_grad for x in case.statistics())
@@ -162,14 +162,14 @@ def test_no_gradient_comes_out_of_statistics():
         assert not case.kl().requires_grad
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_raises():
     case = head_case(torch.float64, tokens=(3,))
     case.hidden_p.requires_grad_()
     with pytest.raises(CannotRunError, match="differentiated once"):
         torch.autograd.grad(case.kl().sum(), case.hidden_p, create_graph=True)
 
 
-def test_a_weight_changed_since_is_noticed():
+def test_a_weight_changed_in_place_before_the_backward_pass_raises():
     case = head_case(torch.float64, tokens=(3,))
     case.hidden_p.requires_grad_()
     kl = case.kl().sum()
@@ -186,8 +186,8 @@ def test_the_weight_gradient_is_summed_in_float32():
     head_p = Head(torch.randn(7, 3).bfloat16())
     options = LinearOptions(buffer_bytes=1)
     linear_kl(hidden, head_p, hidden, Head(weight_q), options=options).sum().backward()
-    one = weight_q.detach().clone().requires_grad_()
-    linear_kl(hidden[:1].double(), head_p, hidden[:1].double(), Head(one.double())).sum().backward()
-    assert relative_rms(weight_q.grad, 400 * one.grad.double()) < 2**-7
-    found = token_statistics(hidden, head_p, hidden, Head(weight_q), torch.zeros(400, dtype=torch.long))
-    assert found.kl_pq.min() > 0
+    leaf = weight_q.detach().clone().requires_grad_()
+    linear_kl(hidden[:1].double(), head_p, hidden[:1].double(), Head(leaf.double())).sum().backward()
+    assert relative_rms(weight_q.grad, 400 * leaf.grad.double()) < 2**-7
+    actual = token_statistics(hidden, head_p, hidden, Head(weight_q), torch.zeros(400, dtype=torch.long))
+    assert actual.kl_pq.min() > 0

@@ -20,14 +20,14 @@ from kleash.linear.impl import gradient
 
 
 @EVERY
-def test_the_gradient_is_that_of_finite_differences(options):
+def test_the_gradient_equals_finite_differences(options):
     """Central differences of the weighted sum along random directions, in float64."""
     case = head_case(torch.float64, 0.8, tokens=(7,), words=23, bias=True, softcap=4.0, scale=1.1)
     weights = torch.tensor([0.5, 1.0, -2.0, 0.0, 3.0, 0.25, 1.0], dtype=torch.float64)
     tensors, of = leaves_of(case, weights=weights)
-    found = torch.autograd.grad(of(options)(*tensors).loss, tensors)
+    actual = torch.autograd.grad(of(options)(*tensors).loss, tensors)
     random = torch.Generator().manual_seed(1)
-    for place, gradient_ in enumerate(found):
+    for place, gradient_ in enumerate(actual):
         way = torch.randn(gradient_.shape, generator=random, dtype=torch.float64)
         sides = []
         for step in (1e-5, -1e-5):
@@ -55,7 +55,7 @@ def test_tokens_of_weight_0_are_not_read(options):
     assert (results[0][2][weights == 0] == 0).all() and results[0][2].abs().sum() > 0
 
 
-def test_chunks_of_chosen_tokens_are_full():
+def test_chunks_of_unmasked_tokens_are_full():
     """A mask that leaves few tokens makes few products."""
     case = head_case(torch.float32, tokens=(40,), words=50)
     weights = torch.zeros(40)
@@ -102,7 +102,7 @@ def test_a_second_backward_raises(retain):
         loss.backward()
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_raises():
     case = head_case(torch.float32, tokens=(3,))
     case.hidden_p.requires_grad_()
     loss = linear_kl_loss(*case.models, weights=torch.ones(3)).loss
@@ -124,7 +124,7 @@ def test_only_what_requires_a_gradient_gets_one_and_values_are_detached():
     assert case.hidden_p.grad is None and case.head_p.weight.grad is None and case.head_q.weight.grad is None
 
 
-def test_without_gradients_it_is_only_a_value():
+def test_without_gradients_the_loss_is_only_a_value():
     case = head_case(torch.float32, tokens=(5,))
     weights = torch.arange(5.0)
     loss = linear_kl_loss(*case.models, weights=weights).loss
@@ -136,7 +136,7 @@ def test_without_gradients_it_is_only_a_value():
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_no_gradient_is_formed_where_none_can_be_asked_for(off):
+def test_no_gradient_is_computed_under_no_grad(off):
     case, formed = head_case(torch.float32, tokens=(5,)), []
     case.hidden_p.requires_grad_()
     case.head_p.weight.requires_grad_()
@@ -144,8 +144,8 @@ def test_no_gradient_is_formed_where_none_can_be_asked_for(off):
 
     def both():
         linear_kl_loss(*case.models, weights=torch.ones(5), options=options)
-        given = case.hidden_p, case.head_p, case.tokens, case.hidden_q, case.head_q
-        linear_objective(*given, lambda terms, rows: terms.kl, options=options)
+        arguments = case.hidden_p, case.head_p, case.tokens, case.hidden_q, case.head_q
+        linear_objective(*arguments, lambda terms, rows: terms.kl, options=options)
 
     with off():
         both()
@@ -163,7 +163,7 @@ def test_no_gradient_is_formed_where_none_can_be_asked_for(off):
         (torch.ones(5, requires_grad=True), CannotRunError, "weights of a loss get no gradient"),
     ],
 )
-def test_weights_that_are_refused(weights, error, says, unhooked):
+def test_invalid_weights_raise(weights, error, says, unhooked):
     case = head_case(torch.float32, tokens=(5,))
     with pytest.raises(error, match=says):
         linear_kl_loss(*case.models, weights=weights)
@@ -179,11 +179,11 @@ def test_the_weight_gradient_is_summed_in_float32():
     linear_kl_loss(
         hidden, Head(weight), hidden, other, weights=torch.ones(400), options=options
     ).loss.backward()
-    one = weight.detach().double().requires_grad_()
+    leaf = weight.detach().double().requires_grad_()
     linear_kl(
-        hidden[:1].double(), Head(one), hidden[:1].double(), Head(other.weight.double())
+        hidden[:1].double(), Head(leaf), hidden[:1].double(), Head(other.weight.double())
     ).sum().backward()
-    assert relative_rms(weight.grad, 400 * one.grad) < 2**-7
+    assert relative_rms(weight.grad, 400 * leaf.grad) < 2**-7
 
 
 @EVERY
@@ -192,8 +192,8 @@ def test_a_temperature_for_each_token(options):
     temperature = torch.tensor([[0.5, 1.0, 1.7], [0.9, 3.0, 0.2]], dtype=torch.float64)
     weights = torch.linspace(0.1, 1, 6, dtype=torch.float64).reshape(2, 3)
     case.hidden_p.requires_grad_()
-    found = linear_kl_loss(*case.models, weights=weights, temperature=temperature, options=options)
-    (ours,) = torch.autograd.grad(found.loss, case.hidden_p)
+    actual = linear_kl_loss(*case.models, weights=weights, temperature=temperature, options=options)
+    (ours,) = torch.autograd.grad(actual.loss, case.hidden_p)
     values = linear_kl(*case.models, temperature=temperature, options=options)
     for row, column in ((0, 0), (0, 2), (1, 1), (1, 2)):
         z = []
@@ -202,12 +202,12 @@ def test_a_temperature_for_each_token(options):
             z.append(5 * torch.tanh(raw / 5) / temperature[row, column])
         alone = kl(z[0].log_softmax(-1), z[1].log_softmax(-1))
         (right,) = torch.autograd.grad(weights[row, column] * alone, case.hidden_p)
-        torch.testing.assert_close(found.per_token[row, column], alone.detach())
+        torch.testing.assert_close(actual.per_token[row, column], alone.detach())
         torch.testing.assert_close(values[row, column], alone)
         torch.testing.assert_close(ours[row, column], right[row, column])
 
 
-def test_temperatures_that_are_refused(unhooked):
+def test_invalid_temperatures_raise(unhooked):
     case = head_case(torch.float32, tokens=(5,))
     for temperature, error, says in (
         (torch.ones(4), ShapeError, r"of shape \(4,\) for tokens of shape \(5,\)"),
@@ -219,9 +219,9 @@ def test_temperatures_that_are_refused(unhooked):
             linear_kl(*case.models, temperature=temperature)
 
 
-@pytest.mark.parametrize("apart", [2.0, 0.01, 1e-4], ids=str)
-def test_gradients_from_bfloat16_point_the_right_way(apart):
-    case = head_case(torch.bfloat16, apart, tokens=(33,), words=301)
+@pytest.mark.parametrize("distance", [2.0, 0.01, 1e-4], ids=str)
+def test_gradients_from_bfloat16_have_the_right_direction(distance):
+    case = head_case(torch.bfloat16, distance, tokens=(33,), words=301)
     case.hidden_q = case.hidden_q.clone()
     case.hidden_q[:, :13] = case.hidden_p  # only the weights differ: by a bfloat16 step here and there
     weights = torch.ones(33)
@@ -229,13 +229,13 @@ def test_gradients_from_bfloat16_point_the_right_way(apart):
     case.head_q = Head(case.head_q.weight, torch.full((301,), 4e-3).bfloat16())
     case.head_q.bias[::3] = 0.0
 
-    def found(each, options):
+    def actual(each, options):
         tensors, of = leaves_of(each, weights=weights)
         loss, per_token = of(options)(*tensors)
         return per_token.double(), [x.double() for x in torch.autograd.grad(loss, tensors)]
 
-    (exact, right), (ours, mine) = found(in_float64(case), REFERENCE), found(case, SMALL)
-    assert apart > 1e-3 or exact.median() < 3e-6
+    (exact, right), (ours, mine) = actual(in_float64(case), REFERENCE), actual(case, SMALL)
+    assert distance > 1e-3 or exact.median() < 3e-6
     assert ((ours - exact).abs() / exact).max() < 1e-3
     for a, b in zip(right, mine, strict=True):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.9999
@@ -243,11 +243,11 @@ def test_gradients_from_bfloat16_point_the_right_way(apart):
 
 @EVERY
 @pytest.mark.parametrize("way", ["loss", "objective", "values"])
-def test_a_loss_that_is_scaled_for_float16_keeps_what_the_scale_saves(options, way):
+def test_gradients_of_float16_tensors_survive_loss_scaling(options, way):
     """Of a token among thousands the gradient is below what float16 can hold, until the loss's scale is there."""
     case = head_case(torch.float16, 0.02, tokens=(30,), bias=True)
     share, scale = 1e-6, 2.0**22
-    found = []
+    actual = []
     for each, choice in ((in_float64(case), REFERENCE), (case, options)):
         hidden = each.hidden_p.clone().requires_grad_()
         weight = each.head_p.weight.clone().requires_grad_(way != "values")
@@ -270,6 +270,6 @@ def test_a_loss_that_is_scaled_for_float16_keeps_what_the_scale_saves(options, w
         else:
             loss = share * linear_kl(hidden, head, each.hidden_q, each.head_q, options=choice).sum()
         (loss * scale).backward()
-        found.append([x.grad for x in (hidden, weight) if x.grad is not None])
-    for right, ours in zip(*found, strict=True):
+        actual.append([x.grad for x in (hidden, weight) if x.grad is not None])
+    for right, ours in zip(*actual, strict=True):
         assert ours.dtype == torch.float16 and relative_rms(ours, right) < 2e-3

@@ -58,27 +58,27 @@ def extra_megabytes(what: str, tokens: int) -> float:
 @pytest.mark.parametrize(
     "what", ["statistics", "gradient", "recomputed", "skipping", "kl", "total_variation", "objective"]
 )
-def test_memory_is_the_budget_and_not_the_logits(what):
+def test_memory_is_that_of_the_buffer_and_not_of_the_logits(what):
     tokens, logits = 1040, 1040 * 20_000 * 4 / 2**20
     assert extra_megabytes(what, tokens) < 16 + 12 < logits / 2
 
 
 @pytest.mark.parametrize("compile", ["never", "auto"])
 @pytest.mark.parametrize("what", ["values", "loss", "objective", "statistics"])
-def test_rows_that_are_done_again_take_little_beyond_the_budget(what, compile, unhooked):
+def test_fallback_rows_take_little_memory_beyond_the_buffer(what, compile, unhooked):
     """A bias of -inf sends all of them the long way, in which numbers of a row's size are many."""
     case = head_case(torch.float32, words=4096, tokens=(130,), bias=True)
     case.head_p.bias[3] = case.head_q.bias[3] = -torch.inf
     case.hidden_p.requires_grad_()
     tokens, budget = case.tokens % 3, 4 * 2**20
-    given = case.hidden_p, case.head_p, tokens, case.hidden_q, case.head_q
+    arguments = case.hidden_p, case.head_p, tokens, case.hidden_q, case.head_q
     options = LinearOptions(buffer_bytes=budget, compile=compile)
     ways = {
         "values": lambda: linear_kl(*case.models, options=options).sum().backward(),
         "loss": lambda: linear_kl_loss(
             *case.models, weights=torch.ones(130), options=options
         ).loss.backward(),
-        "objective": lambda: linear_objective(*given, lambda t, rows: t.kl - t.entropy, options=options)[
+        "objective": lambda: linear_objective(*arguments, lambda t, rows: t.kl - t.entropy, options=options)[
             0
         ].backward(),
         "statistics": lambda: token_statistics(*case.models, tokens, options=options),

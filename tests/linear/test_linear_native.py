@@ -41,11 +41,11 @@ pytestmark = pytest.mark.usefixtures("compiler")
 def anew():
     """What is known of compilers is forgotten, before and after."""
     known = building.library, compiling.missing_for_native, compiling.missing_for
-    for one in known:
-        one.cache_clear()
+    for process in known:
+        process.cache_clear()
     yield
-    for one in known:
-        one.cache_clear()
+    for process in known:
+        process.cache_clear()
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def calls(monkeypatch):
     """The functions of the library that were called."""
     seen, call = [], row_functions.call
 
-    def noted(name, *given):
+    def noted(name, *arguments):
         seen.append(name)
-        call(name, *given)
+        call(name, *arguments)
 
     monkeypatch.setattr(row_functions, "call", noted)
     return seen
@@ -84,7 +84,7 @@ def row_logits(rows=6):
     ("kind", "apart"),
     [("near", False), ("usual", False), ("far", False), ("near", True), ("faint", True), ("far", True)],
 )
-def test_the_summary_of_rows(kind, apart):
+def test_the_summary_of_rows(kind, distance):
     zp, more = row_pair(kind)
     zq = zp + more
     # Differences of log-probabilities whose digits are not those of the logits' sum: the KL of "faint" is 5e-17.
@@ -96,27 +96,29 @@ def test_the_summary_of_rows(kind, apart):
         shift[:, 0],
         -(zp.softmax(-1) * zp.log_softmax(-1)).sum(-1),
     )
-    second = more if apart else zq
-    found = row_functions.row_summary(zp.float(), second.float(), scratch_for(zp.shape[1]), q_is_delta=apart)
+    second = more if distance else zq
+    actual = row_functions.row_summary(
+        zp.float(), second.float(), scratch_for(zp.shape[1]), q_is_delta=distance
+    )
     assert (right[0] > 0).all() and ((right[0] < 1e-15).all() == (kind == "faint"))
-    for number, (exact, ours) in enumerate(zip(right, found.unbind(1), strict=True)):
+    for number, (exact, ours) in enumerate(zip(right, actual.unbind(1), strict=True)):
         # KL is of second order in what rounding leaves of phi near 0.
         torch.testing.assert_close(ours, exact, rtol=2e-6, atol=1e-7 if number == 2 else 0.0)
 
 
 @pytest.mark.parametrize("by", [0.1, -7.3, 1e-4, 33.3])
-def test_logits_that_are_larger_by_the_same_everywhere_are_those_of_the_same_model(by):
+def test_logits_that_differ_by_a_constant_have_a_kl_of_0(by):
     """The mean of a constant rounds away from it, and KL is of second order in that."""
     zp, _ = row_logits(rows=40)
-    found = row_functions.row_summary(zp, torch.full_like(zp, by), scratch_for(2500), q_is_delta=True)
-    assert (found[:, 0] >= 0).all() and (found[:, 0] < 1e-20).all()
-    torch.testing.assert_close(found[:, 2], torch.full((40,), by, dtype=torch.float64), rtol=1e-6, atol=0)
+    actual = row_functions.row_summary(zp, torch.full_like(zp, by), scratch_for(2500), q_is_delta=True)
+    assert (actual[:, 0] >= 0).all() and (actual[:, 0] < 1e-20).all()
+    torch.testing.assert_close(actual[:, 2], torch.full((40,), by, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "elsewhere"])
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "p", "q"])
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)], ids=["both", "p", "q"])
 @pytest.mark.parametrize("kind", ["near", "usual", "far"])
-def test_gradients_of_rows(kind, wanted, in_place):
+def test_gradients_of_rows(kind, needed, in_place):
     zp, more = row_pair(kind)
     zq = zp + more
     weight = torch.linspace(-1, 2, 6, dtype=torch.float64)
@@ -126,7 +128,7 @@ def test_gradients_of_rows(kind, wanted, in_place):
     right = torch.autograd.grad((weight * value).sum(), leaves)
     z = zp.float(), zq.float()
     outs = tuple(
-        (x if in_place else torch.full_like(x, 7.0)) if w else None for x, w in zip(z, wanted, strict=True)
+        (x if in_place else torch.full_like(x, 7.0)) if w else None for x, w in zip(z, needed, strict=True)
     )
     kl = row_functions.kl_gradient_(*z, weight.float(), outs, scratch_for(2500), q_is_delta=False)
     torch.testing.assert_close(kl.double(), value.detach(), rtol=1e-6, atol=0)
@@ -135,7 +137,7 @@ def test_gradients_of_rows(kind, wanted, in_place):
             assert relative_rms(ours, exact) < 3e-7
 
 
-def test_what_has_next_to_no_probability_gets_no_gradient_at_all():
+def test_tokens_of_negligible_probability_get_a_gradient_of_exactly_0():
     """Not one of 1e-38, which would be slow to multiply."""
     zp, zq = row_logits()
     zp[:, 7] = zp.amax(-1) - 120
@@ -144,7 +146,7 @@ def test_what_has_next_to_no_probability_gets_no_gradient_at_all():
     assert (zp[:, 7] == 0).all() and (zq[:, 7] == 0).all() and (zp[:, 8] != 0).all()
 
 
-def test_rows_that_it_cannot_do_are_left_as_they_are():
+def test_rows_that_cannot_be_computed_are_unchanged():
     zp, zq = row_logits(rows=7)
     zp[0, 3], zq[1, 4] = torch.nan, torch.nan
     zp[2, 5], zq[3, 6] = torch.inf, -torch.inf
@@ -161,14 +163,14 @@ def test_rows_that_it_cannot_do_are_left_as_they_are():
 @pytest.mark.parametrize(
     "traits", [{}, {"bias": True, "scale": 0.4}, {"softcap": 3.0, "temperature": 1.3}], ids=str
 )
-@pytest.mark.parametrize("apart", [1.0, 1e-3, 60.0])
+@pytest.mark.parametrize("distance", [1.0, 1e-3, 60.0])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_loss_and_its_gradients(calls, dtype, apart, traits, reverse):
-    case = head_case(dtype, apart, tokens=(67,), words=701, **traits)
+def test_a_loss_and_its_gradients(calls, dtype, distance, traits, reverse):
+    case = head_case(dtype, distance, tokens=(67,), words=701, **traits)
     weights = torch.linspace(-0.5, 2.0, 67)
     weights[5] = 0.0
-    found = []
+    actual = []
     for each, options in ((in_float64(case), REFERENCE), (case, CHUNKED), (case, NATIVE)):
         each = each.swapped() if reverse else each
         leaves = [each.hidden_p.requires_grad_(), each.hidden_q.requires_grad_()]
@@ -178,21 +180,21 @@ def test_a_loss_and_its_gradients(calls, dtype, apart, traits, reverse):
             temperature=each.temperature,
             options=options,
         )
-        found.append([values.detach(), *torch.autograd.grad(loss, leaves)])
+        actual.append([values.detach(), *torch.autograd.grad(loss, leaves)])
     assert "kleash_kl_gradient" in calls
-    for exact, plain, ours in zip(*found, strict=True):
+    for exact, plain, ours in zip(*actual, strict=True):
         error = relative_rms(ours, exact)
         assert error <= 1.5 * relative_rms(plain, exact) + 1e-6 and error < 1e-2
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["frozen reference", "both trained"])
 @pytest.mark.parametrize("one_head", [False, True], ids=["two heads", "one head"])
-@pytest.mark.parametrize("apart", [1.0, 1e-3])
-def test_an_objective_and_its_gradients(calls, apart, one_head, both):
+@pytest.mark.parametrize("distance", [1.0, 1e-3])
+def test_an_objective_and_its_gradients(calls, distance, one_head, both):
     torch.manual_seed(0)
-    case = head_case(torch.float32, apart, tokens=(67,), words=701, bias=True)
+    case = head_case(torch.float32, distance, tokens=(67,), words=701, bias=True)
     if one_head:
-        case.hidden_q, case.head_q = case.hidden_p + apart * torch.randn(67, 13), case.head_p
+        case.hidden_q, case.head_q = case.hidden_p + distance * torch.randn(67, 13), case.head_p
     weights = torch.linspace(-1, 2.2, 67, dtype=torch.float64)
     weights[7] = 0.0
 
@@ -200,15 +202,15 @@ def test_an_objective_and_its_gradients(calls, apart, one_head, both):
         by = weights[at].to(terms.kl.dtype)
         return by * (terms.kl - 0.7 * terms.token_logp - 0.3 * terms.entropy + 0.2 * terms.token_logq)
 
-    found = []
+    actual = []
     for each, options in ((in_float64(case), REFERENCE), (case, CHUNKED), (case, NATIVE)):
         leaves = [each.hidden_p.requires_grad_(), *([each.hidden_q.requires_grad_()] if both else [])]
         loss, terms = linear_objective(
             *each.models[:2], each.tokens, *each.models[2:], objective, options=options
         )
-        found.append([x.detach() for x in terms] + list(torch.autograd.grad(loss, leaves)))
+        actual.append([x.detach() for x in terms] + list(torch.autograd.grad(loss, leaves)))
     assert {"kleash_summary", "kleash_objective_gradient"} <= set(calls)
-    for exact, plain, ours in zip(*found, strict=True):
+    for exact, plain, ours in zip(*actual, strict=True):
         error = relative_rms(ours, exact)
         assert error <= 1.5 * relative_rms(plain, exact) + 1e-6 and error < 1e-3
 
@@ -216,9 +218,9 @@ def test_an_objective_and_its_gradients(calls, apart, one_head, both):
 @pytest.mark.parametrize(
     "traits", [{}, {"bias": True, "scale": 0.4}, {"softcap": 30.0, "temperature": 1.3}], ids=str
 )
-@pytest.mark.parametrize("apart", [5.0, 0.5, 1e-3])
-def test_the_statistics_of_tokens(calls, apart, traits):
-    case = head_case(torch.float32, apart, tokens=(67,), words=2701, **traits)
+@pytest.mark.parametrize("distance", [5.0, 0.5, 1e-3])
+def test_the_statistics_of_tokens(calls, distance, traits):
+    case = head_case(torch.float32, distance, tokens=(67,), words=2701, **traits)
     case.hidden_p[3] = case.hidden_p[4]
     case.tokens[5] = case.statistics(REFERENCE).top1_q[5]
     exact, plain, ours = (
@@ -227,16 +229,16 @@ def test_the_statistics_of_tokens(calls, apart, traits):
         case.statistics(NATIVE),
     )
     assert set(calls) == {"kleash_statistics"} and ours.rank_q[5] == 0
-    for name, right, eager, found in zip(TokenStatistics._fields, exact, plain, ours, strict=True):
-        assert found.dtype == eager.dtype
-        if found.is_floating_point():
-            error = relative_rms(found, right)
+    for name, right, eager, actual in zip(TokenStatistics._fields, exact, plain, ours, strict=True):
+        assert actual.dtype == eager.dtype
+        if actual.is_floating_point():
+            error = relative_rms(actual, right)
             assert error <= 1.5 * relative_rms(eager, right) + 1e-6 and error < 1e-2, name
         else:
-            assert torch.equal(found, right), name
+            assert torch.equal(actual, right), name
 
 
-def test_statistics_of_models_so_near_that_the_shift_between_them_has_to_be_kept_in_two_numbers(unhooked):
+def test_statistics_of_near_models_use_the_shift_in_two_floats(unhooked):
     """q's logits are larger by 3, one in eight by 2^-20 more: rounding 3 alone costs a seventh of the KL."""
     torch.manual_seed(5)
     zp = torch.randint(-1024, 1024, (6, 4000)).double() / 256
@@ -248,40 +250,40 @@ def test_statistics_of_models_so_near_that_the_shift_between_them_has_to_be_kept
     right = (p * (torch.expm1(-u) + u)).sum(-1)
     assert (right < 1e-13).all()
     tokens = torch.zeros(6, dtype=torch.int64)
-    found = row_functions.statistics_rows(zp.float(), zq.float(), tokens, scratch=scratch_for(4000))
-    for divergence, number in zip(found[2:5], (right, right, right / 4), strict=True):
+    actual = row_functions.statistics_rows(zp.float(), zq.float(), tokens, scratch=scratch_for(4000))
+    for divergence, number in zip(actual[2:5], (right, right, right / 4), strict=True):
         torch.testing.assert_close(divergence.double(), number, rtol=5e-2, atol=0)
 
 
-def test_the_first_of_equally_likely_tokens_is_named_and_what_is_not_finite_left_to_others(calls):
+def test_the_first_of_equally_likely_tokens_and_the_fallback_for_infinite_logits(calls):
     zp, zq = row_logits()
     zp[0, [9, 40, 2400]] = zp[0].max() + 1
     zq[1, [2499, 1025]] = zq[1].max() + 1
     zq[2, 7], zp[3, 8], zp[4, 9] = -torch.inf, -torch.inf, torch.nan
     tokens = torch.tensor([40, 1025, 0, 1, 2, 3])
-    found = token_statistics(zp, Head(None), zq, Head(None), tokens, options=NATIVE)
-    assert found.top1_p[0] == 9 and found.top1_q[1] == 1025 and found.rank_q[1] == 0
-    assert found.kl_pq[2] == torch.inf and found.kl_qp[2].isfinite()
-    assert found.kl_qp[3] == torch.inf and found.kl_pq[3].isfinite()
-    assert found.kl_pq[4].isnan() and found.kl_pq[5].isfinite()
+    actual = token_statistics(zp, Head(None), zq, Head(None), tokens, options=NATIVE)
+    assert actual.top1_p[0] == 9 and actual.top1_q[1] == 1025 and actual.rank_q[1] == 0
+    assert actual.kl_pq[2] == torch.inf and actual.kl_qp[2].isfinite()
+    assert actual.kl_qp[3] == torch.inf and actual.kl_pq[3].isfinite()
+    assert actual.kl_pq[4].isnan() and actual.kl_pq[5].isfinite()
     assert calls == ["kleash_statistics"] * len(calls) and calls
 
 
 def test_numbers_do_not_depend_on_threads_or_chunks():
     case = head_case(torch.float32, tokens=(67,), words=3001)
-    threads, found = torch.get_num_threads(), []
+    threads, actual = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             logits = case.hidden_p @ case.head_p.weight.T, case.hidden_q @ case.head_q.weight.T
             for options in (NATIVE, LinearOptions()):
-                found += [linear_kl(logits[0], Head(None), logits[1], Head(None), options=options)]
+                actual += [linear_kl(logits[0], Head(None), logits[1], Head(None), options=options)]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert all(torch.equal(actual[0], other) for other in actual[1:])
 
 
-def test_what_the_threads_work_in_is_part_of_the_budget(monkeypatch):
+def test_scratch_memory_of_the_threads_is_part_of_the_buffer(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     case = head_case(torch.float32, tokens=(3000,), words=5000)
     both = checked_pair(case.models[:2], case.models[2:], 1.0)
@@ -292,7 +294,7 @@ def test_what_the_threads_work_in_is_part_of_the_budget(monkeypatch):
         assert taken <= nbytes and plan.block_rows >= min(plan.threads, plan.chunk_tokens)
 
 
-def test_it_is_taken_for_large_calls_in_float32_and_never_where_that_is_forbidden(calls, monkeypatch):
+def test_the_library_is_used_for_large_calls_in_float32_unless_compile_is_never(calls, monkeypatch):
     case = head_case(torch.float32, tokens=(37,), words=101)
     for size, options, taken in (
         (37 * 101, LinearOptions(), True),
@@ -308,7 +310,7 @@ def test_it_is_taken_for_large_calls_in_float32_and_never_where_that_is_forbidde
     assert not calls
 
 
-def test_without_a_compiler_auto_does_without_and_always_says_what_is_missing(anew, calls, monkeypatch):
+def test_without_a_compiler_auto_uses_torch_and_always_raises(anew, calls, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler -v")
     monkeypatch.setenv("CXX", "no-such-compiler")
     case = head_case(torch.float32)
@@ -318,7 +320,7 @@ def test_without_a_compiler_auto_does_without_and_always_says_what_is_missing(an
         case.kl(LinearOptions(compile="always"))
 
 
-def test_a_compiler_that_refuses_is_quoted(anew, tmp_path, monkeypatch):
+def test_the_message_of_a_failing_compiler_is_quoted(anew, tmp_path, monkeypatch):
     refuses = tmp_path / "cc"
     refuses.write_text("#!/bin/sh\necho 'no OpenMP here' >&2\nexit 1\n")
     refuses.chmod(0o755)
@@ -338,7 +340,7 @@ def test_a_compiler_that_cannot_be_run_is_named(anew, tmp_path, monkeypatch):
     assert compiling.missing_for_native().startswith(f"a C compiler, and {broken} cannot be run: ")
 
 
-def test_without_a_home_it_is_built_for_the_process(anew, calls, monkeypatch):
+def test_without_a_home_folder_the_library_is_built_for_the_process(anew, calls, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(building.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert building.cache_folder() is None
@@ -346,7 +348,7 @@ def test_without_a_home_it_is_built_for_the_process(anew, calls, monkeypatch):
     assert calls
 
 
-def test_it_is_built_once_into_a_folder_of_the_users_own(anew, tmp_path, monkeypatch):
+def test_the_library_is_built_once_in_a_private_folder(anew, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     building.library()
     (library,) = (tmp_path / "kleash").iterdir()
@@ -358,16 +360,16 @@ def test_it_is_built_once_into_a_folder_of_the_users_own(anew, tmp_path, monkeyp
     assert library.stat().st_mtime_ns == written
 
 
-def test_another_compiler_or_processor_gets_its_own(monkeypatch):
+def test_the_fingerprint_depends_on_compiler_and_processor(monkeypatch):
     command = building.compiler()
-    here = building.fingerprint(command)
-    assert building.fingerprint((*command, "-g")) != here
+    fingerprint = building.fingerprint(command)
+    assert building.fingerprint((*command, "-g")) != fingerprint
     monkeypatch.setattr(building, "processor", lambda: b"another")
-    assert building.fingerprint(command) != here
+    assert building.fingerprint(command) != fingerprint
 
 
 @pytest.mark.parametrize("spoilt", ["half written", "no folder"])
-def test_a_cache_that_is_of_no_use_is_done_without(anew, calls, tmp_path, monkeypatch, spoilt):
+def test_an_unusable_cache_is_ignored(anew, calls, tmp_path, monkeypatch, spoilt):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if spoilt == "half written":
         building.library()
@@ -379,8 +381,8 @@ def test_a_cache_that_is_of_no_use_is_done_without(anew, calls, tmp_path, monkey
     else:
         (tmp_path / "kleash").write_text("a file where the folder should be")
     case = head_case(torch.float32)
-    found = case.kl(NATIVE)
-    assert calls and relative_rms(found, in_float64(case).kl(REFERENCE)) < 1e-6
+    actual = case.kl(NATIVE)
+    assert calls and relative_rms(actual, in_float64(case).kl(REFERENCE)) < 1e-6
 
 
 def test_two_processes_build_at_once(tmp_path):
@@ -390,7 +392,7 @@ def test_two_processes_build_at_once(tmp_path):
         subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    assert [one.communicate(timeout=120)[0].strip() for one in both] == ["built", "built"]
+    assert [process.communicate(timeout=120)[0].strip() for process in both] == ["built", "built"]
     assert len(list((tmp_path / "kleash").iterdir())) == 1
 
 
@@ -411,7 +413,9 @@ def test_a_library_that_another_user_could_have_written_is_not_loaded(anew, tmp_
         library.symlink_to(tmp_path / "planted.so")
     built = []
     genuine_build = building.build
-    monkeypatch.setattr(building, "build", lambda *given: built.append(given) or genuine_build(*given))
+    monkeypatch.setattr(
+        building, "build", lambda *arguments: built.append(arguments) or genuine_build(*arguments)
+    )
     building.library.cache_clear()
     building.library()
     assert len(built) == 1, "it is built anew"

@@ -74,40 +74,40 @@ def mixture(random):
     [{"bias": True}, {"softcap": 4.0, "scale": 1.2, "bias": True, "temperature": 0.7}],
     ids=["plain", "softcap"],
 )
-def test_the_gradient_is_that_of_the_whole_graph(options, traits):
+def test_the_gradient_equals_autograd_through_the_whole_graph(options, traits):
     case = head_case(torch.float64, 1.0, words=53, **traits)
     tensors, objective = leaves(case), mixture(torch.Generator().manual_seed(3))
     loss, terms = run(case, objective, options, tensors)
-    found = torch.autograd.grad(2.0 * loss, tensors)
+    actual = torch.autograd.grad(2.0 * loss, tensors)
     whole = plainly(case, tensors)
     right = objective(whole, slice(0, 37)).sum()
     torch.testing.assert_close(loss, right)
     for name, a, b in zip(TokenTerms._fields, terms, whole, strict=True):
         torch.testing.assert_close(a, b.detach(), rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
-    for name, a, b in zip(NAMES, found, torch.autograd.grad(2.0 * right, tensors), strict=True):
+    for name, a, b in zip(NAMES, actual, torch.autograd.grad(2.0 * right, tensors), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("apart", [2.0, 0.02], ids=["far", "near"])
+@pytest.mark.parametrize("distance", [2.0, 0.02], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_worse_than_the_plain_version(dtype, apart):
-    case = head_case(dtype, apart, bias=True)
+def test_the_error_is_at_most_that_of_the_reference(dtype, distance):
+    case = head_case(dtype, distance, bias=True)
     objective = mixture(torch.Generator().manual_seed(3))
 
-    def found(of_case, options):
+    def actual(of_case, options):
         tensors = leaves(of_case)
         loss, terms = run(of_case, objective, options, tensors)
         return *terms, *torch.autograd.grad(loss, tensors)
 
-    exact, plain, ours = found(in_float64(case), REFERENCE), found(case, REFERENCE), found(case, SMALL)
+    exact, plain, ours = actual(in_float64(case), REFERENCE), actual(case, REFERENCE), actual(case, SMALL)
     for number, (right, cheap, mine) in enumerate(zip(exact, plain, ours, strict=True)):
         budget = 2.5 if dtype == torch.bfloat16 and number >= 4 else 1.5
         assert relative_rms(mine, right) <= budget * relative_rms(cheap, right) + 1e-6, number
 
 
 @EVERY
-def test_terms_are_those_of_the_long_way(options):
-    case = head_case(torch.float64, apart=1.0, tokens=(3, 13), words=601, bias=True, softcap=6.0)
+def test_terms_equal_numpy_in_float64(options):
+    case = head_case(torch.float64, distance=1.0, tokens=(3, 13), words=601, bias=True, softcap=6.0)
     _, terms = run(case, lambda terms, rows: terms.kl, options)
     right = statistics_the_long_way(case)
     for a, b in zip(terms, (right.token_logp, right.token_logq, right.kl_pq, right.entropy_p), strict=True):
@@ -130,7 +130,7 @@ def test_weighted_kl_is_the_kl_loss(options):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_rows_say_which_tokens_a_chunk_holds():
+def test_rows_are_the_slice_of_the_chunks_tokens():
     case = head_case(torch.float32, tokens=(5, 7))
     seen = []
 
@@ -146,7 +146,7 @@ def test_rows_say_which_tokens_a_chunk_holds():
 
 
 @EVERY
-def test_a_token_that_does_not_count_harms_no_gradient(options):
+def test_a_masked_token_does_not_affect_the_gradient(options):
     case = head_case(torch.float32, tokens=(6,), bias=True)
     case.hidden_p[2] = torch.nan
     case.hidden_q[4] = torch.inf
@@ -159,14 +159,14 @@ def test_a_token_that_does_not_count_harms_no_gradient(options):
 
     tensors = leaves(case)
     loss, _ = run(case, objective, options, tensors)
-    found = torch.autograd.grad(loss, tensors)
-    assert loss.isfinite() and all(x.isfinite().all() for x in found)
-    assert (found[0][~counts] == 0).all() and (found[3][~counts] == 0).all()
-    assert found[0][counts].abs().amin(0).max() > 0
+    actual = torch.autograd.grad(loss, tensors)
+    assert loss.isfinite() and all(x.isfinite().all() for x in actual)
+    assert (actual[0][~counts] == 0).all() and (actual[3][~counts] == 0).all()
+    assert actual[0][counts].abs().amin(0).max() > 0
 
 
 @EVERY
-def test_forbidden_words_and_far_pairs(options):
+def test_tokens_of_probability_0_and_far_distributions(options):
     """Logits of minus infinity on both sides, and of q where p underflows."""
     never = -torch.inf
     z = torch.tensor(
@@ -178,22 +178,22 @@ def test_forbidden_words_and_far_pairs(options):
     ids = torch.tensor([1, 0, 3])
     grads = []
     for dtype, choice in ((torch.float64, REFERENCE), (torch.float32, options)):
-        found = []
+        actual = []
         for both in (True, False):
             zp, zq = z.to(dtype).requires_grad_(), y.to(dtype).requires_grad_(both)
             loss, terms = linear_objective(
                 zp, Head(None), ids, zq, Head(None),
                 lambda t, rows: t.kl + 0.5 * t.token_logp - 0.3 * t.entropy + 0.2 * t.token_logq, options=choice,
             )  # fmt: skip
-            found += [*terms, *torch.autograd.grad(loss, (zp, zq) if both else (zp,))]
-        grads.append(found)
+            actual += [*terms, *torch.autograd.grad(loss, (zp, zq) if both else (zp,))]
+        grads.append(actual)
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(b.double(), a, rtol=1e-4, atol=1e-5)
 
 
 @EVERY
 @pytest.mark.parametrize("trained", [0, 1], ids=["p", "q"])
-def test_one_head_that_forbids_words(options, trained):
+def test_a_shared_head_with_tokens_of_probability_0(options, trained):
     """The difference of two logits of minus infinity is then known all the same, and so is the KL."""
     case = head_case(torch.float32, 1.0, tokens=(9,), words=23, bias=True)
     case.head_p.bias[[4, 17]] = -torch.inf
@@ -211,7 +211,7 @@ def test_one_head_that_forbids_words(options, trained):
         torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
 
 
-def test_an_objective_that_wants_no_gradient():
+def test_an_objective_without_a_gradient():
     case = head_case(torch.float32, tokens=(4,))
     tensors = leaves(case)
     loss, _ = run(case, lambda terms, rows: terms.kl.detach(), CHUNKED, tensors)
@@ -228,7 +228,7 @@ def test_a_second_backward_raises():
         loss.backward()
 
 
-def test_what_is_refused(unhooked):
+def test_invalid_objectives_raise(unhooked):
     case = head_case(torch.float32, tokens=(4,))
     with pytest.raises(ShapeError, match=r"was given 4 tokens and returned losses of shape \(\)"):
         run(case, lambda terms, rows: terms.kl.mean(), CHUNKED)
@@ -260,21 +260,21 @@ def test_the_gradient_is_0_where_reward_and_kl_balance():
 
 
 @pytest.mark.parametrize("options", [CHUNKED, TINY, NATIVE], ids=["chunked", "tiny", "native"])
-def test_large_logits_cost_no_digits_of_log_probabilities(options):
+def test_large_logits_lose_no_digits_of_log_probabilities(options):
     random = torch.Generator().manual_seed(0)
     z = 110 + 15 * torch.rand(64, 1, generator=random) + torch.randn(64, 40, generator=random)
     y = z + 0.1 * torch.randn(64, 40, generator=random)
     ids = z.argmax(-1)
-    _, found = linear_objective(
+    _, actual = linear_objective(
         z, Head(None), ids, y, Head(None), lambda terms, rows: terms.kl, options=options
     )
     exact = [x.double().log_softmax(-1).gather(-1, ids[:, None])[:, 0] for x in (z, y)]
-    assert (found.token_logp - exact[0]).abs().max() < 5e-7
-    assert (found.token_logq - exact[1]).abs().max() < 2e-6
+    assert (actual.token_logp - exact[0]).abs().max() < 5e-7
+    assert (actual.token_logq - exact[1]).abs().max() < 2e-6
 
 
 @EVERY
-def test_a_term_that_is_not_asked_for_may_be_infinite(options):
+def test_a_term_with_coefficient_0_may_be_infinite(options):
     """q forbids what p says: KL is inf, and the loss does not read it."""
     z = torch.tensor([[0.0, 1.0, 2.0], [0.5, 0.0, 1.0]], dtype=torch.float64).requires_grad_()
     y = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
@@ -282,7 +282,7 @@ def test_a_term_that_is_not_asked_for_may_be_infinite(options):
     loss, terms = linear_objective(
         z, Head(None), ids, y, Head(None), lambda t, rows: -t.token_logp, options=options
     )
-    (found,) = torch.autograd.grad(loss, z)
+    (actual,) = torch.autograd.grad(loss, z)
     right = z.detach().softmax(-1) - torch.nn.functional.one_hot(ids, 3)
     assert terms.kl[0] == torch.inf and terms.kl[1] > 0
-    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(actual, right)

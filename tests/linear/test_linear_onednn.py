@@ -53,14 +53,14 @@ def loss_and_gradients(case, options):
 
 @pytest.mark.parametrize("options", [SMALL, TINY, NATIVE], ids=["small", "tiny", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_whichever_way_products_are_made(machine, products, options, dtype):
+def test_values_and_gradients_with_and_without_onednn(machine, products, options, dtype):
     case = head_case(dtype, softcap=2.5, bias=True, scale=1.7)
     right = loss_and_gradients(in_float64(case), LinearOptions(impl="reference"))
     budget = 3e-6 if dtype == torch.float32 else 8e-3
     for faster in (False, True):
         machine(faster)
-        for mine, theirs in zip(loss_and_gradients(case, options), right, strict=True):
-            assert relative_rms(mine, theirs) < budget, faster
+        for mine, other in zip(loss_and_gradients(case, options), right, strict=True):
+            assert relative_rms(mine, other) < budget, faster
         assert bool(products) == faster
         if dtype == torch.float32:  # the gradient, too: a narrow one is multiplied as it is
             assert any(made[2] == case.hidden_p.shape[1] for made in products) == faster
@@ -78,7 +78,7 @@ def test_every_row_of_the_weight_is_multiplied_once(machine, products):
 
 
 @pytest.mark.parametrize("hidden, words", [(64, 200_000), (1024, 32_768), (4096, 32_768), (8, 1_000)])
-def test_a_tile_and_its_product_are_within_the_budget(machine, hidden, words):
+def test_a_tile_and_its_product_are_within_the_buffer(machine, hidden, words):
     options = LinearOptions(compile="never", buffer_bytes=128 << 20)
     x, weight = torch.empty(4096, hidden), torch.empty(words, hidden)
     pair = checked_pair((x, Head(weight)), (x, Head(weight)), 1.0)
@@ -99,16 +99,16 @@ def test_a_tile_and_its_product_are_within_the_budget(machine, hidden, words):
     assert plain.chunk_tokens >= plan.chunk_tokens > 0.7 * plain.chunk_tokens
 
 
-def test_where_products_are_made_so(monkeypatch, tmp_path):
+def test_which_machines_use_onednn(monkeypatch, tmp_path):
     kind = torch.float32, torch.device("cpu")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    found = {}
+    actual = {}
     for name, text in {"amd": "vendor_id\t: AuthenticAMD\n", "intel": "vendor_id\t: GenuineIntel\n"}.items():
         monkeypatch.setattr(onednn, "CPUINFO", tmp_path / name)
         onednn.CPUINFO.write_text(text)
         onednn.is_faster_on_this_machine.cache_clear()
-        found[name] = onednn.is_faster(*kind)
-    assert found == {"amd": True, "intel": False}
+        actual[name] = onednn.is_faster(*kind)
+    assert actual == {"amd": True, "intel": False}
     monkeypatch.setattr(onednn, "CPUINFO", Path("/nowhere/cpuinfo"))
     onednn.is_faster_on_this_machine.cache_clear()
     assert not onednn.is_faster(*kind)
@@ -128,7 +128,7 @@ def test_where_products_are_made_so(monkeypatch, tmp_path):
     onednn.is_faster_on_this_machine.cache_clear()
 
 
-def test_one_row_that_is_not_a_number_spoils_no_other(machine, products):
+def test_a_nan_row_does_not_affect_other_rows(machine, products):
     machine(True)
     case = head_case(tokens=(5,))
     case.hidden_p[2] = torch.nan
@@ -156,13 +156,13 @@ def test_weights_that_are_not_contiguous(machine):
     random = torch.Generator().manual_seed(2)
     x, weight = torch.randn(2, 9, 12, generator=random), torch.randn(12, 60, generator=random).T
     machine(False)
-    given = x[0], Head(weight), x[1], Head(weight)
-    plain = linear_kl(*given, options=SMALL)
+    arguments = x[0], Head(weight), x[1], Head(weight)
+    plain = linear_kl(*arguments, options=SMALL)
     machine(True)
-    assert torch.allclose(linear_kl(*given, options=SMALL), plain, rtol=1e-5)
+    assert torch.allclose(linear_kl(*arguments, options=SMALL), plain, rtol=1e-5)
 
 
-def test_its_rounding_is_at_most_twice_that_of_torch():
+def test_the_rounding_of_onednn_is_at_most_twice_that_of_torch():
     random = torch.Generator().manual_seed(3)
     a, b = torch.randn(64, 1024, generator=random), torch.randn(512, 1024, generator=random)
     exact = a.double() @ b.double().T

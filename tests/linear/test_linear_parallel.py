@@ -31,26 +31,26 @@ def results(tmp_path_factory) -> list[dict[str, object]]:
     """What each of four processes says about each check."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-W", "ignore", vocabulary_ranks.__file__]
-    said = [folder / f"rank{rank}.json" for rank in range(4)]
+    reported = [folder / f"rank{rank}.json" for rank in range(4)]
     ranks = [
         subprocess.Popen([*command, str(rank), str(folder / "store"), str(out)], stderr=subprocess.PIPE)
-        for rank, out in enumerate(said)
+        for rank, out in enumerate(reported)
     ]
     errors = [process.communicate(timeout=170)[1].decode()[-2000:] for process in ranks]
-    assert all(out.exists() for out in said), errors
-    return [json.loads(out.read_text()) for out in said]
+    assert all(out.exists() for out in reported), errors
+    return [json.loads(out.read_text()) for out in reported]
 
 
 @pytest.mark.parametrize("name", vocabulary_ranks.CHECKS)
 def test_in_groups_of_two_and_of_four(results, name):
-    for rank, said in enumerate(results):
-        assert name in said, f"rank {rank} did not come so far"
-        assert not isinstance(said[name], str), f"rank {rank}: {said[name]}"
+    for rank, reported in enumerate(results):
+        assert name in reported, f"rank {rank} did not come so far"
+        assert not isinstance(reported[name], str), f"rank {rank}: {reported[name]}"
 
 
-def test_the_page_tells_how_much_is_exchanged(results):
+def test_the_page_states_how_much_is_exchanged(results):
     table = results[0]["messages"]["2"]
-    assert all(said["messages"][size] == table for said in results for size in ("2", "4"))
+    assert all(reported["messages"][size] == table for reported in results for size in ("2", "4"))
     rows = re.findall(
         r"^\| (`.*?) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -89,31 +89,31 @@ def split(case, group):
 @pytest.mark.parametrize(
     "options", [LinearOptions(), SMALL, REFERENCE], ids=["chunked", "small", "reference"]
 )
-def test_a_group_of_one_is_no_group(alone, options):
+def test_a_group_of_one_rank_equals_no_group(alone, options):
     case = head_case(torch.float64, bias=True, softcap=3.0)
     case.head_p.bias[5] = -torch.inf
-    given = split(case, alone)
-    torch.testing.assert_close(linear_kl(*given, options=options), case.kl(REFERENCE))
-    for ours, theirs in zip(
-        token_statistics(*given, case.tokens, options=options), case.statistics(REFERENCE), strict=True
+    arguments = split(case, alone)
+    torch.testing.assert_close(linear_kl(*arguments, options=options), case.kl(REFERENCE))
+    for ours, other in zip(
+        token_statistics(*arguments, case.tokens, options=options), case.statistics(REFERENCE), strict=True
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, other)
     weights = torch.linspace(-1, 1, 37, dtype=torch.float64)
-    found = linear_divergence_loss(*given, weights=weights, divergence="hellinger", options=options)
+    actual = linear_divergence_loss(*arguments, weights=weights, divergence="hellinger", options=options)
     right = linear_divergence_loss(*case.models, weights=weights, divergence="hellinger", options=REFERENCE)
-    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(actual, right)
 
     def objective(terms, rows):
         return terms.kl + weights[rows] * terms.token_logp
 
-    hidden_p, head_p, hidden_q, head_q = given
+    hidden_p, head_p, hidden_q, head_q = arguments
     loss, _ = linear_objective(hidden_p, head_p, case.tokens, hidden_q, head_q, objective, options=options)
     p, head, q, other = case.models
     right, _ = linear_objective(p, head, case.tokens, q, other, objective, options=REFERENCE)
     torch.testing.assert_close(loss, right)
 
 
-def test_nan_is_a_maximum_wherever_it_is(alone):
+def test_all_reduce_max_counts_nan_as_inf(alone):
     """Backends differ: some drop it, and a rank that holds one must not be the only one that knows."""
     top, other = ShardedVocab(alone, [1], 0, torch.device("cpu")).all_reduce_max(
         torch.tensor([torch.nan, 1.0, -torch.inf]), torch.tensor([[2.0], [torch.inf], [torch.nan]])
@@ -125,20 +125,20 @@ def test_nan_is_a_maximum_wherever_it_is(alone):
     ]
 
 
-def test_a_group_that_is_gone_is_refused(alone, unhooked):
+def test_a_destroyed_group_raises(alone, unhooked):
     case = head_case(torch.float32)
     group = dist.new_group([0])
-    given = split(case, group)
-    linear_kl(*given)
+    arguments = split(case, group)
+    linear_kl(*arguments)
     dist.destroy_process_group(group)
     with pytest.raises(CannotRunError, match="does not know the vocabulary_group"):
-        linear_kl(*given)
+        linear_kl(*arguments)
     dist.destroy_process_group()
     with pytest.raises(CannotRunError, match="does not know the vocabulary_group"):
-        linear_kl(*given)
+        linear_kl(*arguments)
 
 
-def test_the_memory_is_for_rows_that_are_done_again_too(alone):
+def test_the_plan_reserves_memory_for_the_fallback(alone):
     """A bias of -inf sends all rows the long way: the budget holds all the same."""
     case = head_case(torch.float32, words=4096, tokens=(64,), bias=True)
     case.head_p.bias[3] = case.head_q.bias[3] = -torch.inf

@@ -31,10 +31,10 @@ from kleash.linear.impl.project import has_bfloat16_gradient
 from kleash.linear.impl.row_statistics import gradient_rows
 
 
-def logits(apart, rows=9, words=257, dtype=torch.float32, seed=0):
+def logits(distance, rows=9, words=257, dtype=torch.float32, seed=0):
     random = torch.Generator().manual_seed(seed)
     zp = 2 * torch.randn(rows, words, generator=random, dtype=torch.float64)
-    zq = zp + apart * torch.randn(rows, words, generator=random, dtype=torch.float64) + 3.0
+    zq = zp + distance * torch.randn(rows, words, generator=random, dtype=torch.float64) + 3.0
     return zp.to(dtype), zq.to(dtype)
 
 
@@ -45,21 +45,21 @@ def truth(zp, zq, weight):
     return value.detach(), *torch.autograd.grad(value, rows, weight.double())
 
 
-@pytest.mark.parametrize("apart", [8.0, 1.0, 0.05, 1e-3, 1e-4])
-def test_the_lean_core_and_the_steady_one_agree(apart):
-    zp, zq = logits(apart)
+@pytest.mark.parametrize("distance", [8.0, 1.0, 0.05, 1e-3, 1e-4])
+def test_kl_fast_and_the_tanh_form_agree(distance):
+    zp, zq = logits(distance)
     weight = torch.linspace(-1, 2, 9)
     exact, steady = truth(zp, zq, weight), gradient_rows(zp, zq, weight)
-    found = kl_fast.kl_gradient_rows(zp, zq, weight)
-    replace_failed_gradients_(found, zp, zq, weight, q_is_delta=False)
+    actual = kl_fast.kl_gradient_rows(zp, zq, weight)
+    replace_failed_gradients_(actual, zp, zq, weight, q_is_delta=False)
     (value,) = kl_fast.kl_rows(zp, zq)
     value = torch.where(value.isfinite(), value, fallback_kl(zp, zq)[0])
-    for number, (right, theirs, ours) in enumerate(zip(exact, steady, found, strict=True)):
-        assert relative_rms(ours, right) <= 1.5 * relative_rms(theirs, right) + 1e-6, number
-    torch.testing.assert_close(value, found[0], rtol=1e-4, atol=0)
+    for number, (right, other, ours) in enumerate(zip(exact, steady, actual, strict=True)):
+        assert relative_rms(ours, right) <= 1.5 * relative_rms(other, right) + 1e-6, number
+    torch.testing.assert_close(value, actual[0], rtol=1e-4, atol=0)
 
 
-def test_the_lean_core_says_what_it_cannot_do():
+def test_kl_fast_marks_rows_that_it_cannot_compute():
     never = -torch.inf
     zp = torch.tensor(
         [[0.0, 1.0, 2.0], [0.0, -60.0, 0.0], [0.0, never, 1.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
@@ -67,33 +67,39 @@ def test_the_lean_core_says_what_it_cannot_do():
     zq = torch.tensor(
         [[0.0, 1.0, 2.0], [0.0, 0.0, 0.0], [0.0, never, 0.0], [0.0, 1.0, 2.000001], [1.0, 0.5, 2.0]]
     )
-    (found,) = kl_fast.kl_rows(zp, zq)
-    assert found[0] == 0 and found[1].isnan() and found[2].isnan() and found[3] == -torch.inf and found[4] > 0
+    (actual,) = kl_fast.kl_rows(zp, zq)
+    assert (
+        actual[0] == 0
+        and actual[1].isnan()
+        and actual[2].isnan()
+        and actual[3] == -torch.inf
+        and actual[4] > 0
+    )
     (mended,) = fallback_kl(zp, zq)
     right = truth(zp, zq, torch.ones(5))[0]
     torch.testing.assert_close(mended.double(), right, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("apart", [5.0, 1e-2, 1e-6])
-def test_a_difference_serves_as_well_as_logits(apart):
+@pytest.mark.parametrize("distance", [5.0, 1e-2, 1e-6])
+def test_kl_from_the_difference_of_the_logits_has_all_digits(distance):
     """Given ``zq - zp`` itself, which float32 keeps to far more digits than the difference of two logits."""
-    zp, zq = logits(apart, dtype=torch.float64)
+    zp, zq = logits(distance, dtype=torch.float64)
     zq = zq - 3.0
     ahead = zq - zp
     weight = torch.linspace(-1, 2, 9)
     exact = truth(zp, zq, weight)
-    found = kl_fast.kl_gradient_rows(zp.float(), ahead.float(), weight, q_is_delta=True)
-    replace_failed_gradients_(found, zp.float(), ahead.float(), weight, q_is_delta=True)
-    for right, ours in zip(exact, found, strict=True):
+    actual = kl_fast.kl_gradient_rows(zp.float(), ahead.float(), weight, q_is_delta=True)
+    replace_failed_gradients_(actual, zp.float(), ahead.float(), weight, q_is_delta=True)
+    for right, ours in zip(exact, actual, strict=True):
         assert relative_rms(ours, right) < 3e-6
     (value,) = kl_fast.kl_rows(zp.float(), ahead.float(), q_is_delta=True)
     value = torch.where(value.isfinite(), value, fallback_kl(zp.float(), ahead.float(), q_is_delta=True)[0])
     assert relative_rms(value, exact[0]) < 3e-6
 
 
-def shared(dtype, apart, **traits):
-    case = head_case(dtype, apart, tokens=(29,), words=211, bias=True, **traits)
-    case.hidden_q = (case.hidden_p.double() + apart * torch.randn(29, 13, dtype=torch.float64)).to(dtype)
+def shared(dtype, distance, **traits):
+    case = head_case(dtype, distance, tokens=(29,), words=211, bias=True, **traits)
+    case.hidden_q = (case.hidden_p.double() + distance * torch.randn(29, 13, dtype=torch.float64)).to(dtype)
     case.head_q = case.head_p
     return case
 
@@ -113,30 +119,33 @@ def test_one_head_for_both_models(options, traits):
     objective = lambda t, rows: weights[rows] * (t.kl + t.token_logp - t.entropy + t.token_logq)  # noqa: E731
     results = []
     for choice in (REFERENCE, options):
-        given = {"temperature": case.temperature, "options": choice}
-        loss = linear_kl_loss(hidden[0], head, hidden[1], head, weights=weights, **given).loss
-        values = (linear_kl(hidden[0], head, hidden[1], head, **given) * weights).sum()
-        other, _ = linear_objective(hidden[0], head, case.tokens, hidden[1], head, objective, **given)
+        arguments = {"temperature": case.temperature, "options": choice}
+        loss = linear_kl_loss(hidden[0], head, hidden[1], head, weights=weights, **arguments).loss
+        values = (linear_kl(hidden[0], head, hidden[1], head, **arguments) * weights).sum()
+        other, _ = linear_objective(hidden[0], head, case.tokens, hidden[1], head, objective, **arguments)
         results.append([x for y in (loss, values, other) for x in (y, *torch.autograd.grad(y, leaves))])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-def test_one_head_for_both_keeps_digits_that_two_products_lose():
+def test_a_shared_head_keeps_digits_that_two_products_lose():
     torch.manual_seed(0)
     case = shared(torch.float32, 1e-4)
     case.hidden_q = case.hidden_p + 1e-4 * torch.randn(29, 13)
     wide = Head(case.head_p.weight.double(), case.head_p.bias.double())
     exact = linear_kl(case.hidden_p.double(), wide, case.hidden_q.double(), wide, options=REFERENCE)
     copy = Head(case.head_p.weight.clone(), case.head_p.bias.clone())
-    one = linear_kl(case.hidden_p, case.head_p, case.hidden_q, case.head_p)
+    shared_head = linear_kl(case.hidden_p, case.head_p, case.hidden_q, case.head_p)
     two = linear_kl(case.hidden_p, case.head_p, case.hidden_q, copy)
     assert exact.max() < 1e-6
-    assert relative_rms(one, exact) < 1e-5 and relative_rms(one, exact) < relative_rms(two, exact) / 20
+    assert (
+        relative_rms(shared_head, exact) < 1e-5
+        and relative_rms(shared_head, exact) < relative_rms(two, exact) / 20
+    )
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
-def test_with_frozen_heads_the_backward_pass_makes_no_products(name, monkeypatch):
+def test_with_frozen_heads_the_backward_pass_computes_no_products(name, monkeypatch):
     """The gradient in the hidden states is formed with the values, and is scaled row by row."""
     case = head_case(torch.float64, 1.0, tokens=(17,), words=31, bias=True)
     weights = torch.linspace(-1, 2, 17, dtype=torch.float64)
@@ -165,19 +174,19 @@ def test_values_and_gradients_do_not_depend_on_where_chunks_end():
     case = head_case(torch.float64, tokens=(31,), words=70, bias=True)
     weights = torch.linspace(-1, 2.2, 31, dtype=torch.float64)
     case.head_p.weight.requires_grad_()
-    found = []
+    actual = []
     for bytes_ in (10**9, 1, 2_000, 9_001, 33_333):
         options = LinearOptions(buffer_bytes=bytes_)
         loss = linear_kl_loss(*case.models, weights=weights, options=options).loss
-        found.append(torch.autograd.grad(loss, case.head_p.weight)[0])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-11, atol=1e-13)
+        actual.append(torch.autograd.grad(loss, case.head_p.weight)[0])
+    for other in actual[1:]:
+        torch.testing.assert_close(other, actual[0], rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["kl", "jensen_shannon"])
 def test_autocast_rounds_neither_loss_nor_gradient(name):
     case = head_case(torch.float32, 0.05, tokens=(11,))
-    found = []
+    actual = []
     for inside in (False, True):
         leaf = case.head_p.weight.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
@@ -186,8 +195,8 @@ def test_autocast_rounds_neither_loss_nor_gradient(name):
             )
             values = linear_kl(case.hidden_p, Head(leaf), case.hidden_q, case.head_q).sum()
             grads = *torch.autograd.grad(loss, leaf), *torch.autograd.grad(values, leaf)
-        found.append((loss.detach(), per_token, *grads))
-    for a, b in zip(*found, strict=True):
+        actual.append((loss.detach(), per_token, *grads))
+    for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b) and a.dtype == torch.float32
 
 
@@ -205,13 +214,13 @@ def test_activation_checkpointing(reentrant):
 
     case.head_p.weight.requires_grad_()
     grads = []
-    for function, kept in ((loss, True), (mean, True), (loss, False), (mean, False)):
+    for function, outside in ((loss, True), (mean, True), (loss, False), (mean, False)):
         x = case.hidden_p.clone().requires_grad_()
         body.zero_grad()
         case.head_p.weight.grad = None
-        found = function(x) if kept else checkpoint(function, x, use_reentrant=reentrant)
-        found.backward()
-        grads.append((found.detach(), x.grad, body.weight.grad.clone(), case.head_p.weight.grad))
+        actual = function(x) if outside else checkpoint(function, x, use_reentrant=reentrant)
+        actual.backward()
+        grads.append((actual.detach(), x.grad, body.weight.grad.clone(), case.head_p.weight.grad))
     for other in grads[1:]:
         for a, b in zip(grads[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
@@ -234,34 +243,34 @@ def test_which_gradients_are_taken_in_bfloat16():
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_bfloat16_gradient_where_the_processor_is_slow_at_it(fast, monkeypatch):
+def test_bfloat16_gradients_with_and_without_fast_bfloat16_products(fast, monkeypatch):
     monkeypatch.setattr("kleash.linear.impl.project._cpu_is_fast_at_bfloat16", lambda: fast)
     case = head_case(torch.bfloat16, 1.0, tokens=(23,), words=301)
     leaves = case.hidden_p.clone().requires_grad_(), case.head_p.weight.clone().requires_grad_()
     right = case.hidden_p.double().requires_grad_(), case.head_p.weight.double().requires_grad_()
-    found = []
+    actual = []
     for (hidden, weight), dtype in ((right, torch.float64), (leaves, torch.bfloat16)):
         other = case.hidden_q.to(dtype), Head(case.head_q.weight.to(dtype))
         loss = linear_kl_loss(hidden, Head(weight), *other, weights=torch.ones(23), options=SMALL).loss
-        found.append(torch.autograd.grad(loss, (hidden, weight)))
-    for a, b in zip(*found, strict=True):
+        actual.append(torch.autograd.grad(loss, (hidden, weight)))
+    for a, b in zip(*actual, strict=True):
         assert b.dtype == torch.bfloat16
         assert relative_rms(b, a) < (4e-3 if fast else 2e-3)
 
 
-def test_one_bfloat16_weight_trained_on_both_sides_keeps_its_direction():
+def test_the_gradient_of_a_bfloat16_weight_of_both_models_keeps_its_direction():
     """What the two sides add to its gradient nearly cancels."""
     torch.manual_seed(0)
     hidden = torch.randn(40, 16).bfloat16()
     other = (hidden.float() + 0.01 * torch.randn(40, 16)).bfloat16()
     weight = torch.randn(211, 16).bfloat16()
-    found = []
+    actual = []
     for dtype in (torch.float64, torch.bfloat16):
         leaf = weight.to(dtype).requires_grad_()
         head = Head(leaf)
         loss = linear_kl_loss(hidden.to(dtype), head, other.to(dtype), head, weights=torch.ones(40)).loss
-        found.append(torch.autograd.grad(loss, leaf)[0].double().flatten())
-    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.9999
+        actual.append(torch.autograd.grad(loss, leaf)[0].double().flatten())
+    assert torch.nn.functional.cosine_similarity(*actual, dim=0) > 0.9999
 
 
 @pytest.mark.parametrize("options", [CHUNKED, TINY, NATIVE], ids=["chunked", "tiny", "native"])
@@ -315,7 +324,7 @@ def products(monkeypatch):
     [(2**27, {0}), (90_000, set(range(20, 46, 2))), (1, {44})],
     ids=["whole", "some", "one"],
 )
-def test_the_last_chunk_of_values_is_not_multiplied_out_again(buffer_bytes, again, name, products):
+def test_the_logits_of_the_last_chunk_are_not_computed_again(buffer_bytes, again, name, products):
     """Of the gradient that was kept only what the weights say counts, and a graph that stays gives the same again."""
     case = head_case(torch.float64, 0.7, tokens=(25,), words=211, bias=True, softcap=5.0)
     weights = torch.linspace(-1, 2.2, 25, dtype=torch.float64)
@@ -329,13 +338,13 @@ def test_the_last_chunk_of_values_is_not_multiplied_out_again(buffer_bytes, agai
     assert sum(products) == 50
     for retain, cost in ((True, {46}), (True, {46}), (False, again)):
         products.clear()
-        found = torch.autograd.grad(values, tensors, weights, retain_graph=retain)
+        actual = torch.autograd.grad(values, tensors, weights, retain_graph=retain)
         assert sum(products) in cost
-        for a, b in zip(right, found, strict=True):
+        for a, b in zip(right, actual, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
 
 
-def test_nothing_that_was_kept_is_multiplied_if_nothing_comes_in_for_it(products):
+def test_a_saved_gradient_is_not_used_if_the_incoming_gradient_is_0(products):
     case = head_case(torch.float32, tokens=(4,), words=11)
     case.hidden_p[2] = torch.nan
     case.head_p.weight.requires_grad_()
@@ -343,42 +352,42 @@ def test_nothing_that_was_kept_is_multiplied_if_nothing_comes_in_for_it(products
     assert (case.head_p.weight.grad == 0).all() and sum(products) == 8
 
 
-def test_what_was_kept_in_bfloat16_is_no_worse():
+def test_a_saved_bfloat16_gradient_is_no_less_accurate():
     case = head_case(torch.bfloat16, 0.3, tokens=(30,), words=301, bias=True)
     weights = torch.linspace(-1, 2, 30)
-    found = []
+    actual = []
     for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), (case, CHUNKED)):
         tensors, of = leaves_of(each)
-        found.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
-    for right, plain, ours in zip(*found, strict=True):
+        actual.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
+    for right, plain, ours in zip(*actual, strict=True):
         assert relative_rms(ours, right) <= 2.0 * relative_rms(plain, right) + 1e-6
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "hellinger"])
 @pytest.mark.parametrize("place", [1, 5], ids=["weight_p", "bias_q"])
-def test_what_was_kept_of_one_side(place, name):
+def test_saved_gradients_of_one_model(place, name):
     case = head_case(torch.float64, 0.7, tokens=(9,), words=31, bias=True)
-    weights, found = torch.linspace(-1, 2.2, 9, dtype=torch.float64), []
+    weights, actual = torch.linspace(-1, 2.2, 9, dtype=torch.float64), []
     for options in (REFERENCE, CHUNKED):
         tensors, of = leaves_of(case, name)
         tensors = [x if n == place else x.detach() for n, x in enumerate(tensors)]
         (gradient,) = torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors[place])
-        found.append(gradient)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
-    assert found[0].abs().sum() > 0
+        actual.append(gradient)
+    torch.testing.assert_close(actual[1], actual[0], rtol=1e-9, atol=1e-12)
+    assert actual[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"), [("kl", range(7000, 15_000, 1500)), ("jensen_shannon", range(13_000, 21_000, 2000))]
 )
-def test_the_last_chunk_is_kept_whole_where_it_would_be_cut_by_itself(name, sizes):
+def test_the_last_chunk_is_saved_with_the_plan_of_all_tokens(name, sizes):
     """Fewer tokens are given more rows of an upcast weight at a time, and so less memory for logits."""
     case = head_case(torch.bfloat16, 0.5, tokens=(40,), words=101, bias=True)
-    weights, found = torch.linspace(-1, 2, 40), []
+    weights, actual = torch.linspace(-1, 2, 40), []
     kl_fast = ((case, LinearOptions(buffer_bytes=size, compile="never")) for size in sizes)
     for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), *kl_fast):
         tensors, of = leaves_of(each, name)
-        found.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
-    for right, plain, *ours in zip(*found, strict=True):
+        actual.append(torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors))
+    for right, plain, *ours in zip(*actual, strict=True):
         for gradient in ours:
             assert relative_rms(gradient, right) <= 2.5 * relative_rms(plain, right) + 1e-6

@@ -118,7 +118,7 @@ def test_no_memory_outside_the_matrices_is_touched():
 
 
 @pytest.mark.parametrize("empty", ["tokens", "words"])
-def test_products_of_nothing(empty):
+def test_products_of_empty_matrices(empty):
     tokens, words = (0, 40) if empty == "tokens" else (5, 0)
     hidden, weight, gradient = matrix(tokens, 6, 1), matrix(words, 6, 2), matrix(tokens, words, 3)
     products.write_logits_(gradient, hidden, weight)
@@ -155,15 +155,15 @@ def test_products_do_not_depend_on_the_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_a_token_that_is_not_a_number_spoils_no_other():
+def test_a_nan_token_does_not_affect_other_tokens():
     hidden, weight, gradient = matrix(35, 40, 1), matrix(300, 40, 2), matrix(35, 300, 3)
     hidden[17], gradient[17] = torch.nan, torch.inf
     out, into = torch.empty(35, 300), torch.zeros(35, 40)
     products.write_logits_(out, hidden, weight)
     products.add_to_hidden_(into, gradient, weight)
-    others = torch.arange(35) != 17
+    unaffected = torch.arange(35) != 17
     for result in (out, into):
-        assert result[others].isfinite().all() and not result[17].isfinite().any()
+        assert result[unaffected].isfinite().all() and not result[17].isfinite().any()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 64])
@@ -215,7 +215,7 @@ def test_values_and_gradients(calls, what, traits, unhooked):
         assert relative_rms(result, right) < 5e-6
 
 
-def test_which_calls_have_their_products_made_in_c(calls):
+def test_which_calls_use_the_products_in_c(calls):
     case = large_case()
     for options in (LinearOptions(compile="never"), LinearOptions(buffer_bytes=60_000)):
         linear_kl(*case.models, options=options)
@@ -232,7 +232,7 @@ def test_which_calls_have_their_products_made_in_c(calls):
     assert calls
 
 
-def test_other_processors_keep_their_products(monkeypatch):
+def test_other_processors_do_not_use_the_products_in_c(monkeypatch):
     monkeypatch.setattr(products.onednn, "is_amd_with_avx512", lambda: False)
     products.is_faster_on_this_machine.cache_clear()
     case = large_case()

@@ -90,7 +90,7 @@ H = torch.randn(5, 4)
         (lambda: log_probabilities(H.sum(), Head(W)), ShapeError, "a single number was given"),
     ],
 )
-def test_it_is_refused(make, error, says):
+def test_invalid_arguments_raise(make, error, says):
     with pytest.raises(error, match=says) as caught:
         make()
     assert isinstance(caught.value, KleashError)
@@ -111,12 +111,12 @@ def test_it_is_refused(make, error, says):
         (torch.zeros(5, dtype=torch.long, device="meta"), CannotRunError, "tokens are on meta"),
     ],
 )
-def test_tokens_that_are_not_there_are_refused(tokens, error, says):
+def test_invalid_token_ids_raise(tokens, error, says):
     with pytest.raises(error, match=says):
         token_statistics(H, Head(W), H, Head(W), tokens)
 
 
-def test_compiling_without_a_compiler_is_refused_and_auto_does_without(monkeypatch):
+def test_compiling_without_a_compiler_raises_and_auto_does_not_compile(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     compiling.missing_for.cache_clear()
     case = head_case(torch.float64)
@@ -127,15 +127,15 @@ def test_compiling_without_a_compiler_is_refused_and_auto_does_without(monkeypat
     compiling.missing_for.cache_clear()
 
 
-def test_auto_compiles_only_what_wins_it_back(monkeypatch):
+def test_auto_compiles_only_calls_that_save_time(monkeypatch):
     case = head_case(torch.float64, tokens=(37,), words=101)
-    asked = []
+    compiled = []
     monkeypatch.setattr(compiling, "missing_for", lambda device: None)
-    monkeypatch.setattr("kleash.linear.impl.chunk_loop.compiled", lambda core: asked.append(core) or core)
+    monkeypatch.setattr("kleash.linear.impl.chunk_loop.compiled", lambda core: compiled.append(core) or core)
     for work, times in ((37 * 101 + 1, 0), (37 * 101, 1)):
         monkeypatch.setattr(compiling, "PAYS_FROM", work)
         case.kl()
-        assert len(asked) == times
+        assert len(compiled) == times
 
 
 def test_compile_may_be_a_bool():
@@ -154,8 +154,8 @@ def test_a_sharded_weight_is_gathered():
         def full_tensor(self):
             return W
 
-    found = linear_kl(H, Head(Sharded()), H + 1, Head(W))
-    assert torch.equal(found, linear_kl(H, Head(W), H + 1, Head(W)))
+    actual = linear_kl(H, Head(Sharded()), H + 1, Head(W))
+    assert torch.equal(actual, linear_kl(H, Head(W), H + 1, Head(W)))
 
 
 def test_the_package_imports_without_compiler_or_triton():

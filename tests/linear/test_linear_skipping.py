@@ -20,7 +20,7 @@ from kleash.linear.impl.skipping import keep_mask
 
 WEIGHTS = torch.linspace(-1, 2.1, 150, dtype=torch.float64)
 KINDS = pytest.mark.parametrize(
-    ("apart", "peak"),
+    ("distance", "peak"),
     [(2.0, 1.0), (1e-3, 1.0), (0.1, 8.0), (1e-3, 8.0)],
     ids=["far", "near", "peaked", "both"],
 )
@@ -31,8 +31,8 @@ def skipped(below, seen=None, **more):
     return LinearOptions(impl="chunked", compile="never", skip_below=below, report=report, **more)
 
 
-def peaked(dtype, apart, peak, tokens=(150,), words=3001, **traits):
-    case = head_case(dtype, apart, tokens=tokens, words=words, bias=True, **traits)
+def peaked(dtype, distance, peak, tokens=(150,), words=3001, **traits):
+    case = head_case(dtype, distance, tokens=tokens, words=words, bias=True, **traits)
     case.hidden_p, case.hidden_q = case.hidden_p * peak, case.hidden_q * peak
     return case
 
@@ -64,19 +64,17 @@ def in_logits(case, weights, divergence):
 @KINDS
 @pytest.mark.parametrize("divergence", ["kl", "reverse_kl", "jensen_shannon"])
 @pytest.mark.parametrize("below", [0.1, 1e-3])
-def test_the_error_stays_within_what_was_reported_and_that_within_what_was_asked(
-    below, divergence, apart, peak
-):
-    case = peaked(torch.float64, apart, peak, tokens=(40,), words=4999, scale=0.8, softcap=40.0)
+def test_the_error_is_within_the_report_and_the_report_within_skip_below(below, divergence, distance, peak):
+    case = peaked(torch.float64, distance, peak, tokens=(40,), words=4999, scale=0.8, softcap=40.0)
     weights, seen = WEIGHTS[20:60], []
     whole, cheap = (
         loss_of(case, options, divergence, weights) for options in (CHUNKED, skipped(below, seen))
     )
     assert torch.equal(whole[0], cheap[0]) and torch.equal(whole[1], cheap[1])
-    (found,) = seen
+    (actual,) = seen
     truth = in_logits(case, weights, divergence)
     heads, states = (case.head_p, case.head_q), (case.hidden_p, case.hidden_q)
-    for side, left_out in enumerate((found.left_out_p, found.left_out_q)):
+    for side, left_out in enumerate((actual.left_out_p, actual.left_out_q)):
         size = truth[side].abs()
         allowed = below * size.sum(-1)
         assert (left_out <= allowed * (1 + 1e-9)).all()
@@ -93,7 +91,7 @@ def test_the_error_stays_within_what_was_reported_and_that_within_what_was_asked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_left_of_a_peaked_gradient_is_little_and_enough(dtype, monkeypatch):
+def test_a_peaked_gradient_takes_few_multiplications(dtype, monkeypatch):
     """Far fewer multiplications, counted where they are done, and the same direction."""
     products, original = [], skipping.product
 
@@ -112,7 +110,7 @@ def test_what_is_left_of_a_peaked_gradient_is_little_and_enough(dtype, monkeypat
         assert relative_rms(b, a.double()) < (2e-3 if dtype == torch.float32 else 8e-3)
 
 
-def test_a_flat_gradient_is_multiplied_whole():
+def test_a_flat_gradient_is_multiplied_completely():
     case, seen = head_case(torch.float32, 0.1, tokens=(150,), words=3001), []
     case.hidden_p.requires_grad_()
     linear_kl_loss(*case.models, weights=WEIGHTS.float(), options=skipped(0.01, seen))
@@ -129,12 +127,12 @@ def multiplied(logits, below):
     loss = linear_kl_loss(
         logits, Head(weight), 0.5 * logits, other, weights=weights, options=skipped(below, seen)
     ).loss
-    (found,) = torch.autograd.grad(loss, weight)
-    assert found.abs().sum() > 0
+    (actual,) = torch.autograd.grad(loss, weight)
+    assert actual.abs().sum() > 0
     return seen[0].multiplied
 
 
-def test_tokens_that_keep_similarly_many_words_share_a_product():
+def test_tokens_that_keep_similarly_many_columns_share_a_product():
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(4 * skipping.GROUP, 400, generator=random)
     flat = torch.arange(len(logits)) % 4 == 0
@@ -143,7 +141,7 @@ def test_tokens_that_keep_similarly_many_words_share_a_product():
     assert 0.2 < multiplied(logits, 1e-3) < 0.3
 
 
-def test_where_gathering_would_not_pay_everything_is_multiplied():
+def test_everything_is_multiplied_where_gathering_would_be_slower():
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 400, generator=random)
     for words, share in ((360, 1.0), (200, 1.0), (120, 0.3)):
@@ -153,7 +151,7 @@ def test_where_gathering_would_not_pay_everything_is_multiplied():
 
 @pytest.mark.parametrize("plan", ["loss", "recomputed", "objective", "frozen heads", "operation"])
 @pytest.mark.parametrize("buffer_bytes", [2**27, 700_000, 1], ids=["whole", "chunks", "one by one"])
-def test_every_plan_leaves_out_the_same(buffer_bytes, plan):
+def test_every_plan_skips_the_same_entries(buffer_bytes, plan):
     """The words that a token gives up are its own affair: chunks and plans change nothing."""
     case = peaked(torch.float64, 0.1, 4.0, tokens=(23,), words=501)
     weights, seen = WEIGHTS[60:83], []
@@ -162,9 +160,9 @@ def test_every_plan_leaves_out_the_same(buffer_bytes, plan):
     tensors, of = leaves_of(case)
     hp, wp, bp, hq, wq, bq = tensors
     if plan == "loss":
-        found = loss_of(case, options, weights=weights)[2]
+        actual = loss_of(case, options, weights=weights)[2]
     elif plan == "recomputed":
-        found = torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors)
+        actual = torch.autograd.grad((of(options)(*tensors) * weights).sum(), tensors)
     elif plan == "objective":
         loss, _ = linear_objective(
             hp,
@@ -175,20 +173,20 @@ def test_every_plan_leaves_out_the_same(buffer_bytes, plan):
             lambda t, rows: weights[rows] * t.kl,
             options=options,
         )
-        found = torch.autograd.grad(loss, tensors)
+        actual = torch.autograd.grad(loss, tensors)
     elif plan == "frozen heads":
         tensors, right = (hp, hq), (right[0], right[3])
         heads = Head(wp.detach(), bp.detach()), Head(wq.detach(), bq.detach())
         values = linear_kl(hp, heads[0], hq, heads[1], options=options)
-        found = torch.autograd.grad((values * weights).sum(), tensors)
+        actual = torch.autograd.grad((values * weights).sum(), tensors)
     else:
-        given = packing.pack((hp, Head(wp, bp)), (hq, Head(wq, bq)), 1.0, options)
-        found = ops.linear_divergence_gradient(*given, "kl", weights, [True] * 6)[2]
-    for a, b in zip(right, found, strict=True):
+        arguments = packing.pack((hp, Head(wp, bp)), (hq, Head(wq, bq)), 1.0, options)
+        actual = ops.linear_divergence_gradient(*arguments, "kl", weights, [True] * 6)[2]
+    for a, b in zip(right, actual, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
 
 
-def test_who_reports_what():
+def test_which_calls_report():
     case, seen = peaked(torch.float64, 0.1, 4.0, tokens=(2, 3), words=101), []
     options = skipped(0.05, seen)
     token_statistics(*case.models, case.tokens, options=options)
@@ -207,16 +205,16 @@ def test_who_reports_what():
     assert seen[2].left_out_p is None and seen[2].left_out_q.min() > 0
 
 
-def test_a_token_that_is_not_read_leaves_out_nothing_and_one_of_nan_keeps_everything():
+def test_tokens_of_weight_0_and_of_nan_skip_nothing():
     case, seen = peaked(torch.float32, 0.1, 4.0, tokens=(6,), words=301), []
     case.hidden_p[1] = torch.nan
     case.hidden_q[4] = torch.nan
     weights = torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 1.0])
-    _, per_token, found = loss_of(case, skipped(0.05, seen), weights=weights)
+    _, per_token, actual = loss_of(case, skipped(0.05, seen), weights=weights)
     left_out = seen[0].left_out_p
     assert left_out[1] == 0 and left_out[4] == 0 and left_out[[0, 2, 3, 5]].min() > 0
-    assert per_token[4].isnan() and found[0][4].isnan().all() and (found[0][1] == 0).all()
-    assert found[0][[0, 2, 3, 5]].isfinite().all()
+    assert per_token[4].isnan() and actual[0][4].isnan().all() and (actual[0][1] == 0).all()
+    assert actual[0][[0, 2, 3, 5]].isfinite().all()
 
 
 def test_a_gradient_of_zero_is_not_multiplied():
@@ -229,7 +227,7 @@ def test_a_gradient_of_zero_is_not_multiplied():
     assert (hidden.grad == 0).all() and seen[0].multiplied == 0.0 and (seen[0].left_out_p == 0).all()
 
 
-def test_logits_that_are_given_get_their_whole_gradient():
+def test_logits_without_a_weight_get_their_complete_gradient():
     z, seen = torch.randn(2, 4, 50), []
     zp = (5 * z[0]).requires_grad_()
     linear_kl_loss(
@@ -239,7 +237,7 @@ def test_logits_that_are_given_get_their_whole_gradient():
     assert seen[0].left_out_p is None and seen[0].left_out_q is None and seen[0].multiplied == 1.0
 
 
-def test_one_weight_trained_on_both_sides():
+def test_a_weight_trained_in_both_models():
     case = peaked(torch.float64, 0.3, 4.0, tokens=(40,), words=301)
     other, seen = case.hidden_q[:, :13], []
     grads = []
@@ -257,14 +255,14 @@ def test_one_weight_trained_on_both_sides():
 def test_a_bfloat16_gradient(fast, monkeypatch):
     monkeypatch.setattr("kleash.linear.impl.project._cpu_is_fast_at_bfloat16", lambda: fast)
     case = peaked(torch.bfloat16, 0.3, 4.0)
-    exact, found = loss_of(in_float64(case), CHUNKED)[2], loss_of(case, skipped(1e-3))[2]
-    for right, ours in zip(exact, found, strict=True):
+    exact, actual = loss_of(in_float64(case), CHUNKED)[2], loss_of(case, skipped(1e-3))[2]
+    for right, ours in zip(exact, actual, strict=True):
         assert relative_rms(ours, right) < (6e-3 if fast else 3e-3)
 
 
 @pytest.mark.parametrize("words", [1, 5, 2047, 10_000])
 @pytest.mark.parametrize("below", [1e-9, 0.3, 0.999])
-def test_rows_of_any_kind_keep_to_the_bound(words, below):
+def test_the_skipped_sum_is_within_the_bound_for_all_rows(words, below):
     random = torch.Generator().manual_seed(words)
     normal = torch.randn(12, words, generator=random, dtype=torch.float64)
     rows = torch.exp(3 * normal) * normal.sign()
@@ -274,8 +272,8 @@ def test_rows_of_any_kind_keep_to_the_bound(words, below):
     rows[6, ::5] = 0.0
     rows[7, ::16] = 1e9
     before = rows.clone()
-    kept, left = keep_mask(rows, below, torch.float64)
-    small = kept == 0
+    mask, left = keep_mask(rows, below, torch.float64)
+    small = mask == 0
     assert torch.equal(rows.nan_to_num(), before.nan_to_num())
     total = rows.abs().sum(-1)
     finite = total.isfinite()
@@ -288,7 +286,7 @@ def test_rows_of_any_kind_keep_to_the_bound(words, below):
     assert small[0].sum() == small[1].sum() == 0
 
 
-def test_inside_a_compiled_caller_nothing_can_be_reported():
+def test_a_report_inside_a_compiled_caller_raises():
     case = head_case(torch.float32, tokens=(2,), words=5)
     with pytest.raises(CannotRunError, match=r"inside torch\.compile nothing can be reported"):
         packing.pack(case.models[:2], case.models[2:], 1.0, skipped(0.1, []))

@@ -73,7 +73,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
 
 
 @needs_triton
-def test_in_the_interpreter():
+def test_the_kernels_in_the_interpreter():
     """The tests of interpreted_linear_triton.py, in a process that asks for the interpreter.
 
     Never with checked shapes: what checks them would stand between triton and the text of a kernel.
@@ -115,7 +115,7 @@ def backend_name(options, pair, divergence=KL):
 
 @needs_triton
 @pytest.mark.usefixtures("unhooked")
-def test_auto_takes_triton_for_what_it_can_do_on_a_gpu():
+def test_auto_selects_triton_for_supported_calls_on_a_gpu():
     auto, kl, js = LinearOptions(), DIVERGENCES["kl"], DIVERGENCES["jensen_shannon"]
     half, wide = OnAGpu(head_case(torch.bfloat16)), OnAGpu(head_case(torch.float64))
     assert backend_name(auto, half) == "triton"
@@ -131,7 +131,7 @@ def test_auto_takes_triton_for_what_it_can_do_on_a_gpu():
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_without_triton_auto_does_without_and_its_name_is_refused(monkeypatch):
+def test_without_triton_auto_selects_chunked_and_triton_raises(monkeypatch):
     pair = OnAGpu(head_case(torch.bfloat16))
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     assert backend_name(LinearOptions(), pair) == "chunked"
@@ -141,7 +141,7 @@ def test_without_triton_auto_does_without_and_its_name_is_refused(monkeypatch):
         backend_name(TRITON, pair)
 
 
-def test_on_a_cpu_auto_takes_chunked_and_triton_is_refused(monkeypatch):
+def test_on_a_cpu_auto_selects_chunked_and_triton_raises(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     case = head_case(torch.float32, tokens=(2,))
     assert torch.equal(case.kl(), case.kl(LinearOptions(impl="chunked")))
@@ -170,10 +170,10 @@ def on_gpu(case: Case) -> Case:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("apart", [2.0, 0.01], ids=["far", "near"])
+@pytest.mark.parametrize("distance", [2.0, 0.01], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_on_a_gpu_everything_means_the_same(dtype, apart):
-    case = head_case(dtype, apart, tokens=(700,), words=5003, bias=True, softcap=20.0, temperature=0.9)
+def test_on_a_gpu_results_equal_the_reference(dtype, distance):
+    case = head_case(dtype, distance, tokens=(700,), words=5003, bias=True, softcap=20.0, temperature=0.9)
     there, weights = on_gpu(case), torch.linspace(-1, 2, 700)
     exact, plain = in_float64(case).statistics(REFERENCE), case.statistics(REFERENCE)
     for options in (TRITON, LinearOptions(impl="triton", buffer_bytes=2**22)):
@@ -185,11 +185,11 @@ def test_on_a_gpu_everything_means_the_same(dtype, apart):
         budget = 1.5 * relative_rms(plain.kl_pq, exact.kl_pq) + 1e-6
         assert relative_rms(there.kl(options).cpu(), exact.kl_pq) <= budget
         results = []
-        for each, own, how in (
+        for each, token_weights, how in (
             (in_float64(case), weights.double(), REFERENCE),
             (there, weights.cuda(), options),
         ):
-            tensors, of = leaves_of(each, weights=own)
+            tensors, of = leaves_of(each, weights=token_weights)
             results.append([x.cpu().double() for x in torch.autograd.grad(of(how)(*tensors).loss, tensors)])
         for right, ours in zip(*results, strict=True):
             assert relative_rms(ours, right) < (3e-5 if dtype == torch.float32 else 8e-3)
@@ -197,15 +197,15 @@ def test_on_a_gpu_everything_means_the_same(dtype, apart):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", [4096, 5003], ids=["aligned", "odd"])
-def test_on_a_gpu_a_narrow_gradient_lies_on_what_was_read(words):
+def test_on_a_gpu_a_bfloat16_gradient_overwrites_only_what_was_read(words):
     """Many rows at once, each written over its own logits while the others are read."""
     case = on_gpu(head_case(torch.bfloat16, 0.5, tokens=(2000,), words=words, bias=True))
     weights = torch.ones(2000, device="cuda")
-    found = []
+    actual = []
     for options in (TRITON, TRITON, LinearOptions(impl="chunked", compile="never")):
         tensors, of = leaves_of(case, weights=weights)
-        found.append(torch.autograd.grad(of(options)(*tensors).loss, tensors))
-    for first, again, right in zip(*found, strict=True):
+        actual.append(torch.autograd.grad(of(options)(*tensors).loss, tensors))
+    for first, again, right in zip(*actual, strict=True):
         assert torch.equal(first, again)
         assert relative_rms(first, right.double()) < 8e-3
 

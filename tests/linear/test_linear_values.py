@@ -22,23 +22,23 @@ from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl, log_p
 
 @EVERY
 @pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS.keys())
-def test_statistics_are_those_of_the_long_way(options, traits):
-    case = head_case(torch.float64, apart=1.0, tokens=(3, 13), words=601, **traits)
-    found, expected = case.statistics(options), statistics_the_long_way(case)
-    for name, numbers, right in zip(TokenStatistics._fields, found, expected, strict=True):
+def test_statistics_equal_numpy_in_float64(options, traits):
+    case = head_case(torch.float64, distance=1.0, tokens=(3, 13), words=601, **traits)
+    actual, expected = case.statistics(options), statistics_the_long_way(case)
+    for name, numbers, right in zip(TokenStatistics._fields, actual, expected, strict=True):
         torch.testing.assert_close(numbers, right, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
     torch.testing.assert_close(case.kl(options), expected.kl_pq, rtol=1e-9, atol=1e-12)
 
 
 @EVERY
-@pytest.mark.parametrize("apart", [2.0, 0.05, 0.002], ids=["far", "near", "nearer"])
+@pytest.mark.parametrize("distance", [2.0, 0.05, 0.002], ids=["far", "near", "nearer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_implementation_means_the_same(options, dtype, apart):
-    case = head_case(dtype, apart)
+def test_every_implementation_equals_the_reference(options, dtype, distance):
+    case = head_case(dtype, distance)
     exact = in_float64(case).statistics(REFERENCE)
-    plain, found = case.statistics(REFERENCE), case.statistics(options)
+    plain, actual = case.statistics(REFERENCE), case.statistics(options)
     assert exact.kl_pq.median() > 1e-6, "so small a divergence would hide a wrong sign"
-    for name, right, cheap, ours in zip(TokenStatistics._fields, exact, plain, found, strict=True):
+    for name, right, cheap, ours in zip(TokenStatistics._fields, exact, plain, actual, strict=True):
         if right.is_floating_point():
             assert ours.dtype == torch.float32
             budget = 1.5 * relative_rms(cheap, right) + 2e-7
@@ -49,17 +49,17 @@ def test_every_implementation_means_the_same(options, dtype, apart):
 
 
 @pytest.mark.parametrize("field", ["kl_pq", "kl_qp", "jensen_shannon", "total_variation"])
-@pytest.mark.parametrize("apart", [0.03, 0.001])
-def test_float32_is_right_to_a_thousandth_down_to_a_millionth_of_a_nat(apart, field):
-    case = head_case(torch.float32, apart, words=3001, tokens=(64,))
+@pytest.mark.parametrize("distance", [0.03, 0.001])
+def test_float32_has_three_digits_at_a_kl_of_a_millionth_of_a_nat(distance, field):
+    case = head_case(torch.float32, distance, words=3001, tokens=(64,))
     exact = getattr(in_float64(case).statistics(CHUNKED), field)
-    found = getattr(case.statistics(CHUNKED), field).double()
-    assert (apart > 0.01) or exact.min() < 1e-5 or field == "total_variation"
-    assert ((found - exact).abs() / exact).max() < 1e-3
+    actual = getattr(case.statistics(CHUNKED), field).double()
+    assert (distance > 0.01) or exact.min() < 1e-5 or field == "total_variation"
+    assert ((actual - exact).abs() / exact).max() < 1e-3
 
 
 @EVERY
-def test_the_first_model_is_the_one_averaged_over(options):
+def test_the_average_is_over_the_first_model(options):
     case = head_case(torch.float64)
     there, back = case.statistics(options), case.swapped().statistics(options)
     assert (there.kl_pq - there.kl_qp).abs().min() > 1e-3
@@ -86,77 +86,79 @@ def test_a_model_against_itself_is_exactly_zero(options, dtype):
     p, head = case.hidden_p, case.head_p
     copy = Head(head.weight.clone(), head.bias.clone(), softcap=3.0)
     for other, its_head in ((p, head), (p.clone(), copy)):
-        found = token_statistics(p, head, other, its_head, case.tokens, options=options)
-        for numbers in (found.kl_pq, found.kl_qp, found.jensen_shannon, found.total_variation):
+        actual = token_statistics(p, head, other, its_head, case.tokens, options=options)
+        for numbers in (actual.kl_pq, actual.kl_qp, actual.jensen_shannon, actual.total_variation):
             assert torch.equal(numbers, torch.zeros(37))
         assert torch.equal(linear_kl(p, head, other, its_head, options=options), torch.zeros(37))
 
 
 @EVERY
-def test_nothing_is_ever_negative(options):
-    for apart in (1e-3, 1e-5, 1e-6, 1e-7, 3e-8):
-        case = head_case(torch.float32, apart, tokens=(40 if options is TINY else 200,))  # each token a chunk
-        found = case.statistics(options)
+def test_no_statistic_is_negative(options):
+    for distance in (1e-3, 1e-5, 1e-6, 1e-7, 3e-8):
+        case = head_case(
+            torch.float32, distance, tokens=(40 if options is TINY else 200,)
+        )  # each token a chunk
+        actual = case.statistics(options)
         for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation", "entropy_p"):
-            assert getattr(found, name).min() >= 0, (name, apart)
+            assert getattr(actual, name).min() >= 0, (name, distance)
 
 
 @EVERY
-def test_a_row_that_overlaps_nowhere_is_infinite_and_harms_no_other(options):
+def test_a_row_without_overlap_is_infinite_and_does_not_affect_others(options):
     never = -torch.inf
     zp = torch.tensor([[0.0, 1.0, never, never], [1.0, 2.0, never, 0.5], [0.0, 1.0, 2.0, 3.0]])
     zq = torch.tensor([[never, never, 0.0, 1.0], [2.0, 1.0, never, 0.5], [0.0, 1.0, 2.0, 2.5]])
     case = Case(zp, Head(None), zq, Head(None), torch.tensor([0, 1, 3]))
-    found, expected = case.statistics(options), statistics_the_long_way(case)
-    assert found.kl_pq[0] == found.kl_qp[0] == torch.inf
-    assert found.token_logq[0] == -torch.inf
-    torch.testing.assert_close(found.jensen_shannon[0].item(), math.log(2))
-    assert found.total_variation[0] == 1
-    for numbers, right in zip(found, expected, strict=True):
+    actual, expected = case.statistics(options), statistics_the_long_way(case)
+    assert actual.kl_pq[0] == actual.kl_qp[0] == torch.inf
+    assert actual.token_logq[0] == -torch.inf
+    torch.testing.assert_close(actual.jensen_shannon[0].item(), math.log(2))
+    assert actual.total_variation[0] == 1
+    for numbers, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(numbers, right.to(numbers.dtype), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(case.kl(options), expected.kl_pq.float())
 
 
 @EVERY
-def test_words_that_a_bias_forbids_on_both_sides_do_not_count(options):
+def test_tokens_of_probability_0_under_both_models_do_not_count(options):
     case = head_case(torch.float64, tokens=(5,), words=40, bias=True)
     forbidden = torch.zeros(40, dtype=torch.float64)
     forbidden[31:] = -torch.inf
     case.head_p = Head(case.head_p.weight, case.head_p.bias + forbidden)
     case.head_q = Head(case.head_q.weight, case.head_q.bias + forbidden)
     case.tokens %= 31
-    found, expected = case.statistics(options), statistics_the_long_way(case)
-    for numbers, right in zip(found, expected, strict=True):
+    actual, expected = case.statistics(options), statistics_the_long_way(case)
+    for numbers, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(numbers, right, rtol=1e-9, atol=1e-12)
 
 
 @EVERY
-def test_nan_stays_with_its_token(options):
+def test_nan_affects_only_its_token(options):
     case = head_case(torch.float32, tokens=(9,))
     whole = case.statistics(options)
     case.hidden_q[4, 2] = torch.nan
-    spoilt, others = case.statistics(options), torch.arange(9) != 4
+    spoilt, unaffected = case.statistics(options), torch.arange(9) != 4
     for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation", "token_logq", "entropy_q"):
         assert getattr(spoilt, name)[4].isnan(), name
     for before, after in zip(whole, spoilt, strict=True):
-        torch.testing.assert_close(after[others], before[others])
-    assert torch.equal(case.kl(options).isnan(), ~others)
+        torch.testing.assert_close(after[unaffected], before[unaffected])
+    assert torch.equal(case.kl(options).isnan(), ~unaffected)
 
 
 @EVERY
-def test_far_apart_does_not_overflow(options):
+def test_far_distributions_do_not_overflow(options):
     zp, zq = torch.tensor([[0.0, 500.0, -300.0]]), torch.tensor([[400.0, -600.0, 0.0]])
     case = Case(zp, Head(None), zq, Head(None), torch.tensor([0]))
-    found = case.statistics(options)
-    torch.testing.assert_close(found.kl_pq, torch.tensor([1000.0]))
-    torch.testing.assert_close(found.kl_qp, torch.tensor([500.0]))
-    torch.testing.assert_close(found.jensen_shannon, torch.tensor([math.log(2)]))
-    assert found.total_variation == 1 and found.rank_q == 0
+    actual = case.statistics(options)
+    torch.testing.assert_close(actual.kl_pq, torch.tensor([1000.0]))
+    torch.testing.assert_close(actual.kl_qp, torch.tensor([500.0]))
+    torch.testing.assert_close(actual.jensen_shannon, torch.tensor([math.log(2)]))
+    assert actual.total_variation == 1 and actual.rank_q == 0
 
 
 @EVERY
 def test_a_large_common_offset_does_not_matter(options):
-    case = head_case(torch.float32, apart=0.05, tokens=(11,))
+    case = head_case(torch.float32, distance=0.05, tokens=(11,))
     zp, zq = (
         log_probabilities(h, head) for h, head in ((case.hidden_p, case.head_p), (case.hidden_q, case.head_q))
     )
@@ -165,32 +167,32 @@ def test_a_large_common_offset_does_not_matter(options):
 
 
 @EVERY
-def test_logits_may_be_given_instead_of_hidden_states(options):
+def test_logits_in_place_of_hidden_states(options):
     case = head_case(torch.float64, softcap=4.0)
     zp, zq = case.hidden_p @ case.head_p.weight.T, case.hidden_q @ case.head_q.weight.T
     head = Head(None, softcap=4.0)
-    found = token_statistics(zp, head, zq, head, case.tokens, options=options)
-    torch.testing.assert_close(found.kl_qp, case.statistics(CHUNKED).kl_qp)
+    actual = token_statistics(zp, head, zq, head, case.tokens, options=options)
+    torch.testing.assert_close(actual.kl_qp, case.statistics(CHUNKED).kl_qp)
     mixed = linear_kl(zp, head, case.hidden_q, case.head_q, options=options)
     torch.testing.assert_close(mixed, case.kl(CHUNKED))
 
 
 @EVERY
-def test_no_token_at_all(options):
+def test_no_tokens(options):
     case = head_case(torch.bfloat16, tokens=(0, 5))
     assert case.kl(options).shape == (0, 5)
-    found = case.statistics(options)
-    assert {x.shape for x in found} == {(0, 5)}
-    assert found.kl_pq.dtype == torch.float32 and found.top1_p.dtype == found.rank_q.dtype == torch.int64
+    actual = case.statistics(options)
+    assert {x.shape for x in actual} == {(0, 5)}
+    assert actual.kl_pq.dtype == torch.float32 and actual.top1_p.dtype == actual.rank_q.dtype == torch.int64
 
 
 @EVERY
 @pytest.mark.parametrize("traits", [{"softcap": 2.0}, {"scale": 0.5}, {"bias": torch.arange(101.0)}], ids=str)
-def test_one_weight_in_two_heads_is_not_one_model(options, traits):
+def test_one_weight_in_two_different_heads(options, traits):
     case = head_case(torch.float32)
-    found = linear_kl(
+    actual = linear_kl(
         case.hidden_p, case.head_p, case.hidden_p, Head(case.head_p.weight, **traits), options=options
     )
     case.hidden_q, case.head_q = case.hidden_p, Head(case.head_p.weight, **traits)
-    torch.testing.assert_close(found, statistics_the_long_way(case).kl_pq.float(), rtol=1e-4, atol=1e-5)
-    assert found.median() > 1e-3
+    torch.testing.assert_close(actual, statistics_the_long_way(case).kl_pq.float(), rtol=1e-4, atol=1e-5)
+    assert actual.median() > 1e-3

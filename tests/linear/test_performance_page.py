@@ -26,8 +26,8 @@ OF_MATMULS |= {"checkpointing": 2.2, "naive exact": 1.27, "naive k3": 1.25}
 
 def result(**figures: Any) -> dict[str, Any]:
     versions = {"torch": "2.13.0"}
-    here = {"command": "python benchmarks/x.py", "date": "2026-11-21T16:00:00+00:00", "commit": "abc1234"}
-    return {"figures": figures, **here, "machine": MACHINE, "versions": versions}
+    metadata = {"command": "python benchmarks/x.py", "date": "2026-11-21T16:00:00+00:00", "commit": "abc1234"}
+    return {"figures": figures, **metadata, "machine": MACHINE, "versions": versions}
 
 
 def peers(**more: Any) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def test_the_page_is_what_the_committed_results_make(root):
     files = tool.make_files(tool.load(root / "benchmarks" / "results"))
     old = [path for path, text in files.items() if (root / "docs" / path).read_text(encoding="utf-8") != text]
     assert not old, "run: python tools/make_performance_page.py"
-    kept = {f"images/{path.name}" for path in (root / "docs" / "images").glob("performance_*")}
-    assert kept == files.keys() - {"performance.md"}
+    committed = {f"images/{path.name}" for path in (root / "docs" / "images").glob("performance_*")}
+    assert committed == files.keys() - {"performance.md"}
 
 
 def test_without_results_every_section_says_so_and_there_is_no_picture():
@@ -256,11 +256,11 @@ def test_pictures_are_drawn_to_scale(results):
 
 
 def test_the_command_writes_checks_and_says_what_is_old(results, tmp_path, monkeypatch, capsys):
-    kept, docs = tmp_path / "results", tmp_path / "docs"
-    kept.mkdir()
+    committed, docs = tmp_path / "results", tmp_path / "docs"
+    committed.mkdir()
     for name, each in {**results, "linear_peers_tiny": results["linear_gpu"], "coverage": {}}.items():
-        (kept / f"{name}.json").write_text(json.dumps(each))
-    command = ["make_performance_page.py", "--results", str(kept), "--docs", str(docs)]
+        (committed / f"{name}.json").write_text(json.dumps(each))
+    command = ["make_performance_page.py", "--results", str(committed), "--docs", str(docs)]
     monkeypatch.setattr("sys.argv", [*command, "--check"])
     assert tool.main() == 1 and "performance.md" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", command)
