@@ -559,7 +559,7 @@ def what_does_not_fit_is_refused_on_every_rank(split):
         ),
         "head of q is whole and covers 36 tokens": lambda: linear_kl(hp, p, hq, Head(tensors[4][:36])),
         "hold 37 rows together": lambda: linear_kl(hp, p, hq, Head(wq)),
-        f"would form its own {sizes[split.rank]} of 37 rows": lambda: linear_kl(hp, p, hq, Head(trained(tensors[4]))),
+        f"would compute {sizes[split.rank]} of 37 rows": lambda: linear_kl(hp, p, hq, Head(trained(tensors[4]))),
         "is a head without the group": lambda: linear_kl(hp, p, hq, Head(tensors[4]) if first else q),
         "10 tokens to do and another 11": lambda: linear_kl_loss(
             hp, p, hq, q, weights=torch.where((torch.arange(TOKENS) == 0) & first, 0.0, 1.0)
@@ -567,7 +567,7 @@ def what_does_not_fit_is_refused_on_every_rank(split):
         "ids run from 37 to 37 and the heads cover 37": lambda: token_statistics(hp, p, hq, q, ids),
         "log_probabilities holds the whole vocabulary": lambda: log_probabilities(hp, p),
         "impl='triton' runs on CUDA tensors": lambda: linear_kl(hp, p, hq, q, options=LinearOptions(impl="triton")),
-        "what the ranks of a vocabulary_group exchange": lambda: linear_kl(
+        "cannot compile the collectives of a vocabulary_group": lambda: linear_kl(
             hp, p, hq, q, options=LinearOptions(compile="always")
         ),
         "skip_below is 0.01": lambda: linear_kl(hp, p, hq, q, options=LinearOptions(skip_below=0.01)),

@@ -499,7 +499,7 @@ def test_programs_of_one_row_and_of_many_agree(monkeypatch):
 @pytest.mark.usefixtures("unhooked")
 def test_unsupported_calls_raise():
     case = head_case(torch.float64, tokens=(2,))
-    with pytest.raises(CannotRunError, match=r"computes in float32 and something given is torch.float64"):
+    with pytest.raises(CannotRunError, match=r"computes in float32 and a tensor is torch.float64"):
         case.kl(TRITON)
     case = head_case(torch.float32, tokens=(2,))
     with pytest.raises(CannotRunError, match="KL in both directions and for no other divergence"):

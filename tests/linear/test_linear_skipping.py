@@ -288,5 +288,5 @@ def test_the_skipped_sum_is_within_the_bound_for_all_rows(words, below):
 
 def test_a_report_inside_a_compiled_caller_raises():
     case = head_case(torch.float32, tokens=(2,), words=5)
-    with pytest.raises(CannotRunError, match=r"inside torch\.compile nothing can be reported"):
+    with pytest.raises(CannotRunError, match=r"options\.report cannot be called inside torch\.compile"):
         packing.pack(case.models[:2], case.models[2:], 1.0, skipped(0.1, []))

@@ -124,7 +124,7 @@ def test_auto_selects_triton_for_supported_calls_on_a_gpu():
     assert backend_name(LinearOptions(impl="chunked"), half, kl) == "chunked"
     for pair, divergence, says in (
         (half, js, "no other divergence; ask for"),
-        (wide, kl, "given is torch.float64; ask for"),
+        (wide, kl, "a tensor is torch.float64; ask for"),
     ):
         with pytest.raises(CannotRunError, match=says):
             backend_name(TRITON, pair, divergence)

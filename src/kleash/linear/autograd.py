@@ -158,7 +158,7 @@ class _Loss(torch.autograd.Function):
         _refuse_second_derivative("the loss")
         if ctx.gradients is None:
             raise CannotRunError(
-                "the gradient of this loss was formed once and has been given away; compute the loss again"
+                "the gradient of this loss was computed once and a backward pass has used it; compute the loss again"
             )
         gradients, ctx.gradients = tuple(ctx.gradients), None
         weight = weights[0]

@@ -97,7 +97,7 @@ def local_part(name: str, hidden: Tensor, head: Head, vocab_shards: ShardedVocab
     trained = (hidden, head.bias) if head.weight is None else (head.weight, head.bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained):
         raise CannotRunError(
-            f"the head of {name} is whole and requires a gradient, of which each rank would form its own "
+            f"the head of {name} is whole and requires a gradient, of which each rank would compute "
             f"{vocab_shards.local_size} of {vocab_shards.vocab_size} rows; split it over the vocabulary_group, too, or "
             "detach it"
         )
@@ -145,7 +145,7 @@ def check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
             f"temperatures are on {temperature.device} and hidden states on {hidden.device}; move one of them"
         )
     if temperature.requires_grad:
-        raise CannotRunError("a temperature gets no gradient here; detach it")
+        raise CannotRunError("a temperature cannot require a gradient; detach it")
 
 
 def check_model(name: str, hidden: Tensor, head: Head) -> None:
@@ -175,7 +175,7 @@ def check_model(name: str, hidden: Tensor, head: Head) -> None:
 def check_has_data(hidden: Tensor) -> None:
     """Refuse hidden states on the meta device, which have no data."""
     if hidden.device.type == "meta":
-        raise CannotRunError("hidden states are on the meta device and hold no numbers; give some that do")
+        raise CannotRunError("hidden states are on the meta device and have no data; give tensors with data")
 
 
 def check_same_tokens(hidden_p: Tensor, hidden_q: Tensor) -> None:
@@ -246,7 +246,7 @@ def check_weights(weights: Tensor, hidden: Tensor) -> None:
         )
     if weights.requires_grad:
         raise CannotRunError(
-            "the weights of a loss get no gradient; detach them, or weigh linear_kl's values"
+            "the weights of a loss cannot require a gradient; detach them, or multiply linear_kl's values by them"
         )
 
 

@@ -51,7 +51,9 @@ def pack(
     refuse_transforms_compiled("a compiled linear function", ALTERNATIVE)
     options = DEFAULT if options is None else options
     if options.report is not None:
-        raise CannotRunError("inside torch.compile nothing can be reported; leave report out of the options")
+        raise CannotRunError(
+            "options.report cannot be called inside torch.compile; leave it out of the options"
+        )
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     shared = [hidden_p is hidden_q, head_p.weight is head_q.weight, head_p.bias is head_q.bias]
     head_p, head_q = gathered(head_p, head_q)

@@ -190,7 +190,8 @@ def refuse_create_graph() -> None:
     """Raise in a backward pass with ``create_graph``."""
     if torch.is_grad_enabled():
         raise CannotRunError(
-            "what a vocabulary_group exchanges can be differentiated once; leave create_graph off, or give whole heads"
+            "the collectives of a vocabulary_group can be differentiated once; leave create_graph off, or give heads "
+            "that are not sharded"
         )
 
 

@@ -59,7 +59,7 @@ def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
     if pair.is_sharded:
         if options.compile == "always":
             raise CannotRunError(
-                "compile='always' cannot compile what the ranks of a vocabulary_group exchange; ask for 'auto'"
+                "compile='always' cannot compile the collectives of a vocabulary_group; use 'auto'"
             )
         return False
     missing = missing_for(pair.p.hidden.device.type)

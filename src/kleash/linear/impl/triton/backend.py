@@ -51,7 +51,7 @@ class TritonBackend:
         elif device != "cuda" and not (device == "cpu" and environ.get("TRITON_INTERPRET") == "1"):
             reason = f"runs on CUDA tensors and these are on {device}"
         elif pair.p.dtype != torch.float32:
-            reason = f"computes in float32 and something given is {pair.p.dtype}"
+            reason = f"computes in float32 and a tensor is {pair.p.dtype}"
         elif request.divergence not in (KL, REVERSE_KL):
             reason = "has kernels for KL in both directions and for no other divergence"
         elif pair.is_sharded:
