@@ -1,4 +1,4 @@
-"""Hidden states and heads to try things on, and the same numbers the long way, in float64 numpy."""
+"""Test cases of hidden states and heads, and their expected results by numpy in float64."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ CHUNKED = LinearOptions(impl="chunked", compile="never")
 TINY = LinearOptions(impl="chunked", compile="never", buffer_bytes=1)
 SMALL = LinearOptions(impl="chunked", compile="never", buffer_bytes=60_000)
 NATIVE = LinearOptions(impl="chunked", buffer_bytes=60_000)
-"""By the library in C where it can (KL and objectives in float32): ``conftest.py`` lets it take calls of any size."""
+"""By the library in C where supported; ``conftest.py`` enables it for calls of any size."""
 EVERY = pytest.mark.parametrize(
     "options",
     [REFERENCE, CHUNKED, SMALL, TINY, NATIVE],
@@ -41,7 +41,7 @@ TRAITS = {
 
 @dataclass
 class Case:
-    """What the linear functions are given. No size divides another."""
+    """Arguments of the linear functions. No size divides another."""
 
     hidden_p: Tensor
     head_p: Head
@@ -71,25 +71,25 @@ class Case:
 
 
 def head_case(
-    dtype=torch.float32, distance=2.0, tokens=(37,), words=101, seed=0, temperature=1.0, **traits
+    dtype=torch.float32, distance=2.0, tokens=(37,), vocab_size=101, seed=0, temperature=1.0, **traits
 ) -> Case:
-    """Two models ``apart`` from each other; their hidden sizes differ, their heads have every trait asked for."""
+    """Two models at a ``distance``; their hidden sizes differ, and their heads have the given traits."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-    hidden, weight, bias = normal(*tokens, 13), 0.6 * normal(words, 13), normal(words)
+    hidden, weight, bias = normal(*tokens, 13), 0.6 * normal(vocab_size, 13), normal(vocab_size)
     extra = normal(*tokens, 4)
     hidden_q = torch.cat([hidden + distance * normal(*tokens, 13), extra], -1)
-    weight_q = torch.cat([weight, 0.1 * distance * normal(words, 4)], -1)
+    weight_q = torch.cat([weight, 0.1 * distance * normal(vocab_size, 4)], -1)
     with_bias = traits.pop("bias", False)
 
     def head(matrix, shift):
-        offset = (bias + shift * normal(words)).to(dtype) if with_bias else None
+        offset = (bias + shift * normal(vocab_size)).to(dtype) if with_bias else None
         return Head(matrix.to(dtype), offset, **traits)
 
-    ids = torch.randint(words, tokens, generator=random)
+    ids = torch.randint(vocab_size, tokens, generator=random)
     return Case(
         hidden.to(dtype),
         head(weight, 0.0),
@@ -100,7 +100,7 @@ def head_case(
     )
 
 
-def logp_the_long_way(hidden: Tensor, head: Head, temperature: float) -> np.ndarray:
+def logp_by_numpy(hidden: Tensor, head: Head, temperature: float) -> np.ndarray:
     """All log-probabilities, by numpy and scipy in float64 from the same rounded inputs."""
     z = hidden.detach().double().numpy()
     if head.weight is not None:
@@ -113,10 +113,10 @@ def logp_the_long_way(hidden: Tensor, head: Head, temperature: float) -> np.ndar
     return log_softmax(z / temperature, axis=-1)
 
 
-def statistics_the_long_way(case: Case) -> TokenStatistics:
-    """Every statistic from the probabilities, with scipy's relative entropy and Jensen-Shannon distance."""
-    logp = logp_the_long_way(case.hidden_p, case.head_p, case.temperature)
-    logq = logp_the_long_way(case.hidden_q, case.head_q, case.temperature)
+def statistics_by_numpy(case: Case) -> TokenStatistics:
+    """Every statistic from the probabilities, by scipy's relative entropy and Jensen-Shannon distance."""
+    logp = logp_by_numpy(case.hidden_p, case.head_p, case.temperature)
+    logq = logp_by_numpy(case.hidden_q, case.head_q, case.temperature)
     p, q, ids = np.exp(logp), np.exp(logq), case.tokens.numpy()[..., None]
 
     def of_token(x):
@@ -141,7 +141,7 @@ def statistics_the_long_way(case: Case) -> TokenStatistics:
 
 
 def in_float64(case: Case) -> Case:
-    """The same rounded inputs, wider."""
+    """The same rounded inputs in float64."""
 
     def wide(head):
         bias = None if head.bias is None else head.bias.double()
@@ -154,12 +154,12 @@ def in_float64(case: Case) -> Case:
 
 
 def relative_rms(actual: Tensor, exact: Tensor) -> float:
-    """Root mean square of the error, over that of the number."""
+    """Root mean square of the error, relative to that of the exact numbers."""
     return float((actual.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
 def leaves_of(case: Case, divergence="kl", *, weights=None):
-    """The six tensors of a case as leaves, and, given options, the function of them: values, or a weighted loss."""
+    """The six tensors of a case as leaves, and a function from options to the function of the tensors."""
     p, q = case.head_p, case.head_q
     tensors = [case.hidden_p, p.weight, p.bias, case.hidden_q, q.weight, q.bias]
     tensors = [x.detach().clone().requires_grad_() for x in tensors]
@@ -179,7 +179,7 @@ def leaves_of(case: Case, divergence="kl", *, weights=None):
 
 
 def peak(seen) -> int:
-    """The most memory that was held at once."""
+    """The most memory in use at one time."""
     allocated = most = 0
     for event in sorted(
         (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),

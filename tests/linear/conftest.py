@@ -1,4 +1,4 @@
-"""The library in C takes calls of any size."""
+"""Fixture: the library in C is used for calls of any size."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What impl='triton' owes, run on the CPU by triton's interpreter: ``test_linear_triton.py`` starts this in a process.
+"""Tests of impl='triton' in triton's interpreter on the CPU; ``test_linear_triton.py`` runs them in a process.
 
 The interpreter has to be asked for before triton is imported, and would be everybody's from then on.
 """
@@ -7,8 +7,16 @@ import os
 
 import pytest
 import torch
-from linear_cases import REFERENCE, TRAITS, Case, head_case, in_float64, leaves_of, relative_rms
-from linear_cases import statistics_the_long_way as long_way
+from linear_cases import (
+    REFERENCE,
+    TRAITS,
+    Case,
+    head_case,
+    in_float64,
+    leaves_of,
+    relative_rms,
+    statistics_by_numpy,
+)
 
 from kleash.errors import CannotRunError
 from kleash.linear import (
@@ -38,7 +46,7 @@ FLOATS = [name for name in TokenStatistics._fields if name not in ("top1_p", "to
 
 @pytest.fixture(autouse=True)
 def narrow_tiles(monkeypatch):
-    """Rows of several tiles, the last of them not full; and few programs, for each costs time here."""
+    """Rows of several tiles, the last of them partial, and few programs, since each takes time in the interpreter."""
     monkeypatch.setattr(launch, "WIDTH", 64)
     monkeypatch.setitem(launch.HEIGHTS, "cpu", 64)
 
@@ -63,13 +71,13 @@ def test_statistics_equal_the_reference(dtype, distance):
 
 @pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS.keys())
 def test_every_kind_of_head(traits):
-    case = head_case(torch.float32, 0.5, words=70, **traits)
+    case = head_case(torch.float32, 0.5, vocab_size=70, **traits)
     back = linear_divergence(
         *case.models, divergence="reverse_kl", temperature=case.temperature, options=TRITON
     )
-    torch.testing.assert_close(back, long_way(case).kl_qp.float(), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(back, statistics_by_numpy(case).kl_qp.float(), rtol=2e-5, atol=1e-6)
     for name, ours, right in zip(
-        TokenStatistics._fields, case.statistics(TRITON), long_way(case), strict=True
+        TokenStatistics._fields, case.statistics(TRITON), statistics_by_numpy(case), strict=True
     ):
         if name in FLOATS:
             torch.testing.assert_close(
@@ -78,14 +86,16 @@ def test_every_kind_of_head(traits):
 
 
 def test_the_fused_kernel_with_every_kind_of_head(monkeypatch):
-    """The fused kernel: shares of the vocabulary, tiles of tokens and dimensions, none of which fits."""
+    """Sizes of which none is a multiple of the kernel's shares and tiles."""
     monkeypatch.setattr(fused, "SHARE", 80)
     monkeypatch.setattr(fused, "HEIGHT", 32)
     monkeypatch.setattr(fused, "WIDTH", 64)
     monkeypatch.setattr(fused, "DEPTH", 16)
     for traits in (TRAITS["temperature"], TRAITS["scale"]):
         case = head_case(torch.float32, 0.5, **traits)
-        torch.testing.assert_close(case.kl(SMALL), long_way(case).kl_pq.float(), rtol=2e-5, atol=1e-6)
+        torch.testing.assert_close(
+            case.kl(SMALL), statistics_by_numpy(case).kl_pq.float(), rtol=2e-5, atol=1e-6
+        )
     case.head_p = Head(case.head_p.weight.T.contiguous().T, torch.full((101,), -torch.inf))
     case.head_p.bias[60:] = 0.5
     case.hidden_q[4, 2] = torch.nan
@@ -93,7 +103,7 @@ def test_the_fused_kernel_with_every_kind_of_head(monkeypatch):
     assert actual.isnan().tolist() == [n == 4 for n in range(37)]
     unaffected = torch.arange(37) != 4
     torch.testing.assert_close(
-        actual[unaffected], long_way(case).kl_pq.float()[unaffected], rtol=2e-5, atol=1e-6
+        actual[unaffected], statistics_by_numpy(case).kl_pq.float()[unaffected], rtol=2e-5, atol=1e-6
     )
 
 
@@ -109,7 +119,7 @@ def test_the_fused_kernel_is_used_where_memory_is_for_few_tokens(monkeypatch):
 
 @pytest.mark.parametrize("distance", [0.03, 0.001])
 def test_float32_has_three_digits_at_a_kl_of_a_millionth_of_a_nat(distance):
-    case = head_case(torch.float32, distance, words=301)
+    case = head_case(torch.float32, distance, vocab_size=301)
     exact, actual = in_float64(case).statistics(REFERENCE), case.statistics(TRITON)
     for name in ("kl_pq", "kl_qp", "jensen_shannon", "total_variation"):
         right, ours = getattr(exact, name), getattr(actual, name).double()
@@ -119,7 +129,7 @@ def test_float32_has_three_digits_at_a_kl_of_a_millionth_of_a_nat(distance):
 
 
 def test_a_peaked_p_whose_likeliest_token_comes_late():
-    """The centre that the first tiles suggest is wrong by far more than d spreads: its square must not be left over."""
+    """The mean of the first tiles is off by far more than d spreads: its square must cancel."""
     random = torch.Generator().manual_seed(0)
     zp = torch.randn(24, 101, generator=random)
     zp[:, 90] = 25.0
@@ -137,7 +147,7 @@ def test_a_peaked_p_whose_likeliest_token_comes_late():
 
 @pytest.mark.parametrize(("offset", "in_value", "in_gradient"), [(0, 1e-5, 2e-6), (1000, 1e-3, 3e-2)])
 def test_kl_of_nearly_equal_logits_keeps_all_digits(offset, in_value, in_gradient):
-    """Logits on a grid, so that their difference is exact: what is left is the rounding of its mean."""
+    """Logits on a grid, so that their difference is exact and only its mean is rounded."""
     random = torch.Generator().manual_seed(0)
     zp = torch.randint(-3000, 3000, (24, 301), generator=random) / 1024
     zq = zp + offset + torch.randint(-2, 3, (24, 301), generator=random) / 1024
@@ -166,7 +176,7 @@ def gradients(case, options, divergence="kl", weights=None):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "apart", "divergence"),
+    ("dtype", "distance", "divergence"),
     [
         (torch.float32, 2.0, "kl"),
         (torch.float32, 0.002, "reverse_kl"),
@@ -263,8 +273,8 @@ def test_tokens_of_weight_0_are_not_read():
 @pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
 @pytest.mark.parametrize("options", [TRITON, SMALL], ids=["logits", "fused"])
 def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, traits, spoilt):
-    """By an incoming gradient or weight of 0, or by what an objective makes of it: as the other implementations."""
-    case = head_case(torch.float32, tokens=(7,), words=70, **traits)
+    """An incoming gradient of 0, a weight of 0, or an objective that does not select the token."""
+    case = head_case(torch.float32, tokens=(7,), vocab_size=70, **traits)
     counted = torch.tensor([1, 1, 0, 1, 0, 1, 1], dtype=torch.bool)
     weights = torch.where(counted, 1.5, 0.0)
     case.hidden_p[2, 3], case.hidden_q[4] = spoilt, spoilt
@@ -330,14 +340,16 @@ def test_rows_with_infinite_logits_do_not_affect_other_rows():
         case = Case(pair[0], Head(None), pair[1], Head(None), torch.tensor([0, 1, 3, 0]) + shift)
         actual = case.statistics(TRITON)
         assert actual.kl_pq[0] == actual.kl_qp[0] == actual.kl_qp[3] == torch.inf
-        for name, numbers, right in zip(TokenStatistics._fields, actual, long_way(case), strict=True):
+        for name, numbers, right in zip(
+            TokenStatistics._fields, actual, statistics_by_numpy(case), strict=True
+        ):
             torch.testing.assert_close(
                 numbers, right.to(numbers.dtype), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
 
 
 def test_a_tile_with_probability_0_under_p_loses_no_digits():
-    case = head_case(torch.float32, distance=0.01, tokens=(20,), words=70)
+    case = head_case(torch.float32, distance=0.01, tokens=(20,), vocab_size=70)
     random = torch.Generator().manual_seed(3)
     zp, zq = (h @ head.weight.T for h, head in (case.models[:2], case.models[2:]))
     faint = torch.randn(20, 64, generator=random) - 16
@@ -351,7 +363,7 @@ def test_a_tile_with_probability_0_under_p_loses_no_digits():
 
 
 def test_tokens_of_probability_0_add_0_to_the_gradient():
-    case = head_case(torch.float32, 0.5, tokens=(9,), words=80)
+    case = head_case(torch.float32, 0.5, tokens=(9,), vocab_size=80)
     p, head_p, q, head_q = case.models
     never = torch.zeros(80)
     never[66:] = -torch.inf
@@ -380,7 +392,7 @@ def test_far_distributions_do_not_overflow():
         torch.cat([torch.full((1, 64), -torch.inf), zp / 100], -1), Head(None),
         torch.cat([torch.full((1, 64), 200.0), zq / 100], -1), Head(None), torch.tensor([65]),
     )  # fmt: skip
-    torch.testing.assert_close(forbidden.kl(TRITON), long_way(forbidden).kl_pq.float())
+    torch.testing.assert_close(forbidden.kl(TRITON), statistics_by_numpy(forbidden).kl_pq.float())
     value, in_p, in_q = kl_of_logits(zp, zq, TRITON)
     right, right_p, right_q = kl_of_logits(zp, zq, REFERENCE)
     torch.testing.assert_close((value, in_p, in_q), (right, right_p, right_q))

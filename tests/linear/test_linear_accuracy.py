@@ -1,4 +1,4 @@
-"""Near models, from bfloat16 inputs: values to a thousandth, gradients in the right direction, nothing below 0."""
+"""Near models with bfloat16 inputs: error of values below 0.1 %, direction of gradients, no negative value."""
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ OF_ALL = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
 
 
 def near(steps):
-    """Two bfloat16 models under one body, whose heads differ by a rounding step here and there, and by a bias."""
-    case = head_case(torch.bfloat16, 1e-4, tokens=(33,), words=401)
+    """Two bfloat16 models with one body, whose heads differ by a rounding step in some entries, and by a bias."""
+    case = head_case(torch.bfloat16, 1e-4, tokens=(33,), vocab_size=401)
     case.hidden_q = case.hidden_q.clone()
     case.hidden_q[:, :13] = case.hidden_p
     case.head_p = Head(case.head_p.weight, torch.zeros(401).bfloat16())

@@ -1,4 +1,4 @@
-"""Every way that the benchmarks time computes what it is said to compute; the benchmarks run."""
+"""Every candidate of the benchmarks computes the right gradient; the benchmarks run."""
 
 import json
 import os
@@ -177,7 +177,7 @@ def test_rounds_are_interleaved_and_end_in_time(benchmarks):
 
 
 def run_peers(benchmarks, monkeypatch, folder, *more):
-    """The figures after a run of two ways at the smallest shape."""
+    """The figures after a run of two candidates at the smallest shape."""
     arguments = ["--shape", "tiny", "--only", "matmuls", "kleash", "--threads", "1", "--out", str(folder)]
     monkeypatch.setattr("sys.argv", ["linear_peers.py", *arguments, *more])
     benchmarks.peers.main()

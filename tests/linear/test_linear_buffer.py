@@ -1,4 +1,4 @@
-"""How much memory the chunks of a call get where the options leave that to the device."""
+"""The memory for the chunks of a call where ``buffer_bytes`` is None."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class Cuda:
-    """The tensors of a pair, as far as their device is asked for."""
+    """A tensor whose device is a GPU."""
 
     def __init__(self, tensor):
         self.tensor, self.device, self.shape, self.dtype = (
@@ -29,16 +29,16 @@ class Cuda:
         return len(self.tensor)
 
 
-def pair_of(words, dim=64, dtype=torch.bfloat16, tokens=8192):
+def pair_of(vocab_size, dim=64, dtype=torch.bfloat16, tokens=8192):
     hidden = Cuda(torch.empty(tokens, dim, dtype=dtype, device="meta"))
-    head = Head(torch.empty(words, dim, dtype=dtype, device="meta"))
+    head = Head(torch.empty(vocab_size, dim, dtype=dtype, device="meta"))
     model = HeadInputs(hidden=hidden, head=head, temperature=1.0, dtype=torch.float32)
     return HeadPair(p=model, q=model)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU that says what is free, and has as much, and counts how often it was asked."""
+    """A GPU with chosen free and allocatable memory, which counts the queries."""
     state = {"free": 60 * GIB, "there": 60 * GIB, "asked": 0}
 
     def free(device):
@@ -50,12 +50,12 @@ def gpu(monkeypatch):
     return state
 
 
-@pytest.mark.parametrize("words", [32_768, 128_256, 151_936, 262_144])
+@pytest.mark.parametrize("vocab_size", [32_768, 128_256, 151_936, 262_144])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("buffers", [1, 6, 20])
-def test_a_gpu_gets_1024_tokens_a_chunk(gpu, words, dtype, buffers):
-    """Under 128 MiB a chunk was of 110 tokens at 151 936 words, each of which read all weights."""
-    pair = pair_of(words, 4096, dtype)
+def test_a_gpu_gets_1024_tokens_a_chunk(gpu, vocab_size, dtype, buffers):
+    """With 128 MiB, a chunk would have 110 tokens of 151 936 logits, and each chunk reads all weights."""
+    pair = pair_of(vocab_size, 4096, dtype)
     options = choice.with_buffer(LinearOptions(), pair)
     assert plan_chunks(pair, options, buffers).chunk_tokens == 1024
     assert options.chunk_bytes <= 60 * GIB // 8 and gpu["asked"] == 1
@@ -90,20 +90,20 @@ def test_an_unknown_free_memory_gives_the_default_of_a_cpu(monkeypatch):
 def test_a_given_buffer_is_used_and_a_cpu_takes_128_mib(gpu):
     pair = pair_of(32_768)
     assert choice.with_buffer(LinearOptions(buffer_bytes=7), pair).buffer_bytes == 7
-    case = head_case(tokens=(5,), words=11)
+    case = head_case(tokens=(5,), vocab_size=11)
     model = HeadInputs(hidden=case.hidden_p, head=case.head_p, temperature=1.0, dtype=torch.float32)
     assert choice.with_buffer(LinearOptions(), HeadPair(p=model, q=model)).buffer_bytes == 128 * 2**20
     assert gpu["asked"] == 0
 
 
 def test_a_call_and_its_backward_pass_choose_the_memory_once(monkeypatch):
-    """What is free has changed by the backward pass, which cuts the tokens as the forward pass did."""
+    """The free memory may differ in the backward pass, which has to use the chunks of the forward pass."""
     calls = []
     monkeypatch.setattr(
         "kleash.linear.impl.choice.with_buffer",
         lambda options, pair: calls.append(1) or LinearOptions(buffer_bytes=3000),
     )
-    case = head_case(tokens=(9,), words=11)
+    case = head_case(tokens=(9,), vocab_size=11)
     case.head_p.weight.requires_grad_()
     linear_kl(*case.models).sum().backward()
     linear_kl_loss(*case.models, weights=torch.ones(9)).loss.backward()
@@ -111,7 +111,7 @@ def test_a_call_and_its_backward_pass_choose_the_memory_once(monkeypatch):
 
 
 def test_a_compiled_call_chooses_its_memory_when_it_runs(monkeypatch):
-    case = head_case(tokens=(5,), words=11)
+    case = head_case(tokens=(5,), vocab_size=11)
     eager = linear_kl(*case.models)
     seen = []
     monkeypatch.setattr(

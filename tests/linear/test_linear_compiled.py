@@ -1,4 +1,4 @@
-"""What torch compiles, where the library in C cannot serve, and the eager core agree."""
+"""Row functions compiled by torch agree with the eager ones."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def no_library_in_c(monkeypatch):
 @compiles
 def test_compiled_and_eager_agree(compiler, unhooked):
     for distance in (2.0, 0.01):
-        case = head_case(torch.float32, distance, tokens=(67,), words=1009, bias=True, softcap=20.0)
+        case = head_case(torch.float32, distance, tokens=(67,), vocab_size=1009, bias=True, softcap=20.0)
         exact = in_float64(case).statistics(EAGER)
         eager, actual = case.statistics(EAGER), case.statistics(COMPILED)
         for name, right, plain, ours in zip(TokenStatistics._fields, exact, eager, actual, strict=True):
@@ -28,7 +28,7 @@ def test_compiled_and_eager_agree(compiler, unhooked):
                 assert relative_rms(ours, right) <= 1.5 * relative_rms(plain, right) + 1e-6, name
             else:
                 assert torch.equal(ours, right), name
-    spoilt = head_case(torch.float32, tokens=(67,), words=1009)
+    spoilt = head_case(torch.float32, tokens=(67,), vocab_size=1009)
     spoilt.hidden_p[1] = torch.nan
     before, after = spoilt.statistics(EAGER), spoilt.statistics(COMPILED)
     assert after.kl_pq[1].isnan() and after.kl_pq[torch.arange(67) != 1].isfinite().all()
@@ -37,7 +37,7 @@ def test_compiled_and_eager_agree(compiler, unhooked):
 
 @compiles
 def test_the_compiled_kl_is_exactly_zero_for_a_model_against_itself(compiler, unhooked):
-    case = head_case(torch.float32, tokens=(67,), words=1009)
+    case = head_case(torch.float32, tokens=(67,), vocab_size=1009)
     case.hidden_q, case.head_q = case.hidden_p.clone(), case.head_p
     assert torch.equal(case.kl(COMPILED), torch.zeros(67))
 
@@ -50,7 +50,7 @@ def test_compiled_and_eager_losses_agree(compiler, unhooked):
         return weights[rows] * (terms.kl - terms.token_logp - 0.3 * terms.entropy)
 
     for distance in (2.0, 0.01):
-        case = head_case(torch.float32, distance, tokens=(259,), words=1009, bias=True)
+        case = head_case(torch.float32, distance, tokens=(259,), vocab_size=1009, bias=True)
         wide = in_float64(case)
         results = []
         for each, options in ((wide, EAGER), (case, EAGER), (case, COMPILED)):

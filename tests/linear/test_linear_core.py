@@ -1,4 +1,4 @@
-"""The row core, precision, and what stands beside the divergences: ties, ranks, log-probabilities."""
+"""The tanh form, precision, likeliest tokens, ranks and log-probabilities."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from linear_cases import (
     TRAITS,
     head_case,
     in_float64,
-    logp_the_long_way,
+    logp_by_numpy,
 )
 
 from kleash.divergences import phi
@@ -35,10 +35,10 @@ def test_ties_go_to_the_first_and_do_not_lower_the_rank(options):
     torch.testing.assert_close(actual.top1_probability_q, z.softmax(-1).amax(-1))
 
 
-@pytest.mark.parametrize("words", [1, 2, 255, 512, 777, 1024, 1500])
-def test_the_likeliest_token_is_found_at_every_position(words):
-    z = torch.randn(64, words, generator=torch.Generator().manual_seed(words))
-    z[torch.arange(64), torch.arange(64) % words] += 3
+@pytest.mark.parametrize("vocab_size", [1, 2, 255, 512, 777, 1024, 1500])
+def test_the_likeliest_token_is_found_at_every_position(vocab_size):
+    z = torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    z[torch.arange(64), torch.arange(64) % vocab_size] += 3
     actual = token_statistics(
         z, Head(None), -z, Head(None), torch.zeros(64, dtype=torch.int32), options=CHUNKED
     )
@@ -48,8 +48,8 @@ def test_the_likeliest_token_is_found_at_every_position(words):
 
 
 def check_likeliest(case, options):
-    """Five tokens a row: the statistics are those of ``token_statistics``, the tokens and probabilities float64's."""
-    words = logp_the_long_way(case.hidden_p, case.head_p, case.temperature).shape[-1]
+    """The statistics equal ``token_statistics``; the five likeliest tokens and probabilities equal float64's."""
+    vocab_size = logp_by_numpy(case.hidden_p, case.head_p, case.temperature).shape[-1]
     actual = token_statistics_and_top(
         *case.models, case.tokens, top=5, temperature=case.temperature, options=options
     )
@@ -58,21 +58,23 @@ def check_likeliest(case, options):
     wide = in_float64(case)
     sides = ((wide.hidden_p, wide.head_p, actual.top_p), (wide.hidden_q, wide.head_q, actual.top_q))
     for hidden, head, top in sides:
-        probs = torch.from_numpy(logp_the_long_way(hidden, head, case.temperature)).exp()
+        probs = torch.from_numpy(logp_by_numpy(hidden, head, case.temperature)).exp()
         for values in (top.probability.double(), probs.gather(-1, top.token_ids)):
-            torch.testing.assert_close(values, probs.topk(min(5, words), -1).values, rtol=2e-5, atol=1e-12)
-        assert all(len(set(ids)) == min(5, words) for ids in top.token_ids.tolist())
+            torch.testing.assert_close(
+                values, probs.topk(min(5, vocab_size), -1).values, rtol=2e-5, atol=1e-12
+            )
+        assert all(len(set(ids)) == min(5, vocab_size) for ids in top.token_ids.tolist())
 
 
 @EVERY
-@pytest.mark.parametrize(("words", "traits"), [(101, "softcap"), (4, "scale")])
-def test_the_likeliest_tokens_come_with_the_statistics(options, words, traits):
-    check_likeliest(head_case(words=words, **TRAITS[traits]), options)
+@pytest.mark.parametrize(("vocab_size", "traits"), [(101, "softcap"), (4, "scale")])
+def test_the_likeliest_tokens_come_with_the_statistics(options, vocab_size, traits):
+    check_likeliest(head_case(vocab_size=vocab_size, **TRAITS[traits]), options)
 
 
 @pytest.mark.parametrize("options", [REFERENCE, CHUNKED, NATIVE], ids=["reference", "chunked", "native"])
 def test_the_likeliest_of_many_tokens_come_with_the_statistics(options):
-    check_likeliest(head_case(words=2999, tokens=(5,), **TRAITS["temperature"]), options)
+    check_likeliest(head_case(vocab_size=2999, tokens=(5,), **TRAITS["temperature"]), options)
 
 
 def test_the_likeliest_tokens_at_every_position_and_with_ties():
@@ -119,9 +121,9 @@ def test_kl_rows_does_not_change_the_logits():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_log_probabilities_equal_numpy_in_float64(dtype):
-    case = head_case(dtype, tokens=(2, 3), words=5001, bias=True, softcap=9.0, temperature=1.3)
+    case = head_case(dtype, tokens=(2, 3), vocab_size=5001, bias=True, softcap=9.0, temperature=1.3)
     actual = log_probabilities(case.hidden_q, case.head_q, temperature=1.3)
-    expected = torch.as_tensor(logp_the_long_way(case.hidden_q, case.head_q, 1.3))
+    expected = torch.as_tensor(logp_by_numpy(case.hidden_q, case.head_q, 1.3))
     assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(actual.double(), expected, rtol=2e-7, atol=1e-6)
 

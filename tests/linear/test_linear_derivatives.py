@@ -1,4 +1,4 @@
-"""Derivatives beyond the first, in forward mode and inside torch.func: right by the reference, refused by the rest."""
+"""Higher derivatives, forward mode and torch.func: right with the reference, an error with the others."""
 
 from functools import cache
 from itertools import product
@@ -26,7 +26,7 @@ from kleash.linear import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 TRITON = LinearOptions(impl="triton")
-CASE = head_case(torch.float64, tokens=(5,), words=11, bias=True)
+CASE = head_case(torch.float64, tokens=(5,), vocab_size=11, bias=True)
 WEIGHTS = torch.linspace(0.5, 2, 5, dtype=torch.float64)
 
 
@@ -52,7 +52,7 @@ WITHOUT_A_GRADIENT = ("token_statistics", "token_statistics_and_top")
 
 
 def with_tensor(place, tensor):
-    """The four arguments, one of whose six tensors is another."""
+    """The four arguments with one of the six tensors replaced."""
     p, q = CASE.head_p, CASE.head_q
     six = [CASE.hidden_p, p.weight, p.bias, CASE.hidden_q, q.weight, q.bias]
     six[place] = tensor
@@ -78,7 +78,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("name", DOORS)
 def test_transforms_of_torch_func_raise_an_error(name, place):
-    """They gave a tangent of None, which is 0, or an error of torch about functions with out=."""
+    """Without the check, the tangent was None, which is 0, or torch raised an error about functions with out=."""
     for options in (CHUNKED, NATIVE, TRITON, *([REFERENCE] if name not in VALUES else [])):
         for transform in TRANSFORMS.values():
             with pytest.raises(CannotRunError, match="inside torch"):
@@ -89,7 +89,7 @@ def test_transforms_of_torch_func_raise_an_error(name, place):
 
 
 def test_tensors_that_are_not_transformed_work_inside_torch_func():
-    """A constant to the transform around it, with the value that it has outside."""
+    """Tensors that are constants of the transform give the same values as outside of it."""
     for name in (*VALUES, "token_statistics"):
         door = DOORS[name]
         inside = torch.func.vmap(lambda x, f=door: x + f(CASE.models, CHUNKED).sum())(torch.zeros(2))
@@ -119,7 +119,7 @@ def test_tangents_of_weights_temperatures_and_the_data_of_an_objective_raise():
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("name", [n for n in DIVERGENCES if n not in ("total_variation", "hellinger")])
 def test_the_reference_has_every_derivative(name, tie):
-    """Against the dense functions on logits that are formed here, at a tie where both heads give the same."""
+    """Against the dense functions on explicit logits, at a point where both heads agree."""
     random = torch.Generator().manual_seed(1)
     h, g, weight = (torch.randn(*s, generator=random, dtype=torch.float64) for s in ((2, 3), (2, 3), (6, 3)))
     g = h.clone() if tie else g
@@ -163,7 +163,7 @@ def test_a_second_derivative_is_right_or_raises(name, options):
 
 
 def test_log_probabilities_have_every_derivative():
-    """They hold the whole vocabulary, in torch's own functions."""
+    """They are computed by torch's functions from all logits."""
     weight, bias = CASE.head_p.weight, CASE.head_p.bias
 
     def ours(x):
@@ -188,10 +188,10 @@ def test_log_probabilities_have_every_derivative():
 def test_forward_mode_around_a_compiled_call_is_right_or_raises(
     compiler, unhooked, options, name, backend, warm
 ):
-    """The tangent of a reference loss was None, which is 0; others raised an error of torch about out=."""
+    """Without the check, the tangent of a reference loss was None; the others raised an error about out=."""
     torch.compiler.reset()
     dtype = torch.float64 if options is REFERENCE else torch.float32  # the core in C takes no other
-    case = head_case(dtype, tokens=(5,), words=11, bias=True)
+    case = head_case(dtype, tokens=(5,), vocab_size=11, bias=True)
 
     def call(hidden):
         return DOORS[name]((hidden, *case.models[1:]), options).sum()
@@ -216,7 +216,7 @@ def test_forward_mode_around_a_compiled_call_is_right_or_raises(
 @pytest.mark.parametrize("name", [n for n in DOORS if n not in WITHOUT_A_GRADIENT])
 @compiles
 def test_a_second_derivative_of_a_compiled_call_raises(compiler, unhooked, name):
-    """By the operations, which were constants to it; behind an AOT backend torch refuses it before they are asked."""
+    """The operation raises the error; with an AOT backend, torch raises before it."""
     torch.compiler.reset()
     leaf = CASE.hidden_p.clone().requires_grad_()
     compiled = torch.compile(lambda x: DOORS[name](with_tensor(0, x), CHUNKED).sum(), backend="eager")
@@ -231,11 +231,11 @@ def test_a_second_derivative_of_a_compiled_call_raises(compiler, unhooked, name)
 @EVERY
 @pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
 def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, traits):
-    """Nor whatever its hidden states hold: by an incoming gradient or weight of 0, or left out by an objective."""
+    """Even if its hidden states are NaN: incoming gradient 0, weight 0, or not selected by an objective."""
     spoilt = list(
         product("pq", (torch.nan, torch.inf, -torch.inf), (3, slice(None)))
     )  # one number, or all of them
-    case = head_case(torch.float64, tokens=(len(spoilt) + 6,), words=23, **traits)
+    case = head_case(torch.float64, tokens=(len(spoilt) + 6,), vocab_size=23, **traits)
     counted = torch.arange(len(spoilt) + 6) % 4 == 3
     counted[0] = counted[-1] = True
     for token, (side, number, where) in zip((~counted).nonzero()[:, 0].tolist(), spoilt, strict=True):
@@ -273,7 +273,7 @@ def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, trai
 
 @EVERY
 def test_a_nan_token_with_an_incoming_gradient_gives_a_nan_gradient(options):
-    case = head_case(torch.float64, tokens=(4,), words=9, bias=True)
+    case = head_case(torch.float64, tokens=(4,), vocab_size=9, bias=True)
     case.hidden_p[1, 0] = torch.nan
     leaves = [x.clone().requires_grad_() for x in (case.hidden_p, case.head_p.weight)]
     linear_kl(leaves[0], Head(leaves[1]), *case.models[2:], options=options).sum().backward()
@@ -283,8 +283,8 @@ def test_a_nan_token_with_an_incoming_gradient_gives_a_nan_gradient(options):
 
 @EVERY
 def test_a_temperature_changed_after_the_forward_pass_changes_nothing(options):
-    """The gradient was that of the new temperature, 75 % off; other tensors changed in place raise."""
-    case = head_case(torch.float64, tokens=(5,), words=9)
+    """Without a copy, the gradient was that of the new temperature, 75 % off; other tensors changed in place raise."""
+    case = head_case(torch.float64, tokens=(5,), vocab_size=9)
     actual = []
     for changed in (False, True):
         weight, heat = case.head_p.weight.clone().requires_grad_(), torch.full((5,), 2.0, dtype=torch.float64)
@@ -300,7 +300,7 @@ def test_a_temperature_changed_after_the_forward_pass_changes_nothing(options):
 @pytest.mark.parametrize("what", ["bias", "hidden", "weight", "all"])
 @pytest.mark.parametrize("door", ["values", "loss", "objective"])
 def test_the_gradient_of_a_half_precision_tensor_of_both_models_is_rounded_once(options, dtype, what, door):
-    """What both give to it nearly cancels; rounded each for itself, a bias's gradient was 12 % off."""
+    """The two models' gradients nearly cancel; rounded separately, a bias's gradient was 12 % off."""
     gradients = shared_gradients(dtype, what, door, options), exact_shared_gradients(dtype, what, door)
     for ours, exact in zip(*gradients, strict=True):
         error = (ours - exact).norm() / exact.norm()
@@ -315,7 +315,7 @@ def exact_shared_gradients(dtype, what, door):
 def shared_gradients(dtype, what, door, options):
     """The gradients of the tensors that both models share; without options, in float64 of the same rounded numbers."""
     wide = options is None
-    case = head_case(torch.float64, tokens=(9,), words=31, distance=0.02, bias=True)
+    case = head_case(torch.float64, tokens=(9,), vocab_size=31, distance=0.02, bias=True)
     p, q = case.head_p, case.head_q
     hidden_q, weight_q = case.hidden_q[:, :13], q.weight[:, :13]
     six = [case.hidden_p, p.weight, p.bias, hidden_q, weight_q, q.bias]

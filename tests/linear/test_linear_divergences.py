@@ -12,7 +12,7 @@ from linear_cases import (
     head_case,
     in_float64,
     leaves_of,
-    logp_the_long_way,
+    logp_by_numpy,
     relative_rms,
 )
 from scipy.special import rel_entr
@@ -54,22 +54,22 @@ def test_every_divergence_of_the_table_is_tested():
 
 @ALL
 @EVERY
-def test_values_equal_numpy_in_float64(options, record, long_way):
+def test_values_equal_numpy_in_float64(options, record, statistics_by_numpy):
     case = head_case(
-        torch.float64, distance=0.7, tokens=(3, 5), words=101, bias=True, softcap=6.0, temperature=1.4
+        torch.float64, distance=0.7, tokens=(3, 5), vocab_size=101, bias=True, softcap=6.0, temperature=1.4
     )
-    logp = logp_the_long_way(case.hidden_p, case.head_p, 1.4)
-    logq = logp_the_long_way(case.hidden_q, case.head_q, 1.4)
+    logp = logp_by_numpy(case.hidden_p, case.head_p, 1.4)
+    logq = logp_by_numpy(case.hidden_q, case.head_q, 1.4)
     actual = linear_divergence(*case.models, divergence=record, temperature=1.4, options=options)
-    right = torch.as_tensor(long_way(np.exp(logp), np.exp(logq)))
+    right = torch.as_tensor(statistics_by_numpy(np.exp(logp), np.exp(logq)))
     torch.testing.assert_close(actual, right, rtol=1e-8, atol=1e-10)
 
 
 @ALL
 @pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
-def test_gradients_equal_finite_differences(options, record, long_way):
+def test_gradients_equal_finite_differences(options, record, statistics_by_numpy):
     case = head_case(
-        torch.float64, 0.5, tokens=(2,), words=5, bias=True, softcap=3.0, scale=1.2, temperature=0.8
+        torch.float64, 0.5, tokens=(2,), vocab_size=5, bias=True, softcap=3.0, scale=1.2, temperature=0.8
     )
     tensors, of = leaves_of(case, record)
     assert torch.autograd.gradcheck(of(options), tensors, fast_mode=True)
@@ -78,8 +78,8 @@ def test_gradients_equal_finite_differences(options, record, long_way):
 @ALL
 @pytest.mark.parametrize("distance", [2.0, 0.02], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, long_way):
-    """Value and all gradients of a weighted loss, by the root mean square of their error."""
+def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, statistics_by_numpy):
+    """Relative RMS error of the value and all gradients of a weighted loss."""
     case = head_case(dtype, distance, bias=True, tokens=(41,))
     weights = torch.linspace(-1, 2, 41)
 
@@ -96,8 +96,8 @@ def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, lon
 
 
 @ALL
-def test_a_loss_and_values_have_the_same_gradient(record, long_way):
-    case = head_case(torch.float64, 1.0, tokens=(13,), words=37, bias=True, softcap=5.0)
+def test_a_loss_and_values_have_the_same_gradient(record, statistics_by_numpy):
+    case = head_case(torch.float64, 1.0, tokens=(13,), vocab_size=37, bias=True, softcap=5.0)
     weights = torch.linspace(-1, 2.1, 13, dtype=torch.float64)
     tensors, of = leaves_of(case, record, weights=weights)
     _, per_token_of = leaves_of(case, record)
@@ -140,6 +140,6 @@ def test_chi_squared_of_pairs_so_far_apart_that_the_score_overflows():
 
 
 def test_an_unknown_name_raises():
-    case = head_case(torch.float32, tokens=(2,), words=5)
+    case = head_case(torch.float32, tokens=(2,), vocab_size=5)
     with pytest.raises(UnknownNameError, match="did you mean 'kl'"):
         linear_divergence(*case.models, divergence="kll")

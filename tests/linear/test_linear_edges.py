@@ -1,4 +1,4 @@
-"""Every function and implementation at the edges: NaN, no overlap, no token, one token, odd shapes, all dtypes."""
+"""Edge cases of every function and implementation: NaN, no overlap, no token, one token, odd shapes, all dtypes."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ THROUGH = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS.keys())
 @THROUGH
 @EVERY
 def test_nan_affects_only_its_token(options, door):
-    case = head_case(torch.float32, tokens=(7,), words=67, bias=True)
+    case = head_case(torch.float32, tokens=(7,), vocab_size=67, bias=True)
     whole = door(case, options)
     case.hidden_q[4, 2] = torch.nan
     case.hidden_p[2, 1] = torch.inf
@@ -94,7 +94,7 @@ LEARNING = pytest.mark.parametrize("loss", GRADIENTS.values(), ids=GRADIENTS.key
 
 
 def with_leaves(case, weights_too=True) -> tuple[Case, list[torch.Tensor]]:
-    """The case made of leaves, and these."""
+    """The case with its tensors as leaves, and the leaves."""
     hidden = [x.detach().clone().requires_grad_() for x in (case.hidden_p, case.hidden_q)]
     heads, tensors = [], list(hidden)
     for head in (case.head_p, case.head_q):
@@ -107,7 +107,7 @@ def with_leaves(case, weights_too=True) -> tuple[Case, list[torch.Tensor]]:
 @LEARNING
 @EVERY
 def test_a_nan_or_infinite_token_does_not_affect_the_gradients_of_others(options, loss):
-    case = head_case(torch.float32, 1.0, tokens=(6,), words=29)
+    case = head_case(torch.float32, 1.0, tokens=(6,), vocab_size=29)
     grads = []
     for spoilt in (False, True):
         if spoilt:
@@ -126,7 +126,7 @@ def test_a_nan_or_infinite_token_does_not_affect_the_gradients_of_others(options
 @EVERY
 @pytest.mark.parametrize("tokens", [(0,), (2, 0), (1,), (1, 1)], ids=str)
 def test_no_token_and_one(tokens, options, door):
-    case = head_case(torch.bfloat16, tokens=tokens, words=31)
+    case = head_case(torch.bfloat16, tokens=tokens, vocab_size=31)
     actual = door(case, options)
     assert actual.shape == tokens and actual.dtype == torch.float32
     assert (actual > 0).all()
@@ -136,7 +136,7 @@ def test_no_token_and_one(tokens, options, door):
 @EVERY
 @pytest.mark.parametrize("tokens", [(0,), (1, 1)], ids=str)
 def test_the_gradient_of_no_token_and_of_one(tokens, options, loss):
-    case, tensors = with_leaves(head_case(torch.float64, 1.0, tokens=tokens, words=31, bias=True))
+    case, tensors = with_leaves(head_case(torch.float64, 1.0, tokens=tokens, vocab_size=31, bias=True))
     total = loss(case, options)
     actual = torch.autograd.grad(total, tensors)
     assert total.shape == ()
@@ -146,11 +146,11 @@ def test_the_gradient_of_no_token_and_of_one(tokens, options, loss):
 
 
 @LEARNING
-@pytest.mark.parametrize("words", [1, 2, 127, 1025])
+@pytest.mark.parametrize("vocab_size", [1, 2, 127, 1025])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_odd_shapes_and_all_dtypes(dtype, words, loss):
-    """Three axes of tokens, more or fewer words than a vector has; no worse than the plain version."""
-    case = head_case(dtype, 0.5, tokens=(2, 1, 5), words=words, bias=True, softcap=20.0)
+def test_odd_shapes_and_all_dtypes(dtype, vocab_size, loss):
+    """Three axes of tokens, and vocabularies below and above the length of a vector register."""
+    case = head_case(dtype, 0.5, tokens=(2, 1, 5), vocab_size=vocab_size, bias=True, softcap=20.0)
     actual = []
     for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), (case, SMALL)):
         each, tensors = with_leaves(each)
@@ -159,7 +159,7 @@ def test_odd_shapes_and_all_dtypes(dtype, words, loss):
     for number, (right, plain, ours) in enumerate(zip(*actual, strict=True)):
         assert ours.shape == right.shape
         assert number == 0 or ours.dtype == dtype
-        if words == 1:
+        if vocab_size == 1:
             assert ours.abs().max() <= (1e-5 if loss is GRADIENTS["objective"] else 0.0)
             continue
         slack = {torch.float64: 1e-12, torch.float32: 3e-6}.get(dtype, 2.0 ** (-6 if number else -18))

@@ -1,4 +1,4 @@
-"""Callers that are compiled whole: same numbers, and no chunk loop in their graph."""
+"""Callers compiled with fullgraph=True: the same numbers, and no chunk loop in their graph."""
 
 import subprocess
 import sys

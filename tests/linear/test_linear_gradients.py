@@ -1,4 +1,4 @@
-"""The gradient of the chunked KL, against finite differences and against autograd of the plain version."""
+"""The gradient of the chunked KL, against finite differences and against autograd of the reference."""
 
 from dataclasses import replace
 
@@ -38,8 +38,8 @@ def leaves(case, *, bias=True):
     "traits", [{}, {"scale": 0.4}, {"softcap": 1.5, "scale": 2.0}, {"temperature": 0.7}], ids=str
 )
 def test_gradcheck(options, traits):
-    """With hidden states of 3 and 4 dimensions: it calls the function twice for each number."""
-    case = head_case(torch.float64, 1.0, tokens=(1, 2), words=5, bias=True, **traits)
+    """With hidden states of 3 and 4 dimensions, since gradcheck calls the function twice for each number."""
+    case = head_case(torch.float64, 1.0, tokens=(1, 2), vocab_size=5, bias=True, **traits)
     case.hidden_p, case.head_p = narrowed(case.hidden_p, case.head_p, 3)
     case.hidden_q, case.head_q = narrowed(case.hidden_q, case.head_q, 4)
     tensors, of = leaves(case)
@@ -51,7 +51,7 @@ def test_gradcheck(options, traits):
 
 
 def narrowed(hidden, head, dims):
-    """Hidden states and head of the first dimensions."""
+    """Hidden states and head restricted to the first dimensions."""
     return hidden[..., :dims].contiguous(), replace(head, weight=head.weight[:, :dims].contiguous())
 
 
@@ -84,7 +84,7 @@ def test_only_what_requires_a_gradient_gets_one():
 
 
 def test_a_head_of_both_models_gets_the_sum_of_both_gradients():
-    case = head_case(torch.float64, tokens=(7,), words=20)
+    case = head_case(torch.float64, tokens=(7,), vocab_size=20)
     weight = case.head_p.weight.clone().requires_grad_()
     other = case.hidden_q[:, :13]
     both = []
@@ -129,7 +129,7 @@ def test_nan_hidden_states_do_not_affect_other_tokens_gradients():
 
 
 def test_tokens_of_probability_0_have_a_gradient_of_0():
-    case = head_case(torch.float64, tokens=(4,), words=15, bias=True)
+    case = head_case(torch.float64, tokens=(4,), vocab_size=15, bias=True)
     forbidden = torch.zeros(15, dtype=torch.float64)
     forbidden[12:] = -torch.inf
     grads = []

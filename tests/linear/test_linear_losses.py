@@ -1,4 +1,4 @@
-"""Losses whose gradient is formed in the forward pass, and what of hidden states only is."""
+"""Losses whose gradient is computed in the forward pass."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from kleash.linear.impl import gradient
 @EVERY
 def test_the_gradient_equals_finite_differences(options):
     """Central differences of the weighted sum along random directions, in float64."""
-    case = head_case(torch.float64, 0.8, tokens=(7,), words=23, bias=True, softcap=4.0, scale=1.1)
+    case = head_case(torch.float64, 0.8, tokens=(7,), vocab_size=23, bias=True, softcap=4.0, scale=1.1)
     weights = torch.tensor([0.5, 1.0, -2.0, 0.0, 3.0, 0.25, 1.0], dtype=torch.float64)
     tensors, of = leaves_of(case, weights=weights)
     actual = torch.autograd.grad(of(options)(*tensors).loss, tensors)
@@ -56,8 +56,8 @@ def test_tokens_of_weight_0_are_not_read(options):
 
 
 def test_chunks_of_unmasked_tokens_are_full():
-    """A mask that leaves few tokens makes few products."""
-    case = head_case(torch.float32, tokens=(40,), words=50)
+    """A mask with few unmasked tokens takes few products."""
+    case = head_case(torch.float32, tokens=(40,), vocab_size=50)
     weights = torch.zeros(40)
     weights[::8] = 1.0
     seen = []
@@ -188,7 +188,7 @@ def test_the_weight_gradient_is_summed_in_float32():
 
 @EVERY
 def test_a_temperature_for_each_token(options):
-    case = head_case(torch.float64, 1.0, tokens=(2, 3), words=31, bias=True, softcap=5.0)
+    case = head_case(torch.float64, 1.0, tokens=(2, 3), vocab_size=31, bias=True, softcap=5.0)
     temperature = torch.tensor([[0.5, 1.0, 1.7], [0.9, 3.0, 0.2]], dtype=torch.float64)
     weights = torch.linspace(0.1, 1, 6, dtype=torch.float64).reshape(2, 3)
     case.hidden_p.requires_grad_()
@@ -221,7 +221,7 @@ def test_invalid_temperatures_raise(unhooked):
 
 @pytest.mark.parametrize("distance", [2.0, 0.01, 1e-4], ids=str)
 def test_gradients_from_bfloat16_have_the_right_direction(distance):
-    case = head_case(torch.bfloat16, distance, tokens=(33,), words=301)
+    case = head_case(torch.bfloat16, distance, tokens=(33,), vocab_size=301)
     case.hidden_q = case.hidden_q.clone()
     case.hidden_q[:, :13] = case.hidden_p  # only the weights differ: by a bfloat16 step here and there
     weights = torch.ones(33)
@@ -244,7 +244,7 @@ def test_gradients_from_bfloat16_have_the_right_direction(distance):
 @EVERY
 @pytest.mark.parametrize("way", ["loss", "objective", "values"])
 def test_gradients_of_float16_tensors_survive_loss_scaling(options, way):
-    """Of a token among thousands the gradient is below what float16 can hold, until the loss's scale is there."""
+    """The gradient of one of thousands of tokens underflows in float16, unless the loss is scaled."""
     case = head_case(torch.float16, 0.02, tokens=(30,), bias=True)
     share, scale = 1e-6, 2.0**22
     actual = []

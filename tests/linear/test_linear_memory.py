@@ -1,4 +1,4 @@
-"""Nothing of size [tokens, vocab] is ever held; measured in processes of their own."""
+"""No tensor of [tokens, vocab] is allocated; measured in separate processes."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def extra_megabytes(what: str, tokens: int) -> float:
-    """Peak resident memory of a call beyond what its inputs and libraries took."""
+    """Peak resident memory of a call beyond that of its inputs and libraries."""
     command = [sys.executable, "-c", PEAK, what, str(tokens)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -66,8 +66,8 @@ def test_memory_is_that_of_the_buffer_and_not_of_the_logits(what):
 @pytest.mark.parametrize("compile", ["never", "auto"])
 @pytest.mark.parametrize("what", ["values", "loss", "objective", "statistics"])
 def test_fallback_rows_take_little_memory_beyond_the_buffer(what, compile, unhooked):
-    """A bias of -inf sends all of them the long way, in which numbers of a row's size are many."""
-    case = head_case(torch.float32, words=4096, tokens=(130,), bias=True)
+    """With a bias of -inf, all rows go to the fallback, which needs many buffers of a row's size."""
+    case = head_case(torch.float32, vocab_size=4096, tokens=(130,), bias=True)
     case.head_p.bias[3] = case.head_q.bias[3] = -torch.inf
     case.hidden_p.requires_grad_()
     tokens, budget = case.tokens % 3, 4 * 2**20

@@ -1,4 +1,4 @@
-"""The library in C: built once, taken where it can be, and right to the roundings of float32."""
+"""The library in C: when it is built, when it is used, and its accuracy."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ from linear_cases import (
     head_case,
     in_float64,
     relative_rms,
-    statistics_the_long_way,
+    statistics_by_numpy,
 )
 
 from kleash.errors import CannotRunError
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("compiler")
 
 @pytest.fixture
 def anew():
-    """What is known of compilers is forgotten, before and after."""
+    """Clear the caches about compilers, before and after the test."""
     known = building.library, compiling.missing_for_native, compiling.missing_for
     for process in known:
         process.cache_clear()
@@ -61,18 +61,18 @@ def calls(monkeypatch):
     return seen
 
 
-def row_pair(kind, rows=6, words=2500):
-    """Logits of p, and by how much q's are larger: float64, but numbers that float32 holds."""
+def row_pair(kind, rows=6, vocab_size=2500):
+    """Logits of p, and the difference of q's logits: float64 numbers that float32 represents exactly."""
     torch.manual_seed(3)
-    zp = 3 * torch.randn(rows, words)
-    more = {"near": 1e-4, "faint": 1e-8, "usual": 0.5, "far": 6.0}[kind] * torch.randn(rows, words)
+    zp = 3 * torch.randn(rows, vocab_size)
+    more = {"near": 1e-4, "faint": 1e-8, "usual": 0.5, "far": 6.0}[kind] * torch.randn(rows, vocab_size)
     if kind != "faint":
         more = (zp + more) - zp
     return zp.double(), more.double()
 
 
-def scratch_for(words):
-    return row_functions.new_scratch(words, torch.get_num_threads())
+def scratch_for(vocab_size):
+    return row_functions.new_scratch(vocab_size, torch.get_num_threads())
 
 
 def row_logits(rows=6):
@@ -81,7 +81,7 @@ def row_logits(rows=6):
 
 
 @pytest.mark.parametrize(
-    ("kind", "apart"),
+    ("kind", "distance"),
     [("near", False), ("usual", False), ("far", False), ("near", True), ("faint", True), ("far", True)],
 )
 def test_the_summary_of_rows(kind, distance):
@@ -108,7 +108,7 @@ def test_the_summary_of_rows(kind, distance):
 
 @pytest.mark.parametrize("by", [0.1, -7.3, 1e-4, 33.3])
 def test_logits_that_differ_by_a_constant_have_a_kl_of_0(by):
-    """The mean of a constant rounds away from it, and KL is of second order in that."""
+    """The computed mean of a constant is off by a rounding, and KL is of second order in it."""
     zp, _ = row_logits(rows=40)
     actual = row_functions.row_summary(zp, torch.full_like(zp, by), scratch_for(2500), q_is_delta=True)
     assert (actual[:, 0] >= 0).all() and (actual[:, 0] < 1e-20).all()
@@ -138,7 +138,7 @@ def test_gradients_of_rows(kind, needed, in_place):
 
 
 def test_tokens_of_negligible_probability_get_a_gradient_of_exactly_0():
-    """Not one of 1e-38, which would be slow to multiply."""
+    """Not a denormal number, which would be slow to multiply."""
     zp, zq = row_logits()
     zp[:, 7] = zp.amax(-1) - 120
     zq[:, 7] = zq.amax(-1) - 110
@@ -167,7 +167,7 @@ def test_rows_that_cannot_be_computed_are_unchanged():
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_loss_and_its_gradients(calls, dtype, distance, traits, reverse):
-    case = head_case(dtype, distance, tokens=(67,), words=701, **traits)
+    case = head_case(dtype, distance, tokens=(67,), vocab_size=701, **traits)
     weights = torch.linspace(-0.5, 2.0, 67)
     weights[5] = 0.0
     actual = []
@@ -192,7 +192,7 @@ def test_a_loss_and_its_gradients(calls, dtype, distance, traits, reverse):
 @pytest.mark.parametrize("distance", [1.0, 1e-3])
 def test_an_objective_and_its_gradients(calls, distance, one_head, both):
     torch.manual_seed(0)
-    case = head_case(torch.float32, distance, tokens=(67,), words=701, bias=True)
+    case = head_case(torch.float32, distance, tokens=(67,), vocab_size=701, bias=True)
     if one_head:
         case.hidden_q, case.head_q = case.hidden_p + distance * torch.randn(67, 13), case.head_p
     weights = torch.linspace(-1, 2.2, 67, dtype=torch.float64)
@@ -220,11 +220,11 @@ def test_an_objective_and_its_gradients(calls, distance, one_head, both):
 )
 @pytest.mark.parametrize("distance", [5.0, 0.5, 1e-3])
 def test_the_statistics_of_tokens(calls, distance, traits):
-    case = head_case(torch.float32, distance, tokens=(67,), words=2701, **traits)
+    case = head_case(torch.float32, distance, tokens=(67,), vocab_size=2701, **traits)
     case.hidden_p[3] = case.hidden_p[4]
     case.tokens[5] = case.statistics(REFERENCE).top1_q[5]
     exact, plain, ours = (
-        statistics_the_long_way(in_float64(case)),
+        statistics_by_numpy(in_float64(case)),
         case.statistics(CHUNKED),
         case.statistics(NATIVE),
     )
@@ -239,7 +239,7 @@ def test_the_statistics_of_tokens(calls, distance, traits):
 
 
 def test_statistics_of_near_models_use_the_shift_in_two_floats(unhooked):
-    """q's logits are larger by 3, one in eight by 2^-20 more: rounding 3 alone costs a seventh of the KL."""
+    """q's logits are larger by 3, one in eight by 2^-20 more: a rounded shift would change KL by a seventh."""
     torch.manual_seed(5)
     zp = torch.randint(-1024, 1024, (6, 4000)).double() / 256
     more = 2.0**-20 * (torch.rand(6, 4000) < 1 / 8).double()
@@ -270,7 +270,7 @@ def test_the_first_of_equally_likely_tokens_and_the_fallback_for_infinite_logits
 
 
 def test_numbers_do_not_depend_on_threads_or_chunks():
-    case = head_case(torch.float32, tokens=(67,), words=3001)
+    case = head_case(torch.float32, tokens=(67,), vocab_size=3001)
     threads, actual = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
@@ -285,7 +285,7 @@ def test_numbers_do_not_depend_on_threads_or_chunks():
 
 def test_scratch_memory_of_the_threads_is_part_of_the_buffer(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    case = head_case(torch.float32, tokens=(3000,), words=5000)
+    case = head_case(torch.float32, tokens=(3000,), vocab_size=5000)
     both = checked_pair(case.models[:2], case.models[2:], 1.0)
     for nbytes in (2**20, 2**24, 2**27):
         plan = plan_chunks(both, LinearOptions(buffer_bytes=nbytes), 0, native=True)
@@ -295,7 +295,7 @@ def test_scratch_memory_of_the_threads_is_part_of_the_buffer(monkeypatch):
 
 
 def test_the_library_is_used_for_large_calls_in_float32_unless_compile_is_never(calls, monkeypatch):
-    case = head_case(torch.float32, tokens=(37,), words=101)
+    case = head_case(torch.float32, tokens=(37,), vocab_size=101)
     for size, options, taken in (
         (37 * 101, LinearOptions(), True),
         (37 * 101 + 1, LinearOptions(), False),
@@ -306,7 +306,7 @@ def test_the_library_is_used_for_large_calls_in_float32_unless_compile_is_never(
         calls.clear()
         case.kl(options)
         assert bool(calls) == taken, (size, options.compile)
-    head_case(torch.float64, tokens=(37,), words=101).kl()
+    head_case(torch.float64, tokens=(37,), vocab_size=101).kl()
     assert not calls
 
 

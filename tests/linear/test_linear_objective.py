@@ -1,4 +1,4 @@
-"""One pass for a whole trainer: the loss's own derivative, and the closed form in the logits."""
+"""linear_objective: the derivative of the loss in its terms, and the closed form in the logits."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from linear_cases import (
     head_case,
     in_float64,
     relative_rms,
-    statistics_the_long_way,
+    statistics_by_numpy,
 )
 
 from kleash.errors import CannotRunError, ShapeError, VocabularyMismatchError
@@ -39,7 +39,7 @@ def run(case, objective, options, tensors=None):
 
 
 def plainly(case, tensors) -> TokenTerms:
-    """The terms with all logits, in torch's own words."""
+    """The terms from all logits, by torch's functions."""
     logs = []
     for (hidden, weight, bias), head in ((tensors[:3], case.head_p), (tensors[3:], case.head_q)):
         z = head.scale * (hidden @ weight.T + (0 if bias is None else bias))
@@ -56,7 +56,7 @@ def plainly(case, tensors) -> TokenTerms:
 
 
 def mixture(random):
-    """An objective in which every term has a coefficient of its own for each token, and is not linear."""
+    """A nonlinear objective in which every term has another coefficient for each token."""
     a, b, c, d = torch.randn(4, 37, generator=random, dtype=torch.float64)
 
     def objective(terms, rows):
@@ -75,7 +75,7 @@ def mixture(random):
     ids=["plain", "softcap"],
 )
 def test_the_gradient_equals_autograd_through_the_whole_graph(options, traits):
-    case = head_case(torch.float64, 1.0, words=53, **traits)
+    case = head_case(torch.float64, 1.0, vocab_size=53, **traits)
     tensors, objective = leaves(case), mixture(torch.Generator().manual_seed(3))
     loss, terms = run(case, objective, options, tensors)
     actual = torch.autograd.grad(2.0 * loss, tensors)
@@ -107,9 +107,9 @@ def test_the_error_is_at_most_that_of_the_reference(dtype, distance):
 
 @EVERY
 def test_terms_equal_numpy_in_float64(options):
-    case = head_case(torch.float64, distance=1.0, tokens=(3, 13), words=601, bias=True, softcap=6.0)
+    case = head_case(torch.float64, distance=1.0, tokens=(3, 13), vocab_size=601, bias=True, softcap=6.0)
     _, terms = run(case, lambda terms, rows: terms.kl, options)
-    right = statistics_the_long_way(case)
+    right = statistics_by_numpy(case)
     for a, b in zip(terms, (right.token_logp, right.token_logq, right.kl_pq, right.entropy_p), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
         assert a.shape == (3, 13) and not a.requires_grad
@@ -117,7 +117,7 @@ def test_terms_equal_numpy_in_float64(options):
 
 @EVERY
 def test_weighted_kl_is_the_kl_loss(options):
-    case = head_case(torch.float64, tokens=(19,), words=47, bias=True)
+    case = head_case(torch.float64, tokens=(19,), vocab_size=47, bias=True)
     weights = torch.linspace(-1, 2.2, 19, dtype=torch.float64)
     tensors = leaves(case)
     loss, terms = run(case, lambda terms, rows: weights[rows] * terms.kl, options, tensors)
@@ -194,8 +194,8 @@ def test_tokens_of_probability_0_and_far_distributions(options):
 @EVERY
 @pytest.mark.parametrize("trained", [0, 1], ids=["p", "q"])
 def test_a_shared_head_with_tokens_of_probability_0(options, trained):
-    """The difference of two logits of minus infinity is then known all the same, and so is the KL."""
-    case = head_case(torch.float32, 1.0, tokens=(9,), words=23, bias=True)
+    """The difference of two logits of minus infinity is defined here, and so is the KL."""
+    case = head_case(torch.float32, 1.0, tokens=(9,), vocab_size=23, bias=True)
     case.head_p.bias[[4, 17]] = -torch.inf
     tokens = case.tokens % 4
     objective = lambda t, rows: t.kl - 0.3 * t.entropy + 0.5 * t.token_logp - 0.2 * t.token_logq  # noqa: E731
@@ -275,7 +275,7 @@ def test_large_logits_lose_no_digits_of_log_probabilities(options):
 
 @EVERY
 def test_a_term_with_coefficient_0_may_be_infinite(options):
-    """q forbids what p says: KL is inf, and the loss does not read it."""
+    """q gives probability 0 to a token of p: KL is inf, and the loss does not read it."""
     z = torch.tensor([[0.0, 1.0, 2.0], [0.5, 0.0, 1.0]], dtype=torch.float64).requires_grad_()
     y = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
     ids = torch.tensor([2, 0])

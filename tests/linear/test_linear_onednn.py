@@ -1,4 +1,4 @@
-"""Products by oneDNN: where they are made so, the same numbers as by torch, in no more memory than was planned."""
+"""Products by oneDNN: when they are used, their accuracy, and their memory."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Sets whether oneDNN is the faster one here."""
+    """Sets whether oneDNN is faster on this machine."""
 
     def sets(faster: bool) -> None:
         monkeypatch.setattr(onednn, "is_faster_on_this_machine", lambda: faster)
@@ -28,7 +28,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def products(monkeypatch):
-    """The shapes of the products that oneDNN made."""
+    """The shapes of the products by oneDNN."""
     seen, product = [], onednn.product
 
     def noted(a, b):
@@ -68,26 +68,26 @@ def test_values_and_gradients_with_and_without_onednn(machine, products, options
 
 def test_every_row_of_the_weight_is_multiplied_once(machine, products):
     machine(True)
-    case = head_case(words=101)
+    case = head_case(vocab_size=101)
     linear_kl(*case.models, options=SMALL)
     plan = plan_chunks(checked_pair(case.models[:2], case.models[2:], 1.0), SMALL, 0)
     assert 1 < plan.tile_rows < 101
-    words = sum(made[2] for made in products)
-    assert words == 2 * 101 * -(-len(case.tokens) // max(made[0] for made in products))
+    vocab_size = sum(made[2] for made in products)
+    assert vocab_size == 2 * 101 * -(-len(case.tokens) // max(made[0] for made in products))
     assert {made[2] for made in products} == {plan.tile_rows, 101 % plan.tile_rows}
 
 
-@pytest.mark.parametrize("hidden, words", [(64, 200_000), (1024, 32_768), (4096, 32_768), (8, 1_000)])
-def test_a_tile_and_its_product_are_within_the_buffer(machine, hidden, words):
+@pytest.mark.parametrize("hidden, vocab_size", [(64, 200_000), (1024, 32_768), (4096, 32_768), (8, 1_000)])
+def test_a_tile_and_its_product_are_within_the_buffer(machine, hidden, vocab_size):
     options = LinearOptions(compile="never", buffer_bytes=128 << 20)
-    x, weight = torch.empty(4096, hidden), torch.empty(words, hidden)
+    x, weight = torch.empty(4096, hidden), torch.empty(vocab_size, hidden)
     pair = checked_pair((x, Head(weight)), (x, Head(weight)), 1.0)
     machine(False)
     plain = plan_chunks(pair, options, 6)
     machine(True)
     plan = plan_chunks(pair, options, 6)
     assert plan.tile_rows * max(hidden, ENOUGH_TOKENS) * 4 <= options.buffer_bytes // 8
-    logits, blocks = 2 * plan.chunk_tokens * words, plan.block_rows * 6 * words
+    logits, blocks = 2 * plan.chunk_tokens * vocab_size, plan.block_rows * 6 * vocab_size
     both = (
         logits
         + blocks
@@ -137,13 +137,13 @@ def test_a_nan_row_does_not_affect_other_rows(machine, products):
     assert products
 
 
-@pytest.mark.parametrize("tokens, hidden, words", [(0, 8, 50), (1, 8, 50), (3, 1, 2), (5, 33, 1)])
-def test_odd_sizes(machine, products, tokens, hidden, words):
+@pytest.mark.parametrize("tokens, hidden, vocab_size", [(0, 8, 50), (1, 8, 50), (3, 1, 2), (5, 33, 1)])
+def test_odd_sizes(machine, products, tokens, hidden, vocab_size):
     machine(True)
     random = torch.Generator().manual_seed(1)
     x, weight = (
         torch.randn(2, tokens, hidden, generator=random),
-        torch.randn(2, words, hidden, generator=random),
+        torch.randn(2, vocab_size, hidden, generator=random),
     )
     kl = linear_kl(x[0], Head(weight[0]), x[1], Head(weight[1]), options=SMALL)
     exact = [torch.log_softmax(h.double() @ w.double().T, -1) for h, w in zip(x, weight, strict=True)]

@@ -1,4 +1,4 @@
-"""Heads whose rows are spread over ranks, and tokens that are: real processes, two and four of them."""
+"""Sharded heads and sharded tokens, in groups of two and of four processes."""
 
 import json
 import re
@@ -28,7 +28,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict[str, object]]:
-    """What each of four processes says about each check."""
+    """The results of each check in each of four processes."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-W", "ignore", vocabulary_ranks.__file__]
     reported = [folder / f"rank{rank}.json" for rank in range(4)]
@@ -70,7 +70,7 @@ def test_the_page_states_how_much_is_exchanged(results):
 
 @pytest.fixture
 def alone():
-    """A group of this process only: all that is exchanged, with nobody."""
+    """A group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     if dist.is_initialized():
@@ -114,7 +114,7 @@ def test_a_group_of_one_rank_equals_no_group(alone, options):
 
 
 def test_all_reduce_max_counts_nan_as_inf(alone):
-    """Backends differ: some drop it, and a rank that holds one must not be the only one that knows."""
+    """Backends treat NaN differently; all ranks have to take the same branch."""
     top, other = ShardedVocab(alone, [1], 0, torch.device("cpu")).all_reduce_max(
         torch.tensor([torch.nan, 1.0, -torch.inf]), torch.tensor([[2.0], [torch.inf], [torch.nan]])
     )
@@ -139,8 +139,8 @@ def test_a_destroyed_group_raises(alone, unhooked):
 
 
 def test_the_plan_reserves_memory_for_the_fallback(alone):
-    """A bias of -inf sends all rows the long way: the budget holds all the same."""
-    case = head_case(torch.float32, words=4096, tokens=(64,), bias=True)
+    """With a bias of -inf, all rows go to the fallback; the plan still fits the buffer."""
+    case = head_case(torch.float32, vocab_size=4096, tokens=(64,), bias=True)
     case.head_p.bias[3] = case.head_q.bias[3] = -torch.inf
     hidden_p, head_p, hidden_q, head_q = split(case, alone)
     budget = 8 * 2**20

@@ -1,4 +1,4 @@
-"""The ways through the engine: shared heads, frozen heads, near and far rows, autocast, checkpointing."""
+"""Plans of the chunked backend: shared heads, frozen heads, near and far rows, autocast, checkpointing."""
 
 import pytest
 import torch
@@ -31,10 +31,10 @@ from kleash.linear.impl.project import has_bfloat16_gradient
 from kleash.linear.impl.row_statistics import gradient_rows
 
 
-def logits(distance, rows=9, words=257, dtype=torch.float32, seed=0):
+def logits(distance, rows=9, vocab_size=257, dtype=torch.float32, seed=0):
     random = torch.Generator().manual_seed(seed)
-    zp = 2 * torch.randn(rows, words, generator=random, dtype=torch.float64)
-    zq = zp + distance * torch.randn(rows, words, generator=random, dtype=torch.float64) + 3.0
+    zp = 2 * torch.randn(rows, vocab_size, generator=random, dtype=torch.float64)
+    zq = zp + distance * torch.randn(rows, vocab_size, generator=random, dtype=torch.float64) + 3.0
     return zp.to(dtype), zq.to(dtype)
 
 
@@ -82,7 +82,7 @@ def test_kl_fast_marks_rows_that_it_cannot_compute():
 
 @pytest.mark.parametrize("distance", [5.0, 1e-2, 1e-6])
 def test_kl_from_the_difference_of_the_logits_has_all_digits(distance):
-    """Given ``zq - zp`` itself, which float32 keeps to far more digits than the difference of two logits."""
+    """``zq - zp`` in float32 has more digits than the difference of two float32 logits."""
     zp, zq = logits(distance, dtype=torch.float64)
     zq = zq - 3.0
     ahead = zq - zp
@@ -98,7 +98,7 @@ def test_kl_from_the_difference_of_the_logits_has_all_digits(distance):
 
 
 def shared(dtype, distance, **traits):
-    case = head_case(dtype, distance, tokens=(29,), words=211, bias=True, **traits)
+    case = head_case(dtype, distance, tokens=(29,), vocab_size=211, bias=True, **traits)
     case.hidden_q = (case.hidden_p.double() + distance * torch.randn(29, 13, dtype=torch.float64)).to(dtype)
     case.head_q = case.head_p
     return case
@@ -146,8 +146,8 @@ def test_a_shared_head_keeps_digits_that_two_products_lose():
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
 def test_with_frozen_heads_the_backward_pass_computes_no_products(name, monkeypatch):
-    """The gradient in the hidden states is formed with the values, and is scaled row by row."""
-    case = head_case(torch.float64, 1.0, tokens=(17,), words=31, bias=True)
+    """The gradient in the hidden states is computed with the values, and scaled row by row."""
+    case = head_case(torch.float64, 1.0, tokens=(17,), vocab_size=31, bias=True)
     weights = torch.linspace(-1, 2, 17, dtype=torch.float64)
     case.hidden_p[3] = torch.nan
     weights[3] = 0.0
@@ -171,7 +171,7 @@ def test_with_frozen_heads_the_backward_pass_computes_no_products(name, monkeypa
 
 
 def test_values_and_gradients_do_not_depend_on_where_chunks_end():
-    case = head_case(torch.float64, tokens=(31,), words=70, bias=True)
+    case = head_case(torch.float64, tokens=(31,), vocab_size=70, bias=True)
     weights = torch.linspace(-1, 2.2, 31, dtype=torch.float64)
     case.head_p.weight.requires_grad_()
     actual = []
@@ -202,7 +202,7 @@ def test_autocast_rounds_neither_loss_nor_gradient(name):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant):
-    case = head_case(torch.float64, 1.0, tokens=(11,), words=31)
+    case = head_case(torch.float64, 1.0, tokens=(11,), vocab_size=31)
     body = torch.nn.Linear(13, 13, dtype=torch.float64)
     weights = torch.linspace(0.1, 1, 11, dtype=torch.float64)
 
@@ -245,7 +245,7 @@ def test_which_gradients_are_taken_in_bfloat16():
 @pytest.mark.parametrize("fast", [True, False])
 def test_bfloat16_gradients_with_and_without_fast_bfloat16_products(fast, monkeypatch):
     monkeypatch.setattr("kleash.linear.impl.project._cpu_is_fast_at_bfloat16", lambda: fast)
-    case = head_case(torch.bfloat16, 1.0, tokens=(23,), words=301)
+    case = head_case(torch.bfloat16, 1.0, tokens=(23,), vocab_size=301)
     leaves = case.hidden_p.clone().requires_grad_(), case.head_p.weight.clone().requires_grad_()
     right = case.hidden_p.double().requires_grad_(), case.head_p.weight.double().requires_grad_()
     actual = []
@@ -259,7 +259,7 @@ def test_bfloat16_gradients_with_and_without_fast_bfloat16_products(fast, monkey
 
 
 def test_the_gradient_of_a_bfloat16_weight_of_both_models_keeps_its_direction():
-    """What the two sides add to its gradient nearly cancels."""
+    """The gradients of the two models nearly cancel."""
     torch.manual_seed(0)
     hidden = torch.randn(40, 16).bfloat16()
     other = (hidden.float() + 0.01 * torch.randn(40, 16)).bfloat16()
@@ -306,7 +306,7 @@ def test_one_head_for_both_models_however_far_apart(options):
 
 @pytest.fixture
 def products(monkeypatch):
-    """How many tokens' logits have been multiplied out, of both models together."""
+    """The numbers of tokens of all logit products, of both models."""
     counted = []
     original = chunk_loop.multiply_
 
@@ -325,8 +325,8 @@ def products(monkeypatch):
     ids=["whole", "some", "one"],
 )
 def test_the_logits_of_the_last_chunk_are_not_computed_again(buffer_bytes, again, name, products):
-    """Of the gradient that was kept only what the weights say counts, and a graph that stays gives the same again."""
-    case = head_case(torch.float64, 0.7, tokens=(25,), words=211, bias=True, softcap=5.0)
+    """The saved gradient is scaled by the incoming one; a retained graph gives the same gradient again."""
+    case = head_case(torch.float64, 0.7, tokens=(25,), vocab_size=211, bias=True, softcap=5.0)
     weights = torch.linspace(-1, 2.2, 25, dtype=torch.float64)
     weights[[3, 23]] = 0.0
     options = LinearOptions(buffer_bytes=buffer_bytes, compile="never")
@@ -345,7 +345,7 @@ def test_the_logits_of_the_last_chunk_are_not_computed_again(buffer_bytes, again
 
 
 def test_a_saved_gradient_is_not_used_if_the_incoming_gradient_is_0(products):
-    case = head_case(torch.float32, tokens=(4,), words=11)
+    case = head_case(torch.float32, tokens=(4,), vocab_size=11)
     case.hidden_p[2] = torch.nan
     case.head_p.weight.requires_grad_()
     (case.kl() * 0.0).nan_to_num().sum().backward()
@@ -353,7 +353,7 @@ def test_a_saved_gradient_is_not_used_if_the_incoming_gradient_is_0(products):
 
 
 def test_a_saved_bfloat16_gradient_is_no_less_accurate():
-    case = head_case(torch.bfloat16, 0.3, tokens=(30,), words=301, bias=True)
+    case = head_case(torch.bfloat16, 0.3, tokens=(30,), vocab_size=301, bias=True)
     weights = torch.linspace(-1, 2, 30)
     actual = []
     for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), (case, CHUNKED)):
@@ -366,7 +366,7 @@ def test_a_saved_bfloat16_gradient_is_no_less_accurate():
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "hellinger"])
 @pytest.mark.parametrize("place", [1, 5], ids=["weight_p", "bias_q"])
 def test_saved_gradients_of_one_model(place, name):
-    case = head_case(torch.float64, 0.7, tokens=(9,), words=31, bias=True)
+    case = head_case(torch.float64, 0.7, tokens=(9,), vocab_size=31, bias=True)
     weights, actual = torch.linspace(-1, 2.2, 9, dtype=torch.float64), []
     for options in (REFERENCE, CHUNKED):
         tensors, of = leaves_of(case, name)
@@ -381,8 +381,8 @@ def test_saved_gradients_of_one_model(place, name):
     ("name", "sizes"), [("kl", range(7000, 15_000, 1500)), ("jensen_shannon", range(13_000, 21_000, 2000))]
 )
 def test_the_last_chunk_is_saved_with_the_plan_of_all_tokens(name, sizes):
-    """Fewer tokens are given more rows of an upcast weight at a time, and so less memory for logits."""
-    case = head_case(torch.bfloat16, 0.5, tokens=(40,), words=101, bias=True)
+    """With fewer tokens, the tiles of an upcast weight are larger, and so the memory for logits smaller."""
+    case = head_case(torch.bfloat16, 0.5, tokens=(40,), vocab_size=101, bias=True)
     weights, actual = torch.linspace(-1, 2, 40), []
     kl_fast = ((case, LinearOptions(buffer_bytes=size, compile="never")) for size in sizes)
     for each, options in ((in_float64(case), REFERENCE), (case, REFERENCE), *kl_fast):

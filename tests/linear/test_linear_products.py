@@ -1,4 +1,4 @@
-"""Matrix products by the library in C: right to the roundings of float32 in every shape, and where they are taken."""
+"""Matrix products by the library in C: accuracy in every shape, and when they are used."""
 
 import subprocess
 import sys
@@ -25,12 +25,12 @@ SHAPES = [
 ]  # fmt: skip
 """Tokens, hidden size, vocabulary: below, at and beyond the sizes of tiles, panels, blocks and depths."""
 ROOM = LinearOptions(impl="chunked", buffer_bytes=8 * 2**20)
-"""Enough for the products' workspace; a chunk of 32 tokens at 20 000 words."""
+"""Enough for the workspace of the products, and a chunk of 32 tokens of 20 000 logits."""
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The products that were made; the processor is one where they are the faster ones."""
+    """The products that were computed, on a processor where they are used."""
     seen, call = [], products.call
 
     def recorded(name, *tensors):
@@ -43,16 +43,16 @@ def calls(monkeypatch):
 
 
 def matrix(rows, columns, seed, padding=0):
-    """Random numbers; ``padding`` more columns lie between its rows."""
+    """A random matrix with ``padding`` unused columns between its rows."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(rows, columns + padding, generator=random)[:, :columns]
 
 
 @pytest.mark.parametrize("padding", [0, 3], ids=["contiguous", "strided"])
-@pytest.mark.parametrize(("tokens", "dim", "words"), SHAPES)
-def test_products_of_any_shape(tokens, dim, words, padding):
-    hidden, weight = matrix(tokens, dim, 1, padding), matrix(words, dim, 2, padding)
-    gradient = matrix(tokens, words, 3, padding)
+@pytest.mark.parametrize(("tokens", "dim", "vocab_size"), SHAPES)
+def test_products_of_any_shape(tokens, dim, vocab_size, padding):
+    hidden, weight = matrix(tokens, dim, 1, padding), matrix(vocab_size, dim, 2, padding)
+    gradient = matrix(tokens, vocab_size, 3, padding)
     factors = {
         "logits": (hidden.double(), weight.T.double()),
         "weight": (gradient.T.double(), hidden.double()),
@@ -111,7 +111,7 @@ print("nothing outside")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is guarded by Linux' mmap and mprotect")
 def test_no_memory_outside_the_matrices_is_touched():
-    """Each matrix, and the workspace, begins or ends beside a page that may not be read."""
+    """Each matrix, and the workspace, starts or ends next to a protected page."""
     program = GUARDED.replace("SHAPES", repr(SHAPES))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.stdout == "nothing outside\n", (result.returncode, result.stderr)
@@ -119,10 +119,10 @@ def test_no_memory_outside_the_matrices_is_touched():
 
 @pytest.mark.parametrize("empty", ["tokens", "words"])
 def test_products_of_empty_matrices(empty):
-    tokens, words = (0, 40) if empty == "tokens" else (5, 0)
-    hidden, weight, gradient = matrix(tokens, 6, 1), matrix(words, 6, 2), matrix(tokens, words, 3)
+    tokens, vocab_size = (0, 40) if empty == "tokens" else (5, 0)
+    hidden, weight, gradient = matrix(tokens, 6, 1), matrix(vocab_size, 6, 2), matrix(tokens, vocab_size, 3)
     products.write_logits_(gradient, hidden, weight)
-    total, into = torch.ones(words, 6), torch.ones(tokens, 6)
+    total, into = torch.ones(vocab_size, 6), torch.ones(tokens, 6)
     products.add_to_weight_(total, gradient, hidden)
     products.add_to_hidden_(into, gradient, weight)
     assert (total == 1).all() and (into == 1).all()
@@ -176,7 +176,7 @@ def test_the_bound_on_the_workspace(threads):
 
 
 def large_case(dtype=torch.float32, **traits):
-    return head_case(dtype, 0.5, tokens=(70,), words=20_000, **traits)
+    return head_case(dtype, 0.5, tokens=(70,), vocab_size=20_000, **traits)
 
 
 def results_of(case, what, options):
@@ -253,14 +253,16 @@ def test_chunks_differ_by_at_most_one_vector(tokens, chunk):
 
 def test_the_plan_is_within_the_budget(monkeypatch):
     monkeypatch.setattr(products, "is_faster_on_this_machine", lambda: True)
-    for tokens, dim, words in [(1024, 1024, 151_936), (4096, 4096, 32_768), (4096, 64, 2000)]:
-        hidden, weight = torch.empty(tokens, dim), torch.empty(words, dim)
+    for tokens, dim, vocab_size in [(1024, 1024, 151_936), (4096, 4096, 32_768), (4096, 64, 2000)]:
+        hidden, weight = torch.empty(tokens, dim), torch.empty(vocab_size, dim)
         pair = checked_pair((hidden, Head(weight)), (hidden, Head(weight)), 1.0)
         options = LinearOptions(buffer_bytes=(budget := 128 << 20))
         plan = chunk_loop.plan_chunks(pair, options, 0, native=True)
         assert plan.tile_rows == 0
         workspace = products.exact_workspace_floats(plan.chunk_tokens, dim, torch.get_num_threads())
-        scratch = 2 * plan.threads * words
-        assert 4 * (2 * plan.chunk_tokens * words + plan.chunk_tokens * dim + scratch + workspace) <= budget
+        scratch = 2 * plan.threads * vocab_size
+        assert (
+            4 * (2 * plan.chunk_tokens * vocab_size + plan.chunk_tokens * dim + scratch + workspace) <= budget
+        )
         if plan.chunk_tokens < tokens:
             assert plan.chunk_tokens % products.LANES == 0

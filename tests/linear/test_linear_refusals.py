@@ -1,4 +1,4 @@
-"""What cannot be done is said in a sentence with the numbers of both sides."""
+"""Invalid arguments raise an error with the values of both sides."""
 
 import subprocess
 import sys
@@ -128,7 +128,7 @@ def test_compiling_without_a_compiler_raises_and_auto_does_not_compile(monkeypat
 
 
 def test_auto_compiles_only_calls_that_save_time(monkeypatch):
-    case = head_case(torch.float64, tokens=(37,), words=101)
+    case = head_case(torch.float64, tokens=(37,), vocab_size=101)
     compiled = []
     monkeypatch.setattr(compiling, "missing_for", lambda device: None)
     monkeypatch.setattr("kleash.linear.impl.chunk_loop.compiled", lambda core: compiled.append(core) or core)

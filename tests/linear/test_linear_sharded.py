@@ -1,4 +1,4 @@
-"""Weights sharded over processes: gathered here, or by FSDP before they come here."""
+"""Weights sharded over processes as DTensors, gathered by kleash or by FSDP."""
 
 import subprocess
 import sys
@@ -65,7 +65,7 @@ print("equal")
 
 
 def test_two_processes_with_a_sharded_weight_equal_one(tmp_path):
-    """Each has half of the tokens: data parallel, like sequence or context parallel, needs nothing special."""
+    """Each process has half of the tokens, as in data, sequence or context parallelism."""
     command = [sys.executable, "-W", "ignore", "-c", WORKER]
     ranks = [
         subprocess.Popen(

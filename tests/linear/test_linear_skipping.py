@@ -1,4 +1,4 @@
-"""skip_below: what is left out of a gradient's products stays below what was promised, and is said."""
+"""skip_below: the skipped part of a gradient is within the bound and is reported."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def skipped(below, seen=None, **more):
     return LinearOptions(impl="chunked", compile="never", skip_below=below, report=report, **more)
 
 
-def peaked(dtype, distance, peak, tokens=(150,), words=3001, **traits):
-    case = head_case(dtype, distance, tokens=tokens, words=words, bias=True, **traits)
+def peaked(dtype, distance, peak, tokens=(150,), vocab_size=3001, **traits):
+    case = head_case(dtype, distance, tokens=tokens, vocab_size=vocab_size, bias=True, **traits)
     case.hidden_p, case.hidden_q = case.hidden_p * peak, case.hidden_q * peak
     return case
 
@@ -44,7 +44,7 @@ def loss_of(case, options, divergence="kl", weights=WEIGHTS):
 
 
 def in_logits(case, weights, divergence):
-    """The gradients in both ``hidden W^T``, by autograd of the plain version in float64."""
+    """The gradients in both ``hidden W^T``, by autograd of the reference in float64."""
     products = [
         (h.double() @ head.weight.double().T).requires_grad_()
         for h, head in ((case.hidden_p, case.head_p), (case.hidden_q, case.head_q))
@@ -65,7 +65,7 @@ def in_logits(case, weights, divergence):
 @pytest.mark.parametrize("divergence", ["kl", "reverse_kl", "jensen_shannon"])
 @pytest.mark.parametrize("below", [0.1, 1e-3])
 def test_the_error_is_within_the_report_and_the_report_within_skip_below(below, divergence, distance, peak):
-    case = peaked(torch.float64, distance, peak, tokens=(40,), words=4999, scale=0.8, softcap=40.0)
+    case = peaked(torch.float64, distance, peak, tokens=(40,), vocab_size=4999, scale=0.8, softcap=40.0)
     weights, seen = WEIGHTS[20:60], []
     whole, cheap = (
         loss_of(case, options, divergence, weights) for options in (CHUNKED, skipped(below, seen))
@@ -92,7 +92,7 @@ def test_the_error_is_within_the_report_and_the_report_within_skip_below(below, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_peaked_gradient_takes_few_multiplications(dtype, monkeypatch):
-    """Far fewer multiplications, counted where they are done, and the same direction."""
+    """Far fewer multiplications, and the same direction of the gradient."""
     products, original = [], skipping.product
 
     def counted(a, b):
@@ -111,7 +111,7 @@ def test_a_peaked_gradient_takes_few_multiplications(dtype, monkeypatch):
 
 
 def test_a_flat_gradient_is_multiplied_completely():
-    case, seen = head_case(torch.float32, 0.1, tokens=(150,), words=3001), []
+    case, seen = head_case(torch.float32, 0.1, tokens=(150,), vocab_size=3001), []
     case.hidden_p.requires_grad_()
     linear_kl_loss(*case.models, weights=WEIGHTS.float(), options=skipped(0.01, seen))
     assert seen[0].multiplied == 1.0 and seen[0].left_out_q is None
@@ -119,10 +119,10 @@ def test_a_flat_gradient_is_multiplied_completely():
 
 
 def multiplied(logits, below):
-    """The share of products of a loss whose logits under p these are; under q they are flatter."""
-    words, seen = logits.shape[1], []
-    weight = torch.eye(words).requires_grad_()
-    other = Head(torch.eye(words))
+    """The share of entries that a loss multiplies, with these logits under p and flatter ones under q."""
+    vocab_size, seen = logits.shape[1], []
+    weight = torch.eye(vocab_size).requires_grad_()
+    other = Head(torch.eye(vocab_size))
     weights = torch.ones(len(logits))
     loss = linear_kl_loss(
         logits, Head(weight), 0.5 * logits, other, weights=weights, options=skipped(below, seen)
@@ -144,16 +144,16 @@ def test_tokens_that_keep_similarly_many_columns_share_a_product():
 def test_everything_is_multiplied_where_gathering_would_be_slower():
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 400, generator=random)
-    for words, share in ((360, 1.0), (200, 1.0), (120, 0.3)):
-        logits[:, words:] = -30.0
+    for vocab_size, share in ((360, 1.0), (200, 1.0), (120, 0.3)):
+        logits[:, vocab_size:] = -30.0
         assert multiplied(logits, 1e-9) == share
 
 
 @pytest.mark.parametrize("plan", ["loss", "recomputed", "objective", "frozen heads", "operation"])
 @pytest.mark.parametrize("buffer_bytes", [2**27, 700_000, 1], ids=["whole", "chunks", "one by one"])
 def test_every_plan_skips_the_same_entries(buffer_bytes, plan):
-    """The words that a token gives up are its own affair: chunks and plans change nothing."""
-    case = peaked(torch.float64, 0.1, 4.0, tokens=(23,), words=501)
+    """The skipped entries depend on the token only, not on chunks or plans."""
+    case = peaked(torch.float64, 0.1, 4.0, tokens=(23,), vocab_size=501)
     weights, seen = WEIGHTS[60:83], []
     right = loss_of(case, skipped(0.02, seen), weights=weights)[2]
     options = skipped(0.02, buffer_bytes=buffer_bytes)
@@ -187,7 +187,7 @@ def test_every_plan_skips_the_same_entries(buffer_bytes, plan):
 
 
 def test_which_calls_report():
-    case, seen = peaked(torch.float64, 0.1, 4.0, tokens=(2, 3), words=101), []
+    case, seen = peaked(torch.float64, 0.1, 4.0, tokens=(2, 3), vocab_size=101), []
     options = skipped(0.05, seen)
     token_statistics(*case.models, case.tokens, options=options)
     values = linear_kl(*case.models, options=options)
@@ -206,7 +206,7 @@ def test_which_calls_report():
 
 
 def test_tokens_of_weight_0_and_of_nan_skip_nothing():
-    case, seen = peaked(torch.float32, 0.1, 4.0, tokens=(6,), words=301), []
+    case, seen = peaked(torch.float32, 0.1, 4.0, tokens=(6,), vocab_size=301), []
     case.hidden_p[1] = torch.nan
     case.hidden_q[4] = torch.nan
     weights = torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0, 1.0])
@@ -218,7 +218,7 @@ def test_tokens_of_weight_0_and_of_nan_skip_nothing():
 
 
 def test_a_gradient_of_zero_is_not_multiplied():
-    case, seen = peaked(torch.float32, 0.1, 1.0, tokens=(5,), words=101), []
+    case, seen = peaked(torch.float32, 0.1, 1.0, tokens=(5,), vocab_size=101), []
     hidden = case.hidden_p.clone().requires_grad_()
     options = skipped(0.05, seen)
     linear_kl_loss(
@@ -238,7 +238,7 @@ def test_logits_without_a_weight_get_their_complete_gradient():
 
 
 def test_a_weight_trained_in_both_models():
-    case = peaked(torch.float64, 0.3, 4.0, tokens=(40,), words=301)
+    case = peaked(torch.float64, 0.3, 4.0, tokens=(40,), vocab_size=301)
     other, seen = case.hidden_q[:, :13], []
     grads = []
     for options in (REFERENCE, skipped(1e-4, seen)):
@@ -260,11 +260,11 @@ def test_a_bfloat16_gradient(fast, monkeypatch):
         assert relative_rms(ours, right) < (6e-3 if fast else 3e-3)
 
 
-@pytest.mark.parametrize("words", [1, 5, 2047, 10_000])
+@pytest.mark.parametrize("vocab_size", [1, 5, 2047, 10_000])
 @pytest.mark.parametrize("below", [1e-9, 0.3, 0.999])
-def test_the_skipped_sum_is_within_the_bound_for_all_rows(words, below):
-    random = torch.Generator().manual_seed(words)
-    normal = torch.randn(12, words, generator=random, dtype=torch.float64)
+def test_the_skipped_sum_is_within_the_bound_for_all_rows(vocab_size, below):
+    random = torch.Generator().manual_seed(vocab_size)
+    normal = torch.randn(12, vocab_size, generator=random, dtype=torch.float64)
     rows = torch.exp(3 * normal) * normal.sign()
     rows[0], rows[1], rows[2] = 0.0, 1.0, 1e-300
     rows[3, 1:] = 1e-12
@@ -287,6 +287,6 @@ def test_the_skipped_sum_is_within_the_bound_for_all_rows(words, below):
 
 
 def test_a_report_inside_a_compiled_caller_raises():
-    case = head_case(torch.float32, tokens=(2,), words=5)
+    case = head_case(torch.float32, tokens=(2,), vocab_size=5)
     with pytest.raises(CannotRunError, match=r"options\.report cannot be called inside torch\.compile"):
         packing.pack(case.models[:2], case.models[2:], 1.0, skipped(0.1, []))

@@ -1,4 +1,4 @@
-"""impl='triton': in triton's interpreter here, compiled for a GPU that need not be there, and on one that is."""
+"""impl='triton': in triton's interpreter, compiled for a GPU, and on a GPU if there is one."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ build(fused.combine_kernel, height=128)
 
 @needs_triton
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
-    """What the interpreter lets pass, the compiler may not; it needs no GPU."""
+    """The compiler rejects some code that the interpreter accepts; compiling needs no GPU."""
     settings = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=os.environ | settings, capture_output=True, text=True
@@ -74,7 +74,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
 
 @needs_triton
 def test_the_kernels_in_the_interpreter():
-    """The tests of interpreted_linear_triton.py, in a process that asks for the interpreter.
+    """Run interpreted_linear_triton.py in a process with the interpreter enabled.
 
     Never with checked shapes: what checks them would stand between triton and the text of a kernel.
     """
@@ -173,7 +173,9 @@ def on_gpu(case: Case) -> Case:
 @pytest.mark.parametrize("distance", [2.0, 0.01], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_on_a_gpu_results_equal_the_reference(dtype, distance):
-    case = head_case(dtype, distance, tokens=(700,), words=5003, bias=True, softcap=20.0, temperature=0.9)
+    case = head_case(
+        dtype, distance, tokens=(700,), vocab_size=5003, bias=True, softcap=20.0, temperature=0.9
+    )
     there, weights = on_gpu(case), torch.linspace(-1, 2, 700)
     exact, plain = in_float64(case).statistics(REFERENCE), case.statistics(REFERENCE)
     for options in (TRITON, LinearOptions(impl="triton", buffer_bytes=2**22)):
@@ -196,10 +198,10 @@ def test_on_a_gpu_results_equal_the_reference(dtype, distance):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("words", [4096, 5003], ids=["aligned", "odd"])
-def test_on_a_gpu_a_bfloat16_gradient_overwrites_only_what_was_read(words):
-    """Many rows at once, each written over its own logits while the others are read."""
-    case = on_gpu(head_case(torch.bfloat16, 0.5, tokens=(2000,), words=words, bias=True))
+@pytest.mark.parametrize("vocab_size", [4096, 5003], ids=["aligned", "odd"])
+def test_on_a_gpu_a_bfloat16_gradient_overwrites_only_what_was_read(vocab_size):
+    """Many rows at once, each written over its logits while others are read."""
+    case = on_gpu(head_case(torch.bfloat16, 0.5, tokens=(2000,), vocab_size=vocab_size, bias=True))
     weights = torch.ones(2000, device="cuda")
     actual = []
     for options in (TRITON, TRITON, LinearOptions(impl="chunked", compile="never")):

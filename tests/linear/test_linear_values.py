@@ -1,4 +1,4 @@
-"""Every implementation means the same number, and it is the one of the long way."""
+"""Every implementation returns the same values, and they equal numpy's in float64."""
 
 import math
 
@@ -14,7 +14,7 @@ from linear_cases import (
     head_case,
     in_float64,
     relative_rms,
-    statistics_the_long_way,
+    statistics_by_numpy,
 )
 
 from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl, log_probabilities, token_statistics
@@ -23,8 +23,8 @@ from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl, log_p
 @EVERY
 @pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS.keys())
 def test_statistics_equal_numpy_in_float64(options, traits):
-    case = head_case(torch.float64, distance=1.0, tokens=(3, 13), words=601, **traits)
-    actual, expected = case.statistics(options), statistics_the_long_way(case)
+    case = head_case(torch.float64, distance=1.0, tokens=(3, 13), vocab_size=601, **traits)
+    actual, expected = case.statistics(options), statistics_by_numpy(case)
     for name, numbers, right in zip(TokenStatistics._fields, actual, expected, strict=True):
         torch.testing.assert_close(numbers, right, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
     torch.testing.assert_close(case.kl(options), expected.kl_pq, rtol=1e-9, atol=1e-12)
@@ -51,7 +51,7 @@ def test_every_implementation_equals_the_reference(options, dtype, distance):
 @pytest.mark.parametrize("field", ["kl_pq", "kl_qp", "jensen_shannon", "total_variation"])
 @pytest.mark.parametrize("distance", [0.03, 0.001])
 def test_float32_has_three_digits_at_a_kl_of_a_millionth_of_a_nat(distance, field):
-    case = head_case(torch.float32, distance, words=3001, tokens=(64,))
+    case = head_case(torch.float32, distance, vocab_size=3001, tokens=(64,))
     exact = getattr(in_float64(case).statistics(CHUNKED), field)
     actual = getattr(case.statistics(CHUNKED), field).double()
     assert (distance > 0.01) or exact.min() < 1e-5 or field == "total_variation"
@@ -73,7 +73,7 @@ def test_the_average_is_over_the_first_model(options):
 
 
 def test_numbers_do_not_depend_on_where_chunks_end():
-    case = head_case(torch.float64, tokens=(53,), words=70)
+    case = head_case(torch.float64, tokens=(53,), vocab_size=70)
     whole = case.kl(CHUNKED)
     for bytes_ in (1, 2_000, 5_003, 9_001, 20_000, 33_333):
         torch.testing.assert_close(case.kl(LinearOptions(buffer_bytes=bytes_)), whole, rtol=1e-12, atol=0)
@@ -109,7 +109,7 @@ def test_a_row_without_overlap_is_infinite_and_does_not_affect_others(options):
     zp = torch.tensor([[0.0, 1.0, never, never], [1.0, 2.0, never, 0.5], [0.0, 1.0, 2.0, 3.0]])
     zq = torch.tensor([[never, never, 0.0, 1.0], [2.0, 1.0, never, 0.5], [0.0, 1.0, 2.0, 2.5]])
     case = Case(zp, Head(None), zq, Head(None), torch.tensor([0, 1, 3]))
-    actual, expected = case.statistics(options), statistics_the_long_way(case)
+    actual, expected = case.statistics(options), statistics_by_numpy(case)
     assert actual.kl_pq[0] == actual.kl_qp[0] == torch.inf
     assert actual.token_logq[0] == -torch.inf
     torch.testing.assert_close(actual.jensen_shannon[0].item(), math.log(2))
@@ -121,13 +121,13 @@ def test_a_row_without_overlap_is_infinite_and_does_not_affect_others(options):
 
 @EVERY
 def test_tokens_of_probability_0_under_both_models_do_not_count(options):
-    case = head_case(torch.float64, tokens=(5,), words=40, bias=True)
+    case = head_case(torch.float64, tokens=(5,), vocab_size=40, bias=True)
     forbidden = torch.zeros(40, dtype=torch.float64)
     forbidden[31:] = -torch.inf
     case.head_p = Head(case.head_p.weight, case.head_p.bias + forbidden)
     case.head_q = Head(case.head_q.weight, case.head_q.bias + forbidden)
     case.tokens %= 31
-    actual, expected = case.statistics(options), statistics_the_long_way(case)
+    actual, expected = case.statistics(options), statistics_by_numpy(case)
     for numbers, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(numbers, right, rtol=1e-9, atol=1e-12)
 
@@ -194,5 +194,5 @@ def test_one_weight_in_two_different_heads(options, traits):
         case.hidden_p, case.head_p, case.hidden_p, Head(case.head_p.weight, **traits), options=options
     )
     case.hidden_q, case.head_q = case.hidden_p, Head(case.head_p.weight, **traits)
-    torch.testing.assert_close(actual, statistics_the_long_way(case).kl_pq.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, statistics_by_numpy(case).kl_pq.float(), rtol=1e-4, atol=1e-5)
     assert actual.median() > 1e-3

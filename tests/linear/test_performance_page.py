@@ -94,7 +94,7 @@ def results() -> dict[str, Any]:
 
 
 def row(page: str, start: str) -> list[str]:
-    """The cells of the first row that starts so."""
+    """The cells of the first row with this start."""
     line = next(line for line in page.splitlines() if line.startswith(f"| {start}"))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -277,7 +277,7 @@ def test_every_command_of_the_page_names_a_benchmark_that_is_there(root: Path):
 
 
 def test_the_computed_table_is_the_arithmetic_of_bytes_and_operations():
-    """One cell by hand: 110 tokens on an H100, 151 936 words, 4096 dimensions, the head trained."""
+    """One cell by hand: 110 tokens on an H100, a vocabulary of 151 936, 4096 dimensions, a trained head."""
     product, weights, logits, hidden = 2 * 110 * 151936 * 4096, 151936 * 4096, 110 * 151936, 110 * 4096
     tera, bandwidth = 989e12, 3350e9
     logit = max(product / tera, (2 * weights + 2 * hidden + 4 * logits) / bandwidth)
