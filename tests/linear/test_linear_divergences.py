@@ -30,7 +30,7 @@ def mixed(weight):
     return value
 
 
-LONG_WAY = {
+NUMPY_VALUES = {
     "kl": ("kl", lambda p, q: rel_entr(p, q).sum(-1)),
     "reverse_kl": ("reverse_kl", lambda p, q: rel_entr(q, p).sum(-1)),
     "jeffreys": ("jeffreys", lambda p, q: ((p - q) * np.log(p / q)).sum(-1)),
@@ -45,29 +45,29 @@ LONG_WAY = {
     "total_variation": ("total_variation", lambda p, q: abs(p - q).sum(-1) / 2),
     "hellinger": ("hellinger", lambda p, q: np.sqrt(((np.sqrt(p) - np.sqrt(q)) ** 2).sum(-1) / 2)),
 }
-ALL = pytest.mark.parametrize(("record", "long_way"), LONG_WAY.values(), ids=LONG_WAY.keys())
+ALL = pytest.mark.parametrize(("record", "numpy_value"), NUMPY_VALUES.values(), ids=NUMPY_VALUES.keys())
 
 
 def test_every_divergence_of_the_table_is_tested():
-    assert {record for record, _ in LONG_WAY.values() if isinstance(record, str)} == set(DIVERGENCES)
+    assert {record for record, _ in NUMPY_VALUES.values() if isinstance(record, str)} == set(DIVERGENCES)
 
 
 @ALL
 @EVERY
-def test_values_equal_numpy_in_float64(options, record, statistics_by_numpy):
+def test_values_equal_numpy_in_float64(options, record, numpy_value):
     case = head_case(
         torch.float64, distance=0.7, tokens=(3, 5), vocab_size=101, bias=True, softcap=6.0, temperature=1.4
     )
     logp = logp_by_numpy(case.hidden_p, case.head_p, 1.4)
     logq = logp_by_numpy(case.hidden_q, case.head_q, 1.4)
     actual = linear_divergence(*case.models, divergence=record, temperature=1.4, options=options)
-    right = torch.as_tensor(statistics_by_numpy(np.exp(logp), np.exp(logq)))
+    right = torch.as_tensor(numpy_value(np.exp(logp), np.exp(logq)))
     torch.testing.assert_close(actual, right, rtol=1e-8, atol=1e-10)
 
 
 @ALL
 @pytest.mark.parametrize("options", [CHUNKED, TINY], ids=["chunked", "tiny"])
-def test_gradients_equal_finite_differences(options, record, statistics_by_numpy):
+def test_gradients_equal_finite_differences(options, record, numpy_value):
     case = head_case(
         torch.float64, 0.5, tokens=(2,), vocab_size=5, bias=True, softcap=3.0, scale=1.2, temperature=0.8
     )
@@ -78,7 +78,7 @@ def test_gradients_equal_finite_differences(options, record, statistics_by_numpy
 @ALL
 @pytest.mark.parametrize("distance", [2.0, 0.02], ids=["far", "near"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, statistics_by_numpy):
+def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, numpy_value):
     """Relative RMS error of the value and all gradients of a weighted loss."""
     case = head_case(dtype, distance, bias=True, tokens=(41,))
     weights = torch.linspace(-1, 2, 41)
@@ -96,7 +96,7 @@ def test_the_error_is_at_most_that_of_the_reference(dtype, distance, record, sta
 
 
 @ALL
-def test_a_loss_and_values_have_the_same_gradient(record, statistics_by_numpy):
+def test_a_loss_and_values_have_the_same_gradient(record, numpy_value):
     case = head_case(torch.float64, 1.0, tokens=(13,), vocab_size=37, bias=True, softcap=5.0)
     weights = torch.linspace(-1, 2.1, 13, dtype=torch.float64)
     tensors, of = leaves_of(case, record, weights=weights)
