@@ -84,7 +84,7 @@ def importance_weights(
     if cap is not None and not cap > 0:
         raise OptionError(f"cap is {cap}; give a weight above 0, or leave it out")
     counts = as_mask(mask)
-    log_ratio = _detached_where(token_logp, counts) - _detached_where(behaviour_logp, counts)
+    log_ratio = detached_where(token_logp, counts) - detached_where(behaviour_logp, counts)
     if level == "sequence":
         units = counts.any(-1)
         log_weights = log_ratio.sum(-1)
@@ -110,8 +110,9 @@ def _log_product(log_ratio: Tensor, level: Level) -> Tensor:
     return prefix if level == "prefix" else pad(prefix, (1, 0))[..., :-1]
 
 
-def _detached_where(token_logp: Tensor, counts: Tensor) -> Tensor:
-    return torch.where(counts, at_least_float32(token_logp.detach()), 0.0)
+def detached_where(values: Tensor, counts: Tensor) -> Tensor:
+    """The values where ``counts`` is true and 0 elsewhere, detached, in at least float32."""
+    return torch.where(counts, at_least_float32(values.detach()), 0.0)
 
 
 def _effective_sample_size(log_weights: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
+from kleash.estimators.weights import detached_where
 from kleash.masking import as_mask
-from kleash.precision import at_least_float32
 
 
 class Advantages(NamedTuple):
@@ -61,7 +61,7 @@ def generalised_advantages(
     _require_steps(rewards=rewards, values=values, mask=mask)
     _require_unit_interval(gamma=gamma, gae_lambda=gae_lambda)
     counts = as_mask(mask)
-    token_rewards, critic_values = _unmasked(rewards, counts), _unmasked(values, counts)
+    token_rewards, critic_values = detached_where(rewards, counts), detached_where(values, counts)
     delta = token_rewards + gamma * _next_value(critic_values, counts) - critic_values
     advantages = _discounted_sum(torch.where(counts, delta, 0.0), counts, gamma * gae_lambda)
     return Advantages(advantages, torch.where(counts, advantages + critic_values, 0.0))
@@ -87,7 +87,7 @@ def rewards_to_go(
     _require_steps(rewards=rewards, mask=mask)
     _require_unit_interval(gamma=gamma)
     counts = as_mask(mask)
-    return _discounted_sum(_unmasked(rewards, counts), counts, gamma)
+    return _discounted_sum(detached_where(rewards, counts), counts, gamma)
 
 
 def _discounted_sum(values: Tensor, counts: Tensor, factor: float) -> Tensor:
@@ -114,11 +114,6 @@ def _next_value(values: Tensor, counts: Tensor) -> Tensor:
     this_or_next = positions.flip(-1).cummin(-1).values.flip(-1)
     next_position = torch.nn.functional.pad(this_or_next[..., 1:], (0, 1), value=steps)
     return torch.nn.functional.pad(values, (0, 1)).gather(-1, next_position)
-
-
-def _unmasked(values: Tensor, counts: Tensor) -> Tensor:
-    """The values detached, in at least float32, with 0 where masked."""
-    return torch.where(counts, at_least_float32(values.detach()), 0.0)
 
 
 def _require_steps(**tensors: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators.control_variates import leave_one_out_weights
+from kleash.estimators.weights import detached_where
 from kleash.leash.controller_base import Per, require_per
 from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32
@@ -62,7 +63,7 @@ def shape_rewards(
     counts = as_mask(mask)
     tokens_left = counts.to(torch.int64).flip(-1).cumsum(-1).flip(-1)
     response_scores = at_least_float32(scores.detach()).unsqueeze(-1)
-    cost = _unmasked(token_kl, counts)
+    cost = detached_where(token_kl, counts)
     penalty = torch.zeros_like(cost) if beta == 0 else -beta * cost
     return penalty + torch.where(counts & (tokens_left == 1), response_scores, 0.0)
 
@@ -96,7 +97,9 @@ def sequence_rewards(
     _require_rewards(scores, token_kl, mask, beta)
     response_scores = at_least_float32(scores.detach())
     return (
-        response_scores if beta == 0 else response_scores - beta * _unmasked(token_kl, as_mask(mask)).sum(-1)
+        response_scores
+        if beta == 0
+        else response_scores - beta * detached_where(token_kl, as_mask(mask)).sum(-1)
     )
 
 
@@ -151,7 +154,7 @@ def controlled_kl(
             f"log_ratio is {shapes[0]}, token_kl {shapes[1]} and mask {shapes[2]}; give all three as [sequences, steps]"
         )
     counts = as_mask(mask)
-    u, d = _unmasked(log_ratio, counts), _unmasked(token_kl, counts)
+    u, d = detached_where(log_ratio, counts), detached_where(token_kl, counts)
     sampled, exact = u.sum(-1), d.sum(-1)
     if weight is None:
         a = leave_one_out_weights(sampled, exact, counts.any(-1))
@@ -193,11 +196,6 @@ def measured_kl(
     require_per(per)
     tokens = mean_of(at_least_float32(token_kl.detach()), mask)
     return tokens if per == "token" else Mean(total=tokens.total, count=as_mask(mask).any(-1).sum())
-
-
-def _unmasked(token_kl: Tensor, counts: Tensor) -> Tensor:
-    """The values detached, in at least float32, with 0 where masked."""
-    return torch.where(counts, at_least_float32(token_kl.detach()), 0.0)
 
 
 def _require_rewards(scores: Tensor, token_kl: Tensor, mask: Tensor, beta: float) -> None:
