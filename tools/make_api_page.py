@@ -13,7 +13,9 @@ from typing import Any
 
 from made_files import write_or_check
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "api.md"
+sys.path.insert(0, str(ROOT / "src"))  # this checkout's kleash, and not an installed one
 PACKAGES = (
     *("divergences", "estimators", "linear", "losses", "leash", "uncertainty", "masking", "precision"),
     *(

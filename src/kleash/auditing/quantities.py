@@ -17,7 +17,7 @@ from kleash.auditing.toy_distributions import (
     one_token_distributions,
     toy_distributions,
 )
-from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, phi
+from kleash.divergences import DIVERGENCES, Divergence, cross_entropy, divergence, entropy, phi
 
 DistributionFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A function of ``logp`` and ``logq`` [prefixes, vocab] with one number per prefix."""
@@ -35,7 +35,15 @@ LABELS: Mapping[str, str] = MappingProxyType(
 )
 """Key of ``DIVERGENCES`` -> its label in an audit."""
 
-SYMMETRIC = ("jeffreys", "jensen_shannon", "total_variation", "hellinger")
+
+def _is_symmetric(record: Divergence) -> bool:
+    """Whether D(p || q) = D(q || p), from the generators at a few log ratios."""
+    u = torch.linspace(-8.0, 8.0, 33, dtype=torch.float64)
+    return torch.allclose(record.of(u), record.swapped.of(u), rtol=1e-12, atol=1e-15)
+
+
+SYMMETRIC = tuple(name for name, record in DIVERGENCES.items() if _is_symmetric(record))
+"""Divergences for which an audited function must not depend on the order of p and q."""
 
 
 def divergence_label(name: str) -> str:

@@ -22,7 +22,8 @@ class Side:
     """The generator of a divergence per unit of one distribution's mass.
 
     ``gap`` is the log-probability of a token under this distribution minus that under the other, in nats. Each token
-    is evaluated from the side that gives it more mass, so ``of`` is called with ``gap >= 0`` only.
+    is evaluated from the side that gives it more mass, so ``of`` is called with ``gap >= 0`` only. In the fields, f is
+    this side's generator: ``f(u)`` for ``Divergence.from_p``, ``exp(-v) f(-v)`` for ``from_q``.
     """
 
     of: Elementwise
