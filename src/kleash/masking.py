@@ -91,8 +91,8 @@ def mean_of(
     """
     if values.shape != mask.shape:
         raise ShapeError(f"values are {tuple(values.shape)} and their mask is {tuple(mask.shape)}")
-    counts = as_mask(mask)
-    return Mean(total=torch.where(counts, values, 0.0).sum(), count=counts.sum())
+    is_counted = as_mask(mask)
+    return Mean(total=torch.where(is_counted, values, 0.0).sum(), count=is_counted.sum())
 
 
 @validated

@@ -195,7 +195,17 @@ def _largest_contributions(record: Divergence, p: _Interval, q: _Interval) -> Te
 
 
 def _largest_tail(record: Divergence, p: _Interval, q: _Interval, tail: Tail) -> Tensor:
-    """The largest contribution of the tokens outside, from their masses and the bounds of their ratios."""
+    """The largest contribution of the tokens outside the head, from their masses and the bounds of their ratios.
+
+    A convex function lies below its chord, so it is reached if all of the mass sits on the two extreme ratios (see
+    ``kl_bounds``).
+
+    Args:
+        record: the divergence.
+        p: interval of the log mass outside the head under ``p``, with a last axis of one entry.
+        q: likewise under ``q``.
+        tail: bounds on the log-probability of each token outside.
+    """
     min_p, max_p, min_q, max_q = (
         torch.as_tensor(x, dtype=torch.float64, device=p.high.device).unsqueeze(-1).expand_as(p.high)
         for x in (tail.logp_least, tail.logp_most, tail.logq_least, tail.logq_most)

@@ -9,7 +9,7 @@ MIN_OTHER_SEQUENCES = 3
 
 
 def leave_one_out_weights(
-    sampled: Float[Tensor, "batch"], exact: Float[Tensor, "batch_e"], counts: Bool[Tensor, "batch_c"]
+    sampled: Float[Tensor, "batch"], exact: Float[Tensor, "batch_e"], is_counted: Bool[Tensor, "batch_c"]
 ) -> Float[Tensor, "batch"]:
     """For each sequence, the regression weight fitted to all other sequences that count.
 
@@ -22,12 +22,12 @@ def leave_one_out_weights(
     Args:
         sampled: U, the sum of log ratios.
         exact: C, the sum of exact KLs.
-        counts: which sequences count.
+        is_counted: which sequences count.
     """
-    usable = counts & sampled.isfinite() & exact.isfinite()
-    is_other = (usable.unsqueeze(0) & ~torch.eye(len(counts), dtype=torch.bool, device=counts.device)).to(
-        sampled.dtype
-    )
+    usable = is_counted & sampled.isfinite() & exact.isfinite()
+    is_other = (
+        usable.unsqueeze(0) & ~torch.eye(len(is_counted), dtype=torch.bool, device=is_counted.device)
+    ).to(sampled.dtype)
     n = is_other.sum(-1)
     u = torch.where(usable, sampled, 0.0)
     d = torch.where(usable, sampled - exact, 0.0)

@@ -130,9 +130,9 @@ def continued_k3(u: Float[Tensor, "*tokens"], lower: float | None = None) -> Flo
 def log_ratio_and_k3(
     token_logp: Float[Tensor, "*tokens"],
     token_logq: Float[Tensor, "*tokens"],
-    counts: Bool[Tensor, "*tokens"],
+    is_counted: Bool[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """u = log p - log q where ``counts`` is true and 0 elsewhere, and ``continued_k3`` of it, without gradients.
+    """u = log p - log q where ``is_counted`` is true and 0 elsewhere, and ``continued_k3`` of it, without gradients.
 
     Contiguous float32 tensors on the CPU are processed in blocks that fit the cache: one pass over memory instead of
     twenty.
@@ -140,15 +140,17 @@ def log_ratio_and_k3(
     p, q = token_logp.detach(), token_logq.detach()
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
     if is_traced or p.device.type != "cpu" or (p.dtype, q.dtype) != (torch.float32, torch.float32):
-        u = torch.where(counts, p - q, 0.0)
+        u = torch.where(is_counted, p - q, 0.0)
         return u, continued_k3(u)
     u, value = (torch.empty_like(p, memory_format=torch.contiguous_format) for _ in range(2))
-    flat = [x.reshape(-1) for x in (p, q, counts, u, value)]
+    flat = [x.reshape(-1) for x in (p, q, is_counted, u, value)]
     zero = p.new_zeros(())
     u64, expm1_u64 = torch.empty(2, min(BLOCK_TOKENS, p.numel()), dtype=torch.float64)
     for start in range(0, p.numel(), BLOCK_TOKENS):
-        p_block, q_block, counts_block, u_block, k3_block = (x[start : start + BLOCK_TOKENS] for x in flat)
-        torch.where(counts_block, p_block - q_block, zero, out=u_block)
+        p_block, q_block, is_counted_block, u_block, k3_block = (
+            x[start : start + BLOCK_TOKENS] for x in flat
+        )
+        torch.where(is_counted_block, p_block - q_block, zero, out=u_block)
         k3_block.copy_(_k3_of_block(u_block, u64[: len(u_block)], expm1_u64[: len(u_block)]))
     return u, value
 

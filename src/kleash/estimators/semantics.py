@@ -156,7 +156,7 @@ class Agreement:
     """Least-squares slope of the policy's log-probability on the behaviour's; about 1 at equal temperatures as long as
     the policy stays near."""
     above: Estimate
-    """The share of tokens whose behaviour log-probability is the larger one."""
+    """The share of tokens whose log-probability is larger under the behaviour distribution than under the policy."""
     ruled_out: int
     """Number of drawn tokens with probability 0 under the policy; the slope leaves them out."""
     findings: tuple[str, ...]
@@ -195,9 +195,9 @@ def check_agreement(
             f"token_logp is {shapes[0]}, behaviour_logp {shapes[1]}, mask {shapes[2]} and prompts "
             f"{tuple(labels.shape)}; give [batch, time] three times, and a prompt for each sequence"
         )
-    counts = as_mask(mask).cpu()
-    policy, behaviour = (x.detach().cpu().double()[counts].numpy() for x in (token_logp, behaviour_logp))
-    clusters = labels.cpu().unsqueeze(-1).expand(counts.shape)[counts].numpy()
+    is_counted = as_mask(mask).cpu()
+    policy, behaviour = (x.detach().cpu().double()[is_counted].numpy() for x in (token_logp, behaviour_logp))
+    clusters = labels.cpu().unsqueeze(-1).expand(is_counted.shape)[is_counted].numpy()
     weight = clustered_mean(np.exp(policy - behaviour), clusters, unit="none", lower=0.0)
     possible = policy != -np.inf
     slope = _regression_slope(behaviour[possible], policy[possible], clusters[possible])

@@ -83,20 +83,20 @@ def importance_weights(
         raise OptionError(f"level is {level!r}; there are {', '.join(LEVELS)}")
     if cap is not None and not cap > 0:
         raise OptionError(f"cap is {cap}; give a weight above 0, or leave it out")
-    counts = as_mask(mask)
-    log_ratio = detached_where(token_logp, counts) - detached_where(behaviour_logp, counts)
+    is_counted = as_mask(mask)
+    log_ratio = detached_where(token_logp, is_counted) - detached_where(behaviour_logp, is_counted)
     if level == "sequence":
-        units = counts.any(-1)
+        units = is_counted.any(-1)
         log_weights = log_ratio.sum(-1)
     else:
-        units = counts
+        units = is_counted
         log_weights = _log_product(log_ratio, level)
     log_cap = inf if cap is None else log(cap)
     above_cap = log_weights > log_cap
     log_weights = torch.where(above_cap, log_cap, log_weights)
     weights = log_weights.exp().unsqueeze(-1) if level == "sequence" else log_weights.exp()
     return ImportanceWeights(
-        values=torch.where(counts, weights, 0.0),
+        values=torch.where(is_counted, weights, 0.0),
         effective_sample_size=_effective_sample_size(torch.where(units, log_weights, -inf)),
         truncated_share=(above_cap & units).sum() / units.sum(),
     )
@@ -110,9 +110,9 @@ def _log_product(log_ratio: Tensor, level: Level) -> Tensor:
     return prefix if level == "prefix" else pad(prefix, (1, 0))[..., :-1]
 
 
-def detached_where(values: Tensor, counts: Tensor) -> Tensor:
-    """The values where ``counts`` is true and 0 elsewhere, detached, in at least float32."""
-    return torch.where(counts, at_least_float32(values.detach()), 0.0)
+def detached_where(values: Tensor, is_counted: Tensor) -> Tensor:
+    """The values where ``is_counted`` is true and 0 elsewhere, detached, in at least float32."""
+    return torch.where(is_counted, at_least_float32(values.detach()), 0.0)
 
 
 def _effective_sample_size(log_weights: Tensor) -> Tensor:

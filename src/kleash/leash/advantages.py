@@ -60,11 +60,11 @@ def generalised_advantages(
     """
     _require_steps(rewards=rewards, values=values, mask=mask)
     _require_unit_interval(gamma=gamma, gae_lambda=gae_lambda)
-    counts = as_mask(mask)
-    token_rewards, critic_values = detached_where(rewards, counts), detached_where(values, counts)
-    delta = token_rewards + gamma * _next_value(critic_values, counts) - critic_values
-    advantages = _discounted_sum(torch.where(counts, delta, 0.0), counts, gamma * gae_lambda)
-    return Advantages(advantages, torch.where(counts, advantages + critic_values, 0.0))
+    is_counted = as_mask(mask)
+    token_rewards, critic_values = detached_where(rewards, is_counted), detached_where(values, is_counted)
+    delta = token_rewards + gamma * _next_value(critic_values, is_counted) - critic_values
+    advantages = _discounted_sum(torch.where(is_counted, delta, 0.0), is_counted, gamma * gae_lambda)
+    return Advantages(advantages, torch.where(is_counted, advantages + critic_values, 0.0))
 
 
 @validated
@@ -86,17 +86,17 @@ def rewards_to_go(
     """
     _require_steps(rewards=rewards, mask=mask)
     _require_unit_interval(gamma=gamma)
-    counts = as_mask(mask)
-    return _discounted_sum(detached_where(rewards, counts), counts, gamma)
+    is_counted = as_mask(mask)
+    return _discounted_sum(detached_where(rewards, is_counted), is_counted, gamma)
 
 
-def _discounted_sum(values: Tensor, counts: Tensor, factor: float) -> Tensor:
+def _discounted_sum(values: Tensor, is_counted: Tensor, factor: float) -> Tensor:
     """``x_t = values_t + (factor if t counts else 1) * x_t+1`` for unmasked t, and 0 for masked t.
 
     By doubling: each round doubles the number of steps that an entry of ``total`` sums; ``decay`` is the factor on the
     steps after them. 8192 steps take 13 rounds over the whole batch instead of 8192.
     """
-    total, decay = values, torch.ones_like(values).masked_fill(counts, factor)
+    total, decay = values, torch.ones_like(values).masked_fill(is_counted, factor)
     steps, stride = values.shape[-1], 1
     while stride < steps:
         next_total, next_decay = (
@@ -104,13 +104,13 @@ def _discounted_sum(values: Tensor, counts: Tensor, factor: float) -> Tensor:
         )
         total, decay = total + decay * next_total, decay * next_decay
         stride *= 2
-    return torch.where(counts, total, 0.0)
+    return torch.where(is_counted, total, 0.0)
 
 
-def _next_value(values: Tensor, counts: Tensor) -> Tensor:
+def _next_value(values: Tensor, is_counted: Tensor) -> Tensor:
     """The value of the next unmasked step; 0 after the last."""
-    steps = counts.shape[-1]
-    positions = torch.where(counts, torch.arange(steps, device=counts.device), steps)
+    steps = is_counted.shape[-1]
+    positions = torch.where(is_counted, torch.arange(steps, device=is_counted.device), steps)
     this_or_next = positions.flip(-1).cummin(-1).values.flip(-1)
     next_position = torch.nn.functional.pad(this_or_next[..., 1:], (0, 1), value=steps)
     return torch.nn.functional.pad(values, (0, 1)).gather(-1, next_position)

@@ -228,7 +228,8 @@ class PIDBeta(PredictiveController):
     largest_error: float = 1.0
     """Largest absolute value of log(KL / target) in the integral term; beyond it is clipped."""
     reach: float = 3.0
-    """Largest absolute value of log(KL / target) in the proportional and derivative terms; beyond it is clipped."""
+    """Largest absolute value of log(KL / target) in the differences of the proportional and derivative terms; beyond it
+    is clipped. By default it is larger than ``largest_error``."""
     lookahead: float = 4.0
     """Below the target beta rises only if the KL is predicted to pass it within this many updates; with 0 there is no
     prediction, and beta rises during the whole rise of the KL from 0."""

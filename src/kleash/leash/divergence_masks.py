@@ -101,14 +101,14 @@ def binary_divergence_mask(
         https://arxiv.org/abs/2602.04879
     """
     _require_bound(most)
-    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    p, b = (torch.where(counts, x.detach(), 0.0) for x in (token_logp, behaviour_logp))
+    is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
+    p, b = (torch.where(is_counted, x.detach(), 0.0) for x in (token_logp, behaviour_logp))
     divergences = binary_divergence(p, b, divergence)
     if advantages is None:
-        return region_of(counts, divergences <= most)
-    token_advantages = _per_token(advantages, counts)
+        return region_of(is_counted, divergences <= most)
+    token_advantages = _per_token(advantages, is_counted)
     moves_out = ((token_advantages > 0) & (log_ratio > 0)) | ((token_advantages < 0) & (log_ratio < 0))
-    return region_of(counts, ~divergences.isnan() & ((divergences <= most) | ~moves_out))
+    return region_of(is_counted, ~divergences.isnan() & ((divergences <= most) | ~moves_out))
 
 
 @validated
@@ -148,12 +148,12 @@ def off_policy_sequence_mask(
         https://arxiv.org/abs/2512.02556
     """
     _require_bound(most)
-    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    within_bound = -log_ratio.sum(-1) / counts.sum(-1) <= most
+    is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
+    within_bound = -log_ratio.sum(-1) / is_counted.sum(-1) <= most
     if advantages.ndim == 1:
-        _per_token(advantages, counts)
-        return region_of(counts, within_bound | ~(advantages.detach() < 0))
-    return region_of(counts, within_bound.unsqueeze(-1) | ~(_per_token(advantages, counts) < 0))
+        _per_token(advantages, is_counted)
+        return region_of(is_counted, within_bound | ~(advantages.detach() < 0))
+    return region_of(is_counted, within_bound.unsqueeze(-1) | ~(_per_token(advantages, is_counted) < 0))
 
 
 def _binary_log_probs(token_logp: Tensor, min_rest: float) -> Tensor:
@@ -164,16 +164,16 @@ def _binary_log_probs(token_logp: Tensor, min_rest: float) -> Tensor:
     return torch.stack([token_logp, rest.log()], dim=-1)
 
 
-def _per_token(advantages: Tensor, counts: Tensor) -> Tensor:
+def _per_token(advantages: Tensor, is_counted: Tensor) -> Tensor:
     """The advantage of each token, detached; 0 where masked."""
-    if advantages.shape not in (counts.shape, counts.shape[:1]):
+    if advantages.shape not in (is_counted.shape, is_counted.shape[:1]):
         raise ShapeError(
-            f"advantages are {tuple(advantages.shape)} and mask {tuple(counts.shape)}; "
+            f"advantages are {tuple(advantages.shape)} and mask {tuple(is_counted.shape)}; "
             "give one for each token, or one for each sequence"
         )
     advantages = advantages.detach()
-    per_token = advantages if advantages.ndim == 2 else advantages.unsqueeze(-1).expand(counts.shape)
-    return torch.where(counts, per_token, 0.0)
+    per_token = advantages if advantages.ndim == 2 else advantages.unsqueeze(-1).expand(is_counted.shape)
+    return torch.where(is_counted, per_token, 0.0)
 
 
 def _require_bound(most: float) -> None:

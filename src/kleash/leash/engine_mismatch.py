@@ -169,30 +169,30 @@ def mismatch(
             f"trainer_logp is {shapes[0]}, engine_logp {shapes[1]}, mask {shapes[2]} and prompts "
             f"{tuple(labels.shape)}; give [batch, time] three times, and a label for each sequence"
         )
-    counts = as_mask(mask).cpu()
-    has_tokens = counts.any(-1)
-    counts, labels = counts[has_tokens], labels[has_tokens]
+    is_counted = as_mask(mask).cpu()
+    has_tokens = is_counted.any(-1)
+    is_counted, labels = is_counted[has_tokens], labels[has_tokens]
     columns = [x.detach().cpu().double()[has_tokens] for x in (trainer_logp, engine_logp)]
-    trainer, engine = (torch.where(counts, x, 0.0) for x in columns)
+    trainer, engine = (torch.where(is_counted, x, 0.0) for x in columns)
     clusters = np.unique(labels.numpy(), return_inverse=True)[1]
-    per_token = _token_estimates(trainer, engine, counts, clusters)
-    log_ratio = (engine - trainer)[counts]
+    per_token = _token_estimates(trainer, engine, is_counted, clusters)
+    log_ratio = (engine - trainer)[is_counted]
     return Mismatch(
         **per_token,
-        **_sequence_estimates(trainer, engine, counts, clusters),
-        effective_sample_size=_effective_sample_size(trainer, engine, counts, "token"),
-        effective_sequences=_effective_sample_size(trainer, engine, counts, "sequence"),
-        over_sequences=_sequence_means(trainer, engine, counts),
-        probabilities=_probability_gaps(trainer[counts].exp(), engine[counts].exp()),
+        **_sequence_estimates(trainer, engine, is_counted, clusters),
+        effective_sample_size=_effective_sample_size(trainer, engine, is_counted, "token"),
+        effective_sequences=_effective_sample_size(trainer, engine, is_counted, "sequence"),
+        over_sequences=_sequence_means(trainer, engine, is_counted),
+        probabilities=_probability_gaps(trainer[is_counted].exp(), engine[is_counted].exp()),
         largest_log_ratio=_largest(log_ratio.abs()),
-        ruled_out=int((trainer[counts] == -math.inf).sum()),
-        tokens=int(counts.sum()),
-        sequences=len(counts),
+        ruled_out=int((trainer[is_counted] == -math.inf).sum()),
+        tokens=int(is_counted.sum()),
+        sequences=len(is_counted),
     )
 
 
 def _token_estimates(
-    trainer: Tensor, engine: Tensor, counts: Tensor, clusters: np.ndarray
+    trainer: Tensor, engine: Tensor, is_counted: Tensor, clusters: np.ndarray
 ) -> dict[str, Estimate]:
     """The means over tokens, by the names of ``Mismatch``'s fields."""
     u = engine - trainer
@@ -206,7 +206,7 @@ def _token_estimates(
         "perplexity_trainer": (-trainer, "nats", UNBOUNDED),
         "perplexity_engine": (-engine, "nats", UNBOUNDED),
     }
-    estimates = _estimates(columns, counts, counts.sum(-1), clusters)
+    estimates = _estimates(columns, is_counted, is_counted.sum(-1), clusters)
     estimates["perplexity_ratio"] = estimates["kl_engine_trainer_k1"]
     return estimates | {
         name: transformed(estimates[name], math.exp, math.exp)
@@ -216,7 +216,7 @@ def _token_estimates(
 
 
 def _sequence_estimates(
-    trainer: Tensor, engine: Tensor, counts: Tensor, clusters: np.ndarray
+    trainer: Tensor, engine: Tensor, is_counted: Tensor, clusters: np.ndarray
 ) -> dict[str, Estimate]:
     """The means over sequences, by the names of ``Mismatch``'s fields."""
     u = engine - trainer
@@ -229,13 +229,13 @@ def _sequence_estimates(
     single_columns = {
         name: (values.unsqueeze(-1), unit, bounds) for name, (values, unit, bounds) in columns.items()
     }
-    ones = torch.ones(len(counts), 1, dtype=torch.bool)
+    ones = torch.ones(len(is_counted), 1, dtype=torch.bool)
     return _estimates(single_columns, ones, ones.sum(-1), clusters)
 
 
 def _estimates(
     columns: dict[str, tuple[Tensor, str, tuple[float, float]]],
-    counts: Tensor,
+    is_counted: Tensor,
     sizes: Tensor,
     clusters: np.ndarray,
 ) -> dict[str, Estimate]:
@@ -243,7 +243,7 @@ def _estimates(
 
     Args:
         columns: values, unit and bounds by name.
-        counts: which values count.
+        is_counted: which values count.
         sizes: number of values of each sequence.
         clusters: label of each sequence.
     """
@@ -253,7 +253,7 @@ def _estimates(
         return np.bincount(clusters, weights=per_sequence.numpy(), minlength=num_clusters)
 
     sums = np.stack(
-        [sum_by_cluster(torch.where(counts, x, 0.0).sum(-1)) for x, _, _ in columns.values()], axis=1
+        [sum_by_cluster(torch.where(is_counted, x, 0.0).sum(-1)) for x, _, _ in columns.values()], axis=1
     )
     estimates = ratio_of_many(
         sums,
@@ -265,9 +265,9 @@ def _estimates(
     return dict(zip(columns, estimates, strict=True))
 
 
-def _sequence_means(trainer: Tensor, engine: Tensor, counts: Tensor) -> SequenceMeans:
+def _sequence_means(trainer: Tensor, engine: Tensor, is_counted: Tensor) -> SequenceMeans:
     """Statistics of the log-perplexities of sequences."""
-    lengths = counts.sum(-1)
+    lengths = is_counted.sum(-1)
     trainer_log_ppl, engine_log_ppl = (-x.sum(-1) / lengths for x in (trainer, engine))
     gap = (engine - trainer).sum(-1) / lengths
     return SequenceMeans(
@@ -298,8 +298,10 @@ def _probability_gaps(trainer: Tensor, engine: Tensor) -> ProbabilityGaps:
     )
 
 
-def _effective_sample_size(trainer: Tensor, engine: Tensor, counts: Tensor, level: str) -> float:
-    weights = importance_weights(trainer, engine, counts, level="token" if level == "token" else "sequence")
+def _effective_sample_size(trainer: Tensor, engine: Tensor, is_counted: Tensor, level: str) -> float:
+    weights = importance_weights(
+        trainer, engine, is_counted, level="token" if level == "token" else "sequence"
+    )
     return weights.effective_sample_size.item()
 
 

@@ -63,20 +63,20 @@ def group_advantages(
     """
     if scale not in ("none", "std"):
         raise OptionError(f"scale is {scale!r}; there are none, std")
-    label, counts = _labels(rewards, groups), _response_mask(rewards, mask)
-    values = torch.where(counts, at_least_float32(rewards.detach()), 0.0)
+    label, is_counted = _labels(rewards, groups), _response_mask(rewards, mask)
+    values = torch.where(is_counted, at_least_float32(rewards.detach()), 0.0)
 
     def over_group(values: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add(0, label, values)[label]
 
-    size = over_group(counts.to(values.dtype))
+    size = over_group(is_counted.to(values.dtype))
     deviations = values - over_group(values) / size
     result = deviations * (size / (size - 1)) if corrected else deviations
     if scale == "std":
-        deviations = torch.where(counts, deviations, 0.0)
+        deviations = torch.where(is_counted, deviations, 0.0)
         result = result / (over_group(deviations.square()) / (size - 1)).sqrt()
-    is_constant = _is_constant_group(values, counts, label) & (size > 1)
-    return torch.where(counts & ~is_constant, result, 0.0)
+    is_constant = _is_constant_group(values, is_counted, label) & (size > 1)
+    return torch.where(is_counted & ~is_constant, result, 0.0)
 
 
 @validated
@@ -132,18 +132,20 @@ def whiten(
     Raises:
         ShapeError: if the two differ in shape.
     """
-    counts, upcast = as_mask(mask), at_least_float32(values.detach())
-    mean = mean_of(upcast, counts).across_ranks(group)
-    deviations = torch.where(counts, upcast - mean.value, 0.0)
-    squares = mean_of(deviations.square(), counts).across_ranks(group)
-    lowest, highest = _extremes(upcast, counts, group)
+    is_counted, upcast = as_mask(mask), at_least_float32(values.detach())
+    mean = mean_of(upcast, is_counted).across_ranks(group)
+    deviations = torch.where(is_counted, upcast - mean.value, 0.0)
+    squares = mean_of(deviations.square(), is_counted).across_ranks(group)
+    lowest, highest = _extremes(upcast, is_counted, group)
     is_constant = (lowest == highest) & highest.isfinite()
-    return torch.where(counts & ~is_constant, deviations / (squares.total / (squares.count - 1)).sqrt(), 0.0)
+    return torch.where(
+        is_counted & ~is_constant, deviations / (squares.total / (squares.count - 1)).sqrt(), 0.0
+    )
 
 
-def _extremes(values: Tensor, counts: Tensor, group: "dist.ProcessGroup | None") -> tuple[Tensor, Tensor]:
+def _extremes(values: Tensor, is_counted: Tensor, group: "dist.ProcessGroup | None") -> tuple[Tensor, Tensor]:
     """Minimum and maximum of the unmasked values over all ranks."""
-    extremes = torch.stack([torch.where(counts, x, -torch.inf).flatten() for x in (-values, values)])
+    extremes = torch.stack([torch.where(is_counted, x, -torch.inf).flatten() for x in (-values, values)])
     extremes = torch.nn.functional.pad(extremes, (0, 1), value=-torch.inf).amax(-1)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
@@ -181,12 +183,12 @@ def _response_mask(rewards: Tensor, mask: Tensor | None) -> Tensor:
     return as_mask(mask)
 
 
-def _is_constant_group(rewards: Tensor, counts: Tensor, label: Tensor) -> Tensor:
+def _is_constant_group(rewards: Tensor, is_counted: Tensor, label: Tensor) -> Tensor:
     """Whether all rewards of each response's group are the same finite number."""
 
     def group_max(values: Tensor) -> Tensor:
         start = torch.full_like(values, -torch.inf)
-        return start.scatter_reduce(0, label, torch.where(counts, values, -torch.inf), "amax")[label]
+        return start.scatter_reduce(0, label, torch.where(is_counted, values, -torch.inf), "amax")[label]
 
     highest, lowest = group_max(rewards), -group_max(-rewards)
     return (highest == lowest) & highest.isfinite()

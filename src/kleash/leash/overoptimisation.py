@@ -131,20 +131,20 @@ def fit_overoptimisation(
         Gao et al., "Scaling Laws for Reward Model Overoptimization" (2022), https://arxiv.org/abs/2210.10760
         Fieller, "Some Problems in Interval Estimation" (1954).
     """
-    form = look_up(CURVES, curve, "curve")
+    fitted_curve = look_up(CURVES, curve, "curve")
     kls, heights = _float64(kl_nats), _float64(rewards)
     errors = np.ones_like(kls) if standard_errors is None else _float64(standard_errors)
     _require_points(kls, heights, errors)
     d = np.sqrt(kls)
-    design = _design(form, d) / errors[:, None]
+    design = _design(fitted_curve, d) / errors[:, None]
     fit = _least_squares(design, heights / errors)
     return Overoptimisation(
         curve=curve,
         a=_estimate(fit, fit.a, "none", math.sqrt(fit.covariance[0, 0])),
         b=_estimate(fit, fit.b, "none", math.sqrt(fit.covariance[1, 1])),
         covariance=float(fit.covariance[0, 1]),
-        peak_kl_nats=_peak_kl(form, fit, float(kls.max())),
-        peak_reward=_peak_reward(form, fit),
+        peak_kl_nats=_peak_kl(fitted_curve, fit, float(kls.max())),
+        peak_reward=_peak_reward(fitted_curve, fit),
     )
 
 
@@ -166,9 +166,9 @@ def _least_squares(design: Array, heights: Array) -> _Fit:
     return _Fit(a, b, covariance, len(heights))
 
 
-def _design(form: Curve, d: Array) -> Array:
+def _design(curve: Curve, d: Array) -> Array:
     """The design matrix: the derivatives of the reward in a and b at each point."""
-    return np.stack([d, -d * form.bend(d)], axis=-1)
+    return np.stack([d, -d * curve.bend(d)], axis=-1)
 
 
 def _student_factor(points: int) -> float:
@@ -192,14 +192,22 @@ def _estimate(
     )
 
 
-def _peak_kl(form: Curve, fit: _Fit, max_kl: float) -> Estimate:
-    """The KL at the peak, with Fieller's interval; ``max_kl`` is the largest measured KL."""
-    low, high = (form.peak(end) * form.peak(end) for end in _ratio_interval(fit))
+def _peak_kl(curve: Curve, fit: _Fit, max_kl: float) -> Estimate:
+    """The KL at the peak of the reward, in nats, with Fieller's interval.
+
+    ``d`` is sqrt(KL); a and b are those of ``fit_overoptimisation``.
+
+    Args:
+        curve: the curve that was fitted.
+        fit: a and b with their covariance.
+        max_kl: the largest measured KL, in nats.
+    """
+    low, high = (curve.peak(end) * curve.peak(end) for end in _ratio_interval(fit))
     if fit.b <= 0:
         return _estimate(fit, math.inf, "nats", math.nan, (low, high), NO_PEAK)
     ratio = fit.a / fit.b
-    d, gradient = form.peak(ratio), np.array([1.0, -ratio]) / fit.b
-    error = 2 * d * form.peak_slope(ratio) * math.sqrt(gradient @ fit.covariance @ gradient)
+    d, gradient = curve.peak(ratio), np.array([1.0, -ratio]) / fit.b
+    error = 2 * d * curve.peak_slope(ratio) * math.sqrt(gradient @ fit.covariance @ gradient)
     warnings: list[str] = []
     if fit.b**2 <= _student_factor(fit.points) ** 2 * fit.covariance[1, 1]:
         warnings.append("the data do not exclude that there is no peak: the interval of b reaches 0")
@@ -208,12 +216,12 @@ def _peak_kl(form: Curve, fit: _Fit, max_kl: float) -> Estimate:
     return _estimate(fit, d * d, "nats", error, (low, high), *warnings)
 
 
-def _peak_reward(form: Curve, fit: _Fit) -> Estimate:
+def _peak_reward(curve: Curve, fit: _Fit) -> Estimate:
     """The reward at the peak. The curve is flat there, so its error is that of the curve at a fixed KL."""
-    d = form.peak(fit.a / fit.b) if fit.b > 0 else math.inf
+    d = curve.peak(fit.a / fit.b) if fit.b > 0 else math.inf
     if math.isinf(d):
         return _estimate(fit, math.inf, "none", math.nan, (-math.inf, math.inf), NO_PEAK)
-    design = _design(form, np.array([d]))[0]
+    design = _design(curve, np.array([d]))[0]
     value = float(design @ np.array([fit.a, fit.b]))
     return _estimate(fit, value, "none", math.sqrt(design @ fit.covariance @ design))
 

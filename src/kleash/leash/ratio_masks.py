@@ -62,15 +62,15 @@ def kl_mask(
     if over not in OVER:
         raise OptionError(f"over is {over!r}; there are {', '.join(OVER)}")
     record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
-    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    values = torch.where(counts, record.of(-log_ratio), 0.0)
+    is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
+    values = torch.where(is_counted, record.of(-log_ratio), 0.0)
     if over == "token":
-        return region_of(counts, is_within(values, bounds))
+        return region_of(is_counted, is_within(values, bounds))
     if over == "sequence_max":
-        values = pad(torch.where(counts, values, -inf), (0, 1), value=-inf).amax(-1)
+        values = pad(torch.where(is_counted, values, -inf), (0, 1), value=-inf).amax(-1)
     else:
-        values = values.sum(-1) / (counts.sum(-1) if over == "sequence_mean" else 1)
-    return region_of(counts, is_within(values, bounds))
+        values = values.sum(-1) / (is_counted.sum(-1) if over == "sequence_mean" else 1)
+    return region_of(is_counted, is_within(values, bounds))
 
 
 @validated
@@ -146,9 +146,9 @@ def window_weights(
     """
     _require_level(level)
     window = log_bounds(bounds)
-    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
+    is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     log_weight = log_ratio if level == "token" else log_ratio.sum(-1)
-    return region_of(counts, is_within(log_weight, window), log_weight)
+    return region_of(is_counted, is_within(log_weight, window), log_weight)
 
 
 @validated
@@ -176,8 +176,8 @@ def geometric_mask(
         https://leonericsson.github.io/blog/2026-02-01-opsm-geometric-masking
     """
     window = log_bounds(bounds)
-    counts, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    return region_of(counts, is_within(log_ratio.sum(-1) / counts.sum(-1), window))
+    is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
+    return region_of(is_counted, is_within(log_ratio.sum(-1) / is_counted.sum(-1), window))
 
 
 def _require_level(level: str) -> None:

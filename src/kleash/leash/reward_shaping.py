@@ -60,12 +60,12 @@ def shape_rewards(
         https://arxiv.org/abs/1909.08593
     """
     _require_rewards(scores, token_kl, mask, beta)
-    counts = as_mask(mask)
-    tokens_left = counts.to(torch.int64).flip(-1).cumsum(-1).flip(-1)
+    is_counted = as_mask(mask)
+    tokens_left = is_counted.to(torch.int64).flip(-1).cumsum(-1).flip(-1)
     response_scores = at_least_float32(scores.detach()).unsqueeze(-1)
-    cost = detached_where(token_kl, counts)
+    cost = detached_where(token_kl, is_counted)
     penalty = torch.zeros_like(cost) if beta == 0 else -beta * cost
-    return penalty + torch.where(counts & (tokens_left == 1), response_scores, 0.0)
+    return penalty + torch.where(is_counted & (tokens_left == 1), response_scores, 0.0)
 
 
 @validated
@@ -153,11 +153,11 @@ def controlled_kl(
         raise ShapeError(
             f"log_ratio is {shapes[0]}, token_kl {shapes[1]} and mask {shapes[2]}; give all three as [sequences, steps]"
         )
-    counts = as_mask(mask)
-    u, d = detached_where(log_ratio, counts), detached_where(token_kl, counts)
+    is_counted = as_mask(mask)
+    u, d = detached_where(log_ratio, is_counted), detached_where(token_kl, is_counted)
     sampled, exact = u.sum(-1), d.sum(-1)
     if weight is None:
-        a = leave_one_out_weights(sampled, exact, counts.any(-1))
+        a = leave_one_out_weights(sampled, exact, is_counted.any(-1))
     elif math.isfinite(weight):
         a = torch.full_like(sampled, weight)
     else:

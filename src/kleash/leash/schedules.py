@@ -116,7 +116,7 @@ class TargetSchedule:
         return self.controller.per
 
     def after(self, measured_nats: SupportsFloat, *, sequences: int = 1) -> "TargetSchedule":
-        """The controller for the next update; the measured KL is compared with this update's target.
+        """The schedule for the next update; the measured KL is compared with this update's target.
 
         Raises:
             OptionError: if ``sequences`` is negative.

@@ -55,9 +55,9 @@ def intersection(
         if region.kept.shape != is_kept.shape:
             raise ShapeError(f"a region is {tuple(region.kept.shape)} and mask {tuple(is_kept.shape)}")
         is_kept, weights = is_kept & region.kept, weights * region.weights
-    counts = as_mask(mask)
+    is_counted = as_mask(mask)
     weights = torch.where(is_kept, weights, 0.0)
-    return _region(is_kept, weights, counts, is_kept, weights)
+    return _uncapped_region(is_kept, weights, is_counted, is_kept, weights)
 
 
 def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,9 +72,9 @@ def counted_log_ratio(token_logp: Tensor, behaviour_logp: Tensor, mask: Tensor) 
             f"token_logp is {shapes[0]}, behaviour_logp {shapes[1]} and mask {shapes[2]}; "
             "give all three as [batch, time]"
         )
-    counts = as_mask(mask)
+    is_counted = as_mask(mask)
     log_ratio = at_least_float32(token_logp.detach()) - at_least_float32(behaviour_logp.detach())
-    return counts, torch.where(counts, log_ratio, 0.0)
+    return is_counted, torch.where(is_counted, log_ratio, 0.0)
 
 
 def is_within(values: Tensor, bounds: tuple[float, float]) -> Tensor:
@@ -101,25 +101,37 @@ def log_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
     return -inf if least == 0 else log(least), log(most)
 
 
-def region_of(counts: Tensor, inside: Tensor, log_weight: Tensor | None = None) -> TrustRegion:
+def region_of(is_counted: Tensor, inside: Tensor, log_weight: Tensor | None = None) -> TrustRegion:
     """The trust region of a decision (and log weight) per token [batch, time] or per sequence [batch]."""
     per_token = inside.ndim == 2
-    units = counts if per_token else counts.any(-1)
+    units = is_counted if per_token else is_counted.any(-1)
     unit_kept = units & inside
     weights = unit_kept.to(torch.float32) if log_weight is None else log_weight.exp()
     unit_weights = torch.where(unit_kept, weights, 0.0)
     token_kept, weights = (
         (unit_kept, unit_weights) if per_token else (unit_kept.unsqueeze(-1), unit_weights.unsqueeze(-1))
     )
-    return _region(
-        counts & token_kept, torch.where(counts & token_kept, weights, 0.0), units, unit_kept, unit_weights
+    return _uncapped_region(
+        is_counted & token_kept,
+        torch.where(is_counted & token_kept, weights, 0.0),
+        units,
+        unit_kept,
+        unit_weights,
     )
 
 
-def _region(
+def _uncapped_region(
     token_kept: Tensor, weights: Tensor, units: Tensor, unit_kept: Tensor, unit_weights: Tensor
 ) -> TrustRegion:
-    """The trust region with statistics over units (tokens or sequences)."""
+    """The trust region in which no weight was lowered to a cap, with statistics over units.
+
+    Args:
+        token_kept: bool [batch, time], tokens that count and are not removed.
+        weights: of each token [batch, time]; 0 where not kept.
+        units: bool, the units that count: tokens [batch, time] or sequences [batch].
+        unit_kept: bool, the units that are not removed, of the shape of ``units``.
+        unit_weights: the weight of each unit; 0 where not kept.
+    """
     return TrustRegion(
         weights=weights,
         kept=token_kept,

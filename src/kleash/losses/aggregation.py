@@ -98,12 +98,12 @@ def aggregate(
         raise ShapeError(
             f"per_token is {tuple(per_token.shape)} and mask {tuple(mask.shape)}; give both as [batch, time]"
         )
-    counts = as_mask(mask)
-    values = torch.where(counts, per_token, 0.0)
+    is_counted = as_mask(mask)
+    values = torch.where(is_counted, per_token, 0.0)
     aggregation = look_up(AGGREGATIONS, how, "aggregation")
     return Mean(
-        total=aggregation.total(values, counts.sum(-1).clamp(min=1)),
-        count=count_of(counts, how, length=length),
+        total=aggregation.total(values, is_counted.sum(-1).clamp(min=1)),
+        count=count_of(is_counted, how, length=length),
     )
 
 
@@ -124,7 +124,7 @@ def count_of(
         raise OptionError(f"length is {length}; give the number of tokens that every sequence is divided by")
     if how != "constant" and length is not None:
         raise OptionError(f"length is {length}, which {how!r} does not use; leave it out, or take 'constant'")
-    counts = as_mask(mask)
+    is_counted = as_mask(mask)
     if aggregation.counts_tokens:
-        return counts.sum()
-    return counts.any(-1).sum() * (1 if length is None else length)
+        return is_counted.sum()
+    return is_counted.any(-1).sum() * (1 if length is None else length)

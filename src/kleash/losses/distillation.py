@@ -58,11 +58,11 @@ def distillation_loss(
         Ko et al., "DistiLLM: Towards Streamlined Distillation for Large Language Models" (2024),
         https://arxiv.org/abs/2402.03898
     """
-    counts = as_mask(mask)
-    _require_pair(teacher_logits, student_logits, counts)
+    is_counted = as_mask(mask)
+    _require_pair(teacher_logits, student_logits, is_counted)
     require_gradient(student_logits, teacher_logits, name="student_logits")
     logp, logq = (
-        at_temperature(torch.where(counts.unsqueeze(-1), logits, 0.0), temperature)
+        at_temperature(torch.where(is_counted.unsqueeze(-1), logits, 0.0), temperature)
         for logits in (teacher_logits, student_logits)
     )
     per_token = exact_divergence(divergence, logp, logq)
@@ -100,17 +100,17 @@ def top_k_distillation_loss(
         UnknownNameError: if there is no such divergence.
         DetachedError: if gradients are enabled and neither side carries one.
     """
-    counts = as_mask(mask)
-    if not teacher_ids.shape[:-1] == teacher_logp.shape[:-1] == student_logits.shape[:-1] == counts.shape:
+    is_counted = as_mask(mask)
+    if not teacher_ids.shape[:-1] == teacher_logp.shape[:-1] == student_logits.shape[:-1] == is_counted.shape:
         raise ShapeError(
             f"teacher_ids are {tuple(teacher_ids.shape)}, teacher_logp {tuple(teacher_logp.shape)}, student_logits "
-            f"{tuple(student_logits.shape)} and the mask {tuple(counts.shape)}; give the same positions in all"
+            f"{tuple(student_logits.shape)} and the mask {tuple(is_counted.shape)}; give the same positions in all"
         )
-    token_counts = counts.unsqueeze(-1)
-    ids = torch.where(token_counts, teacher_ids, 0)
-    student = at_temperature(torch.where(token_counts, student_logits, 0.0), temperature)
-    teacher = top_k_from(ids, torch.where(token_counts, teacher_logp, -torch.inf))
-    return tail_bucket_loss(teacher, top_k_of(student, ids), counts, divergence=divergence)
+    is_token_counted = is_counted.unsqueeze(-1)
+    ids = torch.where(is_token_counted, teacher_ids, 0)
+    student = at_temperature(torch.where(is_token_counted, student_logits, 0.0), temperature)
+    teacher = top_k_from(ids, torch.where(is_token_counted, teacher_logp, -torch.inf))
+    return tail_bucket_loss(teacher, top_k_of(student, ids), is_counted, divergence=divergence)
 
 
 @validated
@@ -139,15 +139,15 @@ def gkd_record(weight: float) -> Divergence:
     return jensen_shannon_record(weight)
 
 
-def _require_pair(teacher: Tensor, student: Tensor, counts: Tensor) -> None:
+def _require_pair(teacher: Tensor, student: Tensor, is_counted: Tensor) -> None:
     """Raise VocabularyMismatchError or ShapeError unless logits and mask fit together."""
     if teacher.shape[-1:] != student.shape[-1:]:
         raise VocabularyMismatchError(
             f"teacher_logits cover {teacher.shape[-1]} tokens and student_logits {student.shape[-1]}; "
             "pad or project one onto the other's vocabulary first"
         )
-    if teacher.shape != student.shape or teacher.shape[:-1] != counts.shape:
+    if teacher.shape != student.shape or teacher.shape[:-1] != is_counted.shape:
         raise ShapeError(
             f"teacher_logits are {tuple(teacher.shape)}, student_logits {tuple(student.shape)} and the mask "
-            f"{tuple(counts.shape)}; give the logits of the same positions and one mask entry for each"
+            f"{tuple(is_counted.shape)}; give the logits of the same positions and one mask entry for each"
         )

@@ -114,8 +114,8 @@ def future_kl_loss(
     if token_logp.ndim == 0:
         raise ShapeError("token_logp is one number; give the tokens of a response on the last axis")
     require_gradient(token_logp)
-    counts, weights = mask_and_weights(mask, weights)
-    cost = torch.where(counts, at_least_float32(token_kl.detach()), 0.0)
+    is_counted, weights = mask_and_weights(mask, weights)
+    cost = torch.where(is_counted, at_least_float32(token_kl.detach()), 0.0)
     cost = cost if weights is None else weights * cost
     return future_kl_of_tokens(at_least_float32(token_logp), cost, as_mask(mask))
 
@@ -135,17 +135,17 @@ def extreme_tokens(
     token_logq: Float[Tensor, "*tokens_q"],
     mask: Bool[Tensor, "*tokens_m"] | Integer[Tensor, "*tokens_m"],
 ) -> ExtremeTokens:
-    """Count the tokens on which ``kl_loss`` is continued or infinite; both are normally 0.
+    """Count the tokens where k3 is replaced by its tangent (log ratio below -80) or ``q`` is 0; both are normally 0.
 
     Raises:
         ShapeError: if the tensors differ in shape.
     """
     require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask)
-    counts = as_mask(mask)
+    is_counted = as_mask(mask)
     log_ratio = at_least_float32(token_logp.detach()) - at_least_float32(token_logq.detach())
     return ExtremeTokens(
-        continued=(counts & (log_ratio < -largest_log_ratio(log_ratio.dtype))).sum(),
-        ruled_out=(counts & (log_ratio == torch.inf)).sum(),
+        continued=(is_counted & (log_ratio < -largest_log_ratio(log_ratio.dtype))).sum(),
+        ruled_out=(is_counted & (log_ratio == torch.inf)).sum(),
     )
 
 
@@ -199,13 +199,13 @@ def controlled_kl_loss(
     require_same_shape(token_logp=token_logp, token_logq=token_logq, token_kl=token_kl, mask=mask)
     if token_logp.ndim != 2:
         raise ShapeError(f"token_logp is {tuple(token_logp.shape)}; give all of them as [batch, time]")
-    counts, unmasked_weights = mask_and_weights(mask, weights)
+    is_counted, unmasked_weights = mask_and_weights(mask, weights)
     log_ratio = torch.where(
-        counts, at_least_float32(token_logp).detach() - at_least_float32(token_logq).detach(), 0.0
+        is_counted, at_least_float32(token_logp).detach() - at_least_float32(token_logq).detach(), 0.0
     )
     sampled = kl_loss(token_logp, token_logq, mask, estimator="k1", weights=weights)
     sampled = (sampled + future_kl_loss(token_logp, log_ratio, mask, weights=weights)).sum(-1)
-    exact = torch.where(counts, at_least_float32(token_kl), 0.0)
+    exact = torch.where(is_counted, at_least_float32(token_kl), 0.0)
     exact = exact if unmasked_weights is None else unmasked_weights * exact
     exact = (exact + future_kl_loss(token_logp, token_kl, mask, weights=weights)).sum(-1)
     weight = leave_one_out_weights(sampled.detach(), exact.detach(), as_mask(mask).any(-1))

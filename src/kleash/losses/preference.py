@@ -66,8 +66,8 @@ def response_log_ratio(
             f"token_logp is {shapes[0]}, token_logq {shapes[1]} and mask {shapes[2]}; "
             "give all three as [batch, time]"
         )
-    counts = as_mask(mask)
-    logp, logq = (torch.where(counts, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
+    is_counted = as_mask(mask)
+    logp, logq = (torch.where(is_counted, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
     return (logp - logq).sum(-1)
 
 

@@ -31,15 +31,16 @@ class SampledPair(NamedTuple):
     token_logp: Tensor
     token_logq: Tensor
     mask: Tensor
-    counts: Tensor
-    """True where a token is not masked and its weight is not 0."""
+    """The given mask as bool: true for the tokens that get the gradient of later tokens' KL, also with weight 0."""
+    is_counted: Tensor
+    """True where ``mask`` is true and the weight is not 0: the tokens whose own KL enters value and gradient."""
     weights: Tensor | None
-    """Detached; 0 where ``counts`` is false."""
+    """Detached; 0 where ``is_counted`` is false."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """log p - log q, detached; 0 where ``counts`` is false."""
-        return torch.where(self.counts, self.token_logp.detach() - self.token_logq.detach(), 0.0)
+        """log p - log q, detached; 0 where ``is_counted`` is false."""
+        return torch.where(self.is_counted, self.token_logp.detach() - self.token_logq.detach(), 0.0)
 
 
 def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
@@ -50,20 +51,20 @@ def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: 
         DetachedError: if ``weights`` carry a gradient.
     """
     require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask, weights=weights)
-    counts, weights = mask_and_weights(mask, weights)
+    is_counted, weights = mask_and_weights(mask, weights)
     return SampledPair(
-        at_least_float32(token_logp), at_least_float32(token_logq), as_mask(mask), counts, weights
+        at_least_float32(token_logp), at_least_float32(token_logq), as_mask(mask), is_counted, weights
     )
 
 
 def kl_of_pair(pair: SampledPair, estimator: Estimator) -> Tensor:
     """The weighted estimate of each token's KL, with the gradient ``weights * (u, -1)``, as ``kl_loss`` defines it."""
     if estimator is ESTIMATORS["k3"]:
-        log_ratio, value = log_ratio_and_k3(pair.token_logp, pair.token_logq, pair.counts)
+        log_ratio, value = log_ratio_and_k3(pair.token_logp, pair.token_logq, pair.is_counted)
     else:
         log_ratio = pair.log_ratio
         value = estimator.of(log_ratio)
-    return with_pair_gradient(value, pair, log_ratio, lambda: -pair.counts.to(log_ratio.dtype))
+    return with_pair_gradient(value, pair, log_ratio, lambda: -pair.is_counted.to(log_ratio.dtype))
 
 
 def future_kl_of_tokens(token_logp: Tensor, cost: Tensor, mask: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def future_kl_of_tokens(token_logp: Tensor, cost: Tensor, mask: Tensor) -> Tenso
 
     Args:
         token_logp: in at least float32.
-        cost: the weighted KL of each token, detached; 0 where nothing counts.
+        cost: the weighted KL of each token, detached; 0 where ``is_counted`` is false.
         mask: false for tokens that get no gradient.
     """
     kl_to_go = cost.flip(-1).cumsum(-1).flip(-1)
@@ -80,14 +81,14 @@ def future_kl_of_tokens(token_logp: Tensor, cost: Tensor, mask: Tensor) -> Tenso
 
 
 def backpropagated_estimates(pair: SampledPair, estimator: Estimator) -> Tensor:
-    """The unweighted estimate of each token's KL, through which gradients flow; 0 where nothing counts."""
-    p, q = (torch.where(pair.counts, x, 0.0) for x in (pair.token_logp, pair.token_logq))
+    """The unweighted estimate of each token's KL, through which gradients flow; 0 where ``is_counted`` is false."""
+    p, q = (torch.where(pair.is_counted, x, 0.0) for x in (pair.token_logp, pair.token_logq))
     return continued_k3(p - q) if estimator is ESTIMATORS["k3"] else estimator.of(p - q)
 
 
 def unit_weight_with_gradient(pair: SampledPair, level: Level) -> Tensor:
     """1 for each token, with the gradient of the logarithm of its importance weight of that level."""
-    logp = torch.where(pair.counts, pair.token_logp, 0.0)
+    logp = torch.where(pair.is_counted, pair.token_logp, 0.0)
     if level == "sequence":
         log_weight = logp.sum(-1, keepdim=True).expand_as(logp)
     elif level == "token":
@@ -103,16 +104,16 @@ def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tens
     Raises:
         DetachedError: if the weights carry a gradient.
     """
-    counts = as_mask(mask)
+    is_counted = as_mask(mask)
     if weights is None:
-        return counts, None
+        return is_counted, None
     if weights.requires_grad:
         raise DetachedError(
             "weights carry a gradient, which would be added to one that is already right; "
             "give importance_weights(...).values, or weights.detach()"
         )
-    counts = counts & (weights != 0)
-    return counts, torch.where(counts, at_least_float32(weights), 0.0)
+    is_counted = is_counted & (weights != 0)
+    return is_counted, torch.where(is_counted, at_least_float32(weights), 0.0)
 
 
 def require_same_shape(**tensors: Tensor | None) -> None:

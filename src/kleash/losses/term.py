@@ -85,7 +85,7 @@ class KLTerm:
 
     @property
     def rule(self) -> str:
-        """The gradient, with the default filled in."""
+        """The gradient rule: ``gradient`` with the default filled in. It is unrelated to ``kl_rules.Rule``."""
         return self.spec.gradient
 
     @property
@@ -100,6 +100,7 @@ class KLTerm:
             return self.estimator
         if self.estimator == "exact":
             return None
+        # "exact" returned above; its entry only puts the name into the message about an unknown one.
         return look_up({**ESTIMATORS, "exact": ESTIMATORS["k3"]}, self.estimator, "estimator")
 
     def loss(
@@ -156,24 +157,25 @@ class KLTerm:
             ).values
         pair = sampled_pair(token_logp, token_logq.detach(), mask, weights)
         require_same_shape(token_logp=token_logp, token_kl=token_kl)
+        # k3 is a placeholder for "exact": only gradient "score" would use it, which ``kl_rules`` refuses there.
         estimator = self._record or ESTIMATORS["k3"]
         if token_kl is None:
-            cost = backpropagated_estimates(pair, estimator)
+            token_estimate = backpropagated_estimates(pair, estimator)
         else:
-            cost = torch.where(pair.counts, at_least_float32(token_kl), 0.0)
+            token_estimate = torch.where(pair.is_counted, at_least_float32(token_kl), 0.0)
         if self.place == "reward":
-            return cost.detach()
-        require_gradient(cost, name="token_logp" if token_kl is None else "token_kl")
+            return token_estimate.detach()
+        require_gradient(token_estimate, name="token_logp" if token_kl is None else "token_kl")
         if self.rule == "ratio_attached" and weights is not None and self.ratio != "none":
-            return weights * unit_weight_with_gradient(pair, self.ratio) * cost
+            return weights * unit_weight_with_gradient(pair, self.ratio) * token_estimate
         if self.rule == "score":
             term = kl_of_pair(pair, estimator)
         else:
-            term = cost if pair.weights is None else pair.weights * cost
+            term = token_estimate if pair.weights is None else pair.weights * token_estimate
         if self.spec.scope == "token":
             return term
         require_gradient(token_logp)
-        weighted = cost.detach() if pair.weights is None else pair.weights * cost.detach()
+        weighted = token_estimate.detach() if pair.weights is None else pair.weights * token_estimate.detach()
         return term + future_kl_of_tokens(pair.token_logp, weighted, pair.mask)
 
     def _require_input(self, name: str, tensor: Tensor | None, is_needed: bool, reason: str) -> None:

@@ -91,9 +91,9 @@ def tail_bucket_loss(
     record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
     _require_lists(p, q, mask)
     require_gradient(p.logp, p.log_rest, q.logp, q.log_rest)
-    counts = as_mask(mask).unsqueeze(-1)
+    is_counted = as_mask(mask).unsqueeze(-1)
     coarse_p, coarse_q = (
-        torch.where(counts, torch.cat([at_least_float32(x.logp), x.log_rest.unsqueeze(-1)], -1), 0.0)
+        torch.where(is_counted, torch.cat([at_least_float32(x.logp), x.log_rest.unsqueeze(-1)], -1), 0.0)
         for x in (p, q)
     )
     return record.finish(contributions(record, coarse_p, coarse_q).sum(-1))
@@ -146,17 +146,17 @@ def sampled_tail_loss(
     _require_lists(p, q, mask)
     require_same_shape(mask=mask, **drawn._asdict(), weights=weights)
     require_gradient(p.logp, q.logp, drawn.token_logp, drawn.token_logq)
-    counts = as_mask(mask).unsqueeze(-1)
-    head_p, head_q = (torch.where(counts, at_least_float32(x.logp), 0.0) for x in (p, q))
+    is_counted = as_mask(mask).unsqueeze(-1)
+    head_p, head_q = (torch.where(is_counted, at_least_float32(x.logp), 0.0) for x in (p, q))
     outside = as_mask(mask) & ~(p.ids == drawn.tokens.unsqueeze(-1)).any(-1)
     tail = _sampled_tail(record, drawn, *mask_and_weights(outside, weights))
     return contributions(record, head_p, head_q).sum(-1) + tail
 
 
-def _sampled_tail(record: Divergence, sample: Drawn, counts: Tensor, weights: Tensor | None) -> Tensor:
+def _sampled_tail(record: Divergence, sample: Drawn, is_counted: Tensor, weights: Tensor | None) -> Tensor:
     """The estimated contribution of tokens outside the list, with its gradient."""
     token_logp, token_logq = at_least_float32(sample.token_logp), at_least_float32(sample.token_logq)
-    log_ratio = torch.where(counts, (token_logp - token_logq).detach(), 0.0)
+    log_ratio = torch.where(is_counted, (token_logp - token_logq).detach(), 0.0)
     value, grad_p = record.of(log_ratio), record.score(log_ratio)
     grad_q = value - grad_p
     if weights is not None:

@@ -86,8 +86,8 @@ class Policy(torch.nn.Module):
         )
         torch.nn.init.zeros_(self.value.weight)
         torch.nn.init.zeros_(self.value.bias)
-        self.rows = head.weight.shape[0]
-        self.shape = replace(head, weight=None, bias=None)
+        self.vocab_size = head.weight.shape[0]
+        self.head_without_weights = replace(head, weight=None, bias=None)
         self.adapters = (adapters,)  # a tuple, so that torch does not register its parameters a second time
         # transformers' list of layers that Accelerate wraps with FSDP; without it, FSDP wraps the whole module.
         self._no_split_modules = getattr(network, "_no_split_modules", None)
@@ -170,10 +170,10 @@ class Policy(torch.nn.Module):
         """The network's head as it is now."""
         layer = self.network.get_output_embeddings()
         parts = [layer.weight, getattr(layer, "bias", None)]
-        weight, bias = (x if x is None or len(x) == self.rows else x[: self.rows] for x in parts)
+        weight, bias = (x if x is None or len(x) == self.vocab_size else x[: self.vocab_size] for x in parts)
         if detached:
             weight, bias = (x if x is None else x.detach() for x in (weight, bias))
-        return replace(self.shape, weight=weight, bias=bias)
+        return replace(self.head_without_weights, weight=weight, bias=bias)
 
     def tie_weights(self) -> None:
         """Tie the weights that the network ties; Accelerate calls this after moving them."""

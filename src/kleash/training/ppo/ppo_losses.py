@@ -19,7 +19,7 @@ class RolloutTokens(NamedTuple):
     values: Float[Tensor, " tokens"]
     advantages: Float[Tensor, " tokens"]
     returns: Float[Tensor, " tokens"]
-    counts: Bool[Tensor, " tokens"]
+    is_counted: Bool[Tensor, " tokens"]
     """True for tokens in the loss; all False in a micro-batch that only keeps processes in step."""
 
 
@@ -44,14 +44,16 @@ def policy_objective(past: RolloutTokens, job: PPOJob, scaled_beta: float) -> Ob
     """
 
     def token_losses(terms: TokenTerms, rows: slice) -> Tensor:
-        counts = past.counts[rows]
-        logp, logq, exact, entropy = (torch.where(counts, x, 0.0) for x in terms)
-        ratio = torch.exp(logp - torch.where(counts, past.token_logp[rows], 0.0))
-        loss = -clipped_gain(ratio, torch.where(counts, past.advantages[rows], 0.0), job.clip_range)
+        is_counted = past.is_counted[rows]
+        logp, logq, exact, entropy = (torch.where(is_counted, x, 0.0) for x in terms)
+        ratio = torch.exp(logp - torch.where(is_counted, past.token_logp[rows], 0.0))
+        loss = -clipped_gain(ratio, torch.where(is_counted, past.advantages[rows], 0.0), job.clip_range)
         if scaled_beta > 0 and job.kl == "exact":
             loss = loss + scaled_beta * exact
         elif scaled_beta > 0 and job.kl_place == "loss":
-            loss = loss + scaled_beta * kl_loss(logp, logq, counts, estimator=job.kl, weights=ratio.detach())
+            loss = loss + scaled_beta * kl_loss(
+                logp, logq, is_counted, estimator=job.kl, weights=ratio.detach()
+            )
         if job.ent_coef > 0:
             loss = loss - job.ent_coef * entropy
         return loss
@@ -74,7 +76,7 @@ def value_losses(
     values: Float[Tensor, " tokens"], past: RolloutTokens, clip: float | None
 ) -> Float[Tensor, " tokens"]:
     """Half the squared error of each value; with ``clip``, at least that of the value clipped to old value +- clip."""
-    new, old, target = (torch.where(past.counts, x, 0.0) for x in (values, past.values, past.returns))
+    new, old, target = (torch.where(past.is_counted, x, 0.0) for x in (values, past.values, past.returns))
     errors = (new - target).square()
     if clip is not None:
         clipped_values = old + (new - old).clamp(-clip, clip)
@@ -85,8 +87,8 @@ def value_losses(
 def update_sums(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPOJob) -> dict[str, float]:
     """Sums over the tokens in the loss, for metrics; "ratio_max" is a maximum, "update_kl" the k3 of the update."""
     logp, new = (x.detach().cpu().double() for x in (terms.token_logp, values))
-    past = RolloutTokens(*(x.cpu().double() for x in past[:4]), counts=past.counts.cpu())
-    log_ratio = torch.where(past.counts, logp - past.token_logp, 0.0)
+    past = RolloutTokens(*(x.cpu().double() for x in past[:4]), is_counted=past.is_counted.cpu())
+    log_ratio = torch.where(past.is_counted, logp - past.token_logp, 0.0)
     ratio = log_ratio.exp()
     gain = clipped_gain(ratio, past.advantages, job.clip_range)
     max_change = torch.inf if job.clip_range_value is None else job.clip_range_value
@@ -99,5 +101,5 @@ def update_sums(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPO
         "value_clipped": ((new - past.values).abs() > max_change).double(),
         "update_kl": torch.expm1(log_ratio) - log_ratio,
     }
-    sums = {name: torch.where(past.counts, x, 0.0).sum().item() for name, x in per_token.items()}
-    return {**sums, "ratio_max": torch.where(past.counts, ratio, 0.0).max().item()}
+    sums = {name: torch.where(past.is_counted, x, 0.0).sum().item() for name, x in per_token.items()}
+    return {**sums, "ratio_max": torch.where(past.is_counted, ratio, 0.0).max().item()}

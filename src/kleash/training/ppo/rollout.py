@@ -136,7 +136,17 @@ def score(
     sequences: Sequence[TokenSequence],
     batches: Sequence[Sequence[MicroBatch]],
 ) -> dict[str, Any]:
-    """Per-token quantities of sequences under policy, critic and reference, as fields of ``Rollout``."""
+    """Score sequences under policy, critic and reference, without gradient.
+
+    Args:
+        setting: models, job and device.
+        sequences: the responses of this process.
+        batches: the micro-batches of each minibatch; those that are not in the loss only take part in collectives.
+
+    Returns:
+        Fields of ``Rollout`` by name: tensors [responses, steps], 0 beyond the end of a response, and for each
+        response its hidden states [tokens, dim] under both models.
+    """
     lengths = torch.tensor([len(sequence.response_ids) for sequence in sequences])
     mask = (torch.arange(setting.job.max_new_tokens) < lengths[:, None]).to(setting.device)
     tensors: dict[str, Tensor] = {}

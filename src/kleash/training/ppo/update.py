@@ -137,7 +137,7 @@ def _past(rollout: Rollout, shaped: LearningSignals, micro: MicroBatch) -> Rollo
     mask = rollout.mask[micro.rows]
     columns = (rollout.token_logp, rollout.values, shaped.advantages, shaped.returns)
     flat = [x[micro.rows][mask] for x in columns]
-    return RolloutTokens(*flat, counts=torch.full_like(flat[0], micro.in_loss, dtype=torch.bool))
+    return RolloutTokens(*flat, is_counted=torch.full_like(flat[0], micro.in_loss, dtype=torch.bool))
 
 
 def _add_sums(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
