@@ -18,11 +18,11 @@ class ArgumentSpec(NamedTuple):
     """The values that a parameter's annotation allows."""
 
     tensor: bool
-    """Whether a tensor is spec."""
+    """Whether a tensor is allowed."""
     number: bool
-    """Whether a Python number is spec."""
+    """Whether a Python number is allowed."""
     none: bool
-    """Whether None is spec."""
+    """Whether None is allowed."""
     floating: bool
     """Whether a tensor may have a floating-point dtype."""
     integer: bool
@@ -32,7 +32,7 @@ class ArgumentSpec(NamedTuple):
     vocabulary: bool
     """Whether the last axis is a vocabulary, of at least one token."""
     classes: tuple[type, ...]
-    """Classes of kleash, and possibly str; if not empty, nothing else is spec."""
+    """Classes of kleash, and possibly str; if not empty, nothing else is allowed."""
 
 
 def validated(function: Callable[P, R]) -> Callable[P, R]:
@@ -47,15 +47,15 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
         OptionError: if an argument is not a number.
         CannotRunError: if tensors are on different devices.
     """
-    return _with_validation(function, check_dtypes=True)
+    return _with_validation(function, check_dtypes_and_devices=True)
 
 
 def validated_types(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: as ``validated``, without the checks of dtypes and devices, which ``function`` does itself."""
-    return _with_validation(function, check_dtypes=False)
+    return _with_validation(function, check_dtypes_and_devices=False)
 
 
-def _with_validation(function: Callable[P, R], *, check_dtypes: bool) -> Callable[P, R]:
+def _with_validation(function: Callable[P, R], *, check_dtypes_and_devices: bool) -> Callable[P, R]:
     parameters = inspect.signature(function).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(name for name, parameter in parameters.items() if parameter.kind in positional)
@@ -63,7 +63,7 @@ def _with_validation(function: Callable[P, R], *, check_dtypes: bool) -> Callabl
 
     @functools.wraps(function)
     def validating(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_arguments(specs, names, args, kwargs, check_dtypes=check_dtypes)
+        check_arguments(specs, names, args, kwargs, check_dtypes_and_devices=check_dtypes_and_devices)
         return function(*args, **kwargs)
 
     return validating
@@ -103,9 +103,22 @@ def check_arguments(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    check_dtypes: bool,
+    check_dtypes_and_devices: bool,
 ) -> None:
-    """Raise an error for the first argument that its spec does not allow."""
+    """Raise an error for the first argument that its spec does not allow, or for tensors on different devices.
+
+    Args:
+        specs: what each parameter allows; parameters without a spec are not checked.
+        names: names of the positional parameters.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        check_dtypes_and_devices: if false, only types and memory layouts are checked.
+
+    Raises:
+        ShapeError: if an argument is not a tensor, or a tensor of the wrong kind of dtype or of no tokens.
+        OptionError: if an argument is not a number, or not of the allowed classes.
+        CannotRunError: if two tensors of at least one axis are on different devices.
+    """
     first, first_name = None, ""
     for name, value in (*zip(names, args), *kwargs.items()):  # noqa: B905 (parameters with defaults may be missing)
         spec = specs.get(name)
@@ -117,7 +130,7 @@ def check_arguments(
             check_number(name, value, spec)
         elif spec.tensor:
             check_layout(name, value)
-            if not check_dtypes:
+            if not check_dtypes_and_devices:
                 continue
             check_dtype(name, value, spec)
             if first is None:

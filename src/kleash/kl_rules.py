@@ -132,7 +132,7 @@ Spelling = Callable[[str, object], str]
 """(field, value) -> how the user writes it: "gradient 'score'", "--kl-scope sequence", "kl_place='loss'"."""
 
 
-def argument(field: str, value: object) -> str:
+def spell_argument(field: str, value: object) -> str:
     """The spelling of ``losses.KLTerm``: "gradient 'score'"."""
     return f"{field} {value!r}"
 
@@ -339,8 +339,8 @@ RULES: tuple[Rule, ...] = (
 """In the order in which they are checked."""
 
 
-def refusal(term: TermSpec, spelling: Spelling = argument) -> str | None:
-    """Why a KL term does not have the gradient that it names, as one sentence; None if it does.
+def refusal(term: TermSpec, spelling: Spelling = spell_argument) -> str | None:
+    """Why the term's gradient is not that of ``term.follows``, as one sentence; None if it is.
 
     Args:
         term: from ``term_spec``.

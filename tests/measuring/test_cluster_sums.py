@@ -84,7 +84,7 @@ def part_of(rows: int = 400, seed: int = 0) -> dict[str, np.ndarray]:
 
 def test_every_token_is_in_one_bin_of_each_binning() -> None:
     part = part_of()
-    columns = token_quantities(part, "none").columns()
+    columns = token_quantities(part, "unweighted").columns()
     for kind, binning in BINNINGS.items():
         edges, named = (*binning.edges, np.inf), part[binning.column]
         count = np.zeros(len(named))
@@ -104,7 +104,7 @@ def test_every_token_is_in_one_bin_of_each_binning() -> None:
 def test_estimators_are_weighted_by_the_ratio_of_policy_to_sampling_probability() -> None:
     part = part_of()
     p, q, mu = (part[f"logp_{name}"].astype(float) for name in ("policy", "reference", "sampled"))
-    plain, weighted = (token_quantities(part, how).estimates for how in ("none", "importance"))
+    plain, weighted = (token_quantities(part, how).estimates for how in ("unweighted", "importance"))
     np.testing.assert_allclose(plain["k1"], p - q)
     np.testing.assert_allclose(plain["k3"], np.exp(q - p) - 1 + p - q, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(weighted["k1"], np.exp(p - mu) * (p - q))
@@ -117,7 +117,7 @@ def test_estimators_are_weighted_by_the_ratio_of_policy_to_sampling_probability(
     assert not any(isinstance(key, EstimatorSum) for key in unweighted.columns())
 
 
-@pytest.mark.parametrize("weighting", ["none", "importance"])
+@pytest.mark.parametrize("weighting", ["unweighted", "importance"])
 def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: str) -> None:
     """By enumeration: three tokens, three steps, drawn from p or from a third distribution."""
     torch.manual_seed(0)
@@ -125,12 +125,12 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
     p, q, other = (
         torch.randn(steps, vocab, vocab, dtype=torch.float64).log_softmax(-1).numpy() for _ in "pqm"
     )
-    behaviour = p if weighting == "none" else other
+    behaviour = p if weighting == "unweighted" else other
 
     def rows_of(response: tuple[int, ...]) -> dict[str, np.ndarray]:
         before = (0, *response[:-1])
         steps_taken = list(zip(range(steps), before, response, strict=True))
-        columnsnse_terms = {
+        sequence_columns = {
             "logp_policy": [p[s, b, x] for s, b, x in steps_taken],
             "logp_reference": [q[s, b, x] for s, b, x in steps_taken],
             "logp_sampled": [behaviour[s, b, x] for s, b, x in steps_taken],
@@ -139,7 +139,7 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
         filler = {name: values[:steps] for name, values in part_of(steps).items()}
         return (
             filler
-            | {name: np.array(values) for name, values in columnsnse_terms.items()}
+            | {name: np.array(values) for name, values in sequence_columns.items()}
             | {"prompt_id": np.zeros(steps)}
         )
 
@@ -148,10 +148,10 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
         rows = rows_of(response)
         rows["sample_id"] = np.zeros(steps)
         chance, wanted = np.exp(rows["logp_sampled"].sum()), np.exp(rows["logp_policy"].sum())
-        columnsnse_terms = sequence_terms(rows, token_quantities(rows, weighting), weighting)
-        sums += chance * columnsnse_terms.log_ratio[0]
-        terms += chance * columnsnse_terms.exact[0]
-        weights += chance * columnsnse_terms.weight[0]
+        response_terms = sequence_terms(rows, token_quantities(rows, weighting), weighting)
+        sums += chance * response_terms.log_ratio[0]
+        terms += chance * response_terms.exact[0]
+        weights += chance * response_terms.weight[0]
         exact += wanted * (rows["logp_policy"] - rows["logp_reference"]).sum()
     assert sums == pytest.approx(exact, rel=1e-12)
     assert terms == pytest.approx(exact, rel=1e-12)
@@ -160,8 +160,8 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
 
 def test_sequence_terms_are_summed_per_sequence() -> None:
     part = part_of()
-    quantities = token_quantities(part, "none")
-    terms = sequence_terms(part, quantities, "none")
+    quantities = token_quantities(part, "unweighted")
+    terms = sequence_terms(part, quantities, "unweighted")
     by_hand = part["kl_policy_reference"].astype(float).reshape(20, 20).sum(1)
     np.testing.assert_allclose(terms.exact, by_hand)
     assert terms.weight.tolist() == [1.0] * 20

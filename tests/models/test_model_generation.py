@@ -176,7 +176,7 @@ def test_a_response_ends_with_its_end_token(pair: Pair):
         replace(pair.policy, eos_token_ids=ends),
         prompts(),
         Sampling(max_new_tokens=30, seed=1),
-        drawn=told.append,
+        on_tokens=told.append,
     )
     for whole, one in zip(free, ended, strict=True):
         stops = [place for place, token in enumerate(whole.response_ids) if token in ends]

@@ -62,7 +62,7 @@ class Divergence:
     """Function of the sum over the vocabulary."""
 
     def of(self, u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-        """The generator f(u), for every log ratio."""
+        """The generator f(u) per unit of ``p``'s mass, for every log ratio u = log p - log q."""
         # As positive_and_negative_part, but also for an infinite u.
         ahead, behind = torch.relu(u), torch.where(u > 0, 0.0, -u)
         return weighted_generator(self.from_p, 0.0, ahead) + weighted_generator(self.from_q, behind, behind)
@@ -112,7 +112,7 @@ KL = Divergence(
 
 
 def weighted_sum(first: Divergence, second: Divergence, weights: tuple[float, float]) -> Divergence:
-    """A weighted sum of two divergences whose sides have growth 0."""
+    """The weighted sum of two divergences with growth 0 on both sides and no ``finish``."""
     a, b = weights
 
     def sum_of_sides(first: Side, second: Side) -> Side:

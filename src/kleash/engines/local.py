@@ -27,7 +27,7 @@ CPU_BUFFER_BYTES = 96 * 2**20
 
 
 def _ignore(*_: int) -> None:
-    """Do nothing: the default of ``generated``."""
+    """Do nothing: the default of ``on_tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class LocalEngine:
     pair: Pair
     job: MeasureJob
     cache: ReferenceCache | None = None
-    generated: Callable[[int], None] = _ignore
+    on_tokens: Callable[[int], None] = _ignore
     """Called with the number of tokens generated since the last call."""
     top: int = 5
     """Number of likeliest tokens of each model in a shard's result."""
@@ -69,7 +69,7 @@ class LocalEngine:
         return self.job.temperature if self.job.temperature > 0 else 1.0
 
     @property
-    def runs_below_float32(self) -> bool:
+    def float32_gap_reloads(self) -> bool:
         """Whether ``float32_gap`` loads the reference a second time."""
         reference = self.pair.reference
         return reference.stored is None and reference.dtype not in (torch.float32, torch.float64)
@@ -95,7 +95,7 @@ class LocalEngine:
         tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
         return ShardResult(tokens=tokens, sequences=_sequence_columns(sequences), likeliest=likeliest)
 
-    def noise(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
+    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """Token columns of the reference in batches compared with the reference with one sequence at a time.
 
         For a stored reference, the columns that were computed when it was stored; None if its temperature differs.
@@ -110,7 +110,7 @@ class LocalEngine:
     def float32_gap(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """Token columns of the reference in its dtype compared with itself in float32; None if it runs in float32.
 
-        For a stored reference as ``noise``.
+        For a stored reference as ``noise_floor_columns``.
         """
         stored = self.pair.reference.stored
         if stored is not None:
@@ -137,7 +137,7 @@ class LocalEngine:
         )
         # The reference scores what the policy generates, so the shorter context of the two applies.
         policy = replace(self.pair.policy, context_length=self.pair.context_length)
-        return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens, drawn=self.generated)
+        return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens, on_tokens=self.on_tokens)
 
 
 def _sequence_columns(sequences: Sequence[TokenSequence]) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class MeasureJob(GenerationOptions, ScoringOptions):
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
         kind, _ = self.source
+        # Without a source option, the prompts are the shipped ones, and no option is to be named.
         there = f"with --{kind}" if getattr(self, kind) is not None else f"with {kind}"
         unused = changed_options(self, WITHOUT_EFFECT[kind])
         sentences = [f"{flag(name)} does nothing {there}" for name in unused]

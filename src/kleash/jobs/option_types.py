@@ -1,6 +1,5 @@
 """The types of a job's options, checked where the job is made: from Python anything can be given."""
 
-import math
 from dataclasses import fields
 from operator import index
 from pathlib import PurePath
@@ -79,11 +78,14 @@ def _shown(value: Any) -> str:
 
 
 def _float(option: str, value: Any) -> Any:
-    """``value``, if a float can hold it; NaN and infinity are refused by the options that they do not suit."""
+    """A number as it is (an int stays an int), any other ``SupportsFloat`` as a float.
+
+    NaN and infinity pass; each job refuses them for the options that they do not suit.
+    """
     try:
         number = float(value)
     except OverflowError as error:
         raise OptionError(
             f"{option} must be a number that a float can hold; it has more than 308 digits"
         ) from error
-    return value if isinstance(value, int | float) and not math.isnan(number) else number
+    return value if isinstance(value, int | float) else number

@@ -13,6 +13,9 @@ from kleash.estimators import ESTIMATORS, importance_weights
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
 from kleash.store.statistics import STATISTICS, columns_of, log_ratio
 
+Weighting = Literal["unweighted", "importance"]
+"""How estimators of sampled tokens are averaged: "unweighted" if the policy drew the tokens, "importance" if another
+distribution did, with the probabilities of ``logp_sampled``."""
 MAX_GROUPS = 16_384
 """With more clusters than this, neighbouring clusters are summed together. The errors of a mean over 8 192 groups of
 independent prompts are as good as over all prompts, and the memory stays constant."""
@@ -122,13 +125,14 @@ class TokenQuantities:
         return columns
 
 
-def token_quantities(tokens: Mapping[str, NDArray[np.generic]], weighting: str | None) -> TokenQuantities:
+def token_quantities(
+    tokens: Mapping[str, NDArray[np.generic]], weighting: Weighting | None
+) -> TokenQuantities:
     """The quantities of a shard's tokens.
 
     Args:
         tokens: the columns ``COLUMNS``.
-        weighting: how the sampled estimators are averaged. "none": the policy drew the tokens. "importance": another
-            distribution drew them, with the probabilities of ``logp_sampled``. None: no average of them estimates
+        weighting: how the estimators of sampled tokens are averaged; None if no average of them estimates
             KL(policy || reference).
     """
     ratio = log_ratio(*(tokens[name].astype(np.float64) for name in ("logp_policy", "logp_reference")))
@@ -150,17 +154,17 @@ def token_quantities(tokens: Mapping[str, NDArray[np.generic]], weighting: str |
 
 
 def weights_of(
-    tokens: Mapping[str, NDArray[np.generic]], weighting: str, *, level: Literal["token", "prefix"]
+    tokens: Mapping[str, NDArray[np.generic]], weighting: Weighting, *, level: Literal["token", "prefix"]
 ) -> Floats:
     """Importance weights: the policy's probability over the one with which the token, or the prefix, was drawn.
 
     Args:
         tokens: token columns; for level "prefix" those of one sequence.
-        weighting: "none", for weights of 1, or "importance".
+        weighting: "unweighted", for weights of 1, or "importance".
         level: "token", or "prefix" for the ratio of the response up to and including the token.
     """
     logp = torch.from_numpy(tokens["logp_policy"].astype(np.float64))[None]
-    if weighting == "none":
+    if weighting == "unweighted":
         return np.ones(logp.shape[1])
     logp_sampled = torch.from_numpy(tokens["logp_sampled"].astype(np.float64))[None]
     mask = torch.ones_like(logp, dtype=torch.bool)
@@ -237,7 +241,7 @@ class SequenceTerms(NamedTuple):
 
 
 def sequence_terms(
-    tokens: Mapping[str, NDArray[np.generic]], quantities: TokenQuantities, weighting: str
+    tokens: Mapping[str, NDArray[np.generic]], quantities: TokenQuantities, weighting: Weighting
 ) -> SequenceTerms:
     """For each sequence of a shard the sum of its log ratios, the sum of its exact KLs, and its weight.
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kleash.jobs import MeasureJob
+from kleash.measuring.cluster_sums import Weighting
 from kleash.measuring.sequence_clusters import Floats
 from kleash.uncertainty import Estimate, effective_sample_size
 
@@ -25,8 +26,8 @@ class Estimand:
 
     description: str
     """Divergence, direction, whose prefixes, positions and temperature, in words."""
-    weighting: str | None
-    """Weights of the sampled estimators: "none", "importance", or None if no average of them is valid."""
+    weighting: Weighting | None
+    """Weights of the sampled estimators; None if no average of them is valid."""
     estimators_note: str
     """The reason for the weighting, in words."""
     has_sequence_kl: bool
@@ -95,7 +96,7 @@ def _of_prompts(job: MeasureJob, path: str) -> Estimand:
         )
     return Estimand(
         description=_description(job, f"{prefixes}, drawn from its whole distribution"),
-        weighting="none",
+        weighting="unweighted",
         estimators_note="averaged over the tokens that the policy drew",
         has_sequence_kl=True,
     )
@@ -116,7 +117,7 @@ def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Est
         )
     return Estimand(
         description=description,
-        weighting="none",
+        weighting="unweighted",
         estimators_note="averaged over the responses' tokens as if the policy had drawn them",
         has_sequence_kl=False,
         warnings=(UNVERIFIED_SAMPLES,),
@@ -159,7 +160,7 @@ def on_policy_warnings(k1_error: Estimate, estimand: Estimand) -> tuple[str, ...
     has_error = 0 < k1_error.standard_error < np.inf
     if not has_error or abs(k1_error.value) <= SAMPLER_MISMATCH * k1_error.standard_error:
         return ()
-    tokens = "the tokens" if estimand.weighting == "none" else "even with their weights the tokens"
+    tokens = "the tokens" if estimand.weighting == "unweighted" else "even with their weights the tokens"
     warning = (
         f"{tokens} do not look drawn from the policy: their mean log ratio misses the exact KL by "
         f"{k1_error.value:+.3g} nats, {abs(k1_error.value) / k1_error.standard_error:.0f} standard errors; check the "

@@ -115,7 +115,10 @@ def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: Progr
 
 def _store_rounding(engine: LocalEngine, folder: Path, sequences: Sequence[TokenSequence]) -> None:
     """Store the noise floor and the dtype gap, which cannot be measured once the reference is not loaded."""
-    for kind, columns in (("noise", engine.noise(sequences)), ("gap", engine.float32_gap(sequences))):
+    for kind, columns in (
+        ("noise", engine.noise_floor_columns(sequences)),
+        ("gap", engine.float32_gap(sequences)),
+    ):
         if columns is not None:
             kl_columns = {name: np.ascontiguousarray(columns[name]) for name in SequenceClusters.COLUMNS}
             save_rounding_columns(folder, kind, engine.temperature, kl_columns)

@@ -90,7 +90,7 @@ class Rounding:
 def measure_rounding(job: MeasureJob, engine: LocalEngine, folder: RunFolder, scored: int) -> Rounding:
     """The noise floor and the dtype gap, on a share of the run's ``scored`` tokens."""
     sequences = noise_sequences(first_sequences(job, engine.pair, folder), scored)
-    noise = engine.noise(sequences)
+    noise = engine.noise_floor_columns(sequences)
     return Rounding(
         noise_floor=_mean_kl(noise),
         dtype_gap=_mean_kl(engine.float32_gap(sequences)),

@@ -99,10 +99,10 @@ def _measure(
     start = monotonic()
     with filled_cache(job, pair) as cache:
         engine = LocalEngine(
-            pair=pair, job=job, cache=cache, generated=reporter.add_generated, top=NUM_ALTERNATIVES
+            pair=pair, job=job, cache=cache, on_tokens=reporter.add_generated, top=NUM_ALTERNATIVES
         )
         checks = run_shards(job, pair, folder, engine, reporter)
-    if engine.runs_below_float32:
+    if engine.float32_gap_reloads:
         reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
     run = FinishedRun(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest, checks=checks)
     measurement = make_measurement(run, seconds=lambda: monotonic() - start)

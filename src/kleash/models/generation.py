@@ -60,7 +60,7 @@ def generate(
     sampling: Sampling,
     *,
     batch_tokens: int = 4096,
-    drawn: Callable[[int], object] | None = None,
+    on_tokens: Callable[[int], object] | None = None,
 ) -> list[TokenSequence]:
     """Draw ``samples_per_prompt`` responses to each prompt.
 
@@ -77,7 +77,7 @@ def generate(
         sampling: options of sampling.
         batch_tokens: largest number of prompt tokens in a batch, padding included; the key-value cache of a batch holds
             at most eight times as many.
-        drawn: called after each step with the number of tokens drawn in it.
+        on_tokens: called after each step with the number of tokens drawn in it.
 
     Returns:
         The samples of the first prompt, then those of the second, and so on. ``logp_sampled`` is under the sampling
@@ -100,7 +100,7 @@ def generate(
     max_sequences = max(1, CACHED_TOKENS_PER_BATCH_TOKEN * batch_tokens // longest)
     for batch in batch_by_length(lengths, batch_tokens, max_sequences=max_sequences):
         with suppress_library_output():
-            _generate_batch(model, [responses[index] for index in batch], sampling, drawn)
+            _generate_batch(model, [responses[index] for index in batch], sampling, on_tokens)
     return [response.as_sequence(model.tokenizer) for response in responses]
 
 

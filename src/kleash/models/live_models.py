@@ -100,34 +100,40 @@ def at_rest(*networks: Any) -> Iterator[None]:
             np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _resolve_adapter(adapters: Any, adapter: str | None, role: str) -> str | None:
+def _resolve_adapter(peft_model: Any, adapter: str | None, role: str) -> str | None:
     """The name of the adapter to measure; None for the base."""
-    if adapters is None:
+    if peft_model is None:
         if adapter not in (ACTIVE_ADAPTER, None):
             raise ModelError(f"the {role} has no adapter {adapter!r}: it is no PEFT model")
         return None
     if adapter != ACTIVE_ADAPTER:
         return adapter
-    active = adapters.active_adapter
+    active = peft_model.active_adapter
     if not isinstance(active, str):
         raise ModelError(f"the {role} has {len(active)} adapters active at once; name the one to be measured")
     return active
 
 
-def _check_adapters(adapters: Any, adapter: str | None, role: str) -> None:
-    """Check that the adapters leave the base unchanged, if it is measured, or that the adapter is of a known kind."""
+def _check_adapters(peft_model: Any, adapter_name: str | None, role: str) -> None:
+    """Check that the adapters leave the base unchanged, if it is measured, or that the adapter is of a known kind.
+
+    Args:
+        peft_model: the PEFT model around the network.
+        adapter_name: the adapter to measure; None for the base.
+        role: "policy" or "reference", for errors.
+    """
     instead = "name a reference that is loaded by itself"
-    if adapter is None:
-        require_unchanged_base(adapters, role, instead=instead)
+    if adapter_name is None:
+        require_unchanged_base(peft_model, role, instead=instead)
         return
-    rule = find_rule(adapters.peft_config[adapter].to_dict())
+    rule = find_rule(peft_model.peft_config[adapter_name].to_dict())
     if rule is not None and rule.treatment == "refused" and not rule.changes_base:
-        raise ModelError(f"the adapter {adapter!r} of the {role} {rule.reason}; {rule.advice}")
-    trainable = trainable_base_parameters(adapters)
-    if trainable and adapter != adapters.active_adapter:
+        raise ModelError(f"the adapter {adapter_name!r} of the {role} {rule.reason}; {rule.advice}")
+    trainable = trainable_base_parameters(peft_model)
+    if trainable and adapter_name != peft_model.active_adapter:
         raise ModelError(
-            f"the {role} would be the adapter {adapter!r} beside one that is trained, but {len(trainable)} tensors "
-            f"under both are trained too, such as {trainable[0]}; freeze them, or {instead}"
+            f"the {role} would be the adapter {adapter_name!r} beside one that is trained, but {len(trainable)} "
+            f"tensors under both are trained too, such as {trainable[0]}; freeze them, or {instead}"
         )
 
 

@@ -54,7 +54,7 @@ def write_report(folder: Path) -> Path:
     worst_tokens = measurement.worst_tokens[:MAX_TOKENS]
     tokens = read_sequences(files, map(key_of, (*worst_tokens, *measurement.worst_sequences)))
     heat = heat_map(files, measurement, tokens)
-    drawn = {
+    shown = {
         (sequence["prompt_id"], sequence["sample_id"], position)
         for sequence in heat.drawn
         for position in sequence["position"]
@@ -65,7 +65,7 @@ def write_report(folder: Path) -> Path:
         "means": statistic_rows(measurement),
         "charts": charts(measurement),
         "heat": heat,
-        "worst_tokens": [token_row(drift, tokens, drawn) for drift in worst_tokens],
+        "worst_tokens": [token_row(drift, tokens, shown) for drift in worst_tokens],
         "prompts": measurement.prompts[:MAX_PROMPTS],
         "command": measure_command(measurement.job),
         "warnings": headline_warnings(measurement),
@@ -116,7 +116,9 @@ def all_warnings(measurement: Measurement) -> list[str]:
 
 
 def merge_warnings(numbers: Iterable[tuple[str, Number]], reported: Collection[str] = ()) -> list[str]:
-    """The warnings of several numbers, each once, with the labels of its numbers.
+    """One sentence for each distinct warning of several numbers, with the labels of the numbers that have it.
+
+    Warnings that differ only in numerals are one sentence, with the range of each numeral that differs.
 
     Args:
         numbers: labels and numbers.
@@ -267,7 +269,7 @@ class TokenRow:
     """A token with large KL in its context."""
 
     drift: Drifted
-    is_drawn: bool
+    is_shown: bool
     """Whether the token view shows it."""
     before: str = ""
     after: str = ""
@@ -280,24 +282,24 @@ class TokenRow:
 def token_row(
     drift: Drifted,
     tokens: Mapping[SequenceKey, SequenceTokens],
-    drawn: Collection[tuple[int, int, int]],
+    shown: Collection[tuple[int, int, int]],
 ) -> TokenRow:
     """A token with large KL with the text around it and both models' probabilities of it.
 
     Args:
         drift: the token.
         tokens: the sequences that were read.
-        drawn: prompt, sample and position of each token of the token view.
+        shown: prompt, sample and position of each token of the token view.
     """
     key = key_of(drift)
-    is_drawn = (*key, drift.position) in drawn
+    is_shown = (*key, drift.position) in shown
     row = tokens[key].row_of(drift.position) if key in tokens else None
     if row is None:
-        return TokenRow(drift=drift, is_drawn=is_drawn)
+        return TokenRow(drift=drift, is_shown=is_shown)
     texts, columns = tokens[key].texts, tokens[key].columns
     return TokenRow(
         drift=drift,
-        is_drawn=is_drawn,
+        is_shown=is_shown,
         before=join_tokens(texts[max(0, row - CONTEXT_BEFORE) : row]),
         after=join_tokens(texts[row + 1 : row + 1 + CONTEXT_AFTER]),
         p=round_for_display(math.exp(columns["logp_policy"][row])),

@@ -60,11 +60,12 @@ def decode(kind: type[T], data: Any) -> T:
         raise TypeError(f"{kind.__name__} is an object in JSON, not {_kind_of(data)}")
     hints = get_type_hints(kind)
     current = with_current_names(kind.__name__, cast("Mapping[str, Any]", data))
-    known = {name: _field(name, hints[name], current[name]) for name in hints if name in current}
+    known = {name: _decode_field(name, hints[name], current[name]) for name in hints if name in current}
     return kind(**known)
 
 
-def _field(name: str, hint: Any, data: Any) -> Any:
+def _decode_field(name: str, hint: Any, data: Any) -> Any:
+    """The value of a field from its type hint and JSON data; errors begin with the field's name."""
     try:
         return _value(hint, data)
     except (TypeError, ValueError, KeyError) as error:

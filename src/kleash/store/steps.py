@@ -150,14 +150,14 @@ def keep_steps(folder: Path, last: int) -> None:
 
 def _lines_of_steps(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     path = folder / STEPS
-    lines = [cast("dict[str, Any]", parse_json(line)) for line, _ in _verified(path)]
+    lines = [cast("dict[str, Any]", parse_json(line)) for line, _ in _verified_lines(path)]
     return [(at, line) for at, line in enumerate(lines, 1)]
 
 
 def _read(path: Path, kind: type[T]) -> list[tuple[T, str]]:
     """The records in a file with the checks of their lines."""
     records: list[tuple[T, str]] = []
-    for number, (line, check) in enumerate(_verified(path), 1):
+    for number, (line, check) in enumerate(_verified_lines(path), 1):
         try:
             records.append((decode(kind, parse_json(line)), check))
         except (ValueError, TypeError, KeyError) as error:
@@ -167,8 +167,12 @@ def _read(path: Path, kind: type[T]) -> list[tuple[T, str]]:
     return records
 
 
-def _verified(path: Path) -> list[tuple[bytes, str]]:
-    """The whole lines of a file, each with its check, which is "" in files of an older kleash."""
+def _verified_lines(path: Path) -> list[tuple[bytes, str]]:
+    """The complete lines of a file, each with its chained hash; in files of an older kleash the hash is "".
+
+    Raises:
+        RunFolderError: if the file cannot be read, or the hash of a line does not match the lines up to it.
+    """
     try:
         content = path.read_bytes() if path.exists() else b""
     except OSError as error:

@@ -116,7 +116,7 @@ def read_columns(
     try:
         content = path.read_bytes() if read is None else read(path, REMAKE)
         table = parquet.read_table(arrow.BufferReader(content), columns=names, partitioning=None)
-        return {name: _plain(name, table.column(name)) for name in names}
+        return {name: _to_numpy(name, table.column(name)) for name in names}
     except RunFolderError:
         raise
     except (OSError, ValueError, LookupError, MemoryError, arrow.ArrowException) as error:
@@ -134,7 +134,12 @@ def read_parts(
         yield read_columns(path, names, read)
 
 
-def _plain(name: str, column: Any) -> Any:
+def _to_numpy(name: str, column: Any) -> Any:
+    """An Arrow column as a numpy array, or as a list for texts.
+
+    Raises:
+        ValueError: if its type is not that of ``KINDS``, or it has nulls where none are written.
+    """
     kind = KINDS[name]
     if str(column.type) != ARROW_NAMES.get(kind, kind):
         raise ValueError(f"its column {name} is {column.type} where {kind} was written")

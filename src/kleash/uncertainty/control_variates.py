@@ -62,14 +62,14 @@ def controlled_total(
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise ShapeError(f"monte_carlo, exact and clusters are {shapes}; give one of each per sequence")
     names, index = np.unique(clusters, return_inverse=True)
-    counts = np.bincount(index, minlength=len(names)).astype(np.float64)
+    num_sequences = np.bincount(index, minlength=len(names)).astype(np.float64)
     u = np.bincount(index, weights=monte_carlo, minlength=len(names)).astype(np.float64)
     c = np.bincount(index, weights=exact, minlength=len(names)).astype(np.float64)
-    weight, num_fitted = _fit_weight(u, c, counts)
+    weight, num_fitted = _fit_weight(u, c, num_sequences)
     combination = c if weight == 1 else u - weight * (u - c)
     bounds = (-math.inf if lower is None else lower, math.inf)
     linear_u, linear_c, linear_total = (
-        linearise([RatioTerm(1.0, total, counts)]) for total in (u, c, combination)
+        linearise([RatioTerm(1.0, total, num_sequences)]) for total in (u, c, combination)
     )
     components = estimates_of(
         [linear_u, linear_c], [unit] * 2, [(-math.inf, math.inf), bounds], known_value=known_value
@@ -80,12 +80,18 @@ def controlled_total(
     )
 
 
-def _fit_weight(u: FloatArray, c: FloatArray, counts: FloatArray) -> tuple[float, int]:
-    """The weight a, and the number of parameters that were fitted for it (0 or 1)."""
-    if len(counts) < MIN_CLUSTERS or not np.all(np.isfinite(u) & np.isfinite(c)):
+def _fit_weight(u: FloatArray, c: FloatArray, num_sequences: FloatArray) -> tuple[float, int]:
+    """The weight a, and the number of parameters that were fitted for it (0 or 1).
+
+    Args:
+        u: per cluster, the sum of U over its sequences.
+        c: per cluster, the sum of C over its sequences.
+        num_sequences: per cluster, the number of sequences.
+    """
+    if len(num_sequences) < MIN_CLUSTERS or not np.all(np.isfinite(u) & np.isfinite(c)):
         return 1.0, 0
-    total = linearise([RatioTerm(1.0, u, counts)])
-    difference = linearise([RatioTerm(1.0, u, counts), RatioTerm(-1.0, c, counts)])
+    total = linearise([RatioTerm(1.0, u, num_sequences)])
+    difference = linearise([RatioTerm(1.0, u, num_sequences), RatioTerm(-1.0, c, num_sequences)])
     variance = float(difference.influence @ difference.influence)
     if variance == 0:
         return 1.0, 0

@@ -30,8 +30,8 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
     """
     few = few_clusters(estimate.clusters)
     finite_bounds = sum(map(math.isfinite, bounds))
-    if estimate.no_error_reason:
-        return (estimate.no_error_reason, *few)
+    if estimate.why_no_standard_error:
+        return (estimate.why_no_standard_error, *few)
     if estimate.clusters < 2:
         return few
     variance = float(estimate.influence @ estimate.influence)

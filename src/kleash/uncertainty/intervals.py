@@ -79,7 +79,7 @@ def _estimate(linearised: LinearisedEstimate, unit: str, bounds: Interval, fitte
 def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
     """The cluster-robust standard error, sqrt(C / (C - 1) sum of squared influences); NaN if it is not defined."""
     degrees_of_freedom = linearised.clusters - 1 - fitted
-    if linearised.no_error_reason or degrees_of_freedom < 1:
+    if linearised.why_no_standard_error or degrees_of_freedom < 1:
         return math.nan
     return math.sqrt(
         linearised.clusters / degrees_of_freedom * float(linearised.influence @ linearised.influence)
@@ -88,7 +88,7 @@ def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
 
 def _interval(linearised: LinearisedEstimate, error: float, bounds: Interval, fitted: int) -> Interval:
     """The interval by Student's t corrected for skewness, extended away from a bound to that of the logarithm."""
-    if linearised.no_error_reason or linearised.clusters == 0:
+    if linearised.why_no_standard_error or linearised.clusters == 0:
         return math.nan, math.nan
     if math.isnan(error):
         return -math.inf, math.inf

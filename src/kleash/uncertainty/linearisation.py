@@ -34,7 +34,7 @@ class LinearisedEstimate(NamedTuple):
     tied: int
     """Number of clusters that have the most frequent mean, if that is at least half of them; otherwise 0. Also 0 for
     more than ``MAX_SORTED_CLUSTERS`` clusters."""
-    no_error_reason: str
+    why_no_standard_error: str
     """Why no standard error can be computed; empty if one can."""
 
     @property
@@ -66,11 +66,13 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
     columns = [np.asarray(column, np.float64) for term in terms for column in term[1:]]
     if not active.all():
         columns = [column[active] for column in columns]
-    no_error_reason = _no_error_reason(columns[::2])
-    if no_error_reason or not active.any():
+    why_no_standard_error = _why_no_standard_error(columns[::2])
+    if why_no_standard_error or not active.any():
         with np.errstate(invalid="ignore", divide="ignore"):
             value = float(sum(term.sign * (term.sums[active].sum() / term.counts.sum()) for term in terms))
-        return LinearisedEstimate(value, np.full(int(active.sum()), math.nan), math.nan, 0, no_error_reason)
+        return LinearisedEstimate(
+            value, np.full(int(active.sum()), math.nan), math.nan, 0, why_no_standard_error
+        )
     if len(columns[0]) <= MAX_SORTED_CLUSTERS:
         order = np.lexsort(columns[::-1])
         columns = [column[order] for column in columns]
@@ -120,7 +122,7 @@ def _count_tied(signs: Sequence[float], columns: Sequence[FloatArray]) -> int:
     return tied if 2 * tied >= len(means) else 0
 
 
-def _no_error_reason(sums: Sequence[FloatArray]) -> str:
+def _why_no_standard_error(sums: Sequence[FloatArray]) -> str:
     """Why no standard error can be computed: infinite or NaN sums; empty if there are none."""
     non_finite = ~np.all([np.isfinite(column) for column in sums], axis=0)
     if not non_finite.any():
