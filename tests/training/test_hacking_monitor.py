@@ -96,7 +96,7 @@ def test_a_warning_tells_the_numbers() -> None:
     (alert,) = MONITOR.check(history)
     assert alert.sentence == (
         "KL(policy || reference) is 15 nats per sequence over the last 3 steps, 2.5 times its target of 6: "
-        "the leash does not hold"
+        "beta does not keep it near its target"
     )
 
 

@@ -103,7 +103,7 @@ def one_thread():
 def test_kill_and_resume_is_the_same_trajectory_to_the_last_bit(folder, tmp_path, one_thread):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     killed_while_writing(folder, broken)
-    assert len(read_steps(broken)) == 3, "the third step is in the run_log, and in no checkpoint"
+    assert len(read_steps(broken)) == 3, "the third step is in the run log, and in no checkpoint"
     found = last_checkpoint(broken)
     assert found.name == "step-000002" and load_progress(found).step == 2
     uninterrupted = train_ppo(tiny_job(folder, **settings(whole)))

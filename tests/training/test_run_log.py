@@ -1,4 +1,4 @@
-"""The run_log: what is on the disk after each step, what is asked of the trainer, and where else numbers go."""
+"""The run log: what is on the disk after each step, what is asked of the trainer, and where else numbers go."""
 
 import sys
 import types

@@ -105,7 +105,7 @@ def test_a_run_is_shown_step_by_step_and_stopped_by_its_watch(
     assert "stopped: the hacking monitor stopped it after step 3" in said.out
     assert "after step 3: reward" in said.out and "report.html" in said.out
     (alert,) = json.loads((tmp_path / "run" / "training.json").read_text())["alerts"]
-    assert "the leash does not hold" in alert
+    assert "beta does not keep it near its target" in alert
 
 
 def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(

@@ -120,7 +120,7 @@ def test_a_response_that_is_learned_from_twice_steers_beta_once(trl, tmp_path, c
     job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), **ziegler, **SMALL)
     _, steps = go(trl.train_grpo, job, tmp_path / "run")
     assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * (1 - 0.2 / 3)])
-    assert len(steps[0].events) == 1 and not caplog.records, "events are in the run_log, and nowhere else"
+    assert len(steps[0].events) == 1 and not caplog.records, "events are in the run log, and nowhere else"
 
 
 def test_a_finished_run_that_goes_on_says_what_it_said(trl, tmp_path):

@@ -130,10 +130,21 @@ def comparison_warnings(comparison: Comparison) -> list[str]:
     ]
 
 
-def _kl_table(comparison: Comparison, noun: str) -> Table:
-    """The table of each run's KL and its difference from the first run."""
+def _kl_table(comparison: Comparison, paired_noun: str) -> Table:
+    """The table of each run's KL and its difference from the first run.
+
+    Args:
+        comparison: of at least two runs.
+        paired_noun: heading of the column with the number of pairs: "prompts" or "documents".
+    """
     table = Table(box=None, pad_edge=False)
-    for heading in ("run", "KL(policy ||\nreference)", "difference from\nthe first", "95 % interval", noun):
+    for heading in (
+        "run",
+        "KL(policy ||\nreference)",
+        "difference from\nthe first",
+        "95 % interval",
+        paired_noun,
+    ):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     first, *later_runs = comparison.runs
     table.add_row(first.name, with_error(first.numbers[KL]), "", "", str(first.counts.prompts))

@@ -82,7 +82,8 @@ class HackingMonitor:
             return None
         return (
             f"KL(policy || reference) is {now:.3g} nats per {self.target_per} over the last {self.steps} steps, "
-            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}: the leash does not hold"
+            f"{now / self.target_nats:.1f} times its target of {self.target_nats:g}: "
+            "beta does not keep it near its target"
         )
 
     def _above_target(self, history: Sequence[StepRecord]) -> str | None:

@@ -86,7 +86,7 @@ class _RewardModel:
                 scores[at] = score
         return scores
 
-    def _format(self, messages: list[Any]) -> str:
+    def _render_chat(self, messages: list[Any]) -> str:
         try:
             return render_chat(self.tokenizer, messages)
         except Exception as error:  # a template may raise anything
@@ -97,7 +97,7 @@ class _RewardModel:
     def _tokens(self, dialogue: Dialogue) -> list[int]:
         if dialogue.messages is not None and getattr(self.tokenizer, "chat_template", None):
             messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
-            text, special = self._format(messages), False
+            text, special = self._render_chat(messages), False
         else:
             text, special = dialogue.prompt + dialogue.response, True
         tokens = list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

@@ -83,7 +83,10 @@ def gradient_sentence(evidence: Evidence) -> str:
 
 
 def describe_factors(positions: PositionMatch) -> str:
-    """The factors of value or gradient at each token: "2 times"; "1, 2 and 3 times"; "" without factors."""
+    """The factors of value or gradient at each of the three tokens of the responses, in words.
+
+    "2 times" if all are the same, "1, 2 and 3 times" otherwise, and "" without factors.
+    """
     if not positions.factors:
         return ""
     if positions.is_uniform:

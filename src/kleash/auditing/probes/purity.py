@@ -134,7 +134,7 @@ def probe_purity(audited: AuditedFunction) -> Purity:
     settings = _process_settings()
     seed_generators(SEED)
     first = _value_and_gradient(audited, _one_token_inputs(audited, "far"))
-    results = [_check("repeated", _repeat, audited, first)]
+    results = [_check("repeated", _check_repeated_calls, audited, first)]
     if results[0].impurity is None:
         results.append(_check("other_inputs", _call_with_other_inputs, audited, first))
         results.append(_check("reused_tensors", _reuse_tensors, audited))
@@ -209,8 +209,8 @@ def _changed(check: Check, before: Tensor, after: Tensor) -> PurityResult:
     )
 
 
-def _repeat(audited: AuditedFunction, first: Tensor) -> PurityResult | None:
-    """Repeat the same call with the same seed, then with other seeds."""
+def _check_repeated_calls(audited: AuditedFunction, first: Tensor) -> PurityResult | None:
+    """How the same call differs when it is repeated, with the same seed and then with others; None if it does not."""
     inputs = _one_token_inputs(audited, "far")
     results = [first]
     for _ in range(GRADIENT_CALLS):

@@ -42,7 +42,7 @@ def install(*, exact: bool = False, look_at_first_batch: bool = True) -> None:
     if exact and exact_kl is None:
         exact_kl = _install_exact()
     core.kl_penalty_forward = _penalty_function(exact_kl, look_at_first_batch)
-    core.get_kl_controller = _get_saved_controller
+    core.get_kl_controller = _controller_saved_with_checkpoints
 
 
 def _penalty_function(exact_kl: ExactKL | None, check_first_batch: bool) -> Any:
@@ -65,7 +65,7 @@ def _penalty_function(exact_kl: ExactKL | None, check_first_batch: bool) -> Any:
     return kl_penalty_forward
 
 
-def _get_saved_controller(kl_ctrl: Any) -> KLController:
+def _controller_saved_with_checkpoints(kl_ctrl: Any) -> KLController:
     """``get_kl_controller``, whose controllers are saved with the checkpoints of the trainers imported by now."""
     save_with_checkpoints()
     return get_kl_controller(kl_ctrl)

@@ -11,7 +11,7 @@ from kleash.training.process_group import ProcessGroup
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.networks import load_networks
 from kleash.training.with_trl.online import data_set
-from kleash.training.with_trl.runs import run_trainer, with_run_log
+from kleash.training.with_trl.runs import run_trainer, silent_trainer
 from kleash.training.with_trl.step_logger import TRL_METRICS, StepLogger, StepMeasurement
 from kleash.training.with_trl.trl_config import shared_arguments
 
@@ -43,7 +43,7 @@ class EntropyMixin:
         return StepMeasurement(metrics={"policy/entropy": total["nats"] / total["tokens"]})
 
 
-@with_run_log
+@silent_trainer
 def train_distill(job: DistillJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy to imitate a teacher, by TRL's on-policy distillation.
 

@@ -17,7 +17,7 @@ from kleash.training.rewards import Reward, check_rewards, load_rewards
 from kleash.training.run_log import RunLog
 from kleash.training.scheduling import shuffled
 from kleash.training.with_trl.networks import Networks, load_networks
-from kleash.training.with_trl.runs import run_trainer, with_run_log
+from kleash.training.with_trl.runs import run_trainer, silent_trainer
 from kleash.training.with_trl.step_logger import StepLogger
 from kleash.training.with_trl.trl_config import PROMPT_COLUMN, shared_arguments
 
@@ -25,7 +25,7 @@ MAX_ROWS = 10**7
 """Largest number of rows of the data set, which has the prompts of all steps."""
 
 
-@with_run_log
+@silent_trainer
 def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy by TRL's GRPO with a KL term to its reference.
 
@@ -53,7 +53,7 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None = None) -> TrainingResult:
     return _train(job, run_log, with_measurement(LeashedGRPOTrainer), config, settings)
 
 
-@with_run_log
+@silent_trainer
 def train_rloo(job: RLOOJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy by TRL's RLOO with a KL term to its reference; arguments and errors as ``train_grpo``.
 
@@ -103,7 +103,7 @@ def _train(
     step_logger = StepLogger(
         job,
         run_log,
-        updates=job.epochs,
+        trl_steps_per_step=job.epochs,
         pop_measurement=trainer.pop_measurement,
         notes=networks.pair.notes,
     )

@@ -14,7 +14,7 @@ from kleash.models.sources.source_files import read_records
 from kleash.store import TrainingResult
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.networks import load_networks
-from kleash.training.with_trl.runs import run_trainer, with_run_log
+from kleash.training.with_trl.runs import run_trainer, silent_trainer
 from kleash.training.with_trl.step_logger import StepLogger, StepMeasurement
 from kleash.training.with_trl.trl_config import shared_arguments
 
@@ -22,7 +22,7 @@ DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
 """Number of the pairs' prompts, and of new tokens for each, on which the drift is measured."""
 
 
-@with_run_log
+@silent_trainer
 def train_dpo(job: DPOJob, run_log: RunLog | None = None) -> TrainingResult:
     """Train a policy by TRL's DPO, from pairs of a chosen and a rejected response.
 

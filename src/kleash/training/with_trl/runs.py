@@ -44,8 +44,12 @@ def suppress_output() -> Iterator[None]:
             utils.enable_progress_bars()
 
 
-def with_run_log(trainer: Trainer) -> Callable[..., TrainingResult]:
-    """``trainer`` without output of the libraries; without a run log, rank 0 writes the run folder too."""
+def silent_trainer(trainer: Trainer) -> Callable[..., TrainingResult]:
+    """Return ``trainer`` with the output of the libraries suppressed.
+
+    Without a run log, on rank 0, the returned function runs the whole job (``run_job``): that makes the run folder and
+    the run log, and calls it again with the log. On other ranks there is no run log, and it only trains.
+    """
 
     @wraps(trainer)
     def train_silently(job: TrainJob, run_log: RunLog | None = None) -> TrainingResult:

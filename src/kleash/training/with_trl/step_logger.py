@@ -54,7 +54,7 @@ class StepLogger(AttachedCallback):
         job: TrainJob,
         run_log: RunLog | None,
         *,
-        updates: int = 1,
+        trl_steps_per_step: int = 1,
         metric_names: Mapping[str, str] = TRL_METRICS,
         pop_measurement: Callable[[], StepMeasurement | None] = lambda: None,
         notes: Sequence[str] = (),
@@ -64,12 +64,13 @@ class StepLogger(AttachedCallback):
         Args:
             job: its ``on_hacking`` is the response to alerts.
             run_log: the run log on rank 0; None on other ranks.
-            updates: steps of TRL in a step of the run.
+            trl_steps_per_step: steps of TRL in a step of the run.
             metric_names: metric of TRL -> metric of kleash.
             pop_measurement: returns the measurement of the step that was just taken, if there is one.
             notes: notes about the models, shown when training starts.
         """
-        self.job, self.run_log, self.updates, self.metric_names = job, run_log, updates, dict(metric_names)
+        self.job, self.run_log, self.metric_names = job, run_log, dict(metric_names)
+        self.trl_steps_per_step = trl_steps_per_step
         self.pop_measurement, self.notes = pop_measurement, tuple(notes)
         self.outcome = Outcome()
 
@@ -79,9 +80,9 @@ class StepLogger(AttachedCallback):
         super().attach(trainer)
         return self
 
-    def was_stopped(self, updates: int) -> bool:
+    def was_stopped(self, trl_step: int) -> bool:
         """Whether the hacking monitor stopped the run at this step of TRL; if so, sets the outcome. A collective."""
-        step, stopped = updates // self.updates, None
+        step, stopped = trl_step // self.trl_steps_per_step, None
         if self.run_log is not None and self.job.on_hacking == "stop":
             records = read_steps(self.run_log.folder)
             alerts = next((record.alerts for record in records if record.step == step), ())
@@ -92,7 +93,7 @@ class StepLogger(AttachedCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Open the run log at the step from which training starts."""
         super().on_train_begin(args, state, control, **more)
-        self.outcome.step = state.global_step // self.updates
+        self.outcome.step = state.global_step // self.trl_steps_per_step
         if self.run_log is not None:
             self.run_log.begin(self.outcome.step)
             for note in self.notes:
@@ -110,7 +111,7 @@ class StepLogger(AttachedCallback):
         """
         if logs is None or "loss" not in logs:
             return
-        step = state.global_step // self.updates
+        step = state.global_step // self.trl_steps_per_step
         if not abs(logs["loss"]) < float("inf"):
             raise NonFiniteError(
                 f"the loss of step {step} is {logs['loss']}; lower --learning-rate, or look at the last checkpoint "
