@@ -287,8 +287,8 @@ def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurem
         assert row.p == pytest.approx(math.exp(p), rel=6e-4)
         assert row.q == pytest.approx(math.exp(q), rel=6e-4)
         assert row.rank == rank
-        assert row.is_drawn is False
-        assert token_row(drift, tokens, {(*key, drift.position)}).is_drawn is True
+        assert row.is_shown is False
+        assert token_row(drift, tokens, {(*key, drift.position)}).is_shown is True
 
 
 def test_an_unfinished_run_raises(tmp_path: Path) -> None:
