@@ -2,7 +2,7 @@
 
 import torch
 
-from kleash.auditing.quantities import SYMMETRIC
+from kleash.auditing.quantities import SYMMETRIC, UNBOUNDED
 from kleash.divergences import DIVERGENCES, divergence
 
 
@@ -15,4 +15,11 @@ def test_symmetric_divergences_are_those_that_do_not_change_when_p_and_q_are_exc
         for name in DIVERGENCES
         if torch.allclose(divergence(name, logp, logq), divergence(name, logq, logp))
     }
-    assert set(SYMMETRIC) == unchanged == {"jeffreys", "jensen_shannon", "total_variation", "hellinger"}
+    assert set(SYMMETRIC) == unchanged and "jeffreys" in unchanged and "kl" not in unchanged
+
+
+def test_the_divergences_whose_saturation_is_a_fault_are_infinite_for_disjoint_supports():
+    logp = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
+    logq = torch.tensor([[0.0, 0.5, 0.5]], dtype=torch.float64).log()
+    infinite = {name for name in DIVERGENCES if divergence(name, logp, logq).isinf().all()}
+    assert set(UNBOUNDED) == infinite and {"kl", "chi_squared"} <= infinite

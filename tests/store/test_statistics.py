@@ -79,6 +79,19 @@ def columns_of_pair(p: np.ndarray, q: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+def test_a_nan_in_a_column_is_a_nan_in_every_statistic_of_it() -> None:
+    p, q = distributions(4)
+    for name, statistic in STATISTICS.items():
+        tokens = columns_of_pair(p, q)
+        for column in statistic.columns:
+            if tokens[column].dtype.kind != "f":
+                continue
+            damaged = {**tokens, column: tokens[column].copy()}
+            damaged[column][2] = np.nan
+            values = statistic.values(damaged)
+            assert np.isnan(values[2]) and not np.isnan(values[[0, 1, 3]]).any(), (name, column)
+
+
 def test_the_acceptance_rate_is_the_probability_that_speculative_sampling_accepts() -> None:
     """By enumeration of every drafted token x: p(x) min(1, q(x)/p(x)), in both directions, and the rejected rest."""
     p, q = distributions()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -44,6 +45,10 @@ def _is_symmetric(record: Divergence) -> bool:
 
 SYMMETRIC = tuple(name for name, record in DIVERGENCES.items() if _is_symmetric(record))
 """Divergences for which an audited function must not depend on the order of p and q."""
+UNBOUNDED = tuple(
+    name for name, record in DIVERGENCES.items() if inf in (record.where_q_is_zero, record.where_p_is_zero)
+)
+"""Divergences that are infinite where one distribution has no mass and the other some."""
 
 
 def divergence_label(name: str) -> str:

@@ -7,10 +7,8 @@ from typing import Literal
 import torch
 
 from kleash.auditing.probes.evidence import Evidence
+from kleash.auditing.quantities import UNBOUNDED
 from kleash.store.audit import Finding, Severity, ZoneRow
-
-UNBOUNDED = ("kl", "reverse_kl", "jeffreys", "chi_squared")
-"""Divergences whose gradient does not vanish at large log ratios."""
 
 ORDINARY_LOG_RATIO = 8.0
 """Nats that log ratios reach in training, a factor of 3 000. A fault that occurs only beyond is fragile, not wrong."""
