@@ -155,12 +155,15 @@ def shared_head(
     return SharedHead(
         logp=torch.where(in_q, logp, -inf),
         logq=logq_of_p,
-        tail=Tail(logp_most=_upper_bound_outside(logp, in_q), logq_most=_upper_bound_outside(logq, in_p)),
+        tail=Tail(logp_most=_largest_logp_outside(logp, in_q), logq_most=_largest_logp_outside(logq, in_p)),
     )
 
 
-def _upper_bound_outside(logp: Tensor, inside: Tensor) -> Tensor:
-    """Upper bound on the log-probability of tokens that are not ``inside``, with rounding."""
+def _largest_logp_outside(logp: Tensor, inside: Tensor) -> Tensor:
+    """Upper bound, with rounding, on the log-probability of a token that is not ``inside``.
+
+    ``logp`` is a top-k list, so a token that it does not list has at most its smallest entry.
+    """
     logp = logp + rounding_nats(logp)
     return torch.maximum(torch.where(inside, -inf, logp).amax(-1), logp.amin(-1))
 

@@ -8,7 +8,7 @@ from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, flag
 from kleash.jobs.train import LARGEST_BETA, MOST_EPOCHS, MOST_RESPONSES, OnlineJob, RewardJob, TrainJob
 
 SHIPPED_TEACHER = SHIPPED_POLICY
-DIVERGENCES_OF_TEACHING = ("policy_teacher", "teacher_policy", "jensen_shannon")
+DISTILLATION_DIVERGENCES = ("policy_teacher", "teacher_policy", "jensen_shannon")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class GroupJob(RewardJob):
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
         super().__post_init__()
-        require_group(self)
+        require_several_samples(self)
         self._at_least_1("epochs")
         self._at_most(MOST_EPOCHS, "epochs")
         self._above_0("clip_range")
@@ -140,7 +140,7 @@ class DPOJob(TrainJob):
         self._above_0("beta")
         self._at_most(LARGEST_BETA, "beta")
         self._at_most(MOST_RESPONSES, "pairs_per_step")
-        require_no_tightening(self)
+        refuse_tighten_on_hacking(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +161,10 @@ class DistillJob(OnlineJob):
     def __post_init__(self) -> None:
         """Check types and values; raises OptionError."""
         super().__post_init__()
-        self._one_of("divergence", DIVERGENCES_OF_TEACHING)
+        self._one_of("divergence", DISTILLATION_DIVERGENCES)
         if self.teacher is None and self.policy != SHIPPED_REFERENCE:
             raise OptionError(f"say which model {self.policy} learns from: --teacher")
-        require_no_tightening(self)
+        refuse_tighten_on_hacking(self)
 
     @property
     def teacher_name(self) -> str:
@@ -172,11 +172,11 @@ class DistillJob(OnlineJob):
         return SHIPPED_TEACHER if self.teacher is None else self.teacher
 
 
-def require_group(job: RewardJob) -> None:
-    """See that there is something to compare an answer with.
+def require_several_samples(job: RewardJob) -> None:
+    """Check that several responses are drawn for each prompt.
 
     Raises:
-        OptionError: if not.
+        OptionError: if ``samples_per_prompt`` is below 2.
     """
     if job.samples_per_prompt < 2:
         raise OptionError(
@@ -185,11 +185,11 @@ def require_group(job: RewardJob) -> None:
         )
 
 
-def require_no_tightening(job: TrainJob) -> None:
-    """See that nothing is asked to tighten a leash that is not there.
+def refuse_tighten_on_hacking(job: TrainJob) -> None:
+    """Refuse ``--on-hacking tighten`` for an algorithm that has no beta during training.
 
     Raises:
-        OptionError: if it is.
+        OptionError: if it is set.
     """
     if job.on_hacking == "tighten":
         raise OptionError(

@@ -222,7 +222,7 @@ class _WithGradientInPlace(_WithGradient):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         token_logp: Tensor, token_logq: Tensor | None, value: Tensor, grad_p: Tensor, grad_q: Tensor | None
     ) -> Tensor:
-        return value
+        return value  # marked as changed in place in setup_context
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:

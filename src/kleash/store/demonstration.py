@@ -37,7 +37,7 @@ class BestOf:
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """``demonstration.json``: what the runs are, and what best-of-n does instead."""
+    """``demonstration.json``: the result of ``kleash train`` without an algorithm, three PPO runs and best-of-n."""
 
     kleash: str
     reward: str

@@ -183,20 +183,23 @@ def _variance_of_mean(records: Sequence[StepRecord]) -> float:
 
 
 def repetition(responses: Sequence[str]) -> float:
-    """Share of three-word runs that occurred before in the same response; NaN if no response has three words."""
-    runs = [_runs(response) for response in responses]
-    total = sum(map(len, runs))
-    return 1 - sum(len(set(response_runs)) for response_runs in runs) / total if total else math.nan
+    """Share of trigrams that occurred before in the same response; NaN if there is none.
+
+    Trigrams of words, or of characters in a text with hardly any spaces.
+    """
+    trigrams = [_trigrams(response) for response in responses]
+    total = sum(map(len, trigrams))
+    return 1 - sum(len(set(of_response)) for of_response in trigrams) / total if total else math.nan
 
 
 def distinct(responses: Sequence[str]) -> float:
-    """Share of distinct three-word runs among those of all responses; NaN if there are none."""
-    runs = [run for response in responses for run in _runs(response)]
-    return len(set(runs)) / len(runs) if runs else math.nan
+    """Share of distinct trigrams among those of all responses, as in ``repetition``; NaN if there is none."""
+    trigrams = [trigram for response in responses for trigram in _trigrams(response)]
+    return len(set(trigrams)) / len(trigrams) if trigrams else math.nan
 
 
-def _runs(text: str) -> list[tuple[str, ...]]:
-    """All runs of three words; of three characters in a text with hardly any spaces."""
+def _trigrams(text: str) -> list[tuple[str, ...]]:
+    """All trigrams of words; of characters in a text with hardly any spaces."""
     words = text.split()
     if len(text) > CHARACTERS_IN_A_WORD * max(1, len(words)):
         words = list(text)

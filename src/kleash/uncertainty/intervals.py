@@ -77,7 +77,7 @@ def _estimate(linearised: LinearisedEstimate, unit: str, bounds: Interval, fitte
 
 
 def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
-    """The cluster-robust standard error, sqrt(C / (C - 1) sum of squared influences); NaN if it is not defined."""
+    """The cluster-robust standard error, sqrt(C / (C - 1 - fitted) sum of squared influences); NaN if not defined."""
     degrees_of_freedom = linearised.clusters - 1 - fitted
     if linearised.why_no_standard_error or degrees_of_freedom < 1:
         return math.nan
@@ -133,12 +133,12 @@ def skewness_corrected_t(skewness: float, clusters: int, degrees_of_freedom: int
 
 
 def log_scale_t(distance: float, error: float, degrees_of_freedom: int) -> float:
-    """Standard errors to the end away from a bound, by Student's t of the logarithm of the distance to the bound.
+    """How many standard errors the interval extends away from a bound, by Student's t of the log distance to the bound.
 
         (exp(t error / distance) - 1) distance / error,    at most MAX_T_RATIO t
 
     A quantity that cannot pass a bound has its tail on the other side: for a mean KL of 0.1 with an error of 0.05 the
-    end is 0.1 exp(0.5 t). 0 if the estimate is not inside the bound.
+    end is 0.1 exp(0.5 t). 0, so that the caller's own t decides, without a bound or for an estimate outside it.
 
     Args:
         distance: from the bound to the estimate; infinite if there is no bound.

@@ -147,13 +147,13 @@ def _asymmetry_findings(evidence: Evidence) -> Sequence[Finding]:
 
 
 def _off_policy_findings(evidence: Evidence) -> Sequence[Finding]:
-    """Whether the expected value is another quantity on samples of another distribution."""
+    """A finding if the expected value is another quantity on samples of another distribution."""
     on, off = evidence.value_matches["on-policy"], evidence.value_matches["off-policy"]
     is_same = (
         on is not None and off is not None and (on.quantity, on.relation) == (off.quantity, off.relation)
     )
     if on is None or is_same:
-        return _off_policy_position_findings(evidence)
+        return _off_policy_several_tokens_findings(evidence)
     convention = evidence.audited.convention
     takes_behaviour = convention.takes_behaviour
     is_only_logged = convention.place == "loss" and evidence.is_claimed(
@@ -219,8 +219,8 @@ def _off_policy_level(evidence: Evidence) -> Level:
     return "sequence" if abs(e.mean - exact["sequence"]) <= TOLERANCE * exact["sequence"] else "neither"
 
 
-def _off_policy_position_findings(evidence: Evidence) -> Sequence[Finding]:
-    """Whether importance weights that are right for one token are right for several."""
+def _off_policy_several_tokens_findings(evidence: Evidence) -> Sequence[Finding]:
+    """A finding if the off-policy value, right for one token, is wrong for several."""
     if _off_policy_level(evidence) != "neither":
         return []
     sentence = (

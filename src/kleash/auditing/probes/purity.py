@@ -170,9 +170,9 @@ def _check(check: Check, probe: Callable[..., PurityResult | None], *arguments: 
         return PurityResult(check=check, impurity="error", error=str(error))
 
 
-def _one_token_inputs(audited: AuditedFunction, pair: str) -> AuditInputs:
+def _one_token_inputs(audited: AuditedFunction, toy_name: str) -> AuditInputs:
     """Every token of the vocabulary as a response; only one response for a function that returns a mean."""
-    toy = toy_distributions()[pair]
+    toy = toy_distributions()[toy_name]
     inputs = toy.inputs(toy.logits_p.clone().requires_grad_(), "on-policy")
     return inputs.select(slice(2, 3)) if audited.convention.gives == "mean" else inputs
 
