@@ -11,7 +11,7 @@ step() { printf '\n== %s\n' "$*"; "$@"; }
 step $bin/ruff format --check src tests benchmarks tools examples
 step $bin/ruff check src tests benchmarks tools examples
 step $bin/python tools/check_undefined_names.py
-step $bin/python tools/check_names.py --report --summary  # a report, until the code obeys it
+step $bin/python tools/check_names.py
 step $bin/pyright
 step $bin/lint-imports --no-cache
 step $bin/python -m pytest -q -n 2 --dist loadfile -m 'not compiler and not browser' $hook

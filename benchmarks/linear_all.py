@@ -35,7 +35,6 @@ MINUTES = {
     "linear_peers.py --shape n4k_v152k": 15.0,
     "linear_peers.py --shape n4k_v262k": 26.0,
     "linear_peers.py --shape v128k": 5.0,
-    "linear_skipping.py": 5.0,
     "linear_speed.py": 2.0,
     "linear_memory.py": 2.5,
 }

@@ -80,7 +80,6 @@ def make_files(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         words.memory,
         words.accuracy,
         words.step,
-        words.skipping,
     )
     body = [*performance_bars.table(figures), *(line for part in parts for line in part(figures))]
     text = "\n".join(

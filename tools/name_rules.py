@@ -40,6 +40,7 @@ SHARED_NOUNS = (
     SharedNoun("comparison", "a comparison of runs", ("store", "measuring", "reports")),
     SharedNoun("control_variates", "control variates", ("estimators", "uncertainty")),
     SharedNoun("demonstration", "the demonstration", ("jobs", "store", "reports", "training")),
+    SharedNoun("losses", "losses, from log-probabilities or hidden states", ("losses", "linear")),
     SharedNoun("measurement", "a measurement", ("store", "measuring", "reports")),
     SharedNoun("openrlhf", "the framework OpenRLHF", ("integrations", "auditing")),
     SharedNoun("progress", "the progress of a measurement", ("measuring", "cli")),

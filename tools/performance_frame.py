@@ -16,7 +16,6 @@ COMMANDS = {
     "linear_memory": "linear_memory.py",
     "linear_accuracy": "linear_accuracy.py",
     "linear_step": "linear_step.py",
-    "linear_skipping": "linear_skipping.py",
     "linear_peers_main_bfloat16": "linear_peers.py --dtype bfloat16 --rounds 3",
     "linear_peers_h4096": "linear_peers.py --shape h4096",
     "linear_peers_v152k": "linear_peers.py --shape v152k",

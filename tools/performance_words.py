@@ -259,28 +259,6 @@ def step(results: Results) -> list[str]:
     return [*title, *lines, *table, *paragraph(tail, counted=counted)]
 
 
-def skipping(results: Results) -> list[str]:
-    """The section on time and errors of `skip_below`."""
-    title = ["## Skipping small gradient entries: `skip_below`", ""]
-    if "linear_skipping" not in results:
-        return [*title, *absent("linear_skipping")]
-    figures = results["linear_skipping"]
-    words = """`LinearOptions(skip_below=…)`, off by default; {size}, float32. More entries are skipped if the
-        distributions are sharper and the bound is larger. Finding the entries takes time, and a product over gathered
-        vocabulary entries is slower than one dense product of the same size. Entropy is the median of p's. Errors
-        are those of the gradients for the hidden states and the head, relative to the gradients without skipping."""
-    rows = [
-        [
-            f"{each['median_entropy_nats']:.2g}", below, f"{row['multiplied']:.0%}", f"{row['time']:.2f}",
-            f"{error(row['error_in_hidden'])}, {error(row['error_in_weight'])}",
-        ]
-        for key, each in figures.items() if key.startswith("spread ")
-        for below, row in each.items() if isinstance(row, dict) and "multiplied" in row
-    ]  # fmt: skip
-    heads = ["entropy, nats", "`skip_below`", "entries multiplied", "× the time", "errors"]
-    return [*title, *paragraph(words, size=size(figures)), *markdown_table(heads, rows)]
-
-
 def gpu(results: Results) -> list[str]:
     """The section on GPUs, if one was measured."""
     available = [figures for name, figures in results.items() if name.startswith("linear_gpu")]

@@ -570,7 +570,6 @@ def what_does_not_fit_is_refused_on_every_rank(split):
         "cannot compile the collectives of a vocabulary_group": lambda: linear_kl(
             hp, p, hq, q, options=LinearOptions(compile="always")
         ),
-        "skip_below is 0.01": lambda: linear_kl(hp, p, hq, q, options=LinearOptions(skip_below=0.01)),
         "of one dimension and this one has 2": lambda: Head(
             wp, vocabulary_group=DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
         ),

@@ -40,16 +40,6 @@ H = torch.randn(5, 4)
         (lambda: LinearOptions(impl="chunkd"), UnknownNameError, "did you mean 'chunked'"),
         (lambda: LinearOptions(compile="perhaps"), UnknownNameError, "auto, always, never"),
         (lambda: LinearOptions(buffer_bytes=0), OptionError, "buffer_bytes is 0"),
-        (lambda: LinearOptions(skip_below=-1e-6), OptionError, "from 0 to below 1, not -1e-06"),
-        (lambda: LinearOptions(skip_below=1.0), OptionError, "from 0 to below 1, not 1.0"),
-        (lambda: LinearOptions(skip_below=float("nan")), OptionError, "from 0 to below 1, not nan"),
-        (
-            lambda: linear_kl(
-                H, Head(W), H, Head(W), options=LinearOptions(impl="reference", skip_below=0.1)
-            ),
-            CannotRunError,
-            "'reference' leaves nothing out and skip_below is 0.1; ask for 'chunked'",
-        ),
         (
             lambda: linear_kl(H, Head(W), H[:3], Head(W)),
             ShapeError,

@@ -82,11 +82,6 @@ def results() -> dict[str, Any]:
             results={name: dict(step) for name in ("exact", "k3", "naive exact", "naive k3", "no KL")},
             counted={"a model": {"head_share": 0.26, "one_matmul_share": 0.065}},
         ),
-        "linear_skipping": result(
-            **SIZE, below=[1e-3], seconds=[],
-            **{"spread 2": {"median_entropy_nats": 8.1, "0.001": {"multiplied": 0.6, "error_in_hidden": 2e-4,
-                            "error_in_weight": 3e-4, "time": 0.83}, "load": [0.1]}},
-        ),
         "linear_gpu": result(
             **SIZE, rounds=5, results=[gpu, {**gpu, "name": "liger fused_linear_jsd", "seconds": 0.3}]
         ),
@@ -214,11 +209,6 @@ def test_nothing_is_said_to_be_missed_where_all_was_reached(results):
         (("linear_accuracy", "rows", 2, "median_error_of_a_token"), 0.777, "78 % (25% negative)"),
         (("linear_accuracy", "rows", 2, "cosine_weight"), 0.2345, "0.2345"),
         (("linear_step", "results", "naive k3", "loss_share"), 0.37, "37%"),
-        (
-            ("linear_skipping", "spread 2", "0.001", "time"),
-            0.71,
-            "| 8.1 | 0.001 | 60% | 0.71 | 2.0e-4, 3.0e-4 |",
-        ),
         (("linear_gpu", "results", 0, "peak_mib"), 1357.0, "| 1357 |"),
     ],
 )

@@ -8,15 +8,14 @@ from kleash.linear.api import (
     token_statistics_and_top,
 )
 from kleash.linear.head import Head
-from kleash.linear.options import LinearOptions, Skipped
-from kleash.linear.training import linear_divergence_loss, linear_kl_loss, linear_objective
+from kleash.linear.losses import linear_divergence_loss, linear_kl_loss, linear_objective
+from kleash.linear.options import LinearOptions
 from kleash.linear.types import LinearLoss, StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
 
 __all__ = [
     "Head",
     "LinearLoss",
     "LinearOptions",
-    "Skipped",
     "StatisticsAndTop",
     "TokenStatistics",
     "TokenTerms",

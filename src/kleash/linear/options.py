@@ -1,12 +1,8 @@
 """The options of the linear functions, which change time and memory but not the results."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
-
-from jaxtyping import Float
-from torch import Tensor
+from typing import Literal
 
 from kleash.errors import OptionError
 from kleash.registry import look_up
@@ -25,30 +21,13 @@ CPU_BYTES = 128 * 2**20
 """The default of ``buffer_bytes`` on a CPU, where larger chunks are no faster."""
 
 
-class Skipped(NamedTuple):
-    """The part of a gradient that ``skip_below`` left out, for all flattened tokens.
-
-    With W the weight and h the hidden states of p (and likewise of q), the norm of the error of the gradient in a
-    token's hidden states is at most ``left_out_p`` times the largest row norm of W, and the Frobenius norm of the
-    error of the gradient in W is at most the sum over the tokens of ``left_out_p`` times the norm of h.
-    """
-
-    left_out_p: Float[Tensor, " tokens"] | None
-    """The sum of the absolute values of the skipped entries of the gradient in p's ``hidden W^T``, in nats, for each
-    token: of its loss, or of its value where the incoming gradient is not known yet. None if no product was needed."""
-    left_out_q: Float[Tensor, " tokens"] | None
-    """The same for q."""
-    multiplied: float
-    """The fraction of the entries that were multiplied with hidden states and weight; 1 is all of them."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LinearOptions:
     """Implementation, memory and compilation of the functions that start from hidden states.
 
     Raises:
         UnknownNameError: if ``impl`` or ``compile`` is not one of its values.
-        OptionError: if ``buffer_bytes`` is not positive, or ``skip_below`` not in [0, 1).
+        OptionError: if ``buffer_bytes`` is not positive.
     """
 
     impl: str = "auto"
@@ -63,12 +42,6 @@ class LinearOptions:
     CPU uses a library in C that is built once on a machine, in two seconds; the rest is compiled by torch, in about 10
     seconds in each process. auto uses the library from 10^6 logits on, and torch's compiler where this call alone
     saves more time than compiling takes; always raises where neither is available."""
-    skip_below: float = 0.0
-    """The fraction of a token's gradient in the logits, by the sum of absolute values, that may be left out of the
-    products with weight and hidden states: its smallest entries, nearly as many as fit. Values stay exact.
-    0 leaves nothing out. Only chunked supports it; triton and reference raise."""
-    report: Callable[[Skipped], None] | None = None
-    """Called with a ``Skipped`` for each gradient, if ``skip_below`` is above 0."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -83,5 +56,3 @@ class LinearOptions:
         look_up(COMPILE, str(self.compile), "way to compile")
         if self.buffer_bytes is not None and self.buffer_bytes <= 0:
             raise OptionError(f"buffer_bytes is {self.buffer_bytes}; give the chunks at least one byte")
-        if not 0.0 <= self.skip_below < 1.0:
-            raise OptionError(f"skip_below is a share from 0 to below 1, not {self.skip_below}")

@@ -25,10 +25,9 @@ Packed: TypeAlias = tuple[Any, ...]
 """The arguments that all operations have in common, in the order of ``SCHEMA``."""
 SCHEMA = (
     "Tensor hidden_p, Tensor? weight_p, Tensor? bias_p, Tensor hidden_q, Tensor? weight_q, Tensor? bias_q, "
-    "Tensor? temperatures, float[] numbers, bool[] shared, str impl, int buffer_bytes, str compile, float skip_below, "
-    "str[] groups"
+    "Tensor? temperatures, float[] numbers, bool[] shared, str impl, int buffer_bytes, str compile, str[] groups"
 )
-COUNT = 14
+COUNT = 13
 """The number of arguments in ``SCHEMA``."""
 TENSORS = 6
 """The first arguments: the tensors that may require a gradient."""
@@ -45,15 +44,10 @@ def pack(
     """The arguments of a public function as tensors, numbers and names.
 
     Raises:
-        CannotRunError: if the options have a ``report`` function, which a compiled graph cannot call, or inside a
-            transform of ``torch.func``, which would take the operation's result for a constant.
+        CannotRunError: inside a transform of ``torch.func``, which would take the operation's result for a constant.
     """
     refuse_transforms_compiled("a compiled linear function", ALTERNATIVE)
     options = DEFAULT if options is None else options
-    if options.report is not None:
-        raise CannotRunError(
-            "options.report cannot be called inside torch.compile; leave it out of the options"
-        )
     (hidden_p, head_p), (hidden_q, head_q) = p, q
     shared = [hidden_p is hidden_q, head_p.weight is head_q.weight, head_p.bias is head_q.bias]
     head_p, head_q = gathered(head_p, head_q)
@@ -63,24 +57,20 @@ def pack(
         temperature if isinstance(temperature, Tensor) else None,
         [number, head_p.scale, head_p.softcap or 0.0, head_q.scale, head_q.softcap or 0.0],
         shared,
-        *(options.impl, options.buffer_bytes or UNSET_BUFFER_BYTES, str(options.compile), options.skip_below),
+        *(options.impl, options.buffer_bytes or UNSET_BUFFER_BYTES, str(options.compile)),
         [name_of(head_p.vocabulary_group), name_of(head_q.vocabulary_group)],
     )
 
 
 def unpack(packed: Packed, divergence: Divergence = KL) -> tuple[Backend, Request]:
     """The backend and the call that packed arguments stand for."""
-    hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile, skip_below, groups = (
-        packed
-    )
+    hp, wp, bp, hq, wq, bq, temperatures, numbers, shared, impl, buffer_bytes, compile, groups = packed
     number, scale_p, softcap_p, scale_q, softcap_q = numbers
     group_p, group_q = (named_group(name) for name in groups)
     head_p = Head(wp, bp, scale=scale_p, softcap=softcap_p or None, vocabulary_group=group_p)
     wq, bq = wp if shared[1] else wq, bp if shared[2] else bq
     head_q = Head(wq, bq, scale=scale_q, softcap=softcap_q or None, vocabulary_group=group_q)
-    options = LinearOptions(
-        impl=impl, buffer_bytes=buffer_bytes or None, compile=compile, skip_below=skip_below
-    )
+    options = LinearOptions(impl=impl, buffer_bytes=buffer_bytes or None, compile=compile)
     temperature = number if temperatures is None else temperatures
     pair = checked_pair((hp, head_p), (hp if shared[0] else hq, head_q), temperature)
     return prepare(pair, options, divergence)

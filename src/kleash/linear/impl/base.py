@@ -12,7 +12,7 @@ from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import ShapeError
 from kleash.linear.head import Head
-from kleash.linear.options import LinearOptions, Skipped
+from kleash.linear.options import LinearOptions
 from kleash.linear.types import StatisticsAndTop, TokenStatistics, TokenTerms
 from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
 
@@ -172,19 +172,9 @@ class Request:
 
     @property
     def swapped(self) -> "Request":
-        """For reverse KL, the call that computes the same number: KL with p and q exchanged.
-
-        ``options.report`` still gets the sides as the caller named them.
-        """
+        """For reverse KL, the call that computes the same number: KL with p and q exchanged."""
         assert self.divergence == REVERSE_KL
-        options, report = self.options, self.options.report
-        if report is not None:
-
-            def report_swapped(skipped: Skipped) -> None:
-                report(Skipped(skipped.left_out_q, skipped.left_out_p, skipped.multiplied))
-
-            options = replace(options, report=report_swapped)
-        return Request(pair=self.pair.swapped, options=options, divergence=KL)
+        return Request(pair=self.pair.swapped, options=self.options, divergence=KL)
 
 
 class ValueAndGrad(NamedTuple):

@@ -83,7 +83,7 @@ def bytes_for(rows: int, pair: HeadPair) -> int:
     size, dims = pair.p.dtype.itemsize, pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
     buffers = 2 + SHARDED_BUFFERS + FALLBACK_BUFFERS if pair.is_sharded else 2
     row = (buffers * pair.local_vocab_size + 2 * dims) * size
-    # A third more: upcast tiles of weights and the buffers of ``skip_below`` take shares of the whole.
+    # A third more: upcast tiles of weights take a share of the whole.
     return max(1, rows) * row * 4 // 3 + MARGIN
 
 

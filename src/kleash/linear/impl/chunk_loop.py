@@ -68,8 +68,6 @@ def plan_chunks(
     """
     tokens = pair.tokens if tokens is None else tokens
     size, budget, vocab_size = pair.p.dtype.itemsize, options.chunk_bytes, pair.local_vocab_size
-    if options.skip_below:
-        budget -= options.chunk_bytes // 8
     dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
     if has_native_products(pair, options):
         tile = 0

@@ -58,12 +58,7 @@ class ChunkedBackend:
     """Computes chunk by chunk, with elementwise work by torch or by the library in C, compiled where that is faster."""
 
     def unsupported(self, request: Request) -> str | None:
-        """Why this backend cannot do the call; None if it can."""
-        if request.pair.is_sharded and request.options.skip_below != 0.0:
-            return (
-                f"cannot skip entries of a head with a vocabulary_group, and skip_below is "
-                f"{request.options.skip_below}; leave it at 0"
-            )
+        """None: this backend can do every call."""
         return None
 
     def values(self, request: Request) -> Float[Tensor, " tokens"]:

@@ -63,12 +63,11 @@ def value_and_grad(
     saved: SavedForward | None = None,
 ) -> ValueAndGrad:
     """The divergence of each token and the gradient of the weighted sum; gradients of weights are summed in float32."""
-    sums = new_gradient_sums(request.pair, needed, request.options)
+    sums = new_gradient_sums(request.pair, needed)
     weights = weights.detach().to(request.pair.p.dtype)
     if saved is not None:
         weights = add_saved_gradient(saved, weights, sums)
     per_token = run_chunks(request.pair, weights, sums, planner, q_is_delta=q_is_delta)
-    sums.report_skipped(request.options)
     return ValueAndGrad(per_token, sums.gradients)
 
 

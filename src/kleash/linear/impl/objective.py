@@ -116,7 +116,7 @@ def objective_result(
     plan = plan_chunks(pair, options, num_buffers, native=use_native)
     fast = fast_version(TERMS_ROWS, pair, plan, options)
     logit_gradient = native_gradient if use_native else closed_form_gradient
-    sums = new_gradient_sums(pair, needed, options)
+    sums = new_gradient_sums(pair, needed)
     dtype, device = pair.p.dtype, pair.p.hidden.device
     loss = torch.zeros((), dtype=dtype, device=device)
     terms = TokenTerms(*(torch.empty(pair.tokens, dtype=dtype, device=device) for _ in TokenTerms._fields))
@@ -136,7 +136,6 @@ def objective_result(
         loss += chunk_loss
         if any(needed):
             add_chunk_gradient_(chunk, ids, known, coefficients, plan, sums, logit_gradient)
-    sums.report_skipped(options)
     return ObjectiveResult(loss, terms, sums.gradients)
 
 

@@ -22,10 +22,7 @@ from kleash.linear.impl.project import (
     hidden_gradient,
     set_rows_,
 )
-from kleash.linear.impl.skipping import SkippingProducts, report_skipped
-from kleash.linear.options import LinearOptions
 
-DEFAULT = LinearOptions()
 NOT_SHARED = PerModel(hidden=False, weight=False, bias=False)
 
 
@@ -36,7 +33,6 @@ class GradientSums:
         self,
         model: HeadInputs,
         needed: PerModel[bool],
-        options: LinearOptions,
         shared: PerModel[bool] = NOT_SHARED,
         first: "GradientSums | None" = None,
     ) -> None:
@@ -58,8 +54,6 @@ class GradientSums:
 
         rows = zip(model.tensors, needed, dtypes, shared, of_first, strict=True)
         self.sums: PerModel[Tensor | None] = PerModel(*(start(*row) for row in rows))
-        multiplied = model.head.weight is not None and (needed.hidden or needed.weight)
-        self.skipping = SkippingProducts(options, model) if options.skip_below and multiplied else None
 
     def gradient_buffer(self, z: Float[Tensor, "chunk vocab"]) -> Float[Tensor, "chunk vocab"]:
         """Where a chunk's gradient is written: over its logits, in bfloat16 if its products are."""
@@ -71,14 +65,10 @@ class GradientSums:
     def add(
         self, index: TokenIndex, gradient: Float[Tensor, "chunk vocab"], hidden: Tensor, tile: int
     ) -> None:
-        """Add the gradients that follow from that in a chunk's ``hidden W^T + bias``; ``skip_below`` applies."""
+        """Add the gradients that follow from that in a chunk's ``hidden W^T + bias``."""
         sums = self.sums
         if sums.bias is not None:
             sums.bias.add_(gradient.sum(0, dtype=sums.bias.dtype))
-        if self.skipping is not None and self.skipping.add_(
-            index, gradient, hidden, (sums.hidden, sums.weight), shared=self.shared.hidden
-        ):
-            return
         if sums.hidden is not None:
             rows = hidden_gradient(gradient, self.model, tile)
             set_rows_(sums.hidden, index, rows, add=self.shared.hidden)
@@ -114,12 +104,8 @@ class GradientSumsPair(NamedTuple):
         """The gradients of both models."""
         return PerTensor(self.p.gradients, self.q.gradients)
 
-    def report_skipped(self, options: LinearOptions) -> None:
-        """Call ``options.report`` with what ``skip_below`` left out, if it is set and a gradient is needed."""
-        report_skipped(options, any(self.needed), (self.p.skipping, self.q.skipping))
 
-
-def new_gradient_sums(pair: HeadPair, needed: Needed, options: LinearOptions = DEFAULT) -> GradientSumsPair:
+def new_gradient_sums(pair: HeadPair, needed: Needed) -> GradientSumsPair:
     """Sums for both models; where one weight is both heads', or ``is_summed_once`` holds, both add to p's sum."""
     p, q = pair.tensors.p, pair.tensors.q
     shared = PerModel(
@@ -127,8 +113,8 @@ def new_gradient_sums(pair: HeadPair, needed: Needed, options: LinearOptions = D
         weight=p.weight is q.weight and needed.p.weight and needed.q.weight,
         bias=is_summed_once(p.bias, q.bias, needed.p.bias and needed.q.bias),
     )
-    sums_p = GradientSums(pair.p, needed.p, options, shared)
-    return GradientSumsPair(sums_p, GradientSums(pair.q, needed.q, options, shared, sums_p))
+    sums_p = GradientSums(pair.p, needed.p, shared)
+    return GradientSumsPair(sums_p, GradientSums(pair.q, needed.q, shared, sums_p))
 
 
 def is_summed_once(tensor_p: Tensor | None, tensor_q: Tensor | None, needed: bool) -> bool:

@@ -43,7 +43,7 @@ class TritonBackend:
 
     def unsupported(self, request: Request) -> str | None:
         """Why the kernels cannot do the call; None if they can."""
-        pair, skip_below = request.pair, request.options.skip_below
+        pair = request.pair
         device = pair.p.hidden.device.type
         reason = None
         if find_spec("triton") is None:
@@ -56,8 +56,6 @@ class TritonBackend:
             reason = "has kernels for KL in both directions and for no other divergence"
         elif pair.is_sharded:
             reason = "cannot use a head split over a vocabulary_group"
-        elif skip_below != 0.0:
-            reason = f"leaves nothing out and skip_below is {skip_below}"
         return None if reason is None else f"{reason}; ask for 'chunked'"
 
     def values(self, request: Request) -> Float[Tensor, " tokens"]:
