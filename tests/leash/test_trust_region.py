@@ -121,7 +121,9 @@ def test_window_weights_and_geometric_mask_by_sequence(batch, least, most, geome
     rows = [row for row in rows_of(*batch) if row]
     totals = [sum(x - y for x, y in row) for row in rows]
     log_ratios = [t / len(row) if geometric else t for t, row in zip(totals, rows, strict=True)]
-    for log_ratio in log_ratios:  # next to a bound, the exponential here and the logarithm there round differently
+    for (
+        log_ratio
+    ) in log_ratios:  # next to a bound, the exponential here and the logarithm there round differently
         assume(all(log_ratio == math.log(x) or abs(log_ratio - math.log(x)) > 1e-12 for x in (least, most)))
     judged = [math.exp(log_ratio) for log_ratio in log_ratios]
     decisions = [least <= rho <= most for rho in judged]
