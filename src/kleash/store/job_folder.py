@@ -1,5 +1,6 @@
 """Folders that a job writes: the header that identifies the run, and the lock of the process that writes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from kleash.store.renamed_fields import with_current_options
 
 HEADER = "run.json"
 KIND_OF_FINGERPRINT = "sha256:"
-"""How the fingerprints of models begin that take in every byte; older ones sampled the weights."""
+"""Prefix of fingerprints made from every byte of the files; older ones sampled the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader:
-    """What decides a run's result, written before its first shard; to go on, all of it must agree."""
+    """What determines a run's result, written before its first shard; ``--resume`` requires all of it to be equal."""
 
     schema: int = SCHEMA
     kleash: str
@@ -138,12 +139,12 @@ FolderT = TypeVar("FolderT", bound="JobFolder")
 
 
 @dataclass(frozen=True)
-class JobFolder:
+class JobFolder(ABC):
     """A folder that one process at a time writes, from the beginning or where an interrupted run ended."""
 
     root: Path
     leftovers: ClassVar[frozenset[str]]
-    """What a run may leave behind that was killed before it had begun, beside unfinished files."""
+    """Names that a run which was killed before its first shard or step may have left, beside unfinished files."""
     subfolders: ClassVar[tuple[str, ...]] = ()
 
     @contextmanager
@@ -180,9 +181,9 @@ class JobFolder:
             raise cannot_write(self.root, error) from error
 
     @property
+    @abstractmethod
     def begun(self) -> bool:
         """Whether there is something to continue."""
-        raise NotImplementedError
 
     def header(self) -> RunHeader:
         """The header of the run in this folder.
