@@ -1,5 +1,6 @@
 """Where a pair of models runs a shard of work."""
 
-from kleash.engines.local import LocalEngine, Shard, ShardResult
+from kleash.engines.base import Engine, Shard, ShardResult
+from kleash.engines.local import LocalEngine
 
-__all__ = ["LocalEngine", "Shard", "ShardResult"]
+__all__ = ["Engine", "LocalEngine", "Shard", "ShardResult"]

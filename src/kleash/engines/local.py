@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kleash.engines.base import Shard, ShardResult, sequence_columns
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.models import (
@@ -28,27 +29,6 @@ CPU_BUFFER_BYTES = 96 * 2**20
 
 def _ignore(*_: int) -> None:
     """Do nothing: the default of ``on_tokens``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """A part of a run whose result is written whole or not at all."""
-
-    index: int
-    prompts: tuple[Prompt, ...] = ()
-    """Prompts to which the policy generates responses, which are then scored."""
-    sequences: tuple[TokenSequence, ...] = ()
-    """Sequences that are scored without generation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardResult:
-    """The columns of ``tokens/`` and ``sequences/`` of a shard, in the order of its sequences."""
-
-    tokens: dict[str, Any]
-    sequences: dict[str, Any]
-    likeliest: dict[str, np.ndarray]
-    """Ids and probabilities of the likeliest tokens of both models, with a row for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +73,7 @@ class LocalEngine:
         names = [name for name in tokens if name.startswith("top_")]
         likeliest = {name.removeprefix("top_"): tokens.pop(name) for name in names}
         tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
-        return ShardResult(tokens=tokens, sequences=_sequence_columns(sequences), likeliest=likeliest)
+        return ShardResult(tokens=tokens, sequences=sequence_columns(sequences), likeliest=likeliest)
 
     def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
         """Token columns of the reference in batches compared with the reference with one sequence at a time.
@@ -138,15 +118,3 @@ class LocalEngine:
         # The reference scores what the policy generates, so the shorter context of the two applies.
         policy = replace(self.pair.policy, context_length=self.pair.context_length)
         return generate(policy, prompts, sampling, batch_tokens=job.batch_tokens, on_tokens=self.on_tokens)
-
-
-def _sequence_columns(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
-    return {
-        "prompt_id": [sequence.prompt_id for sequence in sequences],
-        "sample_id": [sequence.sample_id for sequence in sequences],
-        "prompt_hash": [sequence.prompt_hash for sequence in sequences],
-        "prompt": [sequence.prompt_text for sequence in sequences],
-        "response": [sequence.response_text for sequence in sequences],
-        "finish_reason": [sequence.finish_reason for sequence in sequences],
-        "tokens": [len(sequence.response_ids) for sequence in sequences],
-    }

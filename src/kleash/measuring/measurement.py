@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from kleash.engines import LocalEngine
+from kleash.engines import Engine
 from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import (
     COLUMNS,
@@ -47,7 +47,7 @@ class FinishedRun:
     job: MeasureJob
     pair: Pair
     folder: RunFolder
-    engine: LocalEngine
+    engine: Engine
     source_sha256: str
     checks: SourceChecks
 

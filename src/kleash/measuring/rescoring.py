@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 
-from kleash.engines import LocalEngine
+from kleash.engines import Engine
 from kleash.jobs import MeasureJob
 from kleash.measuring.sequence_clusters import SequenceClusters, sequence_spans
 from kleash.measuring.shards import source_sequences
@@ -87,7 +87,7 @@ class Rounding:
     warnings: tuple[str, ...]
 
 
-def measure_rounding(job: MeasureJob, engine: LocalEngine, folder: RunFolder, scored: int) -> Rounding:
+def measure_rounding(job: MeasureJob, engine: Engine, folder: RunFolder, scored: int) -> Rounding:
     """The noise floor and the dtype gap, on a share of the run's ``scored`` tokens."""
     sequences = noise_sequences(first_sequences(job, engine.pair, folder), scored)
     noise = engine.noise_floor_columns(sequences)
@@ -98,7 +98,7 @@ def measure_rounding(job: MeasureJob, engine: LocalEngine, folder: RunFolder, sc
     )
 
 
-def _no_noise_floor(engine: LocalEngine) -> str:
+def _no_noise_floor(engine: Engine) -> str:
     return (
         f"no noise floor: the reference was not loaded, and its cache holds no noise floor for temperature "
         f"{engine.temperature:g}; kleash cache with --temperature {engine.temperature:g} adds it"

@@ -4,7 +4,7 @@ from datetime import datetime
 from pathlib import Path
 from time import monotonic
 
-from kleash.engines import LocalEngine
+from kleash.engines import Engine, LocalEngine
 from kleash.errors import Interrupted
 from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import (
@@ -112,7 +112,7 @@ def _measure(
 
 
 def run_shards(
-    job: MeasureJob, pair: Pair, folder: RunFolder, engine: LocalEngine, reporter: ProgressReporter
+    job: MeasureJob, pair: Pair, folder: RunFolder, engine: Engine, reporter: ProgressReporter
 ) -> SourceChecks:
     """Score and write the shards that are not on disk, until all are or ``until_relative_error`` is reached.
 

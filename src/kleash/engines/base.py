@@ -1,0 +1,74 @@
+"""The interface of an engine: what runs a shard of a measurement and returns its tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kleash.models import Pair, Prompt, TokenSequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A part of a run whose result is written whole or not at all."""
+
+    index: int
+    prompts: tuple[Prompt, ...] = ()
+    """Prompts to which the policy generates responses, which are then scored."""
+    sequences: tuple[TokenSequence, ...] = ()
+    """Sequences that are scored without generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardResult:
+    """The columns of ``tokens/`` and ``sequences/`` of a shard, in the order of its sequences."""
+
+    tokens: dict[str, Any]
+    sequences: dict[str, Any]
+    likeliest: dict[str, np.ndarray]
+    """Ids and probabilities of the likeliest tokens of both models, with a row for each token."""
+
+
+class Engine(Protocol):
+    """Scores the shards of a measurement, wherever the models are."""
+
+    @property
+    def pair(self) -> Pair:
+        """Policy and reference, with the tokenizer by which sources are read."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """The temperature at which both models are scored."""
+        ...
+
+    @property
+    def float32_gap_reloads(self) -> bool:
+        """Whether ``float32_gap`` loads a model a second time."""
+        ...
+
+    def run(self, shard: Shard) -> ShardResult:
+        """Generate responses to the prompts of ``shard``, if it has any, and score its sequences."""
+        ...
+
+    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
+        """Token columns of the reference compared with itself in another batch layout; None if it cannot be had."""
+        ...
+
+    def float32_gap(self, sequences: Sequence[TokenSequence]) -> Mapping[str, np.ndarray] | None:
+        """Token columns of the reference compared with itself in float32; None if it runs in float32."""
+        ...
+
+
+def sequence_columns(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
+    """The columns of ``sequences/`` of a shard's sequences."""
+    return {
+        "prompt_id": [sequence.prompt_id for sequence in sequences],
+        "sample_id": [sequence.sample_id for sequence in sequences],
+        "prompt_hash": [sequence.prompt_hash for sequence in sequences],
+        "prompt": [sequence.prompt_text for sequence in sequences],
+        "response": [sequence.response_text for sequence in sequences],
+        "finish_reason": [sequence.finish_reason for sequence in sequences],
+        "tokens": [len(sequence.response_ids) for sequence in sequences],
+    }
