@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class ShardResult:
     """Ids and probabilities of the likeliest tokens of both models, with a row for each token."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Scores the shards of a measurement, wherever the models are."""
 
