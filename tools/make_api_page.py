@@ -24,6 +24,7 @@ PACKAGES = (
         "engines",
         "measuring",
         "auditing",
+        "diagnosis",
         "integrations.verl",
         "integrations.trainer",
         "integrations.trl",

@@ -155,7 +155,6 @@ EXEMPTIONS: tuple[Exemption, ...] = (
 SHORT_MODULES: dict[str, str] = {
     "src/kleash/__main__.py": "python -m kleash",
     "src/kleash/auditing/findings/verdict.py": "orders the findings of all other modules of its package",
-    "src/kleash/cli/commands.py": "the table of commands, which parsing and dispatch read",
     "src/kleash/cli/numbers.py": "the format of numbers in the terminal, for the summary and the progress bar",
     "src/kleash/cli/terminal.py": "the console that all commands print to",
     "src/kleash/cli/verdicts.py": "the output of one command, like caching.py and training.py",
@@ -171,7 +170,6 @@ SHORT_MODULES: dict[str, str] = {
     "src/kleash/integrations/trl/compat.py": "the private interface of TRL, one such module for each framework",
     "src/kleash/jobs/cache.py": "the options of one command",
     "src/kleash/jobs/demonstration.py": "the options of one command",
-    "src/kleash/jobs/pages.py": "the options of the three commands that write a page",
     "src/kleash/linear/impl/onednn.py": "the matrix product that only some processors use",
     "src/kleash/measuring/progress.py": "the protocol between measuring and a display, imported by both",
     "src/kleash/measuring/token_quantiles.py": "two passes over the files of a run; all other statistics need one",

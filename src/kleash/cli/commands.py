@@ -12,24 +12,28 @@ from kleash.jobs import (
     DPOJob,
     GRPOJob,
     MeasureJob,
+    MismatchJob,
     PPOJob,
     ReportJob,
     RLOOJob,
     TrainJob,
 )
 
-Command = MeasureJob | ReportJob | CompareJob | CacheJob | AuditJob | DemonstrationJob | TrainJob
+Command = (
+    MeasureJob | ReportJob | CompareJob | MismatchJob | CacheJob | AuditJob | DemonstrationJob | TrainJob
+)
 ALGORITHMS: Mapping[str, type[TrainJob]] = {
     job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
-    "": ("measure", "report", "compare", "cache", "audit", "train"),
+    "": ("measure", "report", "compare", "mismatch", "cache", "audit", "train"),
     "train": ("demonstration", *ALGORITHMS),
 }
 RECORDS: Mapping[str, type[Command]] = {
     "measure": MeasureJob,
     "report": ReportJob,
     "compare": CompareJob,
+    "mismatch": MismatchJob,
     "cache": CacheJob,
     "audit": AuditJob,
     "train": DemonstrationJob,

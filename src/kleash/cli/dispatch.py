@@ -12,10 +12,21 @@ from typing import Any
 from kleash.cli.caching import run_cache
 from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
 from kleash.cli.progress import Progress
-from kleash.cli.summary import print_comparison, print_measurement
+from kleash.cli.rollout_commands import run_mismatch
+from kleash.cli.summary import print_comparison, print_gate, print_measurement
 from kleash.cli.training import run_demonstration, run_train
 from kleash.errors import MissingExtraError, OptionError
-from kleash.jobs import SHIPPED_POLICY, SHIPPED_REFERENCE, CacheJob, DemonstrationJob, MeasureJob, TrainJob
+from kleash.jobs import (
+    SHIPPED_POLICY,
+    SHIPPED_REFERENCE,
+    CacheJob,
+    DemonstrationJob,
+    MeasureJob,
+    MismatchJob,
+    TrainJob,
+)
+from kleash.store import Measurement
+from kleash.store.gate import exit_code_of
 
 SHIPPED_PAIR = (
     "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
@@ -37,6 +48,8 @@ def run(command: Command) -> int:
             return _report(command)
         case CompareJob():
             return _compare(command)
+        case MismatchJob():
+            return run_mismatch(command)
         case CacheJob():
             return run_cache(command)
         case AuditJob():
@@ -63,14 +76,21 @@ def _measure(job: MeasureJob) -> int:
         sys.stdout.write(measurement.to_json())
     elif not job.quiet:
         print_measurement(measurement, Path(str(job.out)))
-    return 0
+    return 0 if measurement.gate is None else measurement.gate.exit_code
 
 
 def _report(command: ReportJob) -> int:
+    """Run ``kleash report`` and return its exit code."""
     from kleash.reports import write_report_of
+    from kleash.reports.gate_verdicts import gate_of_measurement
 
-    print(write_report_of(command.folder.expanduser()))
-    return 0
+    folder = command.folder.expanduser()
+    print(write_report_of(folder, command.at_most))
+    if command.at_most is None:
+        return 0
+    gate = gate_of_measurement(Measurement.read(folder), command.at_most)
+    print_gate(gate)
+    return gate.exit_code
 
 
 def _compare(command: CompareJob) -> int:
@@ -80,13 +100,13 @@ def _compare(command: CompareJob) -> int:
 
     if len(command.folders) < 2:
         raise OptionError(f"compare takes two or more run folders; {len(command.folders)} was given")
-    comparison = compare(command.folders)
+    comparison = compare(command.folders, at_most=command.at_most)
     path = write_comparison(command.out.expanduser(), comparison)
     if command.json:
         sys.stdout.write(comparison.to_json())
     else:
         print_comparison(comparison, path)
-    return 0
+    return exit_code_of(run.gate for run in comparison.runs if run.gate is not None)
 
 
 def _audit(command: AuditJob) -> int:

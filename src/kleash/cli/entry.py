@@ -18,8 +18,8 @@ def main(words: Sequence[str] | None = None) -> int:
         words: the arguments; None for those of the process.
 
     Returns:
-        0 for success, 1 if a check failed or training stopped early, 2 for an error in the request, 130 if interrupted,
-        141 if the reader of standard output is gone.
+        0 for success, 1 if a check failed or training stopped early, 2 for an error in the request, 3 if a
+        gate is undecided, 130 if interrupted, 141 if the reader of standard output is gone.
     """
     arguments = list(sys.argv[1:] if words is None else words)
     _escape_unencodable_characters()

@@ -11,6 +11,7 @@ from rich.table import Table
 from kleash.cli.numbers import cells, terminal_label, with_error
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.reports.comparison import paired_noun
+from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement import (
     all_warnings,
     describe_sample_size,
@@ -18,7 +19,7 @@ from kleash.reports.measurement import (
     merge_warnings,
     statistic_rows,
 )
-from kleash.store import PERPLEXITIES, Comparison, Measurement, Number
+from kleash.store import PERPLEXITIES, Comparison, Gate, Measurement, Number
 from kleash.store.statistics import label_of
 
 MAX_TABLE_COLUMNS = 200
@@ -41,7 +42,21 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     say(console, _quantiles_line(measurement))
     for warning in all_warnings(measurement):
         remark(console, "warning", terminal_label(warning))
+    if measurement.gate is not None:
+        print_gate(measurement.gate)
     say(console, f"report: {folder / 'report.html'}")
+
+
+def print_gate(gate: Gate, name: str = "") -> None:
+    """Print the verdict of a gate with the numbers that decided it.
+
+    Args:
+        gate: the gate.
+        name: of the run, where several are compared.
+    """
+    sentence = describe_gate(gate).replace("‖", "||").replace("\u202f", ",")
+    colour = {"passed": "green", "failed": "red"}.get(gate.verdict, "yellow")
+    remark(Terminal(), f"gate, {name}" if name else "gate", sentence, colour)
 
 
 def interval_first(number: Number) -> str:
@@ -110,6 +125,9 @@ def print_comparison(comparison: Comparison, page: Path) -> None:
     )
     for warning in dict.fromkeys(comparison_warnings(comparison)):
         remark(console, "warning", terminal_label(warning))
+    for run in comparison.runs:
+        if run.gate is not None:
+            print_gate(run.gate, run.name)
     say(console, f"page: {page}")
 
 

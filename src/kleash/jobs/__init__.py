@@ -6,6 +6,7 @@ from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.jobs.pages import AuditJob, CompareJob, ReportJob
+from kleash.jobs.rollout_jobs import MismatchJob
 from kleash.jobs.train import OnlineJob, RewardJob, TrainJob
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "DistillJob",
     "GRPOJob",
     "MeasureJob",
+    "MismatchJob",
     "OnlineJob",
     "PPOJob",
     "RLOOJob",

@@ -12,6 +12,7 @@ from kleash.jobs.option_groups import (
     ScoringOptions,
     changed_options,
     flag,
+    require_limit,
 )
 
 DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")
@@ -53,6 +54,10 @@ class MeasureJob(GenerationOptions, ScoringOptions):
     or else filled by this run for later ones."""
     resume: bool = False
     """Go on with an interrupted run in --out."""
+    at_most: float | None = None
+    """A limit in nats for KL(policy || reference) per token. Exit code 0 if the upper end of its interval plus the
+    noise floor is not above the limit, 1 if the lower end minus the noise floor is above it, otherwise 3, and how many
+    more tokens would decide. Never 0 below 30 clusters."""
 
     def __post_init__(self) -> None:
         """Check types and values.
@@ -70,6 +75,7 @@ class MeasureJob(GenerationOptions, ScoringOptions):
                 f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one"
             )
         self._check_fractions()
+        require_limit(self.at_most)
 
     def _check_sources(self) -> None:
         sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]

@@ -18,9 +18,9 @@ SHIPPED_PROMPTS = "shipped:prompts"
 SHIPPED_TEXT = "shipped:text"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-OUTPUT_OPTIONS = frozenset({"out", "resume", "quiet", "json"})
-"""Options that change where a result goes and not what it is."""
-POSITIONAL = ("target", "folder", "folders")
+OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json"})
+"""Options that change where a result goes, or what is done with it, and not what it is."""
+POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy reference teacher prompts text responses pairs reward steps out",
     "how much is read": "limit until_relative_error prompts_per_step pairs_per_step",
@@ -32,7 +32,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "vf_coef clip_range_value ent_coef",
     "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
     "loading": "revision_policy revision_reference trust_remote_code",
-    "running and output": "resume checkpoint_every on_hacking report_to metric_names json quiet",
+    "running and output": "resume checkpoint_every on_hacking report_to metric_names at_most json quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
 
@@ -181,6 +181,17 @@ def require_word(name: str, word: str, words: Sequence[str]) -> None:
     """
     if word not in words:
         raise OptionError(f"{name} must be one of {', '.join(words)}; it is {word!r}")
+
+
+def require_limit(at_most: Any) -> None:
+    """Check the limit of ``--at-most``.
+
+    Raises:
+        OptionError: if it is not a number of at least 0, or None.
+    """
+    is_number = isinstance(at_most, int | float) and not isinstance(at_most, bool)
+    if at_most is not None and not (is_number and 0 <= at_most < math.inf):
+        raise OptionError(f"--at-most must be a number of nats, at least 0; it is {at_most!r}")
 
 
 def changed_options(job: Any, names: Iterable[str]) -> list[str]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kleash.jobs.option_groups import require_limit
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportJob:
@@ -10,6 +12,13 @@ class ReportJob:
 
     folder: Path
     """The run's folder, as in "kleash measure --out"."""
+    at_most: float | None = None
+    """A limit in nats for the KL(policy || reference) per token of a measurement. Exit code 0 if it is not above the
+    limit, 1 if it is, 3 if that is undecided, as in "kleash measure --at-most"."""
+
+    def __post_init__(self) -> None:
+        """Check the limit; raises OptionError."""
+        require_limit(self.at_most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +29,15 @@ class CompareJob:
     """Two or more folders of finished runs; each is compared with the first."""
     out: Path = Path("comparison.html")
     """File of the page."""
+    at_most: float | None = None
+    """A limit in nats for the KL(policy || reference) per token of every run but the first. Exit code 0 if no run is
+    above the limit, 1 if any is, otherwise 3, as in "kleash measure --at-most"."""
     json: bool = False
     """Print the comparison as JSON instead of a table."""
+
+    def __post_init__(self) -> None:
+        """Check the limit; raises OptionError."""
+        require_limit(self.at_most)
 
 
 @dataclass(frozen=True, kw_only=True)

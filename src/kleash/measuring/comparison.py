@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
+from kleash.jobs.option_groups import require_limit
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
+from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.measurement import all_warnings
 from kleash.store import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
 from kleash.store.checksums import damage_as_sentence
@@ -25,7 +27,7 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "window"
 """Options that change what is measured."""
 
 
-def compare(folders: Sequence[Path | str]) -> Comparison:
+def compare(folders: Sequence[Path | str], *, at_most: float | None = None) -> Comparison:
     """The differences of finished runs from the first one, paired by prompt.
 
     Two runs share a prompt if its token ids are the same. The difference of a mean per token is the difference of two
@@ -33,14 +35,16 @@ def compare(folders: Sequence[Path | str]) -> Comparison:
 
     Args:
         folders: two or more folders of finished runs.
+        at_most: a limit in nats for the KL(policy || reference) of every run but the first, which then has a ``gate``.
 
     Raises:
-        OptionError: if there are fewer than two.
+        OptionError: if there are fewer than two, or the limit is not a number of at least 0.
         RunFolderError: if a run is not finished or damaged, or shares no prompt with the first.
     """
     if isinstance(folders, str) or len(folders) < 2:
         count = 1 if isinstance(folders, str) else len(folders)
         raise OptionError(f"two or more run folders can be compared, not {count}; give a list of them")
+    require_limit(at_most)
     paths = [Path(folder).expanduser() for folder in folders]
     runs, names = [_read_checked(path) for path in paths], _short_names(paths)
     first = runs[0]
@@ -49,7 +53,10 @@ def compare(folders: Sequence[Path | str]) -> Comparison:
     )
     return Comparison(
         kleash=__version__,
-        runs=tuple(_compared(run, name) for run, name in zip(runs, names, strict=True)),
+        runs=(
+            _compared(first, names[0]),
+            *(_compared(run, name, at_most) for run, name in zip(runs[1:], names[1:], strict=True)),
+        ),
         differences=differences,
         warnings=_warnings(runs, names),
     )
@@ -220,7 +227,7 @@ def _by_cluster(labels: NDArray[np.int64], sums: Floats) -> Floats:
     return np.stack([np.bincount(labels, weights=column) for column in sums.T], axis=1).astype(np.float64)
 
 
-def _compared(run: _Run, name: str) -> ComparedRun:
+def _compared(run: _Run, name: str, at_most: float | None = None) -> ComparedRun:
     """A run's entry in the comparison."""
     measurement = run.measurement
     numbers = measurement.statistics()
@@ -233,6 +240,7 @@ def _compared(run: _Run, name: str) -> ComparedRun:
         counts=measurement.counts,
         numbers={name: numbers[name] for name in SUMMED if name in numbers},
         noise_floor=measurement.noise_floor,
+        gate=None if at_most is None else gate_of_measurement(measurement, at_most),
         warnings=tuple(all_warnings(measurement)),
         source=next(
             (kind for kind in ("text", "responses") if measurement.job.get(kind) is not None), "prompts"

@@ -1,5 +1,6 @@
 """The measuring job: load the models, score shard by shard, write the files."""
 
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
@@ -22,6 +23,7 @@ from kleash.models import SAMPLER, Pair, find_checkpoint
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
+from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import Measurement, Number, RunFolder, RunHeader
 from kleash.version import __version__
 
@@ -106,6 +108,8 @@ def _measure(
         reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
     run = FinishedRun(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest, checks=checks)
     measurement = make_measurement(run, seconds=lambda: monotonic() - start)
+    if job.at_most is not None:
+        measurement = replace(measurement, gate=gate_of_measurement(measurement, job.at_most))
     folder.write_measurement(measurement)
     write_report(folder.root)
     return measurement

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kleash.reports.figures import INK, Chart, dots, escape, figure, row_axis
 from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, keep_end
+from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement_charts import DIRECTIONS, ROW_OFFSET
 from kleash.reports.page import write_page
 from kleash.store import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
@@ -38,6 +39,7 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
         "verdict": lambda difference: describe_difference(difference, noun),
         "noun": noun,
+        "gates": [(run.name, describe_gate(run.gate)) for run in comparison.runs if run.gate is not None],
     }
     return write_page(path, "comparison.html", context, ("plotly", "charts.js"))
 

@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from kleash.errors import RunFolderError
 from kleash.reports.figures import Chart
 from kleash.reports.formatting import format_count, format_value, make_visible, measure_command
+from kleash.reports.gate_verdicts import describe_gate, gate_of_measurement
 from kleash.reports.heatmap import (
     SequenceKey,
     SequenceTokens,
@@ -31,7 +32,7 @@ CONTEXT_BEFORE, CONTEXT_AFTER = 10, 4
 """Tokens shown around a token with large KL in the table of them."""
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, at_most: float | None = None) -> Path:
     """Write ``report.html`` of a run folder from its files, in place of an existing one.
 
     The page is a single file that needs no network. The number of drawn sequences, tokens and prompts is limited, and
@@ -39,6 +40,7 @@ def write_report(folder: Path) -> Path:
 
     Args:
         folder: of a finished run.
+        at_most: a limit in nats for the KL, whose verdict the page has; None for that in the files, if there is one.
 
     Returns:
         The report's path.
@@ -49,6 +51,9 @@ def write_report(folder: Path) -> Path:
         MissingExtraError: if Jinja2, Plotly or pyarrow is not installed.
     """
     measurement = Measurement.read(folder)
+    if at_most is not None:
+        headline(measurement)  # raises if there is none
+        measurement = replace(measurement, gate=gate_of_measurement(measurement, at_most))
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
     worst_tokens = measurement.worst_tokens[:MAX_TOKENS]
@@ -69,6 +74,7 @@ def write_report(folder: Path) -> Path:
         "prompts": measurement.prompts[:MAX_PROMPTS],
         "command": measure_command(measurement.job),
         "warnings": headline_warnings(measurement),
+        "gate": None if measurement.gate is None else describe_gate(measurement.gate),
         "has_warnings": bool(all_warnings(measurement)),
         "noise_floor_note": noise_floor_note(measurement),
         "nouns": source_nouns(measurement),

@@ -17,6 +17,7 @@ from kleash.store.audit import (
 from kleash.store.cache import CacheContents, CachedSource, CacheLabel
 from kleash.store.comparison import ComparedRun, Comparison, RunDifference
 from kleash.store.demonstration import BestOf, Demonstration, LeashSetting
+from kleash.store.gate import Gate
 from kleash.store.job_folder import RunHeader
 from kleash.store.measurement import (
     SCHEMA,
@@ -31,6 +32,7 @@ from kleash.store.measurement import (
     SequenceTotal,
 )
 from kleash.store.metrics import METRICS, Metric, metric_of, spelt
+from kleash.store.mismatch_record import MismatchRecord
 from kleash.store.number import Number
 from kleash.store.run_folder import RunFolder
 from kleash.store.statistics import COMPARED, PERPLEXITIES, STATISTICS, Statistic
@@ -71,12 +73,14 @@ __all__ = [
     "EdgeRow",
     "EstimatorRecord",
     "Finding",
+    "Gate",
     "GradientRow",
     "HackingAlert",
     "LeashSetting",
     "MaskRow",
     "Measurement",
     "Metric",
+    "MismatchRecord",
     "ModelRecord",
     "Number",
     "PromptDrift",

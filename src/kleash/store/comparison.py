@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kleash.store.codec import encode, to_json
+from kleash.store.gate import Gate
 from kleash.store.measurement import Counts
 from kleash.store.number import Number
 
@@ -29,6 +30,8 @@ class ComparedRun:
     """All warnings of the run's own report."""
     source: str = "prompts"
     """What was read: "prompts", "text" or "responses"."""
+    gate: Gate | None = None
+    """The verdict of ``--at-most``; absent without that option, and of the first run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 from kleash.errors import RunFolderError
 from kleash.store.checksums import UNCHECKED, Checksums
 from kleash.store.codec import encode, to_json
+from kleash.store.gate import Gate
 from kleash.store.number import Number
 from kleash.store.statistics import from_fields
 
@@ -211,6 +212,8 @@ class Measurement:
     finished: str
     """Date and time, UTC."""
     versions: Mapping[str, str]
+    gate: Gate | None = None
+    """The verdict of ``--at-most``; absent without that option."""
 
     def statistics(self) -> dict[str, Number]:
         """Every reported statistic by its name in ``STATISTICS``, in that order."""

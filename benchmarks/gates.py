@@ -1,0 +1,89 @@
+"""False passes and failures of the gate --at-most by simulation: python benchmarks/gates.py
+
+Measurements of clusters whose true mean is 1 nat per token, against limits around it. At a limit of 1 every "passed" is
+a false one. docs/measure.md has the table.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+from harness import write_result
+from numpy.typing import NDArray
+
+from kleash.uncertainty import decide_gate, ratio_of_many
+
+CLUSTERS = (10, 20, 30, 64, 300)
+LIMITS = (0.8, 1.0, 1.25, 1.5)
+TOKENS_PER_CLUSTER = 64
+COLUMNS = 500
+VERDICTS = ("passed", "undecided", "failed")
+
+
+def cluster_means(random: np.random.Generator, process: str, shape: tuple[int, int]) -> NDArray[np.float64]:
+    """KL per token of each cluster, [cluster, measurement], with mean 1: normal(1, 0.3), or lognormal(1)."""
+    z = random.standard_normal(shape)
+    return 1 + 0.3 * z if process == "normal" else np.exp(z - 0.5)
+
+
+def cell(process: str, clusters: int, limit: float, measurements: int, seed: int) -> dict[str, Any]:
+    """Share of each verdict among simulated measurements of one process."""
+    random = np.random.default_rng([seed, process == "normal", clusters])
+    counts = dict.fromkeys(VERDICTS, 0)
+    tokens = np.full(clusters, float(TOKENS_PER_CLUSTER))
+    for start in range(0, measurements, COLUMNS):
+        means = cluster_means(random, process, (clusters, min(COLUMNS, measurements - start)))
+        for estimate in ratio_of_many(TOKENS_PER_CLUSTER * means, tokens, lower=0.0):
+            decision = decide_gate(
+                estimate.value,
+                estimate.ci95,
+                at_most=limit,
+                noise_floor=0.0,
+                clusters=clusters,
+                tokens=TOKENS_PER_CLUSTER * clusters,
+            )
+            counts[decision.verdict] += 1
+    shares = {verdict: count / measurements for verdict, count in counts.items()}
+    return {"process": process, "clusters": clusters, "limit": limit, **shares}
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Percentages "passed / undecided / failed": a row for each process and number of clusters, a column per limit."""
+    lines = [
+        f"| clusters | {' | '.join(f'limit {limit:g}' for limit in LIMITS)} |",
+        "|---" * (1 + len(LIMITS)) + "|",
+    ]
+    rows: dict[str, list[str]] = {}
+    for row in cells:
+        text = " / ".join(f"{100 * row[verdict]:.1f}" for verdict in VERDICTS)
+        rows.setdefault(f"{row['clusters']} {row['process']}", []).append(text)
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(texts)} |" for name, texts in rows.items())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Simulated verdicts of the gate --at-most.")
+    parser.add_argument("--measurements", type=int, default=10_000, help="simulated for each cell")
+    parser.add_argument("--seed", type=int, default=22)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    cells = [
+        cell(process, clusters, limit, options.measurements, options.seed)
+        for process in ("normal", "lognormal")
+        for clusters in CLUSTERS
+        for limit in LIMITS
+    ]
+    figures = {
+        "what": "share of each verdict of the gate; the true mean is 1",
+        "numpy": np.__version__,
+        "seed": options.seed,
+        "measurements": options.measurements,
+        "seconds": round(time.perf_counter() - start, 1),
+        "cells": cells,
+    }
+    print(f"passed / undecided / failed in percent, {options.measurements} measurements\n{table(cells)}")
+    print(f"\n{write_result('gates', figures)}")
+
+
+if __name__ == "__main__":
+    main()

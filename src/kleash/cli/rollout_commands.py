@@ -1,0 +1,79 @@
+"""Running ``kleash mismatch`` and printing its numbers."""
+
+import json
+import sys
+from collections.abc import Mapping
+
+from rich.padding import Padding
+from rich.table import Table
+
+from kleash.cli.numbers import cells
+from kleash.cli.summary import NO_INTERVAL, print_gate
+from kleash.cli.terminal import Terminal, remark, say
+from kleash.jobs import MismatchJob
+from kleash.store import MismatchRecord
+
+LABELS: Mapping[str, str] = {
+    "kl_engine_trainer": "KL(engine || trainer)",
+    "kl_engine_trainer_k1": "the same by k1",
+    "kl_trainer_engine": "KL(trainer || engine)",
+    "jensen_shannon": "Jensen-Shannon",
+    "chi_squared": "chi-squared(trainer || engine)",
+    "mean_weight": "mean weight, trainer / engine",
+    "perplexity_trainer": "perplexity of the trainer",
+    "perplexity_engine": "perplexity of the engine",
+    "perplexity_ratio": "perplexity ratio",
+    "sequence_kl_engine_trainer": "KL(engine || trainer) per response",
+    "sequence_chi_squared": "chi-squared of responses",
+    "sequence_mean_weight": "mean weight of responses",
+}
+"""Field of ``kleash.leash.Mismatch`` -> its label."""
+
+
+def run_mismatch(job: MismatchJob) -> int:
+    """Run ``kleash mismatch`` and return its exit code: that of the gate, or 0.
+
+    Raises:
+        KleashError: if the job fails.
+    """
+    from kleash.diagnosis import measure_mismatch
+
+    record = measure_mismatch(job.rollouts, names=job.names, at_most=job.at_most)
+    if job.json:
+        sys.stdout.write(record.to_json())
+    else:
+        print_mismatch(record)
+    return 0 if record.gate is None else record.gate.exit_code
+
+
+def print_mismatch(record: MismatchRecord) -> None:
+    """Print the numbers of a mismatch with intervals, or its renamed metrics, and the verdict of its gate."""
+    console = Terminal()
+    prompts = f"{record.prompts:,} prompt{'' if record.prompts == 1 else 's'}"
+    responses = f"{record.sequences:,} response{'' if record.sequences == 1 else 's'}"
+    say(console, f"{record.tokens:,} tokens in {responses} to {prompts}", style="dim")
+    if record.renamed:
+        for name, value in record.renamed.items():
+            say(console, f"{name} {json.dumps(value)}")
+    else:
+        console.print(Padding(_table(record), (1, 0)))
+        effective, largest = record.values["effective_sample_size"], record.values["largest_log_ratio"]
+        say(console, f"effective sample size: {effective:,.0f} of {record.tokens:,} tokens")
+        say(console, f"largest log ratio: {largest:.4g} nats")
+        for warning in dict.fromkeys(
+            warning for number in record.numbers.values() for warning in number.warnings
+        ):
+            remark(console, "warning", warning)
+    if record.gate is not None:
+        print_gate(record.gate)
+
+
+def _table(record: MismatchRecord) -> Table:
+    """The table of the numbers with errors."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "mean", "95 % interval", "standard error", ""):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, label in LABELS.items():
+        value, interval, error, unit = cells(record.numbers[name])
+        table.add_row(label, value, interval or NO_INTERVAL.partition(":")[0], error or "unknown", unit)
+    return table

@@ -1,0 +1,70 @@
+"""The numbers of ``kleash mismatch``: from a file of rollouts to statistics with errors."""
+
+from dataclasses import fields
+
+from kleash.diagnosis.rollout_records import padded, read_rollouts
+from kleash.jobs.option_groups import require_limit, require_word
+from kleash.jobs.rollout_jobs import METRIC_NAMES
+from kleash.leash import Mismatch, mismatch
+from kleash.reports.gate_verdicts import gate_of_number
+from kleash.store import MismatchRecord, Number
+from kleash.uncertainty import Estimate
+from kleash.version import __version__
+
+
+def measure_mismatch(name: str, *, names: str | None = None, at_most: float | None = None) -> MismatchRecord:
+    """Measure the mismatch between trainer and engine on the rollouts of a file.
+
+    Args:
+        name: the file, or "-" for standard input: see ``read_rollouts``.
+        names: "verl" for ``renamed`` metrics in verl's names.
+        at_most: a limit in nats for KL(engine || trainer) per token, which makes the record's ``gate``.
+
+    Raises:
+        SourceError: if the file cannot be read, or no token counts.
+        OptionError: if ``names`` is unknown, or the limit is not a number of at least 0.
+    """
+    require_limit(at_most)
+    if names is not None:
+        require_word("--names", names, METRIC_NAMES)
+    rollouts = read_rollouts(name)
+    columns = padded(rollouts)
+    measured = mismatch(columns.trainer, columns.engine, columns.is_counted, prompts=columns.prompts)
+    kl = measured.kl_engine_trainer
+    gate = None
+    if at_most is not None:
+        gate = gate_of_number(
+            "kl_engine_trainer",
+            Number.of(kl),
+            at_most=at_most,
+            noise_floor=None,
+            clusters=kl.clusters,
+            tokens=measured.tokens,
+        )
+    return MismatchRecord(
+        kleash=__version__,
+        file=name,
+        tokens=measured.tokens,
+        sequences=measured.sequences,
+        prompts=kl.clusters,
+        numbers={
+            field.name: Number.of(value)
+            for field in fields(Mismatch)
+            if isinstance(value := getattr(measured, field.name), Estimate)
+        },
+        values=_values(measured),
+        renamed={} if names is None else measured.renamed(names),
+        gate=gate,
+    )
+
+
+def _values(measured: Mismatch) -> dict[str, float]:
+    """The statistics without an error, by name."""
+    return {
+        "effective_sample_size": measured.effective_sample_size,
+        "effective_sequences": measured.effective_sequences,
+        "largest_log_ratio": measured.largest_log_ratio,
+        "ruled_out": measured.ruled_out,
+        **{f"over_sequences.{name}": value for name, value in measured.over_sequences._asdict().items()},
+        **{f"probabilities.{name}": value for name, value in measured.probabilities._asdict().items()},
+    }

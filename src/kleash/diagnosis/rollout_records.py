@@ -1,0 +1,240 @@
+"""Rollouts with two or three columns of log-probabilities, read from a file of records."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kleash.errors import SourceError
+from kleash.models import hash_tokens, source_path
+from kleash.models.sources.source_files import detect_format, read_records
+from kleash.models.sources.source_records import SourceRecord, get_field, show_value, source_label
+
+FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
+    "prompt_token_ids": ("prompt_token_ids", "prompts", "prompt_ids"),
+    "response_token_ids": ("response_token_ids", "responses", "completion_ids"),
+    "trainer_logprobs": ("trainer_logprobs", "old_log_probs", "old_per_token_logps"),
+    "engine_logprobs": (
+        *("engine_logprobs", "rollout_log_probs", "sampling_per_token_logps"),
+        *("inference_logprobs", "completion_logprobs"),
+    ),
+    "reference_logprobs": ("reference_logprobs", "ref_log_prob", "ref_per_token_logps", "ref_logprobs"),
+}
+"""Field -> its names: kleash's, then those of verl, TRL and prime-rl."""
+RESPONSE_MASKS = ("response_mask", "completion_mask", "tool_mask", "loss_mask")
+"""Masks over the response; a token counts if all that a record has are 1."""
+PROMPT_MASKS = ("prompt_mask",)
+ATTENTION_MASK = "attention_mask"
+"""verl's mask over prompt and response; 0 at padding, which is removed."""
+LARGEST_TOKEN_ID = 2**31 - 1
+ROUNDING_NATS = 1e-3
+"""Log-probabilities above 0 by at most this are rounding."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RolloutRecord:
+    """A response with the log-probabilities of its tokens under the trainer, the engine and perhaps the reference."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    trainer: np.ndarray
+    """By the training code, in nats; one for each response token."""
+    engine: np.ndarray
+    """As returned by the rollout engine with the tokens."""
+    reference: np.ndarray | None
+    """None if the record has none."""
+    is_counted: np.ndarray
+    """Which response tokens count: those that the engine drew."""
+    location: str
+    """File and line, for errors."""
+
+
+class PaddedRollouts(NamedTuple):
+    """The columns of rollouts as [sequence, time], padded on the right."""
+
+    trainer: Tensor
+    engine: Tensor
+    is_counted: Tensor
+    prompts: Tensor
+    """A label for each sequence, equal for equal prompts."""
+
+
+def read_rollouts(name: str, *, allow_logits: bool = False, limit: int | None = None) -> list[RolloutRecord]:
+    """Read rollouts from JSONL, a JSON array or Parquet, in kleash's, verl's, TRL's or prime-rl's field names.
+
+    Args:
+        name: the file, or "-" for standard input.
+        allow_logits: whether values above 0, which are no log-probabilities, are accepted.
+        limit: largest number of rollouts to read; None for all.
+
+    Raises:
+        SourceError: at the first record that is not a rollout, with what was expected, or if no token counts.
+    """
+    path = source_path(name)
+    if detect_format(path) not in ("jsonl", "json array", "parquet"):
+        raise SourceError(
+            f"{source_label(path)} is not JSONL; rollouts come as records of lists: JSONL, a JSON array or Parquet"
+        )
+    rollouts = [_rollout(record, allow_logits) for record in islice(read_records(path), limit)]
+    if not any(rollout.is_counted.any() for rollout in rollouts):
+        raise SourceError(
+            f"{name} has {len(rollouts)} rollouts and no token that counts; look at the masks "
+            f"({', '.join(RESPONSE_MASKS)})"
+        )
+    return rollouts
+
+
+def padded(rollouts: Sequence[RolloutRecord]) -> PaddedRollouts:
+    """The columns of rollouts as tensors, with a label for each prompt."""
+    time = max(len(rollout.response_ids) for rollout in rollouts)
+    trainer, engine = torch.zeros(2, len(rollouts), time, dtype=torch.float64)
+    is_counted = torch.zeros(len(rollouts), time, dtype=torch.bool)
+    labels: dict[str, int] = {}
+    prompts = [labels.setdefault(hash_tokens(rollout.prompt_ids), len(labels)) for rollout in rollouts]
+    for row, rollout in enumerate(rollouts):
+        length = len(rollout.response_ids)
+        trainer[row, :length] = torch.from_numpy(rollout.trainer)
+        engine[row, :length] = torch.from_numpy(rollout.engine)
+        is_counted[row, :length] = torch.from_numpy(rollout.is_counted)
+    return PaddedRollouts(trainer, engine, is_counted, torch.tensor(prompts))
+
+
+def _rollout(record: SourceRecord, allow_logits: bool) -> RolloutRecord:
+    """The rollout of a record."""
+    names = {field: _name_in(record, field) for field in FIELD_NAMES}
+    prompt = _token_ids(record, names["prompt_token_ids"])
+    response = _token_ids(record, names["response_token_ids"])
+    mask = np.ones(len(response), dtype=bool)
+    for name in RESPONSE_MASKS:
+        values = _mask(record, name, len(response))
+        mask = mask if values is None else mask & values
+    columns = {
+        field: _column(record, names[field], mask)
+        for field in ("trainer_logprobs", "engine_logprobs", "reference_logprobs")
+    }
+    for field, column in columns.items():
+        if column is not None:
+            _check_values(
+                record, names[field] or field, column, mask, allow_logits, field == "engine_logprobs"
+            )
+    is_prompt_token = np.ones(len(prompt), dtype=bool)
+    for name in PROMPT_MASKS:
+        values = _mask(record, name, len(prompt))
+        is_prompt_token = is_prompt_token if values is None else values
+    attended = _mask(record, ATTENTION_MASK, len(prompt) + len(response))
+    is_response_token = np.ones(len(response), dtype=bool)
+    if attended is not None:
+        is_prompt_token, is_response_token = (
+            is_prompt_token & attended[: len(prompt)],
+            attended[len(prompt) :],
+        )
+    trainer, engine, reference = columns.values()
+    assert trainer is not None and engine is not None
+    return RolloutRecord(
+        prompt_ids=tuple(token for token, stays in zip(prompt, is_prompt_token, strict=True) if stays),
+        response_ids=tuple(token for token, stays in zip(response, is_response_token, strict=True) if stays),
+        trainer=trainer[is_response_token],
+        engine=engine[is_response_token],
+        reference=None if reference is None else reference[is_response_token],
+        is_counted=mask[is_response_token],
+        location=record.location,
+    )
+
+
+def _name_in(record: SourceRecord, field: str) -> str | None:
+    """The name that a record has for a field; None for a reference that it lacks.
+
+    Raises:
+        SourceError: if it has several, or lacks one that is needed.
+    """
+    fields = record.fields or {}
+    present = [name for name in FIELD_NAMES[field] if fields.get(name) is not None]
+    if len(present) > 1:
+        raise SourceError(
+            f"{record.location}: {present[0]!r} and {present[1]!r} are the same column; give one"
+        )
+    if present or field == "reference_logprobs":
+        return present[0] if present else None
+    alternatives = " or ".join(repr(name) for name in FIELD_NAMES[field])
+    shown = ", ".join(repr(name) for name in list(fields)[:8]) or "no fields"
+    raise SourceError(f"{record.location}: expected a field {alternatives}, and the record has {shown}")
+
+
+def _token_ids(record: SourceRecord, name: str | None) -> list[int]:
+    """A list of token ids."""
+    values = get_field(record, str(name), list, "a list of token ids")
+    for value in values or []:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_TOKEN_ID:
+            raise SourceError(
+                f"{record.location}: expected {name!r} to hold token ids, and it holds {show_value(value)}"
+            )
+    if not values:
+        raise SourceError(f"{record.location}: {name!r} is empty; leave the record out")
+    return values
+
+
+def _mask(record: SourceRecord, name: str, length: int) -> np.ndarray | None:
+    """A mask of 0 and 1; None if the record has none."""
+    values = get_field(record, name, list, "a list of 0 and 1")
+    if values is None:
+        return None
+    for value in values:
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise SourceError(
+                f"{record.location}: expected {name!r} to hold 0 and 1, and it holds {show_value(value)}"
+            )
+    if len(values) != length:
+        raise SourceError(
+            f"{record.location}: {name!r} has {len(values)} values for {length} tokens; give one each"
+        )
+    return np.asarray(values, dtype=bool)
+
+
+def _column(record: SourceRecord, name: str | None, mask: np.ndarray) -> np.ndarray | None:
+    """A column of log-probabilities, NaN where it is null; None if the record has none."""
+    if name is None:
+        return None
+    values = get_field(record, name, list, "a list of numbers")
+    for value in values:
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise SourceError(
+                f"{record.location}: expected {name!r} to hold numbers, and it holds {show_value(value)}"
+            )
+    if len(values) != len(mask):
+        raise SourceError(
+            f"{record.location}: {name!r} has {len(values)} values for {len(mask)} response tokens; give one each"
+        )
+    try:
+        return np.array([math.nan if value is None else float(value) for value in values])
+    except OverflowError as error:
+        raise SourceError(f"{record.location}: {name!r} holds a number of more than 308 digits") from error
+
+
+def _check_values(
+    record: SourceRecord, name: str, column: np.ndarray, mask: np.ndarray, allow_logits: bool, is_engine: bool
+) -> None:
+    """Check the values of the tokens that count.
+
+    Raises:
+        SourceError: if one is NaN or +inf, or above 0, or if the engine gives a drawn token probability 0.
+    """
+    counted = np.where(mask, column, -1.0)
+
+    def refuse(is_bad: np.ndarray, reason: str) -> None:
+        if is_bad.any():
+            place = int(np.flatnonzero(is_bad)[0])
+            raise SourceError(f"{record.location}: {name!r} is {counted[place]:g} at token {place}; {reason}")
+
+    refuse(np.isnan(counted) | (counted == math.inf), "mask the token, or leave the record out")
+    if is_engine:
+        refuse(counted == -math.inf, "the engine drew this token, so it has a probability; mask it if not")
+    if not allow_logits:
+        refuse(
+            counted > ROUNDING_NATS,
+            "log-probabilities are at most 0; have the engine return log-probabilities, not logits",
+        )

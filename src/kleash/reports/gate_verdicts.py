@@ -1,0 +1,99 @@
+"""The gate ``--at-most`` of a measurement: its verdict, and that in words for reports and the terminal."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from kleash.reports.formatting import format_count, format_value
+from kleash.store import Gate, Number
+from kleash.store.measurement import Measurement
+from kleash.uncertainty import decide_gate
+
+QUANTITY = "kl_policy_reference"
+LABELS: Mapping[str, str] = {
+    f"per_token.{QUANTITY}": "KL(policy ‖ reference) per token",
+    "kl_engine_trainer": "KL(engine ‖ trainer) per token",
+}
+"""Quantity -> its name in sentences."""
+
+
+def gate_of_number(
+    quantity: str, number: Number, *, at_most: float, noise_floor: float | None, clusters: int, tokens: int
+) -> Gate:
+    """The gate of a number.
+
+    Args:
+        quantity: a key of ``LABELS``.
+        number: in nats, with its interval.
+        at_most: the limit in nats.
+        noise_floor: in nats; None if it is not known.
+        clusters: number of independent clusters behind the interval.
+        tokens: number of tokens in them.
+    """
+    decision = decide_gate(
+        number.value,
+        number.ci95,
+        at_most=at_most,
+        noise_floor=0.0 if noise_floor is None else noise_floor,
+        clusters=clusters,
+        tokens=tokens,
+    )
+    return Gate(
+        quantity=quantity,
+        at_most=at_most,
+        value=number.value,
+        ci95=number.ci95,
+        noise_floor=noise_floor,
+        clusters=clusters,
+        tokens=tokens,
+        verdict=decision.verdict,
+        more_tokens=decision.more_tokens,
+    )
+
+
+def gate_of_measurement(measurement: Measurement, at_most: float) -> Gate:
+    """The gate of a measurement's KL(policy || reference) per token, with its noise floor."""
+    floor = measurement.noise_floor
+    return gate_of_number(
+        f"per_token.{QUANTITY}",
+        measurement.per_token[QUANTITY],
+        at_most=at_most,
+        noise_floor=None if floor is None else floor.value,
+        clusters=measurement.counts.clusters,
+        tokens=measurement.counts.tokens,
+    )
+
+
+def describe_gate(gate: Gate) -> str:
+    """The verdict of a gate with the numbers that decided it, as a sentence without a full stop."""
+    label, limit = LABELS.get(gate.quantity, gate.quantity), _nats(gate.at_most)
+    if gate.verdict == "passed":
+        return f"passed: {label} is at most {limit}: {_end(gate, 'upper')}"
+    if gate.verdict == "failed":
+        return f"failed: {label} is above {limit}: {_end(gate, 'lower')}"
+    ends = f"{_end(gate, 'lower')}; {_end(gate, 'upper')}"
+    few = f"; {gate.clusters} clusters, and it takes 30 to pass" if gate.clusters < 30 else ""
+    return f"undecided: whether {label} is at most {limit}: {ends}{few}; {_remedy(gate)}"
+
+
+def _end(gate: Gate, end: Literal["lower", "upper"]) -> str:
+    """An end of the interval with the noise floor, as it is compared with the limit."""
+    value = gate.ci95[0] if end == "lower" else gate.ci95[1]
+    if gate.noise_floor is None:
+        return f"the {end} end of its interval is {_nats(value)} (noise floor unknown)"
+    sign, total = (
+        ("minus", value - gate.noise_floor) if end == "lower" else ("plus", value + gate.noise_floor)
+    )
+    return f"the {end} end of its interval {sign} the noise floor is {_nats(total)}"
+
+
+def _remedy(gate: Gate) -> str:
+    """What would decide an undecided gate."""
+    if gate.more_tokens is not None:
+        return f"about {format_count(max(1, gate.more_tokens))} more tokens would decide"
+    if gate.noise_floor is not None and abs(gate.value - gate.at_most) <= gate.noise_floor:
+        return "more tokens would not decide, since the value differs from the limit by less than the noise floor"
+    return "no number of tokens is known to decide"
+
+
+def _nats(value: float) -> str:
+    return f"{format_value(value, 4)} nats"

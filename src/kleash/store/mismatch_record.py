@@ -1,0 +1,36 @@
+"""The result of ``kleash mismatch``: statistics of a trainer's and an engine's log-probabilities."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kleash.store.codec import to_json
+from kleash.store.gate import Gate
+from kleash.store.number import Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchRecord:
+    """How far the trainer's log-probabilities are from those of the engine that drew the tokens."""
+
+    kleash: str
+    """Version that measured."""
+    file: str
+    tokens: int
+    """Tokens that count."""
+    sequences: int
+    """Responses with a token that counts."""
+    prompts: int
+    """Different prompts: the clusters of the standard errors."""
+    numbers: Mapping[str, Number]
+    """Statistics with their errors; names as in ``kleash.leash.Mismatch``."""
+    values: Mapping[str, float]
+    """Statistics without an error: effective sample sizes, extremes, the fields of ``SequenceMeans`` and
+    ``ProbabilityGaps``."""
+    renamed: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The statistics under the names and definitions of ``--names``; empty without that option."""
+    gate: Gate | None = None
+    """The verdict of ``--at-most`` on KL(engine || trainer)."""
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return to_json(self)

@@ -1,0 +1,108 @@
+"""The gate --at-most: exit codes of measure, report and compare, and where the verdict stands."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kleash.cli import main
+from kleash.errors import OptionError
+from kleash.measuring import compare
+from kleash.records import Measurement
+from kleash.store.gate import Gate, exit_code_of
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path], prompts: Path) -> Path:
+    """A run of forty prompts with a gate that every KL passes."""
+    out = tmp_path_factory.mktemp("gated") / "run"
+    models = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(prompts)]
+    words = [*models, "--max-new-tokens", "6", "--out", str(out), "--at-most", "1000", "--quiet"]
+    assert main(["measure", *words]) == 0
+    return out
+
+
+def flattened(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_verdict_stands_in_the_measurement_and_the_report(run: Path) -> None:
+    measurement = Measurement.read(run)
+    gate, kl = measurement.gate, measurement.per_token["kl_policy_reference"]
+    assert gate is not None and gate.verdict == "passed" and gate.at_most == 1000
+    assert (gate.value, gate.ci95, gate.clusters) == (kl.value, kl.ci95, 40)
+    assert json.loads((run / "measurement.json").read_text())["gate"]["verdict"] == "passed"
+    assert "Gate passed" in (run / "report.html").read_text()
+    assert "at_most" not in json.loads((run / "run.json").read_text())["settings"]
+
+
+def test_a_resumed_run_may_have_another_limit(
+    run: Path, pair: tuple[Path, Path], prompts: Path, capsys: Any
+) -> None:
+    models = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(prompts)]
+    words = [*models, "--max-new-tokens", "6", "--out", str(run), "--resume", "--at-most"]
+    assert main(["measure", *words, "0"]) == 1
+    output = capsys.readouterr().out
+    assert "gate: failed: KL(policy || reference) per token is above 0 nats" in flattened(output)
+    assert main(["measure", *words, "1000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gate"]["verdict"] == "passed"
+
+
+def test_report_gives_the_verdict_for_another_limit(run: Path, capsys: Any) -> None:
+    kl = Measurement.read(run).per_token["kl_policy_reference"]
+    before = (run / "measurement.json").read_bytes()
+    assert main(["report", str(run), "--at-most", repr(kl.ci95[0] / 2)]) == 1
+    assert main(["report", str(run), "--at-most", repr(2 * kl.ci95[1])]) == 0
+    capsys.readouterr()
+    assert main(["report", str(run), "--at-most", repr(1.02 * kl.value)]) == 3
+    output = flattened(capsys.readouterr().out)
+    assert "gate: undecided: whether KL(policy || reference) per token is at most" in output
+    assert "more tokens would decide" in output
+    assert "Gate undecided" in (run / "report.html").read_text()
+    assert (run / "measurement.json").read_bytes() == before
+    assert main(["report", str(run)]) == 0
+    assert "Gate passed" in (run / "report.html").read_text()
+
+
+def test_compare_gates_every_later_run(run: Path, tmp_path: Path, capsys: Any) -> None:
+    kl = Measurement.read(run).per_token["kl_policy_reference"]
+    words = ["compare", str(run), str(run), "--out", str(tmp_path / "page.html")]
+    assert main([*words, "--at-most", repr(2 * kl.ci95[1])]) == 0
+    assert "passed" in capsys.readouterr().out and "gate passed" in (tmp_path / "page.html").read_text()
+    assert main([*words, "--at-most", "0", "--json"]) == 1
+    first, second = json.loads(capsys.readouterr().out)["runs"]
+    assert first["gate"] is None and second["gate"]["verdict"] == "failed"
+    assert main([*words, "--at-most", repr(kl.value)]) == 3
+    assert all(one.gate is None for one in compare([run, run]).runs)
+
+
+def test_a_failure_outweighs_what_is_undecided() -> None:
+    settings: dict[str, Any] = {"quantity": "x", "at_most": 1.0, "value": 1.0, "ci95": (0.0, 2.0)}
+    gates = {
+        name: Gate(**settings, noise_floor=None, clusters=3, tokens=9, verdict=name)
+        for name in ("passed", "failed", "undecided")
+    }
+    assert exit_code_of(gates.values()) == 1
+    assert exit_code_of([gates["passed"], gates["undecided"]]) == 3
+    assert exit_code_of([gates["passed"]]) == 0 == exit_code_of([])
+
+
+@pytest.mark.parametrize("limit", ["-1", "nan", "inf"])
+def test_a_limit_that_means_nothing_is_refused(limit: str, run: Path, capsys: Any) -> None:
+    commands = (
+        ["measure", "--out", "x"],
+        ["report", str(run)],
+        ["compare", str(run), str(run)],
+    )
+    for words in commands:
+        assert main([*words, "--at-most", limit]) == 2
+        assert "--at-most must be a number of nats, at least 0; it is" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="at least 0"):
+        compare([run, run], at_most=float(limit))
+
+
+def test_a_training_folder_has_no_gate(root: Path, capsys: Any) -> None:
+    folder = root / "tests" / "store" / "schema_1" / "trained"
+    assert main(["report", str(folder), "--at-most", "1"]) == 2
+    assert "--at-most is for measurements" in capsys.readouterr().err
