@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kleash.auditing.targets.packages import quiet, stand_ins
-from kleash.errors import CannotRunError, OptionError, UnknownNameError
+from kleash.errors import CannotRunError, OptionError, RunFolderError, UnknownNameError
 from kleash.extras import require_attributes
 from kleash.integrations.verl import CONTROLLER_TYPES, get_kl_controller, install
 from kleash.integrations.verl.compat import CORE_ATTRIBUTES
@@ -166,7 +166,8 @@ def test_its_state_survives_a_resume(core, trainer_class, tmp_path):
     first.actor_rollout_wg.save_checkpoint.side_effect = lambda *_, **__: read.append(folder.read_text())
     folder, read = tmp_path / "global_step_2" / CONTROLLER_FILE, []
     first._save_checkpoint()
-    assert [json.loads(text) for text in read] == [saved.to_dict()], "before verl calls the checkpoint whole"
+    (written,) = [json.loads(text) for text in read]  # before verl calls the checkpoint whole
+    assert written.pop("check") and written == saved.to_dict()
     second = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
     second._load_checkpoint()
     assert second.global_steps == 2 and second.kl_ctrl_in_reward.leash == saved
@@ -178,6 +179,27 @@ def test_its_state_survives_a_resume(core, trainer_class, tmp_path):
     assert other.kl_ctrl_in_reward.leash == resumed, (
         "what was measured is kept, a target that was reached is not"
     )
+
+
+def test_a_damaged_state_is_not_loaded(core, trainer_class, tmp_path):
+    first = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
+    first.kl_ctrl_in_reward.update(0.4, 8)
+    first._save_checkpoint()
+    path = tmp_path / "global_step_2" / CONTROLLER_FILE
+    whole = path.read_text()
+    state = json.loads(whole)
+    for name, value in state.items():
+        if isinstance(value, float):
+            path.write_text(json.dumps({**state, name: value * 1.5 + 0.25}))
+            with pytest.raises(RunFolderError, match=r"kl_controller.json cannot be read .* it is damaged"):
+                trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
+    path.write_text(whole[: len(whole) // 2])
+    with pytest.raises(RunFolderError, match=r"cannot be read .*; remove it to start the controller anew"):
+        trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
+    path.write_text(json.dumps({name: value for name, value in state.items() if name != "check"}))
+    older = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
+    older._load_checkpoint()
+    assert older.kl_ctrl_in_reward.leash == first.kl_ctrl_in_reward.leash, "files of older versions are read"
 
 
 def test_a_checkpoint_without_it_is_said_and_a_fresh_start_is_not(core, trainer_class, tmp_path):

@@ -1,27 +1,26 @@
 """Runs that several tests look at."""
 
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command_forks import CommandForks
 
 Kleash = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def kleash() -> Kleash:
+def kleash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kleash]:
     """Runs the command as a process of its own and checks its exit code."""
+    with CommandForks(tmp_path_factory.mktemp("streams")) as forks:
 
-    def run(*words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-        process = subprocess.run(
-            [sys.executable, "-m", "kleash", *map(str, words)], capture_output=True, text=True, timeout=300
-        )
-        assert process.returncode == expect, f"{process.returncode}: {process.stdout}\n{process.stderr}"
-        return process
+        def run(*words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+            process = forks.run([str(word) for word in words])
+            assert process.returncode == expect, f"{process.returncode}: {process.stdout}\n{process.stderr}"
+            return process
 
-    return run
+        yield run
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from kleash.integrations.verl.compat import wrap_checkpoints
 from kleash.leash import StatefulController, beta_from_dict
 from kleash.registry import look_up
 from kleash.store.atomic import write_atomically
+from kleash.store.checksums import check_of
 from kleash.store.codec import parse_json
 
 __all__ = [
@@ -29,6 +30,9 @@ CONTROLLER_TYPES: Mapping[str, str] = MappingProxyType(
 
 CONTROLLER_FILE = "kl_controller.json"
 """File of the controller's state in verl's ``global_step_N`` folder."""
+
+CHECK = "check"
+"""Field of that file that proves that the others are as they were written; files of older versions have none."""
 
 VERL_FIELDS = ("_target_", "type", "kl_coef", "horizon", "target_kl")
 
@@ -84,7 +88,10 @@ def _save_state(trainer: Any) -> None:
     if isinstance(controller, KLController):
         folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / CONTROLLER_FILE, json.dumps(controller.leash.to_dict(), indent=1))
+        state = controller.leash.to_dict()
+        write_atomically(
+            folder / CONTROLLER_FILE, json.dumps({**state, CHECK: check_of(state)}, indent=1) + "\n"
+        )
 
 
 def _load_state(trainer: Any) -> None:
@@ -110,8 +117,20 @@ def _read_state(controller: KLController, folder: Path) -> None:
         )
         return
     try:
-        controller.load_state(dict(parse_json(path.read_bytes())))
+        controller.load_state(_verified(dict(parse_json(path.read_bytes()))))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunFolderError(
             f"{path} cannot be read as the state of a KL controller: {error}; remove it to start the controller anew"
         ) from error
+
+
+def _verified(state: dict[str, Any]) -> dict[str, Any]:
+    """The state without its check.
+
+    Raises:
+        ValueError: if the state is not the one that was written.
+    """
+    check = state.pop(CHECK, None)
+    if check is not None and check != check_of(state):
+        raise ValueError("its check does not fit its values, so it is damaged")
+    return state
