@@ -1,4 +1,4 @@
-"""Runs ``kleash`` in forks of one process that has imported torch and transformers, which take most of a command's time."""
+"""Runs ``kleash`` in forks of one process: to import torch and transformers takes most of a small command's time."""
 
 import json
 import os
@@ -55,10 +55,10 @@ def run_in_this_process(words: list[str], stdout: str, stderr: str) -> int:
     """Run ``kleash WORDS`` with these files as standard streams; returns the exit code."""
     from kleash.cli import main
 
-    for number, (path, mode) in enumerate([(os.devnull, "r"), (stdout, "w"), (stderr, "w")]):
-        file = open(path, mode)  # noqa: SIM115 - it is open until the process ends
-        os.dup2(file.fileno(), number)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    written = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    for number, (path, flags) in enumerate([(os.devnull, os.O_RDONLY), (stdout, written), (stderr, written)]):
+        os.dup2(os.open(path, flags), number)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.argv = ["kleash", *words]
     code = main(words)
     sys.stdout.flush()

@@ -38,7 +38,17 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 MODULES = (
-    *("", ".divergences", ".estimators", ".linear", ".losses", ".leash", ".uncertainty", ".records", ".shipped"),
+    *(
+        "",
+        ".divergences",
+        ".estimators",
+        ".linear",
+        ".losses",
+        ".leash",
+        ".uncertainty",
+        ".records",
+        ".shipped",
+    ),
     ".masking",
 )
 IMPORT_EACH = """
