@@ -5,6 +5,7 @@ Read at: prime-rl 559b447 (2026-08-21), slime 624b824 (2026-08-21), SkyRL a95645
 """
 
 import importlib
+import json
 import math
 import sys
 from argparse import Namespace
@@ -18,6 +19,7 @@ import skyrl_rewards
 import slime_advantages
 import tinker_loss
 import torch
+import vllm_hidden_states
 
 from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.leash import PIDBeta
@@ -299,3 +301,45 @@ def test_the_former_import_path_names_the_recipe(module, recipe, name):
         ImportError, match=rf"copy examples/recipes/{recipe.__name__}\.py .* {recipe.__name__}\.{name}$"
     ):
         importlib.import_module(f"kleash.integrations.{module}")
+
+
+def test_vllm_is_told_which_layers_to_save_and_its_log_probabilities_are_written(tmp_path, monkeypatch):
+    calls = []
+
+    class LLM:
+        def __init__(self, **options):
+            calls.append(options)
+
+        def generate(self, prompts, sampling):
+            assert sampling == {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+            for prompt in prompts:
+                ids = prompt["prompt_token_ids"]
+                entries = [None, *({token: SimpleNamespace(logprob=-0.5 * token)} for token in ids[1:])]
+                yield SimpleNamespace(prompt_token_ids=ids, prompt_logprobs=entries)
+
+    module = ModuleType("vllm")
+    module.LLM, module.SamplingParams = LLM, dict
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(vllm_hidden_states, "REQUESTS_AT_ONCE", 1)
+    requests = [[0, 4, 6], [0, 2]]
+    vllm_hidden_states.save_hidden_states("R", requests, tmp_path, layers=[2, 36], tensor_parallel_size=4)
+    (options,) = calls
+    assert options["tensor_parallel_size"] == 4 and options["enable_chunked_prefill"] is False
+    draft = options["speculative_config"]["draft_model_config"]["hf_config"]
+    assert draft == {"eagle_aux_hidden_state_layer_ids": [2, 36]}
+    connector = options["kv_transfer_config"]
+    assert connector["kv_connector"] == "ExampleHiddenStatesConnector"
+    assert connector["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path)}
+    lines = [json.loads(line) for line in (tmp_path / "logprobs.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"token_ids": [0, 4, 6], "logprobs": [None, -2.0, -3.0]},
+        {"token_ids": [0, 2], "logprobs": [None, -1.0]},
+    ]
+
+
+def test_the_requests_for_vllm_are_the_sequences_of_the_source(tmp_path):
+    source = tmp_path / "rollouts.jsonl"
+    rows = [{"prompt_token_ids": [3, 4], "response_token_ids": [5, 6, n]} for n in (7, 8)]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    requests = vllm_hidden_states.token_requests("shipped:reference", responses=str(source))
+    assert list(requests) == [[3, 4, 5, 6, 7], [3, 4, 5, 6, 8]]

@@ -3,11 +3,13 @@
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from kleash.cli.progress import Progress
 from kleash.cli.terminal import Terminal, say
 from kleash.jobs import CacheJob
 from kleash.store import CacheContents
+from kleash.store.cache import read_label
 
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -59,6 +61,8 @@ def measure_command(job: CacheJob) -> str:
         "limit",
         "temperature",
     )
+    if job.from_hidden_states is not None:
+        job = replace(job, dtype=read_label(Path(str(job.out)).expanduser()).reference.dtype)
     default_job = CacheJob()
     changed_options = [name for name in shared_options if getattr(job, name) != getattr(default_job, name)]
     option_words = [

@@ -6,6 +6,9 @@ from kleash.errors import OptionError
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import OUTPUT_OPTIONS, SHIPPED_REFERENCE, SHIPPED_TEXT, ScoringOptions
 
+IMPORT_OPTIONS = ("from_hidden_states", "layers")
+"""Options of hidden states that an engine saved; they do not change what is read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheJob(ScoringOptions):
@@ -24,6 +27,12 @@ class CacheJob(ScoringOptions):
     """Tokens in a batch, padding counted; measuring with the same number gives the same bits."""
     limit: int | None = None
     """Read only so many documents or responses."""
+    from_hidden_states: str | None = None
+    """Folder of hidden states that vLLM or SGLang saved when serving the reference; they are checked against it and
+    not computed again."""
+    layers: str | None = None
+    """The engine's eagle_aux_hidden_state_layer_ids, such as 1,2,36, for hidden states of vLLM; the last is the number
+    of layers of the reference."""
     out: str | None = None
     """Folder for the cache; kleash-caches/<date-time> if not given."""
 
@@ -36,7 +45,30 @@ class CacheJob(ScoringOptions):
         super().__post_init__()
         if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
             raise OptionError("say what the reference should read: --text or --responses")
+        if self.layers is not None and self.from_hidden_states is None:
+            raise OptionError(
+                "--layers says what the files of --from-hidden-states hold; give that folder as well"
+            )
+        self.layer_ids()
         self.measurement()
+
+    def layer_ids(self) -> tuple[int, ...] | None:
+        """The numbers of ``--layers``; None without it.
+
+        Raises:
+            OptionError: if they are not numbers of layers in ascending order.
+        """
+        if self.layers is None:
+            return None
+        words = [word.strip() for word in self.layers.split(",")]
+        if not all(word.isascii() and word.isdigit() and len(word) <= 6 for word in words):
+            raise OptionError(f"--layers must be numbers of layers such as 1,2,36; it is {self.layers!r}")
+        layer_ids = tuple(map(int, words))
+        if list(layer_ids) != sorted(set(layer_ids)):
+            raise OptionError(
+                f"--layers must be in ascending order, as vLLM saves them, each once; it is {self.layers!r}"
+            )
+        return layer_ids
 
     def measurement(self) -> MeasureJob:
         """The measurement of the reference against itself that reads what this job reads."""
@@ -44,7 +76,7 @@ class CacheJob(ScoringOptions):
         same = {
             field.name: getattr(self, field.name)
             for field in fields(self)
-            if field.name not in {"text", *OUTPUT_OPTIONS}
+            if field.name not in {"text", *IMPORT_OPTIONS, *OUTPUT_OPTIONS}
         }
         return MeasureJob(
             policy=self.reference,

@@ -31,6 +31,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
     "vf_coef clip_range_value ent_coef",
     "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
+    "hidden states of an engine": "from_hidden_states layers",
     "loading": "revision_policy revision_reference trust_remote_code",
     "running and output": "resume checkpoint_every on_hacking report_to metric_names at_most json quiet",
 }

@@ -1,6 +1,7 @@
 """The caching job: run the reference once over a source and store what later measurements need of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from errno import ENOSPC
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from kleash.engines import LocalEngine
 from kleash.errors import Interrupted, RunFolderError
 from kleash.jobs import CacheJob
+from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
 from kleash.measuring.model_pair import loading, source_of
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
@@ -19,7 +21,6 @@ from kleash.measuring.shards import plan_shards, source_sequences, source_sha256
 from kleash.models import (
     Pair,
     ReferenceCache,
-    TokenSequence,
     checked_reader,
     finish_cache,
     head_tensors,
@@ -27,6 +28,7 @@ from kleash.models import (
     save_rounding_columns,
 )
 from kleash.models.cache.reference_cache import check_cache_folder
+from kleash.models.cache.saved_states import SavedStates
 from kleash.models.cache.stored_reference import TOKENIZER
 from kleash.models.threads import threads_for_scoring
 from kleash.store import CacheContents
@@ -42,6 +44,9 @@ def default_cache() -> str:
 def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> CacheContents:
     """Run the reference once over a source and store its hidden states for later measurements.
 
+    With ``job.from_hidden_states``, the hidden states are read from the files of a serving engine, and the reference
+    is run on a few sequences only, to check them.
+
     Writes the final hidden states at every scored position, the head and the tokenizer to ``job.out``. If the job is
     interrupted or killed and started again, it resumes after the last finished shard. A finished cache is only read, so
     any number of measurements can use it at once.
@@ -55,7 +60,8 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
 
     Raises:
         SourceError: if the text or the responses cannot be read.
-        ModelError: if the reference cannot be loaded, or the folder holds the cache of another reference.
+        ModelError: if the reference cannot be loaded, the folder holds the cache of another reference, or the engine's
+            hidden states are not those of the reference, with the cause.
         NonFiniteError: if the reference gives NaN or infinities, naming the sequence.
         RunFolderError: if ``job.out`` cannot be written, holds other files, or is in use by another process.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
@@ -64,6 +70,9 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     reporter = reporter if reporter is not None else NullProgressReporter()
     folder = Path(job.out if job.out is not None else default_cache()).expanduser()
     check_cache_folder(folder)
+    saved = None if job.from_hidden_states is None else SavedStates(Path(job.from_hidden_states).expanduser())
+    if saved is not None:
+        job = with_saved_dtype(job, saved)
     digest = source_sha256(job.measurement())
     for sentence in job.measurement().without_effect():
         reporter.note(sentence)
@@ -77,7 +86,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
             with threads_for_scoring(pair) as threads:
                 if threads is not None:
                     reporter.note(threads)
-                return _cache(job, pair, folder, digest, reporter)
+                return _cache(job, pair, folder, digest, reporter, saved)
     except KeyboardInterrupt as stop:
         raise Interrupted(
             f"interrupted; finished shards are on disk: run the same command again with --out {folder}"
@@ -91,13 +100,26 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         raise
 
 
-def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: ProgressReporter) -> CacheContents:
+def _cache(
+    job: CacheJob,
+    pair: Pair,
+    folder: Path,
+    digest: str,
+    reporter: ProgressReporter,
+    saved: SavedStates | None,
+) -> CacheContents:
     """Fill and finish the cache in a locked folder."""
     measure_job = job.measurement()
-    cache = ReferenceCache(folder, pair.reference, source_of(measure_job, pair, digest))
+    imported = None
+    if saved is not None and pair.reference.head.weight is not None:  # otherwise ReferenceCache raises
+        imported = ImportedStates(job, pair, saved)
+        for sentence in imported.notes:
+            reporter.note(sentence)
+    source = source_of(measure_job, pair, digest)
+    cache = ReferenceCache(folder, pair.reference, source, from_engine=saved is not None)
     if len(cache.states):
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
-    reader = checked_reader(pair.reference)
+    reader = checked_reader(pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
     reporter.set_total(plan.sequences)
     num_scored = 0
@@ -107,18 +129,22 @@ def _cache(job: CacheJob, pair: Pair, folder: Path, digest: str, reporter: Progr
         reporter.add_scored(len(shard.sequences), tokens)
         num_scored += tokens
     engine = LocalEngine(pair=pair, job=measure_job)
-    _store_rounding(engine, folder, noise_sequences(source_sequences(measure_job, pair), num_scored))
-    contents = _contents(pair, cache)
+    sequences = noise_sequences(source_sequences(measure_job, pair), num_scored)
+    if imported is None:
+        noise, notes = engine.noise_floor_columns(sequences), pair.notes
+    else:
+        noise, notes = imported.noise_columns(engine.temperature), (*pair.notes, *imported.summary())
+    _store_rounding(engine, folder, {"noise": noise, "gap": engine.float32_gap(sequences)})
+    contents = replace(_contents(pair, cache), notes=notes)
     finish_cache(folder, pair.reference, contents)
     return contents
 
 
-def _store_rounding(engine: LocalEngine, folder: Path, sequences: Sequence[TokenSequence]) -> None:
+def _store_rounding(
+    engine: LocalEngine, folder: Path, columns_of_kind: Mapping[str, Mapping[str, np.ndarray] | None]
+) -> None:
     """Store the noise floor and the dtype gap, which cannot be measured once the reference is not loaded."""
-    for kind, columns in (
-        ("noise", engine.noise_floor_columns(sequences)),
-        ("gap", engine.float32_gap(sequences)),
-    ):
+    for kind, columns in columns_of_kind.items():
         if columns is not None:
             kl_columns = {name: np.ascontiguousarray(columns[name]) for name in SequenceClusters.COLUMNS}
             save_rounding_columns(folder, kind, engine.temperature, kl_columns)

@@ -274,6 +274,23 @@ def score_batched_against_single(
     return score_with_readers(readers, sequences, temperature, batch_tokens, options)
 
 
+def score_against_states(
+    model: Model,
+    sequences: Sequence[TokenSequence],
+    states: HiddenStateReader,
+    *,
+    temperature: float = 1.0,
+    batch_tokens: int = 4096,
+) -> dict[str, np.ndarray]:
+    """``score`` of a model (as policy) against hidden states of it that were computed elsewhere (as reference).
+
+    The KL is the difference between the two implementations of one model.
+    """
+    pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
+    readers = PairReaders(pair=pair, policy=hidden_state_reader(model), reference=states)
+    return score_with_readers(readers, sequences, temperature, batch_tokens, None)
+
+
 def score_against_float32(
     model: Model,
     sequences: Sequence[TokenSequence],

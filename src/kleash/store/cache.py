@@ -63,6 +63,8 @@ class CacheLabel:
     reference: ModelRecord
     source: CachedSource | None = None
     """None where measurements have filled the folder as they went."""
+    from_engine: bool = False
+    """Whether a serving engine computed the hidden states, and kleash read them from its files."""
     checksums: bool = True
     """Whether the folder's files have checksums; False for caches that an older kleash made."""
 

@@ -81,7 +81,7 @@ class HiddenStateStore:
         entry = self._index[key]
         number, start = entry >> START_BITS, entry & ((1 << START_BITS) - 1)
         if self._open_file is None or self._open_file[0] != number:
-            self._open_file = number, _read_tensors(self._paths[number], ("hidden",))["hidden"]
+            self._open_file = number, read_tensors(self._paths[number], ("hidden",))["hidden"]
         return self._open_file[1][start : start + length]
 
     def write(self, parts: Mapping[bytes, Float[Tensor, "_ dim"]]) -> None:
@@ -111,7 +111,7 @@ class HiddenStateStore:
         """
         try:
             header = read_safetensors_header(path)
-            tensors = _read_tensors(path, ("keys", "lengths"))
+            tensors = read_tensors(path, ("keys", "lengths"))
             lengths = tensors["lengths"].tolist()
             rows = header["hidden"]["shape"][0]
             keys = tensors["keys"].numpy()
@@ -159,7 +159,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], *, root: Path | None = 
         write_checked(root, path, save)
 
 
-def _read_tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
+def read_tensors(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
     """Some tensors of a safetensors file, on the CPU."""
     safetensors = import_extra("safetensors", "models")
     try:

@@ -31,13 +31,16 @@ class ReferenceCache:
     takes hidden size × bytes of the dtype, 31 to 148 times less than its logits.
     """
 
-    def __init__(self, folder: Path, model: Model, source: CachedSource | None = None) -> None:
+    def __init__(
+        self, folder: Path, model: Model, source: CachedSource | None = None, *, from_engine: bool = False
+    ) -> None:
         """Open ``folder`` or create it.
 
         Args:
             folder: created if it does not exist.
             model: the reference, whose hidden states are stored.
             source: the job's source if ``kleash cache`` fills it; None if measurements do.
+            from_engine: whether the hidden states are those that a serving engine saved.
 
         Raises:
             ModelError: if the folder holds another model's hidden states, naming both, or is damaged.
@@ -54,7 +57,9 @@ class ReferenceCache:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        label = CacheLabel(kleash=__version__, reference=model.record(), source=source)
+        label = CacheLabel(
+            kleash=__version__, reference=model.record(), source=source, from_engine=from_engine
+        )
         if (folder / LABEL).is_file():
             label = _merge_labels(folder, read_label(folder), label)
         else:
@@ -177,7 +182,7 @@ def _merge_labels(folder: Path, stored: CacheLabel, label: CacheLabel) -> CacheL
 
     Raises:
         ModelError: if the stored label is of another model.
-        RunFolderError: if it is of another source.
+        RunFolderError: if it is of another source, or of an engine and not of kleash, or the reverse.
     """
     reference = label.reference
     check_same_model(folder, stored, reference.path, reference.fingerprint, reference.dtype)
@@ -186,6 +191,12 @@ def _merge_labels(folder: Path, stored: CacheLabel, label: CacheLabel) -> CacheL
     if stored.source is not None and not stored.source.agrees(label.source):
         raise RunFolderError(
             f"{folder} holds hidden states of {stored.source} and the source is now {label.source}; "
+            "give another --out"
+        )
+    if stored.from_engine != label.from_engine:
+        words = {True: "that an engine saved", False: "that kleash computed"}
+        raise RunFolderError(
+            f"{folder} holds hidden states {words[stored.from_engine]} and would get some {words[label.from_engine]}; "
             "give another --out"
         )
     return replace(stored, reference=reference, source=label.source)

@@ -1,0 +1,174 @@
+"""Reading a reference cache from the hidden states that a serving engine saved, and checking them on the way."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import ModelError, OptionError
+from kleash.jobs import CacheJob
+from kleash.measuring.rescoring import NOISE_SEQUENCES, noise_tokens
+from kleash.measuring.shards import source_sequences
+from kleash.models import Pair, TokenSequence
+from kleash.models.cache.hidden_states import sequence_key
+from kleash.models.cache.layer_states import find_final_norm
+from kleash.models.cache.saved_records import SavedRequest
+from kleash.models.cache.saved_state_checks import SavedStateChecker
+from kleash.models.cache.saved_states import SavedStates, check_finite_rows
+from kleash.models.scoring import score_against_states
+
+NORM_TOKENS = 8
+"""Tokens on which the final norm is found."""
+
+
+def with_saved_dtype(job: CacheJob, saved: SavedStates) -> CacheJob:
+    """The job with the dtype of the saved hidden states, in which the reference is loaded too.
+
+    Raises:
+        OptionError: if the job names another dtype.
+    """
+    dtype = str(saved.dtype).removeprefix("torch.")
+    if job.dtype not in ("auto", dtype):
+        raise OptionError(
+            f"the hidden states in {saved.folder} are in {dtype} and --dtype is {job.dtype}; leave --dtype out"
+        )
+    return replace(job, dtype=dtype)
+
+
+class ImportedStates:
+    """The final hidden states of a source, read from an engine's files."""
+
+    def __init__(self, job: CacheJob, pair: Pair, saved: SavedStates) -> None:
+        """Check that the files hold the source, and on a few of its sequences that they are the reference's.
+
+        Args:
+            job: the caching job.
+            pair: the reference, loaded, on both sides.
+            saved: the engine's files.
+
+        Raises:
+            ModelError: if a sequence is in no file, or hidden states are not the reference's, with the cause.
+            NonFiniteError: if hidden states are NaN or infinite, naming file and row.
+            OptionError: if ``--layers`` is not the list of the files.
+        """
+        self._saved, self._model = saved, pair.reference
+        self._checker = SavedStateChecker(
+            saved=saved,
+            model=pair.reference,
+            norm=find_final_norm(pair.reference, range(min(NORM_TOKENS, pair.vocab_size))),
+            layers=job.layer_ids(),
+        )
+        probes, self.notes = self._find_sequences(job, pair)
+        self._probes: dict[bytes, tuple[TokenSequence, SavedRequest]] = {}
+        errors = []
+        for probe, request in probes:
+            errors.append(self._checker.check_states(request, probe))
+            self._probes.setdefault(sequence_key(probe), (probe, request))
+        self._median_error = float(np.median(errors))
+        self._num_rows = 0
+        self._num_verified = 0
+        self._largest_difference = 0.0
+
+    def read(self, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
+        """Final hidden states at the scored positions of a batch, one sequence after the other.
+
+        Raises:
+            ModelError: if they contradict the engine's log-probabilities, or two files of one request differ.
+            NonFiniteError: if they are NaN or infinite, naming file and row.
+        """
+        parts: list[Tensor] = []
+        for sequence in batch:
+            first, *copies = self._saved.find(sequence)
+            hidden = self._rows(first, sequence)
+            for copy in copies:
+                self._checker.check_copy(first, hidden, copy, self._rows(copy, sequence))
+            verified, difference = self._checker.check_token_logps(first, sequence, hidden)
+            self._num_rows += len(hidden)
+            self._num_verified += verified
+            self._largest_difference = max(self._largest_difference, difference)
+            parts.append(hidden)
+        return torch.cat(parts)
+
+    def noise_columns(self, temperature: float) -> dict[str, np.ndarray]:
+        """Token columns of the reference as it runs here compared with the engine's hidden states, on the probes."""
+
+        def read(batch: Sequence[TokenSequence]) -> Tensor:
+            requests = [self._probes[sequence_key(probe)][1] for probe in batch]
+            return torch.cat([self._rows(*pair) for pair in zip(requests, batch, strict=True)])
+
+        probes = [probe for probe, _ in self._probes.values()]
+        return score_against_states(self._model, probes, read, temperature=temperature)
+
+    def summary(self) -> tuple[str, ...]:
+        """Sentences about where the hidden states come from and what was verified."""
+        origin = (
+            f"the hidden states of {self._model.path} were computed by {self._saved.engine} and read from "
+            f"{self._saved.folder}; on {len(self._probes)} sequences they differ from those computed by kleash by "
+            f"{self._median_error:.2g} (relative, median of the rows)"
+        )
+        if not self._saved.has_logps:
+            return (
+                origin,
+                "the engine's log-probabilities were not saved, so that its head was not verified",
+            )
+        verified = (
+            f"{self._num_verified} of {self._num_rows} rows were verified against the engine's log-probabilities of "
+            f"their tokens; the largest difference is {self._largest_difference:.2g} nats"
+        )
+        return origin, verified
+
+    def _rows(self, request: SavedRequest, sequence: TokenSequence) -> Tensor:
+        """The final hidden states of a request at the scored positions of a sequence."""
+        start = len(sequence.prompt_ids) - 1
+        rows = self._saved.read(request, start, start + len(sequence.response_ids))
+        check_finite_rows(rows[:, -1:], request, start)
+        return self._checker.final_states(rows)
+
+    def _find_sequences(
+        self, job: CacheJob, pair: Pair
+    ) -> tuple[list[tuple[TokenSequence, SavedRequest]], tuple[str, ...]]:
+        """Evenly spaced probes of the source with their requests, and notes about files that are not used."""
+        spaced: list[tuple[TokenSequence, SavedRequest]] = []
+        missing: list[TokenSequence] = []
+        matched: set[SavedRequest] = set()
+        stride, num_sequences, num_missing, num_tokens = 1, 0, 0, 0
+        for sequence in source_sequences(job.measurement(), pair):
+            requests = self._saved.find(sequence)
+            if requests:
+                matched.update(requests)
+                if num_sequences % stride == 0:
+                    spaced.append((sequence, requests[0]))
+                if len(spaced) > 2 * NOISE_SEQUENCES:
+                    spaced, stride = spaced[::2], 2 * stride
+            else:
+                num_missing += 1
+                missing += [sequence] if len(missing) < NOISE_SEQUENCES else []
+            num_sequences += 1
+            num_tokens += len(sequence.response_ids)
+        if missing:
+            kind, path = job.measurement().source
+            raise ModelError(
+                f"{self._saved.folder} holds no hidden states of {num_missing} of the {num_sequences} sequences of "
+                f"--{kind} {path}, the first being {missing[0].name}{self._saved.explain_missing(missing)}; send the "
+                "tokens of each sequence to the engine as one prompt"
+            )
+        unused = [request for request in self._saved.requests() if request not in matched]
+        notes = ()
+        if unused:
+            note = (
+                f"the tokens of {len(unused)} of the engine's requests are not in the source, the first being that of "
+                f"{unused[0]}; they are not used"
+            )
+            notes = (note,)
+        picks = np.unique(np.linspace(0, len(spaced) - 1, NOISE_SEQUENCES).round().astype(int))
+        budget = noise_tokens(num_tokens) // NOISE_SEQUENCES
+        return [(_cut(spaced[pick][0], budget), spaced[pick][1]) for pick in picks], notes
+
+
+def _cut(sequence: TokenSequence, tokens: int) -> TokenSequence:
+    """The beginning of a sequence: its prompt, and at least one response token, at most ``tokens`` inputs if it can."""
+    count = max(1, tokens - len(sequence.prompt_ids) + 1)
+    return replace(sequence, response_ids=sequence.response_ids[:count], logp_sampled=None)

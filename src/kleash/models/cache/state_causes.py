@@ -1,0 +1,130 @@
+"""The cause of saved hidden states that are not their model's: norm, layer, shift, single rows, another model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.models.cache.layer_states import (
+    ROW_TOLERANCE,
+    STATE_TOLERANCES,
+    FinalNorm,
+    LayerStates,
+    errors_agree,
+    row_errors,
+    rows_agree,
+)
+from kleash.models.cache.saved_records import SavedRequest
+
+SHIFTS = (0, -1, 1, -2, 2)
+"""Tokens by which rows or log-probabilities may be shifted; 0 first."""
+SMALLEST_SHIFT_ROWS = 4
+"""Rows that must overlap for a shift to be told from chance."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StateComparison:
+    """The saved rows of a sequence beside those that the model computes."""
+
+    request: SavedRequest
+    rows: Float[Tensor, "tokens layers dim"]
+    """As they were saved, on the model's device and in its dtype."""
+    computed: LayerStates
+    norm: FinalNorm
+    layers: tuple[int, ...] | None
+    """The layers that the rows should be; None for final hidden states."""
+    dtype: torch.dtype
+    name: str
+    """The model's name."""
+
+    def errors(self) -> Float[Tensor, " tokens"]:
+        """The relative error of each row's final hidden state."""
+        last = self.rows[:, -1]
+        return row_errors(last if self.layers is None else self.norm(last), self.computed.final)
+
+    def matching_layer(self, column: int, shift: int = 0) -> int | None:
+        """The layer after which the rows of a column are, moved by ``shift`` tokens; None if after none."""
+        normed = self.norm(self.rows[:, column])
+        errors = [_shifted_errors(normed, self.norm(layer), shift) for layer in self.computed.layers]
+        best = min(range(len(errors)), key=lambda layer: float(errors[layer].quantile(0.9)))
+        return best if errors_agree(errors[best], self.dtype) else None
+
+    def wrong_layer_list(self) -> str | None:
+        """A sentence if the rows of some layer are those of another; None if the list is right."""
+        layers = self.layers or ()
+        actual = [
+            layer
+            if rows_agree(self.norm(self.rows[:, column]), self.norm(self.computed.layers[layer]), self.dtype)
+            else self.matching_layer(column)
+            for column, layer in enumerate(layers)
+        ]
+        if all(layer is None or layer == stated for layer, stated in zip(actual, layers, strict=True)):
+            return None
+        return _wrong_layers(self.request, actual, layers)
+
+
+def explain_states(comparison: StateComparison) -> str:
+    """A sentence with the cause of final hidden states that are not the model's."""
+    request, rows, computed, layers = (
+        comparison.request,
+        comparison.rows,
+        comparison.computed,
+        comparison.layers,
+    )
+    dtype, name, errors = comparison.dtype, comparison.name, comparison.errors()
+    last, depth = rows[:, -1], len(computed.layers) - 1
+    wide = [shift for shift in SHIFTS if len(rows) - abs(shift) >= min(SMALLEST_SHIFT_ROWS, len(rows))]
+    for shift in wide:
+        where = _shift_clause(shift)
+        if errors_agree(_shifted_errors(last, computed.final, shift), dtype):
+            if layers is None:
+                return f"{request}: {where}; let the engine save it again"
+            return (
+                f"{request} holds hidden states that are already after the final norm of {name}"
+                f"{', and ' + where if shift else ''}; vLLM saves them before it: give the files as its connector "
+                "wrote them"
+            )
+        layer = comparison.matching_layer(-1, shift)
+        if layer is None:
+            continue
+        if layers is None:
+            return (
+                f"{request} holds hidden states before the final norm of {name} (after layer {layer} of {depth})"
+                f"{', and ' + where if shift else ''}; SGLang returns those after it: give its responses unchanged"
+            )
+        if layer != layers[-1]:
+            columns = [comparison.matching_layer(column, shift) for column in range(rows.shape[1])]
+            return _wrong_layers(request, columns, layers)
+        return f"{request}: {where}; let the engine save it again"
+    wrong = (errors > ROW_TOLERANCE).nonzero().flatten().tolist()
+    if errors.quantile(0.5) <= STATE_TOLERANCES[dtype] and wrong:
+        return (
+            f"{len(wrong)} of {len(errors)} rows of {request} are not those of {name}, the first being row "
+            f"{wrong[0]}; let the engine save it again, without chunked prefill and prefix caching"
+        )
+    return (
+        f"{request} differs from the hidden states of {name} by {float(errors.quantile(0.9)):.2g} (relative, nine "
+        f"in ten rows; rounding in {str(dtype).removeprefix('torch.')} is at most {STATE_TOLERANCES[dtype]:g}) at "
+        "every layer: give the weights, the adapter and the quantisation that the engine ran as --reference"
+    )
+
+
+def _wrong_layers(request: SavedRequest, actual: Sequence[int | None], layers: Sequence[int]) -> str:
+    shown = ",".join("?" if layer is None else str(layer) for layer in actual)
+    return (
+        f"{request} holds the hidden states after layers {shown} and --layers is {','.join(map(str, layers))}; give "
+        f"the engine's eagle_aux_hidden_state_layer_ids, of which the last must be {layers[-1]}"
+    )
+
+
+def _shifted_errors(rows: Tensor, expected: Tensor, shift: int) -> Tensor:
+    """Errors of row t against the expected row t + shift, where both exist."""
+    count = len(rows) - abs(shift)
+    return row_errors(rows[max(0, -shift) :][:count], expected[max(0, shift) :][:count])
+
+
+def _shift_clause(shift: int) -> str:
+    direction = "later" if shift > 0 else "earlier"
+    return f"its rows are shifted: row t is that of the token {abs(shift)} {direction}"

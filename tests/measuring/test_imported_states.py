@@ -1,0 +1,435 @@
+"""``kleash cache --from-hidden-states``: an engine's files give the cache that kleash makes, and faults are named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from engine_files import layer_outputs, sglang_response, write_logps, write_vllm
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from kleash.cli import main
+from kleash.measuring import CacheJob, MeasureJob, Measurement, cache_reference, measure
+
+TEXTS = [
+    "The sea was calm and the boat went out before the sun had come up over the hills.",
+    "She counted the birds on the wire, and then she counted them again, to be sure.",
+    "It is said that the old clock has never been right, and never been wrong for long.",
+    "Two men carried the ladder to the orchard while the children ran ahead to the trees.",
+]
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[list[int]]:
+    return [tiny_tokenizer()(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def responses(requests: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rollouts as token ids: the first five tokens of each text are its prompt. One stands twice."""
+    path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+    rows = [{"prompt_token_ids": ids[:5], "response_token_ids": ids[5:]} for ids in [*requests, requests[0]]]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair, requests: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_vllm(tmp_path_factory.mktemp("engine"), pair[1], requests)
+    write_logps(folder, pair[1], requests)
+    return folder
+
+
+@pytest.fixture
+def files(engine: Path, tmp_path: Path) -> Path:
+    """A copy of the engine's files to damage."""
+    return Path(shutil.copytree(engine, tmp_path / "files"))
+
+
+@pytest.fixture
+def refusal(
+    pair: Pair, responses: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs ``kleash cache`` on files and returns the one line that it ends with."""
+
+    def run(files: Path, *more: str, layers: str | None = "1,2", reference: Path = pair[1]) -> str:
+        capsys.readouterr()
+        out = tmp_path / "cache"
+        words = ["cache", "--reference", reference, "--responses", responses, "--from-hidden-states", files]
+        words += ["--out", out, *(["--layers", layers] if layers else []), *more]
+        assert main([*map(str, words), "--quiet"]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and not (out / "contents.json").exists(), line
+        return line.removeprefix("kleash: ").strip()
+
+    return run
+
+
+def edit(files: Path, change: Callable[[torch.Tensor], torch.Tensor], number: int | None = None) -> Path:
+    """Change the hidden states of all files, or of one; returns the last that was changed."""
+    paths = sorted(files.glob("*.safetensors"))
+    for path in paths if number is None else [paths[number]]:
+        tensors = load_file(path)
+        tensors["hidden_states"] = change(tensors["hidden_states"]).contiguous()
+        save_file(tensors, path)
+    return path
+
+
+def without_logps(files: Path) -> Path:
+    (files / "logprobs.jsonl").unlink()
+    return files
+
+
+def measured(pair: Pair, responses: Path, out: Path, **more: Any) -> Measurement:
+    job = {"policy": str(pair[0]), "reference": str(pair[1]), "responses": str(responses), **more}
+    return measure(MeasureJob(out=str(out), **job))
+
+
+def assert_equal_to_rounding(run: Path, expected: Path, rtol: float = 2e-4, atol: float = 2e-6) -> None:
+    tables = [pq.read_table(folder / "tokens").to_pydict() for folder in (run, expected)]
+    assert len(tables[0]["token_id"]) > 50
+    for name, values in tables[1].items():
+        if isinstance(values[0], float):
+            np.testing.assert_allclose(tables[0][name], values, rtol=rtol, atol=atol, err_msg=name)
+        else:
+            assert tables[0][name] == values, name
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair, responses: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measurement]:
+    """A measurement with the reference itself."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    return out, measured(pair, responses, out)
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
+def test_a_cache_of_engine_files_gives_the_same_measurement(
+    kind: str, pair: Pair, requests: list[list[int]], responses: Path, engine: Path, tmp_path: Path,
+    plain: tuple[Path, Measurement], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    layers = ["--layers", "1,2"]
+    if kind == "SGLang":
+        engine, layers = tmp_path / "sglang", []
+        engine.mkdir()
+        lines = [json.dumps(sglang_response(pair[1], ids, 5 + n)) for n, ids in enumerate(requests)]
+        (engine / "responses.jsonl").write_text("\n".join(lines))
+    cache = tmp_path / "cache"
+    words = ["cache", "--reference", pair[1], "--responses", responses, "--out", cache, *layers]
+    assert main([*map(str, words), "--from-hidden-states", str(engine)]) == 0
+    assert "--dtype float32" in capsys.readouterr().out
+    own = tmp_path / "own"
+    cache_reference(CacheJob(reference=str(pair[1]), responses=str(responses), out=str(own)))
+    for path in sorted(own.glob("part-*")):
+        hidden, expected = load_file(cache / path.name), load_file(path)
+        assert torch.equal(hidden["keys"], expected["keys"])
+        torch.testing.assert_close(hidden["hidden"], expected["hidden"], rtol=1e-4, atol=1e-5)
+    result = measured(pair, responses, tmp_path / "run", reference_cache=str(cache))
+    assert_equal_to_rounding(tmp_path / "run", plain[0])
+    value, expected_value = (m.per_token["kl_policy_reference"].value for m in (result, plain[1]))
+    assert value == pytest.approx(expected_value, rel=1e-5) and expected_value > 0.01
+    notes = " ".join(result.notes)
+    scored = sum(len(ids) - 5 for ids in [*requests, requests[0]])
+    assert f"computed by {kind} and read from {engine}" in notes and f"{scored} of {scored} rows" in notes
+    assert result.noise_floor is not None and abs(result.noise_floor.value) < 1e-9
+
+
+def test_bfloat16_files_are_compared_in_bfloat16(
+    pair: Pair, requests: list[list[int]], responses: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    files = write_vllm(tmp_path / "files", pair[1], requests, dtype=torch.bfloat16)
+    assert "are in bfloat16 and --dtype is float32; leave --dtype out" in refusal(files, "--dtype", "float32")
+    out = tmp_path / "cache"
+    job = CacheJob(
+        reference=str(pair[1]),
+        responses=str(responses),
+        out=str(out),
+        from_hidden_states=str(files),
+        layers="1,2",
+    )
+    contents = cache_reference(job)
+    assert any("was not verified" in note for note in contents.notes)
+    result = measured(pair, responses, tmp_path / "run", reference_cache=str(out), dtype="bfloat16")
+    expected = measured(pair, responses, tmp_path / "expected", dtype="bfloat16")
+    value, expected_value = (m.per_token["kl_policy_reference"].value for m in (result, expected))
+    assert value == pytest.approx(expected_value, rel=0.02)
+    assert result.dtype_gap is not None
+
+
+def test_text_windows_and_other_architectures(tmp_path: Path) -> None:
+    """A head with a scale and a softcap, on documents that are sent as they are."""
+    reference = save_tiny(tmp_path / "gemma2", "gemma2")
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(TEXTS))
+    requests = [tiny_tokenizer()(document)["input_ids"] for document in TEXTS]
+    files = write_vllm(tmp_path / "files", reference, requests, layers=(2,))
+    shutil.copy(files / "cmpl-001.safetensors", files / "again.safetensors")
+    write_logps(files, reference, requests)
+    job = {"reference": str(reference), "text": str(text)}
+    imported = CacheJob(out=str(tmp_path / "a"), from_hidden_states=str(files), layers="2", **job)
+    rows = sum(len(ids) - 1 for ids in requests)
+    assert any(f"{rows} of {rows} rows were verified" in note for note in cache_reference(imported).notes)
+    cache_reference(CacheJob(out=str(tmp_path / "b"), **job))
+    for path in (tmp_path / "b").glob("part-*"):
+        hidden = load_file(tmp_path / "a" / path.name)["hidden"]
+        torch.testing.assert_close(hidden, load_file(path)["hidden"], rtol=1e-4, atol=1e-5)
+
+
+def test_post_norm_states_in_the_layout_of_vllm_are_named(
+    pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    """With weights of 1, a second norm would change nothing."""
+    network = AutoModelForCausalLM.from_pretrained(pair[1])
+    with torch.no_grad():
+        network.model.norm.weight.uniform_(0.5, 2.0)
+    reference = Path(shutil.copytree(pair[1], tmp_path / "reference"))
+    network.save_pretrained(reference)
+    files = write_vllm(tmp_path / "files", reference, requests, layers=(1, 3))
+    line = refusal(files, reference=reference)
+    assert f"already after the final norm of {reference}" in line and "cmpl-000.safetensors" in line
+
+
+@pytest.mark.parametrize(("column", "layer"), [(-2, 2), (1, 1)])
+def test_pre_norm_states_in_the_layout_of_sglang_are_named(
+    column: int,
+    layer: int,
+    pair: Pair,
+    requests: list[list[int]],
+    tmp_path: Path,
+    refusal: Callable[..., str],
+) -> None:
+    lines = [json.dumps(sglang_response(pair[1], ids, 5, column)) for ids in requests]
+    (tmp_path / "responses.jsonl").write_text("\n".join(lines))
+    line = refusal(tmp_path, layers=None)
+    assert f"before the final norm of {pair[1]} (after layer {layer} of 2)" in line and "line 1" in line
+
+
+@pytest.mark.parametrize(
+    ("saved", "stated", "message"),
+    [
+        ((0, 1), "1,2", "after layers 0,1 and --layers is 1,2"),
+        ((0, 2), "1,2", "after layers 0,2 and --layers is 1,2"),
+        ((1, 2), "1", "names 1 layers and the files in"),
+        ((0, 1), "0,1", "has 2 layers: the last is missing; let the engine save layer 2"),
+        ((1, 2), "1,3", "has only 2 layers"),
+        ((1, 2), "2,1", "must be in ascending order"),
+        ((1, 2), "1,x", "must be numbers of layers such as 1,2,36"),
+        ((1, 2), None, "do not say which layers they hold; give --layers"),
+    ],
+)
+def test_a_wrong_list_of_layers_is_named(
+    saved: tuple[int, ...], stated: str | None, message: str, pair: Pair, requests: list[list[int]],
+    tmp_path: Path, refusal: Callable[..., str],
+) -> None:  # fmt: skip
+    files = write_vllm(tmp_path / "files", pair[1], requests, layers=saved)
+    assert message in refusal(files, layers=stated)
+
+
+@pytest.mark.parametrize(("shift", "words"), [(1, "1 earlier"), (-2, "2 later")])
+def test_shifted_rows_are_named(shift: int, words: str, files: Path, refusal: Callable[..., str]) -> None:
+    path = edit(without_logps(files), lambda states: states.roll(shift, 0), 2)
+    assert refusal(files) == (
+        f"{path}: its rows are shifted: row t is that of the token {words}; let the engine save it again"
+    )
+
+
+def test_a_shift_in_a_file_that_is_no_probe_is_named_by_the_log_probabilities(
+    files: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kleash.measuring.imported_states.NOISE_SEQUENCES", 1)
+    path = edit(files, lambda states: states.roll(1, 0), 2)
+    assert f"{path}: its rows are shifted" in refusal(files)
+
+
+def test_log_probabilities_at_another_temperature_are_named(
+    pair: Pair, requests: list[list[int]], files: Path, refusal: Callable[..., str]
+) -> None:
+    write_logps(files, pair[1], requests, temperature=0.7)
+    assert "log-probabilities are those at temperature 0.7; save them at temperature 1" in refusal(files)
+
+
+def test_shifted_log_probabilities_are_named(
+    pair: Pair, requests: list[list[int]], files: Path, refusal: Callable[..., str]
+) -> None:
+    write_logps(files, pair[1], requests, shift=1)
+    assert "log-probabilities are shifted: each is that of the token 1 later" in refusal(files)
+
+
+def test_another_head_is_named(
+    pair: Pair, requests: list[list[int]], files: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    network = AutoModelForCausalLM.from_pretrained(pair[1])
+    with torch.no_grad():
+        network.lm_head.weight.add_(0.05 * torch.randn_like(network.lm_head.weight))
+    network.save_pretrained(tmp_path / "other")
+    write_logps(files, tmp_path / "other", requests)
+    assert "the engine has another head" in refusal(files)
+
+
+def test_another_model_is_named(
+    pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    line = refusal(write_vllm(tmp_path / "files", pair[0], requests))
+    assert f"differs from the hidden states of {pair[1]} by" in line and "at every layer" in line
+
+
+def test_single_wrong_rows_are_named(files: Path, refusal: Callable[..., str]) -> None:
+    def exchange(states: torch.Tensor) -> torch.Tensor:
+        states[9] = states[4].clone()
+        return states
+
+    path = edit(files, exchange, 1)
+    line = refusal(files)
+    assert line.startswith("1 of ") and f"rows of {path} are not those of" in line
+    assert "the first being row 9" in line
+
+
+def test_single_wrong_log_probabilities_are_named(files: Path, refusal: Callable[..., str]) -> None:
+    lines = [json.loads(line) for line in (files / "logprobs.jsonl").read_text().splitlines()]
+    lines[3]["logprobs"][8] -= 2.0
+    (files / "logprobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    line = refusal(files)
+    assert "of 1 of" in line and "the first being response token 3 of prompt 3, sample 0" in line
+    assert "(by 2 nats)" in line
+
+
+def set_row(states: torch.Tensor, value: float) -> torch.Tensor:
+    states[7, -1, 3] = value
+    return states
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_rows_are_named(value: float, files: Path, refusal: Callable[..., str]) -> None:
+    path = edit(files, lambda states: set_row(states, value), 1)
+    assert f"{path} holds NaN or infinities in row 7" in refusal(files)
+
+
+def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.Tensor) -> None:
+    save_file({"hidden_states": states, "token_ids": tokens, **more}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-40]), "let the engine save it again, or wait until it is written"),
+        (lambda p: p.write_bytes(b""), "is not a safetensors file"),
+        (lambda p: p.write_bytes(b"\x1b[31m" * 40), "is not a safetensors file"),
+        (lambda p: save(p, torch.zeros(9, 2, 16), torch.arange(9)), "layers of 16 numbers in float32 and"),
+        (lambda p: save(p, torch.zeros(9, 3, 32), torch.arange(9)), "holds 3 layers of 32 numbers"),
+        (lambda p: save(p, torch.zeros(9, 2, 32).half(), torch.arange(9)), "in float16 and"),
+        (lambda p: save(p, torch.zeros(8, 2, 32), torch.arange(9)), "holds 8 rows of hidden states for 9 tokens"),
+        (lambda p: save(p, torch.zeros(9, 32), torch.arange(9)), "of shape [9, 32]"),
+        (lambda p: save(p, torch.zeros(0, 2, 32), torch.arange(0)), "holds no tokens"),
+        (lambda p: save(p, torch.zeros(9, 2, 32), torch.zeros(9)), "token ids of dtype F32"),
+        (lambda p: save(p, torch.zeros(9, 2, 32), torch.arange(9) + 315), "holds the token id 323"),
+        (lambda p: save(p, torch.zeros(9, 2, 32), torch.arange(9) - 1), "holds the token id -1"),
+        (lambda p: save_file({"states": torch.zeros(2)}, p), "has no tensor 'hidden_states'"),
+        (lambda p: (p.parent / "a.jsonl").write_text("{"), "a.jsonl, line 1 is not JSON"),
+        (lambda p: (p.parent / "a.jsonl").write_text("\n[1]"), "a.jsonl, line 2 is not a JSON object"),
+        (lambda p: (p.parent / "a.jsonl").write_text("{}"), "has neither 'meta_info'"),
+        (
+            lambda p: (p.parent / "a.jsonl").write_text('{"token_ids": [1, 2], "logprobs": [null]}'),
+            "has 1 log-probabilities for 2 tokens",
+        ),
+        (
+            lambda p: (p.parent / "a.jsonl").write_text('{"token_ids": [1, 2], "logprobs": [null, NaN]}'),
+            "has 'nan' as the log-probability of token 1",
+        ),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_named(
+    damage: Callable[[Path], Any], message: str, files: Path, refusal: Callable[..., str]
+) -> None:
+    path = files / "cmpl-002.safetensors"
+    damage(path)
+    line = refusal(files)
+    assert message in line and (str(path) in line or "a.jsonl" in line) and "\x1b" not in line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r["meta_info"]["hidden_states"].pop(), "rows of hidden states for"),
+        (lambda r: r["meta_info"]["hidden_states"][0][3].pop(), "not rows of numbers of one length"),
+        (lambda r: r["meta_info"]["hidden_states"][0][3].__setitem__(0, float("nan")), "infinities in row 3"),
+        (lambda r: r["meta_info"].pop("input_token_logprobs"), "has no token ids: add the 'input_ids'"),
+        (lambda r: r["output_ids"].reverse(), "'output_token_logprobs' of other tokens than 'output_ids'"),
+        (lambda r: r["output_ids"].__setitem__(0, "x"), "are not a list of token ids"),
+    ],
+)
+def test_damaged_responses_of_sglang_are_named(
+    change: Callable[[dict[str, Any]], Any], message: str, pair: Pair, requests: list[list[int]],
+    tmp_path: Path, refusal: Callable[..., str],
+) -> None:  # fmt: skip
+    responses = [sglang_response(pair[1], ids, 5) for ids in requests]
+    change(responses[1])
+    (tmp_path / "responses.jsonl").write_text("\n".join(map(json.dumps, responses)))
+    line = refusal(tmp_path, layers=None)
+    assert message in line and "responses.jsonl, line 2" in line
+
+
+def test_folders_without_the_source_are_named(
+    pair: Pair, requests: list[list[int]], files: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    assert "is not a folder" in refusal(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert "holds no hidden states: expected *.safetensors" in refusal(tmp_path / "empty")
+    no_bos = write_vllm(tmp_path / "no-bos", pair[1], [ids[1:] for ids in requests])
+    line = refusal(no_bos)
+    assert "no hidden states of 5 of the 5 sequences" in line and "without their first token, 0" in line
+    two_bos = write_vllm(tmp_path / "two-bos", pair[1], [[0, *ids] for ids in requests])
+    assert "with one more token in front" in refusal(two_bos)
+    (files / "cmpl-003.safetensors").unlink()
+    line = refusal(files)
+    assert "no hidden states of 1 of the 5 sequences" in line and "the first being prompt 3, sample 0" in line
+    assert "--layers says what the files of --from-hidden-states hold" in refusal_without_files(
+        tmp_path, pair
+    )
+
+
+def refusal_without_files(tmp_path: Path, pair: Pair) -> str:
+    with pytest.raises(ValueError) as error:
+        CacheJob(reference=str(pair[1]), text=str(tmp_path), layers="1,2")
+    return str(error.value)
+
+
+def test_copies_must_agree_and_unused_files_are_noted(
+    pair: Pair, requests: list[list[int]], responses: Path, files: Path, tmp_path: Path,
+    refusal: Callable[..., str], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shutil.copy(files / "cmpl-001.safetensors", files / "copy.safetensors")
+    write_vllm(tmp_path / "warm", pair[1], [[5, 6, 7]])
+    shutil.copy(tmp_path / "warm" / "cmpl-000.safetensors", files / "warm.safetensors")
+    words = ["cache", "--reference", pair[1], "--responses", responses, "--out", tmp_path / "first"]
+    words += ["--from-hidden-states", files, "--layers", "1,2"]
+    assert main([*map(str, words)]) == 0
+    printed = "".join("".join(capsys.readouterr()).split())
+    assert "thetokensof1oftheengine'srequestsarenotinthesource" in printed and "warm.safetensors" in printed
+    edit(files, lambda states: 1.2 * states + 1, 4)
+    line = refusal(files)
+    assert "cmpl-001.safetensors and" in line and "copy.safetensors hold the same tokens" in line
+
+
+def test_a_cache_is_of_an_engine_or_of_kleash(
+    pair: Pair, responses: Path, engine: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    job = {"reference": str(pair[1]), "responses": str(responses), "out": str(tmp_path / "cache")}
+    cache_reference(CacheJob(**job))
+    (tmp_path / "cache" / "contents.json").unlink()
+    line = refusal(engine, "--dtype", "float32")
+    assert "holds hidden states that kleash computed and would get some that an engine saved" in line
+
+
+def test_helper_gives_the_networks_own_logits(pair: Pair, requests: list[list[int]]) -> None:
+    network = AutoModelForCausalLM.from_pretrained(pair[1])
+    final = layer_outputs(pair[1], requests[0])[:, -1]
+    with torch.no_grad():
+        logits = network(torch.tensor([requests[0]])).logits[0]
+    torch.testing.assert_close(final @ network.lm_head.weight.T, logits, rtol=1e-4, atol=1e-4)
