@@ -5,19 +5,22 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-VERL_DRIVER = """
+DRIVER = """
 import json
 import ray
+from kleash.integrations.openrlhf import install
+
+def true_kl():
+    install(controller={"kind": "pid"})
 
 @ray.remote
-class Worker:
+class VerlWorker:
     def penalty(self, name):
         import torch
-        import verl.trainer.ppo.core_algos as core  # as a worker imports it: by itself, and nothing of kleash
+        import verl.trainer.ppo.core_algos as core  # as a worker imports it: by itself
         logp = torch.tensor([-1.0, -30.0], requires_grad=True)
         value = core.kl_penalty(logp, torch.tensor([-21.0, -1.0]), name)
         (slope,) = torch.autograd.grad(value.sum(), logp)
@@ -32,23 +35,8 @@ class Worker:
             made.update(current_kl=1e9, n_steps=10**9)
         return type(made).__module__, made.value
 
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-worker = Worker.remote()
-values, slopes = ray.get(worker.penalty.remote("k3"))
-where, beta = ray.get(worker.controller.remote())
-print(json.dumps({"values": values, "slopes": slopes, "controller": where, "beta": beta}))
-ray.shutdown()
-"""
-OPENRLHF_DRIVER = """
-import json
-import ray
-from kleash.integrations.openrlhf import install
-
-def true_kl():
-    install(controller={"kind": "pid"})
-
 @ray.remote
-class Worker:
+class OpenRLHFWorker:
     def parts(self):
         import sys
         from kleash.auditing.targets.packages import quiet, stand_ins
@@ -66,21 +54,34 @@ class Worker:
 
 true_kl()
 ray.init(
-    num_cpus=1, include_dashboard=False, log_to_driver=False,
+    num_cpus=2, include_dashboard=False, log_to_driver=False,
     runtime_env={"worker_process_setup_hook": true_kl},
 )
-print(json.dumps(ray.get(Worker.remote().parts.remote())))
+openrlhf = OpenRLHFWorker.remote().parts.remote()
+worker = VerlWorker.remote()
+values, slopes = ray.get(worker.penalty.remote("k3"))
+where, beta = ray.get(worker.controller.remote())
+verl = {"values": values, "slopes": slopes, "controller": where, "beta": beta}
+print(json.dumps({"verl": verl, "openrlhf": ray.get(openrlhf)}))
 ray.shutdown()
 """
 
 
-def said_by(script: str, folder: Path, **variables: str) -> str:
-    """What a driver process prints at last."""
-    path = folder / "driver.py"
-    path.write_text(script)
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """What the workers of both frameworks report, from one Ray."""
+    for package in ("ray", "verl", "openrlhf"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "true_kl.py").write_text(
+        "from kleash.integrations.verl import install\n\ninstall(exact=True)\n"
+    )
+    variables = {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    variables |= {"RAY_USAGE_STATS_ENABLED": "0", "VERL_USE_EXTERNAL_MODULES": "true_kl"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(path)],
-        env={**os.environ, "PYTHONPATH": str(folder), "RAY_USAGE_STATS_ENABLED": "0", **variables},
+        [sys.executable, "-W", "ignore", str(folder / "driver.py")],
+        env={**os.environ, **variables},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -88,30 +89,20 @@ def said_by(script: str, folder: Path, **variables: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip().splitlines()[-1]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.fixture(autouse=True)
-def ray_is_there():
-    pytest.importorskip("ray")
-
-
-def test_verls_workers_have_the_true_penalty(tmp_path):
-    pytest.importorskip("verl")
-    (tmp_path / "true_kl.py").write_text(
-        "from kleash.integrations.verl import install\n\ninstall(exact=True)\n"
-    )
-    found = json.loads(said_by(VERL_DRIVER, tmp_path, VERL_USE_EXTERNAL_MODULES="true_kl"))
+def test_verls_workers_have_the_true_penalty(reported):
+    verl = reported["verl"]
     # verl's own clamps both values to 10, and takes their gradients for 0.
-    assert found["values"] == pytest.approx([math.exp(-20) + 19, math.exp(29) - 30])
-    assert found["slopes"] == pytest.approx([1 - math.exp(-20), 1 - math.exp(29)])
-    assert found["controller"].startswith("kleash.")
-    assert 0.1 < found["beta"] < 1e6
+    assert verl["values"] == pytest.approx([math.exp(-20) + 19, math.exp(29) - 30])
+    assert verl["slopes"] == pytest.approx([1 - math.exp(-20), 1 - math.exp(29)])
+    assert verl["controller"].startswith("kleash.")
+    assert 0.1 < verl["beta"] < 1e6
 
 
-def test_openrlhfs_workers_have_the_true_penalty(tmp_path):
-    pytest.importorskip("openrlhf")
-    found = json.loads(said_by(OPENRLHF_DRIVER, tmp_path))
-    assert found["before"] == []
-    assert found["estimate"] == found["controller"] == "kleash.integrations.openrlhf"
-    assert 0.1 < found["beta"] < 1e6
+def test_openrlhfs_workers_have_the_true_penalty(reported):
+    openrlhf = reported["openrlhf"]
+    assert openrlhf["before"] == []
+    assert openrlhf["estimate"] == openrlhf["controller"] == "kleash.integrations.openrlhf"
+    assert 0.1 < openrlhf["beta"] < 1e6
