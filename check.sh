@@ -5,10 +5,9 @@ cd "$(dirname "$0")"
 bin=.venv/bin
 # Two test processes of one thread each use two cores better than one process of two threads.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
-# The shapes in annotations are checked where tensors are computed. Checks of every call double the time of a test, so
-# that they leave out the floors whose annotations pyright checks well enough.
-checked=(kleash.{masking,divergences,estimators,linear,losses,models})
-hook=--jaxtyping-packages=$(IFS=,; echo "${checked[*]}"),beartype.beartype
+# Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
+checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges,objective,losses}.py)
+hook=--jaxtyping-packages=kleash,beartype.beartype
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
 step $bin/ruff format --check src tests benchmarks tools examples
@@ -16,15 +15,20 @@ step $bin/ruff check src tests benchmarks tools examples
 step $bin/python tools/check_undefined_names.py
 step $bin/python tools/check_names.py
 step $bin/lint-imports --no-cache
-# Types are checked beside the tests that use one process. Shape checks decorate functions, which a compiler cannot look
-# through, and a browser wants a core for itself.
-types=$(mktemp)
-$bin/pyright >"$types" 2>&1 &
-pyright=$!
-trap 'kill $pyright 2>/dev/null || true; rm -f "$types"' EXIT
+
+# Beside each other: types, then shapes; and the tests that need a compiler, which cannot look through runtime checks, or a
+# browser, which wants a core for itself.
+log=$(mktemp)
+(
+  step $bin/pyright
+  step $bin/python -m pytest -q -m 'not compiler and not browser' $hook "${checked[@]}"
+) >"$log" 2>&1 &
+types=$!
+trap 'pkill -P $types 2>/dev/null || true; rm -f "$log"' EXIT
 step $bin/python -m pytest -q -m 'compiler or browser'
 verdict=0
-wait $pyright || verdict=$?
-step cat "$types"
+wait $types || verdict=$?
+cat "$log"
 ((verdict == 0))
-step $bin/python -m pytest -q -n 2 --dist loadfile -m 'not compiler and not browser' $hook
+
+step $bin/python -m pytest -q -n 2 --dist loadfile -m 'not compiler and not browser' "${checked[@]/#/--ignore=}"
