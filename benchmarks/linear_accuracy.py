@@ -30,7 +30,9 @@ def naive_upcast(x: Inputs) -> Tensor:
 
 
 WAYS = {name: method for name, method in METHODS.items() if method.what == "kl"} | {
-    "naive upcast": Method(of=naive_upcast, words="naive exact, hidden states and heads made float32 first")
+    "naive upcast": Method(
+        compute_loss=naive_upcast, words="naive exact, hidden states and heads made float32 first"
+    )
 }
 
 
@@ -62,11 +64,11 @@ def measure_errors(name: str, x: Inputs, single: int) -> dict[str, float]:
     wide = x.to(torch.float64)
     exact_kl = exact(wide)
     exact_gradients = gradients(wide, exact_kl.mean())
-    loss = WAYS[name].of(x)
+    loss = WAYS[name].compute_loss(x)
     value = loss.item()
     in_hidden, in_weight = gradients(x, loss)
     with torch.no_grad():
-        token_values = [WAYS[name].of(x.at(i)).item() for i in range(single)]
+        token_values = [WAYS[name].compute_loss(x.at(i)).item() for i in range(single)]
     errors = [abs(a / b - 1) for a, b in zip(token_values, exact_kl.tolist(), strict=False)]
     return {
         "kl": exact_kl.mean().item(),

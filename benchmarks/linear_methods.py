@@ -212,7 +212,7 @@ def cross_entropy(x: Inputs) -> Tensor:
 class Method:
     """A method to compute a loss."""
 
-    of: Callable[[Inputs], Tensor]
+    compute_loss: Callable[[Inputs], Tensor]
     words: str
     what: str = "kl"
     """The loss: kl, k3 or cross_entropy."""
@@ -222,18 +222,18 @@ class Method:
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "kleash": Method(
-            of=lambda x: kleash(x, LinearOptions(compile="never")),
+            compute_loss=lambda x: kleash(x, LinearOptions(compile="never")),
             words='`linear_kl_loss`, `compile="never"`',
         ),
-        "kleash compiled": Method(of=kleash, words="`linear_kl_loss`"),
-        "trl": Method(of=trl, words="TRL `chunked_divergence`", package="trl"),
-        "liger": Method(of=liger, words="Liger chunked JSD, beta = 1", package="liger-kernel"),
-        "torchtune": Method(of=torchtune, words="torchtune-style chunks"),
-        "checkpointing": Method(of=checkpointed, words="checkpointing per chunk"),
-        "naive exact": Method(of=naive_exact, words="naive exact: all logits, `F.kl_div`"),
-        "naive k3": Method(of=naive_k3, words="naive k3: all logits, `gather`", what="k3"),
+        "kleash compiled": Method(compute_loss=kleash, words="`linear_kl_loss`"),
+        "trl": Method(compute_loss=trl, words="TRL `chunked_divergence`", package="trl"),
+        "liger": Method(compute_loss=liger, words="Liger chunked JSD, beta = 1", package="liger-kernel"),
+        "torchtune": Method(compute_loss=torchtune, words="torchtune-style chunks"),
+        "checkpointing": Method(compute_loss=checkpointed, words="checkpointing per chunk"),
+        "naive exact": Method(compute_loss=naive_exact, words="naive exact: all logits, `F.kl_div`"),
+        "naive k3": Method(compute_loss=naive_k3, words="naive k3: all logits, `gather`", what="k3"),
         "cross entropy": Method(
-            of=cross_entropy,
+            compute_loss=cross_entropy,
             words="`F.linear_cross_entropy`, chunked",
             what="cross_entropy",
         ),

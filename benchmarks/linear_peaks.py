@@ -38,10 +38,10 @@ TINY = {
 def measure_peak(name: str, size: tuple[int, int, int]) -> dict[str, float]:
     """The peak memory of one method in this process, and the size of its gradients, in MB of a million bytes."""
     x, method = make_inputs(*size), METHODS[name]
-    gradients(x, method.of(x))
+    gradients(x, method.compute_loss(x))
     ctypes.CDLL(None).malloc_trim(0)
     results: list[Any] = []
-    peak = peak_of(lambda: results.append(gradients(x, method.of(x))))
+    peak = peak_of(lambda: results.append(gradients(x, method.compute_loss(x))))
     gradient_megabytes = sum(grad.numel() * grad.element_size() for grad in results[0]) / 1e6
     return {
         "extra_megabytes": round(peak - gradient_megabytes, 1),

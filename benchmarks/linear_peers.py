@@ -102,7 +102,7 @@ def check_methods(names: list[str], x: Inputs) -> dict[str, dict[str, float]]:
     for name in names:
         method = METHODS[name]
         start = perf_counter()
-        loss = method.of(x)
+        loss = method.compute_loss(x)
         grads = gradients(x, loss)
         seconds = perf_counter() - start
         value = loss.item()
@@ -121,7 +121,9 @@ def make_jobs(names: tuple[str, ...], x: Inputs) -> dict[str, Callable[[], Any]]
     """Forward and backward passes by method; the gradients are discarded."""
     runs: dict[str, Callable[[], Any]] = {}
     for name in names:
-        runs[name] = BARE[name](x) if name in BARE else lambda m=METHODS[name]: gradients(x, m.of(x))
+        runs[name] = (
+            BARE[name](x) if name in BARE else lambda m=METHODS[name]: gradients(x, m.compute_loss(x))
+        )
     return runs
 
 

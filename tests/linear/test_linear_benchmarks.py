@@ -83,7 +83,7 @@ def test_every_candidate_computes_the_right_gradient(benchmarks, inputs, right, 
     method = benchmarks.methods.METHODS[name]
     if method.package:
         pytest.importorskip(method.package.replace("-", "_"))
-    loss = method.of(inputs)
+    loss = method.compute_loss(inputs)
     value = loss.item()
     assert_right(benchmarks.methods.gradients(inputs, loss), right[method.what], value)
 
@@ -142,9 +142,13 @@ def test_k3_in_c_computes_the_right_gradient(benchmarks, inputs, right):
 
 def test_a_candidate_with_wrong_results_is_not_timed(benchmarks, inputs, monkeypatch):
     methods = dict(benchmarks.methods.METHODS)
-    wrong = benchmarks.methods.Method(of=lambda x: 1.01 * benchmarks.methods.naive_exact(x), words="wrong")
+    wrong = benchmarks.methods.Method(
+        compute_loss=lambda x: 1.01 * benchmarks.methods.naive_exact(x), words="wrong"
+    )
     backwards = benchmarks.methods.Method(
-        of=lambda x: 2 * benchmarks.methods.naive_exact(x).detach() - benchmarks.methods.naive_exact(x),
+        compute_loss=lambda x: (
+            2 * benchmarks.methods.naive_exact(x).detach() - benchmarks.methods.naive_exact(x)
+        ),
         words="",
     )
     monkeypatch.setattr(benchmarks.peers, "METHODS", {**methods, "wrong": wrong, "backwards": backwards})

@@ -232,7 +232,7 @@ def test_what_a_step_says_is_measured_on_its_responses(trl, folder, tmp_path):
     trainer = make(trl.with_measurement(trl.Leashed), trl.GRPOConfig, str(folder), tmp_path)
     moved(trainer.model, 0.2)
     pair = load_pair(str(folder), str(folder))
-    reward = Reward(name="score", weight=2.0, spec="score", of=list)
+    reward = Reward(name="score", weight=2.0, spec="score", function=list)
     trainer.set_prompts_and_rewards(
         tokenise_prompts(["the sea was", "she counted"], pair), Rewards(rewards=(reward,))
     )

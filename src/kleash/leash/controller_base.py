@@ -125,7 +125,7 @@ class PredictiveController(BoundedController):
     caution: float = 1.0
     """Factor on a decrease of log beta while the KL is far from a target that it has reached before."""
     levels: tuple[float, ...] = ()
-    """The logs of the last two KLs after clipping; newest first."""
+    """log KL of the last two measurements, clipped; newest first. A state, which starts empty."""
     reached: bool = False
     """Whether the KL has settled at or above the target since the start."""
 
@@ -139,63 +139,67 @@ class PredictiveController(BoundedController):
             )
 
     def trend(self, ratio: float, reach: float) -> "KLTrend":
-        """The trend of the KL, given the newest as a multiple of the target; levels are clipped to ``reach``."""
+        """The trend of the KL, given the newest as a multiple of the target; log ratios are clipped to ``reach``."""
         log_target = math.log(self.target_nats)
-        level = clip(math.log(ratio) if ratio > 0 else -math.inf, reach)
+        log_ratio = clip(math.log(ratio) if ratio > 0 else -math.inf, reach)
         earlier = tuple(clip(log_kl - log_target, reach) for log_kl in self.levels)
-        return KLTrend(level=level, earlier=earlier, lookahead=self.lookahead)
+        return KLTrend(log_ratio=log_ratio, earlier=earlier, lookahead=self.lookahead)
 
-    def with_response(self: PredictiveT, trend: "KLTrend", factor: float, event: str | None) -> PredictiveT:
-        """The controller with beta times ``factor``, limited by the trend of the KL, ``largest_step`` and bounds."""
+    def with_beta_limited_by(
+        self: PredictiveT, trend: "KLTrend", factor: float, event: str | None
+    ) -> PredictiveT:
+        """The controller after a measurement: beta times ``factor``, limited by the KL's trend and the bounds."""
         if self.lookahead > 0:
             factor = trend.allowed_factor(factor)
             if self.reached and factor < 1 and trend.is_far:
                 factor **= self.caution
             if not self.reached and trend.is_crossing:
                 factor *= bounded_exp(self.brake * max(0.0, trend.growth - STEADY_GROWTH))
-        levels = (math.log(self.target_nats) + trend.level, *self.levels[:1])
+        levels = (math.log(self.target_nats) + trend.log_ratio, *self.levels[:1])
         controller = replace(self, levels=levels, reached=self.reached or trend.has_arrived)
         return with_beta_times(controller, factor, event)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLTrend:
-    """log(KL / target) of the newest measurement and of the two before it."""
+    """log(KL / target), clipped, of the newest measurement and of up to two before it."""
 
-    level: float
+    log_ratio: float
+    """Of the newest measurement."""
     earlier: tuple[float, ...]
-    """Newest first; at most two."""
+    """Of the measurements before it: newest first, at most two."""
     lookahead: float
+    """Updates by which the KL is extrapolated."""
 
     @property
     def change(self) -> float:
         """The change of KL / target since the last update; 0 at the first."""
-        return _ratio(self.level) - _ratio(self.earlier[0]) if self.earlier else 0.0
+        return _ratio(self.log_ratio) - _ratio(self.earlier[0]) if self.earlier else 0.0
 
     @property
     def growth(self) -> float:
         """E-folds per update: the smaller of those since the last update and since the one before."""
         if not self.earlier:
             return 0.0
-        return min(self.level - self.earlier[0], (self.level - self.earlier[-1]) / len(self.earlier))
+        return min(self.log_ratio - self.earlier[0], (self.log_ratio - self.earlier[-1]) / len(self.earlier))
 
     @property
     def predicted(self) -> float:
         """KL / target after ``lookahead`` updates, extrapolated linearly; at least 0."""
-        return max(0.0, _ratio(self.level) + self.lookahead * self.change)
+        return max(0.0, _ratio(self.log_ratio) + self.lookahead * self.change)
 
     @property
     def is_far(self) -> bool:
         """Whether the KL is further from the target than noise explains."""
-        return abs(self.level) > NOISE_LOG_RATIO
+        return abs(self.log_ratio) > NOISE_LOG_RATIO
 
     @property
     def is_approaching(self) -> bool:
         """Whether the KL, extrapolated from the last two updates, reaches the target within ``PATIENCE_UPDATES``."""
-        if not self.earlier or self.level > -NOISE_LOG_RATIO:
+        if not self.earlier or self.log_ratio > -NOISE_LOG_RATIO:
             return False
-        change = (_ratio(self.level) - _ratio(self.earlier[-1])) / len(self.earlier)
-        return change > 0 and _ratio(self.level) + PATIENCE_UPDATES * change > 1
+        change = (_ratio(self.log_ratio) - _ratio(self.earlier[-1])) / len(self.earlier)
+        return change > 0 and _ratio(self.log_ratio) + PATIENCE_UPDATES * change > 1
 
     @property
     def is_crossing(self) -> bool:
@@ -204,32 +208,32 @@ class KLTrend:
         If the rise slowed down by a factor from one update to the next, it is extrapolated with that factor. With only
         two measurements the result is False while the KL is far below the target.
         """
-        if not self.change > 0 or (len(self.earlier) < 2 and self.level < -NOISE_LOG_RATIO):
+        if not self.change > 0 or (len(self.earlier) < 2 and self.log_ratio < -NOISE_LOG_RATIO):
             return False
         steps = self.lookahead
         if len(self.earlier) > 1:
             earlier_change = _ratio(self.earlier[0]) - _ratio(self.earlier[1])
             decay = self.change / earlier_change if earlier_change > self.change else 1.0
             steps = decay * (1 - decay**steps) / (1 - decay) if decay < 1 else steps
-        return _ratio(self.level) + steps * self.change >= 1
+        return _ratio(self.log_ratio) + steps * self.change >= 1
 
     @property
     def has_arrived(self) -> bool:
         """Whether the KL is at or above the target and does not grow; at the first update, whether it is there."""
-        return self.level >= 0 and self.change <= 0
+        return self.log_ratio >= 0 and self.change <= 0
 
     def allowed_factor(self, factor: float) -> float:
         """``factor``, or 1 if beta must wait while the KL approaches the target from below."""
-        if self.level >= 0:
+        if self.log_ratio >= 0:
             return factor
         if factor > 1:
             return factor if self.is_crossing else 1.0
         return 1.0 if self.is_approaching else factor
 
 
-def _ratio(level: float) -> float:
+def _ratio(log_ratio: float) -> float:
     """KL / target from its logarithm, which is clipped."""
-    return math.exp(clip(level, MAX_LOG_RATIO))
+    return math.exp(clip(log_ratio, MAX_LOG_RATIO))
 
 
 def field_values(record: Any) -> dict[str, object]:

@@ -135,7 +135,7 @@ class ZieglerBeta(PredictiveController):
         if not self.lookahead:
             return with_beta_times(self, 1 + clip(ratio - 1, 0.2) * self.horizon_share(sequences), event)
         trend = self.trend(ratio, REACH)
-        return self.with_response(
+        return self.with_beta_limited_by(
             trend, 1 + clip(predicted_error(trend), 0.2) * self.horizon_share(sequences), event
         )
 
@@ -186,7 +186,7 @@ class DualBeta(PredictiveController):
         if not self.lookahead:
             return with_beta_times(self, bounded_exp(self.rate * clip(ratio - 1, self.largest_error)), event)
         trend = self.trend(ratio, REACH)
-        return self.with_response(
+        return self.with_beta_limited_by(
             trend, bounded_exp(self.rate * clip(predicted_error(trend), self.largest_error)), event
         )
 
@@ -250,13 +250,13 @@ class PIDBeta(PredictiveController):
         if ratio is None:
             return replace(self, event=event)
         trend = self.trend(ratio, self.reach)
-        level, earlier = trend.level, trend.earlier
-        log_factor = self.integral * clip(level, self.largest_error)
+        log_ratio, earlier = trend.log_ratio, trend.earlier
+        log_factor = self.integral * clip(log_ratio, self.largest_error)
         if earlier:
-            log_factor += self.proportional * (level - earlier[0])
+            log_factor += self.proportional * (log_ratio - earlier[0])
         if len(earlier) > 1:
-            log_factor += self.derivative * (level - 2 * earlier[0] + earlier[1])
-        return self.with_response(trend, bounded_exp(log_factor), event)
+            log_factor += self.derivative * (log_ratio - 2 * earlier[0] + earlier[1])
+        return self.with_beta_limited_by(trend, bounded_exp(log_factor), event)
 
 
 @dataclass(frozen=True, kw_only=True)

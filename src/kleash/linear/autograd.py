@@ -77,6 +77,10 @@ _Compute: TypeAlias = Callable[[Needed], _LossAndGradients]
 
 
 def _loss_and_outputs(pair: HeadPair, compute: _Compute) -> tuple[Tensor, ...]:
+    """The loss, then the outputs; the loss is differentiable if any tensor of the pair requires a gradient.
+
+    ``compute`` runs once, here, with the gradients that are needed; the backward pass only scales them.
+    """
     if requires_gradient(pair):
         return _apply(_Loss, compute, *pair.tensors)
     with torch.no_grad():

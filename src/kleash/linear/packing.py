@@ -137,7 +137,11 @@ def pack_gradients(gradients: Gradients, packed: Packed, needed: Sequence[bool])
 def unpack_gradients(
     gradients: Sequence[Tensor], needed: Sequence[bool], shared: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients as autograd takes them: None where there is none."""
+    """The tensors of ``pack_gradients`` in the order of the arguments, for autograd.
+
+    None replaces an empty tensor: where no gradient is needed, and for q's place of a tensor of both models, whose
+    whole gradient is in p's place.
+    """
     flags = has_own_gradient(needed, shared)
     return [gradient if flag else None for gradient, flag in zip(gradients, flags, strict=True)]
 

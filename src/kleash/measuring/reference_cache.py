@@ -17,7 +17,7 @@ from kleash.measuring.model_pair import loading, source_of
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
 from kleash.measuring.sequence_clusters import SequenceClusters
-from kleash.measuring.shards import plan_shards, source_sequences, source_sha256
+from kleash.measuring.shards import hash_source, plan_shards, source_sequences
 from kleash.models import (
     Pair,
     ReferenceCache,
@@ -73,7 +73,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     saved = None if job.from_hidden_states is None else SavedStates(Path(job.from_hidden_states).expanduser())
     if saved is not None:
         job = with_saved_dtype(job, saved)
-    digest = source_sha256(job.measurement())
+    digest = hash_source(job.measurement())
     for sentence in job.measurement().without_effect():
         reporter.note(sentence)
     pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))

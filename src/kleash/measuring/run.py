@@ -18,7 +18,7 @@ from kleash.measuring.measurement import FinishedRun, make_measurement
 from kleash.measuring.model_pair import filled_cache, load_models
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.sequence_clusters import SequenceClusters
-from kleash.measuring.shards import SourceChecks, plan_shards, source_sha256
+from kleash.measuring.shards import SourceChecks, hash_source, plan_shards
 from kleash.models import SAMPLER, Pair, find_checkpoint
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG
 from kleash.models.threads import threads_for_scoring
@@ -63,7 +63,7 @@ def measure(job: MeasureJob, reporter: ProgressReporter | None = None) -> Measur
     folder.check(resume=job.resume)
     for sentence in job.without_effect():
         reporter.note(sentence)
-    digest = source_sha256(job)
+    digest = hash_source(job)
     pair = load_models(job, digest)
     for sentence in pair.notes:
         reporter.note(sentence)

@@ -67,7 +67,7 @@ def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:
         yield from read_responses(path, pair, limit=job.limit)
 
 
-def source_sha256(job: MeasureJob) -> str:
+def hash_source(job: MeasureJob) -> str:
     """The SHA-256 of the source's bytes.
 
     Raises:

@@ -71,14 +71,14 @@ class DemonstrationSettings:
 def demonstrate(
     demonstration_job: DemonstrationJob,
     display: Display | None = None,
-    setting: DemonstrationSettings | None = None,
+    settings: DemonstrationSettings | None = None,
 ) -> Demonstration:
     """Train the shipped reference three times on a reward that is easily hacked, and write a report.
 
     Args:
         demonstration_job: output folder, seed and device.
         display: shows the steps.
-        setting: size of the demonstration.
+        settings: size of the demonstration.
 
     Returns:
         The runs and the figures of best-of-n; the metrics of each step are in the folders of the runs.
@@ -92,7 +92,7 @@ def demonstrate(
         raise CannotRunError(
             f"the demonstration takes one process and was launched with {processes()}; start one"
         )
-    size = setting if setting is not None else DemonstrationSettings()
+    settings = settings if settings is not None else DemonstrationSettings()
     root = Path(demonstration_job.out if demonstration_job.out is not None else default_out())
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise RunFolderError(f"{root} holds something already; give another --out")
@@ -100,14 +100,14 @@ def demonstrate(
     with threads_for([SHIPPED_REFERENCE], device=demonstration_job.device) as note:
         if note is not None and display is not None:
             display.note(note)
-        return _run(demonstration_job, size, root, display)
+        return _run(demonstration_job, settings, root, display)
 
 
 def _run(
-    demonstration_job: DemonstrationJob, size: DemonstrationSettings, root: Path, display: Display | None
+    demonstration_job: DemonstrationJob, settings: DemonstrationSettings, root: Path, display: Display | None
 ) -> Demonstration:
     """Run best-of-n and the three trainings in an empty folder."""
-    best_of, samples = sample_reference(demonstration_job, size, root)
+    best_of, samples = sample_reference(demonstration_job, settings, root)
     result = Demonstration(
         kleash=__version__,
         reward=SHIPPED_REWARD,
@@ -116,7 +116,7 @@ def _run(
         best_of=best_of,
         samples=samples,
     )
-    for leash, job in leashes(demonstration_job, size, root):
+    for leash, job in leashes(demonstration_job, settings, root):
         if display is not None:
             display.note(f"{leash.title}: {leash.description}")
         try:
@@ -130,13 +130,13 @@ def _run(
 
 
 def leashes(
-    demonstration_job: DemonstrationJob, size: DemonstrationSettings, root: Path
+    demonstration_job: DemonstrationJob, settings: DemonstrationSettings, root: Path
 ) -> list[tuple[LeashSetting, PPOJob]]:
     """The three settings of beta with their jobs."""
     return [
         (
             LeashSetting(name="off", title="off the leash", description="beta is 0: KL costs nothing"),
-            size.job(demonstration_job, root, beta=0.0),
+            settings.job(demonstration_job, root, beta=0.0),
         ),
         (
             LeashSetting(
@@ -144,36 +144,36 @@ def leashes(
                 title="a good leash",
                 description="beta is 0.3: a nat of KL costs a third of a word",
             ),
-            size.job(demonstration_job, root, beta=0.3),
+            settings.job(demonstration_job, root, beta=0.3),
         ),
         (
             LeashSetting(
                 name="tight", title="too tight a leash", description="beta is 5: a nat of KL costs five words"
             ),
-            size.job(demonstration_job, root, beta=5.0),
+            settings.job(demonstration_job, root, beta=5.0),
         ),
     ]
 
 
 def sample_reference(
-    demonstration_job: DemonstrationJob, size: DemonstrationSettings, root: Path
+    demonstration_job: DemonstrationJob, settings: DemonstrationSettings, root: Path
 ) -> tuple[tuple[BestOf, ...], tuple[Sample, ...]]:
     """Choose and write the prompts; returns rewards and KLs of best-of-n, and some responses, of the reference."""
     pair = load_pair(SHIPPED_REFERENCE, SHIPPED_REFERENCE, device=demonstration_job.device)
     shipped = read_prompts(SHIPPED_PROMPTS, pair)
-    shortest = sorted(shipped, key=lambda prompt: len(prompt.token_ids))[: size.prompts]
+    shortest = sorted(shipped, key=lambda prompt: len(prompt.token_ids))[: settings.prompts]
     lines = [json.dumps({"prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in shortest]
     write_atomically(root / PROMPTS, "".join(lines))
     sampling = Sampling(
-        samples_per_prompt=size.draws, max_new_tokens=size.max_new_tokens, seed=demonstration_job.seed
+        samples_per_prompt=settings.draws, max_new_tokens=settings.max_new_tokens, seed=demonstration_job.seed
     )
     responses = generate(pair.policy, shortest, sampling)
     scores = load_rewards([SHIPPED_REWARD], tokenizer=pair.tokenizer).of(responses).total
-    rewards = scores.reshape(len(shortest), size.draws)
+    rewards = scores.reshape(len(shortest), settings.draws)
     samples = tuple(
         Sample(prompt=sequence.prompt_text, response=sequence.response_text, reward=float(scores[at]), kl=0.0)
         for at, sequence in enumerate(responses)
-        if at % size.draws == 0
+        if at % settings.draws == 0
     )
     points = tuple(
         BestOf(
@@ -183,7 +183,7 @@ def sample_reference(
             bound=best_of_n_bound(n),
         )
         for n in BEST_OF
-        if n <= size.draws
+        if n <= settings.draws
     )
     return points, samples[:SAMPLES]
 

@@ -160,13 +160,13 @@ class RewardFunction:
 
 
 def reward_values(
-    spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Sequence[Dialogue]
+    spec: str, function: Callable[[Sequence[Dialogue]], Any], dialogues: Sequence[Dialogue]
 ) -> Float64[np.ndarray, " responses"]:
     """Call a reward; returns a number for each response, NaN where it returns None (it does not apply).
 
     Args:
-        spec: the reward, for errors.
-        of: returns a sequence, an iterator, an array or a tensor of one dimension.
+        spec: the option that names the reward, for errors.
+        function: the reward; returns a sequence, an iterator, an array or a tensor of one dimension.
         dialogues: prompts and responses.
 
     Raises:
@@ -175,7 +175,7 @@ def reward_values(
         NonFiniteError: if a number is NaN or infinite.
         KeyboardInterrupt: if the reward does not catch it.
     """
-    returned = _call_reward(spec, of, dialogues)
+    returned = _call_reward(spec, function, dialogues)
     if len(returned) != len(dialogues):
         raise ShapeError(
             f"the reward {spec} returned {_count(returned, len(dialogues))} numbers for {len(dialogues)} responses; "
@@ -211,12 +211,12 @@ def _count(returned: list[Any], expected: int) -> str:
 
 
 def _call_reward(
-    spec: str, of: Callable[[Sequence[Dialogue]], Any], dialogues: Sequence[Dialogue]
+    spec: str, function: Callable[[Sequence[Dialogue]], Any], dialogues: Sequence[Dialogue]
 ) -> list[Any]:
     """Call a reward; returns its values as a list."""
     process = os.getpid()
     try:
-        returned = of(dialogues)
+        returned = function(dialogues)
         check_reward_order(spec, returned)
         values = (
             returned.tolist() if hasattr(returned, "tolist") else returned

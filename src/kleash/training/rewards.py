@@ -21,7 +21,7 @@ from kleash.training.reward_models import Dialogue, load_reward_model
 NO_COLUMNS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 WEIGHTED = re.compile(r"\s*(?P<weight>[^*\s]+)\s*\*\s*(?P<what>.+)")
 
-RewardOfDialogues = Callable[[Sequence[Dialogue]], Any]
+DialogueReward = Callable[[Sequence[Dialogue]], Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,7 +34,7 @@ class Reward:
     """Its weight in the sum."""
     spec: str
     """The option that names it, without its weight."""
-    of: RewardOfDialogues
+    function: DialogueReward
     """Returns one number for each response."""
 
 
@@ -107,12 +107,14 @@ class Rewards:
             OptionError: naming the columns that are missing and those that exist.
         """
         for reward in self.rewards:
-            if isinstance(reward.of, RewardFunction):
-                reward.of.signature.require_columns(reward.spec, columns, source)
+            if isinstance(reward.function, RewardFunction):
+                reward.function.signature.require_columns(reward.spec, columns, source)
 
     def of_dialogues(self, dialogues: Sequence[Dialogue]) -> RewardScores:
         """The rewards of dialogues; raises as ``of`` does."""
-        parts = {reward.name: reward_values(reward.spec, reward.of, dialogues) for reward in self.rewards}
+        parts = {
+            reward.name: reward_values(reward.spec, reward.function, dialogues) for reward in self.rewards
+        }
         require_scored(parts, [each.name for each in dialogues])
         total = np.zeros(len(dialogues))
         for reward in self.rewards:
@@ -153,12 +155,12 @@ def load_rewards(
         raise OptionError("say what is rewarded: package.module:function, or the folder of a reward model")
     rewards: list[Reward] = []
     for name, weight, what in _named(specs):
-        of = (
+        function = (
             _function(what)
             if _is_function(what)
             else load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
         )
-        rewards.append(Reward(name=name, weight=weight, spec=what, of=of))
+        rewards.append(Reward(name=name, weight=weight, spec=what, function=function))
     return Rewards(rewards=tuple(rewards), tokenizer=tokenizer)
 
 
@@ -172,7 +174,7 @@ def check_rewards(specs: Sequence[str], source: str, limit: int | None = None) -
             ``Rewards.require_columns``.
     """
     functions = [
-        Reward(name=name, weight=weight, spec=what, of=_function(what))
+        Reward(name=name, weight=weight, spec=what, function=_function(what))
         for name, weight, what in _named(specs)
         if _is_function(what)
     ]

@@ -143,15 +143,16 @@ class KLMixin(ForwardCapture):
         """The KL term of a micro-batch, from the policy's pass and the stored columns of the reference's."""
         mask = self._response_mask(inputs)
         token_weights = self._kl_options.token_weights(mask, size)
-        behaviour, ratio, effective_share = None, None, None
+        behaviour, ratio_weights, effective_share = None, None, None
         if self._term.ratio != "none":
             behaviour = self._behaviour_logp(inputs)
             behaviour = policy_pass.logp.detach() if behaviour is None else behaviour
-            level, cap = self._term.ratio, self._term.cap
-            ratio = importance_weights(policy_pass.logp, behaviour, mask, level=level, cap=cap)
-            effective_share = float(ratio.effective_sample_size / mask.sum().clamp(min=1))
+            ratio_weights = importance_weights(
+                policy_pass.logp, behaviour, mask, level=self._term.ratio, cap=self._term.cap
+            )
+            effective_share = float(ratio_weights.effective_sample_size / mask.sum().clamp(min=1))
         if self._kl_options.exact:
-            kl = self._exact_kl(policy_pass, inputs, mask, token_weights, ratio)
+            kl = self._exact_kl(policy_pass, inputs, mask, token_weights, ratio_weights)
             return replace(kl, effective_share=effective_share)
         per_token = self._term.per_token(
             policy_pass.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour
@@ -168,9 +169,11 @@ class KLMixin(ForwardCapture):
         inputs: dict[str, Any],
         mask: Tensor,
         token_weights: Tensor,
-        ratio: ImportanceWeights | None,
+        ratio_weights: ImportanceWeights | None,
     ) -> MicroBatchKL:
-        weights = token_weights if ratio is None else token_weights * ratio.values
+        """The exact KL of each response token, from both models' hidden states, as the micro-batch's term."""
+        ratios = None if ratio_weights is None else ratio_weights.values
+        weights = token_weights if ratios is None else token_weights * ratios
         if policy_pass.hidden is None:
             raise OptionError(
                 "no hidden states were captured; the model's backbone was not called by its forward"
@@ -189,11 +192,10 @@ class KLMixin(ForwardCapture):
             mask, result.per_token.to(token_weights.dtype)
         )
         loss = result.loss
-        rho = None if ratio is None else ratio.values
         if self._term.spec.scope == "sequence":
-            later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=rho)
+            later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=ratios)
             loss = loss + (token_weights * later_kl).sum()
-        return MicroBatchKL(loss=loss, per_token=token_kl if rho is None else token_kl * rho)
+        return MicroBatchKL(loss=loss, per_token=token_kl if ratios is None else token_kl * ratios)
 
     def _response_mask(self, inputs: dict[str, Any]) -> Bool[Tensor, "batch time"]:
         """True for the tokens that the policy generated: no padding, no tool output."""

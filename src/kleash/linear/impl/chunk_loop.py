@@ -47,6 +47,17 @@ class ChunkPlan(NamedTuple):
     """Threads of the library in C; 0 where torch does the elementwise work."""
 
 
+class ProductPlan(NamedTuple):
+    """How the products with the heads' weights are computed, and the memory that this takes besides their factors."""
+
+    tile_rows: int
+    """As in ``ChunkPlan``."""
+    fixed_bytes: int
+    """Memory that does not depend on the number of tokens."""
+    dims: int
+    """Further numbers for each token, counted in pairs like the dimensions of its hidden states (value, gradient)."""
+
+
 def plan_chunks(
     pair: HeadPair,
     options: LinearOptions,
@@ -67,28 +78,10 @@ def plan_chunks(
         native: whether the library in C does the elementwise work.
     """
     tokens = pair.tokens if tokens is None else tokens
-    size, budget, vocab_size = pair.p.dtype.itemsize, options.chunk_bytes, pair.local_vocab_size
-    dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1]
-    if has_native_products(pair, options):
-        tile = 0
-        dim = max(pair.p.hidden.shape[1], pair.q.hidden.shape[1])
-        per_token, more = products.workspace_floats(dim, torch.get_num_threads())
-        budget -= more * size
-        dims += per_token // 2
-    else:
-        tile = 1
-        for model in (pair.p, pair.q):
-            weight = model.head.weight
-            if weight is not None and needs_tiles(model):
-                # Neither a tile of the weight nor the product with it is larger than this share of the budget.
-                longest = max(weight.shape[1], min(ENOUGH_TOKENS, tokens), 1) * size
-                tile = max(tile, min(len(weight), options.chunk_bytes // 8 // longest))
-                if weight.dtype != model.dtype:
-                    budget -= tile * weight.shape[1] * size // 2
-    if tile and onednn.is_faster(pair.p.dtype, pair.p.hidden.device):
-        # oneDNN packs a tile of the weight and one of the gradient, and there is the product with a tile.
-        budget -= tile * max(pair.p.hidden.shape[1], pair.q.hidden.shape[1]) * size
-        dims += tile
+    plan = plan_products(pair, options, tokens)
+    size, vocab_size, tile = pair.p.dtype.itemsize, pair.local_vocab_size, plan.tile_rows
+    budget = options.chunk_bytes - plan.fixed_bytes
+    dims = pair.p.hidden.shape[1] + pair.q.hidden.shape[1] + plan.dims
     if pair.is_sharded:
         # One message serves many tokens: the elementwise work of a whole chunk is done at once.
         row = (2 + num_buffers + FALLBACK_BUFFERS) * vocab_size + 2 * dims
@@ -110,6 +103,27 @@ def plan_chunks(
     even = -(-tokens // max(1, -(-tokens // most)))
     chunk_tokens = max(1, min(-(-even // multiple) * multiple, tokens))
     return ChunkPlan(chunk_tokens, rows, tile, num_buffers, threads)
+
+
+def plan_products(pair: HeadPair, options: LinearOptions, tokens: int) -> ProductPlan:
+    """How to compute the products with the heads' weights for this many tokens."""
+    size, dim = pair.p.dtype.itemsize, max(pair.p.hidden.shape[1], pair.q.hidden.shape[1])
+    if has_native_products(pair, options):
+        per_token, fixed = products.workspace_floats(dim, torch.get_num_threads())
+        return ProductPlan(0, fixed * size, per_token // 2)
+    tile, fixed_bytes = 1, 0
+    for model in (pair.p, pair.q):
+        weight = model.head.weight
+        if weight is not None and needs_tiles(model):
+            # Neither a tile of the weight nor the product with it is larger than this share of the budget.
+            longest = max(weight.shape[1], min(ENOUGH_TOKENS, tokens), 1) * size
+            tile = max(tile, min(len(weight), options.chunk_bytes // 8 // longest))
+            if weight.dtype != model.dtype:
+                fixed_bytes += tile * weight.shape[1] * size // 2
+    if not onednn.is_faster(pair.p.dtype, pair.p.hidden.device):
+        return ProductPlan(tile, fixed_bytes, 0)
+    # oneDNN packs a tile of the weight and one of the gradient, and there is the product with a tile.
+    return ProductPlan(tile, fixed_bytes + tile * dim * size, tile)
 
 
 def has_native_products(pair: HeadPair, options: LinearOptions) -> bool:
@@ -254,6 +268,7 @@ def evaluate_rows(
     """
     native = function.native is not None and uses_native(pair, options)
     plan = plan_chunks(pair, options, 0 if native else function.num_buffers, native=native)
+    # A call without rows has the number of the results, their dtypes and their shapes beyond the first axis.
     none = torch.empty((0, pair.local_vocab_size), dtype=pair.p.dtype, device=pair.p.hidden.device)
     empty = (
         *function.fallback(none, none, *(x[:0] for x in inputs)),
@@ -263,12 +278,12 @@ def evaluate_rows(
     fast = fast_version(function, pair, plan, options)
     for chunk in chunks(pair, plan, q_is_delta=function.accepts_delta):
         keywords = {"q_is_delta": chunk.q_is_delta} if function.accepts_delta else {}
+        # All positions of a chunk are a slice here, so that these are views, and the results are written in place.
         chunk_inputs, chunk_results = ([x[chunk.positions] for x in xs] for xs in (inputs, results))
         for block in logit_blocks(chunk, plan.block_rows):
             rows = chunk.zp[block], chunk.zq[block], *(x[block] for x in chunk_inputs)
-            computed = replace_failed_rows(
-                function, fast(*rows, **keywords), rows, chunk.q_is_delta, pair.vocab_shards
-            )
+            computed = fast(*rows, **keywords)
+            computed = replace_failed_rows_(function, computed, rows, chunk.q_is_delta, pair.vocab_shards)
             computed = *computed, *(of_logits(rows[0], rows[1]) if of_logits else ())
             for result, new in zip(chunk_results, computed, strict=True):
                 result[block] = new
@@ -304,14 +319,14 @@ def with_buffers(
     )
 
 
-def replace_failed_rows(
+def replace_failed_rows_(
     function: RowFunction,
     results: tuple[Tensor, ...],
     rows: tuple[Tensor, ...],
     q_is_delta: bool,
     vocab_shards: LocalVocab,
 ) -> tuple[Tensor, ...]:
-    """The results of the fast version, with those of the fallback for the rows that it could not compute."""
+    """Write the fallback's results into ``results`` for the rows that the fast version could not compute; return it."""
     keywords: dict[str, Any] = {"vocab_shards": vocab_shards}
     if function.accepts_delta:
         keywords["q_is_delta"] = q_is_delta

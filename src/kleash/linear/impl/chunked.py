@@ -45,11 +45,11 @@ STATISTICS_ROWS = RowFunction(
 )
 
 
-def reference_rows(record: Divergence) -> RowCallable:
-    """A divergence of each row by the reference."""
+def plain_divergence_rows(divergence: Divergence) -> RowCallable:
+    """The function of each row's value by the reference's formula, for all logits: the fallback of the fast one."""
 
     def rows(zp: Tensor, zq: Tensor, vocab_shards: LocalVocab = LOCAL_VOCAB) -> tuple[Tensor]:
-        return (divergence_of_logits(record, zp, zq, vocab_shards),)
+        return (divergence_of_logits(divergence, zp, zq, vocab_shards),)
 
     return rows
 
@@ -68,8 +68,8 @@ class ChunkedBackend:
         if request.divergence == KL:
             return evaluate_rows(KL_ROWS, request.pair, request.options)[0]
         function = RowFunction(
-            divergence_rows.record_rows(request.divergence),
-            reference_rows(request.divergence),
+            divergence_rows.fast_divergence_rows(request.divergence),
+            plain_divergence_rows(request.divergence),
             slice(0, 1),
             divergence_rows.NUM_BUFFERS,
             compiles=False,

@@ -23,14 +23,14 @@ NUM_BUFFERS = 20
 """Tensors of a block's size that exist together while a record's functions run."""
 
 
-def record_rows(record: Divergence) -> RowCallable:
-    """The function of each row's value; not finite where it cannot compute a row."""
+def fast_divergence_rows(divergence: Divergence) -> RowCallable:
+    """The function of each row's value from the divergence's generators; its result is not finite where it fails."""
 
     def rows(
         zp: Tensor, zq: Tensor, buffers: object = None, vocab_shards: LocalVocab = LOCAL_VOCAB
     ) -> tuple[Tensor]:
         logp, logq = both_normalised(zp, zq, vocab_shards)
-        return (record.finish(generator_sum(record, logp, logq, vocab_shards)),)
+        return (divergence.finish(generator_sum(divergence, logp, logq, vocab_shards)),)
 
     return rows
 

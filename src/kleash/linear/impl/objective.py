@@ -15,7 +15,7 @@ from kleash.linear.impl.chunk_loop import (
     fast_version,
     logit_blocks,
     plan_chunks,
-    replace_failed_rows,
+    replace_failed_rows_,
     row_blocks,
 )
 from kleash.linear.impl.compiling import uses_native
@@ -23,7 +23,7 @@ from kleash.linear.impl.fallback import fallback_kl
 from kleash.linear.impl.kl_fast import kl_terms, moments, phi_of_residual
 from kleash.linear.impl.native import row_functions as native
 from kleash.linear.impl.objective_grad import (
-    LogitGradient,
+    LogitGradientFunction,
     ObjectiveRows,
     TermRows,
     closed_form_gradient,
@@ -129,7 +129,7 @@ def objective_result(
         for block in logit_blocks(chunk, plan.block_rows):
             rows = chunk.zp[block], chunk.zq[block], ids[block]
             computed = fast(*rows, q_is_delta=chunk.q_is_delta)
-            computed = replace_failed_rows(TERMS_ROWS, computed, rows, chunk.q_is_delta, pair.vocab_shards)
+            computed = replace_failed_rows_(TERMS_ROWS, computed, rows, chunk.q_is_delta, pair.vocab_shards)
             for result, new in zip(known, computed, strict=True):
                 result[block] = new
         chunk_loss, coefficients = objective_value_and_grad(objective, known.terms, index)
@@ -146,7 +146,7 @@ def add_chunk_gradient_(
     c: TokenTerms,
     plan: ChunkPlan,
     sums: GradientSumsPair,
-    logit_gradient: LogitGradient,
+    logit_gradient: LogitGradientFunction,
 ) -> None:
     """Replace a chunk's logits by the gradient of its losses, and add the gradients that follow to the sums."""
     outs = sums.p.gradient_buffer(chunk.zp), sums.q.gradient_buffer(chunk.zq)

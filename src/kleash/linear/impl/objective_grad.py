@@ -57,12 +57,16 @@ class ObjectiveRows(NamedTuple):
     """Whether any coefficient of the entropy is not 0."""
 
 
-LogitGradient: TypeAlias = Callable[
+LogitGradientFunction: TypeAlias = Callable[
     [ObjectiveRows, tuple[bool, bool], LocalVocab, tuple[Tensor, Tensor]],
     tuple[Tensor | None, Tensor | None, Tensor],
 ]
-"""From rows, whether the gradients in p's and q's logits are needed, the vocabulary's ranks and two buffers to the
-gradients, which may lie in the buffers, and which rows could be computed."""
+"""A function that computes the gradients in the logits of some rows.
+
+Arguments: the rows; whether the gradients in p's and in q's logits are needed; the ranks that share the vocabulary; two
+buffers, in which the gradients may be returned.
+Returns: the gradients in p's and q's logits, None where not needed, and a bool for each row: whether it was computed.
+"""
 
 
 def objective_gradient_rows(
@@ -70,14 +74,16 @@ def objective_gradient_rows(
     needs: tuple[bool, bool],
     vocab_shards: LocalVocab,
     buffers: tuple[Tensor, Tensor],
-    logit_gradient: LogitGradient,
+    logit_gradient: LogitGradientFunction,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients in both logits, where needed; by autograd for rows that ``logit_gradient`` cannot compute."""
-    in_p, in_q, done = logit_gradient(rows, needs, vocab_shards, buffers)
-    for part in vocab_shards.row_parts(~done, rows.zp.shape[1]):
+    in_p, in_q, computed = logit_gradient(rows, needs, vocab_shards, buffers)
+    for part in vocab_shards.row_parts(~computed, rows.zp.shape[1]):
         zq = rows.zp[part] + rows.zq[part] if rows.q_is_delta else rows.zq[part]
         coefficients = TokenTerms(*(x[part] for x in rows.coefficients))
-        replacement = reference_gradient_rows(rows.zp[part], zq, rows.ids[part], coefficients, vocab_shards)
+        replacement = reference_objective_gradient_rows(
+            rows.zp[part], zq, rows.ids[part], coefficients, vocab_shards
+        )
         replace_rows_((in_p, in_q), part, replacement)
     return in_p, in_q
 
@@ -85,25 +91,25 @@ def objective_gradient_rows(
 def closed_form_gradient(
     rows: ObjectiveRows, needs: tuple[bool, bool], vocab_shards: LocalVocab, buffers: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """A ``LogitGradient`` by torch's functions."""
+    """The gradients by the formulas at the top of this module, with torch's functions: a ``LogitGradientFunction``."""
     in_p = in_q = None
-    done = torch.ones(len(rows.zp), dtype=torch.bool, device=rows.zp.device)
+    computed = torch.ones(len(rows.zp), dtype=torch.bool, device=rows.zp.device)
     if needs[0]:
         in_p = gradient_in_p(rows, vocab_shards, buffers)
-        done &= in_p.sum(-1).isfinite()
+        computed &= in_p.sum(-1).isfinite()
     if needs[1]:
         in_q = gradient_in_q(rows, vocab_shards)
-        done &= in_q.sum(-1).isfinite()
-    return in_p, in_q, done
+        computed &= in_q.sum(-1).isfinite()
+    return in_p, in_q, computed
 
 
 def native_gradient(
     rows: ObjectiveRows, needs: tuple[bool, bool], vocab_shards: LocalVocab, buffers: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """A ``LogitGradient`` by the library in C."""
+    """The gradients by the same formulas in C, written into the buffers: a ``LogitGradientFunction``."""
     known = rows.known
     in_p, in_q = (x[: len(rows.zp)] if needed else None for x, needed in zip(buffers, needs, strict=True))
-    done = native.objective_gradient_(
+    computed = native.objective_gradient_(
         rows.zp,
         rows.zq,
         rows.ids,
@@ -113,7 +119,7 @@ def native_gradient(
         q_is_delta=rows.q_is_delta,
         with_entropy=rows.with_entropy,
     )
-    return in_p, in_q, done
+    return in_p, in_q, computed
 
 
 def gradient_in_p(rows: ObjectiveRows, vocab_shards: LocalVocab, buffers: tuple[Tensor, Tensor]) -> Tensor:
@@ -142,7 +148,7 @@ def gradient_in_q(rows: ObjectiveRows, vocab_shards: LocalVocab) -> Tensor:
     return vocab_shards.scatter_add_local_(gradient, rows.ids, c.token_logq[:, None])
 
 
-def reference_gradient_rows(
+def reference_objective_gradient_rows(
     zp: Tensor, zq: Tensor, ids: Tensor, coefficients: TokenTerms, vocab_shards: LocalVocab
 ) -> tuple[Tensor, Tensor]:
     """The gradients in both logits by the reference and autograd; a term with coefficient 0 is not read."""

@@ -127,7 +127,7 @@ def hidden_gradient(
         return gradient
     if tile == 0:
         total = gradient.new_zeros(len(gradient), weight.shape[1])
-        products.add_to_hidden_(total, gradient, weight)
+        products.add_hidden_gradient_(total, gradient, weight)
         return model.vocab_shards.all_reduce_gradient(total)
     if weight.dtype == gradient.dtype and not onednn.is_faster(gradient.dtype, gradient.device):
         return model.vocab_shards.all_reduce_gradient(gradient @ weight)
@@ -150,7 +150,7 @@ def add_weight_gradient_(
     """Add ``gradient^T hidden`` to ``total``, by tiles if the product is narrower than the sum."""
     hidden = hidden.to(gradient.dtype)
     if tile == 0:
-        products.add_to_weight_(total, gradient, hidden)
+        products.add_weight_gradient_(total, gradient, hidden)
         return
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)

@@ -183,7 +183,7 @@ def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
             )
             for which, completion, ids in rows
         ]
-        return reward_values(reward.spec, reward.of, dialogues).tolist()
+        return reward_values(reward.spec, reward.function, dialogues).tolist()
 
     function.__name__ = reward.name
     return function

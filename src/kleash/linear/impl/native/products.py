@@ -68,21 +68,21 @@ def write_logits_(
         out.zero_()
 
 
-def add_to_weight_(
+def add_weight_gradient_(
     total: Float[Tensor, "vocab dim"],
     gradient: Float[Tensor, "tokens vocab"],
     hidden: Float[Tensor, "tokens dim"],
 ) -> None:
-    """Add ``gradient^T hidden`` to ``total``."""
+    """Add ``gradient^T hidden``, the gradient in the weight, to ``total``."""
     call("kleash_weight_gradient", gradient, hidden, total)
 
 
-def add_to_hidden_(
+def add_hidden_gradient_(
     total: Float[Tensor, "tokens dim"],
     gradient: Float[Tensor, "tokens vocab"],
     weight: Float[Tensor, "vocab dim"],
 ) -> None:
-    """Add ``gradient weight`` to ``total``."""
+    """Add ``gradient weight``, the gradient in the hidden states, to ``total``."""
     call("kleash_hidden_gradient", gradient, weight, total)
 
 

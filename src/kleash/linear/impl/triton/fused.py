@@ -130,7 +130,7 @@ def kl_values(pair: HeadPair) -> Float[Tensor, " tokens"]:
     shares = -(-vocab_size // SHARE)
     states = torch.empty((shares, STATE, count), dtype=torch.float32, device=device)
     p, q = head_factors(pair.p, count), head_factors(pair.q, count)
-    (hidden_p, weight_p), (hidden_q, weight_q) = matrices(pair.p), matrices(pair.q)
+    (hidden_p, weight_p), (hidden_q, weight_q) = hidden_and_weight(pair.p), hidden_and_weight(pair.q)
     cast("Any", share_kernel)[(-(-count // HEIGHT), shares)](
         *(hidden_p, hidden_q, weight_p, weight_q, p.outer, q.outer, p.inner, q.inner, p.bias, q.bias, states),
         *(count, vocab_size, SHARE, hidden_p.shape[1], hidden_q.shape[1]),
@@ -148,8 +148,8 @@ def kl_values(pair: HeadPair) -> Float[Tensor, " tokens"]:
     return values
 
 
-def matrices(model: HeadInputs) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight with contiguous rows."""
+def hidden_and_weight(model: HeadInputs) -> tuple[Tensor, Tensor]:
+    """A model's hidden states and weight, copied where the entries of a row are not contiguous."""
     weight = model.head.weight
     assert weight is not None
     hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (model.hidden, weight))
