@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jaxtyping import Float
 
+from kleash.estimators import sampled_kl
 from kleash.store import Sample
 from kleash.store.metrics import PART
 from kleash.uncertainty import Estimate, clustered_mean, ratio_of_sums
@@ -56,7 +58,6 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
     )
     per_token = _per_token(sums, lengths, clusters)
     token_kl = column_of(responses, "token_kl")
-    log_ratio = column_of(responses, "token_logp") - column_of(responses, "token_logq")
     return {
         "reward/score": score.value,
         "reward/score_error": score.standard_error,
@@ -71,9 +72,10 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
         "kl/exact_per_sequence_error": per_sequence.standard_error,
         "kl/exact_per_token": per_token.value,
         "kl/exact_per_token_error": per_token.standard_error,
-        "kl/k1": float(log_ratio.mean()),
-        "kl/k2": float((log_ratio**2 / 2).mean()),
-        "kl/k3": float((np.expm1(-log_ratio) + log_ratio).mean()),
+        **{
+            f"kl/{estimator}": mean_sampled_kl(responses, "token_logp", "token_logq", estimator)
+            for estimator in ("k1", "k2", "k3")
+        },
         "kl/top_percent_share": top_share(token_kl),
         "kl/max_token": float(token_kl.max()),
         "policy/entropy": float(column_of(responses, "entropy").mean()),
@@ -86,6 +88,12 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
 def column_of(responses: Sequence[Response], name: str) -> Float[np.ndarray, " tokens"]:
     """A column of the tokens of all responses, concatenated."""
     return np.concatenate([response.tokens[name] for response in responses])
+
+
+def mean_sampled_kl(responses: Sequence[Response], p: str, q: str, estimator: str) -> float:
+    """The mean of ``sampled_kl`` over all tokens, from two columns of log-probabilities."""
+    token_logp, token_logq = (torch.from_numpy(column_of(responses, name)) for name in (p, q))
+    return float(sampled_kl(token_logp, token_logq, estimator).numpy().mean())
 
 
 def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kleash.estimators import k3
 from kleash.jobs import PPOJob
 from kleash.linear import TokenTerms
 from kleash.losses import kl_loss
@@ -99,7 +100,7 @@ def update_sums(terms: TokenTerms, values: Tensor, past: RolloutTokens, job: PPO
         "ratio": ratio,
         "clipped": (gain < ratio * past.advantages).double(),
         "value_clipped": ((new - past.values).abs() > max_change).double(),
-        "update_kl": torch.expm1(log_ratio) - log_ratio,
+        "update_kl": k3(-log_ratio),
     }
     sums = {name: torch.where(past.is_counted, x, 0.0).sum().item() for name, x in per_token.items()}
     return {**sums, "ratio_max": torch.where(past.is_counted, ratio, 0.0).max().item()}

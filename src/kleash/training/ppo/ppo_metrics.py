@@ -9,7 +9,7 @@ from torch import Tensor
 from kleash.training.ppo.rollout import Rollout
 from kleash.training.ppo.update import UpdateResult
 from kleash.training.process_group import ProcessGroup
-from kleash.training.response_metrics import Response, column_of
+from kleash.training.response_metrics import Response, column_of, mean_sampled_kl
 
 
 def gather_responses(rollout: Rollout, returns: Tensor, group: ProcessGroup) -> list[Response]:
@@ -36,12 +36,11 @@ def gather_responses(rollout: Rollout, returns: Tensor, group: ProcessGroup) -> 
 
 def critic_metrics(responses: Sequence[Response]) -> dict[str, float]:
     """Metrics of the critic, and of the difference between log-probabilities in sampling and in scoring."""
-    log_ratio = column_of(responses, "behaviour_logp") - column_of(responses, "token_logp")
     returns = column_of(responses, "returns")
     errors, variance = returns - column_of(responses, "values"), returns.var()
     return {
         "value/explained_variance": float(1 - errors.var() / variance) if variance > 0 else float("nan"),
-        "sampling/k3": float((np.expm1(-log_ratio) + log_ratio).mean()),
+        "sampling/k3": mean_sampled_kl(responses, "behaviour_logp", "token_logp", "k3"),
     }
 
 
