@@ -1,6 +1,6 @@
 """Paired differences between runs, from their files: no model, no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,20 +137,6 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
     )
     labels = np.unique(first.prompts[first_rows], return_inverse=True)[1]
     minuend, subtrahend = _by_cluster(labels, run.sums[run_rows]), _by_cluster(labels, first.sums[first_rows])
-    differences: dict[str, Number] = {}
-    for column, statistic in enumerate(COMPARED, start=1):
-        differences[statistic] = Number.of(
-            paired_difference(
-                minuend[:, column],
-                minuend[:, 0],
-                subtrahend[:, column],
-                subtrahend[:, 0],
-                unit=STATISTICS[statistic].unit,
-                **_bounds(statistic),
-                known_value=_known_difference(run, first, statistic),
-            )
-        )
-    differences |= _perplexity_differences(minuend, subtrahend)
     shared_count = _count(first, first_rows)
     only_run, only_first = _count(run) - _count(run, run_rows), _count(first) - shared_count
     warnings: tuple[str, ...] = ()
@@ -160,15 +146,45 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
             "one of them"
         )
         warnings = (warning,)
+    known_values = {statistic: _known_difference(run, first, statistic) for statistic in COMPARED}
     return RunDifference(
         name=name,
         minus=first_name,
         shared_prompts=shared_count,
         only_here=only_run,
         only_there=only_first,
-        differences=differences,
+        differences={
+            **_mean_differences(minuend, subtrahend, known_values),
+            **_perplexity_differences(minuend, subtrahend),
+        },
         warnings=warnings,
     )
+
+
+def _mean_differences(
+    minuend: Floats, subtrahend: Floats, known_values: Mapping[str, float | None]
+) -> dict[str, Number]:
+    """Differences of means per token, from the sums of each cluster in both runs.
+
+    Args:
+        minuend: [cluster, column] of the run: tokens, then the statistics ``SUMMED``.
+        subtrahend: the same of the first run.
+        known_values: statistic -> its difference where that is known without the samples, or None.
+    """
+    return {
+        statistic: Number.of(
+            paired_difference(
+                minuend[:, column],
+                minuend[:, 0],
+                subtrahend[:, column],
+                subtrahend[:, 0],
+                unit=STATISTICS[statistic].unit,
+                **_bounds(statistic),
+                known_value=known_values[statistic],
+            )
+        )
+        for column, statistic in enumerate(COMPARED, start=1)
+    }
 
 
 def _bounds(name: str) -> dict[str, float | None]:

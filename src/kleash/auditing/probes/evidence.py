@@ -104,21 +104,22 @@ class Evidence:
     @property
     def is_claimed_at_moderate_ratios(self) -> bool:
         """Whether on-policy its expected value is the claimed divergence at least where no log ratio is large."""
-        match = self.value_matches["on-policy"]
-        return match is not None and match.quantity == self.claimed and match.relation == "itself"
+        return is_quantity(self.value_matches["on-policy"], self.claimed)
 
     def is_claimed(self, match: QuantityMatch | None) -> bool:
         """Whether the match is the claimed divergence itself, on every pair."""
-        return (
-            match is not None
-            and match.quantity == self.claimed
-            and match.relation == "itself"
-            and match.everywhere
-        )
+        return is_quantity(match, self.claimed, everywhere=True)
 
     def one_token(self, sampling: Sampling) -> list[Expectation]:
         """The expectations over a single token."""
         return self.expectations.one_token(sampling)
+
+
+def is_quantity(match: QuantityMatch | None, label: str, *, everywhere: bool = False) -> bool:
+    """Whether the match is this quantity itself, neither scaled nor shifted; with ``everywhere``, on every pair."""
+    if match is None or (match.quantity, match.relation) != (label, "itself"):
+        return False
+    return match.everywhere or not everywhere
 
 
 REPEATS = 12
@@ -132,27 +133,17 @@ def gather_evidence(audited: AuditedFunction, purity: Purity) -> Evidence:
     is_deterministic = not purity.is_random
     is_stateless = is_deterministic and not purity.has_state
     expectations = compute_expectations(audited)
-    values: Matches = {sampling: expectations.matched_value(sampling) for sampling in SAMPLINGS}
-    needs_gradient = audited.convention.place != "metric"
-    gradients: Matches = {
-        sampling: expectations.matched_gradient(sampling) if needs_gradient else None
-        for sampling in SAMPLINGS
-    }
+    value_matches, gradient_matches = match_expectations(expectations, audited.convention.place != "metric")
+    value, gradient = value_matches["on-policy"], gradient_matches["on-policy"]
+    value_is_claimed = is_quantity(value, expectations.claimed_label)
+    gradient_is_claimed = is_quantity(gradient, expectations.claimed_label, everywhere=True)
     estimator = matching_estimator(audited)
-    value, gradient = values["on-policy"], gradients["on-policy"]
-    claimed = expectations.claimed_label
-    value_is_claimed = value is not None and (value.quantity, value.relation) == (claimed, "itself")
-    gradient_is_claimed = (
-        gradient is not None
-        and (gradient.quantity, gradient.relation) == (claimed, "itself")
-        and gradient.everywhere
-    )
     padding = probe_padding(audited) if is_deterministic else ()
     evidence = Evidence(
         audited=audited,
         expectations=expectations,
-        value_matches=values,
-        gradient_matches=gradients,
+        value_matches=value_matches,
+        gradient_matches=gradient_matches,
         estimator=estimator,
         scan=scan_log_ratios(audited),
         extremes=probe_extreme_inputs(audited),
@@ -178,6 +169,16 @@ def gather_evidence(audited: AuditedFunction, purity: Purity) -> Evidence:
     )
     final = probe_final_call(replace(audited, repeats=1), purity)
     return replace(evidence, purity=(*purity.results, final))
+
+
+def match_expectations(expectations: Expectations, needs_gradient: bool) -> tuple[Matches, Matches]:
+    """The quantities that the expected values and, if they matter, the expected gradients are."""
+    values: Matches = {sampling: expectations.matched_value(sampling) for sampling in SAMPLINGS}
+    gradients: Matches = {
+        sampling: expectations.matched_gradient(sampling) if needs_gradient else None
+        for sampling in SAMPLINGS
+    }
+    return values, gradients
 
 
 LOG_PROBABILITY_FIELDS = ("token_logp", "token_logq", "behaviour_logp", "logp", "logq")
