@@ -92,7 +92,7 @@ def reported(tmp_path_factory):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_verls_workers_have_the_true_penalty(reported):
+def test_verl_ray_workers_use_kleash_penalty(reported):
     verl = reported["verl"]
     # verl's own clamps both values to 10, and takes their gradients for 0.
     assert verl["values"] == pytest.approx([math.exp(-20) + 19, math.exp(29) - 30])
@@ -101,7 +101,7 @@ def test_verls_workers_have_the_true_penalty(reported):
     assert 0.1 < verl["beta"] < 1e6
 
 
-def test_openrlhfs_workers_have_the_true_penalty(reported):
+def test_openrlhf_ray_workers_use_kleash_penalty(reported):
     openrlhf = reported["openrlhf"]
     assert openrlhf["before"] == []
     assert openrlhf["estimate"] == openrlhf["controller"] == "kleash.integrations.openrlhf"

@@ -64,7 +64,7 @@ def value_and_gradient(function, log_probs, *others, **options):
 @given(
     tokens=st.lists(st.tuples(st.floats(-9, -0.1), st.floats(-2.3, 3.0), st.floats(-2.0, 2.0)), min_size=1)
 )
-def test_theirs_wherever_they_do_not_bound(theirs, estimator, unbiased, tokens):
+def test_estimators_equal_openrlhf_where_it_does_not_clamp(theirs, estimator, unbiased, tokens):
     log_probs, ahead, moved = torch.tensor(tokens, dtype=torch.float32).T
     given = (log_probs - ahead, log_probs - moved)
     options = {"kl_estimator": estimator, "unbiased_gradient": unbiased}
@@ -84,7 +84,7 @@ def test_theirs_wherever_they_do_not_bound(theirs, estimator, unbiased, tokens):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_beyond_their_bounds_value_and_gradient_go_on(theirs):
+def test_value_and_gradient_are_exact_beyond_openrlhf_clamps(theirs):
     log_probs, base = torch.tensor([-5.0, -30.0]), torch.tensor([-1.0, -2.0])
     assert value_and_gradient(theirs.compute_approx_kl, log_probs, base, kl_estimator="k2")[1][1] == 0
     value, gradient = value_and_gradient(compute_approx_kl, log_probs, base, kl_estimator="k2")
@@ -94,7 +94,7 @@ def test_beyond_their_bounds_value_and_gradient_go_on(theirs):
     assert gradient[0].item() == pytest.approx(1 - math.exp(4), rel=1e-6)
 
 
-def test_unbiased_in_expectation_off_policy():
+def test_weighted_estimators_are_unbiased_off_policy():
     """Over all words, drawn from another policy: the gradient of KL(policy || reference), summed exactly."""
     torch.manual_seed(0)
     logits, others, behaviours = torch.randn(3, 7, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_unbiased_in_expectation_off_policy():
         torch.testing.assert_close(found, exact)
 
 
-def test_a_cap_bounds_the_weight_alone():
+def test_cap_bounds_only_the_weight():
     given = torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([-6.0])
     options = {"kl_estimator": "k3", "unbiased_gradient": True}
     assert value_and_gradient(compute_approx_kl, *given, **options)[1].item() == pytest.approx(math.exp(5))
@@ -117,7 +117,7 @@ def test_a_cap_bounds_the_weight_alone():
     assert [x.item() for x in ruled_out] == [math.inf, 0.0]
 
 
-def test_the_reward_of_masked_tokens_is_nothing_even_where_they_hold_nan(theirs):
+def test_masked_nan_tokens_have_reward_0(theirs):
     scores, kl = torch.tensor([1.0, -2.0]), torch.tensor([[0.5, 1.0, 7.0], [0.25, 0.5, 1.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     options = {"action_mask": mask, "reward_clip_range": (-1.0, 0.75)}
@@ -131,7 +131,7 @@ def test_the_reward_of_masked_tokens_is_nothing_even_where_they_hold_nan(theirs)
     assert compute_reward(scores, -1.0, kl, action_mask=mask.float())[1].tolist() == [0, 0, -2]
 
 
-def test_every_module_that_imported_a_name_has_the_new_one(installed):
+def test_install_replaces_names_in_importing_modules(installed):
     for place, names in HOLDERS.items():
         for name in names:
             assert getattr(installed[place], name).__module__ == "kleash.integrations.openrlhf"
@@ -143,7 +143,7 @@ def test_every_module_that_imported_a_name_has_the_new_one(installed):
     assert value_and_gradient(again, torch.tensor([-1.0]), torch.tensor([-2.0]), **options)[1].item() == 2
 
 
-def test_what_is_imported_later_has_the_new_one_too(installed, monkeypatch):
+def test_install_replaces_names_in_later_imports(installed, monkeypatch):
     name = "openrlhf.trainer.ppo_utils.kl_controller"
     monkeypatch.delitem(sys.modules, name)
     before = list(sys.meta_path)
@@ -154,7 +154,7 @@ def test_what_is_imported_later_has_the_new_one_too(installed, monkeypatch):
     assert sys.meta_path == before
 
 
-def test_controllers_as_openrlhf_makes_them(installed):
+def test_controllers_are_created_through_openrlhf(installed):
     trainer = installed["trainer.ppo_trainer"]
     fixed = trainer.FixedKLController(0.02)
     fixed.update(3.0, 64)
@@ -167,7 +167,7 @@ def test_controllers_as_openrlhf_makes_them(installed):
 
 
 @given(kls=st.lists(st.floats(0.0, 3.0), max_size=15))
-def test_without_a_choice_it_is_theirs_within_bounds(theirs, kls):
+def test_default_controller_equals_openrlhf_within_bounds(theirs, kls):
     from kleash.integrations.openrlhf import _adaptive
 
     ours, own = _adaptive({"kind": "ziegler"})(0.1, 0.5, 1000), theirs.AdaptiveKLController(0.1, 0.5, 1000)
@@ -192,7 +192,7 @@ def trainer_of(installed):
     return made
 
 
-def test_its_state_travels_in_their_checkpoints(installed, monkeypatch):
+def test_controller_state_is_saved_in_openrlhf_checkpoints(installed, monkeypatch):
     first, saved = trainer_of(installed), []
     monkeypatch.setattr(installed["trainer.ppo_trainer"].ray, "get", lambda refs: refs)
     first.actor_model_group = SimpleNamespace(
@@ -217,7 +217,7 @@ def test_its_state_travels_in_their_checkpoints(installed, monkeypatch):
     assert third.kl_ctl.value == 0.3
 
 
-def test_their_actors_own_training_step(installed):
+def test_openrlhf_actor_training_step_uses_kleash_kl(installed):
     """The whole loss of OpenRLHF's actor on drifted tokens, with padding that must not be heard."""
     actor = installed["trainer.ray.ppo_actor"]
     logp = torch.tensor([[-2.0, -9.0, -1.0], [-1.0, -2.0, -3.0]], requires_grad=True)
@@ -255,7 +255,7 @@ def test_their_actors_own_training_step(installed):
     assert value > 10 * 2 / 5, "beyond where OpenRLHF's own stops"
 
 
-def test_requests_that_mean_nothing(theirs, unhooked):
+def test_invalid_arguments_are_refused(theirs, unhooked):
     with pytest.raises(UnknownNameError, match="no estimator is called 'k4'"):
         compute_approx_kl(torch.zeros(2), torch.zeros(2), kl_estimator="k4")
     with pytest.raises(ShapeError):

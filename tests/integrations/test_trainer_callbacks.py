@@ -98,7 +98,7 @@ def dense_kl(trainer, folder):
     return sum(sums) / tokens, sum(sums) / len(sums)
 
 
-def test_what_is_logged_is_the_exact_kl_with_an_error(training, folder):
+def test_monitor_logs_exact_kl_with_standard_error(training, folder):
     trainer = training()
     watch = monitor(folder).attach(trainer)
     trainer.train()
@@ -119,9 +119,7 @@ def test_what_is_logged_is_the_exact_kl_with_an_error(training, folder):
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_training_is_bit_for_bit_the_same_with_the_monitor(
-    training, folder, tmp_path, adapted, checkpointing
-):
+def test_monitor_leaves_training_bit_identical(training, folder, tmp_path, adapted, checkpointing):
     weights, logs = [], []
     for watched in (False, True):
         network = None
@@ -157,7 +155,7 @@ def lora(folder, tmp_path):
         return PeftModel.from_pretrained(network, str(adapter), is_trainable=True)
 
 
-def test_reference_and_policy_are_not_swapped_for_an_adapter(training, folder, tmp_path):
+def test_adapter_policy_and_base_reference_are_not_swapped(training, folder, tmp_path):
     trainer = training(network=lora(folder, tmp_path))
     watch = monitor(folder, reference=None, sampling=Sampling(max_new_tokens=5)).attach(trainer)
     by_adapter = watch.measure()
@@ -171,7 +169,7 @@ def test_reference_and_policy_are_not_swapped_for_an_adapter(training, folder, t
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_a_base_that_its_adapter_has_changed_is_no_reference(training, folder):
+def test_base_changed_by_its_adapter_is_refused_as_reference(training, folder):
     from peft import LoraConfig, get_peft_model
 
     def over(**settings):
@@ -199,7 +197,7 @@ def test_a_base_that_its_adapter_has_changed_is_no_reference(training, folder):
 
 
 @pytest.mark.parametrize("per", ["token", "sequence"])
-def test_a_budget_stops_training(training, folder, caplog, per):
+def test_kl_budget_stops_training(training, folder, caplog, per):
     free = training()
     monitor(folder, every=1).attach(free)
     free.train()
@@ -246,12 +244,12 @@ def test_processes_share_the_prompts(training, folder, monkeypatch):
         ({"stop_at_nats": float("nan")}, "stop_at_nats is nan"),
     ],
 )
-def test_monitors_that_mean_nothing(folder, asked, reason):
+def test_invalid_monitor_options_are_refused(folder, asked, reason):
     with pytest.raises(OptionError, match=reason):
         monitor(folder, **asked)
 
 
-def test_a_monitor_needs_a_reference_and_a_temperature(training, folder):
+def test_monitor_requires_reference_and_temperature(training, folder):
     trainer = training()
     with pytest.raises(OptionError, match="the trainer has no reference"):
         monitor(folder, reference=None).attach(trainer).measure()
@@ -264,7 +262,7 @@ def test_a_monitor_needs_a_reference_and_a_temperature(training, folder):
         monitor(folder).attach(trainer).measure()
 
 
-def test_a_callback_has_to_be_attached_once(training, folder):
+def test_callback_must_be_attached_exactly_once(training, folder):
     trainer = training()
     trainer.add_callback(monitor(folder))
     with pytest.raises(OptionError, match=r"call DriftMonitor\(…\).attach\(trainer\)"):
@@ -299,7 +297,7 @@ def test_beta_follows_the_metric_and_is_logged(training):
     assert [entry["step"] for entry in logs] == [2, 4] and logs[0]["beta/event"] == 0
 
 
-def test_what_was_bounded_is_said(training, caplog):
+def test_bounded_beta_step_is_logged(training, caplog):
     trainer = training(Steered)
     start = PIDBeta(beta=0.5, target_nats=1e-3, integral=3.0, beta_max=0.8)
     BetaController(start, metric="kl").attach(trainer)
@@ -311,7 +309,7 @@ def test_what_was_bounded_is_said(training, caplog):
     assert next(entry for entry in trainer.state.log_history if "beta" in entry)["beta/event"] == 1
 
 
-def test_a_resumed_controller_goes_on(training):
+def test_resumed_controller_continues(training):
     def run(until, resume):
         trainer = training(Steered, max_steps=until, save_strategy="steps", save_steps=4)
         start = PIDBeta(beta=0.5, target_nats=0.2)
@@ -326,7 +324,7 @@ def test_a_resumed_controller_goes_on(training):
     assert resumed.betas[0] == pytest.approx(whole.betas[2])
 
 
-def test_a_controller_can_follow_the_monitor(training, folder):
+def test_controller_follows_the_monitor(training, folder):
     trainer = training(Steered)
     watch = monitor(folder, every=3).attach(trainer)
     start = DualBeta(beta=0.5, target_nats=1e-3, per="token")
@@ -337,7 +335,7 @@ def test_a_controller_can_follow_the_monitor(training, folder):
     assert watch.last.per_token.value == measured[-1]
 
 
-def test_a_metric_that_never_comes_is_said(training, caplog):
+def test_missing_metric_is_logged_as_warning(training, caplog):
     trainer = training(Steered)
     BetaController(PIDBeta(beta=0.5, target_nats=1.0), metric="objective/kl").attach(trainer)
     with caplog.at_level(logging.WARNING):
@@ -345,7 +343,7 @@ def test_a_metric_that_never_comes_is_said(training, caplog):
     assert "nothing called 'objective/kl' was logged in 6 steps" in caplog.text and "grad_norm" in caplog.text
 
 
-def test_trainers_that_cannot_be_steered_are_refused(training):
+def test_trainers_without_usable_beta_are_refused(training):
     pid = PIDBeta(beta=0.5, target_nats=1.0)
     with pytest.raises(OptionError, match="Trainer has no number 'beta'"):
         BetaController(pid, metric="kl").attach(training())
@@ -362,7 +360,7 @@ def test_trainers_that_cannot_be_steered_are_refused(training):
         BetaController(pid, metric="kl").attach(other)
 
 
-def test_the_monitor_takes_back_no_logging(training, folder):
+def test_monitor_leaves_the_trainers_logging_unchanged(training, folder):
     """A measurement at a step at which the trainer logs, evaluates or saves leaves it to do so."""
     seen = []
 

@@ -67,7 +67,7 @@ def steps(trainer):
     ],
 )
 @pytest.mark.usefixtures("one_thread")
-def test_grpo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
+def test_grpo_runs_and_logs_kl(trl, folder, tmp_path, asked, settings):
     trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of=settings, **asked)
     before = trainer.model.model.layers[0].mlp.up_proj.weight.detach().clone()
     trainer.train()
@@ -83,7 +83,7 @@ def test_grpo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
     ("asked", "settings"),
     [({}, {}), ({"kl_scope": "sequence"}, {"num_iterations": 2}), ({"kl": "k1", "kl_place": "reward"}, {})],
 )
-def test_rloo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
+def test_rloo_runs_and_logs_kl(trl, folder, tmp_path, asked, settings):
     asked = {**asked, **({"kl_scope": "sequence"} if asked.get("kl") == "k1" else {})}
     trainer = make(trl.LeashedRLOOTrainer, trl.RLOOConfig, str(folder), tmp_path, config_of=settings, **asked)
     trainer.train()
@@ -98,7 +98,7 @@ def test_rloo_runs_and_logs_its_kl(trl, folder, tmp_path, asked, settings):
 @pytest.mark.parametrize(
     ("kind", "loss_type"), [("GRPO", "grpo"), ("GRPO", "dapo"), ("GRPO", "luspo"), ("RLOO", None)]
 )
-def test_an_update_in_parts_is_the_update_in_one(trl, folder, tmp_path, kind, loss_type):
+def test_gradient_accumulation_gives_the_same_update(trl, folder, tmp_path, kind, loss_type):
     """Rewards are all alike, so that the KL is all there is to the update; its size shows in the gradient's norm."""
 
     norms, weights = [], []
@@ -127,7 +127,7 @@ def test_an_update_in_parts_is_the_update_in_one(trl, folder, tmp_path, kind, lo
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-4)
 
 
-def test_evaluation_has_its_own_kl(trl, folder, tmp_path):
+def test_evaluation_logs_separate_kl(trl, folder, tmp_path):
     trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of={"max_steps": 1})
     moved(trainer.model, 0.1)
     found = trainer.evaluate(trainer.train_dataset.select(range(4)))
@@ -135,7 +135,7 @@ def test_evaluation_has_its_own_kl(trl, folder, tmp_path):
     assert entry["eval_kl/per_token"] > 0.01 and "kl" not in entry and found["eval_loss"] > 0
 
 
-def test_without_a_leash_trls_trainer_is_as_it_was(trl, folder, tmp_path):
+def test_beta_0_leaves_trl_trainer_unchanged(trl, folder, tmp_path):
     trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of={"beta": 0.0})
     assert trainer.ref_model is None
     trainer.train()
@@ -143,7 +143,7 @@ def test_without_a_leash_trls_trainer_is_as_it_was(trl, folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_a_reference_of_ones_own_takes_the_place_of_trls(trl, folder, tmp_path, kind):
+def test_given_reference_replaces_trl_reference(trl, folder, tmp_path, kind):
 
     own = moved(AutoModelForCausalLM.from_pretrained(folder), 0.2)
     settings = {"temperature": 0.7, "max_steps": 1}
@@ -169,12 +169,12 @@ def test_a_reference_of_ones_own_takes_the_place_of_trls(trl, folder, tmp_path, 
     assert not any(weight.requires_grad for weight in own.parameters())
 
 
-def test_a_reference_of_ones_own_needs_the_configuration_by_name(trl, folder):
+def test_given_reference_requires_args_by_keyword(trl, folder):
     with pytest.raises(OptionError, match="the configuration by keyword"):
         trl.LeashedGRPOTrainer(str(folder), [score], reference=object())
 
 
-def test_the_reference_of_an_adapter_is_its_base(trl, folder, tmp_path):
+def test_reference_of_a_new_adapter_is_its_base(trl, folder, tmp_path):
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -201,7 +201,7 @@ def test_the_reference_of_an_adapter_is_its_base(trl, folder, tmp_path):
     assert first["kl"] > 0 and second["kl"] > 0
 
 
-def test_the_reference_of_a_trained_adapter_is_that_adapter(trl, folder, tmp_path):
+def test_reference_of_a_trained_adapter_is_its_initial_state(trl, folder, tmp_path):
     from peft import PeftModel
 
     adapter = tiny_adapter(tmp_path / "adapter", folder)
@@ -227,7 +227,7 @@ def test_the_reference_of_a_trained_adapter_is_that_adapter(trl, folder, tmp_pat
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_an_adapter_that_changes_its_base_needs_another_reference(trl, folder, tmp_path, settings, reason):
+def test_base_changing_adapter_requires_another_reference(trl, folder, tmp_path, settings, reason):
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
@@ -247,7 +247,7 @@ def test_an_adapter_that_changes_its_base_needs_another_reference(trl, folder, t
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_a_base_that_is_trained_under_its_adapter_is_no_reference(trl, folder, tmp_path):
+def test_base_trained_with_its_adapter_is_refused_as_reference(trl, folder, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -260,7 +260,7 @@ def test_a_base_that_is_trained_under_its_adapter_is_no_reference(trl, folder, t
         make(trl.LeashedGRPOTrainer, trl.GRPOConfig, network, tmp_path)
 
 
-def test_a_head_that_is_adapted_itself_is_refused(trl, folder, tmp_path):
+def test_adapted_head_is_refused(trl, folder, tmp_path):
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
@@ -268,7 +268,7 @@ def test_a_head_that_is_adapted_itself_is_refused(trl, folder, tmp_path):
         make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, peft_config=lora)
 
 
-def test_heads_that_are_sharded_are_refused(trl, folder, tmp_path):
+def test_sharded_heads_are_refused(trl, folder, tmp_path):
     trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, kl="k3")
     trainer.is_fsdp_enabled = True
     with pytest.raises(CannotRunError, match="FSDP shards the heads"):
@@ -289,7 +289,7 @@ def rollout(prompts, trainer):
 
 @pytest.mark.filterwarnings("ignore:.*rollout_func.*")
 @pytest.mark.parametrize("scored", ["all", "all but one"])
-def test_the_kl_in_the_reward_is_the_sum_of_k1_over_the_tokens_of_the_policy(trl, folder, tmp_path, scored):
+def test_kl_in_reward_is_sum_of_k1_over_policy_tokens(trl, folder, tmp_path, scored):
     def reward(completions, **_):
         found = score(completions)
         return found if scored == "all" else [None, *found[1:]]
@@ -325,7 +325,7 @@ def test_the_kl_in_the_reward_is_the_sum_of_k1_over_the_tokens_of_the_policy(trl
     assert trainer._metrics["train"]["kl/per_token"][-1] == pytest.approx(kl.sum().item() / 20, rel=1e-4)
 
 
-def test_a_pid_controller_holds_the_kl_at_its_target(trl, tmp_path):
+def test_pid_controller_brings_kl_to_target(trl, tmp_path):
     """36 updates of the shipped reference: the mean KL of the last ten lies within 40 % of the target."""
     from datasets import Dataset
     from trl_batches import config

@@ -115,7 +115,7 @@ def assert_close(ours, theirs, scale=1.0):
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-def test_trls_own_term_comes_out_when_it_is_asked_for(trl, grpo, loss_type):
+def test_ratio_attached_k3_reproduces_trl_loss_and_gradient(trl, grpo, loss_type):
     """k3 times the attached ratio is what TRL trains: same loss and gradient, whatever the loss type."""
     inputs = batch()
     theirs = grpo(loss_type, trainer=trl.GRPO, accumulate=2)
@@ -130,7 +130,7 @@ def test_trls_own_term_comes_out_when_it_is_asked_for(trl, grpo, loss_type):
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-def test_exact_kl_is_averaged_as_the_policy_term_is_and_logged_as_trained(grpo, loss_type):
+def test_exact_kl_is_averaged_like_policy_term_and_logged_as_trained(grpo, loss_type):
     trainer = grpo(loss_type)
     inputs = with_reference(trainer, batch())
     if loss_type == "vespo":
@@ -151,7 +151,7 @@ def test_exact_kl_is_averaged_as_the_policy_term_is_and_logged_as_trained(grpo, 
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
-def test_an_update_that_is_a_part_of_what_was_generated(trl, grpo, loss_type):
+def test_update_on_part_of_a_generation_has_trl_average(trl, grpo, loss_type):
     """Twice as many micro-batches are generated at once as make up an update: still TRL's own average."""
     settings = {"steps_per_generation": 4}
     inputs = batch()
@@ -165,7 +165,7 @@ def test_an_update_that_is_a_part_of_what_was_generated(trl, grpo, loss_type):
 
 @pytest.mark.parametrize("kl", ["exact", "k1", "k3"])
 @pytest.mark.parametrize("loss_type", SUMS)
-def test_sequence_scope_off_policy_carries_the_ratio_of_the_prefix(grpo, loss_type, kl):
+def test_sequence_scope_off_policy_uses_prefix_ratios(grpo, loss_type, kl):
     trainer = grpo(loss_type, kl=kl, kl_scope="sequence", config_of={"num_iterations": 2})
     inputs = with_reference(trainer, batch())
     exact, logp, logq = dense(trainer, inputs)
@@ -190,7 +190,7 @@ def test_sequence_scope_off_policy_carries_the_ratio_of_the_prefix(grpo, loss_ty
     assert 0 < logged(trainer, "kl/effective_share") < 1
 
 
-def test_token_scope_off_policy_weighs_sampled_estimators_and_not_the_exact_kl(grpo):
+def test_token_scope_off_policy_weights_sampled_but_not_exact_kl(grpo):
     inputs = batch()
     values = {}
     for kl in ("exact", "k2"):
@@ -207,7 +207,7 @@ def test_token_scope_off_policy_weighs_sampled_estimators_and_not_the_exact_kl(g
         assert values[kl] == pytest.approx(0.3 * expected.item() / items, rel=1e-3)
 
 
-def test_rollout_engines_log_probabilities_count_where_they_are_known(grpo):
+def test_rollout_engine_log_probabilities_are_used_if_known(grpo):
     trainer = grpo("dapo", kl="k2", config_of={"num_iterations": 2})
     inputs = with_reference(trainer, batch())
     _, logp, _ = dense(trainer, inputs)
@@ -221,7 +221,7 @@ def test_rollout_engines_log_probabilities_count_where_they_are_known(grpo):
 
 
 @pytest.mark.parametrize("scope", ["token", "sequence"])
-def test_rloo_adds_the_mean_over_responses_of_the_sum(rloo, scope):
+def test_rloo_adds_mean_over_responses_of_summed_kl(rloo, scope):
     trainer = rloo(kl_scope=scope)
     inputs = with_reference(trainer, batch(tools=False))
     kl, logp, _ = dense(trainer, inputs)
@@ -237,7 +237,7 @@ def test_rloo_adds_the_mean_over_responses_of_the_sum(rloo, scope):
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
-def test_rloo_charges_its_kl_once(rloo, place):
+def test_rloo_charges_kl_once(rloo, place):
     asked = {} if place == "loss" else {"kl": "k1", "kl_place": "reward"}
     trainer = rloo(kl_scope="sequence", **asked)
     output = trainer._generate_and_score_completions([{"prompt": "she counted"}] * 4)
@@ -281,7 +281,7 @@ def as_values(completions, **_):
     "function", [as_dict, as_set, as_dict_later, AsDict(), partial(as_dict_later)],
     ids=["dict", "set", "async", "async object", "async partial"],
 )  # fmt: skip
-def test_a_reward_that_returns_a_dict_is_refused(grpo, rloo, kind, beta, function):
+def test_reward_returning_a_dict_is_refused(grpo, rloo, kind, beta, function):
     """TRL iterates over it: its keys, the places of the responses here, would be the rewards."""
     made = grpo if kind == "grpo" else rloo
     trainer = made(reward_funcs=[score, function], config_of={"beta": beta})
@@ -295,7 +295,7 @@ def test_a_reward_that_returns_a_dict_is_refused(grpo, rloo, kind, beta, functio
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_rewards_in_order_stay_as_they_are(grpo, rloo, kind):
+def test_ordered_rewards_are_unchanged(grpo, rloo, kind):
     """Lists, values of a dict, generators, and what is awaited."""
 
     async def later(completions, **_):
@@ -350,7 +350,7 @@ def test_rewards_in_order_stay_as_they_are(grpo, rloo, kind):
         ({"kl": "k3"}, {"generation_kwargs": {"do_sample": False}}, r"\['do_sample'\] is False"),
     ],
 )
-def test_what_would_train_something_else_is_refused(grpo, asked, settings, reason):
+def test_settings_that_change_the_trained_kl_are_refused(grpo, asked, settings, reason):
     with pytest.raises(OptionError, match=reason):
         grpo(settings.get("loss_type", "dapo"), config_of=settings, **asked)
 
@@ -366,7 +366,7 @@ def test_what_would_train_something_else_is_refused(grpo, asked, settings, reaso
         ({"kl": "k3"}, {"beta": 0.0, "top_p": 0.9, "use_bias_correction_kl": True}),
     ],
 )
-def test_what_leaves_the_kl_as_it_is_is_not_refused(grpo, asked, settings):
+def test_settings_that_leave_the_kl_unchanged_are_accepted(grpo, asked, settings):
     grpo(config_of=settings, **asked)
 
 
@@ -380,7 +380,7 @@ def test_what_leaves_the_kl_as_it_is_is_not_refused(grpo, asked, settings):
         ({"kl": "exact"}, {"beta": 0.0}, False),
     ],
 )
-def test_a_correction_of_trls_kl_that_does_nothing_is_noted(grpo, caplog, asked, settings, noted):
+def test_unused_trl_kl_correction_is_noted(grpo, caplog, asked, settings, noted):
     grpo(config_of=settings, **asked)
     said = [
         record.getMessage() for record in caplog.records if "use_bias_correction_kl" in record.getMessage()
@@ -390,7 +390,7 @@ def test_a_correction_of_trls_kl_that_does_nothing_is_noted(grpo, caplog, asked,
     )
 
 
-def test_what_a_checkpoint_says_of_sampling_counts(trl, folder, tmp_path):
+def test_sampling_settings_of_the_checkpoint_are_checked(trl, folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(folder)
@@ -399,17 +399,17 @@ def test_what_a_checkpoint_says_of_sampling_counts(trl, folder, tmp_path):
         make(trl.LeashedGRPOTrainer, trl.GRPOConfig, network, tmp_path, kl="k3")
 
 
-def test_rloo_draws_from_its_policy_too(rloo):
+def test_rloo_refuses_truncated_sampling(rloo):
     with pytest.raises(OptionError, match=r"top_p is 0\.5"):
         rloo(kl="k1", kl_place="reward", kl_scope="sequence", config_of={"top_p": 0.5})
 
 
-def test_rloo_with_a_normalised_reward_is_refused(rloo):
+def test_rloo_with_normalised_reward_is_refused(rloo):
     with pytest.raises(OptionError, match="normalize_advantages is True"):
         rloo(kl="k1", kl_place="reward", kl_scope="sequence", config_of={"normalize_advantages": True})
 
 
-def test_an_unknown_loss_type_is_refused(trl, grpo):
+def test_unknown_loss_type_is_refused(trl, grpo):
     trainer = grpo()
     with pytest.raises(UnknownNameError, match="no loss type of TRL is called 'newer'"):
         trl.terms.KLOptions(

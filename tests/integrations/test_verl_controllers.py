@@ -42,7 +42,7 @@ def configuration(**more):
 
 
 @given(kls=st.lists(st.floats(0.0, 5.0), max_size=20), batch=st.integers(1, 1000))
-def test_adaptive_is_verls_own_within_the_bounds(core, kls, batch):
+def test_adaptive_controller_equals_verl_within_bounds(core, kls, batch):
     ours, theirs = (x.get_kl_controller(configuration(type="adaptive")) for x in (core.ours, core.theirs))
     for kl in kls:
         for controller in (ours, theirs):
@@ -53,14 +53,14 @@ def test_adaptive_is_verls_own_within_the_bounds(core, kls, batch):
             break
 
 
-def test_fixed_is_verls_own(core):
+def test_fixed_controller_equals_verl(core):
     ours, theirs = (x.get_kl_controller(configuration(kl_coef=0.02)) for x in (core.ours, core.theirs))
     for controller in (ours, theirs):
         controller.update(7.0, 64)
     assert ours.value == theirs.value == 0.02
 
 
-def test_what_poisons_verls_own_leaves_this_one_in_bounds(core):
+def test_nan_and_large_updates_leave_beta_in_bounds(core):
     ours, theirs = (x.get_kl_controller(configuration(type="adaptive")) for x in (core.ours, core.theirs))
     for controller in (ours, theirs):
         controller.update(math.nan, 8)
@@ -77,7 +77,7 @@ def test_what_poisons_verls_own_leaves_this_one_in_bounds(core):
         ("dual", DualBeta, {"beta_min": 0.01}),
     ],
 )
-def test_each_type_is_the_controller_with_the_options_given(core, kind, made, more):
+def test_each_type_makes_its_controller_with_options(core, kind, made, more):
     controller = core.ours.get_kl_controller(configuration(type=kind, **more))
     horizon = {"horizon": 1000} if kind == "ziegler" else {}
     expected = made(beta=0.1, target_nats=0.05, per="token", **horizon, **more)
@@ -88,7 +88,7 @@ def test_each_type_is_the_controller_with_the_options_given(core, kind, made, mo
     assert controller.value == expected.beta != 0.1
 
 
-def test_verls_dataclass_and_a_plain_object_are_read_as_well(core):
+def test_verl_dataclass_and_plain_object_are_accepted(core):
     from verl.trainer.config import KLControlConfig
 
     given = {"type": "pid", "kl_coef": 0.3, "target_kl": 2.0, "horizon": 1}
@@ -96,7 +96,7 @@ def test_verls_dataclass_and_a_plain_object_are_read_as_well(core):
         assert get_kl_controller(configured).leash == PIDBeta(beta=0.3, target_nats=2.0, per="token")
 
 
-def test_requests_that_mean_nothing(core):
+def test_invalid_options_are_refused(core):
     with pytest.raises(
         UnknownNameError, match="no type of KL controller is called 'pd'; there are fixed, adap"
     ):
@@ -110,7 +110,7 @@ def test_requests_that_mean_nothing(core):
     assert set(CONTROLLER_TYPES) == {"fixed", "adaptive", "ziegler", "pid", "dual"}
 
 
-def test_verls_own_reward_penalty_steers_it(core):
+def test_verl_reward_penalty_updates_the_controller(core):
     """The batch's beta is that before the update, as verl's own order has it."""
     import torch
 
@@ -158,7 +158,7 @@ def trainer(core, kind, folder, *, resume="auto", resume_from=None, **kl_ctrl):
     return made
 
 
-def test_its_state_survives_a_resume(core, trainer_class, tmp_path):
+def test_controller_state_survives_resume(core, trainer_class, tmp_path):
     first = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
     for kl in (0.2, 0.4):
         first.kl_ctrl_in_reward.update(kl, 8)
@@ -202,7 +202,7 @@ def test_a_damaged_state_is_not_loaded(core, trainer_class, tmp_path):
     assert older.kl_ctrl_in_reward.leash == first.kl_ctrl_in_reward.leash, "files of older versions are read"
 
 
-def test_a_checkpoint_without_it_is_said_and_a_fresh_start_is_not(core, trainer_class, tmp_path):
+def test_checkpoint_without_controller_state_is_noted(core, trainer_class, tmp_path):
     plain = trainer(core, trainer_class, tmp_path, type="fixed")
     plain._save_checkpoint()
     (tmp_path / "global_step_2" / CONTROLLER_FILE).unlink()
@@ -216,7 +216,7 @@ def test_a_checkpoint_without_it_is_said_and_a_fresh_start_is_not(core, trainer_
     assert fresh.global_steps == 0 and fresh.kl_ctrl_in_reward.value == 0.1
 
 
-def test_what_is_replaced_is_checked_and_keeps_its_arguments(core):
+def test_replaced_functions_are_checked_and_keep_argument_names(core):
     assert require_attributes("verl", CORE_ATTRIBUTES) is None, (
         "kleash's own functions keep the names of verl's arguments"
     )

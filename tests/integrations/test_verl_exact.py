@@ -79,7 +79,7 @@ def with_reference(parts, reference, data, *, shard=False, forward_only=True):
     ids=["packed", "padded", "dynamic", "entropy"],
 )
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
-def test_verls_whole_loss_has_the_gradient_of_the_exact_kl(parts, settings, mode):
+def test_verl_loss_has_the_gradient_of_exact_kl(parts, settings, mode):
     policy, reference = tiny(0), tiny(1)
     data = on_policy(policy, with_reference(parts, reference, batch(**settings)))
     expected, nats = expected_update(policy, reference, data, mode)
@@ -92,7 +92,7 @@ def test_verls_whole_loss_has_the_gradient_of_the_exact_kl(parts, settings, mode
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_the_kl_alone_differs_from_what_k3_trains(parts):
+def test_exact_gradient_differs_from_k3_and_k2(parts):
     policy, reference = tiny(0), tiny(1)
     data = on_policy(policy, with_reference(parts, reference, batch()))
     engine, found = engine_of(parts.fsdp, policy), {}
@@ -105,7 +105,7 @@ def test_the_kl_alone_differs_from_what_k3_trains(parts):
     assert not torch.allclose(found["exact+"], found["exact"], rtol=0.1), "a plus means k2's gradient"
 
 
-def test_the_head_is_copied_while_it_runs(parts):
+def test_head_is_copied_during_the_forward_pass(parts):
     """FSDP frees whole weights when the forward pass is done; here they are spoilt then."""
     policy, reference, data = tiny(0), tiny(1), batch()
     clean = engine_of(parts.fsdp, policy).forward_backward_batch(
@@ -127,7 +127,7 @@ def test_the_head_is_copied_while_it_runs(parts):
     assert spoilt["metrics"]["kl_loss"].aggregate() == clean["metrics"]["kl_loss"].aggregate()
 
 
-def test_fsdp2_wrapped_by_verl_itself(parts):
+def test_exact_kl_under_verl_fsdp2_wrapping(parts):
     policy, reference = tiny(0, torch.float32), tiny(1, torch.float32)
     alone = deepcopy(policy), deepcopy(reference)
     data = with_reference(parts, reference, batch(torch.float32), shard=True)
@@ -140,7 +140,7 @@ def test_fsdp2_wrapped_by_verl_itself(parts):
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=2e-4, atol=2e-6)
 
 
-def test_an_adapter_switched_off_is_the_reference(parts):
+def test_disabled_adapter_is_the_reference(parts):
     from peft import LoraConfig, get_peft_model
 
     bare = tiny(1)
@@ -160,7 +160,7 @@ def test_an_adapter_switched_off_is_the_reference(parts):
         )
 
 
-def test_a_reference_that_changes_is_taken_anew(parts):
+def test_changed_reference_is_read_again(parts):
     policy, data = tiny(0), batch()
     for seed in (1, 2):
         reference = tiny(seed)
@@ -172,7 +172,7 @@ def test_a_reference_that_changes_is_taken_anew(parts):
         assert out["metrics"]["kl_loss"].aggregate() == pytest.approx(nats.item(), rel=1e-12)
 
 
-def test_what_lies_in_prompts_and_padding_is_never_read(parts):
+def test_prompts_and_padding_are_not_read(parts):
     policy, reference = tiny(0), tiny(1)
     loss, engine = loss_of(parts.losses), engine_of(parts.fsdp, policy)
     data = with_reference(parts, reference, batch())
@@ -185,7 +185,7 @@ def test_what_lies_in_prompts_and_padding_is_never_read(parts):
 
 
 @pytest.mark.parametrize("other", ["soft", "scaled"])
-def test_a_head_with_a_softcap_or_a_scale(parts, other):
+def test_head_with_softcap_or_scale(parts, other):
     from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
     sizes = {
@@ -211,7 +211,7 @@ def test_a_head_with_a_softcap_or_a_scale(parts, other):
     assert out["metrics"]["kl_loss"].aggregate() == pytest.approx(nats.item(), rel=1e-6)
 
 
-def test_a_reference_that_does_not_come_apart_is_refused(parts):
+def test_reference_without_separate_head_is_refused(parts):
     class Odd(type(tiny(1))):
         def forward(self, *given, **named):
             found = super().forward(*given, **named)
@@ -226,7 +226,7 @@ def test_a_reference_that_does_not_come_apart_is_refused(parts):
         with_reference(parts, odd, batch())
 
 
-def test_exact_is_refused_where_it_cannot_be_had(parts, unhooked):
+def test_unsupported_exact_kl_is_refused(parts, unhooked):
     policy, reference, loss = tiny(0), tiny(1), loss_of(parts.losses)
     engine = engine_of(parts.fsdp, policy)
     with pytest.raises(CannotRunError, match="its hidden states are not in the data; install"):
@@ -244,7 +244,7 @@ def test_exact_is_refused_where_it_cannot_be_had(parts, unhooked):
         parts.core.kl_penalty(x, x, "exact")
 
 
-def test_other_kinds_of_kl_are_not_touched_and_keep_nothing(parts):
+def test_other_kl_types_store_no_hidden_states(parts):
     policy = tiny(0)
     engine, data = engine_of(parts.fsdp, policy), batch()
     for settings in ({"kl_loss_type": "k3"}, {"use_kl_loss": False}):
@@ -253,7 +253,7 @@ def test_other_kinds_of_kl_are_not_touched_and_keep_nothing(parts):
     assert set(engine.infer_batch(deepcopy(data))["model_output"]) == {"log_probs"}
 
 
-def test_a_second_install_changes_nothing(parts):
+def test_second_install_has_no_effect(parts):
     before = parts.fsdp.FSDPEngineWithLMHead.forward_step, parts.losses.ppo_loss
     install(exact=True)
     install()

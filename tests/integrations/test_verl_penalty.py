@@ -46,7 +46,7 @@ NEARBY = st.lists(st.tuples(st.floats(-30, 0), st.floats(-2.6, 10.9)), min_size=
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @settings(max_examples=60)
 @given(tokens=EVERYWHERE, dtype=st.sampled_from(DTYPES))
-def test_verls_clamps_bit_for_bit(core, spelling, dtype, tokens):
+def test_verl_clamp_is_reproduced_bit_for_bit(core, spelling, dtype, tokens):
     logprob, ref_logprob = torch.tensor(tokens).T.to(dtype)
     expected = value_and_gradients(core.kl_penalty, logprob, ref_logprob, spelling)
     got = value_and_gradients(kl_penalty, logprob, ref_logprob, spelling, clamp="verl")
@@ -59,7 +59,7 @@ def test_verls_clamps_bit_for_bit(core, spelling, dtype, tokens):
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @settings(max_examples=40)
 @given(tokens=NEARBY)
-def test_equal_to_verl_wherever_it_does_not_clamp(core, spelling, tokens):
+def test_penalty_equals_verl_where_it_does_not_clamp(core, spelling, tokens):
     logprob, ahead = torch.tensor(tokens, dtype=torch.float64).T
     expected = value_and_gradients(core.kl_penalty, logprob, logprob - ahead, spelling)
     got = value_and_gradients(kl_penalty, logprob, logprob - ahead, spelling)
@@ -71,7 +71,7 @@ def test_equal_to_verl_wherever_it_does_not_clamp(core, spelling, tokens):
 @pytest.mark.parametrize(
     "alias", [name + plus for name in NAMES for plus in ("", "+") if NAMES[name] != "exact"]
 )
-def test_every_name_of_verl(core, alias, clamp):
+def test_every_verl_penalty_name_is_known(core, alias, clamp):
     logprob, ref_logprob = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-0.5, -3.0]])
     expected = value_and_gradients(core.kl_penalty, logprob, ref_logprob, alias)
     got = value_and_gradients(kl_penalty, logprob, ref_logprob, alias, clamp=clamp)
@@ -80,7 +80,7 @@ def test_every_name_of_verl(core, alias, clamp):
 
 
 @pytest.mark.parametrize("estimator", sorted({*NAMES.values()} - {"exact"}))
-def test_k1_is_the_only_loss_of_verl_that_the_rules_refuse(estimator):
+def test_rules_refuse_only_k1_of_verl_losses(estimator):
     """Its gradient, summed over all tokens, is 0; kl_penalty computes it nevertheless, since verl allows it."""
     follows = CONTRACTS[estimator].backpropagated
     term = term_spec(estimator, CONTRACTS[estimator], gradient="backpropagated", follows=follows)
@@ -95,7 +95,7 @@ def test_k1_is_the_only_loss_of_verl_that_the_rules_refuse(estimator):
 
 @pytest.mark.parametrize("spelling", ["low_var_kl", "k3"])
 @pytest.mark.parametrize("ahead", [-3.0, -8.0, -25.0, 11.5, 30.0])
-def test_beyond_the_clamp_the_value_and_the_gradient_go_on(core, spelling, ahead):
+def test_value_and_gradient_are_exact_beyond_verl_clamp(core, spelling, ahead):
     logprob, ref_logprob = torch.tensor([[-40.0]]), torch.tensor([[-40.0 - ahead]])
     theirs = value_and_gradients(core.kl_penalty, logprob, ref_logprob, spelling)
     assert theirs[0] == 10 and theirs[1] == 0 and theirs[2] == 0
@@ -109,7 +109,7 @@ def test_beyond_the_clamp_the_value_and_the_gradient_go_on(core, spelling, ahead
 
 
 @pytest.mark.parametrize("spelling", ["k1+", "abs+", "k2+", "k3+"])
-def test_a_plus_where_a_token_is_ruled_out(spelling):
+def test_straight_through_gradient_is_0_for_an_excluded_token(spelling):
     logprob, ref_logprob = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-INF, -2.5]])
     value, to_policy, _ = value_and_gradients(kl_penalty, logprob, ref_logprob, spelling)
     assert value[0, 0] == INF and value[0, 1] > 0
@@ -127,7 +127,7 @@ P, Q = log(0.5, 0.3, 0.2, 0.0), log(0.3, 0.3, 0.3, 0.1)
 
 
 @pytest.mark.parametrize("spelling", ["full", "full+", "exact", "exact+"])
-def test_full_is_the_exact_kl_from_log_probabilities_or_logits(spelling):
+def test_full_is_exact_kl_of_log_probabilities_or_logits(spelling):
     exact = rel_entr(P.exp().numpy(), Q.exp().numpy()).sum()
     logp, logq = (torch.stack([x, x]).reshape(1, 2, 4) for x in (P, Q))
     for shift in (0.0, 3.0):
@@ -145,7 +145,7 @@ def test_full_is_differentiable():
     torch.testing.assert_close(got, p * (u - (p * u).sum(-1, keepdim=True)))
 
 
-def test_requests_that_mean_nothing(unhooked):
+def test_invalid_arguments_are_refused(unhooked):
     x = torch.zeros(2, 3)
     with pytest.raises(ShapeError, match=r"given \(2, 3\); verl hands over the sampled tokens' log-prob"):
         kl_penalty(x, x, "full")
@@ -173,7 +173,7 @@ def installed(core, monkeypatch):
 
 
 @pytest.mark.parametrize(("spelling", "gradient"), [("low_var_kl", -6.389056), ("k3+", -2.0)])
-def test_installed_verl_loses_its_clamp(installed, spelling, gradient):
+def test_install_removes_verl_clamp(installed, spelling, gradient):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from verl.workers.utils.losses import kl_penalty as imported_by_name
@@ -186,7 +186,7 @@ def test_installed_verl_loses_its_clamp(installed, spelling, gradient):
         imported_by_name(logprob, ref_logprob, "full")
 
 
-def test_the_first_batch_must_be_able_to_be_log_probabilities(installed):
+def test_first_batch_is_checked_to_be_log_probabilities(installed):
     with pytest.raises(
         NotProbabilitiesError, match=r"^ref_logprob lies between 0.2\d* and 0.5, as probabilities do"
     ):
@@ -204,7 +204,7 @@ def packed(*numbers):
     return torch.nested.as_nested_tensor([torch.tensor(numbers)], layout=torch.jagged)
 
 
-def test_verls_own_loss_function_trains_what_had_drifted(installed):
+def test_verl_ppo_loss_has_gradient_beyond_its_clamp(installed):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nested tensors and verl's engines announce themselves
         from tensordict import TensorDict
@@ -239,7 +239,7 @@ def test_verls_own_loss_function_trains_what_had_drifted(installed):
     assert gradient.tolist() == pytest.approx([-0.6487213 / 2, -53.598150 / 2, 0])
 
 
-def test_verls_own_reward_is_charged_what_had_drifted(installed, monkeypatch):
+def test_verl_reward_penalty_is_exact_beyond_its_clamp(installed, monkeypatch):
     for absent in (
         "uvicorn",
         "fastapi",
@@ -257,7 +257,7 @@ def test_verls_own_reward_is_charged_what_had_drifted(installed, monkeypatch):
     assert charged.batch["token_level_rewards"][0].tolist() == pytest.approx([-0.01487213, 1 - 4.9598150])
 
 
-def test_installed_by_the_environment_in_every_process(tmp_path):
+def test_environment_variable_installs_in_every_process(tmp_path):
     pytest.importorskip("verl")
     (tmp_path / "true_kl.py").write_text(
         "from kleash.integrations.verl import install\n\ninstall(exact=True)\n"
@@ -275,7 +275,7 @@ def test_installed_by_the_environment_in_every_process(tmp_path):
     assert float(done.stdout) == pytest.approx(49.59815, rel=1e-6), done.stderr
 
 
-def test_verl_is_not_imported_and_its_absence_is_said():
+def test_missing_verl_is_one_sentence():
     ask = (
         "import sys\nsys.modules['verl'] = None\nimport kleash.integrations.verl as v\n"
         "try:\n    v.install()\nexcept ImportError as error:\n    print(error)"

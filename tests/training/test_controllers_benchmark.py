@@ -17,7 +17,7 @@ def benchmark():
         return runpy.run_path(str(ROOT / "benchmarks" / "controllers.py"))
 
 
-def test_the_page_has_the_table_and_the_figure(benchmark):
+def test_page_contains_table_and_figure(benchmark):
     figures = json.loads(RESULT.read_text())["figures"]
     page = (ROOT / "docs" / "beta.md").read_text(encoding="utf-8")
     assert "\n".join(benchmark["table"](figures["runs"])) in page
@@ -25,7 +25,7 @@ def test_the_page_has_the_table_and_the_figure(benchmark):
     assert drawn == benchmark["picture"](figures), "run: python benchmarks/controllers.py --draw"
 
 
-def test_every_controller_reached_its_target():
+def test_every_controller_reaches_its_target():
     runs = json.loads(RESULT.read_text())["figures"]["runs"]
     assert len(runs) == 9 and all(abs(run["settled"] - 1) < 0.15 for run in runs)
     for run in runs:

@@ -35,16 +35,16 @@ def recorded(name: str) -> list[StepRecord]:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("target", [6.0, None])
-def test_a_healthy_run_raises_no_alarm(seed: int, target: float | None) -> None:
+def test_healthy_run_raises_no_alert(seed: int, target: float | None) -> None:
     history = healthy(seed=seed, target=target)
     assert said(history, HackingMonitor(target_nats=target)) == []
 
 
-def test_a_recorded_run_on_a_good_leash_raises_no_alarm() -> None:
+def test_recorded_run_with_good_beta_raises_no_alert() -> None:
     assert said(recorded("good"), HackingMonitor()) == []
 
 
-def test_a_recorded_run_off_the_leash_is_called_what_it_is_while_it_happens() -> None:
+def test_recorded_run_with_beta_0_raises_its_alerts_during_the_collapse() -> None:
     first = {kind: step for step, kind in reversed(said(recorded("off"), HackingMonitor()))}
     assert set(first) == {"runaway", "repetition", "entropy_collapse"}
     assert first["runaway"] == 10  # the first step at which ten are there
@@ -66,7 +66,7 @@ CASES: dict[str, Callable[[int, Metrics], Metrics]] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_each_thing_is_said(kind: str) -> None:
+def test_each_kind_of_hacking_raises_its_alert(kind: str) -> None:
     target = 6.0 if kind == "far_from_target" else None
     history = bent(healthy(60), 40, CASES[kind])
     steps = [step for step, found in said(history, HackingMonitor(target_nats=target)) if found == kind]
@@ -74,24 +74,24 @@ def test_each_thing_is_said(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_nothing_else_is_said_with_it(kind: str) -> None:
+def test_each_kind_of_hacking_raises_no_other_alert(kind: str) -> None:
     target = 6.0 if kind == "far_from_target" else None
     assert {
         found for _, found in said(bent(healthy(60), 40, CASES[kind]), HackingMonitor(target_nats=target))
     } == {kind}
 
 
-def test_responses_that_are_all_alike_are_repetition_too() -> None:
+def test_identical_responses_raise_repetition() -> None:
     history = bent(healthy(60), 40, lambda at, now: {"response/distinct": 0.1})
     assert [kind for _, kind in said(history)] == ["repetition", "repetition"]
 
 
-def test_short_answers_that_were_alike_from_the_first_step_on_are_none() -> None:
+def test_similar_responses_from_the_first_step_raise_no_alert() -> None:
     history = bent(healthy(60), 0, lambda at, now: {"response/distinct": 0.1, "response/repetition": 0.4})
     assert said(history) == []
 
 
-def test_a_warning_tells_the_numbers() -> None:
+def test_alert_sentence_states_kl_target_and_steps() -> None:
     history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 15.0})
     (alert,) = MONITOR.check(history)
     assert alert.sentence == (
@@ -100,14 +100,14 @@ def test_a_warning_tells_the_numbers() -> None:
     )
 
 
-def test_a_target_per_token_is_compared_with_kl_per_token() -> None:
+def test_target_per_token_is_compared_with_kl_per_token() -> None:
     history = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_token": 0.5})
     monitor = HackingMonitor(target_nats=0.2, target_per="token")
     assert (43, "far_from_target") in said(history, monitor)
     assert said(history, HackingMonitor(target_nats=0.2 * 64, target_per="sequence")) == []
 
 
-def test_one_bad_step_is_not_enough() -> None:
+def test_single_bad_step_raises_no_alert() -> None:
     def spike(at: int, now: Metrics) -> Metrics:
         return (
             {"kl/exact_per_sequence": 13.5, "policy/entropy": 1.0, "response/repetition": 0.5}
@@ -118,14 +118,14 @@ def test_one_bad_step_is_not_enough() -> None:
     assert said(bent(healthy(60), 40, spike)) == []
 
 
-def test_the_same_is_said_again_only_after_a_while() -> None:
+def test_alert_repeats_after_eleven_steps_at_the_earliest() -> None:
     history = bent(healthy(70), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
     steps = [step for step, _ in said(history)]
     assert steps[0] == 41  # the mean of three steps is over twice the target at once
     assert [later - earlier for earlier, later in itertools.pairwise(steps)] == [11, 11]
 
 
-def test_kl_that_grows_below_its_target_does_not_run_away() -> None:
+def test_growing_kl_below_target_is_not_runaway() -> None:
     def grow(at: int, now: Metrics) -> Metrics:
         kl = 0.1 * 1.2**at
         return {"kl/exact_per_token": kl, "kl/exact_per_sequence": 64 * kl, "reward/score": 3 + 0.6 * at}
@@ -135,12 +135,12 @@ def test_kl_that_grows_below_its_target_does_not_run_away() -> None:
     assert [kind for _, kind in said(history, HackingMonitor())] == ["runaway"]
 
 
-def test_kl_that_grows_without_any_reward_does_not_run_away() -> None:
+def test_growing_kl_without_rising_reward_is_not_runaway() -> None:
     history = bent(healthy(60, target=None), 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at})
     assert said(history, HackingMonitor()) == []
 
 
-def test_a_kl_that_stays_where_it_is_does_not_run_away() -> None:
+def test_constant_kl_is_not_runaway() -> None:
     def climb(at: int, now: Metrics) -> Metrics:
         return {"kl/exact_per_token": 1.0, "kl/exact_per_sequence": 64.0, "reward/score": 3 + 0.6 * at}
 
@@ -148,7 +148,7 @@ def test_a_kl_that_stays_where_it_is_does_not_run_away() -> None:
     assert said(history, HackingMonitor()) == []
 
 
-def test_an_uneven_kl_without_a_far_token_has_no_heavy_tail() -> None:
+def test_uneven_kl_without_extreme_token_is_no_heavy_tail() -> None:
     uneven = bent(
         healthy(60), 0, lambda at, now: {"kl/top_percent_share": 0.9}
     )  # as of a policy that just began
@@ -157,7 +157,7 @@ def test_an_uneven_kl_without_a_far_token_has_no_heavy_tail() -> None:
     assert said(far) == []
 
 
-def test_a_step_without_the_number_leaves_the_mean_unknown() -> None:
+def test_missing_metric_raises_no_alert() -> None:
     history = bent(healthy(44), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
     holes = [
         replace(record, metrics={name: x for name, x in record.metrics.items() if "sequence" not in name})
@@ -168,7 +168,7 @@ def test_a_step_without_the_number_leaves_the_mean_unknown() -> None:
     assert said(history) and said(holes) == []
 
 
-def test_metrics_that_a_trainer_does_not_have_are_not_judged() -> None:
+def test_absent_metrics_raise_no_alert() -> None:
     bare = [StepRecord(step=at, metrics={"pairs/accuracy": 0.5}) for at in range(1, 30)]
     assert said(bare) == []
     nothing = [
@@ -177,7 +177,7 @@ def test_metrics_that_a_trainer_does_not_have_are_not_judged() -> None:
     assert said(nothing) == []
 
 
-def test_repetition_is_the_share_of_three_words_that_were_there_before() -> None:
+def test_repetition_is_share_of_repeated_trigrams() -> None:
     assert repetition(["a b c d e"]) == 0
     assert repetition(["a a a a a a"]) == 0.75  # four runs, one of them new
     assert repetition(["a b c a b c", "a b c"]) == pytest.approx(
@@ -186,18 +186,18 @@ def test_repetition_is_the_share_of_three_words_that_were_there_before() -> None
     assert math.isnan(repetition(["a b", ""]))
 
 
-def test_distinct_sees_that_responses_are_alike() -> None:
+def test_distinct_is_low_for_similar_responses() -> None:
     assert distinct(["a b c d", "e f g h"]) == 1
     assert distinct(["a b c d"] * 4) == 0.25
     assert math.isnan(distinct([]))
 
 
-def test_text_without_spaces_is_taken_by_its_characters() -> None:
+def test_text_without_spaces_is_split_into_characters() -> None:
     assert repetition(["啊" * 60]) > 0.9
     assert distinct(["天地玄黃宇宙洪荒日月盈昃辰宿列張寒來暑往秋收冬藏閏餘成歲律呂調陽雲騰致雨露"]) == 1
 
 
 @given(st.lists(st.text(), max_size=6))
-def test_shares_are_shares(responses: list[str]) -> None:
+def test_repetition_and_distinct_are_between_0_and_1_or_nan(responses: list[str]) -> None:
     for share in (repetition(responses), distinct(responses)):
         assert math.isnan(share) or 0 <= share <= 1

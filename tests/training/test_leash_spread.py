@@ -82,7 +82,7 @@ def lines(study) -> list[dict[str, Any]]:
     return found
 
 
-def test_only_seeds_that_all_estimates_have_are_compared(study, lines):
+def test_only_seeds_of_all_estimators_are_compared(study, lines):
     found = study.figures.figures_of(lines)["estimators"]
     assert found["seeds"] == 11
     spread = found["of"]["exact"]["end"]["spread"]
@@ -97,14 +97,14 @@ def test_only_seeds_that_all_estimates_have_are_compared(study, lines):
     )
 
 
-def test_at_equal_reward_a_straight_path_gives_its_slope(study, lines):
+def test_linear_path_gives_its_slope_at_equal_reward(study, lines):
     at = study.figures.figures_of(lines)["estimators"]["of"]["k1"]["equal_reward"]
     assert at["reached"] == 11
     level = lines[0]["setting"]["equal_reward"]
     assert at["kl"]["value"] == pytest.approx(np.mean(3.5 + 2 * (X[:11] - 3)) * level / 1.1)
 
 
-def test_frontiers_are_compared_by_beta_and_at_one_kl(study, lines):
+def test_frontiers_are_compared_by_beta_and_at_equal_kl(study, lines):
     found = study.figures.figures_of(lines)["frontier"]
     of = {(one["scope"], one["beta"]): one for one in found["points"]}
     assert of["token", 0.6]["kl"]["value"] == pytest.approx(1.1 / 0.6)
@@ -119,7 +119,7 @@ def test_frontiers_are_compared_by_beta_and_at_one_kl(study, lines):
     assert at["token"]["value"] == pytest.approx(math.sqrt(lines[0]["setting"]["equal_kl"]))
 
 
-def test_what_is_not_there_yet_is_said(study, lines):
+def test_page_says_which_parts_are_not_measured(study, lines):
     few = study.figures.figures_of(lines[:1])
     assert few["estimators"] is None
     assert few["frontier"] is None
@@ -129,7 +129,7 @@ def test_what_is_not_there_yet_is_said(study, lines):
     assert list(tool.make_files(None)) == [tool.PAGE]
 
 
-def test_the_page_says_the_numbers_and_on_which_side_they_lie(study, lines):
+def test_page_states_ratios_intervals_and_sides(study, lines):
     figures = study.figures.figures_of(lines)
     made = tool.make_files({"figures": figures})
     page, image = made[tool.PAGE], made[tool.IMAGE]
@@ -145,7 +145,7 @@ def test_the_page_says_the_numbers_and_on_which_side_they_lie(study, lines):
     )
 
 
-def test_the_picture_is_drawn_to_scale(study, lines):
+def test_picture_is_drawn_to_scale(study, lines):
     figures = study.figures.figures_of(lines)
     image = ElementTree.fromstring(tool.make_files({"figures": figures})[tool.IMAGE])
     circles = [(float(one.get("cx")), float(one.get("cy"))) for one in image.findall("{*}circle")]
@@ -183,11 +183,11 @@ def test_the_picture_is_drawn_to_scale(study, lines):
         ([0.0, 1.0], 0, "not significant"),
     ],
 )
-def test_sides_of_an_interval(interval, null, word):
+def test_side_of_an_interval_in_words(interval, null, word):
     assert leash_study_words.side({"value": 0.2, "ci95": interval}, null) == word
 
 
-def test_the_page_is_what_the_committed_results_make(root):
+def test_committed_page_matches_committed_results(root):
     path = root / "benchmarks" / "results" / "leash_spread.json"
     for name, text in tool.make_files(json.loads(path.read_text(encoding="utf-8"))).items():
         assert (root / "docs" / name).read_text(encoding="utf-8") == text, (
@@ -195,7 +195,7 @@ def test_the_page_is_what_the_committed_results_make(root):
         )
 
 
-def test_the_committed_figures_are_those_of_the_committed_runs(study, root):
+def test_committed_figures_match_committed_runs(study, root):
     folder = root / "benchmarks" / "results"
     runs = [
         json.loads(text) for text in (folder / "leash_spread.jsonl").read_text(encoding="utf-8").splitlines()
@@ -206,7 +206,7 @@ def test_the_committed_figures_are_those_of_the_committed_runs(study, root):
     assert_alike(study.figures.figures_of(then), figures)
 
 
-def test_wherever_the_study_stops_all_have_as_many_seeds(study):
+def test_run_order_balances_seeds_at_every_prefix(study):
     setting = study.runs.Setting()
     runs = study.runs.plan_runs(setting, 20, 5)
     assert len(runs) == len({run.key for run in runs}) == 20 * 3 + 5 * 7
@@ -217,7 +217,7 @@ def test_wherever_the_study_stops_all_have_as_many_seeds(study):
     assert len(study.runs.plan_runs(setting, 20, 5, "frontier")) == 40
 
 
-def test_a_study_goes_on_where_it_was_broken_off(study, tmp_path, capsys):
+def test_interrupted_study_resumes_after_last_whole_run(study, tmp_path, capsys):
     setting = replace(
         study.runs.Setting(), prompts=2, max_new_tokens=12, steps=2, held_out=2, held_out_samples=2, window=2
     )

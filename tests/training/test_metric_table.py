@@ -3,7 +3,7 @@ from make_metric_table import PAGE, page
 from kleash.records import METRICS
 
 
-def test_the_table_of_metrics_on_the_page_is_the_table_in_the_code() -> None:
+def test_documented_metric_table_matches_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert page(text) == text, "run python tools/make_metric_table.py"
     for name, metric in METRICS.items():

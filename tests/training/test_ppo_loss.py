@@ -133,7 +133,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kl", "place", "scope"), KINDS, ids=["-".join(kind) for kind in KINDS])
-def test_the_gradient_of_a_minibatch_is_that_of_the_plain_formulas(folder, kl, place, scope):
+def test_minibatch_gradient_matches_plain_formulas(folder, kl, place, scope):
     """Off the policy that drew the tokens, with a critic that has learnt something, clipped and not."""
     whiten = (kl, scope) != ("exact", "token")
     job = tiny_job(

@@ -54,7 +54,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_the_first_rollout_is_the_same_token_for_token(runs, name):
+def test_first_rollout_is_identical_for_any_number_of_processes(runs, name):
     alone = json.loads((runs / "one-drawn-0.json").read_text())
     parts = [json.loads((runs / f"{name}-drawn-{rank}.json").read_text()) for rank in (0, 1)]
     assert len(alone) == 10 and [len(part) for part in parts] == [4, 6]
@@ -62,7 +62,7 @@ def test_the_first_rollout_is_the_same_token_for_token(runs, name):
 
 
 @pytest.mark.parametrize("name", ["two", pytest.param("two-sharded", marks=takes_the_mean)])
-def test_all_metrics_agree_on_the_same_responses(runs, name):
+def test_metrics_agree_for_any_number_of_processes(runs, name):
     """With sharded weights, step 2 is taken by a run that goes on from the checkpoint of step 1."""
     alone, together = read_steps(runs / "one"), read_steps(runs / name)
     assert len(alone) == len(together) == 2
@@ -76,7 +76,7 @@ def test_all_metrics_agree_on_the_same_responses(runs, name):
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_all_end_at_the_same_weights(runs, name):
+def test_final_weights_agree_for_any_number_of_processes(runs, name):
     one, other = (
         load_file(runs / run / "checkpoints/step-000002/state.safetensors") for run in ("one", name)
     )

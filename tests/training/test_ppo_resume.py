@@ -100,7 +100,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_kill_and_resume_is_the_same_trajectory_to_the_last_bit(folder, tmp_path, one_thread):
+def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, one_thread):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     killed_while_writing(folder, broken)
     assert len(read_steps(broken)) == 3, "the third step is in the run log, and in no checkpoint"
@@ -112,7 +112,7 @@ def test_kill_and_resume_is_the_same_trajectory_to_the_last_bit(folder, tmp_path
     assert [path.name for path in (broken / "checkpoints").iterdir()] == ["step-000004"]
 
 
-def test_an_adapter_goes_on_as_if_it_had_not_stopped(folder, tmp_path, one_thread):
+def test_resumed_adapter_run_is_identical(folder, tmp_path, one_thread):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train_ppo(tiny_job(folder, **settings(whole, lora_rank=2)))
     train_ppo(tiny_job(folder, **settings(broken, lora_rank=2, steps=2)))
@@ -120,7 +120,7 @@ def test_an_adapter_goes_on_as_if_it_had_not_stopped(folder, tmp_path, one_threa
     assert equal(whole, broken)
 
 
-def test_generators_go_on_where_they_were():
+def test_random_generators_are_restored():
     """Python's is left out of the runs above: the checks of shapes and types draw from it."""
     kept = json.loads(json.dumps(checkpointing._generators()))
 
@@ -133,7 +133,7 @@ def test_generators_go_on_where_they_were():
     assert draws() == first
 
 
-def test_a_finished_run_goes_on_with_more_steps(folder, tmp_path):
+def test_finished_run_resumes_with_more_steps(folder, tmp_path):
     job = tiny_job(folder, out=str(tmp_path), steps=1)
     train_ppo(job)
     result = train_ppo(replace(job, steps=2, resume=True))
@@ -142,7 +142,7 @@ def test_a_finished_run_goes_on_with_more_steps(folder, tmp_path):
     assert again.metrics == result.metrics and len(read_steps(tmp_path)) == 2
 
 
-def test_another_number_of_processes_may_go_on_and_it_is_said(folder, tmp_path):
+def test_resuming_with_another_number_of_processes_is_noted(folder, tmp_path):
     job = tiny_job(folder, out=str(tmp_path), steps=1)
     train_ppo(job)
     path = last_checkpoint(tmp_path) / "progress.json"
@@ -158,7 +158,7 @@ def test_another_number_of_processes_may_go_on_and_it_is_said(folder, tmp_path):
     )
 
 
-def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
+def test_resuming_a_changed_job_is_refused(folder, tmp_path):
     from kleash.training.algorithms import train
 
     job = tiny_job(folder, out=str(tmp_path), steps=1)
@@ -169,7 +169,7 @@ def test_a_changed_job_is_refused_in_a_sentence(folder, tmp_path):
         train(replace(job, clip_range=0.3, seed=1, resume=True))
 
 
-def test_an_edited_reward_function_is_refused_at_resume(folder, tmp_path, monkeypatch):
+def test_resuming_with_an_edited_reward_function_is_refused(folder, tmp_path, monkeypatch):
     from kleash.training.algorithms import train
 
     monkeypatch.chdir(tmp_path)
@@ -187,7 +187,7 @@ def test_an_edited_reward_function_is_refused_at_resume(folder, tmp_path, monkey
     assert len(read_steps(tmp_path / "run")) == 2
 
 
-def test_a_disk_that_is_full_keeps_the_checkpoint_before(folder, tmp_path, monkeypatch):
+def test_full_disk_keeps_the_previous_checkpoint(folder, tmp_path, monkeypatch):
     job = tiny_job(folder, out=str(tmp_path), steps=2, checkpoint_every=1)
     genuine, count = checkpointing._write, []
 
@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_keeps_the_checkpoint_before(folder, tmp_path, monke
     assert load_progress(last_checkpoint(tmp_path)).step == 1
 
 
-def test_a_damaged_checkpoint_is_named(folder, tmp_path):
+def test_damaged_checkpoint_is_named(folder, tmp_path):
     job = tiny_job(folder, out=str(tmp_path), steps=1)
     train_ppo(job)
     (last_checkpoint(tmp_path) / "state.safetensors").write_bytes(b"nothing")
@@ -227,7 +227,7 @@ def copied(finished, tmp_path):
     return replace(finished, out=str(tmp_path / "run"), resume=True)
 
 
-def test_a_run_begun_from_python_has_all_that_a_report_needs(copied):
+def test_run_started_from_python_has_all_report_inputs(copied):
     root = Path(copied.out)
     assert write_report_of(root) == root / "report.html"
     assert json.loads((root / "training.json").read_text())["steps"] == 2
@@ -235,7 +235,7 @@ def test_a_run_begun_from_python_has_all_that_a_report_needs(copied):
         train_ppo(replace(copied, seed=1))
 
 
-def test_what_is_no_checkpoint_is_in_nobodys_way(copied):
+def test_other_files_among_checkpoints_are_ignored(copied):
     folder = Path(copied.out) / "checkpoints"
     (folder / "step-zzz").mkdir()
     (folder / "step-999999").write_text("a file")
@@ -251,7 +251,7 @@ def test_what_is_no_checkpoint_is_in_nobodys_way(copied):
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"progress": {}}', "[" * 200_000, '{"generators": [1]}'])
-def test_progress_that_is_none_is_said(copied, text):
+def test_unreadable_progress_is_refused(copied, text):
     checkpoint = last_checkpoint(Path(copied.out))
     (checkpoint / "progress.json").write_text(text)
     for sealed in (False, True):
@@ -265,7 +265,7 @@ def test_progress_that_is_none_is_said(copied, text):
             load_progress(checkpoint)
 
 
-def test_a_checkpoint_with_a_flipped_bit_is_not_gone_on_with(copied):
+def test_checkpoint_with_a_flipped_bit_is_refused(copied):
     checkpoint = last_checkpoint(Path(copied.out))
     state = checkpoint / "state.safetensors"
     content = bytearray(state.read_bytes())
@@ -279,7 +279,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_not_gone_on_with(copied):
 
 
 @pytest.mark.parametrize("lines", [0, 1, None])
-def test_steps_that_are_gone_are_missed(copied, lines):
+def test_missing_steps_are_refused(copied, lines):
     path = Path(copied.out) / "steps.jsonl"
     if lines is None:
         path.unlink()

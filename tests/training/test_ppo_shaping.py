@@ -117,29 +117,29 @@ def job_of(kl_name, place, scope, **more):
 
 
 @pytest.mark.parametrize(("kl_name", "place", "scope"), RIGHT, ids=["-".join(kind) for kind in RIGHT])
-def test_the_expected_update_is_the_gradient_of_reward_less_beta_kl(kl_name, place, scope):
+def test_expected_update_is_gradient_of_reward_minus_beta_kl(kl_name, place, scope):
     """Whatever the critic says, and although other responses of the batch are the baseline of the KL to come."""
     world = World()
     found = world.expected(job_of(kl_name, place, scope))
     torch.testing.assert_close(found, world.right, rtol=0, atol=1e-12)
 
 
-def test_scope_token_leaves_out_what_a_token_does_to_the_kl_after_it():
+def test_token_scope_ignores_effect_on_later_kl():
     """By how much, in this world; docs/ppo.md says so."""
     world = World()
     found, right = world.expected(job_of("exact", "loss", "token")), world.right
     assert ((found - right).norm() / right.norm()).item() == pytest.approx(TOKEN_SCOPE_ERROR, abs=0.001)
 
 
-def test_an_unsteady_critic_and_a_short_reach_bias_the_update():
+def test_gae_lambda_below_1_biases_the_update():
     world = World()
     found = world.expected(job_of("exact", "loss", "sequence", gae_lambda=0.95))
     assert ((found - world.right).norm() / world.right.norm()).item() == pytest.approx(0.179, abs=0.001)
 
 
 @pytest.mark.parametrize(("kl_name", "place", "scope"), RIGHT, ids=["-".join(kind) for kind in RIGHT])
-def test_whitening_keeps_beta_the_price_of_a_nat(kl_name, place, scope):
-    """What the loss charges for KL is divided by what the advantages were."""
+def test_whitening_scales_beta_with_the_advantages(kl_name, place, scope):
+    """Beta in the loss is divided by the standard deviation that the advantages were divided by."""
     world = World()
     said = RewardSignals(
         world.scores,
@@ -159,14 +159,14 @@ def test_whitening_keeps_beta_the_price_of_a_nat(kl_name, place, scope):
     torch.testing.assert_close(whitened.returns, plain.returns)
 
 
-def test_equal_values_are_whitened_to_nothing_at_their_own_scale():
+def test_whitening_equal_values_gives_zeros_and_scale_1():
     whitened, scale = whiten_with_scale(
         torch.full((2, 3), 5.0), torch.tensor([[True, True, False], [True, False, False]])
     )
     assert (whitened == 0).all() and scale == 1.0
 
 
-def test_others_are_those_that_are_still_there():
+def test_leave_one_out_mean_skips_masked_tokens():
     costs = torch.tensor([[4.0, 2.0, 1.0], [1.0, torch.nan, torch.nan], [7.0, 6.0, torch.nan]])
     mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
     found = minus_leave_one_out_mean(costs, mask)
@@ -174,7 +174,7 @@ def test_others_are_those_that_are_still_there():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_leash_of_nothing_reads_no_kl():
+def test_beta_0_reads_no_kl():
     """With beta 0 an infinite KL, of a token that the reference rules out, does no harm."""
     mask = torch.ones(1, 2, dtype=torch.bool)
     zeros, forbidden = torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]])
@@ -190,8 +190,8 @@ def test_a_leash_of_nothing_reads_no_kl():
         ]
 
 
-def test_what_is_not_learned_from_is_selected_away():
-    """A process that only keeps the others company adds nothing, whatever its numbers are."""
+def test_uncounted_nan_tokens_have_zero_loss_and_gradient():
+    """A micro-batch that only keeps processes in step adds nothing, even if its numbers are NaN."""
     broken = torch.full((2,), torch.nan)
     logp = broken.clone().requires_grad_()
     past = RolloutTokens(broken, broken, broken, broken, torch.tensor([False, False]))
@@ -213,6 +213,6 @@ def test_what_is_not_learned_from_is_selected_away():
         (0.3, 0.0, 3.0, 0.5, 3.645),
     ],
 )
-def test_the_clipped_value_loss_is_the_larger_of_two(value, old, target, clip, loss):
+def test_clipped_value_loss_is_the_larger_of_two_errors(value, old, target, clip, loss):
     past = RolloutTokens(*(torch.tensor([x]) for x in (0.0, old, 0.0, target)), torch.tensor([True]))
     assert value_losses(torch.tensor([value]), past, clip).item() == pytest.approx(loss, rel=1e-6)

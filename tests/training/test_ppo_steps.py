@@ -47,7 +47,7 @@ def started(job):
     return TrainingState(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate, metrics={})
 
 
-def test_the_first_ratio_is_exactly_1(folder, tmp_path):
+def test_first_importance_ratio_is_exactly_1(folder, tmp_path):
     """MicroBatch-batches of different widths, values learnt: an update is compared with what it was scored as."""
     job = tiny_job(folder, "qwen3", epochs=1, minibatches=1, steps=1, out=str(tmp_path), samples_per_prompt=2)
     metrics = train_ppo(job).metrics
@@ -57,7 +57,7 @@ def test_the_first_ratio_is_exactly_1(folder, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"], ids=["untied", "tied"])
-def test_the_policy_moves_and_its_reference_does_not(folder, architecture):
+def test_policy_changes_and_reference_does_not(folder, architecture):
     """The reference is the policy as it starts: the same folder, and another copy of it in memory."""
     job = replace(tiny_job(folder, architecture), reference=None)
     setting, prompts = ready(job)
@@ -75,7 +75,7 @@ def test_the_policy_moves_and_its_reference_does_not(folder, architecture):
     assert progress.metrics["kl/exact_per_token"] > 0
 
 
-def test_an_adapter_is_trained_against_its_base_with_the_adapter_off(folder, tmp_path):
+def test_adapter_reference_is_its_base_without_adapter(folder, tmp_path):
     job = replace(tiny_job(folder, lora_rank=2, out=str(tmp_path)), reference=None)
     setting, prompts = ready(job)
     assert setting.actor_critic.reference.model is None
@@ -100,7 +100,7 @@ def test_an_adapter_is_trained_against_its_base_with_the_adapter_off(folder, tmp
     assert any("adapter" in note for note in pair.notes)
 
 
-def test_the_policy_it_leaves_behind_is_the_one_it_trained(folder, tmp_path):
+def test_saved_policy_equals_trained_policy(folder, tmp_path):
     job = tiny_job(folder, "qwen3", out=str(tmp_path), steps=1)
     result = train_ppo(job)
     assert result.policy == str(tmp_path / "policy") and result.steps == 1 and result.stopped is None
@@ -111,7 +111,7 @@ def test_the_policy_it_leaves_behind_is_the_one_it_trained(folder, tmp_path):
     assert load_pair(result.policy, job.reference_name).vocab_size == 320
 
 
-def test_metrics_are_means_over_what_counts(folder):
+def test_step_metrics_match_plain_sums_over_response_tokens(folder):
     """By plain sums over the rollout, in numpy, sequence by sequence."""
     job = tiny_job(folder, samples_per_prompt=2, minibatches=3, beta=0.2)
     setting, prompts = ready(job)
@@ -154,7 +154,7 @@ def test_metrics_are_means_over_what_counts(folder):
     )
 
 
-def test_the_kl_of_an_update_is_exact(folder):
+def test_update_kl_is_exact(folder):
     """KL(before || after) of each next token, by whole distributions of both, sequence by sequence."""
     job = tiny_job(folder, "qwen3", temperature=0.7, dtype="float64", samples_per_prompt=2)
     setting, prompts = ready(job)
@@ -178,7 +178,7 @@ def test_the_kl_of_an_update_is_exact(folder):
     )
 
 
-def test_gradients_are_scaled_down_to_the_longest_that_is_allowed(folder, tmp_path):
+def test_gradients_are_clipped_to_maximum_norm(folder, tmp_path):
     """Adam's first moment is a tenth of the first gradient that it is given."""
     job = tiny_job(folder, out=str(tmp_path), steps=1, epochs=1, minibatches=1, max_gradient_norm=0.01)
     metrics = train_ppo(job).metrics
@@ -198,7 +198,7 @@ def test_two_steps_draw_different_responses_to_the_same_prompts(folder):
     assert all(answers[0][prompt] != answers[1][prompt] for prompt in answers[0])
 
 
-def test_updates_end_once_the_policy_has_moved_far_enough(folder, tmp_path):
+def test_updates_stop_early_at_kl_limit(folder, tmp_path):
     far = tiny_job(folder, steps=1, epochs=4, minibatches=1, learning_rate=1e-2)
     free = train_ppo(replace(far, out=str(tmp_path / "free")))
     held = train_ppo(replace(far, out=str(tmp_path / "held"), early_stop_nats=1e-3))
@@ -209,7 +209,7 @@ def test_updates_end_once_the_policy_has_moved_far_enough(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("per", "target"), [("sequence", 0.5), ("token", 0.1)])
-def test_a_controller_moves_beta_by_the_measured_kl(folder, tmp_path, per, target):
+def test_controller_updates_beta_from_measured_kl(folder, tmp_path, per, target):
     job = tiny_job(
         folder, out=str(tmp_path), controller="pid", target_nats=target, target_per=per, beta=0.1, steps=2
     )
@@ -223,7 +223,7 @@ def test_a_controller_moves_beta_by_the_measured_kl(folder, tmp_path, per, targe
 
 
 @pytest.mark.parametrize("controller", ["fixed", "ziegler", "pid", "dual"])
-def test_every_controller_can_be_asked_for_and_tightened(controller):
+def test_every_controller_is_available_and_can_be_tightened(controller):
     from kleash.records import PPOJob
 
     job = PPOJob(controller=controller, target_nats=2.0, target_per="token", beta=0.3, beta_max=0.5)
@@ -232,7 +232,7 @@ def test_every_controller_can_be_asked_for_and_tightened(controller):
     assert tightened(leash, job).beta == 0.5 and tightened(tightened(leash, job), job).beta == 0.5
 
 
-def test_what_the_watch_advises_is_done(folder):
+def test_advice_of_the_hacking_monitor_is_applied(folder):
     setting, _ = ready(tiny_job(folder))
     alerts = (HackingAlert(kind="runaway", sentence="KL ran away"),)
     progress = replace(started(setting.job), step=3)
@@ -246,7 +246,7 @@ def test_what_the_watch_advises_is_done(folder):
     assert after("tighten").controller.beta == 2 * setting.job.beta
 
 
-def test_a_learning_rate_that_was_halved_is_the_one_that_is_used(folder):
+def test_halved_learning_rate_is_used(folder):
     setting, prompts = ready(tiny_job(folder))
     progress = replace(started(setting.job), learning_rate=1e-30)
     before = weights(setting.actor_critic.policy.network)
@@ -255,7 +255,7 @@ def test_a_learning_rate_that_was_halved_is_the_one_that_is_used(folder):
     assert same(before, weights(setting.actor_critic.policy.network))
 
 
-def test_a_loss_that_is_no_number_stops_with_the_batch_saved(folder, tmp_path):
+def test_nan_loss_stops_and_saves_the_batch(folder, tmp_path):
     """And with the last good checkpoint as it was."""
     job = tiny_job(folder, out=str(tmp_path), steps=1, checkpoint_every=1)
     train_ppo(job)
@@ -284,8 +284,8 @@ def test_a_loss_that_is_no_number_stops_with_the_batch_saved(folder, tmp_path):
     assert left == {name: kept[name] for name in left} and left
 
 
-def test_a_reference_that_rules_a_token_out_is_named(folder, monkeypatch):
-    """An infinite KL has no finite gradient; it is said where it came in."""
+def test_infinite_kl_of_an_excluded_token_is_reported(folder, monkeypatch):
+    """An infinite KL has no finite gradient; the error names prompt, sample and token."""
     from kleash.training.ppo import step as module
 
     setting, prompts = ready(tiny_job(folder))
@@ -307,7 +307,7 @@ def test_a_reference_that_rules_a_token_out_is_named(folder, monkeypatch):
     assert same(before, weights(setting.actor_critic.policy))
 
 
-def test_a_gradient_that_is_no_number_touches_no_weight(folder, monkeypatch):
+def test_nan_gradient_changes_no_weight(folder, monkeypatch):
     setting, prompts = ready(tiny_job(folder))
     before = weights(setting.actor_critic.policy)
     monkeypatch.setattr(setting.accelerator, "clip_grad_norm_", lambda *given: torch.tensor(torch.inf))
@@ -318,7 +318,7 @@ def test_a_gradient_that_is_no_number_touches_no_weight(folder, monkeypatch):
     assert same(before, weights(setting.actor_critic.policy))
 
 
-def test_what_cannot_be_trained_is_refused(folder, tmp_path):
+def test_float16_and_second_adapter_are_refused(folder, tmp_path):
     from tiny_models import tiny_adapter
 
     with pytest.raises(OptionError, match="float16 loses gradients"):
@@ -329,7 +329,7 @@ def test_what_cannot_be_trained_is_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["full", "adapter"])
-def test_in_bfloat16_what_is_trained_is_float32_and_the_first_kl_is_0(folder, rank):
+def test_bfloat16_policy_is_trained_in_float32_and_starts_at_kl_0(folder, rank):
     job = replace(
         tiny_job(folder, "qwen3", dtype="bfloat16", lora_rank=rank, epochs=1, seed=1), reference=None
     )
@@ -348,7 +348,7 @@ def test_in_bfloat16_what_is_trained_is_float32_and_the_first_kl_is_0(folder, ra
     assert 0 < metrics["kl/update"] < 1.0 and metrics["sampling/k3"] < 1e-2
 
 
-def test_an_adapter_is_merged_where_every_weight_is_trained(folder, tmp_path):
+def test_adapter_is_merged_for_full_training(folder, tmp_path):
     from tiny_models import tiny_adapter
 
     adapter = tiny_adapter(tmp_path / "adapter", folder / "llama-policy")
@@ -361,7 +361,7 @@ def test_an_adapter_is_merged_where_every_weight_is_trained(folder, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Merging lora module:UserWarning")
-def test_adapters_that_change_their_base_are_trained_against_what_they_were(folder, tmp_path):
+def test_base_changing_adapters_are_compared_with_their_initial_state(folder, tmp_path):
     from tiny_models import tiny_adapter
 
     base = folder / "llama-policy"
@@ -393,7 +393,7 @@ def test_adapters_that_change_their_base_are_trained_against_what_they_were(fold
         ("FSDP", True, "bf16", None),
     ],
 )
-def test_what_accelerate_does_and_this_loop_does_not_know_is_refused(kind, second, precision, reason):
+def test_unsupported_accelerate_configurations_are_refused(kind, second, precision, reason):
     accelerator = SimpleNamespace(
         distributed_type=f"DistributedType.{kind}", is_fsdp2=second, mixed_precision=precision
     )

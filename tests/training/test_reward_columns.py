@@ -129,7 +129,7 @@ TRL_EXTRA = {"completion_ids": IDS}
         (Judge().method, BOTH | LEVEL),
     ],
 )
-def test_a_reward_gets_the_columns_that_it_has_arguments_for(
+def test_reward_receives_columns_named_by_its_arguments(
     function: Callable[..., Any], expected: dict[str, Any]
 ) -> None:
     reward = RewardFunction(function=function, signature=RewardSignature.of(function))
@@ -137,7 +137,7 @@ def test_a_reward_gets_the_columns_that_it_has_arguments_for(
     assert seen == expected
 
 
-def test_what_a_reward_changes_is_whole_again_at_the_next_call() -> None:
+def test_columns_modified_by_a_reward_are_restored_for_the_next_call() -> None:
     def spoils(prompts, responses, tests):
         note(tests=json.dumps(tests))
         prompts.clear()
@@ -160,7 +160,7 @@ def test_what_a_reward_changes_is_whole_again_at_the_next_call() -> None:
         (trl, ["answer", "completions"], "p.jsonl has a column 'completions'"),
     ],
 )  # fmt: skip
-def test_a_column_that_is_missing_is_named_with_those_that_exist(
+def test_missing_column_error_lists_existing_columns(
     function: Callable[..., Any], columns: list[str], said: str
 ) -> None:
     with pytest.raises(OptionError) as caught:
@@ -207,7 +207,7 @@ SHORT = (
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
-def test_every_trainer_passes_the_columns_of_each_response(here: Path, algorithm: str) -> None:
+def test_every_trainer_passes_columns_of_each_response(here: Path, algorithm: str) -> None:
     if algorithm != "ppo":
         pytest.importorskip("trl")
     more = ["--minibatches", "1"] if algorithm == "ppo" else []
@@ -226,7 +226,7 @@ def test_every_trainer_passes_the_columns_of_each_response(here: Path, algorithm
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_a_missing_column_is_said_before_any_model_is_loaded(
+def test_missing_column_is_refused_before_models_are_loaded(
     here: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = {
@@ -242,7 +242,7 @@ def test_a_missing_column_is_said_before_any_model_is_loaded(
     )
 
 
-def test_texts_may_come_with_columns(here: Path) -> None:
+def test_of_texts_accepts_columns(here: Path) -> None:
     rewards = load_rewards(["graded:exact"])
     columns = {"answer": [1, None], "tests": [0, 0], "only": ["", ""]}
     assert rewards.of_texts(["a", "b"], ["c", "d"], columns).total.tolist() == [1, 0]

@@ -58,7 +58,7 @@ def plain() -> list[Dialogue]:
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 4096])
-def test_each_text_has_the_score_that_it_has_alone(folder: Path, batch_tokens: int) -> None:
+def test_scores_do_not_depend_on_the_batch(folder: Path, batch_tokens: int) -> None:
     scores = load_reward_model(str(folder), batch_tokens=batch_tokens)(plain())
     expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
     assert scores == pytest.approx(expected, rel=1e-4)
@@ -73,14 +73,14 @@ def test_padding_is_masked(tmp_path: Path) -> None:
     assert load_reward_model(str(folder))(plain()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_messages_are_written_with_the_model_s_own_template(folder: Path) -> None:
+def test_messages_use_the_reward_models_chat_template(folder: Path) -> None:
     messages = ({"role": "user", "content": "The sea?"},)
     asked = Dialogue(prompt="<template of the policy>", response="It was calm.", messages=messages)
     expected = alone(folder, "<s>user: The sea?\nassistant: It was calm.\n", special=False)
     assert load_reward_model(str(folder))([asked]) == pytest.approx([expected], rel=1e-4)
 
 
-def test_messages_are_one_text_where_the_model_has_no_template(tmp_path: Path) -> None:
+def test_messages_are_joined_without_chat_template(tmp_path: Path) -> None:
     folder = saved(tmp_path / "plain", chat=False)
     asked = Dialogue(prompt="user: Sea?\n", response="Calm.", messages=({"role": "user", "content": "Sea?"},))
     assert load_reward_model(str(folder))([asked]) == pytest.approx(
@@ -88,13 +88,13 @@ def test_messages_are_one_text_where_the_model_has_no_template(tmp_path: Path) -
     )
 
 
-def test_without_a_padding_token_texts_are_read_one_by_one(tmp_path: Path) -> None:
+def test_texts_are_scored_singly_without_padding_token(tmp_path: Path) -> None:
     folder = saved(tmp_path / "unpadded", pad_token_id=None)
     expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
     assert load_reward_model(str(folder))(plain()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_it_is_a_reward_among_others(folder: Path) -> None:
+def test_reward_model_adds_to_other_rewards(folder: Path) -> None:
     rewards = load_rewards(
         [f"2*{folder}", "kleash.training.example_rewards:heroine"], tokenizer=tiny_tokenizer()
     )
@@ -112,7 +112,7 @@ def test_it_is_a_reward_among_others(folder: Path) -> None:
     assert found.total.tolist() == pytest.approx([2 * alone(folder, "The sea she was") + 1], rel=1e-4)
 
 
-def test_a_text_longer_than_the_model_can_read_is_not_cut_in_silence(folder: Path) -> None:
+def test_text_beyond_the_context_length_is_not_truncated_silently(folder: Path) -> None:
     long = Dialogue(prompt="The sea", response=" was calm" * 80, name="prompt 3, sample 1")
     with pytest.raises(
         CannotRunError, match=r"reads at most 128 tokens and prompt 3, sample 1 has \d+; lower --max"
@@ -120,17 +120,17 @@ def test_a_text_longer_than_the_model_can_read_is_not_cut_in_silence(folder: Pat
         load_reward_model(str(folder))([long])
 
 
-def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+def test_language_model_is_refused_as_reward_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"lacks 1 of its weights, which would be random: score\.weight"):
         load_reward_model(str(save_tiny(tmp_path / "llama")))
 
 
-def test_a_classifier_of_more_labels_is_no_reward_model(tmp_path: Path) -> None:
+def test_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has 3 labels; a reward is one number"):
         load_reward_model(str(saved(tmp_path / "three", labels=3)))
 
 
-def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "pickled")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match="pickled files"):

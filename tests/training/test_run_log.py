@@ -41,7 +41,7 @@ def play(run_log: RunLog, history: list[StepRecord]) -> list[Advice]:
     return [run_log.step(record.step, record.metrics) for record in history]
 
 
-def test_a_step_is_on_the_disk_when_it_has_been_told(tmp_path: Path) -> None:
+def test_logged_step_is_on_disk(tmp_path: Path) -> None:
     run_log = run_log_of(tmp_path)
     assert run_log.step(1, {"beta": 0.1, "reward/part/x": 2}, SAMPLES, ["beta was bounded"]) == Advice()
     (record,) = read_steps(tmp_path)
@@ -56,7 +56,7 @@ def test_a_step_is_on_the_disk_when_it_has_been_told(tmp_path: Path) -> None:
     assert run_log.display.records == [record]  # type: ignore[attr-defined]
 
 
-def test_errors_over_few_prompts_carry_a_warning_once(tmp_path: Path) -> None:
+def test_errors_over_few_prompts_warn_once(tmp_path: Path) -> None:
     for prompts, expected in ((8.0, 1), (30.0, 0)):
         run_log = run_log_of(tmp_path)
         for step in (1, 2):
@@ -69,7 +69,7 @@ def test_errors_over_few_prompts_carry_a_warning_once(tmp_path: Path) -> None:
         assert read_steps(tmp_path)[0].metrics["response/prompts"] == prompts
 
 
-def test_a_number_that_no_table_explains_is_refused(tmp_path: Path) -> None:
+def test_undocumented_metric_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"no metric is called 'kl/k4'; .* did you mean 'kl/k"):
         run_log_of(tmp_path).step(1, {"kl/k4": 1.0})
     assert read_steps(tmp_path) == ()
@@ -80,7 +80,7 @@ def test_a_number_that_no_table_explains_is_refused(tmp_path: Path) -> None:
     ("per", "name"), [("sequence", "kl/exact_per_sequence"), ("token", "kl/exact_per_token")]
 )
 @pytest.mark.parametrize("controller", ["fixed", "pid", "ziegler", "dual"])
-def test_a_kl_that_stays_above_1_2_times_its_target_is_warned_of_after_eight_steps(
+def test_kl_above_1_2_times_target_raises_alert_after_eight_steps(
     tmp_path: Path, controller: str, per: str, name: str, share: float, warns: bool
 ) -> None:
     run_log = run_log_of(tmp_path, controller=controller, target_nats=0.5, target_per=per)
@@ -92,7 +92,7 @@ def test_a_kl_that_stays_above_1_2_times_its_target_is_warned_of_after_eight_ste
         assert "under a beta of 0.25" in alert.sentence
 
 
-def test_a_kl_that_has_come_back_below_1_2_times_its_target_is_not_warned_of(tmp_path: Path) -> None:
+def test_kl_back_below_1_2_times_target_raises_no_alert(tmp_path: Path) -> None:
     """However far above it the mean of eight steps still is."""
     shares = [1.9] * 5 + [1.19] * 3
     run_log = run_log_of(tmp_path, controller="pid", target_nats=6.0)
@@ -103,7 +103,7 @@ def test_a_kl_that_has_come_back_below_1_2_times_its_target_is_not_warned_of(tmp
 
 
 @pytest.mark.parametrize("act", ["warn", "stop", "halve-lr", "tighten"])
-def test_a_warning_asks_for_what_the_job_wants(tmp_path: Path, act: str) -> None:
+def test_alert_advises_the_jobs_on_hacking_action(tmp_path: Path, act: str) -> None:
     history = bent(healthy(43), 40, lambda at, now: {"kl/exact_per_sequence": 40.0})
     run_log = run_log_of(tmp_path, on_hacking=act, target_nats=6.0)
     advice = play(run_log, history)
@@ -112,7 +112,7 @@ def test_a_warning_asks_for_what_the_job_wants(tmp_path: Path, act: str) -> None
     assert [alert.kind for record in read_steps(tmp_path) for alert in record.alerts] == ["far_from_target"]
 
 
-def test_a_run_that_goes_on_is_watched_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_monitor_state_survives_resume(tmp_path: Path) -> None:
     history = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_sequence": 40.0})
     folders = [tmp_path / "whole", tmp_path / "parts"]
     for folder in folders:
@@ -127,19 +127,19 @@ def test_a_run_that_goes_on_is_watched_as_if_it_had_not_stopped(tmp_path: Path) 
     assert read_steps(folders[1]) == read_steps(folders[0])
 
 
-def test_a_new_run_begins_with_nothing(tmp_path: Path) -> None:
+def test_new_run_discards_earlier_steps(tmp_path: Path) -> None:
     play(run_log_of(tmp_path), healthy(3))
     run_log = run_log_of(tmp_path)
     assert run_log.history == [] and read_steps(tmp_path) == ()
 
 
-def test_a_job_without_a_target_has_nothing_to_be_far_from(tmp_path: Path) -> None:
+def test_job_without_target_raises_no_far_from_target(tmp_path: Path) -> None:
     run_log = RunLog(tmp_path, DPOJob(pairs="x"))
     run_log.begin(0)
     assert not any(one.alerts for one in play(run_log, healthy(20)))
 
 
-def test_tensorboard_holds_every_step_under_the_spelling_that_was_asked_for(tmp_path: Path) -> None:
+def test_tensorboard_logs_every_step_under_requested_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def told(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -202,9 +202,7 @@ class Service:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
-def test_trackers_are_told_through_accelerate(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_log_through_accelerate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service()
     monkeypatch.setitem(sys.modules, name, service.as_module(name))
     run = tmp_path / "my-run"
@@ -220,7 +218,7 @@ def test_trackers_are_told_through_accelerate(
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_one_sentence(
+def test_missing_tracker_package_is_one_sentence(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -229,7 +227,7 @@ def test_a_tracker_that_is_not_installed_is_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_a_tracker_that_cannot_be_reached_is_one_sentence_and_the_others_are_closed(
+def test_unreachable_tracker_is_one_sentence_and_closes_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, broken = Service(), Service().as_module("trackio")
@@ -247,6 +245,6 @@ def test_a_tracker_that_cannot_be_reached_is_one_sentence_and_the_others_are_clo
     assert first.finished == 1
 
 
-def test_a_tracker_that_is_named_twice_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_tracker_logs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Service().as_module("wandb"))
     assert len(open_trackers(PPOJob(report_to=("wandb", "wandb")), tmp_path)) == 1

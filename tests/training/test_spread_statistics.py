@@ -20,7 +20,7 @@ def statistics(root: Path) -> Iterator[ModuleType]:
         yield import_module("spread_statistics")
 
 
-def test_means_and_paired_differences_have_students_interval(statistics):
+def test_means_and_paired_differences_have_student_t_intervals(statistics):
     for found, oracle in (
         (statistics.mean_of(X), stats.ttest_1samp(X, 0.0)),
         (statistics.difference_of(X, Y), stats.ttest_rel(X, Y)),
@@ -31,14 +31,14 @@ def test_means_and_paired_differences_have_students_interval(statistics):
 
 
 @pytest.mark.parametrize("n", [3, 12])
-def test_spreads_have_the_interval_of_chi_squared(statistics, n):
+def test_standard_deviations_have_chi_squared_intervals(statistics, n):
     found = statistics.spread_of(X[:n])
     tails = stats.chi2.ppf([0.975, 0.025], n - 1)
     assert found["value"] == pytest.approx(stats.tstd(X[:n]))
     np.testing.assert_allclose(found["ci95"], stats.tstd(X[:n]) * np.sqrt((n - 1) / tails), rtol=1e-9)
 
 
-def test_ratios_of_spreads_end_where_sum_and_difference_are_just_correlated(statistics):
+def test_ratio_of_spreads_interval_matches_pitman_morgan(statistics):
     found = statistics.ratio_of_spreads(X, Y)
     assert found["value"] == pytest.approx(stats.tstd(X) / stats.tstd(Y))
     for end in found["ci95"]:
@@ -49,7 +49,7 @@ def test_ratios_of_spreads_end_where_sum_and_difference_are_just_correlated(stat
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-3, 2.0, 9.5, 60.0])
-def test_the_incomplete_gamma_function_is_scipys(statistics, x):
+def test_incomplete_gamma_matches_scipy(statistics, x):
     assert statistics.gamma_below(9.5, x) == pytest.approx(special.gammainc(9.5, x), rel=1e-12)
 
 
@@ -59,7 +59,7 @@ def test_too_few_numbers_have_no_interval(statistics):
     assert statistics.ratio_of_spreads([1.0, 2.0, 3.0], [2.0, 1.0, 4.0])["value"] is None
 
 
-def test_a_path_is_read_where_its_smoothed_reward_first_gets_there(statistics):
+def test_path_is_read_at_first_crossing_of_smoothed_reward(statistics):
     rewards, kls = [0.0, 2.0, 4.0, 0.0, 9.0], [0.0, 1.0, 3.0, 5.0, 7.0]  # smoothed 1 3 2 4.5, and .5 2 4 6
     reached = statistics.reached
     assert reached(rewards, kls, 2.5, 2) == pytest.approx(0.5 + 0.75 * 1.5)
@@ -68,7 +68,7 @@ def test_a_path_is_read_where_its_smoothed_reward_first_gets_there(statistics):
     assert reached(rewards, kls, 4.6, 2) is None
 
 
-def test_a_frontier_is_straight_in_the_root_of_kl(statistics):
+def test_frontier_is_interpolated_linearly_in_root_kl(statistics):
     at = statistics.reward_at
     assert at([4.0, 1.0], [3.0, 1.0], 2.25) == pytest.approx(2.0)
     assert at([4.0, 1.0], [3.0, 1.0], 4.0) == pytest.approx(3.0)

@@ -26,13 +26,13 @@ def shown_on(width: int, terminal: bool) -> str:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_what_is_said_is_shown_as_it_is(terminal: bool) -> None:
+def test_notes_are_printed_without_markup(terminal: bool) -> None:
     shown = shown_on(100, terminal)
     for said in ("the policy is [bold]", "alert, step 20: it [red] runs", "step 20: beta [x] was bounded"):
         assert said in shown
 
 
-def test_a_terminal_is_left_with_the_last_steps() -> None:
+def test_terminal_table_ends_with_the_last_steps() -> None:
     left = shown_on(140, True).rpartition("step of 20")[2].splitlines()
     assert [line.split()[0] for line in left[1:] if line.strip()] == [*map(str, range(10, 21)), "20"]
     assert "reward" in left[0] and "KL/sequence" in left[0] and "repeated" in left[0]
@@ -40,13 +40,13 @@ def test_a_terminal_is_left_with_the_last_steps() -> None:
     assert f"{record['kl/exact_per_sequence']:.2f} ± {record['kl/exact_per_sequence_error']:.2f}" in left[1]
 
 
-def test_a_narrow_terminal_shows_the_first_columns_whole() -> None:
+def test_narrow_terminal_shows_first_columns_unbroken() -> None:
     left = shown_on(60, True).rpartition("step of 20")[2].splitlines()
     assert "KL/sequence" in left[0] and "repeated" not in left[0]
     assert not any("…" in line for line in left)
 
 
-def test_a_number_next_to_nothing_is_not_a_row_of_zeros() -> None:
+def test_tiny_numbers_are_printed_in_scientific_notation() -> None:
     metrics = {"kl/exact_per_sequence": 1.172e-29, "kl/exact_per_sequence_error": 5.69e-30}
     console = Console(file=StringIO(), width=100, highlight=False)
     with Steps(1, console) as steps:

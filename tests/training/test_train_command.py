@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_all_its_files(run: Path) -> None:
+def test_run_writes_all_files(run: Path) -> None:
     assert [record.step for record in read_steps(run)] == [1, 2]
     assert {one.step for one in read_samples(run)} == {1, 2}
     result = json.loads((run / "training.json").read_text())
@@ -70,7 +70,7 @@ def test_a_run_leaves_all_its_files(run: Path) -> None:
     assert "trained by PPO" in (run / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_finished_run_is_left_alone_and_goes_on_with_more_steps(
+def test_finished_run_is_unchanged_and_resumes_with_more_steps(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "ppo", *TINY, "--steps", "3", "--out", str(run)]) == 2
@@ -84,7 +84,7 @@ def test_a_finished_run_is_left_alone_and_goes_on_with_more_steps(
     assert [record.step for record in read_steps(run)] == [1, 2, 3]
 
 
-def test_a_run_is_shown_step_by_step_and_stopped_by_its_watch(
+def test_steps_are_printed_and_hacking_stops_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -108,7 +108,7 @@ def test_a_run_is_shown_step_by_step_and_stopped_by_its_watch(
     assert "beta does not keep it near its target" in alert
 
 
-def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(
+def test_ctrl_c_keeps_checkpoint_and_prints_resume_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "impatient_reward.py").write_text(
@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(
     assert "running or interrupted" in report and not (tmp_path / "run" / "training.json").exists()
 
 
-def test_what_means_nothing_is_said_before_torch_is_loaded() -> None:
+def test_invalid_options_are_refused_without_torch() -> None:
     done = without_torch("train", "ppo", "--kl", "k3", "--kl-place", "reward")
     assert done.returncode == 2
     assert (
@@ -156,7 +156,7 @@ ALGORITHMS = ("ppo", "grpo", "rloo", "dpo", "distill")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "ppo", "--help"]])
-def test_help_needs_no_torch(words: list[str]) -> None:
+def test_help_works_without_torch(words: list[str]) -> None:
     done = without_torch(*words)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
@@ -170,21 +170,21 @@ def test_each_algorithm_has_its_trainer(kind: type[TrainJob], trainer: str) -> N
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_each_algorithm_is_on_the_command_line(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_algorithm_is_a_command(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["train", algorithm, "--pairs" if algorithm == "dpo" else "--prompts", "x", "--seed", "-1"]) == 2
     )
     assert capsys.readouterr().err == "kleash: --seed must be a whole number from 0 to 2^63 - 1; it is -1\n"
 
 
-def test_every_option_is_explained() -> None:
+def test_every_option_has_help() -> None:
     shown = without_torch("train", "ppo", "--help").stdout
     for field in fields(PPOJob):
         switch = "no-" if field.default is True else ""
         assert f"--{switch}{field.name.replace('_', '-')} " in shown
 
 
-def test_several_processes_must_be_told_where_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_require_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="several processes must agree on the run's folder; give --out"):
         train(PPOJob())
@@ -221,7 +221,7 @@ def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_demonstration_trains_three_times_from_the_same_start(demonstration: Path) -> None:
+def test_demonstration_trains_three_runs_from_the_same_start(demonstration: Path) -> None:
     found = Demonstration.read(demonstration)
     histories = {leash.name: read_steps(demonstration / leash.name) for leash in found.runs}
     assert {name: history[0].metrics["beta"] for name, history in histories.items()} == {
@@ -235,7 +235,7 @@ def test_the_demonstration_trains_three_times_from_the_same_start(demonstration:
     assert "One reward, three leashes" in (demonstration / "report.html").read_text(encoding="utf-8")
 
 
-def test_best_of_n_costs_what_its_rewards_say(demonstration: Path) -> None:
+def test_best_of_n_kl_grows_with_n_below_its_bound(demonstration: Path) -> None:
     found = Demonstration.read(demonstration)
     assert [point.n for point in found.best_of] == [1, 2, 4]
     rewards = [point.reward.value for point in found.best_of]
@@ -244,13 +244,13 @@ def test_best_of_n_costs_what_its_rewards_say(demonstration: Path) -> None:
     assert all(point.kl.value <= point.bound + 1e-9 for point in found.best_of)
 
 
-def test_a_folder_that_holds_something_is_left_alone(demonstration: Path) -> None:
+def test_demonstration_refuses_a_folder_with_files(demonstration: Path) -> None:
     with pytest.raises(RunFolderError, match="holds something already; give another --out"):
         demonstrate(DemonstrationJob(out=str(demonstration)))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_the_mean_reward_of_the_best_is_that_of_all_choices(n: int) -> None:
+def test_best_of_n_reward_is_mean_over_all_subsets(n: int) -> None:
     rewards = np.array([[3.0, 1.0, 1.0, 0.0, 7.0], [2.0, 2.0, 2.0, -1.0, 0.5]])
     every = [np.mean([max(chosen) for chosen in combinations(row, n)]) for row in rewards]
     assert best_of_n_reward(rewards, n).value == pytest.approx(np.mean(every))

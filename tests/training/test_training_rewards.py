@@ -143,7 +143,7 @@ def totals(*specs: str, responses: tuple[str, ...] = ("abc", "", "é!")) -> list
     return load_rewards(specs).of_texts(["p"] * len(responses), responses).total.tolist()
 
 
-def test_a_function_is_called_with_all_prompts_and_responses_at_once() -> None:
+def test_reward_is_called_once_with_all_prompts_and_responses() -> None:
     found = load_rewards(["my_rewards:length"]).of_texts(["one", "two"], ["abc", ""])
     assert found.total.tolist() == [3.0, 0.0] and found.total.dtype == np.float64
     import my_rewards
@@ -167,11 +167,11 @@ def test_a_function_is_called_with_all_prompts_and_responses_at_once() -> None:
         ("of_tensors", [0.5, 0.25, 1]),
     ],
 )
-def test_whatever_holds_numbers_will_do(name: str, values: list[float]) -> None:
+def test_rewards_may_return_any_sequence_of_numbers(name: str, values: list[float]) -> None:
     assert totals(f"my_rewards:{name}") == values
 
 
-def test_several_are_added_with_their_weights() -> None:
+def test_rewards_are_added_with_weights() -> None:
     specs = ["0.5*my_rewards:length", " -2 * my_rewards:as_bools", "my_rewards:as_array"]
     found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
     assert found.total.tolist() == [1.5 - 2 + 0, 0 - 2 + 1, 1 - 2 + 2]
@@ -182,7 +182,7 @@ def test_several_are_added_with_their_weights() -> None:
     }
 
 
-def test_two_of_the_same_name_are_told_apart() -> None:
+def test_rewards_of_equal_name_get_numbered_names() -> None:
     found = load_rewards(["my_rewards:length", "2*my_rewards:length"]).of_texts(["p"], ["ab"])
     assert list(found.parts) == ["length", "length-2"] and found.total.tolist() == [6.0]
 
@@ -212,15 +212,13 @@ def test_two_of_the_same_name_are_told_apart() -> None:
         ("nan*my_rewards:length", OptionError, "it must be a number, as in 0.5*"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_before_anything_runs(
-    spec: str, error: type[KleashError], said: str
-) -> None:
+def test_unloadable_reward_is_refused(spec: str, error: type[KleashError], said: str) -> None:
     with pytest.raises(error) as caught:
         load_rewards([spec])
     assert said in str(caught.value)
 
 
-def test_no_reward_is_no_reward() -> None:
+def test_empty_reward_list_is_refused() -> None:
     with pytest.raises(OptionError, match="say what is rewarded"):
         load_rewards([])
 
@@ -282,14 +280,14 @@ def test_no_reward_is_no_reward() -> None:
         ),
     ],
 )
-def test_a_reward_that_misbehaves_is_named(name: str, error: type[KleashError], said: str) -> None:
+def test_invalid_reward_results_name_the_reward(name: str, error: type[KleashError], said: str) -> None:
     with pytest.raises(error) as caught:
         totals(f"my_rewards:{name}")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_none_is_a_reward_that_does_not_apply() -> None:
+def test_none_means_reward_does_not_apply() -> None:
     specs = ["my_rewards:sometimes", "0.5*my_rewards:otherwise", "my_rewards:as_array"]
     found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
     assert found.total.tolist() == [0.5 + 0, 2 + 1, 0 + 2]
@@ -322,7 +320,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_copy_that_a_reward_forks_does_not_go_on_with_the_run(tmp_path: Path) -> None:
+def test_process_forked_by_a_reward_ends(tmp_path: Path) -> None:
     (tmp_path / "forking.py").write_text(FORKS)
     done = subprocess.run([sys.executable, "forking.py"], capture_output=True, text=True, check=True)
     assert (
@@ -344,7 +342,7 @@ def sequence(text: str, prompt: str = "The sea", **more: Any) -> TokenSequence:
     )
 
 
-def test_special_tokens_are_not_part_of_what_is_rewarded() -> None:
+def test_special_tokens_are_not_rewarded() -> None:
     answers = [sequence(" was calm"), sequence("")]
     assert load_rewards(["my_rewards:length"], tokenizer=tiny_tokenizer()).of(answers).total.tolist() == [
         9,
@@ -354,7 +352,7 @@ def test_special_tokens_are_not_part_of_what_is_rewarded() -> None:
 
 
 @pytest.mark.parametrize("function", [heroine, kind_words])
-def test_the_example_rewards_pay_for_words_and_not_for_letters(
+def test_example_rewards_count_words_and_not_letters(
     function: Callable[[list[str], list[str]], list[float]],
 ) -> None:
     texts = ["She was happy; her heart was HERS", "sheer herbal unkindness", "", "she happy she"]
@@ -363,7 +361,7 @@ def test_the_example_rewards_pay_for_words_and_not_for_letters(
     assert totals(f"{EXAMPLES}:{function.__name__}", responses=tuple(texts)) == expected
 
 
-def test_a_tensor_that_carries_a_gradient_is_read_like_any_other() -> None:
+def test_reward_tensor_with_gradient_is_read() -> None:
     import my_rewards
 
     my_rewards.learnt = lambda prompts, responses: torch.ones(len(responses), requires_grad=True)

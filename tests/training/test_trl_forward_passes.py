@@ -81,7 +81,7 @@ def sums_of(policy, reference, batches):
     return sums.tolist()
 
 
-def test_the_kl_of_a_policy_that_drops_out_and_counts_positions(trl, pair, tmp_path, monkeypatch):
+def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatch):
     seen = []
     measure = trl.measured.MeasuringMixin._measure
 
@@ -99,12 +99,12 @@ def test_the_kl_of_a_policy_that_drops_out_and_counts_positions(trl, pair, tmp_p
     assert saved["resid_pdrop"] == 0.1, "what others do with the policy is theirs to say"
 
 
-def test_a_policy_that_is_its_own_reference_has_a_kl_of_0(trl, pair, tmp_path):
+def test_policy_as_its_own_reference_has_kl_0(trl, pair, tmp_path):
     step = step_of(trl.train_grpo, GRPOJob, pair, tmp_path / "run", reward=(HEROINE,))
     assert step.metrics["kl/exact_per_token"] == 0
 
 
-def test_distillation_counts_tokens_and_not_micro_batches(trl, pair, tmp_path, monkeypatch):
+def test_distillation_averages_over_tokens_and_not_micro_batches(trl, pair, tmp_path, monkeypatch):
     seen = []
     compute = trl.distillation.EntropyMixin._compute_loss
 
@@ -122,7 +122,7 @@ def test_distillation_counts_tokens_and_not_micro_batches(trl, pair, tmp_path, m
     assert step.metrics["policy/entropy"] == pytest.approx(entropy / tokens, rel=1e-5)
 
 
-def test_attention_s_dropout_is_no_module_and_is_switched_off_too(trl, tmp_path):
+def test_attention_dropout_is_switched_off(trl, tmp_path):
     from kleash.training.with_trl.networks import disable_dropout, skip_padding_in_positions
 
     folder = save_tiny(tmp_path / "llama", "llama", attention_dropout=0.5)

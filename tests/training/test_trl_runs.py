@@ -76,7 +76,7 @@ def same(one, other):
     return np.array_equal(a, b, equal_nan=True)
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(trl, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     job = GRPOJob(
         steps=4,
         checkpoint_every=2,
@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(trl, tmp_path):
     assert "carries no checksums" in verify_checkpoint(newest)[0]
 
 
-def test_a_response_that_is_learned_from_twice_steers_beta_once(trl, tmp_path, caplog):
+def test_reused_response_updates_beta_once(trl, tmp_path, caplog):
     """Ziegler's horizon is three steps' responses: a fifth of a third for a KL of 0."""
     ziegler = {"controller": "ziegler", "target_nats": 5.0}
     job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), **ziegler, **SMALL)
@@ -123,14 +123,14 @@ def test_a_response_that_is_learned_from_twice_steers_beta_once(trl, tmp_path, c
     assert len(steps[0].events) == 1 and not caplog.records, "events are in the run log, and nowhere else"
 
 
-def test_a_finished_run_that_goes_on_says_what_it_said(trl, tmp_path):
+def test_resuming_a_finished_run_returns_its_result(trl, tmp_path):
     job = GRPOJob(steps=1, reward=(HEROINE,), out=str(tmp_path / "run"), **SMALL)
     result = train(job)
     assert dict(result.metrics) == pytest.approx(dict(read_steps(tmp_path / "run")[-1].metrics), nan_ok=True)
     assert train(replace(job, resume=True)).to_json() == result.to_json()
 
 
-def test_rloo_with_an_adapter_and_the_kl_in_the_reward(trl, tmp_path):
+def test_rloo_with_adapter_and_kl_in_reward(trl, tmp_path):
     settings = {**SMALL, "learning_rate": 3e-2}
     job = RLOOJob(
         steps=2,
@@ -152,14 +152,14 @@ def test_rloo_with_an_adapter_and_the_kl_in_the_reward(trl, tmp_path):
     assert pair.policy.adapter is not None
 
 
-def test_rloo_keeps_near_the_reference_that_is_named(trl, tmp_path):
+def test_rloo_stays_near_the_given_reference(trl, tmp_path):
     settings = {**SMALL, "prompts_per_step": 6}
     job = RLOOJob(steps=1, reference="shipped:policy", reward=(HEROINE,), **settings)
     result, (step,) = go(trl.train_rloo, job, tmp_path / "run")
     assert 0.1 < step.metrics["kl/exact_per_token"] < 0.6 and result.beta == 0.05
 
 
-def test_dpo_learns_its_pairs_and_measures_its_drift(trl, tmp_path):
+def test_dpo_learns_its_pairs_and_measures_drift(trl, tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     rows = [
         {"prompt": f"{who} was", "chosen": " happy and kind", "rejected": " angry and cold"}
@@ -188,7 +188,7 @@ def test_dpo_learns_its_pairs_and_measures_its_drift(trl, tmp_path):
         ({"prompt": "a", "chosen": "", "rejected": "c"}, "expected 'prompt'"),
     ],
 )
-def test_pairs_that_are_none(trl, tmp_path, row, reason):
+def test_invalid_preference_pairs_name_their_line(trl, tmp_path, row, reason):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(
         json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n"
@@ -201,7 +201,7 @@ def test_pairs_that_are_none(trl, tmp_path, row, reason):
     ("divergence", "known"),
     [("policy_teacher", "kl"), ("teacher_policy", "reverse_kl"), ("jensen_shannon", "jensen_shannon")],
 )
-def test_the_divergences_of_teaching_are_trls_of_that_meaning(trl, divergence, known):
+def test_distillation_divergences_match_trl(trl, divergence, known):
     """TRL's own kernel, which the trainer calls with the student first, against ours, which calls it p."""
     from kleash.auditing.targets.trl import chunked_divergence
     from kleash.linear import Head, linear_divergence
@@ -215,7 +215,7 @@ def test_the_divergences_of_teaching_are_trls_of_that_meaning(trl, divergence, k
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
-def test_distillation_says_how_far_the_teacher_is(trl, tmp_path):
+def test_distillation_reports_kl_to_the_teacher(trl, tmp_path):
     """The shipped policy is some 0.2 nats per token away from the shipped reference."""
     job = DistillJob(steps=1, **{**SMALL, "prompts_per_step": 6})
     result, (step,) = go(trl.train_distill, job, tmp_path / "run")
@@ -223,7 +223,7 @@ def test_distillation_says_how_far_the_teacher_is(trl, tmp_path):
     assert result.beta is None and load_pair(result.policy, "shipped:reference").policy.adapter is None
 
 
-def test_what_a_step_says_is_measured_on_its_responses(trl, folder, tmp_path):
+def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, tmp_path):
     from trl_batches import make, moved, whole_logp
 
     from kleash.models import tokenise_prompts
@@ -260,7 +260,7 @@ def test_what_a_step_says_is_measured_on_its_responses(trl, folder, tmp_path):
 
 
 @pytest.mark.parametrize("on_hacking", ["stop", "halve-lr", "tighten"])
-def test_the_response_to_an_alert_is_carried_out(trl, tmp_path, on_hacking):
+def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
     job = GRPOJob(
         steps=3,
         on_hacking=on_hacking,
@@ -287,7 +287,7 @@ def test_the_response_to_an_alert_is_carried_out(trl, tmp_path, on_hacking):
         assert betas[2] > 2 * betas[1] and rates[2] == pytest.approx(1e-3)
 
 
-def test_what_cannot_be_done_is_said_before_it_is_begun(trl, folder, tmp_path, monkeypatch):
+def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, monkeypatch):
     job = GRPOJob(reward=(HEROINE,), **SMALL)
     adapter = tiny_adapter(tmp_path / "adapter", folder)
     with pytest.raises(ModelError, match=r"the policy .* is an adapter"):
@@ -307,6 +307,6 @@ def test_what_cannot_be_done_is_said_before_it_is_begun(trl, folder, tmp_path, m
 
 
 @given(st.integers(1, 400), st.integers(1, 500))
-def test_the_largest_divisor(number, at_most):
+def test_largest_divisor(number, at_most):
     found = largest_divisor(number, at_most=at_most)
     assert found == max(n for n in range(1, number + 1) if number % n == 0 and n <= at_most)
