@@ -28,6 +28,8 @@ from harness import RESULTS, provenance, write_result
 from spread_figures import figures_of
 from spread_runs import Run, Setting, execute, plan_runs, prompts_of
 
+from kleash.models import SAMPLER
+
 NAME = "leash_spread"
 PACKAGES = ("transformers", "accelerate", "peft", "numpy")
 
@@ -75,7 +77,7 @@ def study(
             print(f"{len(missing) - number} runs are left for another time")
             break
         line = execute(run, setting, trained, held_out)
-        line |= {name: origin[name] for name in ("commit", "machine", "versions")}
+        line |= {name: origin[name] for name in ("commit", "machine", "versions")} | {"sampler": SAMPLER}
         append(path, line)
         done.append(line)
         durations.append(line["seconds"])

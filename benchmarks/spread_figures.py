@@ -15,6 +15,8 @@ from spread_statistics import (
 
 ESTIMATORS = {"exact": ("exact", "loss"), "k1": ("k1", "reward"), "k3": ("k3", "loss")}
 SCOPES = ("sequence", "token")
+UNNAMED_SAMPLER = "one of before 2026-11-22, so that kleash now draws other responses from the same seeds"
+"""In place of ``kleash.models.SAMPLER`` for stored runs without it."""
 Line = Mapping[str, Any]
 Lines = Sequence[Line]
 Figures = dict[str, Any]
@@ -33,6 +35,7 @@ def figures_of(lines: Lines) -> Figures:
             name: sorted({words_of(line[name]) for line in lines})
             for name in ("commit", "machine", "versions")
         },
+        "sampler": sorted({line.get("sampler", UNNAMED_SAMPLER) for line in lines}),
         "cpu_seconds": mean_of([line["cpu_seconds"] for line in lines])["value"],
         "estimators": estimators(lines, setting),
         "frontier": frontier(lines, setting),

@@ -52,12 +52,13 @@ def origin(figures: Mapping[str, Any]) -> list[str]:
     return paragraph(
         "`python benchmarks/leash_spread.py` runs what is missing and appends every finished run to "
         "[leash_spread.jsonl](../benchmarks/results/leash_spread.jsonl): {runs} runs between {first} and {last}, "
-        "{cpu_seconds:.0f} CPU seconds each on average, at commit {commit}, on {machine}, with {versions}.",
+        "{cpu_seconds:.0f} CPU seconds each on average, at commit {commit}, on {machine}, with {versions}. "
+        "Sampler of the responses: {sampler}.",
         **{
             **figures,
             "first": figures["first"][:16].replace("T", " "),
             "last": figures["last"][:16].replace("T", " "),
-            **{name: " and ".join(figures[name]) for name in ("commit", "machine", "versions")},
+            **{name: " and ".join(figures[name]) for name in ("commit", "machine", "versions", "sampler")},
         },
     )
 

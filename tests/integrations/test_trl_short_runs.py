@@ -276,7 +276,7 @@ def test_sharded_heads_are_refused(trl, folder, tmp_path):
 
 
 def rollout(prompts, trainer):
-    """Responses of TIME tokens, of which somebody else wrote two."""
+    """Responses of TIME tokens, two of which are tool output."""
     draw = torch.Generator().manual_seed(7)
     ids = torch.randint(3, 300, (len(prompts), PROMPT + TIME), generator=draw).tolist()
     return {

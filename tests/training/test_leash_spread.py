@@ -60,6 +60,7 @@ def line(setting: dict[str, Any], seed: int, reward: float, nats: float, **kind:
         "commit": "abc1234",
         "machine": {"processor": "a processor", "threads": 1},
         "versions": {"torch": "2.13.0"},
+        **({"sampler": "Gumbel-max"} if seed else {}),
     }
 
 
@@ -134,6 +135,9 @@ def test_page_states_ratios_intervals_and_sides(study, lines):
     made = tool.make_files({"figures": figures})
     page, image = made[tool.PAGE], made[tool.IMAGE]
     assert "11 seeds, beta 0.3" in " ".join(page.split())
+    assert "Sampler of the responses: Gumbel-max and one of before 2026-11-22, so that" in " ".join(
+        page.split()
+    )
     end = figures["estimators"]["against_exact"]["k1"]["end"]["spread"]
     low, high = end["ci95"]
     assert f"with k1 is 2.00 ({low:.2f} to {high:.2f}) times that with exact: higher." in " ".join(
