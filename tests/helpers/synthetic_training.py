@@ -21,8 +21,8 @@ from kleash.records import (
     TrainingResult,
     TrainJob,
     append_step,
-    write_atomically,
 )
+from kleash.store.atomic import write_atomically
 from kleash.store.demonstration import DEMONSTRATION
 
 EVIL = "<script>window.__pwned=1</script>"

@@ -20,8 +20,8 @@ from kleash.models import (
     read_prompts,
     read_responses,
     read_text,
-    retokenisation_warnings,
 )
+from kleash.models.sequences import retokenisation_warnings
 from kleash.models.sources.documents import window_spans
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from kleash.errors import RunFolderError
-from kleash.records import write_atomically
-from kleash.store.atomic import TEMPORARY, remove_leftovers, temporary_name
+from kleash.store.atomic import TEMPORARY, remove_leftovers, temporary_name, write_atomically
 from kleash.store.codec import to_json
 
 WRITER = """
 import sys
 from pathlib import Path
-from kleash.records import write_atomically
+from kleash.store.atomic import write_atomically
 for at in range(40):
     write_atomically(Path(sys.argv[1]), f"{sys.argv[2]} {at}\\n" * 500)
 """

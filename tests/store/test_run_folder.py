@@ -10,7 +10,8 @@ import pytest
 from folder_writer import hold_folder
 
 from kleash.errors import RunFolderError
-from kleash.records import Measurement, RunFolder, RunHeader, write_atomically
+from kleash.records import Measurement, RunFolder, RunHeader
+from kleash.store.atomic import write_atomically
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, read_columns, write_table
 
 HEADER = RunHeader(

@@ -15,9 +15,9 @@ from kleash.models import (
     read_prompts,
     read_responses,
     read_text,
-    retokenisation_warnings,
     source_path,
 )
+from kleash.models.sequences import retokenisation_warnings
 
 BATCHES = 4
 """Batches in a shard. A killed run loses at most one shard, and sequences are sorted by length within one."""

@@ -1,6 +1,5 @@
 """Language models for comparison: loading pairs, reading sources, generation, scoring, reference caches."""
 
-from kleash.models.adapters.peft_adapters import require_unchanged_base
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.models.cache.stored_reference import (
     StoredReference,
@@ -21,10 +20,9 @@ from kleash.models.sequences import (
     TokenSequence,
     batch_by_length,
     hash_tokens,
-    retokenisation_warnings,
 )
 from kleash.models.sources.documents import count_documents, read_text, resolve_window
-from kleash.models.sources.prompts import count_columns, read_prompts, tokenise_prompts
+from kleash.models.sources.prompts import read_prompts, tokenise_prompts
 from kleash.models.sources.responses import read_responses
 from kleash.models.sources.source_files import source_path
 from kleash.models.tokenizers import TokenizerMismatchError, compare_tokenizers, token_count, token_texts
@@ -46,7 +44,6 @@ __all__ = [
     "batch_by_length",
     "checked_reader",
     "compare_tokenizers",
-    "count_columns",
     "count_documents",
     "draw",
     "exponentials",
@@ -65,9 +62,7 @@ __all__ = [
     "read_prompts",
     "read_responses",
     "read_text",
-    "require_unchanged_base",
     "resolve_window",
-    "retokenisation_warnings",
     "save_rounding_columns",
     "score",
     "score_against_float32",

@@ -13,7 +13,7 @@ from typing import Any
 from kleash.errors import MissingExtraError
 from kleash.extras import import_extra
 from kleash.reports import formatting
-from kleash.store import write_atomically
+from kleash.store.atomic import write_atomically
 from kleash.store.codec import encode
 from kleash.store.statistics import label_of
 

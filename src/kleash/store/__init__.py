@@ -1,8 +1,6 @@
 """Results, and how they lie on disk: JSON records, tables, run folders and their checksums. No torch."""
 
-from kleash.store.atomic import write_atomically
 from kleash.store.audit import (
-    AUDIT_SCHEMA,
     AccuracyRow,
     Audit,
     CallRow,
@@ -20,7 +18,6 @@ from kleash.store.demonstration import BestOf, Demonstration, LeashSetting
 from kleash.store.gate import Gate
 from kleash.store.job_folder import RunHeader
 from kleash.store.measurement import (
-    SCHEMA,
     Bin,
     ConvergencePoint,
     Counts,
@@ -49,11 +46,9 @@ from kleash.store.steps import (
 from kleash.store.training_folder import TrainingFolder, TrainingResult
 
 __all__ = [
-    "AUDIT_SCHEMA",
     "COMPARED",
     "METRICS",
     "PERPLEXITIES",
-    "SCHEMA",
     "STATISTICS",
     "AccuracyRow",
     "Audit",
@@ -102,5 +97,4 @@ __all__ = [
     "read_samples",
     "read_steps",
     "spelt",
-    "write_atomically",
 ]

@@ -17,7 +17,8 @@ from kleash.measuring import default_out
 from kleash.models import Sampling, generate, load_pair, read_prompts
 from kleash.models.threads import threads_for
 from kleash.reports import write_demonstration
-from kleash.store import BestOf, Demonstration, LeashSetting, Number, Sample, write_atomically
+from kleash.store import BestOf, Demonstration, LeashSetting, Number, Sample
+from kleash.store.atomic import write_atomically
 from kleash.store.checksums import write_checked
 from kleash.store.demonstration import DEMONSTRATION
 from kleash.training.algorithms import train

@@ -13,7 +13,8 @@ from torch import Tensor
 from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trl.compat import add_fused_lm_head, disable_gradient_checkpointing, use_adapter
 from kleash.linear import Head
-from kleash.models import at_rest, live_model, require_unchanged_base
+from kleash.models import at_rest, live_model
+from kleash.models.adapters.peft_adapters import require_unchanged_base
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),

@@ -16,7 +16,7 @@ from kleash.extras import import_extra
 from kleash.models.checkpoints.files import read_safetensors_header
 from kleash.models.compat import summarise_error
 from kleash.models.sequences import TokenSequence
-from kleash.store import write_atomically
+from kleash.store.atomic import write_atomically
 from kleash.store.cache import REMAKE_CACHE, cache_checksums
 from kleash.store.checksums import write_checked
 

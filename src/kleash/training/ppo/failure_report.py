@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from kleash.models.cache.hidden_states import save_tensors
-from kleash.store import write_atomically
+from kleash.store.atomic import write_atomically
 from kleash.store.codec import to_json
 from kleash.training.ppo.rollout import Rollout
 from kleash.training.ppo.shaping import LearningSignals
