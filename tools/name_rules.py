@@ -18,6 +18,7 @@ SHARED_ROLES = {
     "api": "a package's public functions",
     "reference": "the plain implementation that others are compared with",
     "compat": "what is patched in a framework, and the versions known",
+    "base": "the interface of the implementations beside it",
 }
 """Module names that several packages may have, since the module does the same for each."""
 
