@@ -20,6 +20,9 @@ VIEWS = {
 }
 
 
+AT_HELP = "begin at this anchor, the id of a section of the page"
+
+
 def browser(profile: str) -> Any:
     """Headless Chromium without background network access."""
     from selenium import webdriver
@@ -53,7 +56,10 @@ def take(driver: Any, report: Path, view: dict[str, Any], *, whole: bool, at: st
     drawn = "return document.documentElement.dataset.charts === 'drawn'"
     WebDriverWait(driver, 60).until(lambda browser: browser.execute_script(drawn))
     if at:
-        driver.execute_script("document.getElementById(arguments[0]).scrollIntoView()", at)
+        scroll = "const e = document.getElementById(arguments[0]); e?.scrollIntoView(); return e !== null"
+        if not driver.execute_script(scroll, at):
+            ids = driver.execute_script("return [...document.querySelectorAll('section[id]')].map(e => e.id)")
+            raise SystemExit(f"{report} has no anchor {at}; its sections are {', '.join(ids)}")
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": whole})
     return base64.b64decode(shot["data"])
 
@@ -66,7 +72,7 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="report.html")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the pictures")
     parser.add_argument("--whole", action="store_true", help="the whole page instead of its top")
-    parser.add_argument("--at", default="", help="begin at this anchor: where, trust, tokens, prompts, run")
+    parser.add_argument("--at", default="", help=AT_HELP)
     parser.add_argument("--only", choices=list(VIEWS), action="append", help="only this view")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

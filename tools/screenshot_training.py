@@ -3,7 +3,7 @@
     kleash train demonstration --out demonstration/
     python tools/screenshot_training.py demonstration/report.html --out docs/images
 
-writes leashes.png, the window that begins at the anchor --at ("cost" if not given). With --whole, the whole
+writes leashes.png, the window that begins at the anchor --at ("frontier-section" if not given). With --whole, the whole
 page as leashes.png and, at a phone's width, as leashes-phone.png. Needs Chromium, chromedriver and selenium.
 """
 
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from screenshot_report import browser, take
+from screenshot_report import AT_HELP, browser, take
 
 DESKTOP: dict[str, Any] = {"width": 1120, "height": 800, "dark": False, "mobile": False}
 PHONE: dict[str, Any] = {"width": 390, "height": 1700, "dark": False, "mobile": True}
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("page", type=Path, help="report.html")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the pictures")
     parser.add_argument("--whole", action="store_true", help="the whole page, on a desktop and on a phone")
-    parser.add_argument("--at", default="cost", help="begin at this anchor: result, samples, cost, curves")
+    parser.add_argument("--at", default="frontier-section", help=AT_HELP)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     views = {"leashes": DESKTOP, "leashes-phone": PHONE} if options.whole else {"leashes": DESKTOP}
