@@ -66,10 +66,10 @@ def test_products_of_any_shape(tokens, dim, vocab_size, padding):
         if name == "logits":
             products.write_logits_(out, hidden, weight)
         elif name == "weight":
-            products.add_to_weight_(out, gradient, hidden)
+            products.add_weight_gradient_(out, gradient, hidden)
             exact += before
         else:
-            products.add_to_hidden_(out, gradient, weight)
+            products.add_hidden_gradient_(out, gradient, weight)
             exact += before
         bound = 2**-24 * (a.shape[1] + 2) * (a.abs() @ b.abs() + before.abs())  # any order of the sum
         assert ((out - exact).abs() <= bound).all(), name
@@ -101,8 +101,8 @@ for first in (False, True):
         out, total, into = guarded(tokens, words), guarded(words, dim), guarded(tokens, dim)
         torch.empty = lambda count: guarded(1, count)
         products.write_logits_(out, hidden, weight)
-        products.add_to_weight_(total, gradient, hidden)
-        products.add_to_hidden_(into, gradient, weight)
+        products.add_weight_gradient_(total, gradient, hidden)
+        products.add_hidden_gradient_(into, gradient, weight)
         torch.empty = empty
         assert (out == dim).all() and (total == tokens + 1).all() and (into == words + 1).all()
 print("nothing outside")
@@ -123,8 +123,8 @@ def test_products_of_empty_matrices(empty):
     hidden, weight, gradient = matrix(tokens, 6, 1), matrix(vocab_size, 6, 2), matrix(tokens, vocab_size, 3)
     products.write_logits_(gradient, hidden, weight)
     total, into = torch.ones(vocab_size, 6), torch.ones(tokens, 6)
-    products.add_to_weight_(total, gradient, hidden)
-    products.add_to_hidden_(into, gradient, weight)
+    products.add_weight_gradient_(total, gradient, hidden)
+    products.add_hidden_gradient_(into, gradient, weight)
     assert (total == 1).all() and (into == 1).all()
     out = torch.full((3, 4), torch.nan)
     products.write_logits_(out, torch.empty(3, 0), torch.empty(4, 0))
@@ -146,8 +146,8 @@ def test_products_do_not_depend_on_the_number_of_threads():
             torch.set_num_threads(threads)
             out, total, into = torch.empty(300, 1000), torch.zeros(1000, 130), torch.zeros(300, 130)
             products.write_logits_(out, hidden, weight)
-            products.add_to_weight_(total, gradient, hidden)
-            products.add_to_hidden_(into, gradient, weight)
+            products.add_weight_gradient_(total, gradient, hidden)
+            products.add_hidden_gradient_(into, gradient, weight)
             results.append((out, total, into))
     finally:
         torch.set_num_threads(before)
@@ -160,7 +160,7 @@ def test_a_nan_token_does_not_affect_other_tokens():
     hidden[17], gradient[17] = torch.nan, torch.inf
     out, into = torch.empty(35, 300), torch.zeros(35, 40)
     products.write_logits_(out, hidden, weight)
-    products.add_to_hidden_(into, gradient, weight)
+    products.add_hidden_gradient_(into, gradient, weight)
     unaffected = torch.arange(35) != 17
     for result in (out, into):
         assert result[unaffected].isfinite().all() and not result[17].isfinite().any()
