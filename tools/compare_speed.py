@@ -15,11 +15,11 @@ meanwhile.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,31 +100,40 @@ def check_origin(tree: Path) -> None:
         raise CommandError(f"Python imports kleash from {path or 'nowhere'} and not from {tree / 'src'}")
 
 
+RUNNER = """
+import json, os, sys, time
+start = time.perf_counter()
+process = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ)
+_, status, usage = os.wait4(process, 0)
+seconds = time.perf_counter() - start
+with open(sys.argv[1], "w") as file:
+    json.dump([seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024], file)
+sys.exit(abs(os.waitstatus_to_exitcode(status)))
+"""
+"""Starts the command and waits for it. On Linux a process begins with the peak memory of the one that started it, so
+that one has to be small."""
+
+
 def run_once(arguments: Sequence[str], tree: Path) -> Cost:
     """Run Python with these arguments in a worktree, and wait for its end.
 
     Raises:
         CommandError: if it does not exit with 0; with the end of its output.
     """
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryDirectory() as folder:
         command = [argument.replace("{out}", str(Path(folder) / "out")) for argument in arguments]
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, *command], cwd=tree, env=environment_of(tree), stdout=output, stderr=output
+        result = Path(folder) / "cost.json"
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", RUNNER, str(result), sys.executable, *command],
+            cwd=tree,
+            env=environment_of(tree),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        seconds = time.perf_counter() - start
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            output.seek(0)
-            shown = output.read().decode(errors="replace")[-SHOWN_CHARACTERS:]
-            raise CommandError(f"the command exited with {process.returncode} in {tree}:\n{shown}")
-    return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+        if done.returncode:
+            shown = done.stdout.decode(errors="replace")[-SHOWN_CHARACTERS:]
+            raise CommandError(f"the command exited with {done.returncode} in {tree}:\n{shown}")
+        return Cost(*json.loads(result.read_text()))
 
 
 def measure_rounds(
