@@ -169,7 +169,6 @@ SHORT_MODULES: dict[str, str] = {
     "src/kleash/integrations/trainer/callback.py": "the base class of both callbacks",
     "src/kleash/integrations/trainer/compat.py": "the private interface of transformers' Trainer",
     "src/kleash/integrations/trl/compat.py": "the private interface of TRL, one such module for each framework",
-    "src/kleash/jobs/cache.py": "the options of one command",
     "src/kleash/jobs/demonstration.py": "the options of one command",
     "src/kleash/linear/impl/onednn.py": "the matrix product that only some processors use",
     "src/kleash/measuring/progress.py": "the protocol between measuring and a display, imported by both",
