@@ -9,6 +9,7 @@ from kleash.jobs import (
     CompareJob,
     DemonstrationJob,
     DistillJob,
+    DoctorJob,
     DPOJob,
     GRPOJob,
     MeasureJob,
@@ -20,13 +21,21 @@ from kleash.jobs import (
 )
 
 Command = (
-    MeasureJob | ReportJob | CompareJob | MismatchJob | CacheJob | AuditJob | DemonstrationJob | TrainJob
+    MeasureJob
+    | ReportJob
+    | CompareJob
+    | MismatchJob
+    | DoctorJob
+    | CacheJob
+    | AuditJob
+    | DemonstrationJob
+    | TrainJob
 )
 ALGORITHMS: Mapping[str, type[TrainJob]] = {
     job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
-    "": ("measure", "report", "compare", "mismatch", "cache", "audit", "train"),
+    "": ("measure", "report", "compare", "mismatch", "doctor", "cache", "audit", "train"),
     "train": ("demonstration", *ALGORITHMS),
 }
 RECORDS: Mapping[str, type[Command]] = {
@@ -34,6 +43,7 @@ RECORDS: Mapping[str, type[Command]] = {
     "report": ReportJob,
     "compare": CompareJob,
     "mismatch": MismatchJob,
+    "doctor": DoctorJob,
     "cache": CacheJob,
     "audit": AuditJob,
     "train": DemonstrationJob,

@@ -12,7 +12,7 @@ from typing import Any
 from kleash.cli.caching import run_cache
 from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
 from kleash.cli.progress import Progress
-from kleash.cli.rollout_commands import run_mismatch
+from kleash.cli.rollout_commands import run_doctor, run_mismatch
 from kleash.cli.summary import print_comparison, print_gate, print_measurement
 from kleash.cli.training import run_demonstration, run_train
 from kleash.errors import MissingExtraError, OptionError
@@ -21,6 +21,7 @@ from kleash.jobs import (
     SHIPPED_REFERENCE,
     CacheJob,
     DemonstrationJob,
+    DoctorJob,
     MeasureJob,
     MismatchJob,
     TrainJob,
@@ -50,6 +51,8 @@ def run(command: Command) -> int:
             return _compare(command)
         case MismatchJob():
             return run_mismatch(command)
+        case DoctorJob():
+            return run_doctor(command)
         case CacheJob():
             return run_cache(command)
         case AuditJob():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
 from kleash.extras import is_installed, require_installed
-from kleash.jobs import CacheJob, DemonstrationJob, MeasureJob, MismatchJob, PPOJob, TrainJob
+from kleash.jobs import CacheJob, DemonstrationJob, DoctorJob, MeasureJob, MismatchJob, PPOJob, TrainJob
 
 PAGES = ("jinja2", "plotly")
 MODELS = ("transformers", "tokenizers", "safetensors", "pyarrow", *PAGES)
@@ -30,6 +30,11 @@ def require_packages(command: Command) -> None:
             _require_for_training(command)
         case ReportJob() | CompareJob():
             require_installed(("rich", "pyarrow", *PAGES), "'kleash[models]'")
+        case DoctorJob():
+            adapters = (
+                [ADAPTERS] if any(map(is_adapter, (command.policy or "", command.reference or ""))) else []
+            )
+            require_installed(("rich", *MODELS, *adapters), "'kleash[models]'")
         case MismatchJob():
             require_installed(("rich", *MODELS), "'kleash[models]'")
         case AuditJob():

@@ -1,4 +1,4 @@
-"""Running ``kleash mismatch`` and printing its numbers."""
+"""Running ``kleash mismatch`` and ``kleash doctor``, and printing their results."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ from rich.table import Table
 from kleash.cli.numbers import cells
 from kleash.cli.summary import NO_INTERVAL, print_gate
 from kleash.cli.terminal import Terminal, remark, say
-from kleash.jobs import MismatchJob
-from kleash.store import MismatchRecord
+from kleash.jobs import DoctorJob, MismatchJob
+from kleash.store import Diagnosis, MismatchRecord
 
 LABELS: Mapping[str, str] = {
     "kl_engine_trainer": "KL(engine || trainer)",
@@ -77,3 +77,44 @@ def _table(record: MismatchRecord) -> Table:
         value, interval, error, unit = cells(record.numbers[name])
         table.add_row(label, value, interval or NO_INTERVAL.partition(":")[0], error or "unknown", unit)
     return table
+
+
+def run_doctor(job: DoctorJob) -> int:
+    """Run ``kleash doctor`` and return its exit code, 0.
+
+    Raises:
+        KleashError: if the job fails.
+    """
+    from kleash.diagnosis import diagnose_file
+
+    diagnosis = diagnose_file(job)
+    if job.json:
+        sys.stdout.write(diagnosis.to_json())
+    else:
+        print_diagnosis(diagnosis)
+    return 0
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print the likely causes of a mismatch, each with its evidence and the next test."""
+    console = Terminal()
+    models = f", scored again by {' and '.join(diagnosis.models)}" if diagnosis.models else ""
+    say(console, f"{diagnosis.tokens:,} tokens in {diagnosis.sequences:,} responses{models}", style="dim")
+    if not diagnosis.findings:
+        say(
+            console, "no finding: rounding explains the differences" if diagnosis.examined else "no diagnosis"
+        )
+    for place, finding in enumerate(diagnosis.findings, start=1):
+        alike = "".join(f" or {name}" for name in finding.alike)
+        console.print()
+        say(console, f"{place}. {finding.cause}{alike} (probability {finding.probability:.0%})", style="bold")
+        say(console, f"   {finding.meaning}")
+        say(console, f"   evidence: {finding.evidence}")
+        say(console, f"   next: {finding.next_test}")
+        if finding.alike:
+            say(
+                console,
+                "   the log-probabilities alone cannot tell these apart; --policy and --reference can",
+            )
+    for note in diagnosis.notes:
+        remark(console, "note", note)

@@ -236,5 +236,5 @@ def _check_values(
     if not allow_logits:
         refuse(
             counted > ROUNDING_NATS,
-            "log-probabilities are at most 0; have the engine return log-probabilities, not logits",
+            "log-probabilities are at most 0; kleash doctor says more about this file",
         )

@@ -6,7 +6,7 @@ from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE
 from kleash.jobs.pages import AuditJob, CompareJob, ReportJob
-from kleash.jobs.rollout_jobs import MismatchJob
+from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.jobs.train import OnlineJob, RewardJob, TrainJob
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "DPOJob",
     "DemonstrationJob",
     "DistillJob",
+    "DoctorJob",
     "GRPOJob",
     "MeasureJob",
     "MismatchJob",

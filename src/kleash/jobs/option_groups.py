@@ -22,7 +22,7 @@ OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
 POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
-    "essentials": "policy reference teacher prompts text responses pairs reward steps out",
+    "essentials": "policy reference teacher prompts text responses pairs reward steps rounding out",
     "how much is read": "limit until_relative_error prompts_per_step pairs_per_step",
     "KL and beta": "kl kl_place kl_scope divergence beta controller target_nats target_per horizon beta_min "
     "beta_max early_stop_nats",

@@ -1,11 +1,13 @@
-"""The jobs that read rollouts with log-probabilities of trainer and engine: ``mismatch``."""
+"""The jobs that read rollouts with log-probabilities of trainer and engine: ``mismatch`` and ``doctor``."""
 
 from dataclasses import dataclass
 
-from kleash.jobs.option_groups import require_limit, require_word
+from kleash.errors import OptionError
+from kleash.jobs.option_groups import DTYPES, require_limit, require_word
 
 METRIC_NAMES = ("verl",)
 """Systems whose names for the statistics of a mismatch are known."""
+ROUNDING_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +33,54 @@ class MismatchJob:
         require_limit(self.at_most)
         if self.names is not None:
             require_word("--names", self.names, METRIC_NAMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorJob:
+    """Name the likely causes of a mismatch between a trainer's log-probabilities and the engine's, with a next test.
+
+    The file is that of "kleash mismatch", perhaps with "reference_logprobs". With --policy and --reference the tokens
+    are scored again under each cause, to see whether the differences vanish; without them some causes look alike, and
+    the output says which.
+    """
+
+    rollouts: str
+    """File of rollouts: JSONL, a JSON array or Parquet; - is standard input."""
+    policy: str | None = None
+    """The model that both sides should have run: a folder, a hub id, or a PEFT adapter's folder."""
+    reference: str | None = None
+    """The reference of the training run."""
+    revision_policy: str | None = None
+    """Branch, tag or commit of the policy on the hub."""
+    revision_reference: str | None = None
+    """Branch, tag or commit of the reference on the hub."""
+    rounding: str = "bfloat16"
+    """The coarser dtype of the trainer's and the engine's networks: float32, float16 or bfloat16. Differences that its
+    rounding explains are healthy."""
+    limit: int | None = None
+    """Read only so many rollouts; a few hundred are enough."""
+    dtype: str = "auto"
+    """Of the models that score again: float32, bfloat16, float16 or float64; auto is float32 on a CPU, elsewhere that
+    of the checkpoint."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps …; auto is the first GPU if there is one."""
+    batch_tokens: int = 4096
+    """Tokens in a batch, padding counted."""
+    trust_remote_code: bool = False
+    """Run Python code that a model brings along."""
+    json: bool = False
+    """Print the diagnosis as JSON."""
+
+    def __post_init__(self) -> None:
+        """Check the values; raises OptionError."""
+        require_word("--rounding", self.rounding, ROUNDING_DTYPES)
+        require_word("--dtype", self.dtype, DTYPES)
+        for name in ("limit", "batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"--{name.replace('_', '-')} must be at least 1; it is {value}")
+        if (self.policy is None) != (self.reference is None):
+            raise OptionError("give both models, --policy and --reference, or none")
+        for role in ("policy", "reference"):
+            if getattr(self, f"revision_{role}") is not None and getattr(self, role) is None:
+                raise OptionError(f"--revision-{role} needs --{role}")

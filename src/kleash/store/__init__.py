@@ -17,6 +17,7 @@ from kleash.store.comparison import ComparedRun, Comparison, RunDifference
 from kleash.store.demonstration import BestOf, Demonstration, LeashSetting
 from kleash.store.gate import Gate
 from kleash.store.job_folder import RunHeader
+from kleash.store.likely_causes import Diagnosis, LikelyCause
 from kleash.store.measurement import (
     Bin,
     ConvergencePoint,
@@ -64,6 +65,7 @@ __all__ = [
     "Counts",
     "CurveRow",
     "Demonstration",
+    "Diagnosis",
     "Drifted",
     "EdgeRow",
     "EstimatorRecord",
@@ -72,6 +74,7 @@ __all__ = [
     "GradientRow",
     "HackingAlert",
     "LeashSetting",
+    "LikelyCause",
     "MaskRow",
     "Measurement",
     "Metric",

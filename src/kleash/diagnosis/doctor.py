@@ -1,0 +1,148 @@
+"""The doctor: ranks the causes of a mismatch by how well each explains the columns of log-probabilities."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kleash.diagnosis.causes import CAUSES, HEALTHY
+from kleash.diagnosis.hypotheses import Hypothesis, hypotheses_without_models
+from kleash.diagnosis.model_scores import ModelScores, hypotheses_with_models
+from kleash.diagnosis.noise_models import healthy_scale
+from kleash.diagnosis.reference_column import reference_hypotheses
+from kleash.diagnosis.rollout_records import RolloutRecord, read_rollouts
+from kleash.diagnosis.token_table import tabulate
+from kleash.jobs.rollout_jobs import DoctorJob
+from kleash.models import Pair, load_pair
+from kleash.store import Diagnosis, LikelyCause
+from kleash.version import __version__
+
+RESAMPLES = 200
+SMALLEST_PROBABILITY = 0.01
+"""Causes below it are not listed."""
+MIN_TOKENS = 50
+"""Fewer tokens are not diagnosed."""
+
+
+def diagnose(
+    rollouts: Sequence[RolloutRecord],
+    *,
+    pair: Pair | None = None,
+    rounding: str = "bfloat16",
+    file: str = "",
+    batch_tokens: int = 4096,
+) -> Diagnosis:
+    """Rank the likely causes of a mismatch between trainer and engine.
+
+    Each cause is a likelihood of the differences of the two columns; with the models, many are a prediction of the
+    differences, scored again under the hypothesis, that leaves only rounding. The probability of a cause is the share
+    of resamples of the responses in which it has the largest likelihood, with a penalty for fitted parameters. A
+    healthy engine, whose differences rounding explains, is one of the hypotheses: if it is the likeliest, there are
+    no findings.
+
+    Args:
+        rollouts: with trainer's and engine's log-probabilities, and perhaps the reference's.
+        pair: policy and reference, to score the same tokens again; None without the models.
+        rounding: dtype of the networks of trainer and engine, the coarser of the two: the size of healthy rounding.
+        file: its name, for the record.
+        batch_tokens: largest number of tokens in a batch of the models.
+
+    Raises:
+        ModelError, NonFiniteError: if a model cannot score the tokens.
+    """
+    table, largest_scale = tabulate(rollouts), healthy_scale(rounding)
+    notes: list[str] = []
+    findings: list[LikelyCause] = []
+    tokens = len(table.trainer)
+    if tokens < MIN_TOKENS:
+        notes.append(f"{tokens} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
+    else:
+        hypotheses = hypotheses_without_models(table, largest_scale)
+        scores = None
+        if pair is not None:
+            scores = ModelScores.of(pair, rollouts, table, batch_tokens)
+            hypotheses += hypotheses_with_models(scores, hypotheses, largest_scale)
+            hypotheses = [hypothesis for hypothesis in hypotheses if not hypothesis.is_superseded]
+        findings += _ranked(hypotheses, has_models=pair is not None)
+        findings += _ranked(reference_hypotheses(table, scores, largest_scale), has_models=pair is not None)
+        if table.reference is None:
+            notes.append("not every rollout has log-probabilities of a reference, so they were not examined")
+        elif pair is None:
+            notes.append("without the models, a reference of the wrong weights cannot be seen")
+    return Diagnosis(
+        kleash=__version__,
+        file=file,
+        tokens=tokens,
+        sequences=table.num_sequences,
+        examined=tokens >= MIN_TOKENS,
+        models=() if pair is None else (pair.policy.path, pair.reference.path),
+        findings=tuple(sorted(findings, key=lambda finding: -finding.probability)),
+        notes=tuple(notes),
+    )
+
+
+def diagnose_file(job: DoctorJob) -> Diagnosis:
+    """Run a job: read its file, load the models if there are any, and diagnose.
+
+    Raises:
+        SourceError: if the file cannot be read, no token counts, or the models cannot read a rollout.
+        ModelError, CannotRunError, MissingExtraError: if a model cannot be loaded.
+    """
+    rollouts = read_rollouts(job.rollouts, allow_logits=True, limit=job.limit)
+    pair = None
+    if job.policy is not None and job.reference is not None:
+        pair = load_pair(
+            job.policy,
+            job.reference,
+            revision_policy=job.revision_policy,
+            revision_reference=job.revision_reference,
+            dtype=job.dtype,
+            device=job.device,
+            trust_remote_code=job.trust_remote_code,
+        )
+    return diagnose(
+        rollouts, pair=pair, rounding=job.rounding, file=job.rollouts, batch_tokens=job.batch_tokens
+    )
+
+
+def _ranked(hypotheses: Sequence[Hypothesis], *, has_models: bool) -> list[LikelyCause]:
+    """The causes among hypotheses by probability; none if the healthy hypothesis is the likeliest."""
+    if not hypotheses:
+        return []
+    probabilities = _probabilities(hypotheses)
+    by_cause: dict[str, float] = {}
+    for hypothesis, probability in zip(hypotheses, probabilities, strict=True):
+        by_cause[hypothesis.cause] = by_cause.get(hypothesis.cause, 0.0) + probability
+    if max(by_cause, key=lambda cause: by_cause[cause]) == HEALTHY:
+        return []
+    findings: list[LikelyCause] = []
+    grouped: set[str] = set()
+    for cause in sorted(by_cause, key=lambda cause: -by_cause[cause]):
+        if cause == HEALTHY or cause in grouped:
+            continue
+        best = max((h for h in hypotheses if h.cause == cause), key=lambda h: h.score)
+        alike = () if has_models or best.is_unmistakable else CAUSES[cause].alike
+        alike = tuple(name for name in alike if name not in grouped)
+        probability = by_cause[cause] + sum(by_cause.get(name, 0.0) for name in alike)
+        grouped |= {cause, *alike}
+        if probability >= SMALLEST_PROBABILITY:
+            findings.append(
+                LikelyCause(
+                    cause=cause,
+                    meaning=CAUSES[cause].meaning,
+                    probability=float(min(1.0, probability)),
+                    evidence=best.evidence,
+                    next_test=CAUSES[cause].next_test,
+                    alike=alike,
+                )
+            )
+    return findings
+
+
+def _probabilities(hypotheses: Sequence[Hypothesis]) -> np.ndarray:
+    """The share of resamples of the responses in which each hypothesis has the largest score."""
+    log_likelihoods = np.stack([hypothesis.log_likelihood for hypothesis in hypotheses])
+    penalties = np.array([hypothesis.penalty for hypothesis in hypotheses])
+    count = log_likelihoods.shape[1]
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    winners = (draws @ log_likelihoods.T - penalties).argmax(axis=1)
+    return np.bincount(winners, minlength=len(hypotheses)) / RESAMPLES

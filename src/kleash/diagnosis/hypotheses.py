@@ -1,0 +1,312 @@
+"""Hypotheses about the differences between trainer and engine that need no model: likelihoods of the two columns."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kleash.diagnosis.causes import HEALTHY
+from kleash.diagnosis.noise_models import (
+    MACHINE_EPSILON,
+    Floats,
+    NoiseFit,
+    Residuals,
+    coarse_rounding,
+    few_tokens_far_out,
+    other_model,
+    rounding,
+    some_tokens,
+    token_unit,
+)
+from kleash.diagnosis.token_table import TokenTable
+
+DISTINCT = 3.0
+"""A fault's errors are at least so many times as large as those that rounding explains."""
+SMALLEST_DIFFERENCE = 3e-3
+"""Errors of logits, in nats, from which another model, context or routing is a hypothesis."""
+UNEXPLAINED = math.log(1 / 60)
+"""Log-density of a token about which a hypothesis says nothing: uniform over 60 nats."""
+LATTICE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DECAYS = (1.0, 3.0, 10.0, 30.0)
+"""Response tokens over which the effect of another context halves."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Hypothesis:
+    """A cause with its log-likelihood of the columns, and what supports it."""
+
+    cause: str
+    log_likelihood: Floats
+    """Of each response."""
+    parameters: int
+    """Number of fitted parameters."""
+    evidence: str
+    is_unmistakable: bool = False
+    """Whether the evidence excludes the causes that are otherwise alike."""
+    is_superseded: bool = False
+    """Whether it is left out where the models are at hand, which test what it stands for one by one."""
+
+    @property
+    def score(self) -> float:
+        """The log-likelihood with a penalty for the parameters (BIC / -2)."""
+        return float(self.log_likelihood.sum()) - self.penalty
+
+    @property
+    def penalty(self) -> float:
+        """Half the number of parameters times the log of the number of responses."""
+        return 0.5 * self.parameters * math.log(max(2, len(self.log_likelihood)))
+
+
+def from_fit(
+    table: TokenTable, cause: str, fit: NoiseFit, evidence: str, more_parameters: int = 0
+) -> Hypothesis:
+    """The hypothesis of a noise model."""
+    return Hypothesis(
+        cause=cause,
+        log_likelihood=table.by_sequence(fit.log_likelihood),
+        parameters=fit.parameters + more_parameters,
+        evidence=evidence,
+    )
+
+
+def hypotheses_without_models(table: TokenTable, largest_scale: float) -> list[Hypothesis]:
+    """All hypotheses about the two columns that need no model, the healthy one first.
+
+    Args:
+        table: the tokens.
+        largest_scale: the largest error of logits that rounding explains, in nats.
+    """
+    residuals = Residuals(table.difference, table.unit)
+    healthy = rounding(residuals, largest_scale)
+    fault_scale = max(SMALLEST_DIFFERENCE, DISTINCT * largest_scale)
+    share_moved = float(np.mean(np.abs(residuals.values) > 0.05))
+    typical = float(np.median(np.abs(residuals.values)))
+    models = other_model(residuals, fault_scale)
+    routed = some_tokens(residuals, largest_scale, fault_scale)
+    few = few_tokens_far_out(residuals, largest_scale)
+    far = int(np.sum(np.abs(residuals.values) > 1))
+    return [
+        from_fit(table, HEALTHY, healthy, f"errors of logits of {healthy.scale:.2g} nats"),
+        from_fit(
+            table,
+            "weights",
+            models,
+            f"every token differs, by {typical:.2g} nats in the median; {share_moved:.0%} by more than 0.05",
+        ),
+        from_fit(
+            table,
+            "routing",
+            routed,
+            f"{routed.share:.0%} of the tokens differ by about {routed.scale:.2g} nats, the others by rounding",
+        ),
+        from_fit(
+            table,
+            "tensor_parallel",
+            few,
+            f"{far} of {len(residuals.values)} tokens differ by more than a nat, the others by rounding",
+        ),
+        *coarse_hypotheses(table, residuals, largest_scale),
+        *shift_hypotheses(table, largest_scale),
+        *mask_hypotheses(table, largest_scale),
+        *lattice_hypotheses(table, largest_scale),
+        *context_hypotheses(table, residuals, largest_scale, fault_scale),
+        *truncation_hypotheses(table, residuals, largest_scale, fault_scale),
+        *temperature_hypotheses(table, residuals, largest_scale),
+        *logit_hypotheses(table),
+    ]
+
+
+COARSE = 1.25
+"""Coarse rounding is at least so many times as large as that of the networks."""
+
+
+def coarse_hypotheses(table: TokenTable, residuals: Residuals, largest_scale: float) -> Iterator[Hypothesis]:
+    """Every token differs as by rounding that is coarser than that of the networks."""
+    fit = coarse_rounding(residuals, max(COARSE * largest_scale, 1e-4))
+    if fit is not None:
+        evidence = f"errors of logits of {fit.scale:.2g} nats on all tokens, without a tail"
+        yield replace(from_fit(table, "precision", fit, evidence), is_superseded=True)
+
+
+def shift_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
+    """The trainer's column, moved by a token, equals the engine's up to rounding."""
+    for offset in (1, -1):
+        moved = table.neighbour(table.trainer, offset)
+        known = np.isfinite(moved)
+        if known.sum() < 2:
+            continue
+        fit = rounding(Residuals(moved[known] - table.engine[known], table.unit[known]), largest_scale)
+        log_likelihood = np.full(len(moved), UNEXPLAINED)
+        log_likelihood[known] = fit.log_likelihood
+        when = "next" if offset == 1 else "previous"
+        yield Hypothesis(
+            cause="shift",
+            log_likelihood=table.by_sequence(log_likelihood),
+            parameters=2,
+            evidence=f"the trainer's value of the {when} token equals the engine's of this one, up to rounding",
+        )
+
+
+def mask_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
+    """Runs of equal values in a column are placeholders; the other tokens differ by rounding."""
+    for name, column in (("engine", table.engine), ("trainer", table.trainer)):
+        in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
+        if not in_run.any() or in_run.all():
+            continue
+        rest = ~in_run
+        fit = rounding(Residuals(table.difference[rest], table.unit[rest]), largest_scale)
+        log_likelihood = np.full(len(in_run), UNEXPLAINED + REPETITION_NATS)
+        log_likelihood[rest] = fit.log_likelihood
+        values = np.unique(column[in_run])
+        repeated = table.token_id[in_run]
+        kind = "of one token, as padding is" if len(np.unique(repeated)) == 1 else "of different tokens"
+        runs = int(np.sum(np.diff(np.r_[False, in_run].astype(int)) == 1))
+        yield Hypothesis(
+            cause="mask",
+            log_likelihood=table.by_sequence(log_likelihood),
+            parameters=1 + min(len(values), 3),
+            evidence=f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens {kind})",
+        )
+
+
+FLAGGED_NATS = 1e-3
+"""Difference from which a token in a run of equal values is taken for a placeholder."""
+REPETITION_NATS = 16 * math.log(2)
+"""A real log-probability equals that of its neighbour with a probability of about 2^-16."""
+
+
+def lattice_hypotheses(table: TokenTable, largest_scale: float) -> Iterator[Hypothesis]:
+    """All values of one column are numbers of a short floating-point type, those of the other are not.
+
+    Each such value has a probability of about 2^-16 (2^-13 for float16) among numbers of float32.
+    """
+    for name, dtype in LATTICE_DTYPES.items():
+        is_short = [
+            torch.from_numpy(column.astype(np.float32)).to(dtype).float().numpy() == column.astype(np.float32)
+            for column in (table.engine, table.trainer)
+        ]
+        informative = (table.engine < -0.01) & (table.trainer < -0.01)
+        if informative.sum() < 8:
+            continue
+        shares = [float(short[informative].mean()) for short in is_short]
+        if max(shares) < 0.99 or min(shares) > 0.5:
+            continue
+        side, column = ("engine", table.engine) if shares[0] > shares[1] else ("trainer", table.trainer)
+        spacing = np.abs(column) * MACHINE_EPSILON[name] / math.sqrt(12)
+        fit = rounding(Residuals(table.difference, table.unit, spacing), largest_scale)
+        improbability = (23 + math.log2(MACHINE_EPSILON[name])) * math.log(2)
+        yield Hypothesis(
+            cause="precision",
+            log_likelihood=table.by_sequence(fit.log_likelihood + improbability * informative),
+            parameters=2,
+            evidence=f"all log-probabilities of the {side} are {name} numbers, those of the other side are not",
+        )
+
+
+def context_hypotheses(
+    table: TokenTable, residuals: Residuals, largest_scale: float, fault_scale: float
+) -> Iterator[Hypothesis]:
+    """Every token differs, and less so the later it is in the response, down to rounding."""
+    for decay in DECAYS:
+        weight = 1 / (1 + table.position / decay)
+        fits = (other_model(residuals, fault_scale, weight, part * largest_scale) for part in (0.1, 0.3, 1.0))
+        fit = max(fits, key=lambda fit: fit.total)
+        yield from_fit(
+            table,
+            "context",
+            fit,
+            f"the differences shrink along the response, to a half after {decay:.0f} tokens, "
+            f"from {fit.scale:.2g} nats at its beginning",
+            more_parameters=2,
+        )
+
+
+def truncation_hypotheses(
+    table: TokenTable, residuals: Residuals, largest_scale: float, fault_scale: float
+) -> Iterator[Hypothesis]:
+    """One side lies above the other on every token, by -log of the mass that was kept; rounding may hide it.
+
+    The kept mass is nearly 1 where the distribution is narrow, so the differences have the unit 1 - p, as those between
+    two models have; but all are of one sign.
+    """
+    floor = residuals.scale(largest_scale)
+    for side, sign in (("engine", -1.0), ("trainer", 1.0)):
+        gap = sign * residuals.values
+        one_sided = other_model(Residuals(np.abs(gap), residuals.unit, residuals.extra), fault_scale)
+        hidden = -np.abs(gap) / floor - np.log(2 * floor)
+        above = np.where(gap > 0, math.log(2 * (1 - HIDDEN_SHARE)) + one_sided.log_likelihood, -np.inf)
+        kept_mass = float(np.exp(-np.maximum(gap, 0)).mean())
+        yield Hypothesis(
+            cause="truncation",
+            log_likelihood=table.by_sequence(np.logaddexp(above, math.log(HIDDEN_SHARE) + hidden)),
+            parameters=one_sided.parameters,
+            evidence=f"the {side}'s log-probability is the larger one on {np.mean(gap > -floor):.1%} of the tokens, as "
+            f"after a cut that keeps {kept_mass:.1%} of the mass on average",
+        )
+
+
+HIDDEN_SHARE = 0.1
+"""Share of the tokens of a truncated column whose difference rounding hides."""
+
+
+def temperature_hypotheses(
+    table: TokenTable, residuals: Residuals, largest_scale: float
+) -> Iterator[Hypothesis]:
+    """The differences follow a curve of the log-probability, as between temperatures.
+
+    To first order, log p at beta = 1/T is (beta - 1) (log p + H) more than at 1, with H the entropy of the position,
+    whose mean among tokens of one probability is about a (1 - p). The rest is the variation of H, of a size that
+    beta - 1 determines.
+    """
+    engine = np.minimum(table.engine, 0.0)
+    basis = np.stack([engine, token_unit(engine)], axis=1)
+    weight = 1 / np.hypot(residuals.unit, 0.01)
+    usable = np.abs(residuals.values) < 10
+    slope, height = np.linalg.lstsq(
+        basis[usable] * weight[usable, None], residuals.values[usable] * weight[usable], rcond=None
+    )[0]
+    entropy = height / slope if slope else 0.0
+    if abs(slope) < SMALLEST_SLOPE or not 0 < entropy < 8:
+        return
+    values = residuals.values - basis @ np.array([slope, height])
+    fits = (
+        rounding(Residuals(values, residuals.unit, abs(slope) * spread * residuals.unit), largest_scale)
+        for spread in ENTROPY_SPREADS
+    )
+    fit = max(fits, key=lambda fit: fit.total)
+    sharper = "trainer" if slope > 0 else "engine"
+    yield Hypothesis(
+        cause="temperature",
+        log_likelihood=table.by_sequence(fit.log_likelihood),
+        parameters=4,
+        evidence=f"the trainer's log-probability changes by about {1 + slope:.2f} nats for each nat of the engine's: "
+        f"the {sharper} is the sharper one",
+    )
+
+
+SMALLEST_SLOPE = 0.02
+"""Difference of 1/T between the two sides from which temperatures are a hypothesis."""
+ENTROPY_SPREADS = (0.25, 0.5, 1.0, 1.5, 2.0)
+"""Standard deviations of the entropy among positions at which the drawn token has one probability, in nats for each
+1 - p: entropies of language models lie between 0 and about 6 nats."""
+
+
+IMPOSSIBLE = 100.0
+"""Nats in favour of logits for each value above 0, which has no probability otherwise."""
+
+
+def logit_hypotheses(table: TokenTable) -> Iterator[Hypothesis]:
+    """A column has values above 0, which log-probabilities are not."""
+    for name, column in (("engine", table.engine), ("trainer", table.trainer)):
+        above = column > 1e-3
+        if above.any():
+            yield Hypothesis(
+                cause="processed",
+                log_likelihood=table.by_sequence(np.where(above, IMPOSSIBLE, UNEXPLAINED)),
+                parameters=0,
+                evidence=f"{above.mean():.0%} of the {name}'s values are above 0, up to {column.max():.3g}: they are "
+                "logits, not log-probabilities",
+                is_unmistakable=True,
+            )

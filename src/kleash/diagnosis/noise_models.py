@@ -1,0 +1,189 @@
+"""Likelihoods of the differences between two columns of log-probabilities, under models of rounding and of faults.
+
+Independent errors of standard deviation sigma in the logits change the log-probability of a token of probability p by
+about sigma (1 - p): a token that is nearly certain stays so. All scales here are in this unit, "nats of a logit".
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+MACHINE_EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Relative spacing of numbers, by dtype."""
+HEALTHY_EPSILONS = 4
+"""Largest healthy error of a logit in units of its dtype's epsilon: logits are of size 4 to 32, and the hidden states
+behind them have been rounded some dozens of times."""
+FLOOR_NATS = 1e-5
+"""Error of a log-probability that is there in any case: the softmax in float32, and the digits of the file."""
+OUTLIER_SHARE = 1e-4
+"""Share of outliers that a healthy engine may have."""
+HEALTHY_TAIL, FAULT_TAIL = 5.0, 3.0
+"""Degrees of freedom of Student's t for rounding, and for errors on a share of the tokens."""
+COARSE_TAILS = (HEALTHY_TAIL, 10.0, 30.0)
+"""Degrees of freedom for coarse rounding: tails no heavier than those of healthy rounding."""
+MODEL_TAILS = (1.0, 1.5, 2.0, 3.0)
+"""Degrees of freedom of Student's t for differences between two models, which are fitted: how much positions differ."""
+SCALES_PER_DECADE = 6
+LARGEST_COARSE_SCALE = 16 * MACHINE_EPSILON["bfloat16"] / math.sqrt(12)
+"""Error of logits between 16 and 32 that are rounded to bfloat16: 0.036 nats."""
+
+
+class Residuals(NamedTuple):
+    """What is left of the differences between trainer and engine under a hypothesis."""
+
+    values: Floats
+    """In nats, one for each token."""
+    unit: Floats
+    """1 - p of each token."""
+    extra: Floats | float = 0.0
+    """Standard deviation of a further error of each token, in nats."""
+
+    def scale(self, logit_scale: Floats | float) -> Floats:
+        """The standard deviation of each token, for errors of ``logit_scale`` nats in the logits."""
+        return np.sqrt((logit_scale * self.unit) ** 2 + FLOOR_NATS**2 + np.square(self.extra))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseFit:
+    """The best parameters of a noise model."""
+
+    log_likelihood: Floats
+    """Per token."""
+    scale: float
+    """Of the errors of logits, in nats."""
+    share: float = 0.0
+    """Of the tokens that are far out."""
+    parameters: int = 1
+
+    @property
+    def total(self) -> float:
+        """The log-likelihood of all tokens."""
+        return float(self.log_likelihood.sum())
+
+
+def healthy_scale(dtype: str) -> float:
+    """The largest error of logits that rounding explains, in nats, where networks run in ``dtype``."""
+    return HEALTHY_EPSILONS * MACHINE_EPSILON[dtype]
+
+
+def token_unit(log_probabilities: Floats) -> Floats:
+    """1 - p, the change of a log-probability for each nat of error in its logit."""
+    return -np.expm1(np.minimum(log_probabilities, 0.0))
+
+
+def scales_between(low: float, high: float) -> Floats:
+    """Scales at equal ratios, both ends included."""
+    count = 2 + int(SCALES_PER_DECADE * math.log10(high / low))
+    return np.geomspace(low, high, count)
+
+
+def rounding_scales(largest_scale: float) -> Floats:
+    """The scales of rounding that are tried, in nats: down to 1e-7, or to a tenth of the largest."""
+    return scales_between(min(1e-7, largest_scale / 10), largest_scale)
+
+
+def rounding(residuals: Residuals, largest_scale: float) -> NoiseFit:
+    """The fit of rounding errors of at most ``largest_scale``: the model of a healthy engine.
+
+    Student's t with 5 degrees of freedom, and one token in 10 000 anywhere.
+    """
+    fits = (_contaminated(residuals, scale, OUTLIER_SHARE) for scale in rounding_scales(largest_scale))
+    return max(fits, key=lambda fit: fit.total)
+
+
+def coarse_rounding(residuals: Residuals, smallest_scale: float) -> NoiseFit | None:
+    """The fit of rounding errors above ``smallest_scale`` without heavy tails, as of logits in low precision.
+
+    None if rounding of logits to bfloat16 is not as coarse.
+    """
+    if smallest_scale >= LARGEST_COARSE_SCALE:
+        return None
+    fits = (
+        _contaminated(residuals, scale, OUTLIER_SHARE, freedom=freedom)
+        for scale in scales_between(smallest_scale, LARGEST_COARSE_SCALE)
+        for freedom in COARSE_TAILS
+    )
+    return max(fits, key=lambda fit: fit.total)
+
+
+def other_model(
+    residuals: Residuals, smallest_scale: float, weight: Floats | None = None, rounding_scale: float = 0.0
+) -> NoiseFit:
+    """The fit of differences on every token with heavy tails, as between two models.
+
+    Args:
+        residuals: of the tokens.
+        smallest_scale: of a difference that counts as one.
+        weight: a factor of the scale for each token; None for 1.
+        rounding_scale: of errors of logits that are there as well.
+    """
+    factor = np.ones_like(residuals.unit) if weight is None else weight
+    fits = (
+        NoiseFit(
+            log_likelihood=_log_t(
+                residuals.values, residuals.scale(np.hypot(scale * factor, rounding_scale)), freedom
+            ),
+            scale=float(scale),
+            parameters=2,
+        )
+        for scale in scales_between(smallest_scale, 20.0)
+        for freedom in MODEL_TAILS
+    )
+    return max(fits, key=lambda fit: fit.total)
+
+
+def some_tokens(residuals: Residuals, largest_scale: float, smallest_scale: float) -> NoiseFit:
+    """The fit of rounding on most tokens and larger errors on a share of 2 to 80 %, as of changed routing.
+
+    Args:
+        residuals: of the tokens.
+        largest_scale: of rounding.
+        smallest_scale: of the larger errors.
+    """
+    cores = [_contaminated(residuals, scale, OUTLIER_SHARE) for scale in core_scales(largest_scale)]
+    fits = []
+    for scale in scales_between(smallest_scale, max(1.0, 2 * smallest_scale)):
+        fault = _log_t(residuals.values, residuals.scale(scale), FAULT_TAIL)
+        for share in (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8):
+            for core in cores:
+                mixture = np.logaddexp(math.log1p(-share) + core.log_likelihood, math.log(share) + fault)
+                fits.append(NoiseFit(log_likelihood=mixture, scale=float(scale), share=share, parameters=3))
+    return max(fits, key=lambda fit: fit.total)
+
+
+def few_tokens_far_out(residuals: Residuals, largest_scale: float) -> NoiseFit:
+    """The fit of rounding on nearly all tokens and differences of nats on at most 2 %, as of a missing shard."""
+    fits = [
+        _contaminated(residuals, scale, share, width=width)
+        for scale in core_scales(largest_scale)
+        for share in (5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02)
+        for width in (1.0, 3.0, 8.0)
+    ]
+    return replace(max(fits, key=lambda fit: fit.total), parameters=3)
+
+
+def core_scales(largest_scale: float) -> Floats:
+    """The scales of rounding that are tried where some tokens have larger errors: the upper two decades of all."""
+    scales = rounding_scales(largest_scale)
+    return scales[scales >= largest_scale / 100]
+
+
+def _contaminated(
+    residuals: Residuals, scale: float, share: float, *, width: float = 1.0, freedom: float = HEALTHY_TAIL
+) -> NoiseFit:
+    """Student's t of rounding, and a share of outliers with a Laplace distribution."""
+    core = _log_t(residuals.values, residuals.scale(scale), freedom)
+    outlier = -np.abs(residuals.values) / width - math.log(2 * width)
+    log_likelihood = np.logaddexp(math.log1p(-share) + core, math.log(share) + outlier)
+    return NoiseFit(log_likelihood=log_likelihood, scale=float(scale), share=share)
+
+
+def _log_t(values: Floats, scale: Floats, freedom: float) -> Floats:
+    """The log-density of Student's t."""
+    constant = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
+    return constant - np.log(scale) - (freedom + 1) / 2 * np.log1p((values / scale) ** 2 / freedom)

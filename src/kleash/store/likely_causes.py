@@ -1,0 +1,43 @@
+"""The result of ``kleash doctor``: likely causes of a mismatch between trainer and engine."""
+
+from dataclasses import dataclass
+
+from kleash.store.codec import to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelyCause:
+    """A cause of a mismatch, with its probability and what supports it."""
+
+    cause: str
+    """Its name in ``kleash.diagnosis.CAUSES``."""
+    meaning: str
+    probability: float
+    """Share of resamples of the responses in which this cause explains the columns best; of equal causes together."""
+    evidence: str
+    next_test: str
+    """What confirms or repairs it."""
+    alike: tuple[str, ...] = ()
+    """Causes that the data cannot tell from this one; the probability is that of all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The likely causes of a mismatch, the likeliest first; none if rounding explains the differences."""
+
+    kleash: str
+    """Version that diagnosed."""
+    file: str
+    tokens: int
+    sequences: int
+    models: tuple[str, ...]
+    """Policy and reference that scored the tokens again; empty without them."""
+    examined: bool
+    """Whether there were tokens enough for a diagnosis."""
+    findings: tuple[LikelyCause, ...]
+    notes: tuple[str, ...] = ()
+    """What could not be examined, and why."""
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return to_json(self)

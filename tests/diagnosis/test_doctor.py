@@ -1,0 +1,296 @@
+"""The doctor on synthetic distributions, whose every fault is known, and on planted faults of the shipped pair."""
+
+import json
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from kleash.cli import main
+from kleash.diagnosis import CAUSES, RolloutRecord, diagnose, read_rollouts
+from kleash.errors import OptionError, SourceError
+from kleash.records import Diagnosis, DoctorJob
+
+SEQUENCES, TIME, VOCAB = 20, 30, 60
+Array = np.ndarray
+
+
+class World:
+    """Logits of a model at every position, and tokens drawn from it at temperature 1."""
+
+    def __init__(self, seed: int, temperature: float = 1.0) -> None:
+        self.random = np.random.default_rng(seed)
+        self.logits = 3 * self.random.standard_normal((SEQUENCES * TIME, VOCAB))
+        self.tokens = self.draw(self.logits / temperature)
+        self.position = np.tile(np.arange(TIME), SEQUENCES)
+
+    def draw(self, logits: Array) -> Array:
+        return (logits + self.random.gumbel(size=logits.shape)).argmax(-1)
+
+    def logp(self, logits: Array) -> Array:
+        return np.take_along_axis(log_softmax(logits, axis=-1), self.tokens[:, None], axis=1)[:, 0]
+
+    def noisy(self, scale: Any) -> Array:
+        return self.logp(self.logits + scale * self.random.standard_normal(self.logits.shape))
+
+    def rollouts(self, trainer: Array, engine: Array, reference: Array | None = None) -> list[RolloutRecord]:
+        return [
+            RolloutRecord(
+                prompt_ids=(number,),
+                response_ids=tuple(self.tokens[part].tolist()),
+                trainer=trainer[part],
+                engine=engine[part],
+                reference=None if reference is None else reference[part],
+                is_counted=np.ones(TIME, dtype=bool),
+                location=f"response {number}",
+            )
+            for number in range(SEQUENCES)
+            for part in [slice(number * TIME, (number + 1) * TIME)]
+        ]
+
+
+def temperature(world: World) -> tuple[Array, Array]:
+    return world.logp(world.logits), world.logp(world.logits / 0.7)
+
+
+def raw_logits(world: World) -> tuple[Array, Array]:
+    return world.logp(world.logits), np.take_along_axis(world.logits, world.tokens[:, None], axis=1)[:, 0]
+
+
+def top_p(world: World) -> tuple[Array, Array]:
+    """The engine draws from the likeliest tokens that hold 90 %."""
+    p = np.exp(log_softmax(world.logits, axis=-1))
+    order = np.argsort(-p, axis=-1)
+    before = np.take_along_axis(p, order, -1).cumsum(-1) - np.take_along_axis(p, order, -1)
+    is_in = np.zeros_like(p, dtype=bool)
+    np.put_along_axis(is_in, order, before < 0.9, -1)
+    cut = np.where(is_in, world.logits, -np.inf)
+    world.tokens = world.draw(cut)
+    return world.logp(world.logits), world.logp(cut)
+
+
+def shift(world: World) -> tuple[Array, Array]:
+    column = world.logp(world.logits)
+    return np.roll(column.reshape(SEQUENCES, TIME), 1, axis=1).ravel(), column
+
+
+def padding(world: World) -> tuple[Array, Array]:
+    trainer, is_padding = world.logp(world.logits), (world.position >= 22)
+    return trainer, np.where(is_padding, 0.0, trainer)
+
+
+def another_prompt(world: World) -> tuple[Array, Array]:
+    return world.logp(world.logits), world.noisy((1.5 / (1 + world.position / 3))[:, None])
+
+
+def other_weights(world: World) -> tuple[Array, Array]:
+    """Every logit moves, by amounts that differ from position to position."""
+    size = np.exp(world.random.standard_normal((len(world.logits), 1)))
+    return world.logp(world.logits), world.noisy(0.3 * size)
+
+
+def bfloat16_values(world: World) -> tuple[Array, Array]:
+    column = world.logp(world.logits).astype(np.float32)
+    rounded_bits = (column.view(np.uint32) + 0x8000) & 0xFFFF0000
+    return column.astype(np.float64), rounded_bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def other_experts(world: World) -> tuple[Array, Array]:
+    is_moved = world.random.random((len(world.logits), 1)) < 0.2
+    return world.logp(world.logits), world.noisy(0.005 + 0.4 * is_moved)
+
+
+def missing_shard(world: World) -> tuple[Array, Array]:
+    is_broken = world.random.random((len(world.logits), 1)) < 0.008
+    return world.logp(world.logits), world.noisy(0.005 + 5 * is_broken)
+
+
+FAULTS: dict[str, tuple[str, Callable[[World], tuple[Array, Array]]]] = {
+    "temperature": ("temperature", temperature),
+    "raw logits": ("processed", raw_logits),
+    "top-p": ("truncation", top_p),
+    "a shifted column": ("shift", shift),
+    "padding that counts": ("mask", padding),
+    "another prompt": ("context", another_prompt),
+    "other weights": ("weights", other_weights),
+    "log-probabilities in bfloat16": ("precision", bfloat16_values),
+    "other experts": ("routing", other_experts),
+    "a missing shard": ("tensor_parallel", missing_shard),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_first_without_models(fault: str) -> None:
+    cause, plant = FAULTS[fault]
+    world = World(2, temperature=0.7 if fault == "temperature" else 1.0)
+    findings = diagnose(world.rollouts(*plant(world))).findings
+    assert findings and findings[0].cause == cause, findings
+    assert findings[0].probability > 0.6 and findings[0].next_test == CAUSES[cause].next_test
+    if fault == "temperature":
+        assert findings[0].alike == ("processed",), "the columns alone cannot tell these apart"
+    if fault == "raw logits":
+        assert findings[0].alike == (), "values above 0 can"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_in_the_trainers_column_too(fault: str) -> None:
+    cause, plant = FAULTS[fault]
+    if fault in ("top-p", "raw logits"):
+        return  # the trainer draws no tokens
+    world = World(7, temperature=0.7 if fault == "temperature" else 1.0)
+    trainer, engine = plant(world)
+    findings = diagnose(world.rollouts(engine, trainer)).findings
+    assert findings and findings[0].cause == cause, findings
+
+
+@pytest.mark.parametrize(("rounding", "scale"), [("float32", 2e-7), ("float16", 1e-3), ("bfloat16", 0.01)])
+@pytest.mark.parametrize("seed", range(2))
+def test_rounding_is_healthy(rounding: str, scale: float, seed: int) -> None:
+    world = World(seed)
+    diagnosis = diagnose(world.rollouts(world.logp(world.logits), world.noisy(scale)), rounding=rounding)
+    assert diagnosis.findings == () and diagnosis.examined
+
+
+def test_rounding_of_bfloat16_is_a_finding_in_float32() -> None:
+    world = World(3)
+    rollouts = world.rollouts(world.logp(world.logits), world.noisy(0.02))
+    assert diagnose(rollouts, rounding="bfloat16").findings == ()
+    assert diagnose(rollouts, rounding="float32").findings[0].cause == "precision"
+
+
+def test_a_reference_that_equals_the_trainer_is_named() -> None:
+    world = World(4)
+    column = world.logp(world.logits)
+    (finding,) = diagnose(world.rollouts(column, column, column)).findings
+    assert finding.cause == "reference" and "before the first update" in finding.evidence
+    assert diagnose(world.rollouts(column, column, world.noisy(0.5))).findings == ()
+
+
+def test_few_tokens_are_not_diagnosed() -> None:
+    world = World(5)
+    rollouts = world.rollouts(*temperature(world))[:1]
+    diagnosis = diagnose(rollouts)
+    assert not diagnosis.examined and diagnosis.findings == () and "too few" in diagnosis.notes[0]
+
+
+def test_impossible_values_are_survived() -> None:
+    world = World(6)
+    trainer, engine = world.logp(world.logits), world.noisy(0.005)
+    trainer[::50] = -np.inf
+    findings = diagnose(world.rollouts(trainer, engine)).findings
+    assert findings[0].cause in ("tensor_parallel", "routing")
+    same = np.zeros(SEQUENCES * TIME)
+    assert diagnose(world.rollouts(same, same)).findings == (), (
+        "a greedy engine that is certain of every token"
+    )
+
+
+@pytest.fixture(scope="module")
+def benchmark(root: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root / "benchmarks")
+        return runpy.run_path(str(root / "benchmarks" / "doctor.py"))
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_planted_fault_is_named_first_with_the_models(cause: str, benchmark: dict[str, Any]) -> None:
+    run = benchmark["Run"](seed=2, prompts=12, new_tokens=30)
+    row = benchmark["trial"](cause, run)
+    assert row["with_models"][0] == cause, row
+
+
+def test_clean_runs_of_the_shipped_pair_have_no_finding(benchmark: dict[str, Any]) -> None:
+    for seed in (0, 1):  # an engine in float32, and one in bfloat16
+        row = benchmark["trial"]("clean", benchmark["Run"](seed=seed, prompts=12, new_tokens=30))
+        assert row["with_models"] == row["without_models"] == ("clean",)
+
+
+def written(path: Path, rollouts: list[RolloutRecord], **changes: Any) -> str:
+    rows = [
+        {
+            "prompt_token_ids": list(rollout.prompt_ids),
+            "response_token_ids": list(rollout.response_ids),
+            "trainer_logprobs": rollout.trainer.tolist(),
+            "engine_logprobs": rollout.engine.tolist(),
+        }
+        for rollout in rollouts
+    ]
+    path.write_text("\n".join(json.dumps(row | changes) for row in rows))
+    return str(path)
+
+
+def test_the_command_prints_a_ranked_list(tmp_path: Path, capsys: Any) -> None:
+    world = World(8, temperature=0.7)
+    path = written(tmp_path / "rollouts.jsonl", world.rollouts(*temperature(world)))
+    assert main(["doctor", path]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "1. temperature or processed (probability 100%)" in output
+    assert "evidence: the trainer's log-probability changes by" in output
+    assert f"next: {CAUSES['temperature'].next_test}" in output
+    assert "cannot tell these apart" in output
+    assert main(["doctor", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["findings"][0]) >= {"cause", "probability", "evidence", "next_test"}
+    healthy = World(9)
+    clean = written(tmp_path / "clean.jsonl", healthy.rollouts(healthy.noisy(1e-3), healthy.noisy(1e-3)))
+    assert main(["doctor", clean, "--limit", "18"]) == 0
+    output = capsys.readouterr().out
+    assert "no finding: rounding explains the differences" in output and "18 responses" in output
+
+
+def test_the_command_scores_again_with_the_models(
+    tmp_path: Path, benchmark: dict[str, Any], capsys: Any
+) -> None:
+    run = benchmark["Run"](seed=0, prompts=8, new_tokens=16)
+    path = written(tmp_path / "rollouts.jsonl", benchmark["rollouts_of"](benchmark["shift"](run)))
+    words = ["doctor", path, "--policy", "shipped:policy", "--reference", "shipped:reference", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"][0]["cause"] == "shift" and found["models"] == [
+        "shipped:policy",
+        "shipped:reference",
+    ]
+    far = tmp_path / "far.jsonl"
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    far.write_text("\n".join(json.dumps(line | {"prompt_token_ids": [9999]}) for line in lines))
+    assert main(["doctor", str(far), *words[2:]]) == 2
+    assert "token 9999 is not in the models' vocabulary of 2560" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "p"}, "give both models, --policy and --reference, or none"),
+        ({"reference": "r"}, "give both models"),
+        ({"revision_policy": "main"}, "--revision-policy needs --policy"),
+        ({"rounding": "int8"}, "--rounding must be one of float32, float16, bfloat16; it is 'int8'"),
+        ({"dtype": "int8"}, "--dtype must be one of"),
+        ({"limit": 0}, "--limit must be at least 1; it is 0"),
+        ({"batch_tokens": 0}, "--batch-tokens must be at least 1; it is 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        DoctorJob(rollouts="x", **options)
+    assert message in str(error.value)
+
+
+def test_logits_are_read_by_the_doctor_alone(tmp_path: Path) -> None:
+    world = World(1)
+    path = written(tmp_path / "rollouts.jsonl", world.rollouts(*raw_logits(world)))
+    assert len(read_rollouts(path, allow_logits=True)) == SEQUENCES
+    with pytest.raises(SourceError, match="kleash doctor says more"):
+        read_rollouts(path)
+
+
+def test_a_diagnosis_is_plain_json() -> None:
+    world = World(2)
+    diagnosis = diagnose(world.rollouts(*shift(world)), file="\x1b[31m")
+    assert isinstance(diagnosis, Diagnosis)
+    assert json.loads(diagnosis.to_json())["findings"][0]["cause"] == "shift"
+    assert replace(diagnosis, file="x").file == "x"
