@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from tiny_models import save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.cli import main
+from kleash.errors import Interrupted
 from kleash.measuring import CacheJob, MeasureJob, Measurement, cache_reference, measure
+from kleash.measuring.imported_states import ImportedStates
+from kleash.models import TokenSequence
 
 TEXTS = [
     "The sea was calm and the boat went out before the sun had come up over the hills.",
@@ -425,6 +428,30 @@ def test_a_cache_is_of_an_engine_or_of_kleash(
     (tmp_path / "cache" / "contents.json").unlink()
     line = refusal(engine, "--dtype", "float32")
     assert "holds hidden states that kleash computed and would get some that an engine saved" in line
+
+
+def test_an_interrupted_import_resumes(
+    pair: Pair, responses: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "cache"
+    job = {"reference": str(pair[1]), "responses": str(responses), "batch_tokens": 16, "out": str(out)}
+    job |= {"from_hidden_states": str(engine), "layers": "1,2"}
+    read, sequences_read = ImportedStates.read, []
+
+    def read_or_stop(self: ImportedStates, batch: Sequence[TokenSequence]) -> torch.Tensor:
+        if len(sequences_read) == 2:
+            raise KeyboardInterrupt
+        sequences_read.extend(batch)
+        return read(self, batch)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="run the same command again"):
+        patch.setattr(ImportedStates, "read", read_or_stop)
+        cache_reference(CacheJob(**job))
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    assert before and not (out / "contents.json").exists()
+    contents = cache_reference(CacheJob(**job))
+    assert contents.sequences == len(TEXTS)
+    assert before.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}.items()
 
 
 def test_helper_gives_the_networks_own_logits(pair: Pair, requests: list[list[int]]) -> None:
