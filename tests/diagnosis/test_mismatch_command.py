@@ -78,6 +78,17 @@ def test_verl_metrics_are_printed_on_request(tmp_path: Path, capsys: Any) -> Non
     assert "KL(engine || trainer)" not in output
 
 
+def test_a_narrow_terminal_truncates_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    path = written(tmp_path / "rollouts.jsonl", records())
+    assert main(["mismatch", path]) == 0
+    output = capsys.readouterr().out
+    assert "…" not in output and "nats" in output
+    assert "warning: on KL(engine || trainer)" in output, "20 clusters are few"
+
+
 NAMES = {
     "verl": ("prompts", "responses", "old_log_probs", "rollout_log_probs", "ref_log_prob", "response_mask"),
     "TRL": (

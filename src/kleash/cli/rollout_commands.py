@@ -4,13 +4,13 @@ import json
 import sys
 from collections.abc import Mapping
 
-from rich.padding import Padding
 from rich.table import Table
 
 from kleash.cli.numbers import cells
-from kleash.cli.summary import NO_INTERVAL, print_gate
+from kleash.cli.summary import NO_INTERVAL, print_gate, print_table
 from kleash.cli.terminal import Terminal, remark, say
 from kleash.jobs import DoctorJob, MismatchJob
+from kleash.reports.measurement import merge_warnings
 from kleash.store import Diagnosis, MismatchRecord
 
 LABELS: Mapping[str, str] = {
@@ -56,13 +56,12 @@ def print_mismatch(record: MismatchRecord) -> None:
         for name, value in record.renamed.items():
             say(console, f"{name} {json.dumps(value)}")
     else:
-        console.print(Padding(_table(record), (1, 0)))
+        print_table(console, _table(record))
         effective, largest = record.values["effective_sample_size"], record.values["largest_log_ratio"]
         say(console, f"effective sample size: {effective:,.0f} of {record.tokens:,} tokens")
         say(console, f"largest log ratio: {largest:.4g} nats")
-        for warning in dict.fromkeys(
-            warning for number in record.numbers.values() for warning in number.warnings
-        ):
+        labelled_numbers = ((label, record.numbers[name]) for name, label in LABELS.items())
+        for warning in merge_warnings(labelled_numbers):
             remark(console, "warning", warning)
     if record.gate is not None:
         print_gate(record.gate)

@@ -38,7 +38,7 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     console.print(measurement.estimand, style="dim")
     sample_size = describe_sample_size(measurement).replace("\u202f", ",")
     console.print(f"{measurement.counts.tokens:,} tokens in {sample_size}", style="dim")
-    _print_table(console, _measurement_table(measurement))
+    print_table(console, _measurement_table(measurement))
     say(console, _quantiles_line(measurement))
     for warning in all_warnings(measurement):
         remark(console, "warning", terminal_label(warning))
@@ -68,7 +68,7 @@ def interval_first(number: Number) -> str:
     return f"{interval}{unit} (95 % interval), mean {value}, standard error {error or 'unknown'}"
 
 
-def _print_table(console: Console, table: Table) -> None:
+def print_table(console: Console, table: Table) -> None:
     """Print a table in its full width; on a narrower terminal lines are broken, and no text is cut off."""
     width = Width.get(console, console.options.update(max_width=MAX_TABLE_COLUMNS), table).maximum
     Terminal(width=max(width, console.width)).print(Padding(table, (1, 0)))
@@ -115,9 +115,9 @@ def _row(table: Table, title: str, number: Number, *, is_one_cluster: bool) -> N
 def print_comparison(comparison: Comparison, page: Path) -> None:
     """Print each run's KL and perplexities and their differences from the first run."""
     console = Terminal()
-    _print_table(console, _kl_table(comparison, paired_noun(comparison)))
+    print_table(console, _kl_table(comparison, paired_noun(comparison)))
     if any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES):
-        _print_table(console, _perplexity_table(comparison))
+        print_table(console, _perplexity_table(comparison))
     say(
         console,
         "± is one standard error; a difference whose interval contains 0 is not significant",
