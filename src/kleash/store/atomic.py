@@ -26,7 +26,7 @@ def write_atomically(
     *,
     before_rename: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write ``path`` so that nobody ever finds half of it, whatever happens meanwhile.
+    """Write ``path`` whole or not at all: a reader sees the old content or the new, also after a kill.
 
     It is written under a name of its own, which no other process has and no link can lead elsewhere, and renamed
     once every byte is on the disk. Any number of processes may write one path: the last one stays.

@@ -208,12 +208,12 @@ def write_checked(root: Path, path: Path, content: str | bytes | Callable[[Path]
 
 
 def begin_checksums(root: Path) -> None:
-    """Let no checksum of files that were in the folder before count any more."""
+    """Discard the checksums of files that were in the folder before."""
     write_atomically(root / CHECKSUMS, "")
 
 
 def record_removal(root: Path, path: Path) -> None:
-    """Write down that a file is about to be taken away, so that nobody misses it."""
+    """Record that a file is about to be deleted, so that reading does not report it as missing."""
     if Checksums.read(root).expects(path):
         _append(root, {"file": path.relative_to(root).as_posix(), "removed": True})
 
