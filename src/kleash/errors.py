@@ -53,5 +53,17 @@ class RunFolderError(KleashError, OSError):
     """A run folder that cannot be written, read or resumed."""
 
 
+class RankError(KleashError, RuntimeError):
+    """A process of a run of several that failed, was lost, or differs from the first.
+
+    ``is_reported`` is true if another rank prints the failure, so that this one need not.
+    """
+
+    def __init__(self, message: str, *, is_reported: bool = False) -> None:
+        """Make the error of this sentence."""
+        super().__init__(message)
+        self.is_reported = is_reported
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with a message that says what was saved."""

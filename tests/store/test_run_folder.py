@@ -56,7 +56,7 @@ def test_a_shard_counts_once_its_sequences_are_there(tmp_path: Path) -> None:
         folder.write_shard(0, tokens(), sequences())
         folder.write_shard(2, tokens(), sequences())
         write_table(tmp_path / "tokens" / "part-00001.parquet", tokens(), TOKEN_COLUMNS)
-    assert folder.finished_shards() == 1
+    assert folder.finished_shards() == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_run_without_a_finished_shard_is_in_nobodys_way(tmp_path: Path) -> Non
 
 def test_resuming_where_nothing_is_begins(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "new").writing(HEADER, resume=True) as folder:
-        assert folder.finished_shards() == 0
+        assert folder.finished_shards() == ()
     assert folder.header() == HEADER
 
 
@@ -142,7 +142,7 @@ def test_two_processes_cannot_write_one_folder_and_a_killed_one_lets_go(tmp_path
         os.kill(other.pid, signal.SIGKILL)
         other.join()
     with RunFolder(tmp_path).writing(HEADER, resume=True) as folder:
-        assert folder.finished_shards() == 0
+        assert folder.finished_shards() == ()
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from kleash.jobs import (
     DPOJob,
     GRPOJob,
     MeasureJob,
+    MergeJob,
     MismatchJob,
     PPOJob,
     ReportJob,
@@ -22,6 +23,7 @@ from kleash.jobs import (
 
 Command = (
     MeasureJob
+    | MergeJob
     | ReportJob
     | CompareJob
     | MismatchJob
@@ -35,11 +37,12 @@ ALGORITHMS: Mapping[str, type[TrainJob]] = {
     job.algorithm: job for job in (PPOJob, GRPOJob, RLOOJob, DPOJob, DistillJob)
 }
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
-    "": ("measure", "report", "compare", "mismatch", "doctor", "cache", "audit", "train"),
+    "": ("measure", "merge", "report", "compare", "mismatch", "doctor", "cache", "audit", "train"),
     "train": ("demonstration", *ALGORITHMS),
 }
 RECORDS: Mapping[str, type[Command]] = {
     "measure": MeasureJob,
+    "merge": MergeJob,
     "report": ReportJob,
     "compare": CompareJob,
     "mismatch": MismatchJob,

@@ -4,16 +4,16 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kleash.cli.caching import run_cache
-from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
+from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
 from kleash.cli.progress import Progress
 from kleash.cli.rollout_commands import run_doctor, run_mismatch
-from kleash.cli.summary import print_comparison, print_gate, print_measurement
+from kleash.cli.summary import print_comparison, print_gate, print_measurement, print_part
 from kleash.cli.training import run_demonstration, run_train
 from kleash.errors import MissingExtraError, OptionError
 from kleash.jobs import (
@@ -27,6 +27,7 @@ from kleash.jobs import (
     TrainJob,
 )
 from kleash.store import Measurement
+from kleash.store.codec import to_json
 from kleash.store.gate import exit_code_of
 
 SHIPPED_PAIR = (
@@ -45,6 +46,8 @@ def run(command: Command) -> int:
     match command:
         case MeasureJob():
             return _measure(command)
+        case MergeJob():
+            return _merge(command)
         case ReportJob():
             return _report(command)
         case CompareJob():
@@ -65,21 +68,46 @@ def run(command: Command) -> int:
 
 def _measure(job: MeasureJob) -> int:
     """Run ``kleash measure`` and return its exit code."""
-    from kleash.measuring import NullProgressReporter, default_out, measure
+    from kleash.measuring import default_out, launched_ranks, measure, measure_part
 
-    job = replace(job, out=job.out if job.out is not None else default_out())
-    if job.quiet:
-        measurement = measure(job, NullProgressReporter())
-    else:
-        with Progress() as progress:
-            if job.policy == SHIPPED_POLICY and job.reference == SHIPPED_REFERENCE:
-                progress.note(SHIPPED_PAIR)
-            measurement = measure(job, progress)
-    if job.json:
-        sys.stdout.write(measurement.to_json())
+    ranks = launched_ranks()
+    if job.out is None and ranks.world_size == 1:
+        job = replace(job, out=default_out())
+    shows_progress = ranks.is_first and not job.quiet
+    with Progress() if shows_progress else nullcontext() as progress:
+        if progress is not None and job.policy == SHIPPED_POLICY and job.reference == SHIPPED_REFERENCE:
+            progress.note(SHIPPED_PAIR)
+        run_job = measure if job.shard is None else measure_part
+        result = run_job(job, progress, ranks)
+    if not ranks.is_first:
+        return 0
+    if isinstance(result, Measurement):
+        _print_result(result, Path(str(job.out)), as_json=job.json, quiet=job.quiet)
+    elif job.json:
+        sys.stdout.write(to_json(result))
     elif not job.quiet:
-        print_measurement(measurement, Path(str(job.out)))
-    return 0 if measurement.gate is None else measurement.gate.exit_code
+        print_part(result, job)
+    gate = result.gate if isinstance(result, Measurement) else None
+    return 0 if gate is None else gate.exit_code
+
+
+def _merge(command: MergeJob) -> int:
+    """Run ``kleash merge`` and return its exit code."""
+    from kleash.measuring import merge
+
+    folder = command.folder.expanduser()
+    with nullcontext() if command.quiet else Progress() as progress:
+        measurement = merge(folder, progress)
+    _print_result(measurement, folder, as_json=command.json, quiet=command.quiet)
+    return 0
+
+
+def _print_result(measurement: Measurement, folder: Path, *, as_json: bool, quiet: bool) -> None:
+    """Print a measurement as JSON, as a summary, or not at all."""
+    if as_json:
+        sys.stdout.write(measurement.to_json())
+    elif not quiet:
+        print_measurement(measurement, folder)
 
 
 def _report(command: ReportJob) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from kleash.cli.streams import command_streams, json_escape
-from kleash.errors import KleashError
+from kleash.errors import KleashError, RankError
+from kleash.launch_environment import launched_rank
 
 EXIT_SUCCESS, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 2, 130, 141
 
@@ -34,10 +35,12 @@ def _exit_code(arguments: list[str]) -> int:
         sys.stdout.flush()
         return code
     except KleashError as error:
-        _print_error(str(error))
+        if not (isinstance(error, RankError) and error.is_reported):
+            _print_error(str(error))
         return EXIT_ERROR
     except KeyboardInterrupt as stop:
-        _print_error(str(stop) or "interrupted")
+        if launched_rank() == 0:
+            _print_error(str(stop) or "interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # such as "kleash … | head"
         return EXIT_BROKEN_PIPE

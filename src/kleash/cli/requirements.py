@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from kleash.cli.commands import AuditJob, Command, CompareJob, ReportJob
+from kleash.cli.commands import AuditJob, Command, CompareJob, MergeJob, ReportJob
 from kleash.extras import is_installed, require_installed
 from kleash.jobs import CacheJob, DemonstrationJob, DoctorJob, MeasureJob, MismatchJob, PPOJob, TrainJob
 
@@ -24,6 +24,8 @@ def require_packages(command: Command) -> None:
     match command:
         case MeasureJob() | CacheJob():
             require_installed(("rich", *MODELS, *_for_loading(command)), "'kleash[models]'")
+        case MergeJob():
+            require_installed(("rich", *MODELS), "'kleash[models]'")
         case DemonstrationJob():
             require_installed(("rich", *MODELS, DEVICE_MAPS, ADAPTERS), "'kleash[train]'")
         case TrainJob():

@@ -1,6 +1,7 @@
 """The summaries of a measurement and a comparison on the terminal."""
 
 import math
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from kleash.cli.numbers import cells, terminal_label, with_error
 from kleash.cli.terminal import Terminal, remark, say
+from kleash.jobs import MeasureJob
 from kleash.reports.comparison import paired_noun
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement import (
@@ -19,7 +21,7 @@ from kleash.reports.measurement import (
     merge_warnings,
     statistic_rows,
 )
-from kleash.store import PERPLEXITIES, Comparison, Gate, Measurement, Number
+from kleash.store import PERPLEXITIES, ArrayTask, Comparison, Gate, Measurement, Number
 from kleash.store.statistics import label_of
 
 MAX_TABLE_COLUMNS = 200
@@ -57,6 +59,13 @@ def print_gate(gate: Gate, name: str = "") -> None:
     sentence = describe_gate(gate).replace("‖", "||").replace("\u202f", ",")
     colour = {"passed": "green", "failed": "red"}.get(gate.verdict, "yellow")
     remark(Terminal(), f"gate, {name}" if name else "gate", sentence, colour)
+
+
+def print_part(task: ArrayTask, job: MeasureJob) -> None:
+    """Print what a part of a run holds, and the command that makes the run of all parts."""
+    scored = f"{len(task.indices):,} of {task.shards:,} shards"
+    command = shlex.join(["kleash", "merge", str(job.out)])
+    say(Terminal(), f"part {task.number} of {task.count} is finished: {scored}; when all are: {command}")
 
 
 def interval_first(number: Number) -> str:

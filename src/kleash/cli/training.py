@@ -16,10 +16,10 @@ def run_train(job: TrainJob) -> int:
     Raises:
         KleashError: if the job fails.
     """
+    from kleash.launch_environment import launched_rank
     from kleash.training import train
-    from kleash.training.runner import is_first
 
-    if job.quiet or not is_first():
+    if job.quiet or launched_rank() != 0:
         result = train(job)
     else:
         with Steps(job.steps) as steps:
@@ -28,7 +28,7 @@ def run_train(job: TrainJob) -> int:
             if job.policy == SHIPPED_REFERENCE:
                 steps.note("no --policy was given: this trains the small model that ships with kleash")
             result = train(job, steps)
-    if not is_first():
+    if launched_rank() != 0:
         return 0 if result.stopped is None else 1
     if job.json:
         sys.stdout.write(result.to_json())

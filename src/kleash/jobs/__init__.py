@@ -5,7 +5,7 @@ from kleash.jobs.cache import CacheJob
 from kleash.jobs.demonstration import DemonstrationJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_PROMPTS, SHIPPED_REFERENCE
-from kleash.jobs.pages import AuditJob, CompareJob, ReportJob
+from kleash.jobs.pages import AuditJob, CompareJob, MergeJob, ReportJob
 from kleash.jobs.rollout_jobs import DoctorJob, MismatchJob
 from kleash.jobs.train import OnlineJob, RewardJob, TrainJob
 
@@ -22,6 +22,7 @@ __all__ = [
     "DoctorJob",
     "GRPOJob",
     "MeasureJob",
+    "MergeJob",
     "MismatchJob",
     "OnlineJob",
     "PPOJob",

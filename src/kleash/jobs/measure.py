@@ -1,10 +1,12 @@
 """The job of ``kleash measure``."""
 
 import math
+import re
 from dataclasses import dataclass, fields
 
 from kleash.errors import OptionError
 from kleash.jobs.option_groups import (
+    DEALING_OPTIONS,
     OUTPUT_OPTIONS,
     SHIPPED_POLICY,
     SHIPPED_PROMPTS,
@@ -52,6 +54,9 @@ class MeasureJob(GenerationOptions, ScoringOptions):
     reference_cache: str | None = None
     """Folder of the reference's hidden states: as "kleash cache" made it, and then the reference is not loaded;
     or else filled by this run for later ones."""
+    shard: str | None = None
+    """Score one of n parts of the run, such as 3/8 in the third of 8 array tasks, into --out/shard-3-of-8; "kleash
+    merge" makes the run of the parts."""
     resume: bool = False
     """Go on with an interrupted run in --out."""
     at_most: float | None = None
@@ -76,6 +81,7 @@ class MeasureJob(GenerationOptions, ScoringOptions):
             )
         self._check_fractions()
         require_limit(self.at_most)
+        self._check_shard()
 
     def _check_sources(self) -> None:
         sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
@@ -95,6 +101,33 @@ class MeasureJob(GenerationOptions, ScoringOptions):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise OptionError(f"{flag(name)} must be above 0 and at most 1; it is {value}")
+
+    def _check_shard(self) -> None:
+        if self.shard is None:
+            return
+        match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", self.shard)
+        if match is None or int(match[1]) > int(match[2]):
+            raise OptionError(f"--shard takes i/n with i from 1 to n, such as 3/8; it is {self.shard!r}")
+        if self.until_relative_error is not None:
+            raise OptionError(
+                f"--shard {self.shard} sees a part of the run and cannot tell the error of the whole; leave "
+                "--until-relative-error out"
+            )
+        if self.at_most is not None:
+            raise OptionError(
+                f"--shard {self.shard} sees a part of the run and cannot judge the whole; after kleash merge, give "
+                "--at-most to kleash report"
+            )
+        if self.out is None:
+            raise OptionError(f"--shard {self.shard} needs --out, the folder that all parts share")
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """``--shard`` as two numbers, (3, 8) for 3/8; (1, 1) for the whole run."""
+        if self.shard is None:
+            return 1, 1
+        number, _, count = self.shard.partition("/")
+        return int(number), int(count)
 
     @property
     def source(self) -> tuple[str, str]:
@@ -129,5 +162,5 @@ class MeasureJob(GenerationOptions, ScoringOptions):
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
-            if field.name not in OUTPUT_OPTIONS
+            if field.name not in OUTPUT_OPTIONS | DEALING_OPTIONS
         }

@@ -20,6 +20,8 @@ SHIPPED_TEXT = "shipped:text"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
+DEALING_OPTIONS = frozenset({"shard"})
+"""Options that change which process does which part of the work, and not the result."""
 POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy reference teacher prompts text responses pairs reward steps rounding out",
@@ -33,7 +35,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
     "hidden states of an engine": "from_hidden_states layers",
     "loading": "revision_policy revision_reference trust_remote_code",
-    "running and output": "resume checkpoint_every on_hacking report_to metric_names at_most json quiet",
+    "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most json quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
 

@@ -1,4 +1,4 @@
-"""The jobs whose result is a page: ``report``, ``compare`` and ``audit``."""
+"""The jobs that read finished work or make a page: ``report``, ``merge``, ``compare`` and ``audit``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,22 @@ class ReportJob:
     def __post_init__(self) -> None:
         """Check the limit; raises OptionError."""
         require_limit(self.at_most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeJob:
+    """Make one run of the parts that "kleash measure --shard i/n" wrote, with the numbers of a single process.
+
+    Loads the models, for the noise floor and the texts of tokens, and scores nothing that is on disk. Run it in the
+    folder in which the parts were started, since relative paths are those of the parts.
+    """
+
+    folder: Path
+    """The folder with the parts, as in --out of "kleash measure --shard"."""
+    quiet: bool = False
+    """Print nothing but errors."""
+    json: bool = False
+    """Print the result as JSON instead of a summary."""
 
 
 @dataclass(frozen=True, kw_only=True)

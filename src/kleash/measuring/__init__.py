@@ -9,9 +9,11 @@ from kleash.store import CacheContents, Measurement
 if TYPE_CHECKING:
     from kleash.measuring.comparison import compare
     from kleash.measuring.drift import Drift, DriftPart, draw_drift, drift_of
+    from kleash.measuring.merging import merge
     from kleash.measuring.progress import NullProgressReporter, ProgressReporter
+    from kleash.measuring.rank_group import RankGroup, launched_ranks
     from kleash.measuring.reference_cache import cache_reference, default_cache
-    from kleash.measuring.run import default_out, measure
+    from kleash.measuring.run import default_out, measure, measure_part
 
 __all__ = [
     "CacheContents",
@@ -22,21 +24,27 @@ __all__ = [
     "Measurement",
     "NullProgressReporter",
     "ProgressReporter",
+    "RankGroup",
     "cache_reference",
     "compare",
     "default_cache",
     "default_out",
     "draw_drift",
     "drift_of",
+    "launched_ranks",
     "measure",
+    "measure_part",
+    "merge",
 ]
 
 MODULES = {
     "comparison": ("compare",),
     "drift": ("Drift", "DriftPart", "draw_drift", "drift_of"),
     "progress": ("NullProgressReporter", "ProgressReporter"),
+    "merging": ("merge",),
+    "rank_group": ("RankGroup", "launched_ranks"),
     "reference_cache": ("cache_reference", "default_cache"),
-    "run": ("default_out", "measure"),
+    "run": ("default_out", "measure", "measure_part"),
 }
 """Public names by the module that defines them."""
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}

@@ -29,6 +29,7 @@ from kleash.measuring.estimates import (
 )
 from kleash.measuring.largest_drift import LargestDrift, write_alternatives
 from kleash.measuring.rescoring import Rounding, measure_rounding
+from kleash.measuring.run_identity import PACKAGES
 from kleash.measuring.sequence_clusters import Clusters, clusters_of, sequence_starts
 from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
@@ -36,8 +37,6 @@ from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
 from kleash.store.statistics import STATISTICS, to_fields
 from kleash.version import __version__
-
-PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
             tokens=counts.tokens,
             clusters=len(sums[TOKENS]),
             truncated_sequences=counts.truncated,
-            shards=run.folder.finished_shards(),
+            shards=len(run.folder.finished_shards()),
         ),
         **to_fields({name: Number.of(statistic_estimate(sums, name)) for name in STATISTICS}),
         per_sequence=(

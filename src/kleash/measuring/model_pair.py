@@ -41,7 +41,7 @@ def load_models(job: MeasureJob, source_sha256: str) -> Pair:
 
 def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
     """``load_models`` without its advice about the shipped models."""
-    folder = _finished_cache(job)
+    folder = finished_cache(job)
     if folder is None:
         return load_pair(
             job.policy,
@@ -112,7 +112,7 @@ def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
     )
 
 
-def _finished_cache(job: MeasureJob) -> Path | None:
+def finished_cache(job: MeasureJob) -> Path | None:
     """The folder of a finished cache that replaces the reference; None if there is none.
 
     None for prompts, since a cache cannot hold responses that are not generated yet.

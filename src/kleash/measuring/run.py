@@ -1,34 +1,36 @@
 """The measuring job: load the models, score shard by shard, write the files."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
 
-from kleash.engines import Engine, LocalEngine
-from kleash.errors import Interrupted
+import torch
+
+from kleash.engines import LocalEngine
+from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import MeasureJob
-from kleash.measuring.largest_drift import (
-    MAX_SEQUENCES,
-    NUM_ALTERNATIVES,
-    TopEntries,
-    alternatives_of_shard,
-)
+from kleash.measuring.dealing import VISIBLE_S, OpenRun, run_shards
+from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import FinishedRun, make_measurement
 from kleash.measuring.model_pair import filled_cache, load_models
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
-from kleash.measuring.sequence_clusters import SequenceClusters
-from kleash.measuring.shards import SourceChecks, hash_source, plan_shards
-from kleash.models import SAMPLER, Pair, find_checkpoint
-from kleash.models.checkpoints.resolution import GENERATION_CONFIG
+from kleash.measuring.rank_group import RankGroup
+from kleash.measuring.run_identity import (
+    check_ranks_can_share,
+    header_of,
+    require_same_on_all_ranks,
+    shared_source_sha256,
+)
+from kleash.models import ReferenceCache
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
-from kleash.store import Measurement, Number, RunFolder, RunHeader
-from kleash.version import __version__
-
-MIN_CLUSTERS = 64
-"""``until_relative_error`` does not stop a run before so many: an error estimated from fewer can be small by chance."""
+from kleash.store import ArrayTask, Measurement, RunFolder, RunHeader
+from kleash.store.codec import decode
+from kleash.store.job_folder import HEADER
 
 
 def default_out() -> str:
@@ -36,16 +38,22 @@ def default_out() -> str:
     return str(Path("kleash-runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
-def measure(job: MeasureJob, reporter: ProgressReporter | None = None) -> Measurement:
+def measure(
+    job: MeasureJob, reporter: ProgressReporter | None = None, ranks: RankGroup | None = None
+) -> Measurement:
     """Measure how far a policy has drifted from its reference.
 
     Writes ``measurement.json``, ``tokens/``, ``sequences/``, ``alternatives.parquet`` and ``report.html`` into
-    ``job.out``. A run that was interrupted or killed is resumed with ``resume=True`` after its last finished shard,
-    with the same result.
+    ``job.out``. A run that was interrupted or killed is resumed with ``resume=True``: shards that are on disk are not
+    scored again, and the result is the same.
+
+    Several processes can measure one run: each calls this function with the same job and its ``ranks``. All return
+    the measurement, which the first rank makes and writes.
 
     Args:
         job: what to measure, and how.
-        reporter: receives the progress.
+        reporter: receives the progress, on the first rank.
+        ranks: the processes that share the work, such as ``launched_ranks()``; None for this one alone.
 
     Returns:
         The measurement, as in ``measurement.json``.
@@ -55,98 +63,150 @@ def measure(job: MeasureJob, reporter: ProgressReporter | None = None) -> Measur
         ModelError: if a model cannot be loaded, or the two cannot be compared.
         NonFiniteError: if a model gives NaN or infinite logits.
         RunFolderError: if ``job.out`` cannot be written or resumed.
+        RankError: if another rank fails, is lost, or measures something else.
         OptionError, CannotRunError, MissingExtraError: if an option is unsupported or a dependency is missing.
         Interrupted: on Ctrl-C, with the command that resumes the run.
     """
-    reporter = reporter if reporter is not None else NullProgressReporter()
-    folder = RunFolder(Path(job.out if job.out is not None else default_out()).expanduser())
-    folder.check(resume=job.resume)
-    for sentence in job.without_effect():
-        reporter.note(sentence)
-    digest = hash_source(job)
-    pair = load_models(job, digest)
-    for sentence in pair.notes:
-        reporter.note(sentence)
-    header = RunHeader(
-        kleash=__version__,
-        settings=job.settings(),
-        source_sha256=digest,
-        fingerprints=_fingerprints(job, pair),
-        sampler=SAMPLER,
-    )
-    with folder.writing(header, resume=job.resume), threads_for_scoring(pair) as threads:
-        if threads is not None:
-            reporter.note(threads)
-        try:
-            return _measure(job, pair, folder, digest, reporter)
-        except KeyboardInterrupt as stop:
-            raise Interrupted(
-                f"interrupted; finished shards are on disk: resume with --resume --out {folder.root}"
-            ) from stop
-
-
-def _fingerprints(job: MeasureJob, pair: Pair) -> dict[str, str]:
-    """Fingerprints of both models, and of the policy's generation settings if it generates."""
-    models = {"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint}
-    if job.source[0] != "prompts":
-        return models
-    generation = find_checkpoint(job.policy, job.revision_policy).generation_fingerprint()
-    return {**models, f"policy {GENERATION_CONFIG}": generation}
-
-
-def _measure(
-    job: MeasureJob, pair: Pair, folder: RunFolder, digest: str, reporter: ProgressReporter
-) -> Measurement:
-    """Run the shards of a locked run folder, and write the measurement and the report."""
-    start = monotonic()
-    with filled_cache(job, pair) as cache:
-        engine = LocalEngine(
-            pair=pair, job=job, cache=cache, on_tokens=reporter.add_generated, top=NUM_ALTERNATIVES
+    if job.shard is not None:
+        raise OptionError(f"--shard {job.shard} scores a part of a run; call measure_part, and then merge")
+    with opened_run(job, reporter, ranks) as run:
+        start = monotonic()
+        with filled_cache(job, run.pair) as cache:
+            engine = _engine(run, cache)
+            shards = run_shards(run, engine)
+        if not run.ranks.is_first:
+            return decode(Measurement, run.ranks.broadcast("measurement"))
+        if engine.float32_gap_reloads:
+            run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
+        finished_run = FinishedRun(
+            job=job,
+            pair=run.pair,
+            folder=run.folder,
+            engine=engine,
+            source_sha256=run.source_sha256,
+            checks=shards.checks,
         )
-        checks = run_shards(job, pair, folder, engine, reporter)
-    if engine.float32_gap_reloads:
-        reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
-    run = FinishedRun(job=job, pair=pair, folder=folder, engine=engine, source_sha256=digest, checks=checks)
-    measurement = make_measurement(run, seconds=lambda: monotonic() - start)
-    if job.at_most is not None:
-        measurement = replace(measurement, gate=gate_of_measurement(measurement, job.at_most))
-    folder.write_measurement(measurement)
-    write_report(folder.root)
-    return measurement
+        measurement = make_measurement(finished_run, seconds=lambda: monotonic() - start)
+        if job.at_most is not None:
+            measurement = replace(measurement, gate=gate_of_measurement(measurement, job.at_most))
+        run.folder.write_measurement(measurement)
+        write_report(run.folder.root)
+        run.ranks.broadcast("measurement", measurement.to_dict())
+        return measurement
 
 
-def run_shards(
-    job: MeasureJob, pair: Pair, folder: RunFolder, engine: Engine, reporter: ProgressReporter
-) -> SourceChecks:
-    """Score and write the shards that are not on disk, until all are or ``until_relative_error`` is reached.
+def measure_part(
+    job: MeasureJob, reporter: ProgressReporter | None = None, ranks: RankGroup | None = None
+) -> ArrayTask:
+    """Score one of the parts of a run, ``job.shard``, into a folder of its own in ``job.out``.
+
+    ``merge`` makes the run of all parts. Arguments and errors as for ``measure``.
 
     Returns:
-        The checks of the source over all shards.
+        What was scored, as in the ``part.json`` of the folder.
     """
-    finished = folder.finished_shards()
-    sequences = SequenceClusters(on_text=job.source[0] == "text", is_one_model=pair.is_one_model)
-    parts = folder.token_parts(list(SequenceClusters.COLUMNS))
-    largest, checks = TopEntries(size=MAX_SEQUENCES), SourceChecks(temperature=job.temperature)
-    if finished:
-        reporter.note(f"resuming after {finished} finished shards in {folder.root}")
-    plan = plan_shards(job, pair)
-    reporter.set_total(plan.sequences)
-    for shard in plan.shards:
-        checks.add(shard.sequences)
-        if shard.index < finished:
-            part = next(parts)
-            sequences.add(part)
-            largest.add_sequences(part)
-        else:
-            result = engine.run(shard)
-            largest.add_sequences(result.tokens)
-            alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
-            folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
-            sequences.add(result.tokens)
-            reporter.add_scored(len(result.sequences["prompt_id"]), len(result.tokens["token_id"]))
-        kl = sequences.kl()
-        reporter.update_kl(Number.of(kl))
-        target = job.until_relative_error
-        if target is not None and kl.clusters >= MIN_CLUSTERS and kl.relative_error <= target:
-            break
-    return checks
+    if job.shard is None:
+        raise OptionError("measure_part scores a part of a run; set --shard, such as 3/8, or call measure")
+    with opened_run(job, reporter, ranks) as run:
+        with filled_cache(job, run.pair) as cache:
+            shards = run_shards(run, _engine(run, cache))
+        if not run.ranks.is_first:
+            return decode(ArrayTask, run.ranks.broadcast("part"))
+        number, count = job.part
+        task = ArrayTask(number=number, count=count, shards=shards.total)
+        task.write(run.folder.root)
+        run.ranks.broadcast("part", {"number": number, "count": count, "shards": shards.total})
+        return task
+
+
+@contextmanager
+def opened_run(
+    job: MeasureJob, reporter: ProgressReporter | None, ranks: RankGroup | None
+) -> Generator[OpenRun]:
+    """Context in which the models of a job are loaded and its folder is locked, on all ranks."""
+    ranks = ranks if ranks is not None else RankGroup()
+    reporter = reporter if reporter is not None and ranks.is_first else NullProgressReporter()
+    with ranks.running():
+        check_ranks_can_share(job, ranks)
+        folder = RunFolder(folder_of(job), writer=ranks.rank)
+        if ranks.is_first:
+            folder.check(resume=job.resume)
+        for sentence in job.without_effect():
+            reporter.note(sentence)
+        with shared_source_sha256(job, ranks) as digest:
+            pair = load_models(_on_device_of_rank(job, ranks), digest)
+        for sentence in pair.notes:
+            reporter.note(sentence)
+        header = header_of(job, pair, digest)
+        require_same_on_all_ranks(job, header, ranks)
+        with (
+            _opened_folder(folder, header, job, ranks),
+            threads_for_scoring(pair, len(ranks.ranks_on_node)) as threads,
+        ):
+            if threads is not None:
+                reporter.note(threads)
+            try:
+                yield OpenRun(
+                    job=job, pair=pair, folder=folder, reporter=reporter, ranks=ranks, source_sha256=digest
+                )
+            except KeyboardInterrupt as stop:
+                raise Interrupted(
+                    f"interrupted; finished shards are on disk: resume with --resume --out {job.out or folder.root}"
+                ) from stop
+
+
+def folder_of(job: MeasureJob) -> Path:
+    """The run folder of a job: ``--out``, or the folder of a part in it."""
+    out = Path(job.out if job.out is not None else default_out()).expanduser()
+    if job.shard is None:
+        return out
+    number, count = job.part
+    return out / f"shard-{number}-of-{count}"
+
+
+@contextmanager
+def _opened_folder(
+    folder: RunFolder, header: RunHeader, job: MeasureJob, ranks: RankGroup
+) -> Generator[None]:
+    """Context in which the folder is locked: the first rank opens it, then the others join.
+
+    Raises:
+        RunFolderError: if it cannot be written, or a rank on another machine does not see it.
+    """
+    if ranks.is_first:
+        with folder.writing(header, resume=job.resume):
+            ranks.broadcast("open", True)
+            yield
+        return
+    ranks.broadcast("open")
+    deadline = monotonic() + VISIBLE_S
+
+    def is_visible_or_late() -> bool:
+        return (folder.root / HEADER).exists() or monotonic() > deadline
+
+    ranks.wait_for(is_visible_or_late)
+    if not (folder.root / HEADER).exists():
+        raise RunFolderError(
+            f"{folder.root}/{HEADER} of rank 0 on {ranks.nodes[0]} is not there on {ranks.nodes[ranks.rank]}; --out "
+            "must lie on a disk that all machines share"
+        )
+    with folder.joining(header):
+        yield
+
+
+def _engine(run: OpenRun, cache: ReferenceCache | None) -> LocalEngine:
+    """The engine that scores the run's shards in this process."""
+    return LocalEngine(
+        pair=run.pair, job=run.job, cache=cache, on_tokens=run.reporter.add_generated, top=NUM_ALTERNATIVES
+    )
+
+
+def _on_device_of_rank(job: MeasureJob, ranks: RankGroup) -> MeasureJob:
+    """The job with a GPU for each rank of a machine, where it names none."""
+    several = len(ranks.ranks_on_node) > 1
+    if not several or job.device not in ("auto", "cuda") or job.device_map is not None:
+        return job
+    if not torch.cuda.is_available():
+        return job
+    place = ranks.ranks_on_node.index(ranks.rank)
+    return replace(job, device=f"cuda:{place % torch.cuda.device_count()}")

@@ -71,6 +71,33 @@ class SequenceSums(NamedTuple):
     """KL(policy || reference) in nats, summed over the tokens."""
     tokens: Floats
 
+    def to_lists(self) -> list[list[Any]]:
+        """The columns as lists, which JSON can hold without rounding."""
+        return [column.tolist() for column in self]
+
+    @classmethod
+    def from_lists(cls, columns: list[list[Any]]) -> "SequenceSums":
+        """The sums that ``to_lists`` made lists of."""
+        prompt_id, sample_id, kl, tokens = columns
+        return cls(
+            prompt_id=np.asarray(prompt_id, dtype=np.int64),
+            sample_id=np.asarray(sample_id, dtype=np.int64),
+            kl=np.asarray(kl, dtype=np.float64),
+            tokens=np.asarray(tokens, dtype=np.float64),
+        )
+
+
+def sum_sequences(tokens: Mapping[str, Any]) -> SequenceSums:
+    """The sums of a shard's sequences, from its token columns ``SequenceClusters.COLUMNS``."""
+    prompt, sample, kl = (np.asarray(tokens[name]) for name in SequenceClusters.COLUMNS)
+    starts = sequence_starts(prompt, sample)
+    return SequenceSums(
+        prompt_id=prompt[starts].astype(np.int64),
+        sample_id=sample[starts].astype(np.int64),
+        kl=np.add.reduceat(kl.astype(np.float64), starts) if len(starts) else np.zeros(0),
+        tokens=np.diff([*starts, len(kl)]).astype(np.float64),
+    )
+
 
 @dataclass(kw_only=True)
 class SequenceClusters:
@@ -87,16 +114,11 @@ class SequenceClusters:
 
     def add(self, tokens: Mapping[str, Any]) -> None:
         """Add the sequences of a shard, from its token columns."""
-        prompt, sample, kl = (np.asarray(tokens[name]) for name in self.COLUMNS)
-        starts = sequence_starts(prompt, sample)
-        self._shards.append(
-            SequenceSums(
-                prompt_id=prompt[starts].astype(np.int64),
-                sample_id=sample[starts].astype(np.int64),
-                kl=np.add.reduceat(kl.astype(np.float64), starts) if len(starts) else np.zeros(0),
-                tokens=np.diff([*starts, len(kl)]).astype(np.float64),
-            )
-        )
+        self.add_sums(sum_sequences(tokens))
+
+    def add_sums(self, sums: SequenceSums) -> None:
+        """Add the sequences of a shard, from their sums."""
+        self._shards.append(sums)
 
     def clusters(self) -> Clusters:
         """The clusters of all sequences added."""

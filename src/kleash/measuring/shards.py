@@ -1,9 +1,9 @@
 """The shards of a run's source, which are scored and written as a whole, and checks of the source's fields."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kleash.engines import Shard
 from kleash.jobs import MeasureJob
@@ -94,30 +94,45 @@ def _groups(items: Iterable[Item], cost: Callable[[Item], int], job: MeasureJob)
         yield group
 
 
+class ShardChecks(NamedTuple):
+    """The counts of one shard."""
+
+    sequences: int
+    retokenised: int
+    other_temperatures: frozenset[float]
+
+
 @dataclass(kw_only=True)
 class SourceChecks:
     """Counts of responses that were tokenised again, or that declare another temperature."""
 
     temperature: float
     """Temperature of the run."""
-    sequences: int = 0
-    retokenised: int = 0
-    other_temperatures: set[float] = field(default_factory=set)
+    _shards: list["ShardChecks"] = field(default_factory=list)
 
-    def add(self, sequences: Iterable[TokenSequence]) -> None:
-        """Add the sequences of a shard."""
-        for sequence in sequences:
-            self.sequences += 1
-            self.retokenised += sequence.retokenised
-            if sequence.temperature is not None and sequence.temperature != self.temperature:
-                self.other_temperatures.add(sequence.temperature)
+    def add(self, sequences: Sequence[TokenSequence]) -> None:
+        """Add the sequences of the next shard."""
+        declared = {sequence.temperature for sequence in sequences} - {None, self.temperature}
+        self._shards.append(
+            ShardChecks(
+                sequences=len(sequences),
+                retokenised=sum(sequence.retokenised for sequence in sequences),
+                other_temperatures=frozenset(value for value in declared if value is not None),
+            )
+        )
+
+    def first(self, count: int) -> "SourceChecks":
+        """The checks of the first shards alone."""
+        return SourceChecks(temperature=self.temperature, _shards=self._shards[:count])
 
     def warnings(self) -> tuple[str, ...]:
         """Warnings of the measurement about its source."""
-        warnings = retokenisation_warnings(self.sequences, self.retokenised)
-        if not self.other_temperatures:
+        sequences = sum(shard.sequences for shard in self._shards)
+        warnings = retokenisation_warnings(sequences, sum(shard.retokenised for shard in self._shards))
+        other_temperatures = frozenset[float]().union(*(shard.other_temperatures for shard in self._shards))
+        if not other_temperatures:
             return warnings
-        temperatures = ", ".join(f"{value:g}" for value in sorted(self.other_temperatures))
+        temperatures = ", ".join(f"{value:g}" for value in sorted(other_temperatures))
         warning = (
             f"some responses declare temperature {temperatures}, and both models were scored at "
             f"{self.temperature:g}; set --temperature"

@@ -1,5 +1,6 @@
 """Results, and how they lie on disk: JSON records, tables, run folders and their checksums. No torch."""
 
+from kleash.store.array_task import ArrayTask
 from kleash.store.audit import (
     AccuracyRow,
     Audit,
@@ -52,6 +53,7 @@ __all__ = [
     "PERPLEXITIES",
     "STATISTICS",
     "AccuracyRow",
+    "ArrayTask",
     "Audit",
     "BestOf",
     "Bin",

@@ -2,8 +2,10 @@
 
 ``checksums.jsonl`` holds a line for each file of a folder that is ever read back: its name, its size, its SHA-256 and
 a check of the line itself. A line is appended before the file gets its name, so that a kill at any moment leaves a
-file that is complete and has its line, or a line too many, which is harmless. Each line stands alone: what several
-writers append in any order is the same record.
+file that is complete and has its line, or a line too many, which is harmless. Each line stands alone.
+
+If several processes write a folder, each appends to a file of its own: the first (writer 0) to ``checksums.jsonl``,
+writer 3 to ``checksums-3.jsonl``. Readers merge all of them, and ``merge_checksums`` puts all lines into the first.
 """
 
 import json
@@ -23,6 +25,8 @@ from kleash.store.codec import decode, parse_json
 T = TypeVar("T")
 
 CHECKSUMS = "checksums.jsonl"
+OTHER_CHECKSUMS = "checksums-*.jsonl"
+"""The files of the writers other than the first."""
 UNCHECKED = (
     "the files of this folder carry no checksums, since an older kleash wrote them: damage would go unnoticed"
 )
@@ -39,10 +43,14 @@ class FileChecksum:
     sha256: str
 
 
-class Checksums:
-    """What ``checksums.jsonl`` says of the files in its folder."""
+ChecksumLine = tuple[str, FileChecksum | None]
+"""A line: the name of a file, and its checksum; None for a file that was removed."""
 
-    def __init__(self, root: Path, lines: Iterable[tuple[str, FileChecksum | None]] | None) -> None:
+
+class Checksums:
+    """What the checksum files of a folder say of the files in it."""
+
+    def __init__(self, root: Path, lines: Iterable[ChecksumLine] | None) -> None:
         """Collect the lines of a folder; None for a folder that has none.
 
         A file may have several: it was replaced, and a kill may have come before or after the new one got its name.
@@ -68,22 +76,18 @@ class Checksums:
             declared_by: the JSON file in it that says by ``"checksums": true`` that there must be some.
 
         Raises:
-            RunFolderError: if ``checksums.jsonl`` is damaged, or missing where there must be one.
+            RunFolderError: if a file of checksums is damaged, or missing where there must be one.
         """
         path = root / CHECKSUMS
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError as error:
-            if _declares(root / declared_by):
-                raise RunFolderError(
-                    f"{path} is missing, so nothing tells whether the files of {root} are as they were written; {COPY}"
-                ) from error
+        lines = _lines_of(path)
+        if lines is None and _declares(root / declared_by):
+            raise RunFolderError(
+                f"{path} is missing, so nothing tells whether the files of {root} are as they were written; {COPY}"
+            )
+        if lines is None:
             return cls(root, None)
-        except OSError as error:
-            raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
-        whole = content[: content.rfind(b"\n") + 1]  # what has no line break after it was half written
-        lines = [_parsed(path, number, line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
-        return cls(root, lines)
+        of_other_writers = (_lines_of(other) or [] for other in _other_checksums(root))
+        return cls(root, [*lines, *(line for writer_lines in of_other_writers for line in writer_lines)])
 
     def covers(self, path: Path) -> bool:
         """Whether a file has a checksum, or nothing in the folder has one."""
@@ -196,26 +200,88 @@ def damage_as_sentence(root: Path) -> Generator[None]:
         ) from error
 
 
-def write_checked(root: Path, path: Path, content: str | bytes | Callable[[Path], None]) -> None:
+def write_checked(
+    root: Path, path: Path, content: str | bytes | Callable[[Path], None], *, writer: int = 0
+) -> None:
     """``write_atomically``, with a checksum in the folder ``root``, in which ``path`` lies.
+
+    Args:
+        root: the folder with the checksums.
+        path: the file.
+        content: as for ``write_atomically``.
+        writer: the number of this process among those that write the folder.
 
     Raises:
         RunFolderError: if it cannot be written.
     """
     write_atomically(
-        path, content, before_rename=lambda unfinished: _record(root, path, file_checksum(unfinished))
+        path, content, before_rename=lambda unfinished: _record(root, path, file_checksum(unfinished), writer)
     )
 
 
 def begin_checksums(root: Path) -> None:
     """Discard the checksums of files that were in the folder before."""
     write_atomically(root / CHECKSUMS, "")
+    _remove_other_checksums(root)
 
 
-def record_removal(root: Path, path: Path) -> None:
-    """Record that a file is about to be deleted, so that reading does not report it as missing."""
-    if Checksums.read(root).expects(path):
-        _append(root, {"file": path.relative_to(root).as_posix(), "removed": True})
+def merge_checksums(root: Path) -> None:
+    """Put the lines of all writers into ``checksums.jsonl``; no other writer may be active.
+
+    A kill in between leaves lines twice, which changes nothing.
+
+    Raises:
+        RunFolderError: if a file of checksums is damaged or cannot be written.
+    """
+    if not _other_checksums(root):
+        return
+    Checksums.read(root)  # raises if a line is damaged
+    contents = [
+        _whole_lines(path.read_bytes())
+        for path in (root / CHECKSUMS, *_other_checksums(root))
+        if path.exists()
+    ]
+    write_atomically(root / CHECKSUMS, b"".join(contents))
+    _remove_other_checksums(root)
+
+
+def _other_checksums(root: Path) -> list[Path]:
+    """The checksum files of all writers but the first."""
+    return sorted(root.glob(OTHER_CHECKSUMS))
+
+
+def _remove_other_checksums(root: Path) -> None:
+    for path in _other_checksums(root):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+
+def _lines_of(path: Path) -> list[ChecksumLine] | None:
+    """The lines of a file of checksums; None if there is no such file."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
+    return [
+        _parsed(path, number, line) for number, line in enumerate(_whole_lines(content).split(b"\n")[:-1], 1)
+    ]
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """``content`` without what was half written: the bytes after the last line break."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def record_removal(root: Path, *paths: Path) -> None:
+    """Record that files are about to be removed, so that they are not reported as missing."""
+    checksums = Checksums.read(root)
+    for path in paths:
+        if checksums.expects(path):
+            _append(root, {"file": path.relative_to(root).as_posix(), "removed": True})
 
 
 def seal_folder(root: Path) -> None:
@@ -248,16 +314,16 @@ def _bytes_of(path: Path, advice: str) -> bytes:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
 
 
-def _record(root: Path, path: Path, checksum: FileChecksum) -> None:
-    _append(root, _record_of(root, path, checksum))
+def _record(root: Path, path: Path, checksum: FileChecksum, writer: int) -> None:
+    _append(root, _record_of(root, path, checksum), writer)
 
 
 def _record_of(root: Path, path: Path, checksum: FileChecksum) -> dict[str, Any]:
     return {"file": path.relative_to(root).as_posix(), "bytes": checksum.size, "sha256": checksum.sha256}
 
 
-def _append(root: Path, record: dict[str, Any]) -> None:
-    path = root / CHECKSUMS
+def _append(root: Path, record: dict[str, Any], writer: int = 0) -> None:
+    path = root / (OTHER_CHECKSUMS.replace("*", str(writer)) if writer else CHECKSUMS)
     try:
         new = not path.exists()
         with path.open("r+b" if not new else "xb") as file:
@@ -288,7 +354,7 @@ def check_of(record: Mapping[str, Any]) -> str:
     return sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _parsed(path: Path, number: int, line: bytes) -> tuple[str, FileChecksum | None]:
+def _parsed(path: Path, number: int, line: bytes) -> ChecksumLine:
     try:
         record = dict(parse_json(line))
         if record.pop("line") != check_of(record):

@@ -1,9 +1,10 @@
 """Folders that a job writes: the header that identifies the run, and the lock of the process that writes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +17,7 @@ from kleash.store.measurement import SCHEMA
 from kleash.store.renamed_fields import with_current_options
 
 HEADER = "run.json"
+ADVICE_IF_LOCKED = "wait for it, or give another --out"
 KIND_OF_FINGERPRINT = "sha256:"
 """Prefix of fingerprints made from every byte of the files; older ones sampled the weights."""
 
@@ -37,11 +39,12 @@ class RunHeader:
 
     def differences(self, other: "RunHeader") -> list[str]:
         """What differs in ``other``, each as "name: mine, not yours"."""
-        mine, yours = self._flat(), other._flat()
+        mine, yours = self.described(), other.described()
         names = [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]
         return [f"{name} was {mine.get(name)!r} and is now {yours.get(name)!r}" for name in names]
 
-    def _flat(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
+        """What determines the result, by its name in words."""
         return {
             "kleash": self.kleash,
             **{f"--{name.replace('_', '-')}": value for name, value in self.settings.items()},
@@ -67,14 +70,14 @@ def _described(what: str) -> str:
     return f"the fingerprint of the {role}'s {part or 'weights and tokenizer'}"
 
 
-def check_root(root: Path, *, resume: bool, begun: bool, leftovers: Collection[str]) -> None:
+def check_root(root: Path, *, resume: bool, begun: bool, is_leftover: Callable[[str], bool]) -> None:
     """Check, without changing anything, that a run may be written to ``root``.
 
     Args:
         root: a folder, or nothing yet.
         resume: whether it is to be continued.
         begun: whether there is something in it to continue.
-        leftovers: files that a run which was killed before it had begun may have left.
+        is_leftover: whether a run that was killed before it had begun may have left a file of this name.
 
     Raises:
         RunFolderError: if not.
@@ -90,7 +93,7 @@ def check_root(root: Path, *, resume: bool, begun: bool, leftovers: Collection[s
             )
         return
     names = [path.name for path in root.iterdir() if not path.name.startswith(TEMPORARY)]
-    strangers = sorted(name for name in names if name not in leftovers)
+    strangers = sorted(name for name in names if not is_leftover(name))
     if strangers:
         raise RunFolderError(
             f"{root} exists and is not a run of kleash (it holds {strangers[0]}); give another --out"
@@ -144,7 +147,8 @@ class JobFolder(ABC):
 
     root: Path
     leftovers: ClassVar[frozenset[str]]
-    """Names that a run which was killed before its first shard or step may have left, beside unfinished files."""
+    """Patterns of the names that a run which was killed before its first shard or step may have left, beside
+    unfinished files."""
     subfolders: ClassVar[tuple[str, ...]] = ()
 
     @contextmanager
@@ -156,7 +160,8 @@ class JobFolder(ABC):
                 settings or inputs, or if another process is writing it.
         """
         self.check(resume=resume)
-        with folder_lock(self.root, "wait for it, or give another --out"):
+        with folder_lock(self.root, ADVICE_IF_LOCKED):
+            self.take_over()
             self.check(resume=resume)
             if self.begun:
                 require_same(self.root, self.header(), header)
@@ -174,11 +179,18 @@ class JobFolder(ABC):
             RunFolderError: if not.
         """
         try:
-            check_root(self.root, resume=resume, begun=self.begun, leftovers=self.leftovers)
+            check_root(self.root, resume=resume, begun=self.begun, is_leftover=self._is_leftover)
         except RunFolderError:
             raise
         except OSError as error:  # a name that is too long, a folder that may not be read
             raise cannot_write(self.root, error) from error
+
+    def take_over(self) -> None:  # noqa: B027
+        """Check or clear what other writers of an earlier run left; called with the folder locked."""
+
+    def _is_leftover(self, name: str) -> bool:
+        """Whether a killed run may have left a file of this name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.leftovers)
 
     @property
     @abstractmethod

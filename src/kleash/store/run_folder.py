@@ -1,13 +1,24 @@
 """The folder of a measurement, written shard by shard, so that a killed run can be continued."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kleash.errors import RunFolderError
-from kleash.store.checksums import CHECKSUMS, Checksums, write_checked
-from kleash.store.job_folder import JobFolder
+from kleash.store.atomic import cannot_write
+from kleash.store.checksums import (
+    CHECKSUMS,
+    OTHER_CHECKSUMS,
+    Checksums,
+    merge_checksums,
+    record_removal,
+    write_checked,
+)
+from kleash.store.job_folder import ADVICE_IF_LOCKED, JobFolder, RunHeader, require_same
+from kleash.store.locks import LOCK, OTHER_LOCKS, folder_lock, lock_name, require_no_other_writer
 from kleash.store.measurement import Measurement
 from kleash.store.tables import (
     ALTERNATIVE_COLUMNS,
@@ -22,6 +33,9 @@ from kleash.store.tables import (
 KINDS = ("tokens", "sequences", "alternatives")
 """The folders of a run's parts."""
 ALTERNATIVES = "alternatives.parquet"
+PART = re.compile(r"part-(\d{5}|[1-9]\d{5,})\.parquet")
+SHARD_FOLDERS = "shard-*-of-*"
+"""The folders of a run's array tasks, which ``kleash merge`` puts together."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +48,16 @@ class RunFolder(JobFolder):
     ``alternatives.parquet`` is made in the end;
     ``measurement.json`` and ``report.html`` come at the end. ``checksums.jsonl`` has a line for each
     of these files but the report, by which it is verified whenever it is read.
+
+    Shards are finished in any order. Several processes may write one run: the first opens the folder
+    (``writing``), the others join it (``joining``), each with a lock and a file of checksums of its own.
     """
 
-    leftovers: ClassVar[frozenset[str]] = frozenset({".lock", *KINDS, CHECKSUMS})
+    writer: int = 0
+    """The number of this process among those that write the run; the first is 0."""
+    leftovers: ClassVar[frozenset[str]] = frozenset(
+        {LOCK, OTHER_LOCKS, *KINDS, CHECKSUMS, OTHER_CHECKSUMS, SHARD_FOLDERS}
+    )
     subfolders: ClassVar[tuple[str, ...]] = KINDS
 
     @property
@@ -44,32 +65,93 @@ class RunFolder(JobFolder):
         """Whether a shard was finished, be it damaged or gone since."""
         return next((self.root / "sequences").glob("part-*.parquet"), None) is not None
 
-    def finished_shards(self) -> int:
-        """How many shards are there with their checksums, from the first on without a gap."""
-        checksums = self.checksums()
-        done = 0
-        while all(path.exists() and checksums.covers(path) for path in self._shard(done, checksums)):
-            done += 1
-        return done
+    @contextmanager
+    def joining(self, header: RunHeader) -> Generator["RunFolder"]:
+        """Lock this writer's place in a run that the first writer has opened.
 
-    def require_shards(self, count: int) -> None:
-        """See that all the shards are there that a finished run is made of.
+        Raises:
+            RunFolderError: if the run is not the one of ``header``, or another process has this place.
+        """
+        with folder_lock(self.root, ADVICE_IF_LOCKED, lock_name(self.writer)):
+            require_same(self.root, self.header(), header)
+            yield self
+
+    def take_over(self) -> None:
+        """Check that no other writer of an earlier run is active, and merge the checksums of all."""
+        require_no_other_writer(self.root, ADVICE_IF_LOCKED)
+        if self.begun:
+            self.merge_checksums()
+
+    def merge_checksums(self) -> None:
+        """Put the checksums of all writers into one file; the others must have left.
+
+        Raises:
+            RunFolderError: if checksums are damaged or cannot be written.
+        """
+        merge_checksums(self.root)
+
+    def finished_shards(self) -> tuple[int, ...]:
+        """The numbers of the shards whose files are there with their checksums, in rising order."""
+        checksums = self.checksums()
+        return tuple(
+            index
+            for index in self._indices("sequences")
+            if all(path.exists() and checksums.covers(path) for path in self._shard(index, checksums))
+        )
+
+    def require_shards(self, count: int, indices: Iterable[int] | None = None) -> None:
+        """Check that all the shards are there that a finished run is made of.
+
+        Args:
+            count: the number of shards of the run.
+            indices: those that must be there; None for all.
 
         Raises:
             RunFolderError: if not, naming the first that is missing.
         """
-        done = self.finished_shards()
-        if done >= count:
+        finished = set(self.finished_shards())
+        required = range(count) if indices is None else indices
+        missing = [index for index in required if index not in finished]
+        if not missing:
             return
         advice = "copy the whole folder, or run again with --resume to make it anew"
+        more = f" ({len(missing)} shards are missing)" if len(missing) > 1 else ""
         checksums = self.checksums()
-        for path in self._shard(done, checksums):
+        for path in self._shard(missing[0], checksums):
             if not path.exists():
-                raise RunFolderError(f"{path} is missing, and the run is made of {count} shards; {advice}")
+                raise RunFolderError(
+                    f"{path} is missing, and the run is made of {count} shards{more}; {advice}"
+                )
             if not checksums.covers(path):
                 raise RunFolderError(
-                    f"{path} has no checksum in {CHECKSUMS}, and the run wrote one; {advice}"
+                    f"{path} has no checksum in {CHECKSUMS}, and the run wrote one{more}; {advice}"
                 )
+
+    def drop_shards(self, count: int) -> None:
+        """Remove the shards beyond the first ``count``, which a run that stops early does not need.
+
+        Raises:
+            RunFolderError: if a file cannot be removed.
+        """
+        for kind in ("sequences", "tokens", "alternatives"):  # without its sequences, a shard does not count
+            paths = [self._part(kind, index) for index in self._indices(kind) if index >= count]
+            record_removal(self.root, *paths)
+            for path in paths:
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise cannot_write(path, error) from error
+
+    def copy_shards(self, indices: Iterable[int], source: "RunFolder") -> None:
+        """Copy finished shards of another folder, verified.
+
+        Raises:
+            RunFolderError: if a file is missing or damaged, or cannot be written.
+        """
+        checksums = source.checksums()
+        for path in (path for index in indices for path in source._shard(index, checksums)):
+            content = checksums.read_bytes(path)
+            write_checked(self.root, self.root / path.relative_to(source.root), content, writer=self.writer)
 
     def write_shard(
         self,
@@ -80,9 +162,9 @@ class RunFolder(JobFolder):
     ) -> None:
         """Write a shard: ``top`` of its worst sequences, its tokens, and its sequences, which make it count."""
         if top is not None:
-            write_table(self._part("alternatives", index), top, TOP_COLUMNS, root=self.root)
-        write_table(self._part("tokens", index), tokens, TOKEN_COLUMNS, root=self.root)
-        write_table(self._part("sequences", index), sequences, SEQUENCE_COLUMNS, root=self.root)
+            self._write_part("alternatives", index, top, TOP_COLUMNS)
+        self._write_part("tokens", index, tokens, TOKEN_COLUMNS)
+        self._write_part("sequences", index, sequences, SEQUENCE_COLUMNS)
 
     def write_alternatives(self, columns: Mapping[str, Any]) -> None:
         """Write the likeliest tokens of both models in the worst sequences."""
@@ -91,6 +173,10 @@ class RunFolder(JobFolder):
     def write_measurement(self, measurement: Measurement) -> None:
         """Write ``measurement.json``: with it the run is finished."""
         write_checked(self.root, self.root / "measurement.json", measurement.to_json())
+
+    def token_part(self, index: int, names: list[str], checksums: Checksums) -> dict[str, Any]:
+        """The named columns of ``tokens/`` of one shard, verified by checksums that were read before."""
+        return read_columns(self._part("tokens", index), names, checksums.read_bytes)
 
     def token_parts(self, names: list[str]) -> Iterator[dict[str, Any]]:
         """The named columns of ``tokens/``, a shard at a time, verified."""
@@ -109,7 +195,7 @@ class RunFolder(JobFolder):
         return read_columns(self.root / ALTERNATIVES, list(ALTERNATIVE_COLUMNS), self.checksums().read_bytes)
 
     def _parts(self, kind: str, names: list[str]) -> Iterator[dict[str, Any]]:
-        paths = [self._part(kind, index) for index in range(self.finished_shards())]
+        paths = [self._part(kind, index) for index in self.finished_shards()]
         return read_parts(paths, names, self.checksums().read_bytes)
 
     def _shard(self, index: int, checksums: Checksums) -> list[Path]:
@@ -117,6 +203,17 @@ class RunFolder(JobFolder):
         top = self._part("alternatives", index)
         paths = [self._part("tokens", index), self._part("sequences", index)]
         return [top, *paths] if checksums.expects(top) else paths
+
+    def _indices(self, kind: str) -> list[int]:
+        """The numbers of the shards that have a file of this kind, in rising order."""
+        matches = (PART.fullmatch(path.name) for path in (self.root / kind).glob("part-*.parquet"))
+        indices = (int(match.group(1)) for match in matches if match is not None)
+        return sorted(set(indices))
+
+    def _write_part(
+        self, kind: str, index: int, columns: Mapping[str, Any], kinds: Mapping[str, str]
+    ) -> None:
+        write_table(self._part(kind, index), columns, kinds, root=self.root, writer=self.writer)
 
     def _part(self, kind: str, index: int) -> Path:
         return self.root / kind / f"part-{index:05d}.parquet"

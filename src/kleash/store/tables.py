@@ -72,7 +72,12 @@ NEVER_NULL = frozenset(
 
 
 def write_table(
-    path: Path, columns: Mapping[str, Any], kinds: Mapping[str, str], *, root: Path | None = None
+    path: Path,
+    columns: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    *,
+    root: Path | None = None,
+    writer: int = 0,
 ) -> None:
     """Write ``columns`` as the Parquet file ``path``, whole or not at all.
 
@@ -81,6 +86,7 @@ def write_table(
         columns: an array or list for each name in ``kinds``; None is null.
         kinds: the type of each column.
         root: the folder that keeps the file's checksum; None for none.
+        writer: the number of this process among those that write the folder.
     """
     arrow = import_extra("pyarrow", "models")
     parquet = import_extra("pyarrow.parquet", "models")
@@ -95,7 +101,7 @@ def write_table(
     if root is None:
         write_atomically(path, write)
     else:
-        write_checked(root, path, write)
+        write_checked(root, path, write, writer=writer)
 
 
 def read_columns(

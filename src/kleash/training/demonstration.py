@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from kleash.errors import CannotRunError, Interrupted, RunFolderError
 from kleash.jobs import SHIPPED_PROMPTS, SHIPPED_REFERENCE, DemonstrationJob, PPOJob
 from kleash.jobs.train import SHIPPED_REWARD
+from kleash.launch_environment import launched_world_size
 from kleash.leash import best_of_n_bound, best_of_n_kl_from_rewards
 from kleash.measuring import default_out
 from kleash.models import Sampling, generate, load_pair, read_prompts
@@ -24,7 +25,6 @@ from kleash.store.demonstration import DEMONSTRATION
 from kleash.training.algorithms import train
 from kleash.training.rewards import load_rewards
 from kleash.training.run_log import Display
-from kleash.training.runner import processes
 from kleash.uncertainty import Estimate, clustered_mean
 from kleash.version import __version__
 
@@ -89,9 +89,9 @@ def demonstrate(
         CannotRunError: if several processes were launched.
         Interrupted: at Ctrl-C; finished runs are kept.
     """
-    if processes() > 1:
+    if launched_world_size() > 1:
         raise CannotRunError(
-            f"the demonstration takes one process and was launched with {processes()}; start one"
+            f"the demonstration takes one process and was launched with {launched_world_size()}; start one"
         )
     settings = settings if settings is not None else DemonstrationSettings()
     root = Path(demonstration_job.out if demonstration_job.out is not None else default_out())

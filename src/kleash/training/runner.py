@@ -1,6 +1,5 @@
 """Runs a trainer on its job and writes the run folder."""
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 from kleash.dotted import resolve_function
 from kleash.errors import Interrupted, OptionError
 from kleash.jobs import DistillJob, OnlineJob, TrainJob
+from kleash.launch_environment import launched_rank, launched_world_size
 from kleash.measuring import default_out
 from kleash.models import SAMPLER, find_checkpoint, source_path
 from kleash.models.checkpoints.resolution import GENERATION_CONFIG
@@ -36,7 +36,7 @@ def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> 
     Raises:
         As ``kleash.training.train``.
     """
-    if job.out is None and processes() > 1:
+    if job.out is None and launched_world_size() > 1:
         raise OptionError("several processes must agree on the run's folder; give --out")
     job = replace(job, out=job.out if job.out is not None else default_out())
     with threads_for([*models_of(job).values()], device=job.device) as note:
@@ -45,7 +45,7 @@ def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> 
 
 def _run(job: TrainJob, trainer: Trainer, display: Display | None, note: str | None) -> TrainingResult:
     """Run the trainer; rank 0 writes the run folder."""
-    if not is_first():
+    if launched_rank() != 0:
         return trainer(job, None)
     folder = TrainingFolder(Path(str(job.out)))
     folder.check(resume=job.resume)
@@ -72,16 +72,6 @@ def interrupted(root: Path, step: int) -> str:
     if any((root / "checkpoints").glob("*")):
         return f"interrupted after step {step}; the last checkpoint is kept: go on with {again}"
     return f"interrupted after step {step}, before the first checkpoint; begin again with {again}"
-
-
-def is_first() -> bool:
-    """Whether this process is rank 0, which writes and prints."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def processes() -> int:
-    """The number of processes of the run."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def models_of(job: TrainJob) -> dict[str, str]:

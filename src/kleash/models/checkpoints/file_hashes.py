@@ -3,9 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,23 @@ SETTLED_NS = 2 * 10**9
 """Smallest age of a file's last change for its hash to be cached: a later change then shows in its times."""
 MAX_CACHED_HASHES = 4096
 MAX_THREADS = 16
+_shared_hashes: ContextVar[dict[str, str] | None] = ContextVar("shared_hashes", default=None)
+
+
+@contextmanager
+def sharing_hashes(hashes: dict[str, str]) -> Generator[None]:
+    """Context in which ``hash_files`` takes the hashes that are in ``hashes``, and adds those that it computes.
+
+    The processes of one machine exchange them, so that each file is read by one process.
+
+    Args:
+        hashes: by ``file_key``: a file that has changed is read again.
+    """
+    token = _shared_hashes.set(hashes)
+    try:
+        yield
+    finally:
+        _shared_hashes.reset(token)
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
@@ -39,10 +57,14 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
         ModelError: if a file cannot be read.
     """
     try:
-        keys = [_cache_key(path) for path in paths]
+        keys = [file_key(path) for path in paths]
+        shared = _shared_hashes.get()
         cacheable = [_is_cacheable(path) for path in paths]
         cache = _load_cache() if any(cacheable) else {}
-        hashes = [cache.get(key) if usable else None for key, usable in zip(keys, cacheable, strict=True)]
+        hashes = [
+            (shared or {}).get(key) or (cache.get(key) if usable else None)
+            for key, usable in zip(keys, cacheable, strict=True)
+        ]
         to_compute = [index for index, value in enumerate(hashes) if value is None]
         new_hashes = dict(
             zip(to_compute, _compute_hashes([paths[index] for index in to_compute]), strict=True)
@@ -52,8 +74,10 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
         new_entries = {
             keys[index]: value
             for index, value in new_hashes.items()
-            if cacheable[index] and _cache_key(paths[index]) == keys[index]
+            if cacheable[index] and file_key(paths[index]) == keys[index]
         }
+        if shared is not None:
+            shared.update({key: str(value) for key, value in zip(keys, hashes, strict=True)})
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     if new_entries:
@@ -85,8 +109,8 @@ def _hash_piece(path: Path, start: int) -> bytes:
     return digest.digest()
 
 
-def _cache_key(path: Path) -> str:
-    """The cache key of a file: size, times, inode, device and path."""
+def file_key(path: Path) -> str:
+    """What identifies a file's content without reading it: size, times, inode, device and path."""
     status = path.stat()
     numbers = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
     return " ".join([*map(str, numbers), str(path.resolve())])

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from kleash.jobs import PPOJob
+from kleash.launch_environment import launched_rank
 from kleash.models import Prompt, read_prompts
 from kleash.store import TrainingResult
 from kleash.store.atomic import cannot_write, remove_folder, temporary_name
@@ -23,7 +24,7 @@ from kleash.training.ppo.setup import TrainingSetup, set_up
 from kleash.training.ppo.step import one_step
 from kleash.training.rewards import check_rewards
 from kleash.training.run_log import RunLog
-from kleash.training.runner import is_first, run_job
+from kleash.training.runner import run_job
 from kleash.version import __version__
 
 
@@ -47,7 +48,7 @@ def train_ppo(job: PPOJob, run_log: RunLog | None = None) -> TrainingResult:
         RunFolderError: if a checkpoint cannot be written or read.
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
-    if run_log is None and is_first():
+    if run_log is None and launched_rank() == 0:
         return run_job(job, train_ppo)
     root = Path(str(job.out))
     check_rewards(job.rewards, job.source, job.limit)  # before any model is loaded

@@ -10,12 +10,13 @@ from typing import Any
 
 from kleash.extras import import_extra
 from kleash.jobs import TrainJob
+from kleash.launch_environment import launched_rank
 from kleash.models.compat import suppress_library_output
 from kleash.models.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import CHECKSUMS, Checksums
 from kleash.training.run_log import RunLog
-from kleash.training.runner import Trainer, is_first, run_job
+from kleash.training.runner import Trainer, run_job
 from kleash.training.with_trl.step_logger import StepLogger
 from kleash.training.with_trl.trl_config import CHECKPOINTS
 from kleash.version import __version__
@@ -53,7 +54,7 @@ def silent_trainer(trainer: Trainer) -> Callable[..., TrainingResult]:
 
     @wraps(trainer)
     def train_silently(job: TrainJob, run_log: RunLog | None = None) -> TrainingResult:
-        if run_log is None and is_first():
+        if run_log is None and launched_rank() == 0:
             return run_job(job, train_silently)
         with suppress_output():
             return trainer(job, run_log)

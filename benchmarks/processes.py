@@ -1,0 +1,102 @@
+"""Rate of ``torchrun`` with two ranks, compared with two independent runs of half the prompts side by side.
+
+    python benchmarks/processes.py --prompts 1200            # about 100 s of scoring on two cores
+    python benchmarks/processes.py --prompts 40 --rounds 1   # a trial
+
+Both measure the shipped pair on the same prompts. The rate is tokens per second of ``measurement.json`` (without
+imports and loading), that of the independent runs the sum of theirs; and, apart, tokens per second of the whole
+commands. In every round one follows the other. The result is the median of the ratios within rounds.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from harness import write_result
+
+NEW_TOKENS = 256
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def write_prompts(path: Path, first: int, count: int) -> Path:
+    """A file of ``count`` prompts, of which no two files have one in common."""
+    path.write_text(
+        "".join(f"It was evening number {first + number} of the year, and\n" for number in range(count))
+    )
+    return path
+
+
+def start(prompts: Path, out: Path, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[bytes]":
+    """Start ``kleash measure`` on the shipped pair."""
+    options = ["--prompts", str(prompts), "--out", str(out), "--max-new-tokens", str(NEW_TOKENS), "--quiet"]
+    return subprocess.Popen([sys.executable, *launcher, "-m", "kleash", "measure", *options], env=ENVIRONMENT)
+
+
+def finish(processes: dict[Path, "subprocess.Popen[bytes]"]) -> dict[str, float]:
+    """Wait for commands that run side by side; tokens, seconds of scoring, and tokens per second."""
+    begin = perf_counter()
+    for process in processes.values():
+        if process.wait():
+            raise SystemExit(f"{process.args} exited with {process.returncode}")
+    whole_seconds = perf_counter() - begin
+    measured = [json.loads((out / "measurement.json").read_text()) for out in processes]
+    tokens = [run["counts"]["tokens"] for run in measured]
+    return {
+        "tokens": sum(tokens),
+        "scoring_seconds": max(run["seconds"] for run in measured),
+        "rate": sum(count / run["seconds"] for count, run in zip(tokens, measured, strict=True)),
+        "rate_with_start": sum(tokens) / whole_seconds,
+    }
+
+
+def one_round(folder: Path, prompts: int) -> dict[str, dict[str, float]]:
+    """Both ways, one after the other."""
+    whole = write_prompts(folder / "whole.txt", 0, prompts)
+    halves = [
+        write_prompts(folder / f"half-{number}.txt", number * (prompts // 2), prompts // 2)
+        for number in (0, 1)
+    ]
+    torchrun = finish({folder / "torchrun": start(whole, folder / "torchrun", LAUNCHER)})
+    outs = [folder / f"apart-{number}" for number in (0, 1)]
+    independent = finish({out: start(half, out) for out, half in zip(outs, halves, strict=True)})
+    return {"torchrun": torchrun, "independent": independent}
+
+
+def main() -> None:
+    """Run the rounds and write ``results/processes.json``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=1200)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    rounds: list[dict[str, dict[str, float]]] = []
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            rounds.append(one_round(Path(folder), options.prompts))
+            print(json.dumps(rounds[-1]), flush=True)
+
+    def ratio_of(name: str) -> float:
+        return round(median(row["torchrun"][name] / row["independent"][name] for row in rounds), 3)
+
+    figures: dict[str, Any] = {
+        "prompts": options.prompts,
+        "new_tokens": NEW_TOKENS,
+        "ratio": ratio_of("rate"),
+        "ratio_with_start": ratio_of("rate_with_start"),
+        "rounds": rounds,
+    }
+    print(json.dumps(figures, indent=2))
+    write_result("processes", figures, packages=("torch", "transformers"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The place of this process among those that torchrun, ``accelerate launch`` or srun started; no torch.
+
+The launchers describe it by the environment variables of torch.distributed.
+"""
+
+import os
+
+
+def launched_rank() -> int:
+    """The rank of this process; 0 if it was started alone."""
+    return _variable("RANK", 0)
+
+
+def launched_world_size() -> int:
+    """The number of processes that were started; 1 if this one was started alone."""
+    return max(1, _variable("WORLD_SIZE", 1))
+
+
+def _variable(name: str, default: int) -> int:
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        return default

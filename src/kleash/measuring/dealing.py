@@ -1,0 +1,214 @@
+"""Dealing the shards of a run to its ranks, and the KL over the finished ones in the order of the source.
+
+A rank takes the next shard that no other has taken, from a counter that all share, so that a slow rank takes fewer.
+What a shard holds does not depend on who scores it. The running KL, and the decision of ``until_relative_error``, are
+those of the shards from the first on without a gap: they are the same for any number of ranks.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kleash.engines import Engine, Shard
+from kleash.errors import RunFolderError
+from kleash.jobs import MeasureJob
+from kleash.measuring.largest_drift import MAX_SEQUENCES, TopEntries, alternatives_of_shard
+from kleash.measuring.progress import ProgressReporter
+from kleash.measuring.rank_group import POLL_S, RankGroup
+from kleash.measuring.sequence_clusters import SequenceClusters, SequenceSums, sum_sequences
+from kleash.measuring.shards import SourceChecks, plan_shards
+from kleash.models import Pair
+from kleash.store import Number, RunFolder
+from kleash.store.checksums import Checksums
+
+MIN_CLUSTERS = 64
+"""``until_relative_error`` does not stop a run before so many: an error estimated from fewer can be small by chance."""
+KL_SHARE = 0.02
+"""Largest share of the time that computing the KL for display may take: it grows with the number of sequences."""
+VISIBLE_S = 60.0
+"""Seconds after which a file that another machine wrote must be visible on a shared disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run whose folder is locked and whose models are loaded."""
+
+    job: MeasureJob
+    pair: Pair
+    folder: RunFolder
+    reporter: ProgressReporter
+    ranks: RankGroup
+    source_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DealtShards:
+    """The shards of a run, all of them on disk."""
+
+    total: int
+    """Shards of the whole run, including those of other array tasks."""
+    checks: SourceChecks
+
+
+@dataclass(kw_only=True)
+class RunningKL:
+    """KL over the finished shards in the order of the source, from the first on without a gap; on the first rank."""
+
+    run: OpenRun
+    finished: frozenset[int]
+    """Shards that were on disk at the start."""
+    largest: TopEntries
+    """Receives the sequences of shards that were on disk at the start."""
+    stop: int | None = None
+    """The number of shards at which ``until_relative_error`` is reached; None before."""
+    next_index: int = 0
+    _next_kl_time: float = 0.0
+    """Before it, the KL is not computed for display."""
+    _sequences: SequenceClusters = field(init=False)
+    _checksums: Checksums = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin before the first shard of this array task."""
+        self.next_index = self.run.job.part[0] - 1
+        self._sequences = SequenceClusters(
+            on_text=self.run.job.source[0] == "text", is_one_model=self.run.pair.is_one_model
+        )
+        self._checksums = self.run.folder.checksums()
+
+    def advance(self) -> None:
+        """Take in the shards that have been finished since, as far as there is no gap."""
+        while self.stop is None and (sums := self._next_sums()) is not None:
+            self._sequences.add_sums(sums)
+            self.next_index += self.run.job.part[1]
+            target, start = self.run.job.until_relative_error, time.monotonic()
+            if target is None and start < self._next_kl_time:
+                continue
+            kl = self._sequences.kl()
+            self.run.reporter.update_kl(Number.of(kl))
+            self._next_kl_time = time.monotonic() + (time.monotonic() - start) / KL_SHARE
+            if target is not None and kl.clusters >= MIN_CLUSTERS and kl.relative_error <= target:
+                self.stop = self.next_index
+                self.run.ranks.post("stop", self.stop)
+
+    def _next_sums(self) -> SequenceSums | None:
+        """The sums of the next shard; None if it is not finished yet."""
+        if self.next_index in self.finished:
+            part = self.run.folder.token_part(
+                self.next_index, list(SequenceClusters.COLUMNS), self._checksums
+            )
+            self.largest.add_sequences(part)
+            return sum_sequences(part)
+        message = self.run.ranks.take(f"sums/{self.next_index}")
+        if message is None:
+            return None
+        sums = SequenceSums.from_lists(message["sums"])
+        if message["rank"] != self.run.ranks.rank:
+            self.run.reporter.add_scored(len(sums.kl), int(sums.tokens.sum()))
+        return sums
+
+
+def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
+    """Score and write this rank's part of the shards that are not on disk.
+
+    Returns when all shards are on disk, or ``until_relative_error`` is reached and later shards are removed. Ranks
+    other than the first return when no shard is left to take.
+
+    Raises:
+        RankError: if another rank fails or is lost.
+        RunFolderError: if a shard cannot be written.
+    """
+    ranks, largest = run.ranks, TopEntries(size=MAX_SEQUENCES)
+    running = None
+    if ranks.is_first:
+        running = RunningKL(run=run, finished=frozenset(run.folder.finished_shards()), largest=largest)
+        if running.finished:
+            run.reporter.note(f"resuming after {len(running.finished)} finished shards in {run.folder.root}")
+        running.advance()
+    finished = frozenset(ranks.broadcast("finished", sorted(running.finished) if running else None))
+    plan = plan_shards(run.job, run.pair)
+    run.reporter.set_total(plan.sequences if run.job.shard is None else None)
+    dealing = Dealing(run=run, finished=finished)
+    for shard in dealing.turns(plan.shards):
+        _score_shard(run, engine, shard, largest)
+        if running is not None:
+            running.advance()
+    ranks.add("done")
+    if running is None:
+        return DealtShards(total=dealing.total, checks=dealing.checks)
+    ranks.wait_for(lambda: _all_done(running))
+    running.advance()
+    total = dealing.total if running.stop is None else running.stop
+    _close_shards(run, total, is_cut=running.stop is not None)
+    return DealtShards(total=total, checks=dealing.checks.first(total))
+
+
+@dataclass(kw_only=True)
+class Dealing:
+    """This rank's turns in a plan of shards."""
+
+    run: OpenRun
+    finished: frozenset[int]
+    total: int = 0
+    """Shards of the plan so far."""
+    checks: SourceChecks = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with empty checks."""
+        self.checks = SourceChecks(temperature=self.run.job.temperature)
+
+    def turns(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+        """The shards that this rank is to score, until none is left or the run stops."""
+        ranks, (number, count) = self.run.ranks, self.run.job.part
+        ticket, unfinished = ranks.add("ticket") - 1, -1
+        for shard in shards:
+            stop = ranks.peek("stop") if self.run.job.until_relative_error is not None else None
+            if stop is not None and shard.index >= stop:
+                return
+            self.total += 1
+            self.checks.add(shard.sequences)
+            if shard.index % count != number - 1 or shard.index in self.finished:
+                continue
+            unfinished += 1
+            if unfinished < ticket:
+                continue
+            ranks.check()
+            yield shard
+            ticket = ranks.add("ticket") - 1
+
+
+def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries) -> None:
+    """Score a shard, write it, and post its sums."""
+    result = engine.run(shard)
+    largest.add_sequences(result.tokens)
+    alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
+    run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
+    message = {"rank": run.ranks.rank, "sums": sum_sequences(result.tokens).to_lists()}
+    run.ranks.post(f"sums/{shard.index}", message)
+    run.reporter.add_scored(len(result.sequences["prompt_id"]), len(result.tokens["token_id"]))
+
+
+def _all_done(running: RunningKL) -> bool:
+    """Whether every rank has scored its last shard."""
+    running.advance()
+    return running.run.ranks.add("done", 0) == running.run.ranks.world_size
+
+
+def _close_shards(run: OpenRun, total: int, *, is_cut: bool) -> None:
+    """Merge the checksums of all ranks, remove shards beyond the last, and check that all others are there.
+
+    Raises:
+        RunFolderError: if one is missing.
+    """
+    number, count = run.job.part
+    deadline = time.monotonic() + (VISIBLE_S if len(set(run.ranks.nodes)) > 1 else 0.0)
+    while True:  # what another machine wrote may appear late on a shared disk
+        try:
+            run.folder.require_shards(total, range(number - 1, total, count))
+            break
+        except RunFolderError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
+    run.folder.merge_checksums()
+    if is_cut:
+        run.folder.drop_shards(total)

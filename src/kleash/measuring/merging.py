@@ -1,0 +1,79 @@
+"""Making one run of the parts that array tasks scored."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from kleash.errors import OptionError, RunFolderError
+from kleash.jobs import MeasureJob
+from kleash.measuring.progress import NullProgressReporter, ProgressReporter
+from kleash.measuring.run import measure
+from kleash.store import ArrayTask, Measurement, RunFolder, RunHeader
+from kleash.store.array_task import part_folders
+from kleash.version import __version__
+
+
+def merge(out: Path, reporter: ProgressReporter | None = None) -> Measurement:
+    """Make one run of the parts that ``measure_part`` scored into ``out``, with the numbers of a single process.
+
+    Copies the shards, verified by their checksums, and makes the measurement as a resumed run does: the models are
+    loaded for the noise floor and the texts of tokens, and no shard is scored. An interrupted merge is started again.
+
+    Args:
+        out: the folder with the parts, which becomes that of the run.
+        reporter: receives the progress.
+
+    Returns:
+        The measurement, as in ``measurement.json``.
+
+    Raises:
+        RunFolderError: if parts are missing, unfinished, damaged or of different runs.
+        OptionError: if the parts were made by a version with other options.
+        And what ``measure`` raises.
+    """
+    reporter = reporter if reporter is not None else NullProgressReporter()
+    folders = part_folders(out)
+    tasks = [ArrayTask.read(folder) for folder in folders]
+    headers = [RunFolder(folder).header() for folder in folders]
+    _require_one_run(folders, tasks, headers)
+    job = _job_of(headers[0], out)
+    run = RunFolder(out)
+    with run.writing(headers[0], resume=True):
+        on_disk = set(run.finished_shards())
+        for folder, task in zip(folders, tasks, strict=True):
+            part = RunFolder(folder)
+            part.require_shards(task.shards, task.indices)
+            run.copy_shards([index for index in task.indices if index not in on_disk], part)
+        run.require_shards(tasks[0].shards)
+    reporter.note(f"{tasks[0].shards} shards of {len(folders)} parts are in {out}")
+    return measure(job, reporter)
+
+
+def _require_one_run(folders: list[Path], tasks: list[ArrayTask], headers: list[RunHeader]) -> None:
+    """Raise RunFolderError unless all parts are of one run."""
+    for folder, task, header in zip(folders, tasks, headers, strict=True):
+        first = {**headers[0].described(), "the number of shards": tasks[0].shards}
+        this = {**header.described(), "the number of shards": task.shards}
+        names = [name for name in {**first, **this} if first.get(name) != this.get(name)]
+        if names:
+            differences = (
+                f"{name} is {this.get(name)!r} there and {first.get(name)!r} in {folders[0].name}"
+                for name in names
+            )
+            raise RunFolderError(
+                f"{folder} is of another run: {'; '.join(differences)}; score it again with the same options, files "
+                "and version"
+            )
+
+
+def _job_of(header: RunHeader, out: Path) -> MeasureJob:
+    """The job whose parts these are, writing to ``out``."""
+    known = {field.name for field in fields(MeasureJob)}
+    unknown = [name for name in header.settings if name not in known]
+    if unknown:
+        raise OptionError(
+            f"the parts in {out} were made by kleash {header.kleash} with --{unknown[0].replace('_', '-')}, which "
+            f"kleash {__version__} does not have; merge with that version"
+        )
+    settings: dict[str, Any] = dict(header.settings)
+    return MeasureJob(**settings, out=str(out), resume=True)

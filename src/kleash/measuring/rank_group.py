@@ -1,0 +1,317 @@
+"""The processes (ranks) that measure one run: what they exchange, and how the failure of one reaches the others.
+
+They talk through the key-value store of torch.distributed, which the launcher sets up, and not through collectives:
+a rank that is scoring takes part in nothing, a rank that waits sees the failure or the silence of any other, and no
+wait is without an end.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
+from threading import Event, Lock, Thread
+from typing import Any, Protocol, runtime_checkable
+
+from kleash.errors import Interrupted, KleashError, RankError
+from kleash.launch_environment import launched_rank, launched_world_size
+
+POLL_S = 0.05
+"""Seconds from one look at the store to the next, while waiting."""
+BEAT_S = 5.0
+"""Seconds from one sign of life of a rank to the next."""
+SILENCE_S = 300.0
+"""Seconds without a sign of life after which a rank counts as lost."""
+LEAVE_S = 10.0
+"""Seconds for which the rank that hosts the store waits for the others at the end."""
+
+_calls = count()
+
+
+@runtime_checkable
+class KeyValueStore(Protocol):
+    """The methods of a store of torch.distributed that are used."""
+
+    def set(self, key: str, value: str, /) -> Any:
+        """Set a key."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that is there."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, atomically, and return its new value."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key."""
+        ...
+
+
+class LocalStore:
+    """The store of a single process, or of the threads of one."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._values: dict[str, bytes] = {}
+        self._lock = Lock()
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        with self._lock:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        return self._values.pop(key, None) is not None
+
+
+class RankGroup:
+    """The ranks of a run and their exchange of small values; without arguments, a process alone.
+
+    Values are what JSON can hold. A name is used once, except by ``add``.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        store: KeyValueStore | None = None,
+        *,
+        node: str | None = None,
+        hosts_store: bool = False,
+    ) -> None:
+        """Describe this process.
+
+        Args:
+            rank: its number.
+            world_size: the number of all.
+            store: shared by all.
+            node: name of its machine; None for the host's name.
+            hosts_store: whether the store ends with this process.
+        """
+        self.rank, self.world_size = rank, world_size
+        self._store: KeyValueStore = store if store is not None else LocalStore()
+        self._node = node if node is not None else platform.node()
+        self._hosts_store = hosts_store
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._last_listen = 0.0
+        self.nodes: list[str] = [self._node] * world_size
+        """The machine of each rank; known once ``running`` has begun."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the result and prints."""
+        return self.rank == 0
+
+    @property
+    def ranks_on_node(self) -> list[int]:
+        """The ranks on this machine, in rising order."""
+        return [rank for rank, node in enumerate(self.nodes) if node == self._node]
+
+    @contextmanager
+    def running(self) -> Generator["RankGroup"]:
+        """Context in which this rank shows signs of life; an exception in it stops the other ranks as well.
+
+        Raises:
+            RankError: if another rank does not join.
+        """
+        if self.world_size == 1:
+            yield self
+            return
+        ended = Event()
+        beats = Thread(target=self._beat, args=(ended,), daemon=True)
+        beats.start()
+        try:
+            self.nodes = self.gather("node", self._node)
+            yield self
+        except BaseException as error:
+            first_failure = None
+            with suppress(RankError):
+                first_failure = self._post_failure(error)
+            if isinstance(error, KleashError) and str(error) == first_failure:
+                raise RankError(str(error), is_reported=True) from error
+            raise
+        finally:
+            with suppress(RankError):
+                self._leave()
+            ended.set()
+            beats.join()
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """The values of all ranks, in the order of the ranks. All call it."""
+        self.post(f"{name}/{self.rank}", value)
+        names = [f"{name}/{rank}" for rank in range(self.world_size)]
+        self.wait_for(lambda: self._call(lambda: self._store.check(names)))
+        return [self.peek(key) for key in names]
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """The value of the first rank. All call it."""
+        if self.is_first:
+            self.post(name, value)
+            return value
+        self.wait_for(lambda: self._call(lambda: self._store.check([name])))
+        return self.peek(name)
+
+    def post(self, name: str, value: Any) -> None:
+        """Let the others read a value."""
+        self._call(lambda: self._store.set(name, json.dumps(value)))
+
+    def peek(self, name: str) -> Any:
+        """A value that was posted; None if there is none yet."""
+        if not self._call(lambda: self._store.check([name])):
+            return None
+        return json.loads(self._call(lambda: self._store.get(name)))
+
+    def take(self, name: str) -> Any:
+        """A value that was posted, which is then gone; None if there is none yet."""
+        value = self.peek(name)
+        if value is not None:
+            self._call(lambda: self._store.delete_key(name))
+        return value
+
+    def add(self, name: str, amount: int = 1) -> int:
+        """Add to a counter of all ranks and return its new value."""
+        return self._call(lambda: self._store.add(name, amount))
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds.
+
+        Raises:
+            RankError: if another rank fails meanwhile, or gives no sign of life.
+        """
+        while not condition():
+            self.check()
+            self._listen()
+            time.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raise an error if another rank has failed.
+
+        Raises:
+            RankError: with that rank's error.
+        """
+        if self.world_size == 1:
+            return
+        failure = self.peek("failure")
+        if failure is not None and failure["rank"] != self.rank:
+            raise RankError(
+                f"rank {failure['rank']} stopped: {failure['sentence']}", is_reported=not self.is_first
+            )
+
+    def _listen(self) -> None:
+        """Raise an error if a rank has given no sign of life for ``SILENCE_S``."""
+        now = time.monotonic()
+        if now - self._last_listen < min(BEAT_S, SILENCE_S / 4):
+            return
+        self._last_listen = now
+        for rank in range(self.world_size):
+            if rank == self.rank:
+                continue
+            beat = self.add(f"beat/{rank}", 0)
+            last_beat, since = self._beats.get(rank, (-1, now))
+            self._beats[rank] = (beat, since if beat == last_beat else now)
+            if now - self._beats[rank][1] < SILENCE_S:
+                continue
+            if beat == 0:
+                raise RankError(
+                    f"rank {rank} of {self.world_size} has not joined within {SILENCE_S:.0f} s; start all ranks, or "
+                    "unset RANK and WORLD_SIZE to run one process alone"
+                )
+            raise RankError(
+                f"rank {rank} of {self.world_size} has given no sign of life for {SILENCE_S:.0f} s; start the run "
+                "again with --resume"
+            )
+
+    def _beat(self, ended: Event) -> None:
+        """Count up this rank's sign of life until the event is set."""
+        while True:
+            with suppress(RankError):
+                self.add(f"beat/{self.rank}")
+            if ended.wait(min(BEAT_S, SILENCE_S / 4)):
+                return
+
+    def _post_failure(self, error: BaseException) -> str | None:
+        """Tell the others why this rank stops; returns the sentence of another rank that failed first, if any."""
+        failure = self.peek("failure")
+        if failure is not None:
+            return str(failure["sentence"])
+        is_sentence = isinstance(error, (KleashError, Interrupted))
+        sentence = str(error) if is_sentence else f"{type(error).__name__}: {error}"
+        if self.add("failures") == 1:
+            self.post("failure", {"rank": self.rank, "sentence": sentence})
+        return None
+
+    def _leave(self) -> None:
+        """Count this rank as gone; the host of the store waits until all are."""
+        self.add("left")
+        deadline = time.monotonic() + LEAVE_S
+        while self._hosts_store and self.add("left", 0) < self.world_size and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+    def _call(self, operation: Callable[[], Any]) -> Any:
+        """The result of an operation on the store.
+
+        Raises:
+            RankError: if the store cannot be reached.
+        """
+        try:
+            return operation()
+        except (RuntimeError, OSError) as error:  # torch.distributed.DistError is a RuntimeError
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise RankError(
+                f"the store that the ranks share cannot be reached ({reason}): the first process or the launcher is "
+                "gone; start the run again with --resume"
+            ) from error
+
+
+def launched_ranks() -> RankGroup:
+    """The ranks that torchrun, ``accelerate launch`` or srun started; this process alone if there are no others.
+
+    Raises:
+        RankError: if the store that the launcher names cannot be reached.
+    """
+    world_size = launched_world_size()
+    if world_size == 1:
+        return RankGroup()
+    import torch.distributed as dist
+
+    try:
+        rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=SILENCE_S))  # pyright: ignore[reportPrivateImportUsage]
+        store, rank, world_size = next(iter(rendezvous))
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        raise RankError(
+            f"WORLD_SIZE is {world_size}, and the other ranks cannot be reached at {address} ({reason}); start all of "
+            "them by torchrun, or unset RANK and WORLD_SIZE"
+        ) from error
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RankGroup(
+        rank,
+        world_size,
+        dist.PrefixStore(f"kleash/{next(_calls)}", store),  # pyright: ignore[reportPrivateImportUsage]
+        hosts_store=launched_rank() == 0 and not agent_has_store,
+    )

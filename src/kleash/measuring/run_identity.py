@@ -1,0 +1,114 @@
+"""What identifies a run: its header, made once a machine and compared over the ranks before anything is written."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+from kleash.errors import CannotRunError, OptionError, RankError
+from kleash.jobs import MeasureJob
+from kleash.measuring.model_pair import finished_cache
+from kleash.measuring.rank_group import RankGroup
+from kleash.measuring.shards import hash_source
+from kleash.models import SAMPLER, Pair, find_checkpoint, source_path
+from kleash.models.checkpoints.file_hashes import file_key, sharing_hashes
+from kleash.models.checkpoints.resolution import GENERATION_CONFIG
+from kleash.models.sources.source_files import STANDARD_INPUT
+from kleash.store import RunHeader
+from kleash.version import __version__
+
+PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")
+"""Packages whose versions are recorded, and are the same on all ranks."""
+
+
+def check_ranks_can_share(job: MeasureJob, ranks: RankGroup) -> None:
+    """Check the options that several processes cannot share.
+
+    Raises:
+        OptionError: if there is no ``--out``, or the source is standard input.
+        CannotRunError: if the run would fill a reference cache.
+    """
+    if ranks.world_size == 1:
+        return
+    if job.out is None:
+        raise OptionError("several processes must agree on the run's folder; give --out")
+    kind, path = job.source
+    if path == STANDARD_INPUT:
+        raise OptionError(f"--{kind} - is read by one process; write it to a file for several")
+    if job.reference_cache is not None and finished_cache(job) is None:
+        raise CannotRunError(
+            f"--reference-cache {job.reference_cache} would be filled by several processes; make it with kleash cache "
+            "first, or leave it out"
+        )
+
+
+@contextmanager
+def shared_source_sha256(job: MeasureJob, ranks: RankGroup) -> Generator[str]:
+    """Context in which files are hashed by one process of each machine; yields the SHA-256 of the source.
+
+    The first rank on a machine hashes the source and the models. The others take over its hashes for files that agree
+    in path, size, times and inode.
+
+    Raises:
+        SourceError, ModelError: if a file cannot be read.
+    """
+    if ranks.world_size == 1:
+        yield hash_source(job)
+        return
+    hashes: dict[str, str] = {}
+    hashing_rank = ranks.ranks_on_node[0]
+    source_key = file_key(source_path(job.source[1]))
+    name = f"hashes/{hashing_rank}"
+    if ranks.rank == hashing_rank:
+        with sharing_hashes(hashes):
+            find_checkpoint(job.policy, job.revision_policy).fingerprint()
+            if finished_cache(job) is None:
+                find_checkpoint(job.reference, job.revision_reference).fingerprint()
+        digest = hash_source(job)
+        ranks.post(name, {"source": {source_key: digest}, "files": hashes})
+    else:
+        ranks.wait_for(lambda: ranks.peek(name) is not None)
+        message = ranks.peek(name)
+        hashes.update(message["files"])
+        digest = message["source"].get(source_key) or hash_source(job)
+    with sharing_hashes(hashes):
+        yield digest
+
+
+def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
+    """The header of a measurement."""
+    fingerprints = {"policy": pair.policy.fingerprint, "reference": pair.reference.fingerprint}
+    if job.source[0] == "prompts":
+        checkpoint = find_checkpoint(job.policy, job.revision_policy)
+        fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.generation_fingerprint()
+    return RunHeader(
+        kleash=__version__,
+        settings=job.settings(),
+        source_sha256=source_digest,
+        fingerprints=fingerprints,
+        sampler=SAMPLER,
+    )
+
+
+def require_same_on_all_ranks(job: MeasureJob, header: RunHeader, ranks: RankGroup) -> None:
+    """Check that all ranks have the same settings, files and versions.
+
+    Raises:
+        RankError: naming a rank that differs from the first, and in what.
+    """
+    versions = {f"the version of {name}": version(name) for name in PACKAGES}
+    where = {"--out": job.out, "--shard": job.shard, "--resume": job.resume}
+    descriptions: list[dict[str, Any]] = ranks.gather("header", {**where, **header.described(), **versions})
+    first = descriptions[0]
+    for rank, description in enumerate(descriptions):
+        names = [name for name in {**first, **description} if first.get(name) != description.get(name)]
+        if names:
+            differences = "; ".join(
+                f"{name} is {description.get(name)!r} there and {first.get(name)!r} on rank 0"
+                for name in names
+            )
+            raise RankError(
+                f"rank {rank} on {ranks.nodes[rank]} measures something else: {differences}; start all ranks with "
+                "the same command, files and versions",
+                is_reported=not ranks.is_first,
+            )

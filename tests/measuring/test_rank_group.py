@@ -1,0 +1,137 @@
+"""Ranks exchange values; the failure or the silence of one ends the others with a sentence."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kleash.errors import CannotRunError, Interrupted, ModelError, RankError
+from kleash.measuring import RankGroup, launched_ranks, rank_group
+from kleash.measuring.rank_group import LocalStore
+
+
+def in_threads(world_size: int, work: Callable[[RankGroup], Any]) -> list[Future[Any]]:
+    """The results of ``work`` on the ranks of a group, each a thread."""
+    store = LocalStore()
+
+    def run(rank: int) -> Any:
+        with RankGroup(rank, world_size, store, node=f"node-{rank % 2}").running() as group:
+            return work(group)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        return [threads.submit(run, rank) for rank in range(world_size)]
+
+
+def errors_of(futures: list[Future[Any]]) -> list[str]:
+    return [str(future.exception()) for future in futures]
+
+
+def is_printed(future: Future[Any]) -> bool:
+    error = future.exception()
+    return not (isinstance(error, RankError) and error.is_reported)
+
+
+def test_values_are_gathered_broadcast_and_counted() -> None:
+    def work(group: RankGroup) -> Any:
+        gathered = group.gather("squares", group.rank**2)
+        first = group.broadcast("first", {"rank": group.rank} if group.is_first else None)
+        tickets = [group.add("ticket") for _ in range(100)]
+        return gathered, first, tickets, group.ranks_on_node
+
+    results = [future.result() for future in in_threads(4, work)]
+    assert all(result[:2] == ([0, 1, 4, 9], {"rank": 0}) for result in results)
+    assert sorted(ticket for result in results for ticket in result[2]) == list(range(1, 401))
+    assert [result[3] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_a_process_alone_needs_nobody() -> None:
+    with RankGroup().running() as group:
+        assert group.gather("x", 5) == [5] and group.broadcast("y", 6) == 6
+        assert group.peek("z") is None and group.take("y") == 6 and group.peek("y") is None
+        group.check()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ModelError("there is no folder x"), "rank 2 stopped: there is no folder x"),
+        (ZeroDivisionError("division by zero"), "rank 2 stopped: ZeroDivisionError: division by zero"),
+        (Interrupted("interrupted; resume"), "rank 2 stopped: interrupted; resume"),
+    ],
+)
+def test_the_failure_of_a_rank_ends_those_that_wait(error: BaseException, sentence: str) -> None:
+    def work(group: RankGroup) -> None:
+        if group.rank == 2:
+            raise error
+        group.gather("never", 0)
+
+    futures = in_threads(4, work)
+    assert futures[2].exception() is error
+    assert [message for rank, message in enumerate(errors_of(futures)) if rank != 2] == [sentence] * 3
+    assert [is_printed(future) for future in futures] == [True, False, True, False]
+
+
+def test_one_failure_of_all_ranks_is_reported_once() -> None:
+    def work(group: RankGroup) -> None:
+        raise CannotRunError("there is no cuda here")
+
+    futures = in_threads(4, work)
+    assert set(errors_of(futures)) == {"there is no cuda here"}
+    assert sum(map(is_printed, futures)) == 1
+
+
+def test_a_rank_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "SILENCE_S", 0.3)
+    with (
+        pytest.raises(
+            RankError, match=r"rank 1 of 2 has not joined within 0 s; start all ranks, or unset RANK"
+        ),
+        RankGroup(0, 2, LocalStore()).running(),
+    ):
+        pass
+
+
+def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "SILENCE_S", 0.4)
+    store = LocalStore()
+    store.set("node/1", '"node"')
+    store.add("beat/1", 7)  # it was there, and was killed
+    start = time.monotonic()
+    with (
+        pytest.raises(RankError, match=r"rank 1 of 2 has given no sign of life .* again with --resume"),
+        RankGroup(0, 2, store).running() as group,
+    ):
+        group.gather("header", 1)
+    assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_scores_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "SILENCE_S", 0.4)
+
+    def work(group: RankGroup) -> list[int]:
+        if group.rank == 1:
+            time.sleep(1.2)
+        return group.gather("after", group.rank)
+
+    assert [future.result() for future in in_threads(2, work)] == [[0, 1], [0, 1]]
+
+
+def test_a_store_that_is_gone_is_a_sentence() -> None:
+    class GoneStore(LocalStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer\nException raised from recvBytes")
+
+    with pytest.raises(
+        RankError, match=r"cannot be reached \(Connection reset by peer\): the first process or"
+    ):
+        RankGroup(1, 2, GoneStore()).peek("x")
+
+
+def test_a_launcher_without_an_address_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankError, match="WORLD_SIZE is 2, and the other ranks cannot be reached"):
+        launched_ranks()
