@@ -45,6 +45,10 @@ class ModelError(KleashError, ValueError):
     """A model or tokenizer that cannot be loaded, split into trunk and head, or compared."""
 
 
+class EndpointError(KleashError, OSError):
+    """An inference server that cannot be reached, or whose answer cannot be used."""
+
+
 class NonFiniteError(KleashError, ArithmeticError):
     """A model output that is NaN or infinite where it must not be."""
 

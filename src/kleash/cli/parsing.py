@@ -18,7 +18,7 @@ from kleash.version import __version__
 SHELLS = ("bash", "zsh", "fish")
 SYNONYMS = {
     **dict.fromkeys(("--model", "--candidate", "--target-model"), "--policy"),
-    **dict.fromkeys(("--base", "--base-model", "--ref", "--ref-model", "--reference-model"), "--reference"),
+    **dict.fromkeys(("--base", "--base-model", "--ref", "--ref-model"), "--reference"),
     **dict.fromkeys(("--output", "--output-dir", "-o"), "--out"),
     **dict.fromkeys(("--input", "--data", "--dataset"), "--prompts"),
     **dict.fromkeys(("--max-tokens", "--max-length", "--max-completion-length"), "--max-new-tokens"),

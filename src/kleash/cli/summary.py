@@ -18,10 +18,13 @@ from kleash.reports.measurement import (
     all_warnings,
     describe_sample_size,
     headline,
+    headline_name,
+    left_out_sentences,
     merge_warnings,
     statistic_rows,
+    upper_bound,
 )
-from kleash.store import PERPLEXITIES, ArrayTask, Comparison, Gate, Measurement, Number
+from kleash.store import PERPLEXITIES, ArrayTask, ComparedRun, Comparison, Gate, Measurement, Number
 from kleash.store.statistics import label_of
 
 MAX_TABLE_COLUMNS = 200
@@ -33,7 +36,13 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     """Print the numbers of a measurement with intervals, its warnings, and the path of the report."""
     console = Terminal()
     console.print()
-    say(console, f"{terminal_label(KL)} per token: {interval_first(headline(measurement))}", style="bold")
+    label = terminal_label(headline_name(measurement))
+    say(console, f"{label} per token: {interval_first(headline(measurement))}", style="bold")
+    upper = upper_bound(measurement)
+    if upper is not None:
+        label = terminal_label("kl_policy_reference_upper")
+        shown = interval_first(upper) if math.isfinite(upper.value) else str(upper.value)
+        say(console, f"{label} per token: {shown}", style="bold")
     for role, model in measurement.models.items():
         device = f" on {measurement.device}" if measurement.device else ""
         say(console, f"{role}: {model.path} ({model.dtype}{device})")
@@ -41,7 +50,10 @@ def print_measurement(measurement: Measurement, folder: Path) -> None:
     sample_size = describe_sample_size(measurement).replace("\u202f", ",")
     console.print(f"{measurement.counts.tokens:,} tokens in {sample_size}", style="dim")
     print_table(console, _measurement_table(measurement))
-    say(console, _quantiles_line(measurement))
+    if KL in measurement.quantiles:
+        say(console, _quantiles_line(measurement))
+    for sentence in left_out_sentences(measurement):
+        remark(console, "left out", terminal_label(sentence))
     for warning in all_warnings(measurement):
         remark(console, "warning", terminal_label(warning))
     if measurement.gate is not None:
@@ -174,13 +186,22 @@ def _kl_table(comparison: Comparison, paired_noun: str) -> Table:
     ):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     first, *later_runs = comparison.runs
-    table.add_row(first.name, with_error(first.numbers[KL]), "", "", str(first.counts.prompts))
+    table.add_row(first.name, _kl_cell(first), "", "", str(first.counts.prompts))
     for run, difference in zip(later_runs, comparison.differences, strict=True):
-        number = difference.differences[KL]
-        interval = cells(number)[1] or "unknown"
+        number = difference.differences.get(KL)
+        shown = "unknown" if number is None else with_error(number)
+        interval = "unknown" if number is None else cells(number)[1] or "unknown"
         shared_prompts = f"{difference.shared_prompts} shared"
-        table.add_row(run.name, with_error(run.numbers[KL]), with_error(number), interval, shared_prompts)
+        table.add_row(run.name, _kl_cell(run), shown, interval, shared_prompts)
     return table
+
+
+def _kl_cell(run: ComparedRun) -> str:
+    """A run's KL with its standard error, or the range between its bounds."""
+    if KL in run.numbers:
+        return with_error(run.numbers[KL])
+    low, high = (run.numbers[f"{KL}_{end}"] for end in ("lower", "upper"))
+    return f"{low.rounded} to {high.rounded} {low.unit}"
 
 
 def _perplexity_table(comparison: Comparison) -> Table:

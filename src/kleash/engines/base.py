@@ -49,6 +49,16 @@ class Engine(Protocol):
         """Whether ``float32_gap`` loads a model a second time."""
         ...
 
+    @property
+    def unknown_columns(self) -> Mapping[str, str]:
+        """The columns of ``tokens/`` that this engine leaves null, each with the reason."""
+        ...
+
+    @property
+    def no_noise_floor(self) -> str:
+        """The reason why ``noise_floor_columns`` is None, and what to do, in words."""
+        ...
+
     def run(self, shard: Shard) -> ShardResult:
         """Generate responses to the prompts of ``shard``, if it has any, and score its sequences."""
         ...

@@ -1,6 +1,6 @@
 """The engine of one machine: both models in this process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,19 @@ class LocalEngine:
         """Whether ``float32_gap`` loads the reference a second time."""
         reference = self.pair.reference
         return reference.stored is None and reference.dtype not in (torch.float32, torch.float64)
+
+    @property
+    def unknown_columns(self) -> Mapping[str, str]:
+        """None: both models' distributions are known."""
+        return {}
+
+    @property
+    def no_noise_floor(self) -> str:
+        """The reason why a stored reference has no noise floor at this temperature."""
+        return (
+            "the reference was not loaded, and its cache holds no noise floor for temperature "
+            f"{self.temperature:g}; kleash cache with --temperature {self.temperature:g} adds it"
+        )
 
     def run(self, shard: Shard) -> ShardResult:
         """Generate responses to the prompts of ``shard``, if it has any, and score its sequences.

@@ -4,7 +4,13 @@ from dataclasses import dataclass, fields
 
 from kleash.errors import OptionError
 from kleash.jobs.measure import MeasureJob
-from kleash.jobs.option_groups import OUTPUT_OPTIONS, SHIPPED_REFERENCE, SHIPPED_TEXT, ScoringOptions
+from kleash.jobs.option_groups import (
+    OUTPUT_OPTIONS,
+    SHIPPED_REFERENCE,
+    SHIPPED_TEXT,
+    ScoringOptions,
+    is_endpoint,
+)
 
 IMPORT_OPTIONS = ("from_hidden_states", "layers")
 """Options of hidden states that an engine saved; they do not change what is read."""
@@ -43,6 +49,10 @@ class CacheJob(ScoringOptions):
             OptionError: naming the option, its value and what it may be.
         """
         super().__post_init__()
+        if is_endpoint(self.reference):
+            raise OptionError(
+                f"--reference {self.reference} is a server, which gives no hidden states; name the model itself"
+            )
         if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
             raise OptionError("say what the reference should read: --text or --responses")
         if self.layers is not None and self.from_hidden_states is None:

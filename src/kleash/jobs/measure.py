@@ -8,12 +8,16 @@ from kleash.errors import OptionError
 from kleash.jobs.option_groups import (
     DEALING_OPTIONS,
     OUTPUT_OPTIONS,
+    REQUEST_OPTIONS,
     SHIPPED_POLICY,
     SHIPPED_PROMPTS,
+    EndpointOptions,
     GenerationOptions,
+    Job,
     ScoringOptions,
     changed_options,
     flag,
+    is_endpoint,
     require_limit,
 )
 
@@ -24,15 +28,15 @@ WITHOUT_EFFECT = {"prompts": WINDOWS, "text": DRAWING, "responses": (*DRAWING, *
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureJob(GenerationOptions, ScoringOptions):
+class MeasureJob(GenerationOptions, ScoringOptions, EndpointOptions):
     """Measure how far one language model has drifted from another, and write a report.
 
     Without arguments: the small pair that ships with kleash.
     """
 
     policy: str = SHIPPED_POLICY
-    """The model that was trained, merged or quantised, the p of KL(p || q): a folder, a hub id, or a PEFT adapter's
-    folder."""
+    """The model that was trained, merged or quantised, the p of KL(p || q): a folder, a hub id, a PEFT adapter's
+    folder, or the address of an inference server (http://host:port/v1)."""
     revision_policy: str | None = None
     """Branch, tag or commit of the policy on the hub."""
     prompts: str | None = None
@@ -82,6 +86,7 @@ class MeasureJob(GenerationOptions, ScoringOptions):
         self._check_fractions()
         require_limit(self.at_most)
         self._check_shard()
+        self._check_endpoint()
 
     def _check_sources(self) -> None:
         sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
@@ -129,6 +134,43 @@ class MeasureJob(GenerationOptions, ScoringOptions):
         number, _, count = self.shard.partition("/")
         return int(number), int(count)
 
+    def _check_endpoint(self) -> None:
+        """Check that a model behind a server is measured as far as servers allow."""
+        role = self.endpoint_role
+        for named in ("policy", "reference"):
+            if getattr(self, f"{named}_model") is not None and not is_endpoint(getattr(self, named)):
+                raise OptionError(
+                    f"--{named}-model is a model's name on a server, and --{named} {getattr(self, named)} is no "
+                    f"server; name a model by --{named}"
+                )
+        if role is None:
+            return
+        if is_endpoint(self.policy) and is_endpoint(self.reference):
+            raise OptionError(
+                "--policy and --reference are both behind servers, and a bound needs one whole distribution; load one "
+                "of them here"
+            )
+        if self.source[0] == "prompts":
+            raise OptionError(
+                f"--{role} {getattr(self, role)} is a server, which scores given tokens: give --text or --responses"
+            )
+        if self.temperature != 1:
+            raise OptionError(
+                f"--temperature is {self.temperature:g}, and servers give log-probabilities of prompts at 1; "
+                "leave it out"
+            )
+        for name, reason in (
+            ("reference_cache", "holds a loaded reference's hidden states"),
+            ("until_relative_error", "needs the exact KL, of which a server allows bounds"),
+        ):
+            if getattr(self, name) is not None:
+                raise OptionError(f"{flag(name)} {reason}; leave it out where --{role} is a server")
+
+    @property
+    def endpoint_role(self) -> str | None:
+        """The role whose model is behind an inference server, "policy" or "reference"; None if both are loaded."""
+        return next((role for role in ("policy", "reference") if is_endpoint(getattr(self, role))), None)
+
     @property
     def source(self) -> tuple[str, str]:
         """The kind of the source, "prompts", "text" or "responses", and its path."""
@@ -148,9 +190,20 @@ class MeasureJob(GenerationOptions, ScoringOptions):
         if self.temperature == 0 and kind != "prompts":
             sentences.append(f"--temperature 0 decodes greedily, and {there} nothing is decoded")
         for role in ("policy", "reference"):
-            if getattr(self, f"revision_{role}") is not None and getattr(self, role).startswith("shipped:"):
-                sentences.append(f"--revision-{role} does nothing for {getattr(self, role)}")
+            name = getattr(self, role)
+            has_no_revision = name.startswith("shipped:") or is_endpoint(name)
+            if getattr(self, f"revision_{role}") is not None and has_no_revision:
+                sentences.append(f"--revision-{role} does nothing for {name}")
+        sentences += self._endpoint_options_without_effect()
         return tuple(sentences)
+
+    def _endpoint_options_without_effect(self) -> list[str]:
+        """A sentence for each option of servers that is set and does nothing."""
+        if self.endpoint_role is not None:
+            return []
+        names = changed_options(self, [option.name for option in fields(EndpointOptions)])
+        shared = {option.name for option in fields(Job)}
+        return [f"{flag(name)} does nothing without a server" for name in names if name not in shared]
 
     @property
     def truncates(self) -> bool:
@@ -159,8 +212,11 @@ class MeasureJob(GenerationOptions, ScoringOptions):
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """The fields that decide the result: two runs that agree in them can be one."""
+        left_out = OUTPUT_OPTIONS | DEALING_OPTIONS | REQUEST_OPTIONS
+        if self.endpoint_role is None:
+            left_out |= {option.name for option in fields(EndpointOptions)} - {
+                option.name for option in fields(Job)
+            }
         return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in OUTPUT_OPTIONS | DEALING_OPTIONS
+            option.name: getattr(self, option.name) for option in fields(self) if option.name not in left_out
         }

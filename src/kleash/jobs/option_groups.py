@@ -22,6 +22,8 @@ OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "quiet", "json"})
 """Options that change where a result goes, or what is done with it, and not what it is."""
 DEALING_OPTIONS = frozenset({"shard"})
 """Options that change which process does which part of the work, and not the result."""
+REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoint_retries"})
+"""Options of how an inference server is asked, which change no number."""
 POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy reference teacher prompts text responses pairs reward steps rounding out",
@@ -34,6 +36,8 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "vf_coef clip_range_value ent_coef",
     "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
     "hidden states of an engine": "from_hidden_states layers",
+    "endpoints": "policy_model reference_model tokenizer top_logprobs endpoint_concurrency endpoint_timeout "
+    "endpoint_retries",
     "loading": "revision_policy revision_reference trust_remote_code",
     "running and output": "shard resume checkpoint_every on_hacking report_to metric_names at_most json quiet",
 }
@@ -121,7 +125,7 @@ class ScoringOptions(LoadingOptions):
 
     reference: str = SHIPPED_REFERENCE
     """The model that policies are compared with, the q of KL(p || q): a folder, a hub id, or a PEFT adapter's
-    folder."""
+    folder; for "measure" also the address of an inference server."""
     revision_reference: str | None = None
     """Branch, tag or commit of the reference on the hub."""
     text: str | None = None
@@ -145,6 +149,42 @@ class ScoringOptions(LoadingOptions):
             raise OptionError(
                 f"--stride {self.stride} would leave tokens out between windows of {self.window}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions(Job):
+    """How a model behind an inference server is asked."""
+
+    policy_model: str | None = None
+    """Name of the policy on its server; if not given, the only model that the server lists."""
+    reference_model: str | None = None
+    """Name of the reference on its server; if not given, the only model that the server lists."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer that reads the source; that of the local model if not given. Both must have
+    the same tokens."""
+    top_logprobs: int = 20
+    """Likeliest tokens that the server lists at each position. More of them make the bounds tighter; a server may
+    allow 20 at most."""
+    endpoint_concurrency: int = 8
+    """Requests that are sent to the server at once."""
+    endpoint_timeout: float = 60.0
+    """Seconds that a request may take, from the connection to the last byte."""
+    endpoint_retries: int = 5
+    """Times that a request is sent again after a passing fault, with growing pauses."""
+
+    def __post_init__(self) -> None:
+        """Check types and values; raises OptionError."""
+        super().__post_init__()
+        self._at_least_1("top_logprobs", "endpoint_concurrency")
+        self._at_most(256, "endpoint_concurrency")
+        self._above_0("endpoint_timeout")
+        if self.endpoint_retries < 0:
+            raise OptionError(f"--endpoint-retries must be at least 0; it is {self.endpoint_retries}")
+
+
+def is_endpoint(name: str) -> bool:
+    """Whether a model is named by the address of an inference server."""
+    return name.lower().startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Per-token quantities of a run, summed within clusters one shard at a time, in constant memory."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kleash.estimators import ESTIMATORS, importance_weights
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
-from kleash.store.statistics import STATISTICS, columns_of, log_ratio
+from kleash.store.statistics import ALL_STATISTICS, BOUND_STATISTICS, STATISTICS, columns_of, log_ratio
 
 Weighting = Literal["unweighted", "importance"]
 """How estimators of sampled tokens are averaged: "unweighted" if the policy drew the tokens, "importance" if another
@@ -51,6 +51,13 @@ COLUMNS = list(
     )
 )
 """The columns of ``tokens/`` that ``token_quantities`` reads."""
+BOUNDED_COLUMNS = list(
+    dict.fromkeys([*COLUMNS, *columns_of(tuple(BOUND_STATISTICS)), "kl_of_listed", "token_is_listed"])
+)
+"""Likewise where one model is behind a server."""
+LISTED_AND_SAMPLED = "listed_and_sampled"
+"""Name of the estimator that sums p (log p - log q) over the tokens that a server lists, and takes the log ratio of the
+sampled token where it is not among them: unbiased for KL(policy || reference)."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +106,28 @@ class TokenQuantities:
     log_ratio: Floats
     """log p - log q of the observed token."""
     bins: Mapping[str, NDArray[np.int64]]
-    """For each binning the index of the token's range."""
+    """For each binning the index of the token's range; empty where the KL is unknown."""
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the exact KL is known."""
+        return KL.name in self.statistics
 
     @property
     def kl(self) -> Floats:
-        """The exact KL(policy || reference) of each token."""
+        """The exact KL(policy || reference) of each token; only where it is known."""
         return self.statistics[KL.name]
 
     def columns(self) -> dict[SumKey, Floats]:
         """The columns to add up within clusters."""
-        columns: dict[SumKey, Floats] = {TOKENS: np.ones(len(self.kl))}
+        columns: dict[SumKey, Floats] = {TOKENS: np.ones(len(self.log_ratio))}
         columns |= {StatisticSum(name): values for name, values in self.statistics.items()}
         for name, estimates in self.estimates.items():
             with np.errstate(over="ignore", invalid="ignore"):  # reported as a warning of the run
-                error = estimates - self.kl
                 columns[EstimatorSum(name, "value")] = estimates
+                if not self.has_kl:
+                    continue
+                error = estimates - self.kl
                 columns[EstimatorSum(name, "error")] = error
                 columns[EstimatorSum(name, "squared_error")] = error**2
         for name, indices in self.bins.items():
@@ -126,14 +140,17 @@ class TokenQuantities:
 
 
 def token_quantities(
-    tokens: Mapping[str, NDArray[np.generic]], weighting: Weighting | None
+    tokens: Mapping[str, NDArray[np.generic]],
+    weighting: Weighting | None,
+    statistics: Collection[str] = tuple(STATISTICS),
 ) -> TokenQuantities:
     """The quantities of a shard's tokens.
 
     Args:
-        tokens: the columns ``COLUMNS``.
+        tokens: the columns ``COLUMNS``, or ``BOUNDED_COLUMNS`` where one model is behind a server.
         weighting: how the estimators of sampled tokens are averaged; None if no average of them estimates
             KL(policy || reference).
+        statistics: names of the statistics that can be computed.
     """
     ratio = log_ratio(*(tokens[name].astype(np.float64) for name in ("logp_policy", "logp_reference")))
     estimates: dict[str, Floats] = {}
@@ -142,13 +159,18 @@ def token_quantities(
         with np.errstate(over="ignore", invalid="ignore"):  # reported as a warning of the run
             for name, estimator in ESTIMATORS.items():
                 estimates[name] = weights * estimator.of(torch.from_numpy(ratio)).numpy()
+            if KL.name not in statistics:
+                is_unlisted = 1.0 - tokens["token_is_listed"].astype(np.float64)
+                sampled = np.where(is_unlisted > 0, weights * ratio, 0.0)
+                estimates[LISTED_AND_SAMPLED] = tokens["kl_of_listed"].astype(np.float64) + sampled
     return TokenQuantities(
-        statistics={name: statistic.values(tokens) for name, statistic in STATISTICS.items()},
+        statistics={name: ALL_STATISTICS[name].values(tokens) for name in statistics},
         estimates=estimates,
         log_ratio=ratio,
         bins={
             name: np.searchsorted(binning.edges, tokens[binning.column], side="right") - 1
             for name, binning in BINNINGS.items()
+            if KL.name in statistics
         },
     )
 

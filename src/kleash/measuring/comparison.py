@@ -15,7 +15,15 @@ from kleash.reports.measurement import all_warnings
 from kleash.store import ComparedRun, Comparison, Measurement, Number, RunDifference, RunFolder
 from kleash.store.checksums import damage_as_sentence
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
-from kleash.store.statistics import COMPARED, EXP_MEAN, PERPLEXITIES, STATISTICS, columns_of, stored_column
+from kleash.store.statistics import (
+    BOUND_STATISTICS,
+    COMPARED,
+    EXP_MEAN,
+    PERPLEXITIES,
+    STATISTICS,
+    columns_of,
+    stored_column,
+)
 from kleash.uncertainty import paired_difference
 from kleash.version import __version__
 
@@ -69,7 +77,7 @@ class _Run:
     rows: dict[str, int]
     """Prompt hash -> row of ``sums``."""
     sums: Floats
-    """[prompt hash, column]: tokens, then the statistics ``SUMMED``."""
+    """[prompt hash, column]: tokens, then the statistics ``SUMMED``, NaN where the run leaves one out."""
     prompts: NDArray[np.int64]
     """``prompt_id`` of each prompt hash: on text, where a hash is of a window, the document."""
 
@@ -98,7 +106,11 @@ def _read(path: Path) -> _Run:
     folder = RunFolder(path)
     folder.require_shards(measurement.counts.shards)
     stored_statistics = [name for name in COMPARED if STATISTICS[name].function is stored_column]
-    missing = [name for name in stored_statistics if name not in measurement.per_token]
+    missing = [
+        name
+        for name in stored_statistics
+        if name not in measurement.per_token and name not in measurement.left_out
+    ]
     if missing:
         raise RunFolderError(f"{path}/measurement.json has no {missing[0]} under per_token; measure again")
     rows: dict[str, int] = {}
@@ -146,7 +158,12 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
             "one of them"
         )
         warnings = (warning,)
-    known_values = {statistic: _known_difference(run, first, statistic) for statistic in COMPARED}
+    left_out = {*run.measurement.left_out, *first.measurement.left_out}
+    known_values = {
+        statistic: _known_difference(run, first, statistic)
+        for statistic in COMPARED
+        if statistic not in left_out
+    }
     return RunDifference(
         name=name,
         minus=first_name,
@@ -169,7 +186,8 @@ def _mean_differences(
     Args:
         minuend: [cluster, column] of the run: tokens, then the statistics ``SUMMED``.
         subtrahend: the same of the first run.
-        known_values: statistic -> its difference where that is known without the samples, or None.
+        known_values: for each statistic that both runs have, its difference where that is known without the samples, or
+            None.
     """
     return {
         statistic: Number.of(
@@ -184,6 +202,7 @@ def _mean_differences(
             )
         )
         for column, statistic in enumerate(COMPARED, start=1)
+        if statistic in known_values
     }
 
 
@@ -254,7 +273,7 @@ def _compared(run: _Run, name: str, at_most: float | None = None) -> ComparedRun
         policy=measurement.models["policy"].path,
         reference=measurement.models["reference"].path,
         counts=measurement.counts,
-        numbers={name: numbers[name] for name in SUMMED if name in numbers},
+        numbers={name: numbers[name] for name in (*SUMMED, *BOUND_STATISTICS) if name in numbers},
         noise_floor=measurement.noise_floor,
         gate=None if at_most is None else gate_of_measurement(measurement, at_most),
         warnings=tuple(all_warnings(measurement)),

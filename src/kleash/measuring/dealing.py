@@ -59,6 +59,8 @@ class RunningKL:
     """Shards that were on disk at the start."""
     largest: TopEntries
     """Receives the sequences of shards that were on disk at the start."""
+    has_kl: bool = True
+    """Whether the exact KL is known: not where one model is behind a server."""
     stop: int | None = None
     """The number of shards at which ``until_relative_error`` is reached; None before."""
     next_index: int = 0
@@ -84,7 +86,8 @@ class RunningKL:
             if target is None and start < self._next_kl_time:
                 continue
             kl = self._sequences.kl()
-            self.run.reporter.update_kl(Number.of(kl))
+            if self.has_kl:
+                self.run.reporter.update_kl(Number.of(kl))
             self._next_kl_time = time.monotonic() + (time.monotonic() - start) / KL_SHARE
             if target is not None and kl.clusters >= MIN_CLUSTERS and kl.relative_error <= target:
                 self.stop = self.next_index
@@ -96,7 +99,8 @@ class RunningKL:
             part = self.run.folder.token_part(
                 self.next_index, list(SequenceClusters.COLUMNS), self._checksums
             )
-            self.largest.add_sequences(part)
+            if self.has_kl:
+                self.largest.add_sequences(part)
             return sum_sequences(part)
         message = self.run.ranks.take(f"sums/{self.next_index}")
         if message is None:
@@ -120,7 +124,12 @@ def run_shards(run: OpenRun, engine: Engine) -> DealtShards:
     ranks, largest = run.ranks, TopEntries(size=MAX_SEQUENCES)
     running = None
     if ranks.is_first:
-        running = RunningKL(run=run, finished=frozenset(run.folder.finished_shards()), largest=largest)
+        running = RunningKL(
+            run=run,
+            finished=frozenset(run.folder.finished_shards()),
+            largest=largest,
+            has_kl="kl_policy_reference" not in engine.unknown_columns,
+        )
         if running.finished:
             run.reporter.note(f"resuming after {len(running.finished)} finished shards in {run.folder.root}")
         running.advance()
@@ -179,7 +188,8 @@ class Dealing:
 def _score_shard(run: OpenRun, engine: Engine, shard: Shard, largest: TopEntries) -> None:
     """Score a shard, write it, and post its sums."""
     result = engine.run(shard)
-    largest.add_sequences(result.tokens)
+    if "kl_policy_reference" not in engine.unknown_columns:
+        largest.add_sequences(result.tokens)
     alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
     run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
     message = {"rank": run.ranks.rank, "sums": sum_sequences(result.tokens).to_lists()}

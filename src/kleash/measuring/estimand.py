@@ -127,8 +127,12 @@ def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Est
 def _description(job: MeasureJob, prefixes: str) -> str:
     """The description of the estimand, given its prefixes in words."""
     temperature = job.temperature if job.temperature > 0 else 1.0
+    what = "the exact divergence"
+    if job.endpoint_role is not None:
+        listed = f"the {job.top_logprobs} tokens that the {job.endpoint_role}'s server lists"
+        what = f"bounds, from {listed}, of the divergence"
     return (
-        "KL(policy || reference) in nats per token: the exact divergence between the two next-token "
+        f"KL(policy || reference) in nats per token: {what} between the two next-token "
         f"distributions over the whole vocabulary, both at temperature {temperature:g}, averaged over all "
         f"scored positions; over {prefixes}"
     )

@@ -8,6 +8,7 @@ from kleash.estimators import ESTIMATORS
 from kleash.measuring.cluster_sums import (
     BINNINGS,
     KL,
+    LISTED_AND_SAMPLED,
     TOKENS,
     BinSum,
     ClusterSums,
@@ -17,13 +18,13 @@ from kleash.measuring.cluster_sums import (
 )
 from kleash.measuring.sequence_clusters import Clusters
 from kleash.store import Bin, ConvergencePoint, EstimatorRecord, Number, SequenceTotal
-from kleash.store.statistics import STATISTICS
+from kleash.store.statistics import ALL_STATISTICS
 from kleash.uncertainty import Estimate, controlled_total, ratio_of_sums, running_mean, transformed
 
 
 def statistic_estimate(sums: ClusterSums, name: str) -> Estimate:
     """The reported value of a statistic: the mean over tokens, or a function of it, with its clustered error."""
-    statistic = STATISTICS[name]
+    statistic = ALL_STATISTICS[name]
     mean = ratio_of_sums(
         sums[StatisticSum(name)],
         sums[TOKENS],
@@ -46,22 +47,24 @@ def estimator_error(sums: ClusterSums, name: str) -> Estimate:
 def estimator_records(sums: ClusterSums) -> dict[str, EstimatorRecord]:
     """The mean of each sampled estimator, its bias against the exact KL of the same tokens, and its spread."""
     records: dict[str, EstimatorRecord] = {}
-    for name, estimator in ESTIMATORS.items():
+    for name in (*ESTIMATORS, LISTED_AND_SAMPLED):
         if EstimatorSum(name, "value") not in sums:
             continue
-        mean = _nats_per_token(
-            sums, EstimatorSum(name, "value"), lower=0.0 if estimator.never_negative else None
-        )
-        bias = estimator_error(sums, name)
-        mean_square = sums[EstimatorSum(name, "squared_error")].sum() / sums[TOKENS].sum()
+        never_negative = name in ESTIMATORS and ESTIMATORS[name].never_negative
+        mean = _nats_per_token(sums, EstimatorSum(name, "value"), lower=0.0 if never_negative else None)
+        bias, spread = None, np.nan
+        if EstimatorSum(name, "error") in sums:
+            bias = estimator_error(sums, name)
+            mean_square = sums[EstimatorSum(name, "squared_error")].sum() / sums[TOKENS].sum()
+            spread = np.sqrt(np.maximum(mean_square - bias.value**2, 0.0))
         records[name] = EstimatorRecord(
             value=mean.value,
             unit=mean.unit,
             standard_error=mean.standard_error,
             ci95=mean.ci95,
             warnings=mean.warnings,
-            bias=Number.of(bias),
-            spread=float(np.sqrt(np.maximum(mean_square - bias.value**2, 0.0))),
+            bias=None if bias is None else Number.of(bias),
+            spread=float(spread),
         )
     return records
 

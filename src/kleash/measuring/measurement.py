@@ -1,7 +1,7 @@
 """The measurement of a finished run, from its files and a second scoring of some sequences."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -9,8 +9,10 @@ from importlib.metadata import version
 import numpy as np
 
 from kleash.engines import Engine
+from kleash.engines.endpoints import ServedModel
 from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import (
+    BOUNDED_COLUMNS,
     COLUMNS,
     TOKENS,
     ClusterSums,
@@ -28,6 +30,7 @@ from kleash.measuring.estimates import (
     statistic_estimate,
 )
 from kleash.measuring.largest_drift import LargestDrift, write_alternatives
+from kleash.measuring.partial_knowledge import known_estimators, reasons_left_out, with_reasons_of_infinity
 from kleash.measuring.rescoring import Rounding, measure_rounding
 from kleash.measuring.run_identity import PACKAGES
 from kleash.measuring.sequence_clusters import Clusters, clusters_of, sequence_starts
@@ -35,7 +38,7 @@ from kleash.measuring.shards import SourceChecks
 from kleash.measuring.token_quantiles import token_quantiles
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, Number, RunFolder
-from kleash.store.statistics import STATISTICS, to_fields
+from kleash.store.statistics import STATISTICS, known_statistics, to_fields
 from kleash.version import __version__
 
 
@@ -85,12 +88,23 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         all_have_logprobs=counts.all_have_logprobs,
         split=len(counts.clusters.labels) > counts.prompts,
     )
-    is_one_model = run.pair.is_one_model
-    totals = sum_tokens(run.folder, estimand, counts.clusters, is_one_model=is_one_model)
+    is_one_model, unknown = run.pair.is_one_model, run.engine.unknown_columns
+    statistics = known_statistics(unknown)
+    has_kl = "kl_policy_reference" in statistics
+    totals = sum_tokens(
+        run.folder, estimand, counts.clusters, is_one_model=is_one_model, statistics=statistics
+    )
     sums, worst_sequences = totals.sums, totals.largest.worst_sequences()
     write_alternatives(run.folder, worst_sequences, run.pair.tokenizer)
     rounding = measure_rounding(run.job, run.engine, run.folder, counts.tokens)
-    quantiles, top_share = token_quantiles(run.folder, counts.clusters, is_one_model=is_one_model)
+    quantiles, top_share = {}, float("nan")
+    if has_kl:
+        quantiles, top_share = token_quantiles(run.folder, counts.clusters, is_one_model=is_one_model)
+    numbers = {name: Number.of(statistic_estimate(sums, name)) for name in statistics}
+    estimators, left_out = estimator_records(sums), {}
+    if not has_kl:
+        numbers = with_reasons_of_infinity(numbers, run.job)
+        estimators, left_out = known_estimators(estimators), reasons_left_out(run.job, unknown, estimators)
     return Measurement(
         kleash=__version__,
         estimand=estimand.description,
@@ -106,13 +120,14 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
             truncated_sequences=counts.truncated,
             shards=len(run.folder.finished_shards()),
         ),
-        **to_fields({name: Number.of(statistic_estimate(sums, name)) for name in STATISTICS}),
+        **to_fields(numbers),
+        left_out=left_out,
         per_sequence=(
             sequence_total(totals.terms, counts.clusters, is_one_model=is_one_model)
-            if estimand.has_sequence_kl and np.isfinite(totals.terms.weight).all()
+            if has_kl and estimand.has_sequence_kl and np.isfinite(totals.terms.weight).all()
             else None
         ),
-        estimators=estimator_records(sums),
+        estimators=estimators,
         estimators_note=estimand.estimators_note,
         quantiles=quantiles,
         by_position=bins(sums, "position"),
@@ -120,10 +135,10 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
         top_percent_share=top_share,
         noise_floor=rounding.noise_floor,
         dtype_gap=rounding.dtype_gap,
-        convergence=convergence(sums),
+        convergence=convergence(sums) if has_kl else (),
         worst_tokens=totals.largest.worst_tokens(),
         worst_sequences=worst_sequences,
-        prompts=totals.largest.worst_prompts(run.folder, on_text=on_text),
+        prompts=totals.largest.worst_prompts(run.folder, on_text=on_text) if has_kl else (),
         warnings=run_warnings(run, estimand, counts, totals, rounding),
         notes=(*run.pair.notes, *run.job.without_effect()),
         seconds=seconds(),
@@ -133,8 +148,9 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
 
 
 def device_of(pair: Pair) -> str:
-    """The devices of a run's models: "cpu", "cuda:0 and cuda:1"."""
-    devices = [str(model.device_map or model.device) for model in (pair.policy, pair.reference)]
+    """The devices of a run's local models: "cpu", "cuda:0 and cuda:1"."""
+    local_models = [model for model in (pair.policy, pair.reference) if not isinstance(model, ServedModel)]
+    devices = [str(model.device_map or model.device) for model in local_models]
     return " and ".join(dict.fromkeys(devices))
 
 
@@ -164,7 +180,12 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
 
 
 def sum_tokens(
-    folder: RunFolder, estimand: Estimand, clusters: Clusters, *, is_one_model: bool = False
+    folder: RunFolder,
+    estimand: Estimand,
+    clusters: Clusters,
+    *,
+    is_one_model: bool = False,
+    statistics: Collection[str] = tuple(STATISTICS),
 ) -> RunTotals:
     """Sum all quantities within clusters, and collect the largest drift, in one pass over all tokens.
 
@@ -173,17 +194,21 @@ def sum_tokens(
         estimand: decides which sampled estimates are summed.
         clusters: of the run's sequences.
         is_one_model: whether policy and reference are the same model.
+        statistics: names of the statistics that can be computed.
     """
     sums, largest = ClusterSums(is_one_model=is_one_model), LargestDrift()
     terms = [SequenceTerms(*np.zeros((3, 0)))]
     first_sequence = 0
-    for part in folder.token_parts([*COLUMNS, "text"]):
+    has_kl = "kl_policy_reference" in statistics
+    for part in folder.token_parts([*(COLUMNS if has_kl else BOUNDED_COLUMNS), "text"]):
         starts = sequence_starts(part["prompt_id"], part["sample_id"])
         labels = clusters.labels[first_sequence : first_sequence + len(starts)]
         first_sequence += len(starts)
-        quantities = token_quantities(part, estimand.weighting)
+        quantities = token_quantities(part, estimand.weighting, statistics)
         lengths = np.diff([*starts, len(part["prompt_id"])])
         sums.add(np.repeat(labels, lengths), quantities.columns())
+        if not has_kl:
+            continue
         if estimand.has_sequence_kl and estimand.weighting is not None:
             terms.append(sequence_terms(part, quantities, estimand.weighting))
         largest.add(part)
@@ -198,7 +223,8 @@ def run_warnings(
     run: FinishedRun, estimand: Estimand, counts: SequenceCounts, totals: RunTotals, rounding: Rounding
 ) -> tuple[str, ...]:
     """The warnings about the whole run, each once."""
-    has_estimators = estimand.weighting is not None
+    has_kl = "kl_policy_reference" not in run.engine.unknown_columns
+    has_estimators = has_kl and estimand.weighting is not None
     return tuple(
         dict.fromkeys(
             [
@@ -208,7 +234,7 @@ def run_warnings(
                 *run.checks.warnings(),
                 *rounding.warnings,
                 *(on_policy_warnings(estimator_error(totals.sums, "k1"), estimand) if has_estimators else ()),
-                *weight_warnings(totals.terms.weight, estimand),
+                *(weight_warnings(totals.terms.weight, estimand) if has_kl else ()),
             ]
         )
     )

@@ -1,9 +1,20 @@
 """The pair of models of a measurement: both loaded, or the reference read from its cache."""
 
-from collections.abc import Generator
+import os
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kleash.engines import Engine, LocalEngine
+from kleash.engines.endpoints import (
+    EndpointEngine,
+    JSONClient,
+    ServedModel,
+    check_url,
+    connect,
+    find_model,
+    served_model,
+)
 from kleash.errors import ModelError
 from kleash.jobs import SHIPPED_POLICY, SHIPPED_REFERENCE, MeasureJob
 from kleash.measuring.shards import source_sequences
@@ -13,11 +24,15 @@ from kleash.models import (
     ReferenceCache,
     StoredReference,
     TokenizerMismatchError,
+    compare_tokenizers,
+    find_checkpoint,
     load_beside,
     load_pair,
     resolve_window,
 )
 from kleash.models.cache.reference_cache import check_cache_folder
+from kleash.models.pair_loading import load_alone
+from kleash.models.tokenizers import load_tokenizer
 from kleash.store import CachedSource
 from kleash.store.locks import folder_lock
 
@@ -25,8 +40,11 @@ from kleash.store.locks import folder_lock
 def load_models(job: MeasureJob, source_sha256: str) -> Pair:
     """Load the policy and the reference of a job; a finished cache of its text or responses replaces the reference.
 
+    Of two models of which one is behind a server, the other one is loaded, and the server is asked for a probe.
+
     Raises:
         ModelError: if a model cannot be loaded, the two cannot be compared, or the cache is of another model.
+        EndpointError: if a server cannot be reached, or gives no log-probabilities of prompts.
     """
     try:
         return _load_models(job, source_sha256)
@@ -41,6 +59,8 @@ def load_models(job: MeasureJob, source_sha256: str) -> Pair:
 
 def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
     """``load_models`` without its advice about the shipped models."""
+    if job.endpoint_role is not None:
+        return load_beside_server(job, job.endpoint_role)
     folder = finished_cache(job)
     if folder is None:
         return load_pair(
@@ -64,6 +84,68 @@ def _load_models(job: MeasureJob, source_sha256: str) -> Pair:
     )
     _check_covered(job, pair, stored, source_sha256)
     return pair
+
+
+def load_beside_server(job: MeasureJob, role: str) -> Pair:
+    """Load the local model of a job whose ``role`` is behind a server, and pair it with the server's.
+
+    Raises:
+        EndpointError: if the server cannot be reached, or gives no log-probabilities of prompts.
+        ModelError: if the local model cannot be loaded, or the tokenizers differ.
+    """
+    url, variable = getattr(job, role), f"KLEASH_{role.upper()}_API_KEY"
+    address = check_url(url, f"--{role}").removesuffix("/v1")
+    client = JSONClient(
+        url=address,
+        subject=f"the {role}'s server {address}",
+        key_variable=variable,
+        api_key=os.environ.get(variable) or None,
+        timeout_seconds=job.endpoint_timeout,
+        retries=job.endpoint_retries,
+    )
+    listed_model = find_model(client, getattr(job, f"{role}_model"))
+    local_role = "reference" if role == "policy" else "policy"
+    loaded = load_alone(
+        local_role, getattr(job, local_role), getattr(job, f"revision_{local_role}"), loading(job)
+    )
+    local, notes = getattr(loaded, local_role), loaded.notes
+    tokenizer = loaded.tokenizer
+    if job.tokenizer is not None:
+        tokenizer = load_tokenizer(find_checkpoint(job.tokenizer), "tokenizer", job.trust_remote_code)
+        notes += compare_tokenizers(tokenizer, loaded.tokenizer)
+    endpoint = connect(
+        client, listed_model, tokenizer=tokenizer, vocab_size=local.vocab_size, top=job.top_logprobs
+    )
+    note = (
+        f"the {role} is {endpoint.model} behind {address} ({endpoint.dialect.name}), which lists {endpoint.top} tokens "
+        "at each position; its weights and settings cannot be checked"
+    )
+    if endpoint.dialect.context_tokens > 1:
+        note += "; it gives no log-probability of the first token after the begin token, which is left out"
+    models = {role: served_model(endpoint, role, local), local_role: local}
+    return Pair(
+        policy=models["policy"], reference=models["reference"], tokenizer=tokenizer, notes=(*notes, note)
+    )
+
+
+def engine_for(
+    job: MeasureJob, pair: Pair, cache: ReferenceCache | None, on_tokens: Callable[[int], None], top: int
+) -> Engine:
+    """The engine that runs a job's shards: of this process, or of a server and this process.
+
+    Args:
+        job: the job.
+        pair: from ``load_models``.
+        cache: of the reference's hidden states; None for none.
+        on_tokens: called with numbers of generated tokens.
+        top: number of likeliest tokens of each model in a shard's result.
+    """
+    for model in (pair.policy, pair.reference):
+        if isinstance(model, ServedModel):
+            return EndpointEngine(
+                pair=pair, job=job, endpoint=model.endpoint, endpoint_role=model.role, top=top
+            )
+    return LocalEngine(pair=pair, job=job, cache=cache, on_tokens=on_tokens, top=top)
 
 
 @contextmanager

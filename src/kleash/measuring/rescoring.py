@@ -94,14 +94,7 @@ def measure_rounding(job: MeasureJob, engine: Engine, folder: RunFolder, scored:
     return Rounding(
         noise_floor=_mean_kl(noise),
         dtype_gap=_mean_kl(engine.float32_gap(sequences)),
-        warnings=() if noise is not None else (_no_noise_floor(engine),),
-    )
-
-
-def _no_noise_floor(engine: Engine) -> str:
-    return (
-        f"no noise floor: the reference was not loaded, and its cache holds no noise floor for temperature "
-        f"{engine.temperature:g}; kleash cache with --temperature {engine.temperature:g} adds it"
+        warnings=() if noise is not None else (f"no noise floor: {engine.no_noise_floor}",),
     )
 
 

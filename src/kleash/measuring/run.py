@@ -9,13 +9,13 @@ from time import monotonic
 
 import torch
 
-from kleash.engines import LocalEngine
+from kleash.engines import Engine
 from kleash.errors import Interrupted, OptionError, RunFolderError
 from kleash.jobs import MeasureJob
 from kleash.measuring.dealing import VISIBLE_S, OpenRun, run_shards
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import FinishedRun, make_measurement
-from kleash.measuring.model_pair import filled_cache, load_models
+from kleash.measuring.model_pair import engine_for, filled_cache, load_models
 from kleash.measuring.progress import NullProgressReporter, ProgressReporter
 from kleash.measuring.rank_group import RankGroup
 from kleash.measuring.run_identity import (
@@ -61,6 +61,7 @@ def measure(
     Raises:
         SourceError: if the prompts, text or responses cannot be read.
         ModelError: if a model cannot be loaded, or the two cannot be compared.
+        EndpointError: if a server cannot be reached, fails for good, or gives no log-probabilities of prompts.
         NonFiniteError: if a model gives NaN or infinite logits.
         RunFolderError: if ``job.out`` cannot be written or resumed.
         RankError: if another rank fails, is lost, or measures something else.
@@ -194,11 +195,9 @@ def _opened_folder(
         yield
 
 
-def _engine(run: OpenRun, cache: ReferenceCache | None) -> LocalEngine:
+def _engine(run: OpenRun, cache: ReferenceCache | None) -> Engine:
     """The engine that scores the run's shards in this process."""
-    return LocalEngine(
-        pair=run.pair, job=run.job, cache=cache, on_tokens=run.reporter.add_generated, top=NUM_ALTERNATIVES
-    )
+    return engine_for(run.job, run.pair, cache, run.reporter.add_generated, NUM_ALTERNATIVES)
 
 
 def _on_device_of_rank(job: MeasureJob, ranks: RankGroup) -> MeasureJob:

@@ -202,11 +202,20 @@ def load_reference(name: str, revision: str | None, loading: Loading) -> Pair:
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
     """
-    checkpoints = {"reference": find_checkpoint(name, revision)}
+    return load_alone("reference", name, revision, loading)
+
+
+def load_alone(role: str, name: str, revision: str | None, loading: Loading) -> Pair:
+    """Load the model of one role, and make a pair of it alone.
+
+    Raises:
+        ModelError, OptionError, CannotRunError: as ``load_pair``.
+    """
+    checkpoints = {role: find_checkpoint(name, revision)}
     with suppress_library_output():
-        tokenizer = load_tokenizer(checkpoints["reference"], "reference", loading.trust_remote_code)
-        models, loading_notes = _load_models(checkpoints, {"reference": tokenizer}, loading)
-    model = models["reference"]
+        tokenizer = load_tokenizer(checkpoints[role], role, loading.trust_remote_code)
+        models, loading_notes = _load_models(checkpoints, {role: tokenizer}, loading)
+    model = models[role]
     check_vocab_size(model, model.vocab_size, "logits")
     notes = (*_adapter_notes(checkpoints), *loading_notes)
     return Pair(policy=model, reference=model, tokenizer=tokenizer, notes=notes)

@@ -155,7 +155,7 @@ def score_with_readers(
         raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
     counts = [len(sequence.response_ids) for sequence in sequences]
     ends = np.cumsum(counts, dtype=np.int64)
-    columns = _columns_of_sequences(sequences, counts)
+    columns = columns_of_sequences(sequences, counts)
     for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
         batch_sequences = [sequences[index] for index in batch]
         with suppress_library_output():
@@ -167,7 +167,7 @@ def score_with_readers(
     return columns
 
 
-def _columns_of_sequences(sequences: Sequence[TokenSequence], counts: list[int]) -> dict[str, np.ndarray]:
+def columns_of_sequences(sequences: Sequence[TokenSequence], counts: list[int]) -> dict[str, np.ndarray]:
     """The columns that need no model: ids, positions, tokens and sampling log-probabilities."""
     empty = np.empty(0)
     sampling_logps = [
@@ -201,9 +201,9 @@ def _columns_of_models(
     )
     inputs = (
         hidden_p,
-        _head_on_device(policy.head, hidden_p),
+        head_on_device(policy.head, hidden_p),
         hidden_q,
-        _head_on_device(reference.head, hidden_p),
+        head_on_device(reference.head, hidden_p),
     )
     columns: dict[str, np.ndarray] = {}
     with torch.inference_mode():
@@ -222,7 +222,7 @@ def _columns_of_models(
     return columns
 
 
-def _head_on_device(head: Head, hidden: Tensor) -> Head:
+def head_on_device(head: Head, hidden: Tensor) -> Head:
     """``head`` on the device of ``hidden``."""
     if head.weight is None or head.weight.device == hidden.device:
         return head

@@ -10,7 +10,7 @@ from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.measurement_charts import DIRECTIONS, ROW_OFFSET
 from kleash.reports.page import write_page
 from kleash.store import COMPARED, PERPLEXITIES, Comparison, Number, RunDifference
-from kleash.store.statistics import label_of
+from kleash.store.statistics import BOUND_STATISTICS, label_of
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:
@@ -36,6 +36,14 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
     context = {
         "comparison": comparison,
         "statistics": statistics,
+        "run_statistics": [
+            *(name for name in BOUND_STATISTICS if any(name in run.numbers for run in comparison.runs)),
+            *(
+                name
+                for name in (*COMPARED, *PERPLEXITIES)
+                if any(name in run.numbers for run in comparison.runs)
+            ),
+        ],
         "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
         "verdict": lambda difference: describe_difference(difference, noun),
         "noun": noun,
@@ -64,7 +72,8 @@ def _rows_chart(
     """A chart with one row per run, and a dot with its interval for each direction of the KL."""
     kl = DIRECTIONS[0][0]
     sentences = [
-        f"{text}: {format_with_interval(numbers[kl])} nats" for text, numbers in rows if kl in numbers
+        f"{text}: {format_with_interval(numbers[kl])} nats" if kl in numbers else f"{text}: not known exactly"
+        for text, numbers in rows
     ]
     return Chart(
         name=name,

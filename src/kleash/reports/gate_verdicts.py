@@ -1,5 +1,6 @@
 """The gate ``--at-most`` of a measurement: its verdict, and that in words for reports and the terminal."""
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -51,16 +52,29 @@ def gate_of_number(
 
 
 def gate_of_measurement(measurement: Measurement, at_most: float) -> Gate:
-    """The gate of a measurement's KL(policy || reference) per token, with its noise floor."""
+    """The gate of a measurement's KL(policy || reference) per token, with its noise floor.
+
+    Where one model is behind a server, the interval goes from the lower end of the lower bound to the upper end of the
+    upper bound, and the estimate is NaN.
+    """
     floor = measurement.noise_floor
     return gate_of_number(
         f"per_token.{QUANTITY}",
-        measurement.per_token[QUANTITY],
+        _kl_or_range(measurement.per_token),
         at_most=at_most,
         noise_floor=None if floor is None else floor.value,
         clusters=measurement.counts.clusters,
         tokens=measurement.counts.tokens,
     )
+
+
+def _kl_or_range(per_token: Mapping[str, Number]) -> Number:
+    """The KL with its interval; where only bounds are known, NaN with the interval from one to the other."""
+    if QUANTITY in per_token:
+        return per_token[QUANTITY]
+    lower, upper = (per_token[f"{QUANTITY}_{end}"] for end in ("lower", "upper"))
+    high = upper.ci95[1] if math.isfinite(upper.value) else math.inf
+    return Number(value=math.nan, unit=lower.unit, standard_error=math.nan, ci95=(lower.ci95[0], high))
 
 
 def describe_gate(gate: Gate) -> str:

@@ -21,8 +21,8 @@ from kleash.reports.heatmap import (
 )
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, estimators_chart, quantiles_chart
 from kleash.reports.page import write_page
-from kleash.store import STATISTICS, Drifted, Measurement, Number, RunFolder
-from kleash.store.statistics import label_of
+from kleash.store import Drifted, Measurement, Number, RunFolder
+from kleash.store.statistics import ALL_STATISTICS, label_of
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 MAX_NAMES = 3
@@ -67,6 +67,9 @@ def write_report(folder: Path, at_most: float | None = None) -> Path:
     context = {
         "measurement": measurement,
         "headline": headline(measurement),
+        "headline_label": label_of(headline_name(measurement)),
+        "upper_bound": upper_bound(measurement),
+        "left_out": left_out_sentences(measurement),
         "means": statistic_rows(measurement),
         "charts": charts(measurement),
         "heat": heat,
@@ -87,22 +90,49 @@ def write_report(folder: Path, at_most: float | None = None) -> Path:
 
 
 def headline(measurement: Measurement) -> Number:
-    """KL(policy || reference) per token.
+    """KL(policy || reference) per token, or its lower bound if one model is behind a server.
 
     Raises:
         RunFolderError: if the measurement has none.
     """
-    try:
-        return measurement.per_token["kl_policy_reference"]
-    except KeyError as error:
-        raise RunFolderError(
-            "measurement.json has no kl_policy_reference under per_token; measure again"
-        ) from error
+    return measurement.per_token[headline_name(measurement)]
+
+
+def headline_name(measurement: Measurement) -> str:
+    """The name of ``headline`` in ``ALL_STATISTICS``.
+
+    Raises:
+        RunFolderError: if the measurement has none.
+    """
+    for name in ("kl_policy_reference", "kl_policy_reference_lower"):
+        if name in measurement.per_token:
+            return name
+    raise RunFolderError("measurement.json has no kl_policy_reference under per_token; measure again")
+
+
+def upper_bound(measurement: Measurement) -> Number | None:
+    """The upper bound that belongs to a ``headline`` that is a lower one; None if the KL is known."""
+    if headline_name(measurement) == "kl_policy_reference":
+        return None
+    return measurement.per_token.get("kl_policy_reference_upper")
+
+
+def left_out_sentences(measurement: Measurement) -> list[str]:
+    """What the measurement leaves out: a sentence for each reason, with the names of all that it applies to."""
+    names: dict[str, list[str]] = {}
+    for name, reason in measurement.left_out.items():
+        names.setdefault(reason, []).append(label_of(name))
+    return [f"{', '.join(labels)}: {reason}" for reason, labels in names.items()]
 
 
 def headline_warnings(measurement: Measurement) -> list[str]:
     """The warnings about the run and about its two KLs, each once."""
-    warnings = [*measurement.warnings, *headline(measurement).warnings]
+    upper = upper_bound(measurement)
+    warnings = [
+        *measurement.warnings,
+        *headline(measurement).warnings,
+        *(() if upper is None else upper.warnings),
+    ]
     if measurement.per_sequence is not None:
         sequence_warnings = measurement.per_sequence.kl_policy_reference.warnings
         warnings += [
@@ -172,11 +202,12 @@ def noise_floor_note(measurement: Measurement) -> str:
         return ""
     floor, value = measurement.noise_floor.value, headline(measurement).value
     definition = "the reference against itself in another batch layout"
+    subject = "the KL" if upper_bound(measurement) is None else "the lower bound of the KL"
     if floor == 0:
         return f"{definition}: no rounding difference"
     if not value > floor:
-        return f"{definition}; the KL is not above it"
-    return f"{definition}; the KL is {format_value(value / floor, 2)} times as large"
+        return f"{definition}; {subject} is not above it"
+    return f"{definition}; {subject} is {format_value(value / floor, 2)} times as large"
 
 
 def source_nouns(measurement: Measurement) -> Mapping[str, str]:
@@ -242,7 +273,11 @@ def charts(measurement: Measurement) -> dict[str, Chart]:
             "the reference's probability of its most likely token",
         ),
         convergence_chart(measurement.convergence),
-        estimators_chart(headline(measurement), measurement.estimators),
+        estimators_chart(
+            measurement.per_token.get("kl_policy_reference"),
+            measurement.estimators,
+            bounds=(headline(measurement), upper_bound(measurement)),
+        ),
     )
     return {chart.name: chart for chart in candidates if chart is not None}
 
@@ -262,9 +297,9 @@ def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
     return [
         StatisticRow(
             label=label_of(name),
-            explanation=STATISTICS[name].explanation if name in STATISTICS else "",
+            explanation=ALL_STATISTICS[name].explanation if name in ALL_STATISTICS else "",
             number=number,
-            in_summary=name not in STATISTICS or STATISTICS[name].in_summary,
+            in_summary=name not in ALL_STATISTICS or ALL_STATISTICS[name].in_summary,
         )
         for name, number in measurement.statistics().items()
     ]

@@ -222,41 +222,65 @@ def convergence_range(means: Sequence[ConvergencePoint]) -> dict[str, list[float
     return {"range": [min(finite) - margin, max(finite) + margin]}
 
 
-def estimators_chart(exact: Number, records: Mapping[str, EstimatorRecord]) -> Chart | None:
-    """The one-sample estimators on the same tokens, beside the exact value; None without estimators."""
+def estimators_chart(
+    exact: Number | None,
+    records: Mapping[str, EstimatorRecord],
+    *,
+    bounds: tuple[Number, Number | None] | None = None,
+) -> Chart | None:
+    """The one-sample estimators on the same tokens, beside the exact value or its bounds; None without estimators.
+
+    Args:
+        exact: KL(policy || reference); None if it is unknown.
+        records: by the names of the estimators.
+        bounds: its lower and its upper bound, for the description where it is unknown.
+    """
     if not records:
         return None
-    furthest = max(records, key=lambda name: nan_as_minimum(abs(records[name].bias.value)))
+    if exact is None:
+        low, high = (math.nan if bound is None else bound.value for bound in bounds or (None, None))
+        return Chart(
+            name="estimators",
+            title="One-sample estimators",
+            figure=_estimators_figure(None, records),
+            description=f"The exact value is unknown; it lies between {format_value(low)} and {format_value(high)} "
+            "nats per token.",
+            header=("Estimator", "Value"),
+            rows=tuple((name, format_with_interval(record.number)) for name, record in records.items()),
+        )
+    biases = {name: record.bias for name, record in records.items() if record.bias is not None}
+    furthest = max(biases, key=lambda name: nan_as_minimum(abs(biases[name].value)))
     return Chart(
         name="estimators",
         title="One-sample estimators on the same tokens",
         figure=_estimators_figure(exact, records),
         description=f"The exact value is {format_value(exact.value)} nats per token; {furthest} is furthest from it, "
-        f"by {format_value(records[furthest].bias.value)}.",
+        f"by {format_value(biases[furthest].value)}.",
         header=("Estimator", "Value", "Bias against exact", "Standard deviation per token"),
         rows=(
             ("exact", format_with_interval(exact), "0", "0"),
             *(
                 (
                     name,
-                    format_with_interval(record.number),
-                    format_with_interval(record.bias),
-                    f"{format_value(record.spread)} nats",
+                    format_with_interval(records[name].number),
+                    format_with_interval(bias),
+                    f"{format_value(records[name].spread)} nats",
                 )
-                for name, record in records.items()
+                for name, bias in biases.items()
             ),
         ),
     )
 
 
-def _estimators_figure(exact: Number, records: Mapping[str, EstimatorRecord]) -> dict[str, object]:
+def _estimators_figure(exact: Number | None, records: Mapping[str, EstimatorRecord]) -> dict[str, object]:
     """The Plotly figure of ``estimators_chart``."""
     values = [record.number for record in records.values()]
+    known = [] if exact is None else [exact]
     data = [
-        dots([exact], [0], name="exact", horizontal=True, text=["exact"]),
+        *(dots([number], [0], name="exact", horizontal=True, text=["exact"]) for number in known),
         dots(
             values,
-            range(1, len(records) + 1),
+            range(len(known), len(known) + len(records)),
             name="one sample",
             color=MUTED,
             horizontal=True,
@@ -264,7 +288,7 @@ def _estimators_figure(exact: Number, records: Mapping[str, EstimatorRecord]) ->
         ),
     ]
     shapes = []
-    if math.isfinite(exact.value):
+    if exact is not None and math.isfinite(exact.value):
         ends = exact.ci95 if all(map(math.isfinite, exact.ci95)) else (exact.value, exact.value)
         vertical = {"y0": 0, "y1": 1, "yref": "paper", "layer": "below"}
         shapes = [
@@ -289,6 +313,6 @@ def _estimators_figure(exact: Number, records: Mapping[str, EstimatorRecord]) ->
         height=280,
         x="nats per token, on the same tokens",
         y="estimator",
-        yaxis=row_axis(["exact", *records]),
+        yaxis=row_axis([*(["exact"] * len(known)), *records]),
         shapes=shapes,
     )

@@ -1,7 +1,7 @@
 """The result of a measurement: every number with its error, its unit and its warnings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ class ModelRecord:
     path: str
     revision: str | None
     dtype: str
-    parameters: int
+    parameters: int | None
+    """None for a model behind a server, which does not say it."""
     vocabulary: int
     """Rows of the head: tokens that can have a probability."""
     fingerprint: str
@@ -70,10 +71,10 @@ class EstimatorRecord:
     standard_error: float
     ci95: tuple[float, float]
     warnings: tuple[str, ...] = ()
-    bias: Number
-    """Estimate minus exact KL(policy || reference), paired token by token."""
+    bias: Number | None
+    """Estimate minus exact KL(policy || reference), paired token by token; None where the exact KL is unknown."""
     spread: float
-    """Standard deviation of estimate minus exact over tokens, in nats."""
+    """Standard deviation of estimate minus exact over tokens, in nats; NaN where the exact KL is unknown."""
 
     @property
     def number(self) -> Number:
@@ -179,6 +180,8 @@ class Measurement:
     counts: Counts
     per_token: Mapping[str, Number]
     """A mean for each column of ``tokens/``."""
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What is unknown because one model is behind a server, by the name of the number or field, with the reason."""
     per_sequence: SequenceTotal | None
     estimators: Mapping[str, EstimatorRecord]
     estimators_note: str = ""

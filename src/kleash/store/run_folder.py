@@ -22,6 +22,7 @@ from kleash.store.locks import LOCK, OTHER_LOCKS, folder_lock, lock_name, requir
 from kleash.store.measurement import Measurement
 from kleash.store.tables import (
     ALTERNATIVE_COLUMNS,
+    BOUND_COLUMNS,
     SEQUENCE_COLUMNS,
     TOKEN_COLUMNS,
     TOP_COLUMNS,
@@ -163,7 +164,8 @@ class RunFolder(JobFolder):
         """Write a shard: ``top`` of its worst sequences, its tokens, and its sequences, which make it count."""
         if top is not None:
             self._write_part("alternatives", index, top, TOP_COLUMNS)
-        self._write_part("tokens", index, tokens, TOKEN_COLUMNS)
+        bounds = {name: kind for name, kind in BOUND_COLUMNS.items() if name in tokens}
+        self._write_part("tokens", index, tokens, {**TOKEN_COLUMNS, **bounds})
         self._write_part("sequences", index, sequences, SEQUENCE_COLUMNS)
 
     def write_alternatives(self, columns: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ entry of ``STATISTICS``.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -112,7 +112,8 @@ def _acceptance_rate(total_variation: Floats) -> Floats:
 
 
 def _agreement(top1_policy: Floats, top1_reference: Floats) -> Floats:
-    return (top1_policy == top1_reference).astype(np.float64)
+    is_unknown = np.isnan(top1_policy) | np.isnan(top1_reference)
+    return np.where(is_unknown, np.nan, top1_policy == top1_reference)
 
 
 TOKEN_LOGP = ("logp_policy", "logp_reference")
@@ -260,6 +261,49 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
 )
 """Name -> statistic, in the order in which they are shown."""
 
+
+def _bounds_of(name: str) -> dict[str, Statistic]:
+    """The statistics of the lower and the upper bound of a divergence."""
+    exact = STATISTICS[name]
+    ends = {"lower": "no smaller value is possible", "upper": "no larger value is possible"}
+    return {
+        f"{name}_{end}": Statistic(
+            label=f"{exact.label}, {end} bound",
+            explanation=f"from the tokens that the server lists: {meaning}",
+            columns=(f"{name}_{end}",),
+            unit=exact.unit,
+            lower=exact.lower,
+            upper=exact.upper,
+            same_model_value=None,
+            compared=False,
+        )
+        for end, meaning in ends.items()
+    }
+
+
+BOUND_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
+    {
+        **_bounds_of("kl_policy_reference"),
+        **_bounds_of("kl_reference_policy"),
+        **_bounds_of("jensen_shannon"),
+        **_bounds_of("total_variation"),
+        "listed_probability": Statistic(
+            label="Probability of the listed tokens",
+            explanation="under the model behind the server; the bounds are tighter the larger it is",
+            columns=("listed_probability",),
+            unit="probability",
+            lower=0.0,
+            upper=1.0,
+            same_model_value=None,
+            compared=False,
+        ),
+    }
+)
+"""Likewise, of runs in which one model is behind a server, whose distribution is known in part."""
+
+ALL_STATISTICS: Mapping[str, Statistic] = MappingProxyType({**BOUND_STATISTICS, **STATISTICS})
+"""Every statistic that a run can have, in the order in which they are shown."""
+
 COMPARED = tuple(name for name, each in STATISTICS.items() if each.compared and each.reduction is None)
 """The means per token that ``kleash compare`` shows."""
 PERPLEXITIES = tuple(name for name, each in STATISTICS.items() if each.reduction is EXP_MEAN)
@@ -268,14 +312,24 @@ PERPLEXITIES = tuple(name for name, each in STATISTICS.items() if each.reduction
 
 def columns_of(names: tuple[str, ...]) -> list[str]:
     """The columns of ``tokens/`` that these statistics are computed from, each once."""
-    return list(dict.fromkeys(column for name in names for column in STATISTICS[name].columns))
+    return list(dict.fromkeys(column for name in names for column in ALL_STATISTICS[name].columns))
+
+
+def known_statistics(unknown_columns: Collection[str]) -> tuple[str, ...]:
+    """The statistics that can be computed where some columns of ``tokens/`` are null.
+
+    Args:
+        unknown_columns: names of these columns; without any, the run has no bounds either.
+    """
+    table = ALL_STATISTICS if unknown_columns else STATISTICS
+    return tuple(name for name, each in table.items() if not set(each.columns) & set(unknown_columns))
 
 
 def to_fields(numbers: Mapping[str, V]) -> dict[str, Any]:
     """The numbers of all statistics as fields of ``measurement.json``."""
     fields: dict[str, Any] = {}
     for name, number in numbers.items():
-        field = STATISTICS[name].field
+        field = ALL_STATISTICS[name].field
         if field == name:
             fields[field] = number
         else:
@@ -286,7 +340,7 @@ def to_fields(numbers: Mapping[str, V]) -> dict[str, Any]:
 def from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The reverse of ``to_fields``, in the table's order; other means per token come last, under their own names."""
     numbers: dict[str, Any] = {}
-    for name, statistic in STATISTICS.items():
+    for name, statistic in ALL_STATISTICS.items():
         if statistic.field == name:
             numbers[name] = fields[name]
             continue
@@ -299,4 +353,4 @@ def from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def label_of(name: str) -> str:
     """The name of a statistic in reports; ``name`` if it is none."""
-    return STATISTICS[name].label if name in STATISTICS else name
+    return ALL_STATISTICS[name].label if name in ALL_STATISTICS else name

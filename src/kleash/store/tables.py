@@ -32,7 +32,25 @@ TOKEN_COLUMNS: Mapping[str, str] = {
     "top1_probability_reference": "float32",
     "rank_reference": "int32",
 }
-"""``position`` counts from 0 at the first response token; ``logp_sampled`` is null where it is unknown."""
+"""``position`` counts from 0 at the first response token; ``logp_sampled`` is null where it is unknown. Where one model
+is behind a server, so is every column that needs its whole distribution."""
+
+BOUND_COLUMNS: Mapping[str, str] = {
+    "kl_policy_reference_lower": "float32",
+    "kl_policy_reference_upper": "float32",
+    "kl_reference_policy_lower": "float32",
+    "kl_reference_policy_upper": "float32",
+    "jensen_shannon_lower": "float32",
+    "jensen_shannon_upper": "float32",
+    "total_variation_lower": "float32",
+    "total_variation_upper": "float32",
+    "kl_of_listed": "float32",
+    "listed_probability": "float32",
+    "token_is_listed": "float32",
+}
+"""Further columns of ``tokens/`` where one model is behind a server that lists its likeliest tokens: certified bounds,
+the terms of KL(policy || reference) of the listed tokens, their probability under that model, and whether the scored
+token is among them (1 or 0)."""
 
 SEQUENCE_COLUMNS: Mapping[str, str] = {
     "prompt_id": "int32",
@@ -68,7 +86,8 @@ REMAKE = "delete it and run again with --resume to make it anew"
 NEVER_NULL = frozenset(
     [name for name, kind in {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS}.items() if kind == "int32"]
     + ["prompt_hash"]
-)
+) - {"top1_policy", "top1_reference", "rank_reference"}
+"""Columns without nulls. The likeliest token and the rank are null where a server does not say them."""
 
 
 def write_table(
@@ -157,5 +176,11 @@ def _to_numpy(name: str, column: Any) -> Any:
 
 
 ARROW_NAMES = {"float32": "float"}
-KINDS: Mapping[str, str] = {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS, **ALTERNATIVE_COLUMNS, **TOP_COLUMNS}
+KINDS: Mapping[str, str] = {
+    **TOKEN_COLUMNS,
+    **BOUND_COLUMNS,
+    **SEQUENCE_COLUMNS,
+    **ALTERNATIVE_COLUMNS,
+    **TOP_COLUMNS,
+}
 """The type of each column of any table."""

@@ -1,0 +1,331 @@
+"""How inference servers are asked for the log-probabilities of given tokens, and how they answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from kleash.engines.endpoints.listed_logprobs import (
+    AnswerError,
+    ListedLogprobs,
+    Position,
+    UnsendableError,
+    VocabularyTexts,
+    position_from_ids,
+    position_from_texts,
+    read_logprob,
+    read_token_id,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """A sequence whose last tokens a server is asked to score."""
+
+    token_ids: Sequence[int]
+    """Context and scored tokens."""
+    scored: int
+    """Number of scored tokens, at the end; less than all."""
+    top: int
+    """Number of likeliest tokens to list at each position."""
+    model: str
+    """The model's name on the server."""
+
+    @property
+    def first(self) -> int:
+        """Index of the first scored token."""
+        return len(self.token_ids) - self.scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRequest:
+    """A request in a server's form."""
+
+    path: str
+    body: Mapping[str, Any]
+
+
+@runtime_checkable
+class Dialect(Protocol):
+    """How one kind of server is asked, and how it answers."""
+
+    name: ClassVar[str]
+    context_tokens: ClassVar[int]
+    """Tokens at the beginning of a sequence of which the server gives no log-probability."""
+
+    def request(self, query: Query) -> ServerRequest:
+        """The request for a query."""
+        ...
+
+    def read(self, answer: Any, query: Query) -> ListedLogprobs:
+        """The log-probabilities in an answer.
+
+        Raises:
+            AnswerError: if they are not those that were asked for.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLM:
+    """vLLM's completions with ``prompt_logprobs``: a mapping from token ids for each token of the prompt.
+
+    The scored token is among the K likeliest or listed after them, so a position has K or K + 1 entries. A
+    log-probability of -inf is written as -9999.
+    """
+
+    name: ClassVar[str] = "vLLM"
+    context_tokens: ClassVar[int] = 1
+    vocabulary: VocabularyTexts
+
+    def request(self, query: Query) -> ServerRequest:
+        """The request for a query."""
+        body = {
+            "model": query.model,
+            "prompt": list(query.token_ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": query.top,
+        }
+        return ServerRequest(path="/v1/completions", body=body)
+
+    def read(self, answer: Any, query: Query) -> ListedLogprobs:
+        """The log-probabilities in an answer; raises AnswerError."""
+        choice = _first_choice(answer)
+        rows = choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
+        if not isinstance(rows, list):
+            raise AnswerError("has no prompt_logprobs")
+        _check_count(len(rows), len(query.token_ids), "prompt_logprobs")
+        texts: dict[int, str] = {}
+        positions: list[Position] = []
+        for token, row in zip(query.token_ids[query.first :], rows[query.first :], strict=True):
+            entries, rank = {}, None
+            for key, entry in _mapping(row, "prompt_logprobs").items():
+                token_id = read_token_id(key, self.vocabulary.size)
+                fields = _mapping(entry, "a log-probability")
+                entries[token_id] = read_logprob(fields.get("logprob"))
+                if isinstance(fields.get("decoded_token"), str):
+                    texts[token_id] = fields["decoded_token"]
+                if token_id == token and isinstance(fields.get("rank"), int) and fields["rank"] > 0:
+                    rank = fields["rank"] - 1
+            positions.append(position_from_ids(entries, token, query.top, self.vocabulary.size, rank))
+        return ListedLogprobs.of(positions, texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLang:
+    """SGLang's ``/generate`` with ``return_logprob``: lists of [log-probability, token id, text].
+
+    The lists begin at ``logprob_start_len`` and end with the last token of the prompt; the first entry may be null.
+    """
+
+    name: ClassVar[str] = "SGLang"
+    context_tokens: ClassVar[int] = 1
+    vocabulary: VocabularyTexts
+
+    def request(self, query: Query) -> ServerRequest:
+        """The request for a query."""
+        body = {
+            "input_ids": list(query.token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": query.first - 1,
+            "top_logprobs_num": query.top,
+            "return_text_in_logprobs": True,
+        }
+        return ServerRequest(path="/generate", body=body)
+
+    def read(self, answer: Any, query: Query) -> ListedLogprobs:
+        """The log-probabilities in an answer; raises AnswerError."""
+        answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+        meta = _mapping(_mapping(answer, "an answer").get("meta_info"), "meta_info")
+        token_rows, top = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
+        if not isinstance(token_rows, list) or not isinstance(top, list):
+            raise AnswerError("has no input_token_logprobs and input_top_logprobs")
+        for name, rows in (("input_token_logprobs", token_rows), ("input_top_logprobs", top)):
+            if not query.scored <= len(rows) <= len(query.token_ids):
+                _check_count(len(rows), query.scored + 1, name)
+        texts: dict[int, str] = {}
+        positions: list[Position] = []
+        tokens = query.token_ids[query.first :]
+        for token, own_entry, row in zip(
+            tokens, token_rows[-query.scored :], top[-query.scored :], strict=True
+        ):
+            token_id, token_logp = self._entry(own_entry, texts)
+            if token_id != token:
+                raise AnswerError(f"scores token {token_id} where token {token} was sent")
+            entries = dict(self._entry(entry, texts) for entry in _list(row, "input_top_logprobs"))
+            _check_count(len(entries), min(query.top, self.vocabulary.size), "tokens at a position")
+            entries.setdefault(token, token_logp)
+            positions.append(position_from_ids(entries, token, query.top, self.vocabulary.size))
+        return ListedLogprobs.of(positions, texts)
+
+    def _entry(self, entry: Any, texts: dict[int, str]) -> tuple[int, float]:
+        """Token id and log-probability of an entry, whose text is added to ``texts``."""
+        values = _list(entry, "a log-probability")
+        if len(values) < 2:
+            raise AnswerError(
+                f"has an entry of {len(values)} values in place of a log-probability and a token id"
+            )
+        token_id = read_token_id(values[1], self.vocabulary.size)
+        if len(values) > 2 and isinstance(values[2], str):
+            texts[token_id] = values[2]
+        return token_id, read_logprob(values[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EchoServer:
+    """Completions with ``echo`` and ``logprobs``, as of llama-cpp-python: tokens are named by their texts.
+
+    It takes text and not token ids, so each answer is checked for being cut into the tokens that were meant.
+    llama-cpp-python leaves the begin token out of its lists, whose first entry is null. Without a begin token it gives
+    each token the log-probabilities of the next position, which ``server.check_alignment`` detects.
+    """
+
+    name: ClassVar[str] = "echo and logprobs"
+    context_tokens: ClassVar[int] = 2
+    vocabulary: VocabularyTexts
+    adds_begin_token: bool = False
+    """Whether the server puts the begin token before every text."""
+
+    def request(self, query: Query) -> ServerRequest:
+        """The request for a query.
+
+        Raises:
+            UnsendableError: if the server would put a begin token before a sequence that has none.
+        """
+        body = {
+            "model": query.model,
+            "prompt": self.text(query.token_ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "echo": True,
+            "logprobs": query.top,
+        }
+        return ServerRequest(path="/v1/completions", body=body)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text that the server cuts into these tokens.
+
+        Raises:
+            UnsendableError: if the server would put a begin token before a sequence that has none.
+        """
+        if not self.adds_begin_token:
+            return self.vocabulary.decode(token_ids)
+        if token_ids[0] != self.vocabulary.tokenizer.bos_token_id:
+            raise UnsendableError(
+                "the server puts a begin token before every text, and this sequence has none; read each document whole "
+                "(a larger --window), or serve the model with vLLM or SGLang"
+            )
+        return self.vocabulary.decode(token_ids[1:])
+
+    def read(self, answer: Any, query: Query) -> ListedLogprobs:
+        """The log-probabilities in an answer; raises AnswerError."""
+        choice = _first_choice(answer)
+        logprobs = _mapping(choice.get("logprobs"), "logprobs")
+        texts, token_rows, top = (
+            _list(logprobs.get(name), name) for name in ("tokens", "token_logprobs", "top_logprobs")
+        )
+        if not len(texts) == len(token_rows) == len(top):
+            raise AnswerError(
+                f"has {len(texts)} tokens, {len(token_rows)} log-probabilities and {len(top)} lists"
+            )
+        sent = len(query.token_ids)
+        _check_count(_count(_mapping(answer.get("usage"), "usage"), "prompt_tokens"), sent, "tokens")
+        left_out = self._left_out(query.token_ids, texts)
+        if len(texts) < sent - left_out:
+            _check_count(len(texts) + left_out, sent, "tokens in its lists")
+        positions: list[Position] = []
+        for index in range(query.first, sent):
+            token, text = query.token_ids[index], texts[index - left_out]
+            if not isinstance(text, str) or not self.vocabulary.matches(token, text):
+                raise AnswerError(
+                    f"has {str(text)[:40]!r} as token {index}, where {self.vocabulary.piece_of(token)!r} was sent: the "
+                    "server takes text, and cuts it into other tokens"
+                )
+            entries = {
+                str(name): read_logprob(value)
+                for name, value in _mapping(top[index - left_out], "top_logprobs").items()
+            }
+            entries[text] = read_logprob(token_rows[index - left_out])
+            positions.append(position_from_texts(entries, token, text, query.top, self.vocabulary))
+        return ListedLogprobs.of(positions)
+
+    def _left_out(self, token_ids: Sequence[int], texts: Sequence[Any]) -> int:
+        """1 if the lists of an answer lack the begin token, otherwise 0."""
+        if token_ids[0] != self.vocabulary.tokenizer.bos_token_id:
+            return 0
+
+        def matches(left_out: int) -> int:
+            pairs = zip(token_ids[left_out:], texts, strict=False)
+            return sum(self.vocabulary.matches(token, str(text)) for token, text in pairs)
+
+        return max((1, 0), key=matches)
+
+    def next_token_request(self, token_ids: Sequence[int], query: Query) -> ServerRequest:
+        """The request for the distribution of the token after ``token_ids``."""
+        body = {**self.request(query).body, "prompt": self.text(token_ids), "echo": False}
+        return ServerRequest(path="/v1/completions", body=body)
+
+    def read_next_token(self, answer: Any) -> dict[str, float]:
+        """Text -> log-probability of the likeliest tokens after a text; raises AnswerError."""
+        logprobs = _mapping(_first_choice(answer).get("logprobs"), "logprobs")
+        rows = _list(logprobs.get("top_logprobs"), "top_logprobs")
+        if not rows:
+            raise AnswerError("has no log-probabilities of the token that it generated")
+        return {str(name): read_logprob(value) for name, value in _mapping(rows[-1], "top_logprobs").items()}
+
+    def counting_begin_token(self, answer: Any, text_tokens: int) -> "EchoServer":
+        """The dialect of a server that answered a text of so many tokens, with or without a begin token before it.
+
+        Raises:
+            AnswerError: if it counts another number of tokens.
+        """
+        counted = _count(_mapping(_mapping(answer, "an answer").get("usage"), "usage"), "prompt_tokens")
+        if counted not in (text_tokens, text_tokens + 1):
+            _check_count(counted, text_tokens, "tokens")
+        return replace(self, adds_begin_token=counted == text_tokens + 1)
+
+
+DIALECTS: Mapping[str, type[VLLM] | type[SGLang] | type[EchoServer]] = MappingProxyType(
+    {"vllm": VLLM, "sglang": SGLang, "me": EchoServer}
+)
+"""By the owner that a server names in its list of models; "me" is llama-cpp-python's."""
+NO_PROMPT_LOGPROBS = "llamacpp"
+"""The owner that llama.cpp's token_rows server names."""
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    """``value`` as a JSON object; raises AnswerError."""
+    if not isinstance(value, dict):
+        raise AnswerError(f"has {str(value)[:40]!r} in place of {what}")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    """``value`` as a JSON array; raises AnswerError."""
+    if not isinstance(value, list):
+        raise AnswerError(f"has {str(value)[:40]!r} in place of {what}")
+    return value
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int:
+    """A number of tokens in the field ``usage``; raises AnswerError."""
+    value = usage.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise AnswerError(f"has {str(value)[:40]!r} as {name}")
+    return value
+
+
+def _check_count(count: int, expected: int, what: str) -> None:
+    """Raise AnswerError unless two counts are equal."""
+    if count != expected:
+        raise AnswerError(f"has {count} {what} where {expected} were sent or asked for")
+
+
+def _first_choice(answer: Any) -> Mapping[str, Any]:
+    """The first of ``choices``; raises AnswerError."""
+    choices = _list(_mapping(answer, "an answer").get("choices"), "choices")
+    if not choices:
+        raise AnswerError("has no choices")
+    return _mapping(choices[0], "choices")

@@ -1,0 +1,294 @@
+"""The engine of a model behind an inference server, compared with a local one."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from kleash.engines.base import Shard, ShardResult, sequence_columns
+from kleash.engines.endpoints.divergence_bounds import divergence_bounds
+from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
+from kleash.engines.endpoints.server import Endpoint
+from kleash.engines.local import CPU_BUFFER_BYTES
+from kleash.errors import EndpointError
+from kleash.jobs import MeasureJob
+from kleash.linear import LinearOptions, token_statistics_and_top
+from kleash.models import (
+    Model,
+    Pair,
+    TokenSequence,
+    batch_by_length,
+    checked_reader,
+    score_against_float32,
+    score_batched_against_single,
+    token_texts,
+)
+from kleash.models.compat import suppress_library_output
+from kleash.models.scoring import columns_of_sequences
+from kleash.store import ModelRecord
+from kleash.store.tables import BOUND_COLUMNS, TOKEN_COLUMNS
+
+GPU_BUFFER_BYTES = 2**30
+UNKNOWN_COLUMNS = (
+    "kl_policy_reference",
+    "kl_reference_policy",
+    "jensen_shannon",
+    "total_variation",
+)
+"""Columns of both models that need the server's whole distribution; so does the entropy of its model."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServedModel(Model):
+    """A model behind a server. Its vocabulary and tokenizer are the local model's, which the server's must equal."""
+
+    endpoint: Endpoint
+    """The server."""
+
+    def record(self) -> ModelRecord:
+        """The model's entry in a run's records; the server does not say its weights, dtype or number of parameters."""
+        return replace(super().record(), dtype="unknown", parameters=None, fingerprint="")
+
+
+def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
+    """The model of a server, beside the local model that it is compared with."""
+    lengths = [length for length in (endpoint.context_length, local.context_length) if length is not None]
+    return ServedModel(
+        role=role,
+        path=f"{endpoint.client.url} ({endpoint.model})",
+        revision=None,
+        dtype=local.dtype,
+        device=local.device,
+        parameters=0,
+        vocab_size=local.vocab_size,
+        context_length=min(lengths, default=None),
+        eos_token_ids=local.eos_token_ids,
+        head=local.head,
+        fingerprint=f"{endpoint.dialect.name}: {endpoint.model}",
+        tokenizer=local.tokenizer,
+        network=None,
+        backbone=None,
+        endpoint=endpoint,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointEngine:
+    """Scores sequences by a server, which lists the likeliest tokens, and by a local model, which is known exactly.
+
+    Several requests are in flight at once, while the local model scores the same sequences.
+    """
+
+    pair: Pair
+    """The server's model and the local one."""
+    job: MeasureJob
+    endpoint: Endpoint
+    endpoint_role: str
+    """"policy" or "reference"."""
+    top: int = 5
+    """Number of likeliest tokens of each model in a shard's result."""
+
+    @property
+    def temperature(self) -> float:
+        """1: servers give log-probabilities of prompts at temperature 1."""
+        return 1.0
+
+    @property
+    def local_model(self) -> Model:
+        """The model of this process."""
+        return self.pair.reference if self.endpoint_role == "policy" else self.pair.policy
+
+    @property
+    def unknown_columns(self) -> Mapping[str, str]:
+        """The columns of ``tokens/`` that are null, each with the reason."""
+        reason = (
+            f"the server of the {self.endpoint_role} lists {self.endpoint.top} tokens at each position and not its "
+            "whole distribution"
+        )
+        return MappingProxyType(dict.fromkeys((*UNKNOWN_COLUMNS, f"entropy_{self.endpoint_role}"), reason))
+
+    @property
+    def no_noise_floor(self) -> str:
+        """The reason why a reference behind a server has no noise floor."""
+        return "the reference is behind a server, which scores a sequence in batches of its own choice"
+
+    @property
+    def float32_gap_reloads(self) -> bool:
+        """Whether ``float32_gap`` loads the reference a second time."""
+        is_float32 = self.local_model.dtype in (torch.float32, torch.float64)
+        return self.endpoint_role == "policy" and not is_float32
+
+    def run(self, shard: Shard) -> ShardResult:
+        """Score the sequences of ``shard``.
+
+        Raises:
+            EndpointError: if the server cannot be reached, or an answer is not about the sequence that was sent.
+            NonFiniteError: if the local model's outputs are NaN or infinite, or the server gives a token no
+                probability.
+        """
+        sequences, first_positions = self._scorable(shard.sequences)
+        answers: list[Future[ListedLogprobs]] = []
+        pool = ThreadPoolExecutor(
+            max_workers=self.job.endpoint_concurrency, thread_name_prefix="kleash-endpoint"
+        )
+        try:
+            answers += [pool.submit(self.endpoint.score, sequence) for sequence in sequences]
+            columns = self._columns(sequences, answers)
+        except BaseException:
+            self.endpoint.client.close()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+        names = [name for name in columns if name.startswith("top_")]
+        likeliest = {name.removeprefix("top_"): columns.pop(name) for name in names}
+        counts = [len(sequence.response_ids) for sequence in sequences]
+        columns["position"] += np.repeat(first_positions, counts).astype(np.int32)
+        columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
+        return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest=likeliest)
+
+    def noise_floor_columns(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
+        """Token columns of the local reference in batches compared with one sequence at a time; None for a server."""
+        if self.endpoint_role == "reference":
+            return None
+        return score_batched_against_single(
+            self.pair.reference, sequences, temperature=1.0, batch_tokens=self.job.batch_tokens
+        )
+
+    def float32_gap(self, sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray] | None:
+        """Token columns of the local reference compared with itself in float32; None for a server, or in float32."""
+        if self.endpoint_role == "reference":
+            return None
+        return score_against_float32(
+            self.pair.reference, sequences, temperature=1.0, batch_tokens=self.job.batch_tokens
+        )
+
+    def _scorable(self, sequences: Sequence[TokenSequence]) -> tuple[list[TokenSequence], list[int]]:
+        """The sequences as far as the server scores them, and the position of the first scored token of each."""
+        scorable, first_positions = [], []
+        for sequence in sequences:
+            shorter = self.endpoint.scorable(sequence)
+            if shorter is not None:
+                scorable.append(shorter)
+                first_positions.append(len(sequence.response_ids) - len(shorter.response_ids))
+        return scorable, first_positions
+
+    def _columns(
+        self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
+    ) -> dict[str, Any]:
+        """The columns of ``tokens/`` and of the likeliest tokens of a shard."""
+        counts = [len(sequence.response_ids) for sequence in sequences]
+        ends = np.cumsum(counts, dtype=np.int64)
+        columns: dict[str, Any] = columns_of_sequences(sequences, counts)
+        for name, kind in {**TOKEN_COLUMNS, **BOUND_COLUMNS}.items():
+            if name not in columns and kind != "string":
+                columns[name] = np.full(
+                    sum(counts), np.nan if kind == "float32" else -1, dtype=np.dtype(kind)
+                )
+        for role in ("policy", "reference"):
+            columns[f"top_token_id_{role}"] = np.zeros((sum(counts), self.top), dtype=np.int32)
+            columns[f"top_probability_{role}"] = np.zeros((sum(counts), self.top), dtype=np.float32)
+        read = checked_reader(self.local_model)
+        lengths = [sequence.num_input_tokens for sequence in sequences]
+        for batch in batch_by_length(lengths, self.job.batch_tokens):
+            hidden = read([sequences[index] for index in batch])
+            answer = _concatenated([answers[index].result() for index in batch], self.top)
+            rows = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in batch])
+            tokens = torch.from_numpy(columns["token_id"][rows].astype(np.int64)).to(hidden.device)
+            with suppress_library_output(), torch.inference_mode():
+                batch_columns = self._columns_of_batch(hidden, tokens, answer)
+            self._check_mass(batch_columns, [sequences[index] for index in batch])
+            for name, values in batch_columns.items():
+                columns[name][rows] = values
+        for name in ("rank_reference", f"top1_{self.endpoint_role}"):
+            columns[name] = np.ma.masked_less(columns[name], 0)
+        return columns
+
+    def _columns_of_batch(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, answer: ListedLogprobs
+    ) -> dict[str, np.ndarray]:
+        """The columns of both models for the positions of a batch."""
+        served = self.endpoint_role
+        local = "reference" if served == "policy" else "policy"
+        head = self.local_model.head
+        buffer_bytes = CPU_BUFFER_BYTES if hidden.device.type == "cpu" else GPU_BUFFER_BYTES
+        statistics, top_local, _ = token_statistics_and_top(
+            hidden,
+            head,
+            hidden,
+            head,
+            tokens,
+            top=self.top,
+            options=LinearOptions(buffer_bytes=buffer_bytes if hidden.device.type == "cpu" else None),
+        )
+        bounds = divergence_bounds(
+            hidden, head, answer, tokens, endpoint_role=served, buffer_bytes=buffer_bytes
+        )
+        rank = statistics.rank_q.cpu().numpy() if served == "policy" else answer.rank
+        order = np.argsort(-answer.listed_logp, axis=-1, kind="stable")[:, : self.top]
+        probability = np.exp(np.take_along_axis(answer.listed_logp, order, axis=-1))
+        return {
+            f"logp_{served}": answer.token_logp.astype(np.float32),
+            f"logp_{local}": statistics.token_logp.float().cpu().numpy(),
+            f"entropy_{local}": statistics.entropy_p.float().cpu().numpy(),
+            f"top1_{served}": answer.top1.astype(np.int32),
+            f"top1_{local}": statistics.top1_p.cpu().numpy().astype(np.int32),
+            f"top1_probability_{served}": np.exp(answer.top1_logp).astype(np.float32),
+            f"top1_probability_{local}": statistics.top1_probability_p.float().cpu().numpy(),
+            "rank_reference": rank.astype(np.int32),
+            **{name: _rounded_outwards(name, values) for name, values in bounds.items()},
+            f"top_token_id_{served}": np.take_along_axis(answer.listed_ids, order, axis=-1).astype(np.int32),
+            f"top_probability_{served}": probability.astype(np.float32),
+            f"top_token_id_{local}": top_local.token_ids.cpu().numpy().astype(np.int32),
+            f"top_probability_{local}": top_local.probability.float().cpu().numpy(),
+        }
+
+    def _check_mass(self, columns: Mapping[str, np.ndarray], batch: Sequence[TokenSequence]) -> None:
+        """Check that the server's probabilities sum to at most 1.
+
+        Raises:
+            EndpointError: with the first sequence and position where they do not.
+        """
+        is_wrong = np.isnan(columns["kl_policy_reference_lower"])
+        if not is_wrong.any():
+            return
+        position = int(np.flatnonzero(is_wrong)[0])
+        for sequence in batch:
+            if position < len(sequence.response_ids):
+                raise EndpointError(
+                    f"{self.endpoint.client.subject} gives probabilities for {sequence.name}, response token "
+                    f"{position}, that sum to more than 1; see that it returns log-probabilities and not logits"
+                )
+            position -= len(sequence.response_ids)
+
+
+def _concatenated(answers: Sequence[ListedLogprobs], least_width: int) -> ListedLogprobs:
+    """The positions of several answers, one after the other, with at least ``least_width`` listed tokens."""
+    width = max(least_width, *(answer.listed_ids.shape[1] for answer in answers))
+
+    def padded(values: np.ndarray, filler: float | int) -> np.ndarray:
+        return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
+
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(answer, name) for answer in answers])
+        for name in ("token_logp", "unlisted_most", "top1", "top1_logp", "rank", "is_complete")
+    }
+    return ListedLogprobs(
+        listed_ids=np.concatenate([padded(answer.listed_ids, -1) for answer in answers]),
+        listed_logp=np.concatenate([padded(answer.listed_logp, -np.inf) for answer in answers]),
+        **arrays,
+    )
+
+
+def _rounded_outwards(name: str, values: np.ndarray) -> np.ndarray:
+    """float64 values in float32: lower bounds rounded down, upper bounds up, others to the nearest."""
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32)
+    for ending, limit in (("_lower", -np.inf), ("_upper", np.inf)):
+        if name.endswith(ending):
+            is_inside = rounded > values if ending == "_lower" else rounded < values
+            rounded = np.where(is_inside, np.nextafter(rounded, np.float32(limit)), rounded)
+    return rounded

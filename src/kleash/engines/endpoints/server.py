@@ -1,0 +1,269 @@
+"""A connection to an inference server: which model and dialect it has, and whether its tokens are the local model's."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from kleash.engines.endpoints.dialects import (
+    DIALECTS,
+    NO_PROMPT_LOGPROBS,
+    VLLM,
+    Dialect,
+    EchoServer,
+    Query,
+)
+from kleash.engines.endpoints.http_client import JSONClient
+from kleash.engines.endpoints.listed_logprobs import (
+    AnswerError,
+    ListedLogprobs,
+    UnsendableError,
+    VocabularyTexts,
+)
+from kleash.errors import EndpointError, NonFiniteError
+from kleash.models import TokenizerMismatchError, TokenSequence
+
+PROBE = "The quick brown fox isn't quick; it jumps over 12 lazy dogs, and they sleep."
+"""A text that every server scores before the run, to check its tokens and their order."""
+ALIGNMENT_NATS = 0.25
+"""Largest difference of a likely token's log-probability between a prompt and a generation. Rounding in bfloat16 stays
+below it; the log-probabilities of another position do not."""
+ALIGNMENT_PREFIXES = (0.4, 0.6, 0.8)
+"""Shares of the probe after which the two are compared."""
+LIKELY_NATS = -4.0
+"""Tokens below this log-probability are not compared."""
+NO_PROMPT_LOGPROBS_REASON = (
+    "gives log-probabilities of generated tokens only, and kleash needs those of given tokens: serve the model with "
+    "vLLM, SGLang or llama-cpp-python"
+)
+
+
+class ListedModel(NamedTuple):
+    """A model in a server's list."""
+
+    name: str
+    owner: str
+    """By which the dialect is known; "" if the server has no list."""
+    context_length: int | None
+    """Largest number of tokens that the server reads; None if it does not say."""
+
+
+def find_model(client: JSONClient, model: str | None) -> ListedModel:
+    """The model to measure, from the server's list of models.
+
+    Args:
+        client: for the server's address.
+        model: the model's name on the server; None for the only one.
+
+    Raises:
+        EndpointError: if the server cannot be reached, has no such model, or has several and none was named.
+    """
+    answer = client.get("/v1/models")
+    entries = answer.get("data") if isinstance(answer, dict) else None
+    models = {
+        entry["id"]: entry
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    }
+    if not models:
+        if model is None:
+            raise EndpointError(
+                f"{client.subject} lists no models; name its model with --policy-model or --reference-model"
+            )
+        return ListedModel(model, "", None)
+    names = ", ".join(list(models)[:8])
+    if model is None and len(models) > 1:
+        raise EndpointError(
+            f"{client.subject} has {len(models)} models ({names}); choose one with --policy-model or --reference-model"
+        )
+    if model is not None and model not in models:
+        raise EndpointError(f"{client.subject} has no model {model!r}; it has {names}")
+    name = next(iter(models)) if model is None else model
+    length = models[name].get("max_model_len")
+    is_length = isinstance(length, int) and not isinstance(length, bool) and length > 0
+    return ListedModel(name, str(models[name].get("owned_by", "")), length if is_length else None)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Endpoint:
+    """A server that has been asked for its models and has scored a probe."""
+
+    client: JSONClient
+    dialect: Dialect
+    model: str
+    """The model's name on the server."""
+    top: int
+    """Number of likeliest tokens listed at each position."""
+    context_length: int | None
+    """Largest number of tokens that the server reads; None if it does not say."""
+
+    def scorable(self, sequence: TokenSequence) -> TokenSequence | None:
+        """The sequence without the first tokens that the server does not score; None if no other token is left."""
+        missing = self.dialect.context_tokens - len(sequence.prompt_ids)
+        if missing <= 0:
+            return sequence
+        if missing >= len(sequence.response_ids):
+            return None
+        logp_sampled = sequence.logp_sampled
+        return replace(
+            sequence,
+            prompt_ids=(*sequence.prompt_ids, *sequence.response_ids[:missing]),
+            response_ids=sequence.response_ids[missing:],
+            logp_sampled=None if logp_sampled is None else logp_sampled[missing:],
+        )
+
+    def score(self, sequence: TokenSequence) -> ListedLogprobs:
+        """What the server says about the response tokens of a sequence.
+
+        Raises:
+            EndpointError: if the server cannot be reached, or its answer is not about this sequence.
+            NonFiniteError: if a response token has no finite log-probability.
+        """
+        query = Query(
+            token_ids=(*sequence.prompt_ids, *sequence.response_ids),
+            scored=len(sequence.response_ids),
+            top=self.top,
+            model=self.model,
+        )
+        try:
+            answer = _ask(self.client, self.dialect, query)
+        except AnswerError as error:
+            raise EndpointError(f"{self.client.subject}: the answer for {sequence.name} {error}") from error
+        except UnsendableError as error:
+            raise EndpointError(f"{self.client.subject} cannot score {sequence.name}: {error}") from error
+        for position, logp in enumerate(answer.token_logp.tolist()):
+            if logp == -float("inf"):
+                raise NonFiniteError(
+                    f"{self.client.subject} gives response token {position} of {sequence.name} a probability of 0, so "
+                    "its log ratio is infinite; see that it serves the model that the responses are of"
+                )
+        return answer
+
+
+def _ask(client: JSONClient, dialect: Dialect, query: Query) -> ListedLogprobs:
+    """Send a query and read the answer; raises AnswerError and EndpointError."""
+    request = dialect.request(query)
+    return dialect.read(client.post(request.path, request.body), query)
+
+
+def connect(
+    client: JSONClient, listed_model: ListedModel, *, tokenizer: Any, vocab_size: int, top: int
+) -> Endpoint:
+    """Find the dialect of a server, and check its tokens and their order on a probe.
+
+    Args:
+        client: for the server's address.
+        listed_model: the model to measure, from ``find_model``.
+        tokenizer: the local model's.
+        vocab_size: tokens that have a logit in the local model.
+        top: number of likeliest tokens to ask for.
+
+    Raises:
+        EndpointError: if the server cannot be reached, gives no log-probabilities of given tokens, or gives those of
+            other positions.
+        TokenizerMismatchError: if its tokens are not those of the tokenizer.
+    """
+    name, owner, context_length = listed_model
+    if owner == NO_PROMPT_LOGPROBS:
+        raise EndpointError(f"{client.subject} is llama.cpp's own server, which {NO_PROMPT_LOGPROBS_REASON}")
+    vocabulary = VocabularyTexts(tokenizer=tokenizer, size=vocab_size)
+    token_ids = tokenizer(PROBE)["input_ids"]
+    dialects = [DIALECTS[owner]] if owner in DIALECTS else [VLLM, EchoServer]
+    failures: list[str] = []
+    for kind in dialects:
+        scored = len(token_ids) - kind.context_tokens
+        query = Query(token_ids=token_ids, scored=scored, top=min(top, vocab_size), model=name)
+        try:
+            dialect, answer = _probe(client, kind(vocabulary=vocabulary), query)
+        except AnswerError as error:
+            failures.append(f"as {kind.name}, its answer to the probe {error}")
+        except UnsendableError as error:
+            failures.append(f"as {kind.name}, {error}")
+        except EndpointError as error:
+            if len(dialects) == 1:
+                raise
+            failures.append(str(error))
+        else:
+            check_texts(client, vocabulary, answer)
+            return Endpoint(
+                client=client,
+                dialect=dialect,
+                model=name,
+                top=query.top,
+                context_length=context_length,
+            )
+    reason = "; ".join(failures)
+    if len(dialects) == 1:
+        raise EndpointError(
+            f"{client.subject} ({dialects[0].name}): {reason.partition(', ')[2]}; see that its model has the tokenizer "
+            "of the local one"
+        )
+    raise EndpointError(f"{client.subject} {NO_PROMPT_LOGPROBS_REASON} ({reason})")
+
+
+def _probe(client: JSONClient, dialect: Dialect, query: Query) -> tuple[Dialect, ListedLogprobs]:
+    """Score the probe; for a server that takes text, also find out whether it adds a begin token.
+
+    Raises:
+        AnswerError, EndpointError: as ``Endpoint.score``; also if its positions are shifted.
+    """
+    if isinstance(dialect, EchoServer):
+        begin = int(query.token_ids[0] == dialect.vocabulary.tokenizer.bos_token_id)
+        words = query.token_ids[begin:]
+        request = dialect.request(Query(token_ids=words, scored=1, top=query.top, model=query.model))
+        dialect = dialect.counting_begin_token(client.post(request.path, request.body), len(words))
+    answer = _ask(client, dialect, query)
+    if isinstance(dialect, EchoServer):
+        check_alignment(client, dialect, query, answer)
+    return dialect, answer
+
+
+def check_alignment(client: JSONClient, dialect: EchoServer, query: Query, answer: ListedLogprobs) -> None:
+    """Check that the log-probabilities of a prompt are those of generating its tokens.
+
+    After some prefixes of the probe the server is asked for the next token's distribution, which must agree with the
+    distribution at the same position of the prompt. llama-cpp-python gives that of the next position to a prompt that
+    begins without a begin token.
+
+    Raises:
+        EndpointError: if they do not agree.
+    """
+    for share in ALIGNMENT_PREFIXES:
+        index = max(query.first, round(share * len(query.token_ids)))
+        request = dialect.next_token_request(query.token_ids[:index], query)
+        generated = dialect.read_next_token(client.post(request.path, request.body))
+        row = index - query.first
+        token = query.token_ids[index]
+        listed = dict(zip(answer.listed_ids[row].tolist(), answer.listed_logp[row].tolist(), strict=True))
+        listed.setdefault(token, float(answer.token_logp[row]))
+        for text, logp in generated.items():
+            token_id = dialect.vocabulary.id_of(text)
+            if token_id is None or logp < LIKELY_NATS:
+                continue
+            prompt_logp = listed.get(token_id, float(answer.unlisted_most[row]))
+            difference = abs(prompt_logp - logp) if token_id in listed else logp - prompt_logp
+            if difference > ALIGNMENT_NATS:
+                raise EndpointError(
+                    f"{client.subject} gives {text!r} a log-probability of {logp:.2f} where it generates the token "
+                    f"after {index} tokens, and {prompt_logp:.2f} or less in a prompt: its log-probabilities of "
+                    "prompts belong to other positions (llama-cpp-python shifts them by one token for a model "
+                    "without a begin token); serve the model with vLLM or SGLang"
+                )
+
+
+def check_texts(client: JSONClient, vocabulary: VocabularyTexts, answer: ListedLogprobs) -> None:
+    """Check that the server's tokens have the texts of the local tokenizer.
+
+    Raises:
+        TokenizerMismatchError: with the first that differ.
+    """
+    different = {
+        token_id: text for token_id, text in answer.texts.items() if not vocabulary.matches(token_id, text)
+    }
+    if different:
+        examples = "; ".join(
+            f"token {token_id} is {text[:40]!r} there and {vocabulary.text_of(token_id)!r} here"
+            for token_id, text in list(different.items())[:3]
+        )
+        raise TokenizerMismatchError(
+            f"{client.subject} has another tokenizer: {len(different)} of {len(answer.texts)} tokens differ "
+            f"({examples}); compare models of one tokenizer"
+        )

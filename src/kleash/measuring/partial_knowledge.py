@@ -1,0 +1,79 @@
+"""What a measurement lacks where one model is behind a server, with the reasons."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kleash.jobs import MeasureJob
+from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED
+from kleash.store import EstimatorRecord, Number
+from kleash.store.statistics import STATISTICS
+
+NEEDS_EXACT_KL = (
+    "quantiles",
+    "by_position",
+    "by_confidence",
+    "convergence",
+    "worst_tokens",
+    "worst_sequences",
+    "prompts",
+    "top_percent_share",
+)
+"""Fields of a measurement that are made of the exact KL of each token."""
+SECOND_MODEL = {"kl_policy_reference": "reference", "kl_reference_policy": "policy"}
+"""The model whose smallest probabilities decide the upper bound of a KL."""
+
+
+def with_reasons_of_infinity(numbers: Mapping[str, Number], job: MeasureJob) -> dict[str, Number]:
+    """The numbers, with the reason as the only warning of each upper bound that is infinite.
+
+    Args:
+        numbers: by the names of ``ALL_STATISTICS``.
+        job: of the run.
+    """
+    explained = dict(numbers)
+    for direction, model in SECOND_MODEL.items():
+        name = f"{direction}_upper"
+        if name not in numbers or not math.isinf(numbers[name].value):
+            continue
+        reason = (
+            f"no upper bound: the {model}'s server does not say how unlikely the tokens are that it does not list"
+            if model == job.endpoint_role
+            else f"no upper bound: the {model} gives tokens that the server does not list a probability of 0"
+        )
+        explained[name] = replace(numbers[name], warnings=(reason,))
+    return explained
+
+
+def known_estimators(estimators: Mapping[str, EstimatorRecord]) -> dict[str, EstimatorRecord]:
+    """The estimators whose value is known at every token."""
+    return {
+        name: record
+        for name, record in estimators.items()
+        if name != LISTED_AND_SAMPLED or not math.isnan(record.value)
+    }
+
+
+def reasons_left_out(
+    job: MeasureJob, unknown_columns: Mapping[str, str], estimators: Mapping[str, EstimatorRecord]
+) -> dict[str, str]:
+    """The reason for everything that a run without the exact KL leaves out, by the name of the number or field.
+
+    Args:
+        job: of the run.
+        unknown_columns: of the engine, each with its reason.
+        estimators: of the run, before ``known_estimators``.
+    """
+    reasons: dict[str, str] = {}
+    for name, statistic in STATISTICS.items():
+        missing = [column for column in statistic.columns if column in unknown_columns]
+        if missing:
+            reasons[name] = unknown_columns[missing[0]]
+    reason = unknown_columns["kl_policy_reference"]
+    reasons |= dict.fromkeys(NEEDS_EXACT_KL, f"it is made of the exact KL of each token; {reason}")
+    reasons["per_sequence"] = f"it is made of the exact KL of each token; {reason}"
+    if LISTED_AND_SAMPLED in estimators and math.isnan(estimators[LISTED_AND_SAMPLED].value):
+        reasons[LISTED_AND_SAMPLED] = (
+            "the server names tokens by their texts, and at some positions several tokens have one text"
+        )
+    return reasons

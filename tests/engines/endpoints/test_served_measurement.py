@@ -1,0 +1,338 @@
+"""Measurements of a policy behind a server: the bounds hold at every token, and nothing is known that is not."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kleash.cli import main
+from kleash.errors import OptionError
+from kleash.jobs import MeasureJob
+from kleash.measuring import compare, measure
+from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED, EstimatorSum, token_quantities
+from kleash.reports.measurement import write_report
+from kleash.shipped import shipped_folder
+from kleash.store import Measurement
+from kleash.store.statistics import known_statistics
+from kleash.store.tables import BOUND_COLUMNS
+
+TEXT = """She was not unhappy, and had the evening been fine she would have gone out.
+
+Mr. Weston, who had been there before dinner, said that it would rain; and it did.
+
+"I never saw such a house," cried her sister, "nor so many windows in one room!"
+"""
+KEY = "sk-of-the-policy"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def distributions() -> dict[str, Callable[[list[int]], torch.Tensor]]:
+    """Next-token log-probabilities of both shipped models in float64, by transformers alone."""
+
+    def of(name: str) -> Callable[[list[int]], torch.Tensor]:
+        network = AutoModelForCausalLM.from_pretrained(shipped_folder(name), dtype=torch.float64).eval()
+
+        def log_probabilities(ids: list[int]) -> torch.Tensor:
+            with torch.inference_mode():
+                return torch.log_softmax(network(torch.tensor([ids])).logits[0], dim=-1)
+
+        return log_probabilities
+
+    return {name: of(name) for name in ("policy", "reference")}
+
+
+def exact_divergences(
+    distributions: dict[str, Callable[[list[int]], torch.Tensor]], path: Path
+) -> dict[str, np.ndarray]:
+    """The divergences at every token of the documents, by their definitions."""
+    tokenizer = AutoTokenizer.from_pretrained(shipped_folder("reference"))
+    rows: dict[str, list[torch.Tensor]] = {}
+    for document in path.read_text().strip().split("\n\n"):
+        ids = tokenizer(document)["input_ids"]
+        p, q = (distributions[name](ids)[:-1] for name in ("policy", "reference"))
+        m = torch.log((p.exp() + q.exp()) / 2)
+
+        def kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            return (first.exp() * (first - second)).sum(-1)
+
+        values = {
+            "kl_policy_reference": kl(p, q),
+            "kl_reference_policy": kl(q, p),
+            "jensen_shannon": (kl(p, m) + kl(q, m)) / 2,
+            "total_variation": (p.exp() - q.exp()).abs().sum(-1) / 2,
+        }
+        tokens = torch.tensor(ids[1:])
+        values["logp_policy"] = p.gather(-1, tokens[:, None])[:, 0]
+        values["position"] = torch.arange(len(tokens))
+        for name, column in values.items():
+            rows.setdefault(name, []).append(column)
+    return {name: torch.cat(columns).numpy() for name, columns in rows.items()}
+
+
+def tokens_of(folder: Path) -> dict[str, np.ndarray]:
+    table = parquet.read_table(folder / "tokens", partitioning=None)
+    return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
+
+
+def assert_bounds_hold(tokens: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> None:
+    for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
+        lower, upper = tokens[f"{name}_lower"], tokens[f"{name}_upper"]
+        assert (lower <= exact[name]).all() and (exact[name] <= upper).all(), name
+        assert (lower > 0.3 * exact[name]).mean() > 0.5, f"{name}: the lower bound is not empty"
+
+
+@pytest.fixture(scope="module")
+def runs(server: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run with each dialect, one with the server as reference, and one with both models loaded."""
+    folder = tmp_path_factory.mktemp("runs")
+    jobs: dict[str, dict[str, Any]] = {
+        name: {"policy": f"{server}/{name}/none/v1", "reference": "shipped:reference"}
+        for name in ("vllm", "sglang", "llama")
+    }
+    jobs["reference"] = {"policy": "shipped:reference", "reference": f"{server}/vllm/none/v1/"}
+    jobs["local"] = {"policy": "shipped:policy", "reference": "shipped:reference"}
+    for name, options in jobs.items():
+        measure(MeasureJob(text=str(text), out=str(folder / name), quiet=True, **options))
+    return {name: folder / name for name in jobs}
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "llama"])
+def test_the_bounds_hold_the_exact_divergences_at_every_token(
+    runs: dict[str, Path], text: Path, distributions: Any, name: str
+) -> None:
+    exact, tokens = exact_divergences(distributions, text), tokens_of(runs[name])
+    if name == "llama":  # which gives no log-probability of the first token
+        exact = {key: values[exact["position"] > 0] for key, values in exact.items()}
+    np.testing.assert_array_equal(tokens["position"], exact["position"])
+    np.testing.assert_allclose(tokens["logp_policy"], exact["logp_policy"], atol=1e-4)
+    assert_bounds_hold(tokens, exact)
+    assert np.isinf(tokens["kl_reference_policy_upper"]).all()
+    assert np.isfinite(tokens["kl_policy_reference_upper"]).all()
+    for column in ("kl_policy_reference", "kl_reference_policy", "total_variation", "entropy_policy"):
+        assert np.isnan(tokens[column]).all()
+
+
+def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(
+    runs: dict[str, Path], text: Path, distributions: Any
+) -> None:
+    exact = exact_divergences(
+        {"policy": distributions["reference"], "reference": distributions["policy"]}, text
+    )
+    tokens = tokens_of(runs["reference"])
+    assert_bounds_hold(tokens, exact)
+    assert np.isinf(tokens["kl_policy_reference_upper"]).all()
+    assert np.isfinite(tokens["kl_reference_policy_upper"]).all()
+    measurement = Measurement.read(runs["reference"])
+    assert measurement.noise_floor is None
+    assert any("the reference is behind a server" in warning for warning in measurement.warnings)
+
+
+def test_what_is_unknown_is_left_out_with_its_reason(runs: dict[str, Path]) -> None:
+    measurement, local = Measurement.read(runs["vllm"]), Measurement.read(runs["local"])
+    assert set(measurement.per_token) >= {
+        name for name in BOUND_COLUMNS if name.endswith(("_lower", "_upper"))
+    }
+    for name in ("kl_policy_reference", "total_variation", "acceptance_rate", "entropy_policy"):
+        assert name not in measurement.per_token
+        assert "lists 20 tokens" in measurement.left_out[name]
+    for name in ("entropy_reference", "logp_policy", "logp_reference"):
+        assert measurement.per_token[name].value == pytest.approx(local.per_token[name].value, abs=1e-5)
+    assert measurement.top1_agreement.value == pytest.approx(local.top1_agreement.value, abs=1e-9)
+    assert measurement.perplexity["policy"].value == pytest.approx(local.perplexity["policy"].value, rel=1e-5)
+    upper = measurement.per_token["kl_reference_policy_upper"]
+    assert upper.value == math.inf
+    assert upper.warnings == (
+        "no upper bound: the policy's server does not say how unlikely the tokens are that it does not list",
+    )
+    assert measurement.models["policy"].dtype == "unknown" and measurement.models["policy"].parameters is None
+    kl = local.per_token["kl_policy_reference"].value
+    low, high = (measurement.per_token[f"kl_policy_reference_{end}"].value for end in ("lower", "upper"))
+    assert low < kl < high
+
+
+def test_report_summary_and_comparison_show_the_bounds(
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = write_report(runs["vllm"]).read_text()
+    assert "KL(policy ‖ reference), lower bound per token" in page and "Upper bound" in page
+    assert "lists 20 tokens at each position and not its whole distribution" in page
+    comparison = compare([runs["local"], runs["vllm"]])
+    assert "kl_policy_reference" not in comparison.differences[0].differences
+    assert abs(comparison.differences[0].differences["perplexity_policy"].value) < 1e-3
+    assert "kl_policy_reference_lower" in comparison.runs[1].numbers
+    page = str(runs["vllm"].parent / "comparison.html")
+    assert main(["compare", str(runs["vllm"]), str(runs["local"]), "--out", page]) == 0
+    assert main(["report", str(runs["vllm"])]) == 0
+    assert "unknown" in capsys.readouterr().out
+
+
+def drawn_responses(path: Path, distributions: Any, *, logprobs: bool) -> Path:
+    """Responses that the policy draws, as token ids."""
+    generator = torch.Generator().manual_seed(0)
+    lines: list[str] = []
+    for prompt in ([0, 40, 50], [0, 60, 70, 80], [0, 90, 100]):
+        ids, drawn = list(prompt), []
+        for _ in range(12):
+            logp = distributions["policy"](ids)[-1]
+            ids.append(int(torch.multinomial(logp.exp(), 1, generator=generator)))
+            drawn.append(float(logp[ids[-1]]))
+        record: dict[str, Any] = {"prompt_token_ids": prompt, "response_token_ids": ids[len(prompt) :]}
+        lines.append(json.dumps(record | ({"logprobs": drawn} if logprobs else {})))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_responses_have_sampled_estimates(
+    server: str, distributions: Any, tmp_path: Path, logprobs: bool
+) -> None:
+    responses = str(drawn_responses(tmp_path / "responses.jsonl", distributions, logprobs=logprobs))
+    options = {"responses": responses, "quiet": True}
+    served = measure(MeasureJob(policy=f"{server}/vllm/none/v1", out=str(tmp_path / "served"), **options))
+    local = measure(MeasureJob(out=str(tmp_path / "local"), **options))
+    assert set(served.estimators) == {*local.estimators, LISTED_AND_SAMPLED}
+    for name, record in local.estimators.items():
+        assert served.estimators[name].value == pytest.approx(record.value, abs=1e-5)
+        assert served.estimators[name].ci95 == pytest.approx(record.ci95, abs=1e-4)
+        assert served.estimators[name].bias is None
+    assert served.per_sequence is None and "per_sequence" in served.left_out
+    page = write_report(tmp_path / "served").read_text()
+    assert "listed_and_sampled" in page
+
+
+def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logp, logq = torch.log_softmax(2 * torch.randn(2, 50, generator=generator, dtype=torch.float64), -1)
+    mu = torch.log_softmax(torch.randn(50, generator=generator, dtype=torch.float64), -1)
+    exact = float((logp.exp() * (logp - logq)).sum())
+    listed = logp.topk(5).indices
+    of_listed = float((logp.exp() * (logp - logq))[listed].sum())
+    is_listed = torch.isin(torch.arange(50), listed)
+    unknown = ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation")
+    columns = {name: np.zeros(50) for name in BOUND_COLUMNS} | {
+        "logp_policy": logp.numpy(),
+        "logp_reference": logq.numpy(),
+        "logp_sampled": mu.numpy(),
+        "kl_of_listed": np.full(50, of_listed),
+        "token_is_listed": is_listed.double().numpy(),
+        **{name: np.zeros(50) for name in ("top1_policy", "top1_reference", "entropy_reference")},
+    }
+    for weighting, drawn_from in (("unweighted", logp), ("importance", mu)):
+        quantities = token_quantities(
+            columns, weighting, known_statistics([*unknown, "entropy_policy"])
+        ).columns()
+        estimates = quantities[EstimatorSum(LISTED_AND_SAMPLED, "value")]
+        assert float((drawn_from.exp().numpy() * estimates).sum()) == pytest.approx(exact, abs=1e-12)
+
+
+def test_an_interrupted_run_goes_on_after_its_last_shard(
+    server: str, text: Path, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["measure", "--policy", f"{server}/vllm/later/v1", "--reference", "shipped:reference"]
+    words += ["--text", str(text), "--out", str(tmp_path / "run"), "--batch-tokens", "8", "--quiet"]
+    options = ["--endpoint-concurrency", "1", "--endpoint-retries", "0"]
+    assert main([*words, *options]) == 2
+    error = capsys.readouterr().err
+    assert "answered 500" in error and "go on with --resume" in error and error.count("\n") == 1
+    finished = sorted((tmp_path / "run" / "sequences").glob("*.parquet"))
+    assert len(finished) == 2
+    before = [path.read_bytes() for path in finished]
+    assert main([*words, "--resume", "--endpoint-concurrency", "3"]) == 0
+    assert [path.read_bytes() for path in finished] == before
+    resumed, whole = Measurement.read(tmp_path / "run"), Measurement.read(runs["vllm"])
+    assert resumed.counts.tokens == whole.counts.tokens
+    for name, number in whole.per_token.items():
+        assert resumed.per_token[name].value == pytest.approx(number.value, abs=1e-5)
+
+
+def test_the_key_is_sent_and_written_nowhere(
+    server: str,
+    seen: Callable[[], dict[str, Any]],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("KLEASH_POLICY_API_KEY", KEY)
+    words = [
+        "measure",
+        "--policy",
+        f"{server}/vllm/none/v1",
+        "--text",
+        str(text),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main([*words, "--endpoint-concurrency", "2"]) == 0
+    captured = capsys.readouterr()
+    assert KEY not in captured.out + captured.err
+    assert f"Bearer {KEY}" in seen()["keys"]
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": "x.jsonl"}, "which scores given tokens: give --text or --responses"),
+        ({"text": "x", "reference": "https://there/v1"}, "both behind servers"),
+        (
+            {"text": "x", "temperature": 0.7},
+            "--temperature is 0.7, and servers give log-probabilities of prompts at 1",
+        ),
+        ({"text": "x", "reference_cache": "c"}, "--reference-cache holds a loaded reference's hidden states"),
+        ({"text": "x", "until_relative_error": 0.1}, "--until-relative-error needs the exact KL"),
+        (
+            {"text": "x", "reference_model": "r"},
+            "--reference-model is a model's name on a server, and --reference",
+        ),
+        ({"text": "x", "top_logprobs": 0}, "--top-logprobs must be at least 1"),
+        ({"text": "x", "endpoint_concurrency": 0}, "--endpoint-concurrency must be at least 1"),
+        ({"text": "x", "endpoint_timeout": math.nan}, "--endpoint-timeout must be a number above 0"),
+        ({"text": "x", "endpoint_retries": -1}, "--endpoint-retries must be at least 0"),
+    ],
+)
+def test_options_that_a_server_cannot_meet(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        MeasureJob(policy="http://127.0.0.1:1/v1", **options)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://me:secret@127.0.0.1:1/v1", "has more than a host, a port and a path"),
+        ("http://127.0.0.1:1/v1?key=secret", "has more than a host, a port and a path"),
+        ("http://127.0.0.1:port/v1", "is not an address"),
+        ("http:///v1", "is not an address"),
+    ],
+)
+def test_addresses_that_hold_a_key_or_no_host(
+    address: str, message: str, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["measure", "--policy", address, "--text", str(text), "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "secret" not in error
+
+
+def test_options_of_servers_without_one_do_nothing() -> None:
+    job = MeasureJob(top_logprobs=5, tokenizer="t")
+    assert "--top-logprobs does nothing without a server" in job.without_effect()
+    assert "top_logprobs" not in job.settings()
+    served = MeasureJob(policy="http://127.0.0.1:1/v1", text="x", policy_model="p", endpoint_retries=1)
+    assert served.without_effect() == ()
+    assert "top_logprobs" in served.settings() and "endpoint_retries" not in served.settings()

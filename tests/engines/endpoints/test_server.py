@@ -1,0 +1,187 @@
+"""Faults of servers: each is one sentence, passing ones are tried again, and no key is in any of them."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from kleash.engines.endpoints import Endpoint, JSONClient, connect, find_model
+from kleash.errors import EndpointError, OptionError
+from kleash.models import TokenizerMismatchError, TokenSequence
+from kleash.shipped import shipped_folder
+
+KEY = "sk-not-to-be-seen"
+Connect = Callable[..., Endpoint]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(shipped_folder("reference"))
+
+
+@pytest.fixture
+def pauses() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def connected(server: str, tokenizer: PreTrainedTokenizerBase, pauses: list[float]) -> Connect:
+    """Connects to a dialect with a fault; pauses between retries are noted and not made."""
+
+    def run(dialect: str, fault: str = "none", *, model: str | None = None, **options: Any) -> Endpoint:
+        def pause(seconds: float) -> bool:
+            pauses.append(seconds)
+            return False
+
+        client = JSONClient(
+            url=f"{server}/{dialect}/{fault}",
+            subject="the policy's server",
+            key_variable="KLEASH_POLICY_API_KEY",
+            **{"api_key": KEY, "retries": 2, "pause": pause, **options},
+        )
+        return connect(client, find_model(client, model), tokenizer=tokenizer, vocab_size=2560, top=5)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name"),
+    [("vllm", "vLLM"), ("sglang", "SGLang"), ("llama", "echo and logprobs"), ("proxy", "vLLM")],
+)
+def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, name: str) -> None:
+    endpoint = connected(dialect)
+    assert (endpoint.dialect.name, endpoint.model, endpoint.top) == (name, "policy", 5)
+    assert endpoint.context_length == (None if dialect == "llama" else 400)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fault", "message"),
+    [
+        ("vllm", "truncated", r"broke off its answer.* \(tried 3 times\); see that it runs"),
+        ("vllm", "html", r"18|20 bytes that are not JSON.* \(tried 3 times\)"),
+        ("vllm", "deep", r"bytes that are not JSON"),
+        ("vllm", "close", r"broke off its answer \(RemoteDisconnected\) \(tried 3 times\)"),
+        ("vllm", "429", r"answered 429: '\\x1b\[31mbusy Bearer \*\*\*' \(tried 3 times\)"),
+        ("vllm", "500", r"answered 500: .* \(tried 3 times\)"),
+        ("vllm", "long", r"answered 429: 'slow down' and asks for a pause of 7200 s"),
+        ("vllm", "401", r"refuses the request with 401 \(KLEASH_POLICY_API_KEY\); check the key"),
+        ("vllm", "400", r"refuses the request with 400: 'no, \\x1b\[31mBearer \*\*\*'"),
+        ("vllm", "redirect", r"sends to another address \(https://elsewhere.example/v1\); give that one"),
+        ("vllm", "counts", r"prompt_logprobs where \d+ were sent"),
+        ("vllm", "fewer", r"lists 4 tokens( beside token \d+)? where 5 were asked for"),
+        ("vllm", "nan", r"has nan as a log-probability"),
+        ("vllm", "logits", r"has \d\.\d+ as a log-probability"),
+        ("vllm", "foreign", r"has token 100\d+, and the local model has 2560 tokens: it is of another model"),
+        ("sglang", "counts", r"has \d+ input_token_logprobs where \d+ were sent"),
+        ("sglang", "fewer", r"has 4 tokens at a position where 5 were sent or asked for"),
+        ("sglang", "nan", r"has nan as a log-probability"),
+        ("sglang", "foreign", r"has token 100\d+, and the local model"),
+        ("sglang", "truncated", r"broke off its answer"),
+        ("llama", "counts", r"tokens in its lists where \d+ were sent"),
+        ("llama", "nan", r"has nan as a log-probability"),
+        ("llama", "retokenised", r"the server takes text, and cuts it into other tokens"),
+        ("llama", "shifted", r"its log-probabilities of prompts belong to other positions"),
+        (
+            "llamacpp",
+            "none",
+            r"is llama.cpp's own server, which gives log-probabilities of generated tokens only",
+        ),
+        ("vllm", "models", r"has 2 models \(policy, other\); choose one with --policy-model"),
+        ("vllm", "nomodels", r"lists no models; name its model"),
+    ],
+)
+def test_a_fault_is_a_sentence(connected: Connect, dialect: str, fault: str, message: str) -> None:
+    with pytest.raises(EndpointError, match=message) as raised:
+        connected(dialect, fault)
+    sentence = str(raised.value)
+    assert sentence.startswith("the policy's server") and "\n" not in sentence
+    assert KEY not in sentence and "\x1b" not in sentence
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_another_tokenizer_is_refused(connected: Connect, dialect: str) -> None:
+    with pytest.raises(
+        TokenizerMismatchError, match=r"has another tokenizer: .* is 'wrong' there and '.*' here"
+    ):
+        connected(dialect, "texts")
+
+
+def test_a_model_that_the_server_lacks_is_named(connected: Connect) -> None:
+    with pytest.raises(EndpointError, match="has no model 'policy-2'; it has policy"):
+        connected("vllm", model="policy-2")
+    assert connected("vllm", "models", model="policy").model == "policy"
+
+
+@pytest.mark.parametrize("fault", ["truncated-2", "500-2", "close-2", "html-2"])
+def test_passing_faults_are_tried_again_after_growing_pauses(
+    connected: Connect, pauses: list[float], fault: str
+) -> None:
+    connected("vllm", fault)
+    assert len(pauses) == 2
+    assert 0.25 <= pauses[0] <= 0.75 and 0.5 <= pauses[1] <= 1.5
+
+
+def test_a_pause_that_the_server_asks_for_is_kept_to(connected: Connect, pauses: list[float]) -> None:
+    connected("vllm", "429-1")  # Retry-After: 0
+    assert len(pauses) == 1 and 0.25 <= pauses[0] <= 1.0
+
+
+@pytest.mark.parametrize("fault", ["drip", "hang"])
+def test_the_time_limit_is_that_of_the_whole_answer(connected: Connect, fault: str) -> None:
+    with pytest.raises(EndpointError, match=r"did not finish its answer within 0.4 s .*\(tried once\)"):
+        connected("vllm", fault, timeout_seconds=0.4, retries=0)
+
+
+def test_an_address_that_nobody_answers(pauses: list[float]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        client = JSONClient(
+            url=f"http://127.0.0.1:{free.getsockname()[1]}",
+            subject="the server",
+            key_variable="KEY",
+            retries=1,
+            pause=lambda seconds: False,
+        )
+        with pytest.raises(EndpointError, match=r"cannot be reached: Connection refused \(tried 2 times\)"):
+            find_model(client, None)
+
+
+def test_a_closed_client_sends_no_more(connected: Connect) -> None:
+    client = connected("vllm").client
+    client.close()
+    with pytest.raises(EndpointError, match="was cancelled"):
+        client.get("/v1/models")
+
+
+def test_a_key_that_no_header_can_hold() -> None:
+    with pytest.raises(OptionError, match="KLEASH_POLICY_API_KEY has characters") as raised:
+        JSONClient(
+            url="http://x", subject="s", key_variable="KLEASH_POLICY_API_KEY", api_key="sk\nInjected: 1"
+        )
+    assert "Injected" not in str(raised.value)
+
+
+def test_the_key_is_not_in_the_representation(connected: Connect) -> None:
+    assert KEY not in repr(connected("vllm"))
+
+
+def sequence(prompt: tuple[int, ...], response: tuple[int, ...]) -> TokenSequence:
+    return TokenSequence(
+        prompt_id=0, sample_id=0, prompt_ids=prompt, response_ids=response, prompt_text="", response_text=""
+    )
+
+
+def test_only_the_tokens_are_left_out_that_the_server_does_not_score(connected: Connect) -> None:
+    window = sequence((0,), (10, 11, 12))
+    assert connected("vllm").scorable(window) is window
+    shorter = connected("llama").scorable(window)
+    assert shorter is not None
+    assert (shorter.prompt_ids, shorter.response_ids) == ((0, 10), (11, 12))
+    assert connected("llama").scorable(sequence((0,), (10,))) is None
+
+
+def test_a_sequence_without_the_begin_token_is_named(connected: Connect) -> None:
+    with pytest.raises(EndpointError, match="cannot score prompt 0, sample 0: the server puts a begin token"):
+        connected("llama").score(sequence((10, 11), (12, 13)))

@@ -1,0 +1,281 @@
+"""A small inference server that answers as vLLM, SGLang and llama-cpp-python do, with faults on request.
+
+    python tests/helpers/inference_server.py MODEL_FOLDER
+
+It prints its port. An address is ``http://127.0.0.1:PORT/DIALECT/FAULT/v1``: the dialect is "vllm", "sglang", "llama",
+"llamacpp" or "proxy" (vLLM's answers behind another owner); the fault is a name of ``FAULTS``, or "none". A fault with
+a number, "500-2", occurs in the first so many requests of that address. The shapes are those of vLLM 0.18's
+``protocol.py``, SGLang 0.5's ``io_struct.py`` and llama-cpp-python 0.3.36's ``llama.py``.
+"""
+
+import json
+import math
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FAULTS = (
+    "truncated", "429", "500", "401", "400", "html", "counts", "nan", "logits", "drip", "hang", "retokenised",
+    "texts", "foreign", "shifted", "fewer", "later", "long", "redirect", "deep", "close", "models", "nomodels",
+)  # fmt: skip
+"""What may go wrong. "later" is one failure in the fourth request; "models" and "nomodels" are about the list."""
+OWNERS = {"vllm": "vllm", "sglang": "sglang", "llama": "me", "llamacpp": "llamacpp", "proxy": "someone"}
+ZERO = -9999.0
+
+
+class Model:
+    """Next-token log-probabilities of a checkpoint, and its tokenizer."""
+
+    def __init__(self, folder: str) -> None:
+        self.network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.lock = threading.Lock()
+        self.name = Path(folder).name
+        self.log_probabilities = lru_cache(maxsize=256)(self._log_probabilities)
+
+    def _log_probabilities(self, ids: tuple[int, ...]) -> torch.Tensor:
+        with self.lock, torch.inference_mode():
+            return torch.log_softmax(self.network(torch.tensor([ids])).logits[0].float(), dim=-1)
+
+    def piece(self, token: int) -> str:
+        """The bytes of a token as llama.cpp decodes them."""
+        anchor = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        text = self.tokenizer.decode([*anchor, token], skip_special_tokens=True)
+        return text.removeprefix(self.tokenizer.decode(anchor)).replace("\ufffd", "")
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one model."""
+
+    daemon_threads = True
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model = model
+        self.requests: Counter[str] = Counter()
+        self.in_flight = self.most_in_flight = 0
+        self.counting = threading.Lock()
+        self.keys: list[str | None] = []
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that hang up."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers requests of every dialect."""
+
+    server: Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/seen":
+            seen = {"most_in_flight": self.server.most_in_flight, "keys": self.server.keys}
+            return self.send(200, {**seen, "requests": self.server.requests})
+        dialect, fault, path = self.split()
+        if path != "/v1/models":
+            return self.send(404, {"error": "no such path"})
+        if fault == "nomodels":
+            return self.send(404, {"detail": "Not Found"})
+        entry: dict[str, Any] = {"id": self.server.model.name, "object": "model", "owned_by": OWNERS[dialect]}
+        if dialect in ("vllm", "sglang", "proxy"):
+            entry["max_model_len"] = 400
+        entries = [entry, {**entry, "id": "other"}] if fault == "models" else [entry]
+        return self.send(200, {"object": "list", "data": entries})
+
+    def do_POST(self) -> None:
+        dialect, fault, path = self.split()
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.counting:
+            self.server.requests[self.address] += 1
+            count = self.server.requests[self.address]
+            self.server.in_flight += 1
+            self.server.most_in_flight = max(self.server.most_in_flight, self.server.in_flight)
+            self.server.keys.append(self.headers["Authorization"])
+        try:
+            fault, _, times = fault.partition("-")
+            if times and count > int(times):
+                fault = "none"
+            if fault == "later":
+                fault = "500" if count == 4 else "none"
+            if not self.fail(fault):
+                self.send(200, self.answer(dialect, fault, path, body), fault)
+        except BrokenPipeError:
+            pass
+        finally:
+            with self.server.counting:
+                self.server.in_flight -= 1
+
+    def split(self) -> tuple[str, str, str]:
+        _, dialect, fault, *rest = self.path.split("/")
+        self.address = f"/{dialect}/{fault}"
+        return dialect, fault, "/" + "/".join(rest)
+
+    def fail(self, fault: str) -> bool:
+        """Send an error and return True, if ``fault`` is one."""
+        key = self.headers["Authorization"]
+        if fault in ("429", "500"):
+            self.send(int(fault), {"error": {"message": f"\x1b[31mbusy {key}"}}, retry_after="0")
+        elif fault == "long":
+            self.send(429, {"error": {"message": "slow down"}}, retry_after="7200")
+        elif fault in ("400", "401"):
+            self.send(int(fault), {"object": "error", "message": f"no, \x1b[31m{key}"})
+        elif fault == "html":
+            self.send_bytes(200, b"<html>gateway</html>")
+        elif fault == "redirect":
+            self.send_response(307)
+            self.send_header("Location", "https://elsewhere.example/v1")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif fault == "deep":
+            self.send_bytes(200, b"[" * 100_000)
+        elif fault == "hang":
+            time.sleep(20)
+        elif fault == "close":
+            self.close_connection = True
+        else:
+            return False
+        return True
+
+    def send(self, status: int, value: Any, fault: str = "none", retry_after: str | None = None) -> None:
+        content = json.dumps(value).encode()
+        if fault == "truncated":
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            self.close_connection = True
+        elif fault == "drip":
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            for byte in content:
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+                time.sleep(0.05)
+        else:
+            self.send_bytes(status, content, retry_after)
+
+    def send_bytes(self, status: int, content: bytes, retry_after: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        if retry_after is not None:
+            self.send_header("Retry-After", retry_after)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def answer(self, dialect: str, fault: str, path: str, body: Mapping[str, Any]) -> Any:
+        if dialect in ("vllm", "proxy") and path == "/v1/completions":
+            return self.vllm(fault, body)
+        if dialect == "sglang" and path == "/generate":
+            return self.sglang(fault, body)
+        if dialect in ("llama", "llamacpp") and path == "/v1/completions":
+            return self.llama(fault, body)
+        return {"choices": [{"text": ""}]}
+
+    def rows(self, fault: str, ids: list[int]) -> torch.Tensor:
+        logp = self.server.model.log_probabilities(tuple(ids))
+        return logp + 3 if fault == "logits" else logp
+
+    def value(self, fault: str, logp: torch.Tensor) -> float:
+        number = float(logp)
+        if fault == "nan":
+            return math.nan
+        return ZERO if number == -math.inf else number
+
+    def text(self, fault: str, token: int) -> str:
+        return "wrong" if fault == "texts" else self.server.model.tokenizer.decode([token])
+
+    def vllm(self, fault: str, body: Mapping[str, Any]) -> Any:
+        ids, top = body["prompt"], body["prompt_logprobs"]
+        rows: list[Any] = [None]
+        for index, logp in enumerate(self.rows(fault, ids)[:-1]):
+            token = ids[index + 1]
+            best = logp.topk(min(top, len(logp))).indices.tolist()
+            best = best[:-1] if fault == "fewer" else best
+            rows.append(
+                {
+                    str(each + (10**6 if fault == "foreign" else 0)): {
+                        "logprob": self.value(fault, logp[each]),
+                        "rank": int((logp >= logp[each]).sum()),
+                        "decoded_token": self.text(fault, each),
+                    }
+                    for each in dict.fromkeys([token, *best])
+                }
+            )
+        rows = rows[:-1] if fault == "counts" else rows
+        return {"choices": [{"index": 0, "text": "x", "logprobs": None, "prompt_logprobs": rows}]}
+
+    def sglang(self, fault: str, body: Mapping[str, Any]) -> Any:
+        ids, top, start = body["input_ids"], body["top_logprobs_num"], body["logprob_start_len"]
+        log_probabilities = self.rows(fault, ids)
+        own: list[Any] = [[None, ids[start], None]]
+        likeliest: list[Any] = [None]
+        for index in range(start + 1, len(ids)):
+            logp = log_probabilities[index - 1]
+            shift = 10**6 if fault == "foreign" else 0
+
+            def entry(token: int, logp: torch.Tensor = logp, shift: int = shift) -> list[Any]:
+                return [self.value(fault, logp[token]), token + shift, self.text(fault, token)]
+
+            own.append(entry(ids[index]))
+            best = logp.topk(min(top, len(logp))).indices.tolist()
+            likeliest.append([entry(token) for token in (best[:-1] if fault == "fewer" else best)])
+        if fault == "counts":
+            own, likeliest = own[:-2], likeliest[:-2]
+        meta = {"input_token_logprobs": own, "input_top_logprobs": likeliest, "prompt_tokens": len(ids)}
+        return {"text": "", "meta_info": meta}
+
+    def llama(self, fault: str, body: Mapping[str, Any]) -> Any:
+        """As llama-cpp-python: a begin token is added, and left out of the lists; without one they are shifted."""
+        model = self.server.model
+        ids = model.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+        begin = model.tokenizer.bos_token_id
+        if fault != "shifted" and ids[:1] != [begin]:
+            ids = [begin, *ids]
+        if fault == "retokenised" and body["echo"]:
+            ids = [*ids[:-1], ids[-2]]
+        log_probabilities = self.rows(fault, ids)
+        generated = int(log_probabilities[-1].argmax())
+        if body["echo"]:
+            keeps_begin = fault == "shifted" or ids[0] != begin
+            tokens = [*ids[0 if keeps_begin else 1 :], generated]
+            rows = log_probabilities
+        else:
+            tokens, rows = [generated], log_probabilities[-1:]
+        own, likeliest = [], []
+        for token, logp in zip(tokens, rows, strict=False):
+            own.append(self.value(fault, logp[token]))
+            best = logp.topk(min(body["logprobs"], len(logp))).indices.tolist()
+            listed = {model.piece(each): self.value(fault, logp[each]) for each in best}
+            likeliest.append(listed | {model.piece(token): own[-1]})
+        tokens = tokens[: len(own)]
+        texts = [model.piece(token) for token in tokens]
+        if body["echo"]:
+            own[0] = likeliest[0] = None
+        if fault == "counts":
+            texts, own, likeliest = texts[:-2], own[:-2], likeliest[:-2]
+        lists = {"tokens": texts, "token_logprobs": own, "top_logprobs": likeliest, "text_offset": []}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1}
+        return {"choices": [{"index": 0, "text": "x", "logprobs": lists}], "usage": usage}
+
+
+def main() -> None:
+    server = Server(Model(sys.argv[1]))
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
