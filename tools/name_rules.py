@@ -147,8 +147,6 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "src/kleash/integrations",
         "stands in for a KL controller of verl or of OpenRLHF; both names are documented import paths",
     ),
-    Exemption("module-twice", "base", "src/kleash/engines", "the interface of the engines"),
-    Exemption("module-twice", "base", "src/kleash/linear", "the interface of the backends"),
     Exemption("stop-word", "kept", "src/kleash/divergences", "documented field Truncated.kept and argument"),
     Exemption("stop-word", "kept", "src/kleash/estimators", "documented argument of to_truncated"),
     Exemption("stop-word", "kept", "src/kleash/leash", "documented field TrustRegion.kept"),
