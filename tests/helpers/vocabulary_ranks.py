@@ -32,6 +32,7 @@ from kleash.linear import (
     linear_objective,
     log_probabilities,
     token_statistics,
+    token_statistics_and_top,
 )
 from kleash.masking import mean_of
 
@@ -372,6 +373,131 @@ def a_dtensor_keeps_its_rows_with_a_group_and_is_gathered_without(split):
         linear_kl(mine[0], Head(whole, vocabulary_group=mesh), mine[3], Head(tensors[4]))
 
 
+def stored(x, split):
+    """A tensor of which each rank stores some rows, as FSDP2 shards it."""
+    return distribute_tensor(x, DeviceMesh.from_group(split.group, "cpu"), [Shard(0)]).requires_grad_()
+
+
+def own_tokens(split, tokens):
+    """As many tokens as the rank has, and one more; the last rank has what is left, which may be nothing."""
+    ends = [min(tokens, 3 * n * (n + 1) // 2) for n in range(split.size)]
+    return slice(ends[split.rank], tokens if split.rank == split.size - 1 else ends[split.rank + 1])
+
+
+def objective_of(weights):
+    return lambda terms, rows: (
+        terms.kl * weights[rows] - 0.1 * terms.entropy + terms.token_logp * weights[rows].square()
+    )
+
+
+def stored_calls(weights, ids, temperature, options):
+    """Functions of p, q and the tokens that are this rank's, each to a scalar."""
+    return {
+        "loss": lambda p, q, n: (
+            linear_kl_loss(*p, *q, weights=weights[n], temperature=temperature[n], options=options).loss
+        ),
+        "values": lambda p, q, n: (
+            linear_divergence(*p, *q, divergence="hellinger", options=options) * weights[n]
+        ).sum(),
+        "objective": lambda p, q, n: linear_objective(
+            *p, ids[n], *q, objective_of(weights[n]), options=options
+        )[0],
+    }
+
+
+@check
+def stored_rows_with_different_tokens_equal_one_process(split):
+    """Values, statistics and gradients; moving tokens (few of them) and gathering rows (of a small vocabulary)."""
+    for tokens, options in ((11, None), (11, CHUNKS), (11, REFERENCE), (300, None), (2, CHUNKS)):
+        tensors = made(tokens=tokens, dtype=torch.float64)
+        weights = torch.linspace(-1, 2, tokens).double()
+        weights[1], ids, temperature = (
+            0,
+            torch.arange(tokens) % WORDS,
+            torch.linspace(0.5, 1.5, tokens).double(),
+        )
+        mine = own_tokens(split, tokens)
+        traits = {"softcap": 4.0, "scale": 1.3}
+        calls = stored_calls(weights, ids, temperature, options)
+        for name, call in calls.items():
+            right = local_rows(tensors, slice(None))
+            expected = call(*models(right, **traits), slice(None))
+            expected.backward()
+            for trains_q in (True, False):
+                ours = [
+                    x[mine].clone().requires_grad_() if n % 3 == 0 else stored(x, split)
+                    for n, x in enumerate(tensors)
+                ]
+                if not trains_q:  # q's head whole and frozen on each rank
+                    ours[4], ours[5] = tensors[4], tensors[5]
+                actual = call(*models(ours, **traits), mine)
+                actual.backward()
+                total = actual.detach().clone()
+                dist.all_reduce(total, group=split.group)
+                assert_close(total, expected.detach(), msg=lambda m, name=name: f"{name}: {m}")
+                for n, x in enumerate(ours[: 6 if trains_q else 4]):
+                    grad = x.grad if n % 3 == 0 else x.grad.full_tensor()
+                    assert_close(
+                        grad,
+                        right[n].grad[mine] if n % 3 == 0 else right[n].grad,
+                        msg=lambda m, name=name, n=n: f"{name} {n}: {m}",
+                    )
+        p, q = models(tensors, **traits)
+        (hp, head_p), (hq, head_q) = models(
+            [x[mine] if n % 3 == 0 else stored(x, split) for n, x in enumerate(tensors)], **traits
+        )
+        statistics = token_statistics(*p, *q, ids, options=options)
+        for column, truth in zip(
+            token_statistics(hp, head_p, hq, head_q, ids[mine], options=options), statistics, strict=True
+        ):
+            assert_close(column, truth[mine])
+        tops = token_statistics_and_top(hp, head_p, hq, head_q, ids[mine], top=3, options=options)
+        assert_close(tops.top_q.probability, log_probabilities(*q).exp().topk(3).values[mine])
+        with torch.no_grad():
+            assert_close(log_probabilities(hp, head_p), log_probabilities(*p)[mine])
+            shared = Head(
+                head_p.weight.detach(), head_p.bias.detach(), vocabulary_group=split.group, **traits
+            )
+            assert_close(log_probabilities(p[0], shared), log_probabilities(*p))
+        assert (linear_kl(hp, head_p, hp, head_p, options=options) == 0).all()
+    one = stored(tensors[1], split)
+    hidden, other = tensors[0][mine].clone().requires_grad_(), tensors[0][mine] * 1.1
+    linear_kl_loss(
+        hidden, Head(one), other, Head(one), weights=torch.ones(len(hidden)).double()
+    ).loss.backward()
+    whole = tensors[1].clone().requires_grad_()
+    every = torch.ones(tokens).double()
+    linear_kl_loss(tensors[0], Head(whole), tensors[0] * 1.1, Head(whole), weights=every).loss.backward()
+    assert_close(one.grad.full_tensor(), whole.grad)
+
+
+@check
+def what_does_not_fit_stored_rows_is_refused_on_every_rank(split):
+    tensors = made(dtype=torch.float32)
+    hp, wp, bp, hq, wq, bq = [x if n % 3 == 0 else stored(x, split).detach() for n, x in enumerate(tensors)]
+    first, wrong_ids = split.rank == 0, torch.full((TOKENS,), 37)
+    p, q = Head(wp, bp), Head(wq, bq)
+    refusals = {
+        "rank 0 of those that store the head" if not first else "p have 4 dimensions": lambda: linear_kl(
+            hp[:, :4] if first else hp, p, hq, q
+        ),
+        "rank 0 of those" if not first else "ids run from 37": lambda: token_statistics(
+            hp, p, hq, q, wrong_ids if first else wrong_ids - 1
+        ),
+        "disagree on the tensors that require": lambda: linear_kl(hp.requires_grad_(first), p, hq, q),
+        "head of p covers 36": lambda: linear_kl(hp, Head(tensors[1][:36]), hq, Head(wq)),
+        "and its bias is whole": lambda: linear_kl(hp, Head(wp, tensors[2]), hq, q),
+        "impl='triton' does not communicate": lambda: linear_kl(
+            hp, p, hq, q, options=LinearOptions(impl="triton")
+        ),
+        "compile='always' cannot": lambda: linear_kl(hp, p, hq, q, options=LinearOptions(compile="always")),
+    }
+    for says, call in refusals.items():
+        with refused(says):
+            call()
+        hp.requires_grad_(False)
+
+
 @check
 def one_weight_trained_on_both_sides(split):
     tensors = made(shared=True)
@@ -565,7 +691,7 @@ def what_does_not_fit_is_refused_on_every_rank(split):
             hp, p, hq, q, weights=torch.where((torch.arange(TOKENS) == 0) & first, 0.0, 1.0)
         ),
         "ids run from 37 to 37 and the heads cover 37": lambda: token_statistics(hp, p, hq, q, ids),
-        "log_probabilities holds the whole vocabulary": lambda: log_probabilities(hp, p),
+        "split over a vocabulary_group has no gradient": lambda: log_probabilities(trained(hp), p),
         "impl='triton' runs on CUDA tensors": lambda: linear_kl(hp, p, hq, q, options=LinearOptions(impl="triton")),
         "cannot compile the collectives of a vocabulary_group": lambda: linear_kl(
             hp, p, hq, q, options=LinearOptions(compile="always")

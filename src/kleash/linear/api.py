@@ -1,5 +1,7 @@
 """The public functions that return values per token: they check the arguments and call a backend."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -12,23 +14,26 @@ from kleash.linear import autograd
 from kleash.linear.checks import (
     as_divergence,
     check_has_data,
-    check_ids,
     check_model,
+    check_on_all_ranks,
     check_temperature,
-    check_tokens,
+    check_token_ids,
     check_transforms,
     checked_pair,
-    common_dtype,
-    flat_temperature,
+    flat_pair,
 )
 from kleash.linear.head import Head, gathered
+from kleash.linear.head_storage import HeadStorage, all_gather_numbers
 from kleash.linear.impl.base import HeadInputs
 from kleash.linear.impl.choice import prepare
 from kleash.linear.impl.project import logits, normalised
 from kleash.linear.impl.reference import REFERENCE
+from kleash.linear.impl.stored_heads import model_as_logits
 from kleash.linear.options import LinearOptions
 from kleash.linear.packing import divergence_name, pack
+from kleash.linear.sharding import process_group, storage_group
 from kleash.linear.types import StatisticsAndTop, TokenStatistics, TopTokens
+from kleash.linear.vocab_shards import LOCAL_VOCAB
 
 
 @uncompiled_in_transforms
@@ -116,7 +121,7 @@ def linear_divergence(
     divergence = as_divergence(divergence)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     options = options or LinearOptions()
-    if options.impl != "reference" or pair.is_sharded:
+    if options.impl != "reference" or pair.is_sharded or pair.storage is not None:
         check_transforms("linear_divergence", (hidden_p, head_p), (hidden_q, head_q), temperature)
     backend, request = prepare(pair, options, divergence)
     with torch.autocast(hidden_p.device.type, enabled=False):
@@ -171,8 +176,7 @@ def token_statistics(
     with torch.no_grad():
         pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     with torch.no_grad(), torch.autocast(hidden_p.device.type, enabled=False):
-        check_tokens(tokens, hidden_p)
-        check_ids(tokens, pair.vocab_size)
+        check_on_all_ranks(pair, lambda: check_token_ids(tokens, hidden_p, pair.vocab_size))
         flat = tokens.reshape(-1).to(torch.int64)
         backend, request = prepare(pair, options)
         statistics = backend.statistics(request, flat)
@@ -221,8 +225,7 @@ def token_statistics_and_top(
                 "token_statistics_and_top needs all rows of the heads, and these are split over a vocabulary_group; "
                 "give heads of all rows"
             )
-        check_tokens(tokens, hidden_p)
-        check_ids(tokens, pair.vocab_size)
+        check_on_all_ranks(pair, lambda: check_token_ids(tokens, hidden_p, pair.vocab_size))
         flat = tokens.reshape(-1).to(torch.int64)
         backend, request = prepare(pair, options)
         statistics, *tops = backend.statistics_and_top(request, flat, top)
@@ -242,7 +245,8 @@ def log_probabilities(
 ) -> Float[Tensor, "*tokens vocab"]:
     """Natural log-probabilities of the whole vocabulary: ``log_softmax(head(hidden) / temperature)``.
 
-    The result holds the whole vocabulary for every token, so this is meant for few tokens.
+    The result holds the whole vocabulary for every token, so this is meant for few tokens. Of a head whose rows are on
+    several ranks, the logits are exchanged and not the rows, unless a gradient is needed.
 
     Args:
         hidden: final hidden states, after the last norm.
@@ -253,23 +257,45 @@ def log_probabilities(
         float32 (or float64, if any tensor is float64).
 
     Raises:
-        ShapeError, OptionError, CannotRunError: as ``linear_kl``.
+        ShapeError, OptionError: as ``linear_kl``.
+        CannotRunError: as ``linear_kl``; if a gradient is needed of a head with a ``vocabulary_group``.
     """
+    tensors = (hidden, head.weight, head.bias)
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if head.vocabulary_group is not None:
-        raise CannotRunError(
-            "log_probabilities holds the whole vocabulary and this head's rows are spread over a vocabulary_group; "
-            "give it a head of all rows"
-        )
-    head, _ = gathered(head, head)
-    check_temperature(temperature, hidden)
-    check_model("the model", hidden, head)
-    check_has_data(hidden)
-    dtype = common_dtype((hidden, head.weight, head.bias))
-    flat = HeadInputs(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
-        head=head,
-        temperature=flat_temperature(temperature, dtype),
-        dtype=dtype,
-    )
+        if trained:
+            raise CannotRunError(
+                "log_probabilities of a head that is split over a vocabulary_group has no gradient; call it under "
+                "torch.no_grad(), or take linear_kl"
+            )
+        model = shared_rows_as_logits(hidden, head, temperature)
+    elif storage_group(head.weight) is not None and not trained:
+        model = stored_rows_as_logits(hidden, head, temperature)
+    else:
+        head, _ = gathered(head, head)
+        check_temperature(temperature, hidden)
+        check_model("the model", hidden, head)
+        check_has_data(hidden)
+        model = flat_pair((hidden, head), (hidden, head), temperature).p
     with torch.autocast(hidden.device.type, enabled=False):
-        return normalised(logits(flat)).reshape(*hidden.shape[:-1], -1)
+        values = normalised(logits(model))
+        return values.reshape(*hidden.shape[:-1], values.shape[-1])
+
+
+def shared_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> HeadInputs:
+    """The logits of the same tokens on all ranks of a ``vocabulary_group``, from the rows of each of them."""
+    head, _ = gathered(head, head)
+    pair = checked_pair((hidden, head), (hidden, head), temperature)
+    ranks = process_group(head.vocabulary_group)
+    rows = all_gather_numbers(ranks, hidden.device, [pair.local_vocab_size])[0]
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        local = logits(replace(pair.p, vocab_shards=LOCAL_VOCAB))
+        columns = HeadStorage(ranks, rows, hidden.device).gather_tokens(local.T.contiguous(), rows).T
+    return HeadInputs(hidden=columns, head=Head(None), temperature=1.0, dtype=pair.p.dtype)
+
+
+def stored_rows_as_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> HeadInputs:
+    """The logits of this rank's tokens, from a head whose rows are stored on several ranks."""
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        pair = checked_pair((hidden, head), (hidden, head), temperature)
+        return model_as_logits(pair.p, LinearOptions().chunk_bytes)

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.errors import CannotRunError
+from kleash.linear.head_storage import HeadStorage
 from kleash.linear.impl.base import (
     NOTHING_NEEDED,
     Backend,
@@ -82,7 +83,7 @@ def _loss_and_outputs(pair: HeadPair, compute: _Compute) -> tuple[Tensor, ...]:
     ``compute`` runs once, here, with the gradients that are needed; the backward pass only scales them.
     """
     if requires_gradient(pair):
-        return _apply(_Loss, compute, *pair.tensors)
+        return _apply(_Loss, compute, pair.storage, *pair.tensors)
     with torch.no_grad():
         result = compute(NOTHING_NEEDED)
     return result.loss, *result.outputs
@@ -149,10 +150,10 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, compute: _Compute, *tensors: Tensor | None
+        ctx: Any, compute: _Compute, storage: HeadStorage | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        result = compute(per_tensor(ctx.needs_input_grad[1:]))
-        ctx.gradients = result.gradients
+        result = compute(per_tensor(ctx.needs_input_grad[2:]))
+        ctx.gradients, ctx.storage = result.gradients, storage
         ctx.mark_non_differentiable(*result.outputs)
         ctx.set_materialize_grads(False)
         return result.loss, *result.outputs
@@ -167,9 +168,11 @@ class _Loss(torch.autograd.Function):
         gradients, ctx.gradients = tuple(ctx.gradients), None
         weight = weights[0]
         if weight is None:
-            return (None,) * (1 + len(gradients))
+            return (None,) * (2 + len(gradients))
+        if ctx.storage is not None:
+            ctx.storage.require_equal_factor(weight)
         if weight.device.type != "cpu" or weight.item() != 1.0:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(weight)
-        return None, *gradients
+        return None, None, *gradients

@@ -1,9 +1,9 @@
 """Checks of the public functions' arguments, and the ``HeadPair`` that they are turned into."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -13,8 +13,16 @@ from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, gathered
+from kleash.linear.head_storage import HeadStorage
 from kleash.linear.impl.base import HeadInputs, HeadPair
-from kleash.linear.sharding import UNSHARDED, common_group, exchange_specs
+from kleash.linear.sharding import (
+    UNSHARDED,
+    common_group,
+    exchange_specs,
+    exchange_storage,
+    ranks_of,
+    storage_group,
+)
 from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab, ShardedVocab
 from kleash.registry import look_up
 
@@ -32,6 +40,9 @@ def checked_pair(
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: if the arguments do not fit together.
     """
     (hidden_p, head_p), (hidden_q, head_q) = p, q
+    stored_on = group_of_storage(head_p, head_q)
+    if stored_on is not None:
+        return stored_pair(stored_on, (hidden_p, head_p), (hidden_q, head_q), temperature)
     head_p, head_q = gathered(head_p, head_q)
     group = common_group(head_p.vocabulary_group, head_q.vocabulary_group)
     vocab_shards: LocalVocab = LOCAL_VOCAB
@@ -42,14 +53,128 @@ def checked_pair(
         hidden_p, head_p = local_part("p", hidden_p, head_p, vocab_shards)
         hidden_q, head_q = local_part("q", hidden_q, head_q, vocab_shards)
     check_same_vocab_size(head_p.vocabulary(hidden_p), head_q.vocabulary(hidden_q))
+    return flat_pair((hidden_p, head_p), (hidden_q, head_q), temperature, vocab_shards)
+
+
+def flat_pair(
+    p: tuple[Tensor, Head],
+    q: tuple[Tensor, Head],
+    temperature: float | Tensor,
+    vocab_shards: LocalVocab = LOCAL_VOCAB,
+    storages: tuple[HeadStorage | None, HeadStorage | None] = (None, None),
+) -> HeadPair:
+    """Both models with their tokens flattened, from arguments that have been checked."""
+    (hidden_p, head_p), (hidden_q, head_q) = p, q
     dtype = common_dtype((hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias))
     flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
     flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
     divisor = flat_temperature(temperature, dtype)
-    return HeadPair(
-        p=HeadInputs(hidden=flat_p, head=head_p, temperature=divisor, dtype=dtype, vocab_shards=vocab_shards),
-        q=HeadInputs(hidden=flat_q, head=head_q, temperature=divisor, dtype=dtype, vocab_shards=vocab_shards),
+    model_p, model_q = (
+        HeadInputs(
+            hidden=hidden,
+            head=head,
+            temperature=divisor,
+            dtype=dtype,
+            vocab_shards=vocab_shards,
+            storage=storage,
+        )
+        for hidden, head, storage in zip((flat_p, flat_q), (head_p, head_q), storages, strict=True)
     )
+    return HeadPair(p=model_p, q=model_q)
+
+
+def group_of_storage(head_p: Head, head_q: Head) -> Any:
+    """The ranks that store the rows of a head and have tokens of their own (FSDP2, ZeRO-3); None if there are none.
+
+    Two heads that are stored on different ranks are gathered, and so is one beside a ``vocabulary_group``.
+    """
+    if head_p.vocabulary_group is not None or head_q.vocabulary_group is not None:
+        return None
+    groups = [group for group in map(storage_group, (head_p.weight, head_q.weight)) if group is not None]
+    return groups[0] if groups and len({tuple(ranks_of(group)) for group in groups}) == 1 else None
+
+
+def stored_pair(
+    group: Any, p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor
+) -> HeadPair:
+    """``checked_pair`` for heads of which each rank stores some rows, and has only these in the pair."""
+    (hidden_p, head_p), (hidden_q, head_q) = p, q
+    stored = [storage_group(head.weight) is not None for head in (head_p, head_q)]
+    error, specs = None, [0, 0, 0, 0, 0]
+    try:
+        local_p = head_of_rank(head_p) if stored[0] else gathered(head_p, head_p)[0]
+        if head_q is head_p:
+            local_q = local_p
+        else:
+            local_q = head_of_rank(head_q) if stored[1] else gathered(head_q, head_q)[0]
+            if head_q.weight is head_p.weight:
+                local_q = replace(
+                    local_q,
+                    weight=local_p.weight,
+                    bias=local_p.bias if head_q.bias is head_p.bias else local_q.bias,
+                )
+        head_p, head_q = local_p, local_q
+        check_each((hidden_p, head_p), (hidden_q, head_q), temperature)
+        tensors = [
+            x for hidden, head in ((hidden_p, head_p), (hidden_q, head_q)) for x in tensors_of(hidden, head)
+        ]
+        needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+        specs = [
+            *(
+                head.vocabulary(hidden) if is_stored else UNSHARDED
+                for (hidden, head), is_stored in zip(
+                    ((hidden_p, head_p), (hidden_q, head_q)), stored, strict=True
+                )
+            ),
+            hidden_p.itemsize + 16 * hidden_q.itemsize,
+            common_dtype(tensors).itemsize,
+            sum(flag << bit for bit, flag in enumerate(needed)),
+        ]
+    except KleashError as local_error:
+        error = local_error
+    storage = exchange_storage(group, hidden_p.device, specs, error)
+    for hidden, head, is_stored in ((hidden_p, head_p, stored[0]), (hidden_q, head_q, stored[1])):
+        if not is_stored:
+            check_same_vocab_size(head.vocabulary(hidden), storage.vocab_size)
+    storages = storage if stored[0] else None, storage if stored[1] else None
+    return flat_pair((hidden_p, head_p), (hidden_q, head_q), temperature, storages=storages)
+
+
+def tensors_of(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tensors of a model that may require a gradient."""
+    return hidden, head.weight, head.bias
+
+
+def head_of_rank(head: Head) -> Head:
+    """The rows of a stored head that this rank has.
+
+    Raises:
+        CannotRunError: if the bias is whole and requires a gradient, of which each rank has its rows only.
+    """
+    weight, bias = cast("Any", head.weight), cast("Any", head.bias)
+    if bias is not None and storage_group(bias) is None:
+        raise CannotRunError(
+            "the weight of a head is stored on several ranks and its bias is whole; shard the bias like the weight"
+        )
+    return replace(head, weight=weight.to_local(), bias=None if bias is None else bias.to_local())
+
+
+def check_on_all_ranks(pair: HeadPair, check: Callable[[], None]) -> None:
+    """Check what differs between ranks that store a head, so that all of them raise if one does.
+
+    Raises:
+        KleashError: the error of ``check``.
+        CannotRunError: if ``check`` fails on another rank.
+    """
+    if pair.storage is None:
+        check()
+        return
+    error = None
+    try:
+        check()
+    except KleashError as local_error:
+        error = local_error
+    pair.storage.raise_together(error)
 
 
 def check_each(p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor) -> None:
@@ -231,6 +356,12 @@ def check_ids(tokens: Tensor, vocab_size: int) -> None:
         raise VocabularyMismatchError(
             f"token ids run from {least} to {most} and the heads cover {vocab_size}: ids from 0 to {vocab_size - 1}"
         )
+
+
+def check_token_ids(tokens: Tensor, hidden: Tensor, vocab_size: int) -> None:
+    """Check that there is an id for each hidden state, and that all are in the vocabulary."""
+    check_tokens(tokens, hidden)
+    check_ids(tokens, vocab_size)
 
 
 def check_weights(weights: Tensor, hidden: Tensor) -> None:

@@ -21,8 +21,9 @@ class Head:
         log p = log_softmax(z / temperature); the temperature belongs to the call
 
     ``weight=None`` means that the hidden states already are ``hidden W^T``; this is slower, for a model whose head
-    has no such parts. A weight that is sharded over ranks (a ``DTensor``) is gathered when it is used, unless
-    ``vocabulary_group`` is set: then each rank uses its own rows. Two heads are equal only if they are one object.
+    has no such parts. The rows of a weight may be on several ranks: with ``vocabulary_group`` the ranks have the same
+    tokens; a ``DTensor`` without it is stored by ranks that have different tokens (FSDP2), and is not gathered as a
+    whole if its one mesh dimension is ``Shard(0)``. Two heads are equal only if they are one object.
 
     Raises:
         ShapeError: if weight is not a matrix, bias not a vector, or the two differ in length.

@@ -13,8 +13,8 @@ from kleash.errors import OptionError
 from kleash.linear import autograd
 from kleash.linear.checks import (
     as_divergence,
-    check_ids,
-    check_tokens,
+    check_on_all_ranks,
+    check_token_ids,
     check_transforms,
     check_weights,
     checked_pair,
@@ -105,7 +105,7 @@ def linear_divergence_loss(
     arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
     check_transforms("linear_divergence_loss", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    check_weights(weights, hidden_p)
+    check_on_all_ranks(pair, lambda: check_weights(weights, hidden_p))
     backend, request = prepare(pair, options, divergence)
     with torch.autocast(hidden_p.device.type, enabled=False):
         loss, per_token = autograd.weighted_sum(backend, request, weights.reshape(-1))
@@ -171,8 +171,7 @@ def linear_objective(
     arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, tokens
     check_transforms("linear_objective", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    check_tokens(tokens, hidden_p)
-    check_ids(tokens, pair.vocab_size)
+    check_on_all_ranks(pair, lambda: check_token_ids(tokens, hidden_p, pair.vocab_size))
     backend, request = prepare(pair, options)
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)

@@ -8,12 +8,15 @@ import torch.distributed
 from torch import Tensor
 
 from kleash.errors import CannotRunError, KleashError, OptionError, VocabularyMismatchError
+from kleash.linear.head_storage import HeadStorage, all_gather_numbers, raise_together
 from kleash.linear.vocab_shards import ShardedVocab
 
 dist: Any = torch.distributed
 MESH: Any = getattr(dist, "DeviceMesh", ())
 SPECS = "errors", "rows of p", "rows of q", "tokens", "bytes a logit", "tensors that require a gradient"
 """The integers that the ranks exchange before a call."""
+STORAGE_SPECS = *SPECS[:3], "bytes a number of the hidden states", *SPECS[4:]
+"""The same for ranks that store a head between them and have different tokens."""
 UNSHARDED = -1
 """The number of rows that stands for a head that is not sharded."""
 
@@ -110,6 +113,70 @@ def local_rows(tensor: Tensor | None, group: Any) -> Tensor | None:
             f"rows over the vocabulary_group, ranks {ranks_of(group)}; leave the group out to have it gathered"
         )
     return sharded.to_local()
+
+
+def storage_group(tensor: Tensor | None) -> Any:
+    """The group over which a DTensor's rows are spread; None for other tensors and for other placements."""
+    placements: Any = getattr(tensor, "placements", None)
+    if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
+        return None
+    mesh = cast("Any", tensor).device_mesh
+    return mesh.get_group() if mesh.size() > 1 else None
+
+
+def with_mean_gradient(tensor: Tensor) -> Tensor:
+    """A DTensor of rows whose gradient is divided by the number of ranks, as FSDP2 does; other tensors as they are.
+
+    The linear functions sum the gradient of a stored head over the ranks.
+    """
+    if storage_group(tensor) is None or not tensor.requires_grad:
+        return tensor
+    return cast("Any", _MeanGradient).apply(tensor, cast("Any", tensor).device_mesh.size())
+
+
+class _MeanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient / ctx.ranks, None
+
+
+def exchange_storage(
+    group: Any, device: torch.device, specs: Sequence[int], error: KleashError | None
+) -> HeadStorage:
+    """The ranks that store the rows of a head, once the arguments of all ranks have been found to agree.
+
+    A rank with an error takes part too, so that the others do not wait for it.
+
+    Args:
+        group: the ranks.
+        device: the device of the exchange.
+        specs: the numbers of ``STORAGE_SPECS`` after the first.
+        error: the error in this rank's arguments.
+
+    Raises:
+        KleashError: ``error``, if there is one.
+        CannotRunError: if another rank has an error, or other arguments.
+        VocabularyMismatchError: if the ranks store different numbers of rows of the two heads.
+    """
+    table = all_gather_numbers(group, device, [int(error is not None), *specs])
+    raise_together(table[0], error)
+    for what, numbers in zip(STORAGE_SPECS[3:], table[3:], strict=True):
+        if len(set(numbers)) > 1:
+            raise CannotRunError(
+                f"the ranks that store the head disagree on the {what}: {numbers}; give all of them the same"
+            )
+    stored = [rows for rows in table[1:3] if UNSHARDED not in rows]
+    if len(stored) == 2 and stored[0] != stored[1]:
+        raise VocabularyMismatchError(
+            f"the ranks store {stored[0]} rows of p's head and {stored[1]} of q's; shard both alike, over one "
+            "vocabulary"
+        )
+    return HeadStorage(group, stored[0], device)
 
 
 def exchange_specs(

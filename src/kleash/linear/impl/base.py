@@ -12,6 +12,7 @@ from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import ShapeError
 from kleash.linear.head import Head
+from kleash.linear.head_storage import HeadStorage
 from kleash.linear.options import LinearOptions
 from kleash.linear.types import StatisticsAndTop, TokenStatistics, TokenTerms
 from kleash.linear.vocab_shards import LOCAL_VOCAB, LocalVocab
@@ -79,6 +80,8 @@ class HeadInputs:
     """Dtype of the logits: float32, or float64 if any tensor of the call is float64."""
     vocab_shards: LocalVocab = LOCAL_VOCAB
     """The ranks that share the vocabulary."""
+    storage: HeadStorage | None = None
+    """The ranks that store the head's rows and have other tokens; weight and bias are then this rank's rows."""
 
     @property
     def tensors(self) -> PerModel[Tensor | None]:
@@ -124,8 +127,15 @@ class HeadPair:
         return self.vocab_shards is not LOCAL_VOCAB
 
     @property
+    def storage(self) -> HeadStorage | None:
+        """The ranks that store the rows of a head and have other tokens; None if this rank has both heads."""
+        return self.p.storage or self.q.storage
+
+    @property
     def vocab_size(self) -> int:
         """The size of the whole vocabulary, over all ranks."""
+        if self.storage is not None:
+            return self.storage.vocab_size
         return self.vocab_shards.vocab_size or self.local_vocab_size
 
     @property

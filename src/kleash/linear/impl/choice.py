@@ -11,6 +11,7 @@ from kleash.linear.impl.base import KL, Backend, HeadPair, Request
 from kleash.linear.impl.chunk_loop import ENOUGH_TOKENS, FALLBACK_BUFFERS
 from kleash.linear.impl.chunked import CHUNKED
 from kleash.linear.impl.reference import REFERENCE
+from kleash.linear.impl.stored_heads import StoredHeadBackend
 from kleash.linear.impl.triton.backend import TRITON
 from kleash.linear.options import CPU_BYTES, LinearOptions
 
@@ -39,12 +40,33 @@ def prepare(
     return select_backend(request), request
 
 
+def stored_backend(request: Request) -> Backend:
+    """The backend for heads whose rows are stored on several ranks, with "chunked" for the rounds by default.
+
+    Raises:
+        CannotRunError: for an implementation or compilation that cannot exchange tokens or rows.
+    """
+    name = "chunked" if request.options.impl == "auto" else request.options.impl
+    if name == "triton":
+        raise CannotRunError(
+            "impl='triton' does not communicate, and the rows of this head are stored on several ranks; take "
+            "impl='auto'"
+        )
+    if request.options.compile == "always":
+        raise CannotRunError(
+            "compile='always' cannot compile the collectives of a head that is stored on several ranks; take 'auto'"
+        )
+    return StoredHeadBackend(BACKENDS[name])
+
+
 def select_backend(request: Request) -> Backend:
     """The backend that ``options.impl`` names; for "auto", triton for CUDA tensors if it can, else chunked.
 
     Raises:
         CannotRunError: if the backend cannot do the call.
     """
+    if request.pair.storage is not None:
+        return stored_backend(request)
     name = request.options.impl
     if name == "auto":
         on_gpu = request.pair.p.hidden.device.type == "cuda"

@@ -1,0 +1,158 @@
+"""The collectives of ranks that store the rows of a head between them and each have tokens of their own.
+
+FSDP2 and ZeRO-3 store a head in this way. Ranks with the *same* tokens share a vocabulary instead: ``vocab_shards``.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.distributed
+from jaxtyping import Float
+from torch import Tensor
+
+from kleash.errors import CannotRunError, KleashError
+
+dist: Any = torch.distributed
+
+
+class HeadStorage:
+    """The ranks that store consecutive rows of one vocabulary, in the order of the ranks."""
+
+    def __init__(self, group: Any, rows: Sequence[int], device: torch.device) -> None:
+        """``rows``: the number of rows that each rank stores."""
+        self.group, self.rows, self.device = group, tuple(rows), device
+        self.rank: int = dist.get_rank(group)
+        self.world_size = len(self.rows)
+        self.offsets = tuple(accumulate(self.rows, initial=0))
+        self.vocab_size = self.offsets[-1]
+
+    @property
+    def local_rows(self) -> slice:
+        """The rows of the whole vocabulary that this rank stores."""
+        return slice(self.offsets[self.rank], self.offsets[self.rank + 1])
+
+    def all_gather_numbers(self, *numbers: int) -> list[list[int]]:
+        """For each number, its values on all ranks."""
+        return all_gather_numbers(self.group, self.device, numbers)
+
+    def gather_tokens(
+        self, local: Float[Tensor, "tokens *any"], counts: Sequence[int]
+    ) -> Float[Tensor, "all *any"]:
+        """The entries of all ranks' tokens, in the order of the ranks; ``counts`` says how many each rank has."""
+        most = max(counts)
+        padded = local.new_zeros((most, *local.shape[1:]))
+        padded[: len(local)] = local
+        received = local.new_empty((self.world_size * most, *local.shape[1:]))
+        dist.all_gather_into_tensor(received, padded, group=self.group)
+        if min(counts) == most:
+            return received
+        return torch.cat([received[most * n : most * n + count] for n, count in enumerate(counts)])
+
+    def gather_blocks(
+        self, local: Float[Tensor, "rows *any"], size: int
+    ) -> Iterator[list[tuple[slice, Float[Tensor, "some *any"]]]]:
+        """The rows of all ranks, ``size`` rows of each rank at a time, each part with its place in the vocabulary."""
+        for start in range(0, max(self.rows), size):
+            counts = [max(0, min(size, rows - start)) for rows in self.rows]
+            received = _split(self.gather_tokens(local[start : start + size], counts), counts)
+            yield [
+                (slice(self.offsets[n] + start, self.offsets[n] + start + len(part)), part)
+                for n, part in enumerate(received)
+                if len(part)
+            ]
+
+    def reduce_block(
+        self, parts: Sequence[tuple[slice, Float[Tensor, "some *any"]]], size: int
+    ) -> Float[Tensor, "rows *any"]:
+        """The sum over the ranks of this rank's part of a block: the reverse of ``gather_blocks``."""
+        first = parts[0][1]
+        sent = first.new_zeros((self.world_size, size, *first.shape[1:]))
+        for rows, part in parts:
+            sent[self.rank_of(rows)][: len(part)] = part
+        received = first.new_empty((size, *first.shape[1:]))
+        dist.reduce_scatter_tensor(received, sent.flatten(0, 1), group=self.group)
+        return received
+
+    def rank_of(self, rows: slice) -> int:
+        """The rank that stores these rows."""
+        return next(n for n in range(self.world_size) if rows.start < self.offsets[n + 1])
+
+    def exchange_columns(
+        self, columns: Float[Tensor, "all rows"], counts: Sequence[int]
+    ) -> Float[Tensor, "tokens vocab"]:
+        """The whole rows of this rank's tokens, where each rank has computed its columns of all ranks' tokens."""
+        tokens = counts[self.rank]
+        received = columns.new_empty(tokens * self.vocab_size)
+        dist.all_to_all_single(
+            received,
+            columns.contiguous().flatten(),
+            [tokens * rows for rows in self.rows],
+            [count * self.rows[self.rank] for count in counts],
+            group=self.group,
+        )
+        parts = _split(received, [tokens * rows for rows in self.rows])
+        return torch.cat(
+            [part.view(tokens, rows) for part, rows in zip(parts, self.rows, strict=True)], dim=-1
+        )
+
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        dist.all_reduce(numbers, group=self.group)
+        return numbers
+
+    def raise_together(self, error: KleashError | None) -> None:
+        """Raise if any rank has an error, so that no rank waits for one that has stopped.
+
+        Raises:
+            KleashError: ``error``, if there is one.
+            CannotRunError: if another rank has one.
+        """
+        raise_together(self.all_gather_numbers(int(error is not None))[0], error)
+
+    def require_equal_factor(self, factor: Tensor) -> None:
+        """Check that all ranks multiply their losses by one factor.
+
+        The gradient of the rows is summed over the ranks before it is multiplied, since every rank's tokens change it.
+
+        Raises:
+            CannotRunError: if the factors differ.
+        """
+        numbers = factor.detach().reshape(1).double()
+        factors = numbers.new_empty(self.world_size)
+        dist.all_gather_into_tensor(factors, numbers, group=self.group)
+        values = cast("list[float]", cast("Any", factors).tolist())
+        if any(value != values[0] for value in values if value == value):
+            raise CannotRunError(
+                f"the ranks that store the head multiply this loss by {values}; put what differs into the weights, "
+                "since the gradient of the head is summed over the ranks before the backward pass"
+            )
+
+
+def _split(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    return cast("Any", values).split(list(sizes))
+
+
+def all_gather_numbers(group: Any, device: torch.device, numbers: Sequence[int]) -> list[list[int]]:
+    """For each number, its values on all ranks of the group."""
+    local = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    received = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, local, group=group)
+    return cast("list[list[int]]", cast("Any", torch.stack(received).T).tolist())
+
+
+def raise_together(has_error: Sequence[int], error: KleashError | None) -> None:
+    """Raise this rank's error, or name another rank that has one.
+
+    Raises:
+        KleashError: ``error``, if there is one.
+        CannotRunError: if another rank has one.
+    """
+    if error is not None:
+        raise error
+    failed = [rank for rank, flag in enumerate(has_error) if flag]
+    if failed:
+        raise CannotRunError(
+            f"rank {failed[0]} of those that store the head refuses its arguments; its own error message says why"
+        )

@@ -1,0 +1,486 @@
+"""The backend for heads whose rows are stored on several ranks, each of which has tokens of its own (FSDP2, ZeRO-3).
+
+The head is never on one rank as a whole. A call is done in rounds of a few tokens of each rank, in one of two ways:
+
+| | what is exchanged | what a round computes |
+|---|---|---|
+| move tokens | the hidden states of all ranks, and their gradients | each rank its rows of the logits of all tokens |
+| gather rows | blocks of rows, and their gradients | each rank all logits of its tokens |
+
+Both hand the round to another backend: the first as a vocabulary that the ranks share, the second as logits. All ranks
+take the way that exchanges fewer bytes. They make the same number of rounds, with no tokens where a rank has no more.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kleash.linear.head import Head
+from kleash.linear.head_storage import HeadStorage
+from kleash.linear.impl.base import (
+    NOTHING_NEEDED,
+    Backend,
+    Gradients,
+    HeadInputs,
+    HeadPair,
+    Needed,
+    Objective,
+    ObjectiveResult,
+    PerModel,
+    PerTensor,
+    Request,
+    SavedForward,
+    ValueAndGrad,
+    gradient_dtype,
+    objective_value_and_grad,
+    per_tensor,
+    weighted_terms,
+)
+from kleash.linear.types import StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
+from kleash.linear.vocab_shards import ShardedVocab
+from kleash.precision import at_least_float32
+
+BLOCK_SHARE = 8
+"""A block of gathered rows takes at most this part of ``buffer_bytes``."""
+
+
+class StoredHeadBackend:
+    """Runs another backend in rounds, so that no rank ever has the whole head."""
+
+    def __init__(self, backend: Backend) -> None:
+        """``backend`` computes the rounds."""
+        self.backend = backend
+
+    def unsupported(self, request: Request) -> str | None:
+        """Why the backend of the rounds cannot do the call."""
+        return self.backend.unsupported(request)
+
+    def values(self, request: Request) -> Float[Tensor, " tokens"]:
+        """The divergence of each token."""
+        pair = request.pair
+        values = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
+        for step in _rounds(request, NOTHING_NEEDED):
+            values[step.index] = self.backend.values(step.request)[step.local]
+        return values
+
+    def values_saving_forward(
+        self, request: Request, needed: Needed
+    ) -> tuple[Float[Tensor, " tokens"], None]:
+        """The divergence of each token; nothing is saved."""
+        return self.values(request), None
+
+    def value_and_grad(
+        self,
+        request: Request,
+        weights: Float[Tensor, " tokens"],
+        needed: Needed,
+        saved: SavedForward | None = None,
+    ) -> ValueAndGrad:
+        """The divergence of each token of a weight other than 0, and the gradient of all ranks' weighted sum."""
+        pair, positions = request.pair, weights.nonzero()[:, 0]
+        values = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
+        sums = _Sums(pair, needed)
+        for step in _rounds(request, needed, positions):
+            result = self.backend.value_and_grad(step.request, step.spread(weights[step.index]), step.needed)
+            values[step.index] = result.per_token[step.local]
+            step.add(sums, result.gradients)
+        return ValueAndGrad(values, sums.gradients)
+
+    def objective(
+        self, request: Request, tokens: Int[Tensor, " tokens"], objective: Objective, needed: Needed
+    ) -> ObjectiveResult:
+        """The sum of the objective's losses, the terms of each token, and the gradients of all ranks' sum.
+
+        The objective reads this rank's data, so its derivatives are exchanged; the logits are then computed again.
+        """
+        pair, sums = request.pair, _Sums(request.pair, needed)
+        empty = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
+        terms = TokenTerms(*(empty.clone() for _ in TokenTerms._fields))
+        loss = empty.new_zeros(())
+        for step in _rounds(request, needed):
+            ids = step.spread(tokens[step.index])
+            result = self.backend.objective(step.request, ids, _zero_losses, NOTHING_NEEDED)
+            local_terms = TokenTerms(*(term[step.local] for term in result.terms))
+            slopes = TokenTerms(*(torch.zeros_like(term) for term in local_terms))
+            for term, new in zip(terms, local_terms, strict=True):
+                term[step.index] = new
+            if len(local_terms.kl):
+                part, slopes = objective_value_and_grad(objective, local_terms, step.index)
+                loss = loss + part
+            if any(needed):
+                spread = TokenTerms(*(step.spread(slope) for slope in slopes))
+                result = self.backend.objective(step.request, ids, _linear_objective_of(spread), step.needed)
+                step.add(sums, result.gradients)
+        return ObjectiveResult(loss, terms, sums.gradients)
+
+    def statistics(self, request: Request, tokens: Int[Tensor, " tokens"]) -> TokenStatistics:
+        """The statistics of each token."""
+        columns: list[list[Tensor]] = []
+        for step in _rounds(request, NOTHING_NEEDED):
+            computed = self.backend.statistics(step.request, step.spread(tokens[step.index]))
+            columns.append([column[step.local] for column in computed])
+        if not columns:
+            return self.backend.statistics(_without_tokens(request), tokens)
+        return TokenStatistics(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
+
+    def statistics_and_top(
+        self, request: Request, tokens: Int[Tensor, " tokens"], top: int
+    ) -> StatisticsAndTop:
+        """The statistics of each token, and the ``top`` likeliest tokens of both models, from gathered rows."""
+        results = [
+            self.backend.statistics_and_top(step.request, tokens[step.index], top)
+            for step in _rounds(request, NOTHING_NEEDED, gather_rows=True)
+        ]
+        if not results:
+            results = [self.backend.statistics_and_top(_without_tokens(request), tokens, top)]
+        parts = [(result.statistics, result.top_p, result.top_q) for result in results]
+        statistics, top_p, top_q = (
+            [torch.cat(columns) for columns in zip(*part, strict=True)] for part in zip(*parts, strict=True)
+        )
+        return StatisticsAndTop(TokenStatistics(*statistics), TopTokens(*top_p), TopTokens(*top_q))
+
+
+def model_as_logits(model: HeadInputs, chunk_bytes: int) -> HeadInputs:
+    """The model with ``hidden W^T`` over the whole vocabulary as its hidden states, without a gradient.
+
+    Either the hidden states go to the ranks with the rows, and the products back; or blocks of rows are gathered.
+
+    Args:
+        model: this rank's tokens and rows.
+        chunk_bytes: memory, of which a block of gathered rows takes at most an eighth.
+    """
+    storage, weight, hidden = model.storage, model.head.weight, model.hidden.to(model.dtype)
+    assert storage is not None and weight is not None, "the head is stored on several ranks"
+    head = replace(model.head, weight=None, bias=_whole_bias(model))
+    counts, dim = storage.all_gather_numbers(len(hidden))[0], hidden.shape[-1]
+    if max(counts) == 0:
+        product = hidden.new_zeros((0, storage.vocab_size))
+    elif sum(counts) * dim + max(counts) * storage.vocab_size < storage.vocab_size * dim:
+        columns = storage.gather_tokens(hidden, counts) @ weight.to(model.dtype).T
+        product = storage.exchange_columns(columns, counts)
+    else:
+        product = hidden.new_empty((len(hidden), storage.vocab_size))
+        row = storage.world_size * dim * model.dtype.itemsize
+        for block in storage.gather_blocks(weight, max(1, chunk_bytes // BLOCK_SHARE // row)):
+            for columns, rows in block:
+                product[:, columns] = hidden @ rows.to(model.dtype).T
+    return replace(model, hidden=product, head=head, storage=None)
+
+
+class _Sums:
+    """The gradients of a call, summed over its rounds."""
+
+    def __init__(self, pair: HeadPair, needed: Needed) -> None:
+        self.pair, self.needed = pair, needed
+        self.sums: list[Tensor | None] = [None] * 6
+
+    def add(self, place: int, index: slice | Tensor, gradient: Tensor) -> None:
+        """Add a gradient to some entries of one of the six tensors' sum."""
+        tensor = list(self.pair.tensors)[place]
+        assert tensor is not None
+        total = self.sums[place]
+        if total is None:
+            dtype = torch.promote_types(gradient_dtype(tensor), torch.float32)
+            total = self.sums[place] = torch.zeros_like(tensor, dtype=dtype)
+        total[index] = total[index] + gradient.to(total.dtype)
+
+    @property
+    def gradients(self) -> Gradients:
+        """The sums in the ``gradient_dtype`` of their tensors; 0 for what no token has changed."""
+        return per_tensor(
+            None
+            if tensor is None or not flag
+            else torch.zeros_like(tensor, dtype=gradient_dtype(tensor))
+            if total is None
+            else total.to(gradient_dtype(tensor))
+            for total, tensor, flag in zip(self.sums, self.pair.tensors, self.needed, strict=True)
+        )
+
+
+class _Round(NamedTuple):
+    """Some tokens of each rank, as a call of the other backend."""
+
+    index: Any
+    """This rank's tokens in the whole call: a slice, or their positions."""
+    request: Request
+    local: slice
+    """This rank's tokens in the request."""
+    spread: Callable[[Tensor], Tensor]
+    """From an entry for each of this rank's tokens to one for each token of the request."""
+    needed: Needed
+    """The gradients that are needed of the request."""
+    add: Callable[[_Sums, Gradients], None]
+    """Adds the request's gradients to those of the call."""
+
+
+class _Plan(NamedTuple):
+    """How a call is divided; the same on all ranks."""
+
+    gathers_rows: bool
+    tokens: int
+    """Tokens of a rank in a round."""
+    block: int
+    """Rows of a rank in a block of gathered rows."""
+    counts: list[int]
+    """Tokens of each rank in the whole call."""
+
+
+def _rounds(
+    request: Request, needed: Needed, positions: Tensor | None = None, *, gather_rows: bool = False
+) -> Iterator[_Round]:
+    """The rounds of a call, equally many on each rank.
+
+    Args:
+        request: the call, with each rank's rows of a stored head.
+        needed: the gradients that are needed of the call.
+        positions: the tokens that are read; None for all.
+        gather_rows: whether to gather rows also where that exchanges more bytes.
+    """
+    pair = request.pair
+    tokens = pair.tokens if positions is None else len(positions)
+    plan = _plan(request, needed, tokens, gather_rows=gather_rows)
+    options = replace(request.options, buffer_bytes=max(1, request.options.chunk_bytes // 2))
+    request = replace(request, options=options)
+    for start in range(0, max(plan.counts), plan.tokens):
+        rows = slice(min(start, tokens), min(start + plan.tokens, tokens))
+        index = rows if positions is None else positions[rows]
+        if plan.gathers_rows:
+            yield _gathered_round(request, pair.select(index), index, plan.block, needed)
+        else:
+            counts = [max(0, min(plan.tokens, count - start)) for count in plan.counts]
+            yield _moved_round(request, pair.select(index), index, counts, needed)
+
+
+def _plan(request: Request, needed: Needed, tokens: int, *, gather_rows: bool) -> _Plan:
+    """The way that exchanges fewer bytes, and its sizes."""
+    pair, storage = request.pair, _storage_of(request.pair)
+    counts, budgets = storage.all_gather_numbers(tokens, request.options.chunk_bytes)
+    size, vocab_size, ranks = pair.p.dtype.itemsize, storage.vocab_size, storage.world_size
+    budget, models = min(budgets) // 2, (pair.p, pair.q)
+    dims = [model.hidden.shape[-1] for model in models]
+    has_gradient = any(needed)
+
+    gathered_tokens = max(1, budget // (vocab_size * size * (4 if has_gradient else 2)))
+    rounds = -(-max(counts) // gathered_tokens)
+    row_bytes = moved_bytes = 0
+    for model, dim, flags in zip(models, dims, (needed.p, needed.q), strict=True):
+        # A hidden state is gathered once; its float32 gradient is reduced over all ranks, which sends it twice.
+        moved_bytes += sum(counts) * dim * (model.hidden.dtype.itemsize + (8 if flags.hidden else 0))
+        if model.storage is not None and model.head.weight is not None:
+            passes = 1 + int(flags.hidden)
+            width = model.head.weight.dtype.itemsize * passes + (4 if flags.weight else 0)
+            row_bytes += rounds * vocab_size * dim * width
+    largest = max(dims)
+    block = max(1, request.options.chunk_bytes // BLOCK_SHARE // (ranks * largest * size))
+    if gather_rows or _requires_gathered_rows(pair, needed) or row_bytes < moved_bytes:
+        return _Plan(True, gathered_tokens, block, counts)
+    per_token = sum(dims) * size * (3 if has_gradient else 1)
+    return _Plan(False, max(1, budget // per_token // ranks), block, counts)
+
+
+def _requires_gathered_rows(pair: HeadPair, needed: Needed) -> bool:
+    """Whether tokens cannot be moved: a model has logits only, or a trained head is whole on each rank."""
+    return any(
+        model.head.weight is None or (model.storage is None and (flags.weight or flags.bias))
+        for model, flags in ((pair.p, needed.p), (pair.q, needed.q))
+    )
+
+
+def _moved_round(
+    request: Request, pair: HeadPair, index: Any, counts: Sequence[int], needed: Needed
+) -> _Round:
+    """All ranks' tokens, and this rank's rows of both heads."""
+    storage = _storage_of(pair)
+    shards = ShardedVocab(storage.group, storage.rows, storage.rank, storage.device)
+
+    def spread(values: Tensor) -> Tensor:
+        return storage.gather_tokens(values, counts)
+
+    temperature = pair.p.temperature
+    if isinstance(temperature, Tensor):
+        temperature = spread(temperature)
+    hidden_p = spread(pair.p.hidden)
+    hidden_q = hidden_p if pair.q.hidden is pair.p.hidden else spread(pair.q.hidden)
+    head_p, head_q = (_local_head(model, storage.local_rows) for model in (pair.p, pair.q))
+    moved = HeadPair(
+        p=replace(
+            pair.p, hidden=hidden_p, head=head_p, temperature=temperature, vocab_shards=shards, storage=None
+        ),
+        q=replace(
+            pair.q, hidden=hidden_q, head=head_q, temperature=temperature, vocab_shards=shards, storage=None
+        ),
+    )
+    local = slice(sum(counts[: storage.rank]), sum(counts[: storage.rank + 1]))
+
+    def add(sums: _Sums, gradients: Gradients) -> None:
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if place % 3 == 0:
+                sums.add(place, index, gradient[local])
+            else:
+                sums.add(place, slice(None), gradient)
+
+    return _Round(index, replace(request, pair=moved), local, spread, needed, add)
+
+
+def _local_head(model: HeadInputs, rows: slice) -> Head:
+    """The rows that this rank stores of the other head, if this one is whole."""
+    head = model.head
+    if model.storage is not None:
+        return head
+    assert head.weight is not None, "logits are not moved"
+    return replace(head, weight=head.weight[rows], bias=None if head.bias is None else head.bias[rows])
+
+
+def _gathered_round(request: Request, pair: HeadPair, index: Any, block: int, needed: Needed) -> _Round:
+    """This rank's tokens as logits over the whole vocabulary, made from blocks of rows."""
+    products = _products(pair, block)
+    biases = [_whole_bias(model) for model in (pair.p, pair.q)]
+    if pair.q.head.bias is pair.p.head.bias:
+        biases[1] = biases[0]
+    inner = [
+        replace(model, hidden=product, head=replace(model.head, weight=None, bias=bias), storage=None)
+        for model, product, bias in zip((pair.p, pair.q), products, biases, strict=True)
+    ]
+
+    def inner_needed(flags: PerModel[bool]) -> PerModel[bool]:
+        return PerModel(hidden=flags.hidden or flags.weight, weight=False, bias=flags.bias)
+
+    def add(sums: _Sums, gradients: Gradients) -> None:
+        _add_products(sums, gradients, pair, index, block, needed)
+
+    of_logits = PerTensor(inner_needed(needed.p), inner_needed(needed.q))
+    request = replace(request, pair=HeadPair(p=inner[0], q=inner[1]))
+    return _Round(index, request, slice(0, pair.tokens), _unchanged, of_logits, add)
+
+
+def _products(pair: HeadPair, block: int) -> list[Tensor]:
+    """``hidden W^T`` of both models: one tensor where both have the same; each block of rows is gathered once."""
+    storage, products = _storage_of(pair), list[Tensor]()
+    models = [pair.p] if pair.has_shared_product else [pair.p, pair.q]
+    pending: list[tuple[HeadInputs, Tensor]] = []
+    for model in models:
+        hidden = model.hidden.to(model.dtype)
+        if model.head.weight is None:
+            products.append(hidden)
+            continue
+        products.append(hidden.new_empty((len(hidden), storage.vocab_size)))
+        pending.append((replace(model, hidden=hidden), products[-1]))
+    for group in _by_weight(pending):
+        for parts in _row_blocks(group[0][0], block):
+            for columns, rows in parts:
+                widened = rows.to(pair.p.dtype)
+                for model, product in group:
+                    product[:, columns] = model.hidden @ widened.T
+    return products * 2 if len(products) == 1 else products
+
+
+def _add_products(
+    sums: _Sums, gradients: Gradients, pair: HeadPair, index: Any, block: int, needed: Needed
+) -> None:
+    """Add the gradients of hidden states and heads that follow from those of the products."""
+    pending: list[tuple[HeadInputs, tuple[int, Tensor, PerModel[bool]]]] = []
+    sides = ((0, pair.p, gradients.p, needed.p), (3, pair.q, gradients.q, needed.q))
+    for place, model, of_model, flags in sides:
+        if of_model.bias is not None:
+            _add_bias(sums, place + 2, model, of_model.bias)
+        if of_model.hidden is None:
+            continue
+        if model.head.weight is None:
+            sums.add(place, index, of_model.hidden)
+        else:
+            pending.append((model, (place, of_model.hidden.to(model.dtype), flags)))
+    for group in _by_weight(pending):
+        totals = [torch.zeros_like(model.hidden, dtype=model.dtype) for model, _ in group]
+        start, storage = 0, group[0][0].storage
+        trains_weight = any(flags.weight for _, (_, _, flags) in group)
+        place = group[0][1][0]
+        for parts in _row_blocks(group[0][0], block):
+            reduced: list[tuple[slice, Tensor]] = []
+            for columns, rows in parts:
+                widened = rows.to(pair.p.dtype)
+                of_rows = torch.zeros_like(widened)
+                for total, (model, (_, gradient, flags)) in zip(totals, group, strict=True):
+                    if flags.hidden:
+                        total += gradient[:, columns] @ widened
+                    if flags.weight:
+                        of_rows += gradient[:, columns].T @ model.hidden.to(model.dtype)
+                reduced.append((columns, of_rows))
+            if trains_weight and storage is None:
+                for columns, of_rows in reduced:
+                    sums.add(place + 1, columns, of_rows)
+            elif trains_weight and storage is not None:
+                rows_left = storage.rows[storage.rank] - start
+                local = storage.reduce_block(reduced, block)[: max(0, rows_left)]
+                sums.add(place + 1, slice(start, start + len(local)), local)
+            start += block
+        for total, (_, (hidden_place, _, flags)) in zip(totals, group, strict=True):
+            if flags.hidden:
+                sums.add(hidden_place, index, total)
+
+
+def _add_bias(sums: _Sums, place: int, model: HeadInputs, gradient: Tensor) -> None:
+    if model.storage is None:
+        sums.add(place, slice(None), gradient)
+    else:
+        whole = model.storage.all_reduce_sum(at_least_float32(gradient).clone())
+        sums.add(place, slice(None), whole[model.storage.local_rows])
+
+
+def _by_weight(pending: Iterable[tuple[HeadInputs, Any]]) -> list[list[tuple[HeadInputs, Any]]]:
+    """The models grouped by their weight, whose rows are then gathered once."""
+    groups: dict[int, list[tuple[HeadInputs, Any]]] = {}
+    for model, more in pending:
+        groups.setdefault(id(model.head.weight), []).append((model, more))
+    return list(groups.values())
+
+
+def _row_blocks(model: HeadInputs, block: int) -> Iterator[list[tuple[slice, Tensor]]]:
+    """The rows of a head in blocks: gathered if they are stored on several ranks."""
+    weight = model.head.weight
+    assert weight is not None, "logits have no rows"
+    if model.storage is not None:
+        yield from model.storage.gather_blocks(weight, block)
+        return
+    for start in range(0, len(weight), block):
+        rows = weight[start : start + block]
+        yield [(slice(start, start + len(rows)), rows)]
+
+
+def _whole_bias(model: HeadInputs) -> Tensor | None:
+    bias = model.head.bias
+    if bias is None or model.storage is None:
+        return bias
+    return model.storage.gather_tokens(bias.detach(), model.storage.rows)
+
+
+def _storage_of(pair: HeadPair) -> HeadStorage:
+    storage = pair.storage
+    assert storage is not None, "no head is stored on several ranks"
+    return storage
+
+
+def _without_tokens(request: Request) -> Request:
+    """The request with no tokens, as logits."""
+    pair, vocab_size = request.pair, request.pair.vocab_size
+    empty = torch.zeros((0, vocab_size), dtype=pair.p.dtype, device=pair.p.hidden.device)
+    model = HeadInputs(hidden=empty, head=Head(None), temperature=1.0, dtype=pair.p.dtype)
+    return replace(request, pair=HeadPair(p=model, q=model))
+
+
+def _unchanged(values: Tensor) -> Tensor:
+    return values
+
+
+def _zero_losses(terms: TokenTerms, rows: slice) -> Tensor:
+    return torch.zeros_like(terms.kl)
+
+
+def _linear_objective_of(slopes: TokenTerms) -> Objective:
+    """The objective that is linear in the terms, with these slopes."""
+    return lambda terms, rows: weighted_terms(terms, TokenTerms(*(slope[rows] for slope in slopes)))
