@@ -20,7 +20,7 @@ test: .venv/.made
 
 test-oldest: .venv-oldest/.made
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(OLDEST)/python -m pytest -q -n 2 --dist loadfile -m 'not compiler and not browser'
+		$(OLDEST)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser'
 
 # torch comes first and alone: the version that the constraints name exists as a CPU build
 # wherever the index carries one, and the other packages then find it installed.

@@ -31,4 +31,4 @@ wait $types || verdict=$?
 cat "$log"
 ((verdict == 0))
 
-step $bin/python -m pytest -q -n 2 --dist loadfile -m 'not compiler and not browser' "${checked[@]/#/--ignore=}"
+step $bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser' "${checked[@]/#/--ignore=}"

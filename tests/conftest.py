@@ -33,6 +33,19 @@ def skip_or_fail(variable: str, what: str) -> None:
     pytest.skip(f"needs {what}")
 
 
+SLOWEST_FILES = (
+    *("test_linear_parallel.py", "test_detection_rate.py", "test_in_ray.py", "test_interruption.py"),
+    *("test_processes.py", "test_linear_triton.py", "test_ppo_processes.py", "test_measure_command.py"),
+)
+"""Files of more than about 15 s, which several workers begin with: at the end, all but one would wait for them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slowest files first."""
+    ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what is about packages that are not there, before any fixture imports them."""
     asked = [package for mark in item.iter_markers("peers") for package in mark.args]

@@ -101,7 +101,8 @@ class OnAGpu:
 
     def __init__(self, case: Case):
         pair = checked_pair(case.models[:2], case.models[2:], 1.0)
-        self.dtype, self.head, self.is_sharded = pair.p.dtype, pair.p.head, pair.is_sharded
+        self.dtype, self.head = pair.p.dtype, pair.p.head
+        self.is_sharded, self.storage = pair.is_sharded, pair.storage
         self.hidden, self.device, self.type = self, self, "cuda"
         self.p = self.q = self
 
