@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import audit_faulty_functions
+import numpy as np
 import pytest
 import torch
 from audit_faulty_functions import FAULTY_FUNCTIONS, RIGHT_FUNCTIONS
@@ -16,6 +17,8 @@ from kleash.auditing import FINDINGS, audit
 from kleash.records import Audit
 
 WORST = ("wrong", "fragile", "note")
+CORRELATED = (1525, 1933, 2457, 2693)
+"""Seeds of numpy's generator whose numbers 8 to 33 have a lag-one autocorrelation above 0.5."""
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,14 @@ def test_audits_of_schema_1_are_read(audits):
     old = Audit.from_json(text)
     assert [finding.severity for finding in old.faults] == ["wrong"]
     assert old.failing({"fault"}) == old.failing({"wrong"}) == old.faults and not old.failing({"fragile"})
+
+
+@pytest.mark.parametrize("seed", CORRELATED)
+def test_noise_that_is_autocorrelated_by_chance_is_random(seed):
+    generator = np.random.default_rng(seed)
+    found = audit(lambda p, q: u_of(p, q) * (0.5 + generator.random()), "reward")
+    assert ("random", "note") in {(finding.kind, finding.severity) for finding in found.findings}
+    assert not found.faults, found.verdict
 
 
 def test_a_function_that_fails_after_some_calls_is_stateful():
