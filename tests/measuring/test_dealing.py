@@ -5,38 +5,25 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
+from thread_ranks import in_threads
 
 from kleash.engines import LocalEngine, Shard, ShardResult
 from kleash.errors import KleashError, RankError, RunFolderError
-from kleash.measuring import Measurement, RankGroup, dealing, measure, measure_part, merge, run
+from kleash.measuring import Measurement, RankGroup, dealing, measure, measure_part, merge
 from kleash.measuring.dealing import OpenRun, run_shards
 from kleash.measuring.progress import NullProgressReporter
-from kleash.measuring.rank_group import LocalStore
 from kleash.models import Pair, load_pair
 from kleash.records import MeasureJob, RunFolder, RunHeader
 from kleash.store.tables import read_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # filters belong to the process, and ranks are threads here
 HEADER = RunHeader(kleash="1", settings={}, source_sha256="a" * 64, fingerprints={})
-
-
-@pytest.fixture(autouse=True)
-def load_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers patches torch while it loads a model, which two threads must not do at once."""
-    lock, load = Lock(), run.load_models
-
-    def locked_load(*arguments: Any) -> Pair:
-        with lock:
-            return load(*arguments)
-
-    monkeypatch.setattr(run, "load_models", locked_load)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +58,6 @@ def numbers(measurement: Measurement) -> dict[str, Any]:
         for name, value in json.loads(measurement.to_json()).items()
         if name not in ("seconds", "finished")
     }
-
-
-def in_threads(world_size: int, work: Callable[[RankGroup], Any], *, nodes: int = 1) -> list[Future[Any]]:
-    store = LocalStore()
-    with ThreadPoolExecutor(world_size) as threads:
-        return [
-            threads.submit(work, RankGroup(rank, world_size, store, node=f"node-{rank % nodes}"))
-            for rank in range(world_size)
-        ]
 
 
 def deal(

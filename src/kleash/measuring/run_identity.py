@@ -46,8 +46,8 @@ def check_ranks_can_share(job: MeasureJob, ranks: RankGroup) -> None:
 def shared_source_sha256(job: MeasureJob, ranks: RankGroup) -> Generator[str]:
     """Context in which files are hashed by one process of each machine; yields the SHA-256 of the source.
 
-    The first rank on a machine hashes the source and the models. The others take over its hashes for files that agree
-    in path, size, times and inode.
+    The first rank on a machine hashes the source and the local models. The others take over its hashes for files that
+    agree in path, size, times and inode.
 
     Raises:
         SourceError, ModelError: if a file cannot be read.
@@ -61,8 +61,9 @@ def shared_source_sha256(job: MeasureJob, ranks: RankGroup) -> Generator[str]:
     name = f"hashes/{hashing_rank}"
     if ranks.rank == hashing_rank:
         with sharing_hashes(hashes):
-            find_checkpoint(job.policy, job.revision_policy).fingerprint()
-            if finished_cache(job) is None:
+            if job.endpoint_role != "policy":
+                find_checkpoint(job.policy, job.revision_policy).fingerprint()
+            if job.endpoint_role != "reference" and finished_cache(job) is None:
                 find_checkpoint(job.reference, job.revision_reference).fingerprint()
         digest = hash_source(job)
         ranks.post(name, {"source": {source_key: digest}, "files": hashes})

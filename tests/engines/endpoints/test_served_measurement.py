@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from thread_ranks import in_threads
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob
-from kleash.measuring import compare, measure
+from kleash.measuring import compare, measure, measure_part, merge
 from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED, EstimatorSum, token_quantities
 from kleash.reports.measurement import write_report
 from kleash.shipped import shipped_folder
@@ -257,6 +259,26 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(
     assert resumed.counts.tokens == whole.counts.tokens
     for name, number in whole.per_token.items():
         assert resumed.per_token[name].value == pytest.approx(number.value, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # filters belong to the process, and ranks are threads here
+@pytest.mark.parametrize("role", ["policy", "reference"])
+def test_several_processes_measure_what_one_measures(
+    server: str, text: Path, tmp_path: Path, role: str
+) -> None:
+    models = {"policy": "shipped:policy", "reference": "shipped:reference", role: f"{server}/vllm/none/v1"}
+    jobs = {
+        name: MeasureJob(**models, text=str(text), batch_tokens=8, out=str(tmp_path / name))
+        for name in ("alone", "ranks", "parts")
+    }
+    alone = measure(jobs["alone"])
+    assert alone.counts.shards == 3
+    for future in in_threads(2, lambda ranks: measure(jobs["ranks"], ranks=ranks)):
+        assert future.result().per_token == alone.per_token
+    for shard in ("1/2", "2/2"):
+        measure_part(replace(jobs["parts"], shard=shard))
+    merged = merge(tmp_path / "parts")
+    assert merged.per_token == alone.per_token and merged.left_out == alone.left_out
 
 
 def test_the_key_is_sent_and_written_nowhere(
