@@ -10,6 +10,7 @@ import numpy as np
 
 from kleash.engines import Engine
 from kleash.engines.endpoints import ServedModel
+from kleash.errors import SourceError
 from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import (
     BOUNDED_COLUMNS,
@@ -30,7 +31,7 @@ from kleash.measuring.estimates import (
     statistic_estimate,
 )
 from kleash.measuring.largest_drift import LargestDrift, write_alternatives
-from kleash.measuring.partial_knowledge import known_estimators, reasons_left_out, with_reasons_of_infinity
+from kleash.measuring.partial_knowledge import known_estimators, reasons_left_out, with_reasons
 from kleash.measuring.rescoring import Rounding, measure_rounding
 from kleash.measuring.run_identity import PACKAGES
 from kleash.measuring.sequence_clusters import Clusters, clusters_of, sequence_starts
@@ -80,9 +81,17 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
     Args:
         run: the run.
         seconds: the time since its start.
+
+    Raises:
+        SourceError: if no token was scored.
     """
     on_text = run.job.source[0] == "text"
     counts = count_sequences(run.folder, on_text=on_text)
+    if counts.tokens == 0:
+        raise SourceError(
+            f"no token of {run.job.source[1]} was scored: the server gives no log-probability of the first token after "
+            "the begin token, and there are no others; give longer texts or responses"
+        )
     estimand = estimand_of(
         run.job,
         all_have_logprobs=counts.all_have_logprobs,
@@ -103,7 +112,7 @@ def make_measurement(run: FinishedRun, seconds: Callable[[], float]) -> Measurem
     numbers = {name: Number.of(statistic_estimate(sums, name)) for name in statistics}
     estimators, left_out = estimator_records(sums), {}
     if not has_kl:
-        numbers = with_reasons_of_infinity(numbers, run.job)
+        numbers = with_reasons(numbers, run.job)
         estimators, left_out = known_estimators(estimators), reasons_left_out(run.job, unknown, estimators)
     return Measurement(
         kleash=__version__,

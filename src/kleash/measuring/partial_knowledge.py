@@ -18,14 +18,16 @@ NEEDS_EXACT_KL = (
     "worst_sequences",
     "prompts",
     "top_percent_share",
+    "per_sequence",
 )
 """Fields of a measurement that are made of the exact KL of each token."""
+SHARED_TEXTS = "the server names tokens by their texts, and at some positions several tokens have one text"
 SECOND_MODEL = {"kl_policy_reference": "reference", "kl_reference_policy": "policy"}
 """The model whose smallest probabilities decide the upper bound of a KL."""
 
 
-def with_reasons_of_infinity(numbers: Mapping[str, Number], job: MeasureJob) -> dict[str, Number]:
-    """The numbers, with the reason as the only warning of each upper bound that is infinite.
+def with_reasons(numbers: Mapping[str, Number], job: MeasureJob) -> dict[str, Number]:
+    """The numbers, with the reason as the only warning of an infinite upper bound and of an unknown agreement.
 
     Args:
         numbers: by the names of ``ALL_STATISTICS``.
@@ -42,6 +44,9 @@ def with_reasons_of_infinity(numbers: Mapping[str, Number], job: MeasureJob) -> 
             else f"no upper bound: the {model} gives tokens that the server does not list a probability of 0"
         )
         explained[name] = replace(numbers[name], warnings=(reason,))
+    agreement = numbers["top1_agreement"]
+    if math.isnan(agreement.value):
+        explained["top1_agreement"] = replace(agreement, warnings=(f"unknown: {SHARED_TEXTS}",))
     return explained
 
 
@@ -71,9 +76,6 @@ def reasons_left_out(
             reasons[name] = unknown_columns[missing[0]]
     reason = unknown_columns["kl_policy_reference"]
     reasons |= dict.fromkeys(NEEDS_EXACT_KL, f"it is made of the exact KL of each token; {reason}")
-    reasons["per_sequence"] = f"it is made of the exact KL of each token; {reason}"
     if LISTED_AND_SAMPLED in estimators and math.isnan(estimators[LISTED_AND_SAMPLED].value):
-        reasons[LISTED_AND_SAMPLED] = (
-            "the server names tokens by their texts, and at some positions several tokens have one text"
-        )
+        reasons[LISTED_AND_SAMPLED] = SHARED_TEXTS
     return reasons

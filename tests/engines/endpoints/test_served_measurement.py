@@ -15,10 +15,11 @@ from thread_ranks import in_threads
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
-from kleash.errors import OptionError
+from kleash.errors import OptionError, SourceError
 from kleash.jobs import MeasureJob
 from kleash.measuring import compare, measure, measure_part, merge
 from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED, EstimatorSum, token_quantities
+from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.measurement import write_report
 from kleash.shipped import shipped_folder
 from kleash.store import Measurement
@@ -164,6 +165,35 @@ def test_what_is_unknown_is_left_out_with_its_reason(runs: dict[str, Path]) -> N
     kl = local.per_token["kl_policy_reference"].value
     low, high = (measurement.per_token[f"kl_policy_reference_{end}"].value for end in ("lower", "upper"))
     assert low < kl < high
+
+
+def test_an_agreement_is_unknown_where_two_listed_tokens_have_one_text(runs: dict[str, Path]) -> None:
+    agreement = Measurement.read(runs["llama"]).top1_agreement
+    assert math.isnan(agreement.value)
+    (reason,) = agreement.warnings
+    assert reason.startswith("unknown: the server names tokens by their texts")
+
+
+def test_a_gate_takes_the_range_of_both_bounds(runs: dict[str, Path]) -> None:
+    measurement = Measurement.read(runs["vllm"])
+    lower, upper = (measurement.per_token[f"kl_policy_reference_{end}"] for end in ("lower", "upper"))
+    gate = gate_of_measurement(measurement, at_most=lower.ci95[0] / 2)
+    assert gate.ci95 == (lower.ci95[0], upper.ci95[1]) and gate.verdict == "failed"
+    assert gate_of_measurement(measurement, at_most=2 * upper.ci95[1]).verdict == "undecided"  # 3 clusters
+    many = replace(measurement, counts=replace(measurement.counts, clusters=30))
+    assert gate_of_measurement(many, at_most=2 * upper.ci95[1]).verdict == "passed"
+    assert gate_of_measurement(many, at_most=0.9 * upper.ci95[1]).verdict == "undecided"
+    served_reference = Measurement.read(runs["reference"])
+    assert gate_of_measurement(served_reference, at_most=1e9).ci95[1] == math.inf
+
+
+def test_texts_without_a_token_that_the_server_scores(server: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("She\n\nHe")
+    job = MeasureJob(
+        policy=f"{server}/llama/none/v1", text=str(tmp_path / "text.txt"), out=str(tmp_path / "run")
+    )
+    with pytest.raises(SourceError, match=r"no token of .*text.txt was scored: the server gives no log-prob"):
+        measure(job)
 
 
 def test_report_summary_and_comparison_show_the_bounds(
