@@ -26,9 +26,9 @@ from kleash.linear.head import Head, gathered
 from kleash.linear.head_storage import HeadStorage, all_gather_numbers
 from kleash.linear.impl.base import HeadInputs
 from kleash.linear.impl.choice import prepare
+from kleash.linear.impl.gathered_rows import model_as_logits
 from kleash.linear.impl.project import logits, normalised
 from kleash.linear.impl.reference import REFERENCE
-from kleash.linear.impl.stored_heads import model_as_logits
 from kleash.linear.options import LinearOptions
 from kleash.linear.packing import divergence_name, pack
 from kleash.linear.sharding import process_group, storage_group

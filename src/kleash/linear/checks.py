@@ -29,6 +29,8 @@ from kleash.registry import look_up
 ALTERNATIVE = (
     "take linear_divergence with impl='reference', uncompiled, or the functions of kleash.divergences"
 )
+NO_SPECS = [0, 0, 0, 0, 0]
+"""What a rank with an error sends in place of ``specs_of_rank``."""
 
 
 def checked_pair(
@@ -99,37 +101,13 @@ def stored_pair(
 ) -> HeadPair:
     """``checked_pair`` for heads of which each rank stores some rows, and has only these in the pair."""
     (hidden_p, head_p), (hidden_q, head_q) = p, q
-    stored = [storage_group(head.weight) is not None for head in (head_p, head_q)]
-    error, specs = None, [0, 0, 0, 0, 0]
+    stored = storage_group(head_p.weight) is not None, storage_group(head_q.weight) is not None
+    error, specs = None, NO_SPECS
     try:
-        local_p = head_of_rank(head_p) if stored[0] else gathered(head_p, head_p)[0]
-        if head_q is head_p:
-            local_q = local_p
-        else:
-            local_q = head_of_rank(head_q) if stored[1] else gathered(head_q, head_q)[0]
-            if head_q.weight is head_p.weight:
-                local_q = replace(
-                    local_q,
-                    weight=local_p.weight,
-                    bias=local_p.bias if head_q.bias is head_p.bias else local_q.bias,
-                )
-        head_p, head_q = local_p, local_q
+        head_p, head_q = heads_of_rank(head_p, head_q, stored)
         check_each((hidden_p, head_p), (hidden_q, head_q), temperature)
-        tensors = [
-            x for hidden, head in ((hidden_p, head_p), (hidden_q, head_q)) for x in tensors_of(hidden, head)
-        ]
-        needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
-        specs = [
-            *(
-                head.vocabulary(hidden) if is_stored else UNSHARDED
-                for (hidden, head), is_stored in zip(
-                    ((hidden_p, head_p), (hidden_q, head_q)), stored, strict=True
-                )
-            ),
-            hidden_p.itemsize + 16 * hidden_q.itemsize,
-            common_dtype(tensors).itemsize,
-            sum(flag << bit for bit, flag in enumerate(needed)),
-        ]
+        number = hidden_p.itemsize + 16 * hidden_q.itemsize
+        specs = specs_of_rank((hidden_p, head_p), (hidden_q, head_q), stored, number)
     except KleashError as local_error:
         error = local_error
     storage = exchange_storage(group, hidden_p.device, specs, error)
@@ -140,16 +118,54 @@ def stored_pair(
     return flat_pair((hidden_p, head_p), (hidden_q, head_q), temperature, storages=storages)
 
 
-def tensors_of(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The tensors of a model that may require a gradient."""
-    return hidden, head.weight, head.bias
+def specs_of_rank(
+    p: tuple[Tensor, Head], q: tuple[Tensor, Head], has_part: tuple[bool, bool], number: int
+) -> list[int]:
+    """What this rank tells the others of its arguments (``sharding.agreed_specs``).
+
+    Args:
+        p: hidden states and this rank's head.
+        q: hidden states and this rank's head.
+        has_part: whether this rank has only a part of the rows of p's and of q's head.
+        number: the first number on which the ranks agree, after the rows.
+    """
+    tensors = [x for hidden, head in (p, q) for x in (hidden, head.weight, head.bias)]
+    needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+    rows = [
+        head.vocabulary(hidden) if is_part else UNSHARDED
+        for (hidden, head), is_part in zip((p, q), has_part, strict=True)
+    ]
+    return [
+        *rows,
+        number,
+        common_dtype(tensors).itemsize,
+        sum(flag << bit for bit, flag in enumerate(needed)),
+    ]
+
+
+def heads_of_rank(head_p: Head, head_q: Head, stored: tuple[bool, bool]) -> tuple[Head, Head]:
+    """Of stored heads this rank's rows, of others all; tensors that both share stay one tensor.
+
+    Raises:
+        CannotRunError: as ``head_of_rank``.
+    """
+    local_p, local_q = (
+        head_of_rank(head) if is_stored else gathered(head, head)[0]
+        for head, is_stored in zip((head_p, head_q), stored, strict=True)
+    )
+    if head_q is head_p:
+        return local_p, local_p
+    if head_q.weight is head_p.weight:
+        bias = local_p.bias if head_q.bias is head_p.bias else local_q.bias
+        local_q = replace(local_q, weight=local_p.weight, bias=bias)
+    return local_p, local_q
 
 
 def head_of_rank(head: Head) -> Head:
     """The rows of a stored head that this rank has.
 
     Raises:
-        CannotRunError: if the bias is whole and requires a gradient, of which each rank has its rows only.
+        CannotRunError: if the bias is whole on each rank.
     """
     weight, bias = cast("Any", head.weight), cast("Any", head.bias)
     if bias is not None and storage_group(bias) is None:
@@ -190,20 +206,11 @@ def checked_shards(
     group: Any, p: tuple[Tensor, Head], q: tuple[Tensor, Head], temperature: float | Tensor
 ) -> ShardedVocab:
     """The ranks that share the vocabulary, if the arguments of all of them agree."""
-    error, specs = None, [0, 0, 0, 0, 0]
+    error, specs = None, NO_SPECS
     try:
         check_each(p, q, temperature)
-        tensors = [x for hidden, head in (p, q) for x in (hidden, head.weight, head.bias)]
-        needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
-        specs = [
-            *(
-                UNSHARDED if head.vocabulary_group is None else head.vocabulary(hidden)
-                for hidden, head in (p, q)
-            ),
-            p[0].numel() // max(1, p[0].shape[-1]),
-            common_dtype(tensors).itemsize,
-            sum(flag << bit for bit, flag in enumerate(needed)),
-        ]
+        has_part = p[1].vocabulary_group is not None, q[1].vocabulary_group is not None
+        specs = specs_of_rank(p, q, has_part, p[0].numel() // max(1, p[0].shape[-1]))
     except KleashError as local_error:
         error = local_error
     return exchange_specs(group, p[0].device, specs, error)

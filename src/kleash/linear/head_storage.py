@@ -15,6 +15,8 @@ from torch import Tensor
 from kleash.errors import CannotRunError, KleashError
 
 dist: Any = torch.distributed
+STORING_RANKS = "the ranks that store the head"
+"""The ranks of a ``HeadStorage`` in error messages."""
 
 
 class HeadStorage:
@@ -64,16 +66,23 @@ class HeadStorage:
             ]
 
     def reduce_block(
-        self, parts: Sequence[tuple[slice, Float[Tensor, "some *any"]]], size: int
-    ) -> Float[Tensor, "rows *any"]:
-        """The sum over the ranks of this rank's part of a block: the reverse of ``gather_blocks``."""
+        self, parts: Sequence[tuple[slice, Float[Tensor, "some *any"]]], start: int, size: int
+    ) -> tuple[slice, Float[Tensor, "rows *any"]]:
+        """The sum over the ranks of this rank's rows of a block, and which of its rows these are.
+
+        Args:
+            parts: the entries of all ranks' rows, as ``gather_blocks`` orders them.
+            start: the first row of the block on each rank.
+            size: rows of each rank in a block.
+        """
         first = parts[0][1]
         sent = first.new_zeros((self.world_size, size, *first.shape[1:]))
         for rows, part in parts:
             sent[self.rank_of(rows)][: len(part)] = part
         received = first.new_empty((size, *first.shape[1:]))
         dist.reduce_scatter_tensor(received, sent.flatten(0, 1), group=self.group)
-        return received
+        local = received[: max(0, self.rows[self.rank] - start)]
+        return slice(start, start + len(local)), local
 
     def rank_of(self, rows: slice) -> int:
         """The rank that stores these rows."""
@@ -109,7 +118,8 @@ class HeadStorage:
             KleashError: ``error``, if there is one.
             CannotRunError: if another rank has one.
         """
-        raise_together(self.all_gather_numbers(int(error is not None))[0], error)
+        errors = self.all_gather_numbers(int(error is not None))[0]
+        raise_together(errors, error, list(dist.get_process_group_ranks(self.group)), STORING_RANKS)
 
     def require_equal_factor(self, factor: Tensor) -> None:
         """Check that all ranks multiply their losses by one factor.
@@ -142,8 +152,16 @@ def all_gather_numbers(group: Any, device: torch.device, numbers: Sequence[int])
     return cast("list[list[int]]", cast("Any", torch.stack(received).T).tolist())
 
 
-def raise_together(has_error: Sequence[int], error: KleashError | None) -> None:
+def raise_together(
+    errors: Sequence[int], error: KleashError | None, ranks: Sequence[int], members: str
+) -> None:
     """Raise this rank's error, or name another rank that has one.
+
+    Args:
+        errors: 1 for each rank of a group that has an error, else 0.
+        error: this rank's.
+        ranks: the global ranks of the group.
+        members: the ranks, for the error: ``STORING_RANKS``.
 
     Raises:
         KleashError: ``error``, if there is one.
@@ -151,8 +169,8 @@ def raise_together(has_error: Sequence[int], error: KleashError | None) -> None:
     """
     if error is not None:
         raise error
-    failed = [rank for rank, flag in enumerate(has_error) if flag]
+    failed = [rank for rank, flag in zip(ranks, errors, strict=True) if flag]
     if failed:
         raise CannotRunError(
-            f"rank {failed[0]} of those that store the head refuses its arguments; its own error message says why"
+            f"rank {failed[0]} among {members} refuses its arguments; its own error message says why"
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from kleash.divergences import DIVERGENCES
 from kleash.errors import CannotRunError
 from kleash.linear.checks import ALTERNATIVE, check_ids, common_dtype
-from kleash.linear.impl.base import NOTHING_NEEDED, per_tensor, weighted_terms
+from kleash.linear.impl.base import NOTHING_NEEDED, per_tensor, weighted_objective, zero_objective
 from kleash.linear.packing import (
     COUNT,
     SCHEMA,
@@ -94,11 +94,6 @@ def token_statistics(*x: Any) -> list[Tensor]:
     return [column.reshape(tokens.shape) for column in statistics]
 
 
-def zero_objective(terms: TokenTerms, rows: slice) -> Tensor:
-    """A loss of 0 for each token."""
-    return torch.zeros_like(terms.kl)
-
-
 @operation(
     "token_terms",
     ", Tensor tokens",
@@ -126,11 +121,7 @@ def token_terms_gradient(*x: Any) -> list[Tensor]:
     """The gradients of the sum over all tokens of coefficient times term."""
     tokens, *coefficients, needed = x[COUNT:]
     backend, request = unpack(x[:COUNT])
-    flat = TokenTerms(*(c.reshape(-1) for c in coefficients))
-
-    def objective(terms: TokenTerms, rows: slice) -> Tensor:
-        return weighted_terms(terms, TokenTerms(*(c[rows] for c in flat)))
-
+    objective = weighted_objective(TokenTerms(*(c.reshape(-1) for c in coefficients)))
     ids = tokens.reshape(-1).to(torch.int64)
     with without_autograd_dispatch(x):
         result = backend.objective(request, ids, objective, per_tensor(needed))

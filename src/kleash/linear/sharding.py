@@ -8,14 +8,14 @@ import torch.distributed
 from torch import Tensor
 
 from kleash.errors import CannotRunError, KleashError, OptionError, VocabularyMismatchError
-from kleash.linear.head_storage import HeadStorage, all_gather_numbers, raise_together
+from kleash.linear.head_storage import STORING_RANKS, HeadStorage, all_gather_numbers, raise_together
 from kleash.linear.vocab_shards import ShardedVocab
 
 dist: Any = torch.distributed
 MESH: Any = getattr(dist, "DeviceMesh", ())
-SPECS = "errors", "rows of p", "rows of q", "tokens", "bytes a logit", "tensors that require a gradient"
-"""The integers that the ranks exchange before a call."""
-STORAGE_SPECS = *SPECS[:3], "bytes a number of the hidden states", *SPECS[4:]
+SPECS = "tokens", "bytes a logit", "tensors that require a gradient"
+"""What ranks that share a vocabulary agree on before a call."""
+STORAGE_SPECS = "bytes a number of the hidden states", *SPECS[1:]
 """The same for ranks that store a head between them and have different tokens."""
 UNSHARDED = -1
 """The number of rows that stands for a head that is not sharded."""
@@ -124,25 +124,40 @@ def storage_group(tensor: Tensor | None) -> Any:
     return mesh.get_group() if mesh.size() > 1 else None
 
 
-def with_mean_gradient(tensor: Tensor) -> Tensor:
-    """A DTensor of rows whose gradient is divided by the number of ranks, as FSDP2 does; other tensors as they are.
+def agreed_specs(
+    group: Any,
+    device: torch.device,
+    names: Sequence[str],
+    specs: Sequence[int],
+    error: KleashError | None,
+    members: str,
+) -> list[list[int]]:
+    """The numbers of all ranks, once it is known that no rank has an error and that all agree after the rows.
 
-    The linear functions sum the gradient of a stored head over the ranks.
+    A rank with an error takes part too, so that the others do not wait for it.
+
+    Args:
+        group: the ranks.
+        device: the device of the exchange.
+        names: what the numbers are, after "errors" and the rows of both heads.
+        specs: this rank's rows of p and of q, then a number for each name.
+        error: the error in this rank's arguments.
+        members: the ranks, for errors: "the ranks of the vocabulary_group".
+
+    Returns:
+        For the rows of p and of q, their numbers on all ranks.
+
+    Raises:
+        KleashError: ``error``, if there is one.
+        CannotRunError: if another rank has an error, or other arguments.
     """
-    if storage_group(tensor) is None or not tensor.requires_grad:
-        return tensor
-    return cast("Any", _MeanGradient).apply(tensor, cast("Any", tensor).device_mesh.size())
-
-
-class _MeanGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient / ctx.ranks, None
+    ranks = ranks_of(group)
+    errors, *table = all_gather_numbers(group, device, [int(error is not None), *specs])
+    raise_together(errors, error, ranks, members)
+    for name, numbers in zip(names, table[2:], strict=True):
+        if len(set(numbers)) > 1:
+            raise CannotRunError(f"{members} disagree on the {name}: {numbers}; give all of them the same")
+    return table[:2]
 
 
 def exchange_storage(
@@ -150,27 +165,15 @@ def exchange_storage(
 ) -> HeadStorage:
     """The ranks that store the rows of a head, once the arguments of all ranks have been found to agree.
 
-    A rank with an error takes part too, so that the others do not wait for it.
-
-    Args:
-        group: the ranks.
-        device: the device of the exchange.
-        specs: the numbers of ``STORAGE_SPECS`` after the first.
-        error: the error in this rank's arguments.
+    Arguments as of ``agreed_specs``, with ``STORAGE_SPECS``.
 
     Raises:
         KleashError: ``error``, if there is one.
         CannotRunError: if another rank has an error, or other arguments.
         VocabularyMismatchError: if the ranks store different numbers of rows of the two heads.
     """
-    table = all_gather_numbers(group, device, [int(error is not None), *specs])
-    raise_together(table[0], error)
-    for what, numbers in zip(STORAGE_SPECS[3:], table[3:], strict=True):
-        if len(set(numbers)) > 1:
-            raise CannotRunError(
-                f"the ranks that store the head disagree on the {what}: {numbers}; give all of them the same"
-            )
-    stored = [rows for rows in table[1:3] if UNSHARDED not in rows]
+    rows = agreed_specs(group, device, STORAGE_SPECS, specs, error, STORING_RANKS)
+    stored = [counts for counts in rows if UNSHARDED not in counts]
     if len(stored) == 2 and stored[0] != stored[1]:
         raise VocabularyMismatchError(
             f"the ranks store {stored[0]} rows of p's head and {stored[1]} of q's; shard both alike, over one "
@@ -184,37 +187,15 @@ def exchange_specs(
 ) -> ShardedVocab:
     """The sharded vocabulary, once the arguments of all ranks have been found to agree.
 
-    A rank with an error takes part too, so that the others do not wait for it.
-
-    Args:
-        group: the ranks.
-        device: the device of the exchange.
-        specs: the numbers of ``SPECS`` after the first.
-        error: the error in this rank's arguments.
+    Arguments as of ``agreed_specs``, with ``SPECS``.
 
     Raises:
         KleashError: ``error``, if there is one.
         CannotRunError: if another rank has an error, or other arguments.
         VocabularyMismatchError: if a rank has no rows, or different numbers of rows of the two heads.
     """
-    ranks = ranks_of(group)
-    local = torch.tensor([int(error is not None), *specs], device=device)
-    gathered = [torch.empty_like(local) for _ in ranks]
-    dist.all_gather(gathered, local, group=group)
-    table = cast("list[list[int]]", cast("Any", torch.stack(gathered).T).tolist())
-    if error is not None:
-        raise error
-    failed = [rank for rank, has_error in zip(ranks, table[0], strict=True) if has_error]
-    if failed:
-        raise CannotRunError(
-            f"rank {failed[0]} of the vocabulary_group refuses its arguments; its own error message says why"
-        )
-    for what, numbers in zip(SPECS[3:], table[3:], strict=True):
-        if len(set(numbers)) > 1:
-            raise CannotRunError(
-                f"the ranks of the vocabulary_group disagree on the {what}: {numbers}; give all of them the same"
-            )
-    return ShardedVocab(group, rows_by_rank(table[1], table[2]), dist.get_rank(group), device)
+    rows_p, rows_q = agreed_specs(group, device, SPECS, specs, error, "the ranks of the vocabulary_group")
+    return ShardedVocab(group, rows_by_rank(rows_p, rows_q), dist.get_rank(group), device)
 
 
 def rows_by_rank(rows_p: list[int], rows_q: list[int]) -> list[int]:

@@ -310,3 +310,13 @@ def weighted_terms(terms: TokenTerms, coefficients: TokenTerms) -> Float[Tensor,
     return torch.stack(
         [torch.where(c != 0, x, 0.0) * c for x, c in zip(terms, coefficients, strict=True)]
     ).sum(0)
+
+
+def zero_objective(terms: TokenTerms, rows: slice) -> Float[Tensor, " tokens"]:
+    """A loss of 0 for each token."""
+    return torch.zeros_like(terms.kl)
+
+
+def weighted_objective(coefficients: TokenTerms) -> Objective:
+    """The objective ``weighted_terms``, with a coefficient for each term of each token of the call."""
+    return lambda terms, rows: weighted_terms(terms, TokenTerms(*(c[rows] for c in coefficients)))

@@ -11,16 +11,15 @@ Both hand the round to another backend: the first as a vocabulary that the ranks
 take the way that exchanges fewer bytes. They make the same number of rounds, with no tokens where a rank has no more.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.linear.head import Head
-from kleash.linear.head_storage import HeadStorage
 from kleash.linear.impl.base import (
     NOTHING_NEEDED,
     Backend,
@@ -34,18 +33,22 @@ from kleash.linear.impl.base import (
     PerTensor,
     Request,
     SavedForward,
+    TokenIndex,
     ValueAndGrad,
-    gradient_dtype,
     objective_value_and_grad,
-    per_tensor,
-    weighted_terms,
+    weighted_objective,
+    zero_objective,
+)
+from kleash.linear.impl.gathered_rows import (
+    BLOCK_SHARE,
+    CallGradients,
+    add_product_gradients,
+    products_of,
+    storage_of,
+    whole_bias,
 )
 from kleash.linear.types import StatisticsAndTop, TokenStatistics, TokenTerms, TopTokens
 from kleash.linear.vocab_shards import ShardedVocab
-from kleash.precision import at_least_float32
-
-BLOCK_SHARE = 8
-"""A block of gathered rows takes at most this part of ``buffer_bytes``."""
 
 
 class StoredHeadBackend:
@@ -64,7 +67,7 @@ class StoredHeadBackend:
         pair = request.pair
         values = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
         for step in _rounds(request, NOTHING_NEEDED):
-            values[step.index] = self.backend.values(step.request)[step.local]
+            values[step.tokens] = self.backend.values(step.request)[step.local]
         return values
 
     def values_saving_forward(
@@ -83,10 +86,10 @@ class StoredHeadBackend:
         """The divergence of each token of a weight other than 0, and the gradient of all ranks' weighted sum."""
         pair, positions = request.pair, weights.nonzero()[:, 0]
         values = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
-        sums = _Sums(pair, needed)
+        sums = CallGradients(pair, needed)
         for step in _rounds(request, needed, positions):
-            result = self.backend.value_and_grad(step.request, step.spread(weights[step.index]), step.needed)
-            values[step.index] = result.per_token[step.local]
+            result = self.backend.value_and_grad(step.request, step.spread(weights[step.tokens]), step.needed)
+            values[step.tokens] = result.per_token[step.local]
             step.add(sums, result.gradients)
         return ValueAndGrad(values, sums.gradients)
 
@@ -97,23 +100,24 @@ class StoredHeadBackend:
 
         The objective reads this rank's data, so its derivatives are exchanged; the logits are then computed again.
         """
-        pair, sums = request.pair, _Sums(request.pair, needed)
+        pair, sums = request.pair, CallGradients(request.pair, needed)
         empty = torch.zeros(pair.tokens, dtype=pair.p.dtype, device=pair.p.hidden.device)
         terms = TokenTerms(*(empty.clone() for _ in TokenTerms._fields))
         loss = empty.new_zeros(())
         for step in _rounds(request, needed):
-            ids = step.spread(tokens[step.index])
-            result = self.backend.objective(step.request, ids, _zero_losses, NOTHING_NEEDED)
+            ids = step.spread(tokens[step.tokens])
+            result = self.backend.objective(step.request, ids, zero_objective, NOTHING_NEEDED)
             local_terms = TokenTerms(*(term[step.local] for term in result.terms))
             slopes = TokenTerms(*(torch.zeros_like(term) for term in local_terms))
             for term, new in zip(terms, local_terms, strict=True):
-                term[step.index] = new
+                term[step.tokens] = new
             if len(local_terms.kl):
-                part, slopes = objective_value_and_grad(objective, local_terms, step.index)
+                assert isinstance(step.tokens, slice), "without positions, a round is a slice of the tokens"
+                part, slopes = objective_value_and_grad(objective, local_terms, step.tokens)
                 loss = loss + part
             if any(needed):
                 spread = TokenTerms(*(step.spread(slope) for slope in slopes))
-                result = self.backend.objective(step.request, ids, _linear_objective_of(spread), step.needed)
+                result = self.backend.objective(step.request, ids, weighted_objective(spread), step.needed)
                 step.add(sums, result.gradients)
         return ObjectiveResult(loss, terms, sums.gradients)
 
@@ -121,7 +125,7 @@ class StoredHeadBackend:
         """The statistics of each token."""
         columns: list[list[Tensor]] = []
         for step in _rounds(request, NOTHING_NEEDED):
-            computed = self.backend.statistics(step.request, step.spread(tokens[step.index]))
+            computed = self.backend.statistics(step.request, step.spread(tokens[step.tokens]))
             columns.append([column[step.local] for column in computed])
         if not columns:
             return self.backend.statistics(_without_tokens(request), tokens)
@@ -132,7 +136,7 @@ class StoredHeadBackend:
     ) -> StatisticsAndTop:
         """The statistics of each token, and the ``top`` likeliest tokens of both models, from gathered rows."""
         results = [
-            self.backend.statistics_and_top(step.request, tokens[step.index], top)
+            self.backend.statistics_and_top(step.request, tokens[step.tokens], top)
             for step in _rounds(request, NOTHING_NEEDED, gather_rows=True)
         ]
         if not results:
@@ -144,67 +148,10 @@ class StoredHeadBackend:
         return StatisticsAndTop(TokenStatistics(*statistics), TopTokens(*top_p), TopTokens(*top_q))
 
 
-def model_as_logits(model: HeadInputs, chunk_bytes: int) -> HeadInputs:
-    """The model with ``hidden W^T`` over the whole vocabulary as its hidden states, without a gradient.
-
-    Either the hidden states go to the ranks with the rows, and the products back; or blocks of rows are gathered.
-
-    Args:
-        model: this rank's tokens and rows.
-        chunk_bytes: memory, of which a block of gathered rows takes at most an eighth.
-    """
-    storage, weight, hidden = model.storage, model.head.weight, model.hidden.to(model.dtype)
-    assert storage is not None and weight is not None, "the head is stored on several ranks"
-    head = replace(model.head, weight=None, bias=_whole_bias(model))
-    counts, dim = storage.all_gather_numbers(len(hidden))[0], hidden.shape[-1]
-    if max(counts) == 0:
-        product = hidden.new_zeros((0, storage.vocab_size))
-    elif sum(counts) * dim + max(counts) * storage.vocab_size < storage.vocab_size * dim:
-        columns = storage.gather_tokens(hidden, counts) @ weight.to(model.dtype).T
-        product = storage.exchange_columns(columns, counts)
-    else:
-        product = hidden.new_empty((len(hidden), storage.vocab_size))
-        row = storage.world_size * dim * model.dtype.itemsize
-        for block in storage.gather_blocks(weight, max(1, chunk_bytes // BLOCK_SHARE // row)):
-            for columns, rows in block:
-                product[:, columns] = hidden @ rows.to(model.dtype).T
-    return replace(model, hidden=product, head=head, storage=None)
-
-
-class _Sums:
-    """The gradients of a call, summed over its rounds."""
-
-    def __init__(self, pair: HeadPair, needed: Needed) -> None:
-        self.pair, self.needed = pair, needed
-        self.sums: list[Tensor | None] = [None] * 6
-
-    def add(self, place: int, index: slice | Tensor, gradient: Tensor) -> None:
-        """Add a gradient to some entries of one of the six tensors' sum."""
-        tensor = list(self.pair.tensors)[place]
-        assert tensor is not None
-        total = self.sums[place]
-        if total is None:
-            dtype = torch.promote_types(gradient_dtype(tensor), torch.float32)
-            total = self.sums[place] = torch.zeros_like(tensor, dtype=dtype)
-        total[index] = total[index] + gradient.to(total.dtype)
-
-    @property
-    def gradients(self) -> Gradients:
-        """The sums in the ``gradient_dtype`` of their tensors; 0 for what no token has changed."""
-        return per_tensor(
-            None
-            if tensor is None or not flag
-            else torch.zeros_like(tensor, dtype=gradient_dtype(tensor))
-            if total is None
-            else total.to(gradient_dtype(tensor))
-            for total, tensor, flag in zip(self.sums, self.pair.tensors, self.needed, strict=True)
-        )
-
-
 class _Round(NamedTuple):
     """Some tokens of each rank, as a call of the other backend."""
 
-    index: Any
+    tokens: TokenIndex
     """This rank's tokens in the whole call: a slice, or their positions."""
     request: Request
     local: slice
@@ -213,7 +160,7 @@ class _Round(NamedTuple):
     """From an entry for each of this rank's tokens to one for each token of the request."""
     needed: Needed
     """The gradients that are needed of the request."""
-    add: Callable[[_Sums, Gradients], None]
+    add: Callable[[CallGradients, Gradients], None]
     """Adds the request's gradients to those of the call."""
 
 
@@ -257,7 +204,7 @@ def _rounds(
 
 def _plan(request: Request, needed: Needed, tokens: int, *, gather_rows: bool) -> _Plan:
     """The way that exchanges fewer bytes, and its sizes."""
-    pair, storage = request.pair, _storage_of(request.pair)
+    pair, storage = request.pair, storage_of(request.pair)
     counts, budgets = storage.all_gather_numbers(tokens, request.options.chunk_bytes)
     size, vocab_size, ranks = pair.p.dtype.itemsize, storage.vocab_size, storage.world_size
     budget, models = min(budgets) // 2, (pair.p, pair.q)
@@ -291,10 +238,10 @@ def _requires_gathered_rows(pair: HeadPair, needed: Needed) -> bool:
 
 
 def _moved_round(
-    request: Request, pair: HeadPair, index: Any, counts: Sequence[int], needed: Needed
+    request: Request, pair: HeadPair, index: TokenIndex, counts: Sequence[int], needed: Needed
 ) -> _Round:
     """All ranks' tokens, and this rank's rows of both heads."""
-    storage = _storage_of(pair)
+    storage = storage_of(pair)
     shards = ShardedVocab(storage.group, storage.rows, storage.rank, storage.device)
 
     def spread(values: Tensor) -> Tensor:
@@ -316,7 +263,7 @@ def _moved_round(
     )
     local = slice(sum(counts[: storage.rank]), sum(counts[: storage.rank + 1]))
 
-    def add(sums: _Sums, gradients: Gradients) -> None:
+    def add(sums: CallGradients, gradients: Gradients) -> None:
         for place, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -337,10 +284,12 @@ def _local_head(model: HeadInputs, rows: slice) -> Head:
     return replace(head, weight=head.weight[rows], bias=None if head.bias is None else head.bias[rows])
 
 
-def _gathered_round(request: Request, pair: HeadPair, index: Any, block: int, needed: Needed) -> _Round:
+def _gathered_round(
+    request: Request, pair: HeadPair, index: TokenIndex, block: int, needed: Needed
+) -> _Round:
     """This rank's tokens as logits over the whole vocabulary, made from blocks of rows."""
-    products = _products(pair, block)
-    biases = [_whole_bias(model) for model in (pair.p, pair.q)]
+    products = products_of(pair, block)
+    biases = [whole_bias(model) for model in (pair.p, pair.q)]
     if pair.q.head.bias is pair.p.head.bias:
         biases[1] = biases[0]
     inner = [
@@ -351,118 +300,12 @@ def _gathered_round(request: Request, pair: HeadPair, index: Any, block: int, ne
     def inner_needed(flags: PerModel[bool]) -> PerModel[bool]:
         return PerModel(hidden=flags.hidden or flags.weight, weight=False, bias=flags.bias)
 
-    def add(sums: _Sums, gradients: Gradients) -> None:
-        _add_products(sums, gradients, pair, index, block, needed)
+    def add(sums: CallGradients, gradients: Gradients) -> None:
+        add_product_gradients(sums, gradients, pair, index, block, needed)
 
     of_logits = PerTensor(inner_needed(needed.p), inner_needed(needed.q))
     request = replace(request, pair=HeadPair(p=inner[0], q=inner[1]))
     return _Round(index, request, slice(0, pair.tokens), _unchanged, of_logits, add)
-
-
-def _products(pair: HeadPair, block: int) -> list[Tensor]:
-    """``hidden W^T`` of both models: one tensor where both have the same; each block of rows is gathered once."""
-    storage, products = _storage_of(pair), list[Tensor]()
-    models = [pair.p] if pair.has_shared_product else [pair.p, pair.q]
-    pending: list[tuple[HeadInputs, Tensor]] = []
-    for model in models:
-        hidden = model.hidden.to(model.dtype)
-        if model.head.weight is None:
-            products.append(hidden)
-            continue
-        products.append(hidden.new_empty((len(hidden), storage.vocab_size)))
-        pending.append((replace(model, hidden=hidden), products[-1]))
-    for group in _by_weight(pending):
-        for parts in _row_blocks(group[0][0], block):
-            for columns, rows in parts:
-                widened = rows.to(pair.p.dtype)
-                for model, product in group:
-                    product[:, columns] = model.hidden @ widened.T
-    return products * 2 if len(products) == 1 else products
-
-
-def _add_products(
-    sums: _Sums, gradients: Gradients, pair: HeadPair, index: Any, block: int, needed: Needed
-) -> None:
-    """Add the gradients of hidden states and heads that follow from those of the products."""
-    pending: list[tuple[HeadInputs, tuple[int, Tensor, PerModel[bool]]]] = []
-    sides = ((0, pair.p, gradients.p, needed.p), (3, pair.q, gradients.q, needed.q))
-    for place, model, of_model, flags in sides:
-        if of_model.bias is not None:
-            _add_bias(sums, place + 2, model, of_model.bias)
-        if of_model.hidden is None:
-            continue
-        if model.head.weight is None:
-            sums.add(place, index, of_model.hidden)
-        else:
-            pending.append((model, (place, of_model.hidden.to(model.dtype), flags)))
-    for group in _by_weight(pending):
-        totals = [torch.zeros_like(model.hidden, dtype=model.dtype) for model, _ in group]
-        start, storage = 0, group[0][0].storage
-        trains_weight = any(flags.weight for _, (_, _, flags) in group)
-        place = group[0][1][0]
-        for parts in _row_blocks(group[0][0], block):
-            reduced: list[tuple[slice, Tensor]] = []
-            for columns, rows in parts:
-                widened = rows.to(pair.p.dtype)
-                of_rows = torch.zeros_like(widened)
-                for total, (model, (_, gradient, flags)) in zip(totals, group, strict=True):
-                    if flags.hidden:
-                        total += gradient[:, columns] @ widened
-                    if flags.weight:
-                        of_rows += gradient[:, columns].T @ model.hidden.to(model.dtype)
-                reduced.append((columns, of_rows))
-            if trains_weight and storage is None:
-                for columns, of_rows in reduced:
-                    sums.add(place + 1, columns, of_rows)
-            elif trains_weight and storage is not None:
-                rows_left = storage.rows[storage.rank] - start
-                local = storage.reduce_block(reduced, block)[: max(0, rows_left)]
-                sums.add(place + 1, slice(start, start + len(local)), local)
-            start += block
-        for total, (_, (hidden_place, _, flags)) in zip(totals, group, strict=True):
-            if flags.hidden:
-                sums.add(hidden_place, index, total)
-
-
-def _add_bias(sums: _Sums, place: int, model: HeadInputs, gradient: Tensor) -> None:
-    if model.storage is None:
-        sums.add(place, slice(None), gradient)
-    else:
-        whole = model.storage.all_reduce_sum(at_least_float32(gradient).clone())
-        sums.add(place, slice(None), whole[model.storage.local_rows])
-
-
-def _by_weight(pending: Iterable[tuple[HeadInputs, Any]]) -> list[list[tuple[HeadInputs, Any]]]:
-    """The models grouped by their weight, whose rows are then gathered once."""
-    groups: dict[int, list[tuple[HeadInputs, Any]]] = {}
-    for model, more in pending:
-        groups.setdefault(id(model.head.weight), []).append((model, more))
-    return list(groups.values())
-
-
-def _row_blocks(model: HeadInputs, block: int) -> Iterator[list[tuple[slice, Tensor]]]:
-    """The rows of a head in blocks: gathered if they are stored on several ranks."""
-    weight = model.head.weight
-    assert weight is not None, "logits have no rows"
-    if model.storage is not None:
-        yield from model.storage.gather_blocks(weight, block)
-        return
-    for start in range(0, len(weight), block):
-        rows = weight[start : start + block]
-        yield [(slice(start, start + len(rows)), rows)]
-
-
-def _whole_bias(model: HeadInputs) -> Tensor | None:
-    bias = model.head.bias
-    if bias is None or model.storage is None:
-        return bias
-    return model.storage.gather_tokens(bias.detach(), model.storage.rows)
-
-
-def _storage_of(pair: HeadPair) -> HeadStorage:
-    storage = pair.storage
-    assert storage is not None, "no head is stored on several ranks"
-    return storage
 
 
 def _without_tokens(request: Request) -> Request:
@@ -475,12 +318,3 @@ def _without_tokens(request: Request) -> Request:
 
 def _unchanged(values: Tensor) -> Tensor:
     return values
-
-
-def _zero_losses(terms: TokenTerms, rows: slice) -> Tensor:
-    return torch.zeros_like(terms.kl)
-
-
-def _linear_objective_of(slopes: TokenTerms) -> Objective:
-    """The objective that is linear in the terms, with these slopes."""
-    return lambda terms, rows: weighted_terms(terms, TokenTerms(*(slope[rows] for slope in slopes)))
