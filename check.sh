@@ -16,8 +16,8 @@ step $bin/python tools/check_undefined_names.py
 step $bin/python tools/check_names.py
 step $bin/lint-imports --no-cache
 
-# Beside each other: types, then shapes; and the tests that need a compiler, which cannot look through runtime checks, or a
-# browser, which wants a core for itself.
+# Beside each other, so that two cores are never idle: types, then shapes; and the tests that need a compiler, which cannot look
+# through runtime checks, or a browser, which wants a core for itself, then all others.
 log=$(mktemp)
 (
   step $bin/pyright
@@ -27,8 +27,8 @@ types=$!
 trap 'pkill -P $types 2>/dev/null || true; rm -f "$log"' EXIT
 step $bin/python -m pytest -q -m 'compiler or browser'
 verdict=0
+step $bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser' \
+  "${checked[@]/#/--ignore=}" || verdict=$?
 wait $types || verdict=$?
 cat "$log"
-((verdict == 0))
-
-step $bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser' "${checked[@]/#/--ignore=}"
+exit $verdict
