@@ -1,4 +1,4 @@
-"""Importance weights for tokens that were sampled from a behaviour distribution instead of p."""
+"""Importance weights of samples from a behaviour distribution, and control-variate weights of two sums of a KL."""
 
 from math import inf, log
 from typing import Literal, NamedTuple
@@ -15,6 +15,9 @@ from kleash.precision import at_least_float32
 
 Level = Literal["token", "before", "prefix", "sequence"]
 LEVELS: tuple[Level, ...] = ("token", "before", "prefix", "sequence")
+
+MIN_OTHER_SEQUENCES = 3
+"""Fewest other sequences to fit a control-variate weight on."""
 
 
 class ImportanceWeights(NamedTuple):
@@ -122,3 +125,34 @@ def _effective_sample_size(log_weights: Tensor) -> Tensor:
         return flat.new_tensor(torch.nan)
     weights = (flat - flat.max()).exp()
     return weights.sum().square() / weights.square().sum()
+
+
+def leave_one_out_weights(
+    sampled: Float[Tensor, "batch"], exact: Float[Tensor, "batch_e"], is_counted: Bool[Tensor, "batch_c"]
+) -> Float[Tensor, "batch"]:
+    """For each sequence, the regression weight fitted to all other sequences that count.
+
+        a_i = Cov(U, U - C) / Var(U - C), over the sequences other than i
+
+    It minimises the variance of ``U - a (U - C)``; since sequence i has no part in a_i, the combination has the mean of
+    U and C. It is 1, not fitted, with fewer than three other sequences, if U - C does not vary among them, and for a
+    sequence with an infinite sum.
+
+    Args:
+        sampled: U, the sum of log ratios.
+        exact: C, the sum of exact KLs.
+        is_counted: which sequences count.
+    """
+    usable = is_counted & sampled.isfinite() & exact.isfinite()
+    is_other = (
+        usable.unsqueeze(0) & ~torch.eye(len(is_counted), dtype=torch.bool, device=is_counted.device)
+    ).to(sampled.dtype)
+    n = is_other.sum(-1)
+    u = torch.where(usable, sampled, 0.0)
+    d = torch.where(usable, sampled - exact, 0.0)
+    mean_u, mean_d = (is_other @ u) / n.clamp(min=1), (is_other @ d) / n.clamp(min=1)
+    deviation_u, deviation_d = u - mean_u.unsqueeze(-1), d - mean_d.unsqueeze(-1)
+    variance = (is_other * deviation_d.square()).sum(-1)
+    covariance = (is_other * deviation_u * deviation_d).sum(-1)
+    can_fit = (n >= MIN_OTHER_SEQUENCES) & (variance > 0) & usable
+    return torch.where(can_fit, covariance / torch.where(can_fit, variance, 1.0), 1.0)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import OptionError, ShapeError
-from kleash.estimators.control_variates import leave_one_out_weights
-from kleash.estimators.weights import detached_where
+from kleash.estimators.weights import detached_where, leave_one_out_weights
 from kleash.leash.controller_base import Per, require_per
 from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32

@@ -9,7 +9,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.errors import NotProbabilitiesError, ShapeError
 from kleash.estimators import ESTIMATORS, Estimator, largest_log_ratio
-from kleash.estimators.control_variates import leave_one_out_weights
+from kleash.estimators.weights import leave_one_out_weights
 from kleash.losses.surrogate import (
     future_kl_of_tokens,
     kl_of_pair,
@@ -110,7 +110,7 @@ def future_kl_loss(
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
         ShapeError: if the tensors differ in shape, or have no axis of time.
     """
-    require_same_shape(token_logp=token_logp, token_kl=token_kl, mask=mask, weights=weights)
+    require_same_shape(token_logp=token_logp, token_kl=token_kl, mask=mask)
     if token_logp.ndim == 0:
         raise ShapeError("token_logp is one number; give the tokens of a response on the last axis")
     require_gradient(token_logp)

@@ -35,12 +35,16 @@ class SampledPair(NamedTuple):
     is_counted: Tensor
     """True where ``mask`` is true and the weight is not 0: the tokens whose own KL enters value and gradient."""
     weights: Tensor | None
-    """Detached; 0 where ``is_counted`` is false."""
+    """0 where ``is_counted`` is false; detached unless ``attach_weights`` made them."""
 
     @property
     def log_ratio(self) -> Tensor:
         """log p - log q, detached; 0 where ``is_counted`` is false."""
         return torch.where(self.is_counted, self.token_logp.detach() - self.token_logq.detach(), 0.0)
+
+    def times_weights(self, values: Tensor) -> Tensor:
+        """The values times the weights; unchanged without weights."""
+        return values if self.weights is None else self.weights * values
 
 
 def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
@@ -50,15 +54,38 @@ def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: 
         ShapeError: if the tensors differ in shape.
         DetachedError: if ``weights`` carry a gradient.
     """
-    require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask, weights=weights)
+    require_same_shape(token_logp=token_logp, token_logq=token_logq, mask=mask)
     is_counted, weights = mask_and_weights(mask, weights)
     return SampledPair(
         at_least_float32(token_logp), at_least_float32(token_logq), as_mask(mask), is_counted, weights
     )
 
 
-def kl_of_pair(pair: SampledPair, estimator: Estimator) -> Tensor:
-    """The weighted estimate of each token's KL, with the gradient ``weights * (u, -1)``, as ``kl_loss`` defines it."""
+def attach_weights(pair: SampledPair, level: Level) -> SampledPair:
+    """The pair with weights of unchanged value, whose gradient is that of importance weights of that level."""
+    logp = torch.where(pair.is_counted, pair.token_logp, 0.0)
+    if level == "sequence":
+        log_weight = logp.sum(-1, keepdim=True).expand_as(logp)
+    elif level == "token":
+        log_weight = logp
+    else:
+        log_weight = logp.cumsum(-1) - (logp if level == "before" else 0.0)
+    return pair._replace(weights=pair.times_weights(torch.exp(log_weight - log_weight.detach())))
+
+
+def kl_of_pair(pair: SampledPair, estimator: Estimator, *, backpropagated: bool = False) -> Tensor:
+    """The weighted estimate of each token's KL, with the gradient ``weights * (u, -1)``, as ``kl_loss`` defines it.
+
+    Args:
+        pair: the sampled tokens.
+        estimator: of the value.
+        backpropagated: whether the gradient is that of the weighted estimate itself.
+    """
+    if backpropagated:
+        p, q = (torch.where(pair.is_counted, x, 0.0) for x in (pair.token_logp, pair.token_logq))
+        return pair.times_weights(
+            continued_k3(p - q) if estimator is ESTIMATORS["k3"] else estimator.of(p - q)
+        )
     if estimator is ESTIMATORS["k3"]:
         log_ratio, value = log_ratio_and_k3(pair.token_logp, pair.token_logq, pair.is_counted)
     else:
@@ -80,33 +107,21 @@ def future_kl_of_tokens(token_logp: Tensor, cost: Tensor, mask: Tensor) -> Tenso
     return with_gradient(torch.zeros_like(future_kl), token_logp, future_kl)
 
 
-def backpropagated_estimates(pair: SampledPair, estimator: Estimator) -> Tensor:
-    """The unweighted estimate of each token's KL, through which gradients flow; 0 where ``is_counted`` is false."""
-    p, q = (torch.where(pair.is_counted, x, 0.0) for x in (pair.token_logp, pair.token_logq))
-    return continued_k3(p - q) if estimator is ESTIMATORS["k3"] else estimator.of(p - q)
-
-
-def unit_weight_with_gradient(pair: SampledPair, level: Level) -> Tensor:
-    """1 for each token, with the gradient of the logarithm of its importance weight of that level."""
-    logp = torch.where(pair.is_counted, pair.token_logp, 0.0)
-    if level == "sequence":
-        log_weight = logp.sum(-1, keepdim=True).expand_as(logp)
-    elif level == "token":
-        log_weight = logp
-    else:
-        log_weight = logp.cumsum(-1) - (logp if level == "before" else 0.0)
-    return torch.exp(log_weight - log_weight.detach())
-
-
 def mask_and_weights(mask: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The mask, false also where the weight is 0, and the weights, 0 where masked.
 
     Raises:
+        ShapeError: if the two differ in shape.
         DetachedError: if the weights carry a gradient.
     """
     is_counted = as_mask(mask)
     if weights is None:
         return is_counted, None
+    if weights.shape != mask.shape:
+        raise ShapeError(
+            f"the tokens do not fit together: mask {tuple(mask.shape)}, weights {tuple(weights.shape)}; "
+            "give one number per token in each"
+        )
     if weights.requires_grad:
         raise DetachedError(
             "weights carry a gradient, which would be added to one that is already right; "

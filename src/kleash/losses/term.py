@@ -13,13 +13,12 @@ from kleash.estimators.weights import Level
 from kleash.kl_rules import TermSpec, refusal, term_spec
 from kleash.losses.aggregation import AGGREGATIONS, aggregate, count_of
 from kleash.losses.surrogate import (
-    backpropagated_estimates,
+    attach_weights,
     future_kl_of_tokens,
     kl_of_pair,
     require_gradient,
     require_same_shape,
     sampled_pair,
-    unit_weight_with_gradient,
 )
 from kleash.masking import Mean
 from kleash.precision import at_least_float32
@@ -157,26 +156,24 @@ class KLTerm:
             ).values
         pair = sampled_pair(token_logp, token_logq.detach(), mask, weights)
         require_same_shape(token_logp=token_logp, token_kl=token_kl)
-        # k3 is a placeholder for "exact": only gradient "score" would use it, which ``kl_rules`` refuses there.
-        estimator = self._record or ESTIMATORS["k3"]
+        if self.rule == "ratio_attached" and self.ratio != "none":
+            pair = attach_weights(pair, self.ratio)
         if token_kl is None:
-            token_estimate = backpropagated_estimates(pair, estimator)
+            estimator = self._record
+            assert estimator is not None, "only the exact KL has no record, and it needs token_kl"
+            term = kl_of_pair(pair, estimator, backpropagated=self.rule != "score")
         else:
-            token_estimate = torch.where(pair.is_counted, at_least_float32(token_kl), 0.0)
+            term = pair.times_weights(torch.where(pair.is_counted, at_least_float32(token_kl), 0.0))
         if self.place == "reward":
-            return token_estimate.detach()
-        require_gradient(token_estimate, name="token_logp" if token_kl is None else "token_kl")
-        if self.rule == "ratio_attached" and weights is not None and self.ratio != "none":
-            return weights * unit_weight_with_gradient(pair, self.ratio) * token_estimate
-        if self.rule == "score":
-            term = kl_of_pair(pair, estimator)
+            return term.detach()
+        if token_kl is None:
+            require_gradient(term)
         else:
-            term = token_estimate if pair.weights is None else pair.weights * token_estimate
-        if self.spec.scope == "token":
+            require_gradient(token_kl, name="token_kl")
+        if self.spec.scope == "token" or self.rule == "ratio_attached":
             return term
         require_gradient(token_logp)
-        weighted = token_estimate.detach() if pair.weights is None else pair.weights * token_estimate.detach()
-        return term + future_kl_of_tokens(pair.token_logp, weighted, pair.mask)
+        return term + future_kl_of_tokens(pair.token_logp, term.detach(), pair.mask)
 
     def _require_input(self, name: str, tensor: Tensor | None, is_needed: bool, reason: str) -> None:
         """Raise OptionError if an input is missing or not used."""

@@ -144,7 +144,7 @@ def sampled_tail_loss(
             "give a divergence that is a mean, or tail_bucket_loss"
         )
     _require_lists(p, q, mask)
-    require_same_shape(mask=mask, **drawn._asdict(), weights=weights)
+    require_same_shape(mask=mask, **drawn._asdict())
     require_gradient(p.logp, q.logp, drawn.token_logp, drawn.token_logq)
     is_counted = as_mask(mask).unsqueeze(-1)
     head_p, head_q = (torch.where(is_counted, at_least_float32(x.logp), 0.0) for x in (p, q))
