@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from math import inf, log
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def divergence_bounds(
         1.
     """
     parts = [
-        _bounds_of_chunk(log_probabilities(hidden[rows], head), answer, rows, token_ids[rows], endpoint_role)
+        _columns_of_chunk(log_probabilities(hidden[rows], head), answer, rows, token_ids[rows], endpoint_role)
         for rows in _chunks(len(hidden), head, hidden, buffer_bytes)
     ]
     names = list(parts[0]) if parts else []
@@ -62,7 +63,23 @@ def _chunks(tokens: int, head: Head, hidden: Tensor, buffer_bytes: int) -> Itera
         yield slice(begin, min(begin + size, tokens))
 
 
-def _bounds_of_chunk(
+class _KnownLogprobs(NamedTuple):
+    """What is known of both models at a few positions: some tokens' log-probabilities, and limits of all others'."""
+
+    heads: Mapping[str, Float[Tensor, "tokens known"]]
+    """Role -> log-probabilities of the listed tokens, and in the last column of the scored one if it is not listed;
+    -inf where there is no token."""
+    least: Mapping[str, Float[Tensor, " tokens"]]
+    """Role -> no token outside the head has a smaller log-probability."""
+    most: Mapping[str, Float[Tensor, " tokens"]]
+    """Role -> no token outside the head has a larger one."""
+    is_whole: Tensor
+    """Whether the head is the whole vocabulary."""
+    token_is_listed: Tensor
+    """Whether the scored token is one of the likeliest."""
+
+
+def _columns_of_chunk(
     local_logp: Float[Tensor, "tokens vocab"],
     answer: ListedLogprobs,
     rows: slice,
@@ -70,49 +87,78 @@ def _bounds_of_chunk(
     endpoint_role: str,
 ) -> dict[str, np.ndarray]:
     """``divergence_bounds`` of a few positions."""
+    known = _known_logprobs(local_logp, answer, rows, token_ids, endpoint_role)
+    listed_p, listed_q = (known.heads[role][:, :-1].double() for role in ("policy", "reference"))
+    terms = torch.where(listed_p == -torch.inf, 0.0, listed_p.exp() * (listed_p - listed_q))
+    is_complete = torch.from_numpy(answer.is_complete[rows])
+    listed_probability = known.heads[endpoint_role][:, :-1].double().exp().sum(-1).clamp(max=1)
+    return {
+        **_bound_columns(known),
+        "kl_of_listed": torch.where(is_complete, terms.sum(-1), torch.nan).numpy(),
+        "listed_probability": listed_probability.numpy(),
+        "token_is_listed": known.token_is_listed.double().numpy(),
+    }
+
+
+def _known_logprobs(
+    local_logp: Float[Tensor, "tokens vocab"],
+    answer: ListedLogprobs,
+    rows: slice,
+    token_ids: Tensor,
+    endpoint_role: str,
+) -> _KnownLogprobs:
+    """What is known of both models at the positions ``rows``, on the CPU in float32; the limits allow for rounding."""
     device = local_logp.device
     listed_ids = torch.from_numpy(answer.listed_ids[rows]).to(device)
     listed_logp = torch.from_numpy(answer.listed_logp[rows]).to(device)
     token_logp = torch.from_numpy(answer.token_logp[rows]).to(device)
     token_is_listed = (listed_ids == token_ids.unsqueeze(-1)).any(-1)
     ids = torch.cat([listed_ids, torch.where(token_is_listed, -1, token_ids).unsqueeze(-1)], dim=-1)
-    endpoint_logp = torch.cat(
+    endpoint_head = torch.cat(
         [listed_logp, torch.where(token_is_listed, -torch.inf, token_logp).unsqueeze(-1)], dim=-1
     ).to(torch.float32)
     is_padding = ids < 0
-    known_logp = local_logp.gather(-1, ids.clamp(min=0)).masked_fill(is_padding, -torch.inf)
+    local_head = local_logp.gather(-1, ids.clamp(min=0)).masked_fill(is_padding, -torch.inf)
     known_ids = torch.where(is_padding, token_ids.unsqueeze(-1), ids)
-    least = local_logp.scatter(-1, known_ids, torch.inf).amin(-1)
-    most = local_logp.scatter(-1, known_ids, -torch.inf).amax(-1)
-    is_whole = ((~is_padding).sum(-1) == local_logp.shape[-1]).cpu()
+    local_least = local_logp.scatter(-1, known_ids, torch.inf).amin(-1)
+    local_most = local_logp.scatter(-1, known_ids, -torch.inf).amax(-1)
     endpoint_most = torch.from_numpy(answer.unlisted_most[rows]).to(device, torch.float32)
-    local = (least - rounding_nats(least), most + rounding_nats(most))
-    served = (torch.full_like(endpoint_most, -torch.inf), endpoint_most + rounding_nats(endpoint_most))
-    heads = {"local": known_logp.cpu(), "endpoint": endpoint_logp.cpu()}
-    limits = {"local": [x.cpu() for x in local], "endpoint": [x.cpu() for x in served]}
-    p, q = ("endpoint", "local") if endpoint_role == "policy" else ("local", "endpoint")
+    local_role = "reference" if endpoint_role == "policy" else "policy"
+    return _KnownLogprobs(
+        heads={local_role: local_head.cpu(), endpoint_role: endpoint_head.cpu()},
+        least={
+            local_role: (local_least - rounding_nats(local_least)).cpu(),
+            endpoint_role: torch.full_like(endpoint_most, -torch.inf).cpu(),
+        },
+        most={
+            local_role: (local_most + rounding_nats(local_most)).cpu(),
+            endpoint_role: (endpoint_most + rounding_nats(endpoint_most)).cpu(),
+        },
+        is_whole=((~is_padding).sum(-1) == local_logp.shape[-1]).cpu(),
+        token_is_listed=token_is_listed.cpu(),
+    )
+
+
+def _bound_columns(known: _KnownLogprobs) -> dict[str, np.ndarray]:
+    """The bounds of each divergence; exact where the head is the whole vocabulary."""
+    directions = {
+        "kl_policy_reference": ("kl", "policy", "reference"),
+        "kl_reference_policy": ("kl", "reference", "policy"),
+        **{name: (name, "policy", "reference") for name in SYMMETRIC},
+    }
     columns: dict[str, np.ndarray] = {}
-    directions = {"kl_policy_reference": ("kl", p, q), "kl_reference_policy": ("kl", q, p)}
-    directions |= {name: (name, p, q) for name in SYMMETRIC}
-    for name, (divergence, first, second) in directions.items():
+    for name, (divergence, p, q) in directions.items():
         tail = Tail(
-            logp_least=limits[first][0],
-            logp_most=limits[first][1],
-            logq_least=limits[second][0],
-            logq_most=limits[second][1],
+            logp_least=known.least[p],
+            logp_most=known.most[p],
+            logq_least=known.least[q],
+            logq_most=known.most[q],
         )
-        lower, upper, *_ = kl_bounds(heads[first], heads[second], divergence=divergence, tail=tail)
-        if is_whole.any():
-            whole = kl_bounds(heads[first], heads[second], divergence=divergence, tail=None)
-            lower = torch.where(is_whole, whole.lower, lower)
-            upper = torch.where(is_whole, whole.upper, upper)
+        lower, upper, *_ = kl_bounds(known.heads[p], known.heads[q], divergence=divergence, tail=tail)
+        if known.is_whole.any():
+            whole = kl_bounds(known.heads[p], known.heads[q], divergence=divergence, tail=None)
+            lower = torch.where(known.is_whole, whole.lower, lower)
+            upper = torch.where(known.is_whole, whole.upper, upper)
         columns[f"{name}_lower"] = lower.clamp(min=0).numpy()
         columns[f"{name}_upper"] = upper.clamp(max=SYMMETRIC.get(name, inf)).numpy()
-    width = listed_ids.shape[-1]
-    logp, logq = (heads[which].double()[:, :width] for which in (p, q))
-    terms = torch.where(logp == -torch.inf, 0.0, logp.exp() * (logp - logq))
-    is_complete = torch.from_numpy(answer.is_complete[rows])
-    columns["kl_of_listed"] = torch.where(is_complete, terms.sum(-1), torch.nan).numpy()
-    columns["listed_probability"] = heads["endpoint"][:, :width].double().exp().sum(-1).clamp(max=1).numpy()
-    columns["token_is_listed"] = token_is_listed.cpu().double().numpy()
     return columns

@@ -5,14 +5,14 @@ import random
 import socket
 import ssl
 import threading
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kleash.errors import EndpointError, OptionError
 
@@ -163,60 +163,76 @@ class JSONClient:
     def _attempt(self, method: str, path: str, body: bytes | None) -> Any:
         """One attempt of a request, which ends within the time limit whatever the server does."""
         address = urlsplit(self.url + path)
-        connection_type = HTTPSConnection if address.scheme == "https" else HTTPConnection
         headers = {"Accept": "application/json", "Content-Type": "application/json", "Connection": "close"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        is_late = threading.Event()
-        with closing(
-            connection_type(address.hostname or "", address.port, timeout=self.timeout_seconds)
-        ) as connection:
-            try:
-                connection.connect()
-            except TimeoutError as error:
-                raise _PassingError(f"did not take a connection within {self.timeout_seconds:g} s") from error
-            except ssl.SSLCertVerificationError as error:
-                raise EndpointError(
-                    f"{self.subject} has a certificate that cannot be verified ({error.verify_message}); "
-                    "see that its address is right"
-                ) from error
-            except (OSError, UnicodeError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                raise _PassingError(f"cannot be reached: {reason}") from error
-            connected = connection.sock
-            with self._lock:
-                self._sockets.add(connected)
-
-            def end() -> None:
-                is_late.set()
-                _shut_down(connected)
-
-            watchdog = threading.Timer(self.timeout_seconds, end)
-            watchdog.daemon = True
-            watchdog.start()
+        with (
+            closing(self._connected(address)) as connection,
+            self._time_limit(connection.sock) as is_late,
+        ):
             try:
                 connection.request(method, address.path, body=body, headers=headers)
                 with connection.getresponse() as response:
                     content = _read_all(response)
-                    if is_late.is_set():
-                        raise TimeoutError
-                    if method == "GET" and response.status in (404, 405):
-                        return None
-                    return self._answer(response.status, response.headers, content)
-            except EndpointError:
-                raise
             except (OSError, HTTPException, _PassingError) as error:
                 if is_late.is_set() or isinstance(error, TimeoutError):
-                    raise _PassingError(
-                        f"did not finish its answer within {self.timeout_seconds:g} s (--endpoint-timeout)"
-                    ) from error
+                    raise self._late() from error
                 if isinstance(error, _PassingError):
                     raise
                 raise _PassingError(f"broke off its answer ({type(error).__name__})") from error
-            finally:
-                watchdog.cancel()
-                with self._lock:
-                    self._sockets.discard(connected)
+            if is_late.is_set():
+                raise self._late()
+        if method == "GET" and response.status in (404, 405):
+            return None
+        return self._answer(response.status, response.headers, content)
+
+    def _connected(self, address: SplitResult) -> HTTPConnection:
+        """A connection to the server; raises _PassingError, or EndpointError if its certificate is refused."""
+        connection_type = HTTPSConnection if address.scheme == "https" else HTTPConnection
+        connection = connection_type(address.hostname or "", address.port, timeout=self.timeout_seconds)
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise _PassingError(f"did not take a connection within {self.timeout_seconds:g} s") from error
+        except ssl.SSLCertVerificationError as error:
+            raise EndpointError(
+                f"{self.subject} has a certificate that cannot be verified ({error.verify_message}); "
+                "see that its address is right"
+            ) from error
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise _PassingError(f"cannot be reached: {reason}") from error
+        return connection
+
+    @contextmanager
+    def _time_limit(self, connected: socket.socket) -> Generator[threading.Event]:
+        """Context that shuts a socket down after the time limit, or when the client is closed.
+
+        Yields:
+            An event that is set if the limit was reached.
+        """
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            _shut_down(connected)
+
+        watchdog = threading.Timer(self.timeout_seconds, end)
+        watchdog.daemon = True
+        with self._lock:
+            self._sockets.add(connected)
+        watchdog.start()
+        try:
+            yield is_late
+        finally:
+            watchdog.cancel()
+            with self._lock:
+                self._sockets.discard(connected)
+
+    def _late(self) -> _PassingError:
+        return _PassingError(
+            f"did not finish its answer within {self.timeout_seconds:g} s (--endpoint-timeout)"
+        )
 
     def _answer(self, status: int, headers: HTTPMessage, content: bytes) -> Any:
         """The JSON of an answer with status 200; an error for every other status."""
